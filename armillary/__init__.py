@@ -1,0 +1,106 @@
+"""Training loops around a compiled step.
+
+The outer ring (`Controller`) saves, evaluates, logs and recovers. The inner ring
+(`StandardTrainer`, `StandardEvaluator`) runs many steps in one device program. The
+centre is the user's own step, which a `Strategy` spreads over devices without changing
+it::
+
+    strategy = armillary.MirroredStrategy()
+    dataset = armillary.make_distributed_dataset(strategy, make_data)
+
+    class Trainer(armillary.StandardTrainer):
+        def __init__(self):
+            super().__init__(dataset)
+            self.strategy, self.model, self.optimizer = strategy, model, optimizer
+
+        def train_step(self, iterator):
+            def step_fn(batch):
+                def loss_fn(model):
+                    return armillary.compute_average_loss(losses(model, batch))
+
+                grads = nnx.grad(loss_fn)(self.model)
+                self.optimizer.update(self.model, grads)
+
+            self.strategy.run(step_fn, args=(next(iterator),))
+
+    controller = armillary.Controller(
+        trainer=Trainer(), global_step=optimizer.step, steps_per_loop=100
+    )
+    controller.train(steps=5000)
+"""
+
+from armillary import actions as actions
+from armillary import data as data
+from armillary import distribute as distribute
+from armillary import errors as errors
+from armillary import summary as summary
+from armillary._controller import Controller as Controller
+from armillary._runner import AbstractEvaluator as AbstractEvaluator
+from armillary._runner import AbstractTrainer as AbstractTrainer
+from armillary._standard_runner import StandardEvaluator as StandardEvaluator
+from armillary._standard_runner import (
+    StandardEvaluatorOptions as StandardEvaluatorOptions,
+)
+from armillary._standard_runner import StandardTrainer as StandardTrainer
+from armillary._standard_runner import StandardTrainerOptions as StandardTrainerOptions
+from armillary._typing import Action as Action
+from armillary._typing import Output as Output
+from armillary.checkpoint import Checkpoint as Checkpoint
+from armillary.checkpoint import CheckpointManager as CheckpointManager
+from armillary.data import InputContext as InputContext
+from armillary.data import InputOptions as InputOptions
+from armillary.distribute import DefaultStrategy as DefaultStrategy
+from armillary.distribute import MirroredStrategy as MirroredStrategy
+from armillary.distribute import OneDeviceStrategy as OneDeviceStrategy
+from armillary.distribute import ReduceOp as ReduceOp
+from armillary.distribute import VariableAggregation as VariableAggregation
+from armillary.distribute import VariableSynchronization as VariableSynchronization
+from armillary.distribute import compute_average_loss as compute_average_loss
+from armillary.distribute import create_global_step as create_global_step
+from armillary.distribute import function as function
+from armillary.distribute import get_replica_context as get_replica_context
+from armillary.distribute import get_strategy as get_strategy
+from armillary.distribute import has_strategy as has_strategy
+from armillary.distribute import in_cross_replica_context as in_cross_replica_context
+from armillary.distribute import make_distributed_dataset as make_distributed_dataset
+from armillary.distribute import scale_regularization_loss as scale_regularization_loss
+from armillary.distribute import set_strategy as set_strategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AbstractEvaluator",
+    "AbstractTrainer",
+    "Action",
+    "Checkpoint",
+    "CheckpointManager",
+    "Controller",
+    "DefaultStrategy",
+    "InputContext",
+    "InputOptions",
+    "MirroredStrategy",
+    "OneDeviceStrategy",
+    "Output",
+    "ReduceOp",
+    "StandardEvaluator",
+    "StandardEvaluatorOptions",
+    "StandardTrainer",
+    "StandardTrainerOptions",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "actions",
+    "compute_average_loss",
+    "create_global_step",
+    "data",
+    "distribute",
+    "errors",
+    "function",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "make_distributed_dataset",
+    "scale_regularization_loss",
+    "set_strategy",
+    "summary",
+]

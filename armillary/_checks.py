@@ -1,0 +1,114 @@
+"""One function for each kind of argument check, so each sentence is written once."""
+
+from collections.abc import Collection
+from numbers import Integral, Real
+from typing import Any
+
+
+def check_positive_int(name: str, value: Any) -> int:
+    """Returns `value` as an `int`, or raises if it is not a positive integer.
+
+    Raises:
+        ValueError: If `value` is not an integer of at least 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(
+            f"`{name}` is {value!r}, but it must be a positive integer. "
+            f"Use `{name}=1` or more."
+        )
+    return int(value)
+
+
+def check_not_negative(name: str, value: Any) -> float:
+    """Returns `value`, or raises if it is not a number of at least 0.
+
+    Raises:
+        ValueError: If `value` is not a real number or is below 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or value < 0:
+        raise ValueError(
+            f"`{name}` is {value!r}, but it must be a number that is not negative. "
+            f"Use `{name}=0` or more."
+        )
+    return float(value)
+
+
+def check_one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
+    """Raises if `value` is not one of the `allowed` values.
+
+    Raises:
+        ValueError: If `value` is not in `allowed`.
+    """
+    if value not in allowed:
+        choices = ", ".join(repr(choice) for choice in allowed)
+        raise ValueError(
+            f"`{name}` is {value!r}, but it must be one of {choices}. Use one of these."
+        )
+
+
+def check_callable(name: str, value: Any) -> None:
+    """Raises if `value` cannot be called.
+
+    Raises:
+        TypeError: If `value` is not callable.
+    """
+    if not callable(value):
+        raise TypeError(
+            f"`{name}` is {value!r} of type {type(value).__name__}, but it must be "
+            "callable. Pass a function or a method."
+        )
+
+
+def check_num_steps(name: str, value: Any) -> int:
+    """Returns `value` as an `int`, or raises if it is not a number of steps.
+
+    Raises:
+        ValueError: If `value` is neither a positive integer nor -1.
+    """
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_integer or (value < 1 and value != -1):
+        raise ValueError(
+            f"`{name}` is {value!r}, but it must be a positive integer, or -1 to run "
+            f"until the data ends. Use `{name}=1` or more, or `{name}=-1`."
+        )
+    return int(value)
+
+
+def check_methods(name: str, value: Any, methods: Collection[str], fix: str) -> None:
+    """Raises if `value` is not an object with all of `methods`.
+
+    Args:
+        name: The argument's name.
+        value: The argument.
+        methods: Names of the methods that the library will call.
+        fix: A sentence that says what to pass.
+
+    Raises:
+        TypeError: If `value` is a class, or lacks one of the methods.
+    """
+    if isinstance(value, type):
+        raise TypeError(
+            f"`{name}` is the class {value.__name__}, but it must be an instance. "
+            f"Use `{name}={value.__name__}(...)`."
+        )
+    missing = [method for method in methods if not hasattr(value, method)]
+    if missing:
+        listed = ", ".join(f"`{method}`" for method in missing)
+        raise TypeError(
+            f"`{name}` is {value!r} of type {type(value).__name__}, but it must have "
+            f"{listed}, which it lacks. {fix}"
+        )
+
+
+def check_not_negative_int(name: str, value: Any) -> int:
+    """Returns `value` as an `int`, or raises if it is not an integer of at least 0.
+
+    Raises:
+        ValueError: If `value` is not an integer or is below 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+        raise ValueError(
+            f"`{name}` is {value!r}, but it must be an integer that is not negative. "
+            f"Use `{name}=0` or more."
+        )
+    return int(value)

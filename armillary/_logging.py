@@ -1,0 +1,89 @@
+"""The one logger of the library, and how a program that set up none still sees it.
+
+Programs configure the logger `armillary` like any other. A program that configured no
+logging at all would see nothing of a training run, so `ensure_visible` gives the logger
+a handler of its own, which steps aside once the program sets up logging.
+"""
+
+import logging
+import sys
+
+logger = logging.getLogger("armillary")
+"""Receives every message once; programs configure it like any other logger."""
+
+
+def ensure_visible() -> None:
+    """Shows INFO lines on stderr if the program has not configured any logging.
+
+    Calling it again, or after the program configured logging, changes nothing.
+    """
+    if logger.handlers or logger.level != logging.NOTSET or _is_root_configured():
+        return
+    logger.addHandler(_FallbackHandler())
+    logger.setLevel(logging.INFO)
+    # The root logger may hold a default handler that would print each line again.
+    logger.propagate = False
+
+
+class _FallbackHandler(logging.Handler):
+    """Writes to stderr until the program configures logging, then hands over to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._console = _make_console()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes `record` to stderr or, once it is configured, to the root logger."""
+        if not _is_root_configured():
+            self._console.handle(record)
+        elif logging.root.isEnabledFor(record.levelno):
+            logging.root.callHandlers(record)
+
+
+class _LineFormatter(logging.Formatter):
+    """Prints a message as it is, with its level in front of all but INFO."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        if record.levelno == logging.INFO:
+            return line
+        return f"{record.levelname}: {line}"
+
+
+def _is_root_configured() -> bool:
+    """Returns whether the program, rather than a library, set up the root logger.
+
+    absl, which Orbax and Grain log with, calls `logging.basicConfig()` when it finds
+    no handler. A root logger that looks like that counts as not configured.
+    """
+    root = logging.root
+    is_default = root.level == logging.WARNING and all(
+        type(handler) is logging.StreamHandler
+        and handler.formatter is not None
+        and handler.formatter._fmt == logging.BASIC_FORMAT
+        for handler in root.handlers
+    )
+    return not is_default
+
+
+def _make_console() -> logging.Handler:
+    handler = _ColorHandler() if sys.stderr.isatty() else logging.StreamHandler()
+    handler.setFormatter(_LineFormatter("%(message)s"))
+    return handler
+
+
+class _ColorHandler(logging.Handler):
+    """Writes colored lines to a terminal, unwrapped so that paths can be copied."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        super().__init__()
+        self._console = Console(stderr=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints `record`; a terminal that went away must not end the training."""
+        try:
+            self._console.print(self.format(record), markup=False, soft_wrap=True)
+        except Exception:
+            self.handleError(record)

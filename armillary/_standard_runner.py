@@ -1,0 +1,330 @@
+"""The inner loops most programs need: begin, many compiled steps, end.
+
+After Orbit's `StandardTrainer` and `StandardEvaluator`: the user writes one step, the
+library runs it many times in one device program.
+"""
+
+import abc
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from armillary._checks import check_num_steps, check_positive_int
+from armillary._runner import AbstractEvaluator, AbstractTrainer
+from armillary._typing import Output, PyTree
+from armillary.distribute import Strategy, get_strategy, has_strategy
+from armillary.loops import Loop, LoopOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandardTrainerOptions:
+    """How a `StandardTrainer` runs its steps.
+
+    Args:
+        compile_loop: Whether many steps run as one device program. Off, the same
+            compiled step runs from a Python loop, with bit-identical results.
+        compile_step: Whether the step is compiled at all. Off, every operation runs
+        when
+            Python reaches it, for debugging: slow, equal up to rounding.
+        steps_per_chunk: Most steps in one device program, and most batches that are
+            stacked for it. Results do not depend on it. 20 hides Python's time; more
+            delays the first step and needs more memory.
+        max_chunk_bytes: Most memory of one stack of batches, in bytes. There are two or
+            three at a time: one in use and those read ahead.
+
+    Raises:
+        ValueError: If a number is below 1.
+    """
+
+    compile_loop: bool = True
+    compile_step: bool = True
+    steps_per_chunk: int = 20
+    max_chunk_bytes: int = 256 * 2**20
+
+    def __post_init__(self) -> None:
+        check_positive_int("steps_per_chunk", self.steps_per_chunk)
+        check_positive_int("max_chunk_bytes", self.max_chunk_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandardEvaluatorOptions(StandardTrainerOptions):
+    """How a `StandardEvaluator` runs its steps.
+
+    Args:
+        recreate_iterator_for_each_eval: Whether each call of `evaluate` begins a new
+            pass over the data. Off, as in Orbit, it continues where the last one
+            stopped, and begins anew when the data has ended.
+    """
+
+    recreate_iterator_for_each_eval: bool = False
+
+
+@dataclass(frozen=True)
+class _Data:
+    """Holds datasets apart from the user's attributes: data is not state."""
+
+    datasets: PyTree
+
+
+class _Runner:
+    """What the two runners share: a loop over a step, under the right strategy."""
+
+    _loop: Loop | None = None
+
+    @contextlib.contextmanager
+    def _in_strategy(self) -> Iterator[Strategy]:
+        """Enters the strategy that is in effect, or the one among the attributes."""
+        if has_strategy():
+            yield get_strategy()
+            return
+        own = [value for value in vars(self).values() if isinstance(value, Strategy)]
+        strategy = own[0] if own else get_strategy()
+        with strategy.scope() if own else contextlib.nullcontext():
+            yield strategy
+
+    def _get_loop(
+        self,
+        strategy: Strategy,
+        datasets: PyTree,
+        step_name: str,
+        options: StandardTrainerOptions,
+        *,
+        exact: bool,
+        keep_results: bool,
+    ) -> Loop:
+        """Returns the loop; makes it at the first call and when its use has changed."""
+        loop_options = LoopOptions(
+            steps_per_chunk=options.steps_per_chunk,
+            max_chunk_bytes=options.max_chunk_bytes,
+            compile_loop=options.compile_loop,
+            compile_step=options.compile_step,
+            exact=exact,
+            keep_results=keep_results,
+        )
+        loop = self._loop
+        if loop is None or not loop.serves(datasets, strategy, loop_options):
+            if loop is not None:
+                loop.close()
+            step_fn = getattr(self, step_name)
+            loop = Loop(self, step_fn, step_name, datasets, strategy, loop_options)
+            self._loop = loop
+        return loop
+
+
+class StandardTrainer(_Runner, AbstractTrainer):
+    """Runs `train_step` many times for each call of `train`.
+
+    In outline::
+
+        train_loop_begin()                  # Python, once per loop
+        for _ in range(num_steps):          # one device program per chunk
+            train_step(iterator)
+        return train_loop_end()             # Python, once per loop
+
+    Everything the step reads or writes must be reachable from the trainer: assign
+    model, optimizer, metrics and other state to `self`. A strategy that is assigned to
+    `self` is in effect, if no other is.
+
+    Args:
+        train_dataset: A dataset from `make_distributed_dataset`, anything that
+            `armillary.data.as_source` takes, or a nest (list, dict, ...) of them.
+        options: How to run; see `StandardTrainerOptions`.
+    """
+
+    def __init__(
+        self, train_dataset: PyTree, options: StandardTrainerOptions | None = None
+    ) -> None:
+        _check_options("options", options, StandardTrainerOptions)
+        self._train_data = _Data(train_dataset)
+        self._train_options = options or StandardTrainerOptions()
+
+    @property
+    def train_dataset(self) -> PyTree:
+        """The dataset, or nest of datasets. Assigning another one starts on it."""
+        return self._train_data.datasets
+
+    @train_dataset.setter
+    def train_dataset(self, train_dataset: PyTree) -> None:
+        self._train_data = _Data(train_dataset)
+
+    def train_loop_begin(self) -> None:
+        """Prepares a loop, such as by resetting metrics; override as needed."""
+
+    @abc.abstractmethod
+    def train_step(self, iterator: Any) -> None:
+        """Runs one step: override.
+
+        It is traced once and compiled, so it must be written with `jax.numpy` and may
+        not depend on values in Python. What it returns is dropped.
+
+        Args:
+            iterator: An iterator with the structure of `train_dataset`. Each `next` on
+                it gives one global batch, for `strategy.run`.
+        """
+
+    def train_loop_end(self) -> Output:
+        """Returns the loop's output, such as computed metrics; override as needed."""
+        return None
+
+    def train(self, num_steps: int) -> Output:
+        """Runs `num_steps` steps, or fewer if the data ends before.
+
+        Args:
+            num_steps: Steps to run, at least 1.
+
+        Returns:
+            What `train_loop_end` returned; `None` if there was no data for any step.
+            `data_exhausted` tells whether the data ended.
+
+        Raises:
+            ValueError: If `num_steps` is below 1, or the dataset belongs to another
+                strategy.
+            StateStructureError: If a step changes the structure of the state.
+            CapturedStateError: If a step uses state that the trainer does not reach.
+            RetraceError: If batches change their shape.
+        """
+        check_positive_int("num_steps", num_steps)
+        with self._in_strategy() as strategy:
+            loop = self._get_loop(
+                strategy,
+                self._train_data.datasets,
+                "train_step",
+                self._train_options,
+                exact=False,
+                keep_results=False,
+            )
+            self.data_exhausted = not loop.has_data()
+            if self.data_exhausted:
+                return None
+            self.train_loop_begin()
+            self.data_exhausted = loop.run(num_steps) < num_steps
+            return self.train_loop_end()
+
+
+class StandardEvaluator(_Runner, AbstractEvaluator):
+    """Runs `eval_step` over an evaluation set.
+
+    In outline::
+
+        state = eval_begin()
+        for _ in range(num_steps):
+            outputs = eval_step(iterator)
+            if state is not None:
+                state = eval_reduce(state, outputs)
+        return eval_end() if state is None else eval_end(state)
+
+    Every example counts exactly once, whatever the batch size and the number of
+    replicas. What replicas cannot share equally runs through smaller steps, in which
+    the replicas without data change nothing: so `eval_step` may run a few times more
+    than there are batches. In such a step reduce with `ReplicaContext.all_reduce`,
+    which leaves those replicas out, and not with `jax.lax.psum`.
+
+    Args:
+        eval_dataset: As `train_dataset` of `StandardTrainer`.
+        options: How to run; see `StandardEvaluatorOptions`.
+    """
+
+    def __init__(
+        self, eval_dataset: PyTree, options: StandardEvaluatorOptions | None = None
+    ) -> None:
+        _check_options("options", options, StandardEvaluatorOptions)
+        self._eval_data = _Data(eval_dataset)
+        self._eval_options = options or StandardEvaluatorOptions()
+
+    @property
+    def eval_dataset(self) -> PyTree:
+        """The dataset, or nest of datasets. Assigning another one starts on it."""
+        return self._eval_data.datasets
+
+    @eval_dataset.setter
+    def eval_dataset(self, eval_dataset: PyTree) -> None:
+        self._eval_data = _Data(eval_dataset)
+
+    def eval_begin(self) -> Any:
+        """Returns the state to reduce step outputs into; override as needed.
+
+        With `None`, the default, outputs of steps are dropped.
+        """
+        return None
+
+    @abc.abstractmethod
+    def eval_step(self, iterator: Any) -> Any:
+        """Runs one evaluation step: override. It is traced once and compiled.
+
+        Args:
+            iterator: An iterator with the structure of `eval_dataset`.
+
+        Returns:
+            The step's outputs, a pytree, for `eval_reduce`.
+        """
+
+    def eval_reduce(self, state: Any, step_outputs: Any) -> Any:
+        """Returns the state after one step; runs in Python, so the state may grow.
+
+        Args:
+            state: What `eval_begin` or the last `eval_reduce` returned.
+            step_outputs: What `eval_step` returned, with arrays in place of tracers.
+
+        Raises:
+            NotImplementedError: If `eval_begin` returns a state and this method is not
+                overridden.
+        """
+        del state, step_outputs
+        raise NotImplementedError(
+            f"`{type(self).__name__}.eval_begin` returned a state, so `eval_reduce` is "
+            "needed to add each step's outputs to it. Define "
+            "`eval_reduce(self, state, step_outputs)`, or return `None` from "
+            "`eval_begin`."
+        )
+
+    def eval_end(self, *state: Any) -> Output:
+        """Returns the evaluation's output; override as needed.
+
+        Args:
+            *state: The last state, if `eval_begin` returned one.
+        """
+        del state
+        return None
+
+    def evaluate(self, num_steps: int) -> Output:
+        """Runs `num_steps` batches through `eval_step`, or all there are.
+
+        Args:
+            num_steps: Batches to evaluate, at least 1; -1 for all that the data holds.
+
+        Returns:
+            What `eval_end` returned.
+
+        Raises:
+            ValueError: If `num_steps` is neither positive nor -1, or the dataset
+            belongs
+                to another strategy.
+        """
+        check_num_steps("num_steps", num_steps)
+        with self._in_strategy() as strategy:
+            state = self.eval_begin()
+            is_first = self._loop is None
+            loop = self._get_loop(
+                strategy,
+                self._eval_data.datasets,
+                "eval_step",
+                self._eval_options,
+                exact=True,
+                keep_results=state is not None,
+            )
+            recreate = self._eval_options.recreate_iterator_for_each_eval
+            if not is_first and (recreate or not loop.has_data()):
+                loop.reopen(self._eval_data.datasets)
+            for step_outputs in loop.iterate(num_steps):
+                if state is not None:
+                    state = self.eval_reduce(state, step_outputs)
+            return self.eval_end() if state is None else self.eval_end(state)
+
+
+def _check_options(name: str, value: Any, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(
+            f"`{name}` is {value!r}, but it must be a `{kind.__name__}`. Write "
+            f"`{name}=armillary.{kind.__name__}(...)`."
+        )

@@ -1,0 +1,16 @@
+"""Names for the types that cross module borders."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+PyTree: TypeAlias = Any
+"""Any nest of containers that `jax.tree` understands."""
+
+Batch: TypeAlias = PyTree
+"""A pytree of arrays whose leading axis counts examples."""
+
+Output: TypeAlias = dict[str, Any] | None
+"""What a loop returns: scalars by name, nested as deep as the user likes."""
+
+Action: TypeAlias = Callable[[Output], None]
+"""What the controller runs between loops, with the output of the last one."""

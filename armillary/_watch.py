@@ -1,0 +1,45 @@
+"""Waits for checkpoints that another job writes."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+_POLL_SECONDS = 1.0
+
+
+def watch_checkpoints(
+    list_checkpoints: Callable[[], Sequence[str]],
+    *,
+    timeout: float | None,
+    timeout_fn: Callable[[], bool] | None,
+    should_stop: Callable[[], bool],
+) -> Iterator[str]:
+    """Yields every checkpoint once, oldest first, as they appear.
+
+    Args:
+        list_checkpoints: Returns the paths that are there now, oldest first.
+        timeout: Seconds to wait for a new one, or `None` to wait forever.
+        timeout_fn: Called after each timeout; watching ends if it returns true. `None`
+            ends it after the first timeout.
+        should_stop: Ends the watch as soon as it returns true.
+    """
+    seen: set[str] = set()
+    deadline = _deadline(timeout)
+    while not should_stop():
+        # ORDER: the clock is read before the directory, so that a checkpoint written
+        # in the last moment of the wait is still found.
+        remaining = deadline - time.monotonic()
+        new = [path for path in list_checkpoints() if path not in seen]
+        if new:
+            seen.add(new[0])
+            yield new[0]
+            deadline = _deadline(timeout)
+        elif remaining > 0:
+            time.sleep(min(_POLL_SECONDS, remaining))
+        elif timeout_fn is None or timeout_fn():
+            return
+        else:
+            deadline = _deadline(timeout)
+
+
+def _deadline(timeout: float | None) -> float:
+    return float("inf") if timeout is None else time.monotonic() + timeout

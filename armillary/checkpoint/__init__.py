@@ -1,0 +1,29 @@
+"""Checkpoints of a whole run: arrays, random state and data positions, on Orbax.
+
+A `Checkpoint` names the objects of a run, a `CheckpointManager` writes and reads them
+below one directory::
+
+    checkpoint = armillary.Checkpoint(
+        model=model, optimizer=optimizer, train_dataset=train_dataset
+    )
+    manager = armillary.CheckpointManager(
+        checkpoint, "runs/digits", max_to_keep=5, step_counter=optimizer.step
+    )
+    manager.restore_or_initialize()     # the latest one, or none yet
+    ...
+    manager.save()                      # returns once the device memory is copied
+    manager.sync()                      # waits until it is on the disk
+
+    runs/digits/checkpoint_100/header     when it was saved, and in which order
+    runs/digits/checkpoint_100/manifest   every leaf's dtype and shape; data positions
+    runs/digits/checkpoint_100/arrays     the arrays, in Orbax's format
+
+The one idea to keep in mind: a folder named `checkpoint_<number>` with a header is
+complete, because Orbax gives a folder its name last, and is never changed afterwards.
+So a crash at any moment, also during a save, costs at most the save in progress.
+"""
+
+from armillary.checkpoint._checkpoint import Checkpoint as Checkpoint
+from armillary.checkpoint._manager import CheckpointManager as CheckpointManager
+
+__all__ = ["Checkpoint", "CheckpointManager"]

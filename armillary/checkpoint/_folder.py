@@ -1,0 +1,145 @@
+"""The folders of a directory: which are checkpoints, in which order, and which go.
+
+A checkpoint is a folder `checkpoint_<number>` with a header. Numbers need not rise (a
+run may go back to an older checkpoint), so the order is that of saving, by the serial
+number in the header. Saving a number again makes `checkpoint_<number>.<revision>`, and
+the older one goes only then: there is a complete one at every moment, no folder is ever
+overwritten, and a path never gets another content while it exists. Everything else in
+the directory belongs to others and is not touched.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from etils import epath
+
+FORMAT = "armillary-checkpoint"
+VERSION = 1
+HEADER_FILE = "header.json"
+_NAME = re.compile(r"checkpoint_(\d+)(?:\.(\d+))?")
+_REMOVED_SUFFIX = ".armillary-removed"
+_LEFTOVER = re.compile(
+    rf"{_NAME.pattern}(\.orbax-checkpoint-tmp.*|{re.escape(_REMOVED_SUFFIX)})"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """The short description of a checkpoint, read whenever folders are listed.
+
+    Attributes:
+        number: The number in the name of the folder.
+        serial: Counts the saves of a directory, so a larger one is newer.
+        saved_at: Seconds since the epoch, never falling from one save to the next.
+        preserved_at: `saved_at` of the newest checkpoint that is kept for good, or when
+            the directory was first used.
+        has_arrays: Whether arrays belong to it.
+    """
+
+    number: int
+    serial: int
+    saved_at: float
+    preserved_at: float
+    has_arrays: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what `read_header` reads."""
+        return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint and its header."""
+
+    path: epath.Path
+    header: Header
+
+
+def read_header(path: epath.Path) -> Header | None:
+    """Returns the header of a complete checkpoint, or `None` if `path` is not one."""
+    try:
+        value = json.loads((path / "header" / HEADER_FILE).read_text())
+        if value.pop("format") != FORMAT or value.pop("version") != VERSION:
+            return None
+        header = Header(**value)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        # Whatever is not written by us, or not completely, is not a checkpoint.
+        return None
+    items = ["manifest", "arrays"] if header.has_arrays else ["manifest"]
+    return header if all((path / item).is_dir() for item in items) else None
+
+
+def find_checkpoints(directory: epath.Path) -> list[Saved]:
+    """Returns the complete checkpoints below `directory`, in the order of saving."""
+    if not directory.is_dir():
+        return []
+    saved = []
+    for path in directory.iterdir():
+        header = read_header(path) if _NAME.fullmatch(path.name) else None
+        if header is not None:
+            saved.append(Saved(path, header))
+    return sorted(saved, key=lambda entry: entry.header.serial)
+
+
+def choose_path(directory: epath.Path, number: int) -> epath.Path:
+    """Returns a path for a checkpoint of this number that nothing has."""
+    revisions = [
+        int(match[2] or 0)
+        for path in directory.iterdir()
+        if (match := _NAME.fullmatch(path.name)) and int(match[1]) == number
+    ]
+    if not revisions:
+        return directory / f"checkpoint_{number}"
+    return directory / f"checkpoint_{number}.{max(revisions) + 1}"
+
+
+def find_superseded(saved: Sequence[Saved]) -> list[Saved]:
+    """Returns checkpoints whose number was saved again."""
+    newest = {entry.header.number: entry for entry in saved}
+    return [entry for entry in saved if newest[entry.header.number] is not entry]
+
+
+def find_expired(
+    saved: Sequence[Saved],
+    *,
+    max_to_keep: int | None,
+    keep_every_hours: float | None,
+    preserved_at: float,
+) -> tuple[list[Saved], float]:
+    """Returns the checkpoints to remove, and the new `preserved_at`.
+
+    Args:
+        saved: The checkpoints, in the order of saving.
+        max_to_keep: How many of the newest stay, or `None` for all.
+        keep_every_hours: A checkpoint that is no longer among the newest stays for good
+            if it is at least this much newer than the last one that did.
+        preserved_at: `saved_at` of that one.
+    """
+    if max_to_keep is None:
+        return [], preserved_at
+    active = [entry for entry in saved if entry.header.saved_at > preserved_at]
+    expired = []
+    for entry in active[: max(0, len(active) - max_to_keep)]:
+        age = entry.header.saved_at - preserved_at
+        if keep_every_hours is not None and age >= 3600 * keep_every_hours:
+            preserved_at = entry.header.saved_at
+        else:
+            expired.append(entry)
+    return expired, preserved_at
+
+
+def remove(path: epath.Path) -> None:
+    """Removes a checkpoint in a way that never leaves half of one under its name."""
+    renamed = path.parent / (path.name + _REMOVED_SUFFIX)
+    path.rename(renamed)
+    renamed.rmtree()
+
+
+def remove_leftovers(directory: epath.Path) -> None:
+    """Removes what interrupted saves and removals left behind."""
+    for path in list(directory.iterdir()):
+        if _LEFTOVER.fullmatch(path.name) and path.is_dir():
+            path.rmtree()

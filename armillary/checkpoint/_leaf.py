@@ -1,0 +1,132 @@
+"""One array of a checkpoint: how it is described, stored and put back.
+
+Orbax stores plain arrays. A typed random key is stored as its data and the name of its
+algorithm, and an array goes back to where the program's own array is: its sharding and
+memory kind, and whether it is bound to its devices at all.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSpec:
+    """What must agree between a checkpoint and a program.
+
+    Attributes:
+        dtype: Name of the dtype, such as `bfloat16`, or `key<threefry2x32>`.
+        shape: The shape; without the axis of the data for a random key.
+        is_host: Whether it is a NumPy array or number, which becomes an array of JAX's
+            default width once a step has used it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    is_host: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to store."""
+        return 0 in self.shape
+
+    def matches(self, other: "LeafSpec") -> bool:
+        """Returns whether a value of one can be restored as the other."""
+        if self.shape != other.shape:
+            return False
+        if self.is_host or other.is_host:
+            return _canonical(self.dtype) == _canonical(other.dtype)
+        return self.dtype == other.dtype
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what `from_json` reads."""
+        return {
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "is_host": self.is_host,
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "LeafSpec":
+        """Returns the description that `as_json` wrote."""
+        return cls(value["dtype"], tuple(value["shape"]), value["is_host"])
+
+
+def describe_leaf(leaf: Any) -> LeafSpec:
+    """Returns the description of an array or number.
+
+    Raises:
+        TypeError: If `leaf` has no numeric dtype.
+    """
+    if is_key(leaf):
+        return LeafSpec(f"key<{jax.random.key_impl(leaf)}>", tuple(leaf.shape))
+    if isinstance(leaf, jax.Array):
+        return LeafSpec(leaf.dtype.name, tuple(leaf.shape))
+    array = np.asarray(leaf)
+    # Of JAX, because NumPy does not count `bfloat16` and the like among numbers.
+    if not any(
+        jax.dtypes.issubdtype(array.dtype, kind) for kind in (np.bool_, np.number)
+    ):
+        raise TypeError(f"{type(leaf).__name__} {leaf!r}")
+    return LeafSpec(array.dtype.name, tuple(array.shape), is_host=True)
+
+
+def is_key(leaf: Any) -> bool:
+    """Returns whether `leaf` is a typed random key."""
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
+        leaf.dtype, jax.dtypes.prng_key
+    )
+
+
+def as_stored(leaf: Any) -> jax.Array | np.ndarray:
+    """Returns the plain array to store for a leaf."""
+    if is_key(leaf):
+        return jax.random.key_data(leaf)
+    if isinstance(leaf, jax.Array):
+        return leaf
+    return np.array(leaf)
+
+
+def stored_sharding(target: Any) -> jax.sharding.Sharding | None:
+    """Returns where the stored array is read to, or `None` for host memory.
+
+    An array that is not bound to its device is read to host memory first: binding it
+    would forbid programs on other devices that could use it before.
+    """
+    if isinstance(target, jax.Array) and target.committed:
+        return target.sharding
+    return None
+
+
+def as_restored(stored: Any, target: Any) -> Any:
+    """Returns a stored array as the kind of value, and in the place, that `target` has.
+
+    Args:
+        stored: What was read to `stored_sharding(target)`.
+        target: The leaf of the program that is going to be replaced.
+    """
+    if isinstance(target, np.ndarray) and target.dtype == stored.dtype:
+        return stored
+    if not isinstance(target, jax.Array):
+        return jnp.array(stored)
+    if not target.committed:
+        (device,) = target.devices()
+        with jax.default_device(device):
+            stored = jnp.array(stored)
+    if is_key(target):
+        stored = jax.random.wrap_key_data(stored, impl=jax.random.key_impl(target))
+    if target.committed and stored.sharding != target.sharding:
+        stored = jax.device_put(stored, target.sharding)
+    return stored
+
+
+def _canonical(dtype: str) -> str:
+    if dtype.startswith("key<"):
+        return dtype
+    return jax.dtypes.canonicalize_dtype(jnp.dtype(dtype)).name

@@ -1,0 +1,257 @@
+"""The manager of a directory of checkpoints: what to save, when, and what to restore.
+
+How a save runs in the background is in `_writer`, how one is read in `_reader`.
+"""
+
+import os
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any
+
+from armillary._checks import check_callable, check_not_negative, check_positive_int
+from armillary.checkpoint._checkpoint import Checkpoint
+from armillary.checkpoint._directory import as_absolute, find_problem
+from armillary.checkpoint._folder import find_checkpoints, find_superseded
+from armillary.checkpoint._reader import restore
+from armillary.checkpoint._writer import Writer
+from armillary.state import as_step_counter
+
+
+class CheckpointManager:
+    """Saves and restores a `Checkpoint` below one directory.
+
+    One process tree writes to a directory at a time; others may read it. Folders are
+    named `checkpoint_<number>`; saving a number again makes `checkpoint_<number>.1`,
+    and removes the older folder once the new one is complete. Everything else in the
+    directory (event files, other folders) is left alone, so it can be that of the run.
+
+    Args:
+        checkpoint: What to save.
+        directory: Where. It is made by the first save if it does not exist.
+        max_to_keep: How many of the newest checkpoints stay; `None` keeps all.
+        keep_checkpoint_every_n_hours: A checkpoint that `max_to_keep` would remove
+            stays for good if it was saved at least this many hours after the last one
+            that did, or after the directory was first used. `None` keeps none.
+        step_counter: A variable such as `optimizer.step`, or a function without
+            arguments, that gives the current step. A `Controller` binds its global step
+            if this is `None`.
+        checkpoint_interval: Steps between saves that ask for `check_interval`; it needs
+            a step counter. `None` lets every save through.
+        init_fn: Called by `restore_or_initialize` if there is no checkpoint.
+
+    Raises:
+        TypeError: If `checkpoint`, `step_counter` or `init_fn` is of the wrong type.
+        ValueError: If a number is out of range, or `directory` is a file, or is in a
+            place where it cannot be made or written and holds no checkpoint to read.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        *,
+        max_to_keep: int | None = 5,
+        keep_checkpoint_every_n_hours: float | None = None,
+        step_counter: Any = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Callable[[], Any] | None = None,
+    ) -> None:
+        if not isinstance(checkpoint, Checkpoint):
+            raise TypeError(
+                f"`checkpoint` is of type {type(checkpoint).__name__}, but it must be "
+                "a `Checkpoint`. Use `Checkpoint(model=model, optimizer=optimizer)`."
+            )
+        if max_to_keep is not None:
+            max_to_keep = check_positive_int("max_to_keep", max_to_keep)
+        if keep_checkpoint_every_n_hours is not None:
+            check_not_negative(
+                "keep_checkpoint_every_n_hours", keep_checkpoint_every_n_hours
+            )
+        if checkpoint_interval is not None:
+            checkpoint_interval = check_positive_int(
+                "checkpoint_interval", checkpoint_interval
+            )
+        if init_fn is not None:
+            check_callable("init_fn", init_fn)
+        self._checkpoint = checkpoint
+        self._directory = as_absolute(directory)
+        self._interval = checkpoint_interval
+        self._init_fn = init_fn
+        self._step_counter: Any = None
+        self._read_step: Callable[[], int] | None = None
+        self.step_counter = step_counter
+        problem = find_problem(self._directory)
+        if problem is not None and not self.checkpoints:
+            raise ValueError(problem)
+        self._last_step: int | None = None
+        self._writer = Writer(
+            self._directory,
+            max_to_keep=max_to_keep,
+            keep_every_hours=keep_checkpoint_every_n_hours,
+        )
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is saved."""
+        return self._checkpoint
+
+    @property
+    def directory(self) -> str:
+        """The absolute path of the directory."""
+        return str(self._directory)
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """Steps between saves that ask for `check_interval`."""
+        return self._interval
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Paths of all complete checkpoints in the directory, oldest first.
+
+        Old ones that `keep_checkpoint_every_n_hours` keeps are among them; one that is
+        still being written is not.
+        """
+        saved = find_checkpoints(self._directory)
+        superseded = find_superseded(saved)
+        return [str(entry.path) for entry in saved if entry not in superseded]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """Path of the complete checkpoint that was saved last, or `None`."""
+        return next(reversed(self.checkpoints), None)
+
+    @property
+    def step_counter(self) -> Any:
+        """What gives the current step, or `None`."""
+        return self._step_counter
+
+    @step_counter.setter
+    def step_counter(self, step_counter: Any) -> None:
+        self._read_step = (
+            None if step_counter is None else as_step_counter(step_counter)
+        )
+        self._step_counter = step_counter
+
+    def bind_step_counter(self, step_counter: Any) -> None:
+        """Sets the step counter if there is none yet."""
+        if self._step_counter is None:
+            self.step_counter = step_counter
+
+    def save(
+        self, checkpoint_number: int | None = None, check_interval: bool = False
+    ) -> str | None:
+        """Starts saving the current values.
+
+        Returns once the arrays may change again, also by programs that they are donated
+        to; the folder appears under its name when it is complete. A save that is still
+        running is waited for first. `sync` waits for this one.
+
+        Args:
+            checkpoint_number: The number in the name of the folder. By default the
+                current step, or, without a step counter, one more than the highest
+                number in the directory.
+            check_interval: Whether to save only if the last save or restore was at
+                least `checkpoint_interval` steps ago.
+
+        Returns:
+            The path it is going to have, or `None` if it is not due.
+
+        Raises:
+            ValueError: If `checkpoint_number` is not a number for a folder, or if there
+                is an interval and no step counter.
+            CheckpointError: If it cannot be written, or the last one could not be.
+        """
+        step = self._step()
+        if check_interval and not self._is_due(step):
+            return None
+        self.sync()
+        number = self._choose_number(checkpoint_number, step)
+        content = self._checkpoint.read()
+        path = self._writer.start(number, content)
+        self._last_step = step
+        return path
+
+    def restore_or_initialize(self) -> str | None:
+        """Restores the latest checkpoint, or calls `init_fn` if there is none.
+
+        Returns:
+            The path that was restored, or `None`.
+        """
+        self.sync()
+        latest = self.latest_checkpoint
+        if latest is not None:
+            return self.restore(latest)
+        if self._init_fn is not None:
+            self._init_fn()
+        return None
+
+    def restore(self, path: str | os.PathLike[str]) -> str:
+        """Puts the values of one checkpoint into the objects.
+
+        Everything is read before anything is written. Each array goes to the devices
+        that the program's own array is on, so the number of devices may differ from
+        that of the save. Data positions are set after all arrays.
+
+        Args:
+            path: The folder of the checkpoint, in this directory or elsewhere.
+
+        Returns:
+            The path.
+
+        Raises:
+            CheckpointError: If `path` is not a complete checkpoint or cannot be read.
+            CheckpointMismatchError: If it holds other leaves than the program. The
+                objects are as they were in each case.
+        """
+        self.sync()
+        folder = as_absolute(path)
+        restore(self._checkpoint, folder, self._directory)
+        if self._read_step is not None:
+            self._last_step = self._read_step()
+        return str(folder)
+
+    def sync(self) -> None:
+        """Waits until the last save is complete and old checkpoints are removed.
+
+        Raises:
+            CheckpointError: If that save failed. It is raised once.
+        """
+        self._writer.sync()
+
+    def close(self) -> None:
+        """Waits like `sync`, and ends the threads that write.
+
+        The manager can still be used; the next save starts them again.
+        """
+        self._writer.close()
+
+    def _step(self) -> int | None:
+        if self._read_step is not None:
+            return self._read_step()
+        if self._interval is not None:
+            raise ValueError(
+                f"`checkpoint_interval` is {self._interval}, but there is no "
+                "`step_counter` to measure it with. Use "
+                "`CheckpointManager(..., step_counter=optimizer.step)`, or give the "
+                "manager to a `Controller`, which binds its global step."
+            )
+        return None
+
+    def _is_due(self, step: int | None) -> bool:
+        if self._interval is None or self._last_step is None or step is None:
+            return True
+        return step - self._last_step >= self._interval
+
+    def _choose_number(self, checkpoint_number: Any, step: int | None) -> int:
+        number = step if checkpoint_number is None else checkpoint_number
+        if number is None:
+            saved = find_checkpoints(self._directory)
+            return max((entry.header.number for entry in saved), default=0) + 1
+        if isinstance(number, bool) or not isinstance(number, Integral) or number < 0:
+            raise ValueError(
+                f"`checkpoint_number` is {number!r}, but it must be an integer that is "
+                "not negative. Use the step, such as `checkpoint_number=1000`, or "
+                "leave it out to use the step counter."
+            )
+        return int(number)

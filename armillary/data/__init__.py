@@ -1,0 +1,48 @@
+"""Datasets that yield batches spread over replicas.
+
+A *source* gives batches of host arrays: `from_arrays`, Grain, any iterable or generator
+function (`as_source` lists them). A `DistributedDataset` shares each batch between the
+replicas of a *layout*, which a strategy provides, and keeps the position after the
+batches that were used, so that a checkpoint can hold it::
+
+    arrays = {"image": images, "label": labels}
+    data = armillary.data.from_arrays(arrays, batch_size=64, shuffle_seed=0)
+    dataset = strategy.distribute_dataset(data)
+    for batch in dataset:
+        ...
+
+Compiled loops read through `HostReader` (single batches) and `ChunkReader` (the batches
+of many steps, stacked).
+"""
+
+from armillary.data._arrays import ArrayDataset as ArrayDataset
+from armillary.data._arrays import from_arrays as from_arrays
+from armillary.data._chunk_builder import Chunk as Chunk
+from armillary.data._chunks import ChunkReader as ChunkReader
+from armillary.data._dataset import DistributedDataset as DistributedDataset
+from armillary.data._dataset import DistributedIterator as DistributedIterator
+from armillary.data._input_context import InputContext as InputContext
+from armillary.data._layout import BatchLayout as BatchLayout
+from armillary.data._options import InputOptions as InputOptions
+from armillary.data._reader import HostReader as HostReader
+from armillary.data._source import Source as Source
+from armillary.data._source import SourceIterator as SourceIterator
+from armillary.data._source import as_source as as_source
+from armillary.data._split import HostBatch as HostBatch
+
+__all__ = [
+    "ArrayDataset",
+    "BatchLayout",
+    "Chunk",
+    "ChunkReader",
+    "DistributedDataset",
+    "DistributedIterator",
+    "HostBatch",
+    "HostReader",
+    "InputContext",
+    "InputOptions",
+    "Source",
+    "SourceIterator",
+    "as_source",
+    "from_arrays",
+]

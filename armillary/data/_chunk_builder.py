@@ -1,0 +1,261 @@
+"""Chunks: the batches of many steps, stacked for one device call.
+
+A step takes `batches_per_step[i]` batches of reader i. A chunk holds steps whose
+batches have one structure and one shape, so that one program can run them.
+"""
+
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from armillary._checks import check_positive_int
+from armillary._typing import PyTree
+from armillary.data._batch import canonical_dtype, describe_shapes, get_signature
+from armillary.data._position import Position
+from armillary.data._reader import HostReader
+from armillary.data._split import HostBatch
+from armillary.errors import BatchSizeError
+
+Step = list[list[HostBatch]]
+"""For each reader, the batches that one step takes of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """The batches of `num_steps` steps, on the device.
+
+    Args:
+        arrays: For each reader, a pytree whose leaves have shape
+            `(capacity * batches_per_step, ...)`, then the layout's shape. Batch b of
+            step s is at index `s * batches_per_step + b`. Steps from `num_steps` on are
+            zeros and must not run.
+        num_steps: Steps that have data, at least 1.
+        capacity: Steps for which there is room; the same for most chunks, so that one
+            program serves them.
+        num_active: For each reader, how many replicas have data.
+        positions: For each step, the position of each reader after it.
+        readers: Where the batches came from.
+        ends: For each step, whether it is the last one of its batches; False only for
+            the first pieces of a batch that runs as several smaller steps.
+    """
+
+    arrays: list[PyTree]
+    num_steps: int
+    capacity: int
+    num_active: tuple[int, ...]
+    positions: list[tuple[Position, ...]]
+    ends: list[bool]
+    readers: tuple[HostReader, ...]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no reader was moved since the chunk was read.
+
+        A chunk that is not current belongs to a position that the program has left
+        (`set_state`); its remaining steps must not run.
+        """
+        return all(
+            reader.is_current(position)
+            for reader, position in zip(self.readers, self.positions[0], strict=True)
+        )
+
+    def commit(self, num_steps: int) -> None:
+        """Marks the first `num_steps` steps of this chunk as used.
+
+        Raises:
+            ValueError: If `num_steps` is not between 1 and the chunk's steps.
+        """
+        if check_positive_int("num_steps", num_steps) > self.num_steps:
+            raise ValueError(
+                f"`num_steps` is {num_steps}, but the chunk has {self.num_steps} "
+                f"steps. Use `num_steps={self.num_steps}` or less."
+            )
+        positions = self.positions[num_steps - 1]
+        for reader, position in zip(self.readers, positions, strict=True):
+            reader.commit(position)
+
+
+class ChunkBuilder:
+    """Builds the chunks of `ChunkReader`, which documents the arguments."""
+
+    def __init__(
+        self,
+        readers: Sequence[HostReader],
+        batches_per_step: Sequence[int],
+        steps_per_chunk: int,
+        max_chunk_bytes: int,
+    ) -> None:
+        self._readers = tuple(readers)
+        self._batches_per_step = tuple(batches_per_step)
+        self._steps_per_chunk = steps_per_chunk
+        self._max_chunk_bytes = max_chunk_bytes
+        self._first_signature: Hashable = None
+        self._capacity: int | None = None
+
+    def build_chunks(self) -> Iterator[Chunk]:
+        """Yields chunks until a step lacks data.
+
+        Steps that were read before an error are given out first, so that what runs
+        does not depend on the size of chunks.
+
+        Raises:
+            BatchSizeError: If the batches of one step differ in shape.
+        """
+        step = self._read_step()
+        while step is not None:
+            stack, step, error = self._fill_stack(step)
+            chunk = self._place(stack)
+            del stack  # The next chunk must not find this one's host memory still held.
+            yield chunk
+            del chunk
+            if error is not None:
+                raise error
+            if step is None:
+                step = self._read_step()
+
+    def _read_step(self) -> Step | None:
+        """Returns the batches of one step, or None if the data ends before."""
+        step: Step = []
+        pairs = zip(self._readers, self._batches_per_step, strict=True)
+        for index, (reader, count) in enumerate(pairs):
+            batches = list(itertools.islice(reader, count))
+            if len(batches) < count:
+                return None
+            _check_equal_shapes(batches, index)
+            step.append(batches)
+        return step
+
+    def _fill_stack(
+        self, step: Step
+    ) -> tuple["_Stack", Step | None, BaseException | None]:
+        """Stacks `step` and those that fit behind it.
+
+        Returns:
+            The stack, the step after it if that was read, and the error that ended it.
+        """
+        stack = _Stack(step, self._get_room(step), self._batches_per_step)
+        while stack.add(step) < stack.room:
+            try:
+                following = self._read_step()
+            except BaseException as error:
+                return stack, None, error
+            if following is None or _get_step_signature(following) != stack.signature:
+                return stack, following, None
+            step = following
+        return stack, None, None
+
+    def _get_room(self, step: Step) -> int:
+        """Returns how many steps the chunk that begins with `step` may have."""
+        signature = _get_step_signature(step)
+        if self._first_signature is None:
+            self._first_signature = signature
+        if signature != self._first_signature:
+            return 1
+        if self._capacity is not None:
+            return self._capacity
+        num_bytes = sum(
+            leaf.size * canonical_dtype(leaf).itemsize
+            for batches in step
+            for batch in batches
+            for leaf in jax.tree.leaves(batch.arrays)
+        )
+        return max(1, min(self._steps_per_chunk, self._max_chunk_bytes // num_bytes))
+
+    def _place(self, stack: "_Stack") -> Chunk:
+        capacity = stack.room
+        if stack.signature == self._first_signature:
+            # The first chunk decides: no later one has more steps of this shape if the
+            # data ended inside it.
+            self._capacity = capacity = self._capacity or stack.num_steps
+        placed = [
+            reader.layout.place(arrays, leading_axes=1)
+            for reader, arrays in zip(
+                self._readers, stack.finish(capacity), strict=True
+            )
+        ]
+        return Chunk(
+            arrays=placed,
+            num_steps=stack.num_steps,
+            capacity=capacity,
+            num_active=stack.num_active,
+            positions=stack.positions,
+            ends=stack.ends,
+            readers=self._readers,
+        )
+
+
+class _Stack:
+    """Host memory for one chunk. Each has its own: devices may share it for long."""
+
+    def __init__(self, step: Step, room: int, batches_per_step: Sequence[int]) -> None:
+        self.room = room
+        self.num_steps = 0
+        self.signature = _get_step_signature(step)
+        self.num_active = tuple(batches[0].num_active for batches in step)
+        self.positions: list[tuple[Position, ...]] = []
+        self.ends: list[bool] = []
+        self._batches_per_step = batches_per_step
+        self._buffers = [
+            jax.tree.map(
+                lambda leaf, size=room * count: np.empty(
+                    (size, *leaf.shape), canonical_dtype(leaf)
+                ),
+                batches[0].arrays,
+            )
+            for batches, count in zip(step, batches_per_step, strict=True)
+        ]
+
+    def add(self, step: Step) -> int:
+        """Copies the batches of `step` in; returns the number of steps."""
+        for buffers, batches in zip(self._buffers, step, strict=True):
+            leaves = jax.tree.leaves(buffers)
+            start = self.num_steps * len(batches)
+            for index, batch in enumerate(batches, start):
+                for buffer, leaf in zip(
+                    leaves, jax.tree.leaves(batch.arrays), strict=True
+                ):
+                    buffer[index] = leaf
+        self.positions.append(tuple(batches[-1].position for batches in step))
+        self.ends.append(all(batches[-1].is_last for batches in step))
+        self.num_steps += 1
+        return self.num_steps
+
+    def finish(self, capacity: int) -> list[PyTree]:
+        """Returns the buffers at `capacity` steps, zero where there is no data."""
+
+        def trim(buffer: np.ndarray, count: int) -> np.ndarray:
+            buffer[self.num_steps * count :] = 0
+            return buffer[: capacity * count]
+
+        return [
+            jax.tree.map(lambda buffer, count=count: trim(buffer, count), buffers)
+            for buffers, count in zip(
+                self._buffers, self._batches_per_step, strict=True
+            )
+        ]
+
+
+def _get_step_signature(step: Step) -> Hashable:
+    return tuple(
+        (get_signature(batches[0].arrays), batches[0].num_active) for batches in step
+    )
+
+
+def _check_equal_shapes(batches: list[HostBatch], index: int) -> None:
+    first = batches[0]
+    for batch in batches[1:]:
+        if (
+            get_signature(batch.arrays) != get_signature(first.arrays)
+            or batch.num_active != first.num_active
+        ):
+            raise BatchSizeError(
+                f"One step takes {len(batches)} batches of dataset {index}, and they "
+                "must have one shape, but they differ:\n"
+                f"  {describe_shapes(first.arrays)} on {first.num_active} replicas\n"
+                f"  {describe_shapes(batch.arrays)} on {batch.num_active} replicas\n"
+                "Use `drop_remainder=True` in the data set, or "
+                '`InputOptions(remainder="drop")` or `InputOptions(remainder="pad")`.'
+            )

@@ -1,0 +1,242 @@
+"""Datasets that yield batches spread over replicas, from a position that can be saved.
+
+`BatchStream` reads the source, `Splitter` shares batches between replicas,
+`HostReader` knows what was used. This module joins them and places the arrays.
+"""
+
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from armillary._typing import PyTree
+from armillary.data._layout import BatchLayout
+from armillary.data._options import InputOptions
+from armillary.data._position import Position, decode_position, encode_position
+from armillary.data._prefetch import Prefetcher
+from armillary.data._reader import HostReader, Progress
+from armillary.data._source import as_source
+from armillary.data._split import HostBatch, Splitter
+from armillary.data._stream import BatchStream
+from armillary.errors import DatasetStateError
+
+_CLOSE_TIMEOUT_SECONDS = 5.0
+
+
+class DistributedDataset:
+    """Spreads the batches of a source over the replicas of a layout.
+
+    Every `iter` begins the next pass over the source (the next *epoch*)::
+
+        for batch in dataset:           # or: iterator = iter(dataset); next(iterator)
+            strategy.run(step_fn, args=(batch,))
+
+    Its position can be saved and restored (`get_state`, `set_state`) if that of the
+    source can. It is the position after the batches that the program has used, however
+    many were read ahead, and it does not depend on the number of replicas.
+
+    Args:
+        source: Whatever `as_source` takes. By default its batches are *global*: replica
+            r of n gets the r-th of n equal runs of rows.
+        layout: Where the replicas are; comes from a strategy.
+        per_replica_batches: Whether each batch of the source is one replica's, so that
+            one distributed batch takes one for every replica.
+        options: How to treat batches of unequal size, and how far to read ahead.
+
+    Raises:
+        TypeError: If `source` does not give batches.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        layout: BatchLayout,
+        *,
+        per_replica_batches: bool = False,
+        options: InputOptions | None = None,
+    ) -> None:
+        self.layout = layout
+        self.options = options or InputOptions()
+        self.per_replica_batches = per_replica_batches
+        self._source = as_source(source)
+        self._progress = Progress(Position())
+        # A stream that was opened, to peek or at a restored position, and not yet used.
+        self._waiting: BatchStream | None = None
+        self._next_epoch = 0
+        self._reader: weakref.ref[HostReader] | None = None
+        self._element_spec: PyTree | None = None
+
+    def __iter__(self) -> "DistributedIterator":
+        """Returns an iterator over the next pass.
+
+        After `set_state` without a living iterator, it continues the pass that was
+        saved, or begins the next one if that was finished.
+        """
+        reader = self._make_reader(exact=False, keep_finished=False)
+        return DistributedIterator(reader, self.options.prefetch)
+
+    def make_reader(self, *, exact: bool) -> HostReader:
+        """Returns a reader over the next pass, for compiled loops.
+
+        After `set_state` without a living iterator, it continues the pass that was
+        saved. If that was finished, an exact reader begins the next pass (each
+        evaluation is a pass), and any other has no batches: training has had its data.
+
+        Args:
+            exact: Whether batches that replicas cannot share equally are split into
+                smaller pieces, so that every example is used once. Without it they are
+                treated as `options.remainder` says.
+        """
+        return self._make_reader(exact=exact, keep_finished=not exact)
+
+    def _make_reader(self, *, exact: bool, keep_finished: bool) -> HostReader:
+        stream, self._waiting = self._waiting, None
+        if stream is not None and stream.position.is_exhausted and not keep_finished:
+            stream = None
+        if stream is None:
+            stream = BatchStream(self._source, Position(epoch=self._next_epoch))
+        self._next_epoch = stream.position.epoch + 1
+        splitter = self._make_splitter(exact)
+        open_stream = functools.partial(BatchStream, self._source)
+        reader = HostReader(stream, open_stream, splitter, self.layout)
+        self._reader = weakref.ref(reader)
+        self._progress = reader.progress
+        return reader
+
+    def _make_splitter(self, exact: bool) -> Splitter:
+        return Splitter(
+            num_replicas=self.layout.num_replicas,
+            stacked=self.layout.stacked,
+            per_replica_batches=self.per_replica_batches,
+            remainder=self.options.remainder,
+            exact=exact,
+        )
+
+    @property
+    def _current_reader(self) -> HostReader | None:
+        reader = self._reader() if self._reader is not None else None
+        return None if reader is None or reader.is_closed else reader
+
+    @property
+    def element_spec(self) -> PyTree:
+        """A `jax.ShapeDtypeStruct` for each leaf of the first global batch.
+
+        Reads one batch of the source, if none was read yet, without using it.
+
+        Raises:
+            ValueError: If the source has no batch.
+        """
+        if self._element_spec is None:
+            reader = self._current_reader
+            stream = reader.stream if reader is not None else self._waiting
+            if stream is None or stream.position.is_exhausted:
+                stream = BatchStream(self._source, Position(epoch=self._next_epoch))
+                self._waiting = stream
+            if stream.element_spec is None and stream.peek() is None:
+                raise ValueError(
+                    f"The source ({self._source.name}) has no batches, so there is no "
+                    "`element_spec`. Pass a data set with at least one example."
+                )
+            self._element_spec = self._make_splitter(exact=False).get_global_spec(
+                stream.element_spec, stream.full_size or 0
+            )
+        return self._element_spec
+
+    def check_repositionable(self) -> None:
+        """Raises if the position cannot be saved and restored.
+
+        Raises:
+            DatasetStateError: If the source cannot be repositioned.
+        """
+        if not self._source.is_repositionable:
+            raise DatasetStateError(
+                f"The source ({self._source.name}) cannot be repositioned, so a "
+                "checkpoint cannot hold its position. Use "
+                "`armillary.data.from_arrays` or a Grain dataset, return iterators "
+                "with `get_state` and `set_state`, or leave the dataset out of the "
+                "checkpoint."
+            )
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position after the batches used, as `json.dumps` accepts it.
+
+        Raises:
+            DatasetStateError: If the source cannot be repositioned.
+        """
+        self.check_repositionable()
+        return encode_position(self._progress.position, self._source.name)
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a position that `get_state` returned.
+
+        The iterator or reader made last continues from there, if it is still in use;
+        batches that it has read ahead are dropped. Otherwise the next one does.
+
+        Raises:
+            DatasetStateError: If the source cannot be repositioned, or the state does
+                not fit it. The position is then what it was.
+        """
+        self.check_repositionable()
+        position = decode_position(state, self._source.name)
+        reader = self._current_reader
+        if reader is None:
+            self._waiting = BatchStream(self._source, position)
+            self._progress = Progress(self._waiting.position)
+        else:
+            reader.move(position)
+            self._waiting = None
+        self._next_epoch = position.epoch + 1
+
+
+class DistributedIterator:
+    """One pass over a `DistributedDataset`, read ahead by a background thread.
+
+    The thread ends with the pass, with `close`, and when nobody holds the iterator.
+    """
+
+    def __init__(self, reader: HostReader, prefetch: int) -> None:
+        self._reader = reader
+        self._prefetch = prefetch
+        self._prefetcher: Prefetcher[tuple[PyTree, HostBatch]] | None = None
+        self._is_closed = False
+        reader.attach(self._stop_reading_ahead)
+        weakref.finalize(self, reader.close)
+
+    def __iter__(self) -> "DistributedIterator":
+        return self
+
+    def __next__(self) -> PyTree:
+        """Returns the next batch as the layout wraps it.
+
+        Raises:
+            StopIteration: If the data has ended, again at every call.
+            BatchSizeError: If the replicas cannot share the batch equally.
+        """
+        if self._is_closed:
+            raise StopIteration
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(_place(self._reader), self._prefetch)
+        try:
+            arrays, batch = next(self._prefetcher)
+        except StopIteration:
+            self._reader.commit_end()
+            raise
+        self._reader.commit(batch.position)
+        return self._reader.layout.wrap(arrays, batch.num_active)
+
+    def close(self) -> None:
+        """Ends the pass and its thread; the dataset keeps the position reached."""
+        self._is_closed = True
+        if self._prefetcher is not None:
+            self._prefetcher.close(_CLOSE_TIMEOUT_SECONDS)
+        self._reader.close()
+
+    def _stop_reading_ahead(self) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+
+
+def _place(reader: HostReader) -> Iterator[tuple[PyTree, HostBatch]]:
+    for batch in reader:
+        yield reader.layout.place(batch.arrays), batch

@@ -1,0 +1,45 @@
+"""How batches become distributed batches."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from armillary._checks import check_not_negative_int, check_one_of
+
+Remainder: TypeAlias = Literal["drop", "pad"] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputOptions:
+    """Options of a distributed dataset.
+
+    Args:
+        remainder: What happens to a batch that the replicas cannot share equally. The
+            *full size* below is the size of the data set's first batch.
+
+            - `None`: it is a `BatchSizeError`. Complete evaluations (`eval_steps=-1`)
+              do not need equal shares: they run every example exactly once.
+            - `"drop"`: a batch smaller than the full size is dropped whole. Of any
+              other, the last rows that do not fill an equal share are dropped. Shapes
+              never change, and some examples are not seen.
+            - `"pad"`: batches must be dictionaries. Every batch gets a boolean leaf
+              `mask` of shape `(batch,)`, and a batch smaller than the full size
+              (rounded up to equal shares) is filled with copies of its last row, where
+              `mask` is False. Shapes never change, and every example is seen.
+
+            With datasets from a function, the full size is that of one replica's batch.
+            When the data ends before every replica has one, `"drop"` leaves that group
+            out, and `"pad"` gives the replicas without data a batch of padding alone.
+        prefetch: Distributed batches that a background thread reads and places ahead of
+            the program. Compiled loops read one chunk ahead, unless this is 0. 0 reads
+            on demand, in the caller's thread.
+
+    Raises:
+        ValueError: If `remainder` is another value, or `prefetch` is negative.
+    """
+
+    remainder: Remainder = None
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        check_one_of("remainder", self.remainder, (None, "drop", "pad"))
+        check_not_negative_int("prefetch", self.prefetch)

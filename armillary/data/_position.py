@@ -1,0 +1,119 @@
+"""A place in a data set: what is stored, and its form that JSON can hold."""
+
+import base64
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from armillary.errors import DatasetStateError
+
+_BYTES_KEY, _ARRAY_KEY = "__bytes__", "__array__"
+_REQUIRED = ("kind", "epoch", "source", "exhausted", "full_size")
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two batches.
+
+    Args:
+        epoch: Which pass over the source, from 0.
+        source: The source's own state, or None at the start of a pass.
+        full_size: Size of the pass's first batch, which the remainder options compare
+            others with, or None before any batch.
+        is_exhausted: Whether the pass is over.
+        stream: Token of the stream that it was read from. Positions of streams that
+            have been replaced no longer count.
+    """
+
+    epoch: int = 0
+    source: Any = None
+    full_size: int | None = None
+    is_exhausted: bool = False
+    stream: object = field(default=None, compare=False, repr=False)
+
+
+def encode_position(position: Position, kind: str) -> dict[str, Any]:
+    """Returns `position` as a dictionary that `json.dumps` accepts."""
+    return {
+        "kind": kind,
+        "epoch": position.epoch,
+        "source": _encode(position.source, kind),
+        "exhausted": position.is_exhausted,
+        "full_size": position.full_size,
+    }
+
+
+def decode_position(state: Any, kind: str) -> Position:
+    """Returns the position that `encode_position` wrote.
+
+    Raises:
+        DatasetStateError: If `state` has another form or comes from another kind of
+            source.
+    """
+    missing = [key for key in _REQUIRED if key not in state] if _is_dict(state) else []
+    if not _is_dict(state) or missing:
+        found = f"it lacks {', '.join(missing)}" if missing else "it is no dictionary"
+        raise DatasetStateError(
+            f"`state` is {state!r:.200}, but a data position has the keys "
+            f"{', '.join(_REQUIRED)}: {found}. Pass what `get_state` of a distributed "
+            "dataset returned."
+        )
+    if state["kind"] != kind:
+        raise DatasetStateError(
+            "`state` was saved from another kind of source.\n"
+            f"  in the state:   {state['kind']}\n"
+            f"  in the program: {kind}\n"
+            "Build the dataset from the same kind of source, or leave the dataset out "
+            "of the checkpoint."
+        )
+    epoch, full_size = state["epoch"], state["full_size"]
+    if not _is_count(epoch) or not (full_size is None or _is_count(full_size)):
+        raise DatasetStateError(
+            f"`state` has the epoch {epoch!r} and the full size {full_size!r}, but "
+            "both must be integers that are not negative. Pass what `get_state` of a "
+            "distributed dataset returned."
+        )
+    return Position(
+        epoch, _decode(state["source"]), full_size, bool(state["exhausted"])
+    )
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _encode(value: Any, kind: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return {_BYTES_KEY: base64.b64encode(value).decode("ascii")}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return {_ARRAY_KEY: value.tolist(), "dtype": str(value.dtype)}
+    if isinstance(value, list | tuple):
+        return [_encode(item, kind) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _encode(item, kind) for key, item in value.items()}
+    raise DatasetStateError(
+        f"`get_state` of the source ({kind}) returned {value!r:.80} of type "
+        f"{type(value).__name__}, but a position must be made of what JSON can hold. "
+        "Return numbers, strings, bytes, arrays, and lists and dictionaries of them."
+    )
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if isinstance(value, dict):
+        if set(value) == {_BYTES_KEY}:
+            return base64.b64decode(value[_BYTES_KEY])
+        if set(value) == {_ARRAY_KEY, "dtype"}:
+            return np.array(value[_ARRAY_KEY], value["dtype"])
+        return {key: _decode(item) for key, item in value.items()}
+    return value

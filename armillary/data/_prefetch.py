@@ -1,0 +1,139 @@
+"""Reads ahead in a background thread.
+
+The thread knows its channel and the iterator it drains, never the `Prefetcher`. So a
+`Prefetcher` that nobody holds any more is collected, and that ends its thread.
+"""
+
+import atexit
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_EXIT_TIMEOUT_SECONDS = 5.0
+
+
+class Prefetcher(Generic[T]):
+    """Iterates over `items`, reading up to `size` of them ahead.
+
+    The thread starts with the first `next`. An exception in `items` is raised by the
+    `next` that would have returned the item, with its traceback, and again by every
+    later one.
+
+    Args:
+        items: Iterator that only this object uses from now on.
+        size: How many items to read ahead. 0 reads in the caller's thread.
+    """
+
+    def __init__(self, items: Iterator[T], size: int) -> None:
+        self._channel: _Channel[T] = _Channel(items, size)
+        # Collection may happen anywhere: it asks the thread to end, but does not wait.
+        weakref.finalize(self, self._channel.request_stop)
+
+    def __iter__(self) -> "Prefetcher[T]":
+        return self
+
+    def __next__(self) -> T:
+        return self._channel.get()
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Ends the thread and waits for it; what was read ahead is lost."""
+        self._channel.request_stop()
+        self._channel.join(timeout_seconds)
+
+
+class _Channel(Generic[T]):
+    """What the thread and its consumer share."""
+
+    def __init__(self, items: Iterator[T], size: int) -> None:
+        self._items: Iterator[T] | None = items
+        self._size = size
+        self._ready: deque[T] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._should_stop = False
+        self._has_ended = False
+        self._error: BaseException | None = None
+
+    def get(self) -> T:
+        if not self._size:
+            self._read()
+        elif self._thread is None and not self._should_stop:
+            self._start()
+        with self._changed:
+            while not (self._ready or self._has_ended or self._should_stop):
+                self._changed.wait()
+            if self._ready:
+                self._changed.notify_all()
+                return self._ready.popleft()
+            if self._error is not None:
+                raise self._error
+            raise StopIteration
+
+    def request_stop(self) -> None:
+        with self._changed:
+            self._should_stop = True
+            self._ready.clear()
+            self._changed.notify_all()
+
+    def join(self, timeout_seconds: float | None) -> None:
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_seconds)
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(
+            target=self._run, name="armillary-prefetch", daemon=True
+        )
+        _running.add(self)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while len(self._ready) >= self._size and not self._should_stop:
+                    self._changed.wait()
+                if self._should_stop or self._has_ended:
+                    # The iterator holds the data source; let go of it here, so that
+                    # its own resources are freed.
+                    self._items = None
+                    return
+            self._read()
+
+    def _read(self) -> None:
+        """Reads one item, or notes the end or the error."""
+        if self._items is None or self._has_ended or self._should_stop:
+            return
+        try:
+            item = next(self._items)
+        except StopIteration:
+            self._end(None)
+        except BaseException as error:
+            # Whatever it is, the consumer must not wait for ever.
+            self._end(error)
+        else:
+            with self._changed:
+                if not self._should_stop:
+                    self._ready.append(item)
+                self._changed.notify_all()
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._changed:
+            self._has_ended, self._error = True, error
+            self._changed.notify_all()
+
+
+_running: weakref.WeakSet[_Channel] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Ends all threads while the interpreter and JAX still work."""
+    channels = list(_running)
+    for channel in channels:
+        channel.request_stop()
+    for channel in channels:
+        channel.join(_EXIT_TIMEOUT_SECONDS)

@@ -1,0 +1,247 @@
+"""Rules that turn source batches into pieces that the replicas can share.
+
+A *group* is what becomes one distributed batch: one global batch, or one batch for each
+replica. A group that fits becomes one piece. What happens to any other follows from
+`InputOptions.remainder`, or, in exact mode, it becomes several smaller pieces::
+
+    global batch of 10 rows on 4 replicas      piece 1: rows 0-7, 2 for each replica
+                                               piece 2: rows 8-9, 1 for replicas 0 and 1
+    replica batches of 8, 8 and 3 rows         piece 1: 8 rows for replicas 0 and 1
+      (then the data ends)                     piece 2: 3 rows for replica 0
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from armillary._typing import PyTree
+from armillary.data._input_context import name_fitting_sizes
+from armillary.data._options import Remainder
+from armillary.data._position import Position
+from armillary.data._stream import BatchStream, SourceBatch
+from armillary.errors import BatchSizeError
+
+MASK = "mask"
+_OPTIONS_FIX = (
+    '`InputOptions(remainder="drop")` to leave examples out, or '
+    '`InputOptions(remainder="pad")` to fill up and get a `mask`'
+)
+
+
+@dataclass(frozen=True, eq=False)
+class HostBatch:
+    """One distributed batch, or a piece of one, still in host memory.
+
+    Args:
+        arrays: Pytree of NumPy arrays in the layout's shape.
+        num_active: Replicas that have data, the first ones. The rows of the others are
+            copies, so that all values are finite.
+        position: To be given to `HostReader.commit` once the batch was used.
+        is_last: Whether it is the last piece of its group.
+    """
+
+    arrays: PyTree
+    num_active: int
+    position: Position
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """Splits the batches of a stream between replicas.
+
+    Args:
+        num_replicas: Replicas that share a batch.
+        stacked: Whether pieces get a replica axis. Without one, any size fits.
+        per_replica_batches: Whether a source batch is one replica's, not a global one.
+        remainder: As in `InputOptions`.
+        exact: Whether groups that do not fit become several pieces, where `remainder`
+            does not say otherwise.
+    """
+
+    num_replicas: int
+    stacked: bool
+    per_replica_batches: bool
+    remainder: Remainder
+    exact: bool
+
+    @property
+    def _num_shares(self) -> int:
+        return self.num_replicas if self.stacked else 1
+
+    def split(self, stream: BatchStream) -> Iterator[HostBatch]:
+        """Yields all pieces of `stream`.
+
+        The position of a piece that is not the last of its group is the one before the
+        group, so that a program which stops between two pieces runs both again.
+
+        Raises:
+            BatchSizeError: If a group does not fit and no rule applies.
+        """
+        before = stream.position
+        for group in self._read_groups(stream):
+            pieces = self._split_group(group, stream.full_size or group[0].num_rows)
+            for index, (arrays, num_active) in enumerate(pieces, start=1):
+                is_last = index == len(pieces)
+                yield HostBatch(
+                    arrays, num_active, stream.position if is_last else before, is_last
+                )
+            before = stream.position
+
+    def get_global_spec(self, spec: PyTree, full_size: int) -> PyTree:
+        """Returns `spec`, of one source batch, as that of a distributed batch."""
+        first = jax.tree.leaves(spec)[0].shape[0]
+        if self.remainder == "pad":
+            first = self._round_up(max(first, full_size))
+            mask = jax.ShapeDtypeStruct((first,), np.dtype(bool))
+            spec = _add_mask(spec, mask)
+        elif self.remainder == "drop":
+            first = self._round_down(first, full_size)
+        num_rows = first * self._num_shares if self.per_replica_batches else first
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype),
+            spec,
+        )
+
+    def _read_groups(self, stream: BatchStream) -> Iterator[list[SourceBatch]]:
+        group_size = self._num_shares if self.per_replica_batches else 1
+        group: list[SourceBatch] = []
+        for batch in stream:
+            full_size = stream.full_size or batch.num_rows
+            if self.remainder == "drop":
+                if batch.num_rows < full_size:
+                    continue
+                num_rows = self._round_down(batch.num_rows, full_size)
+                batch = SourceBatch(_take_rows(batch.arrays, 0, num_rows), num_rows)
+            group.append(batch)
+            if len(group) == group_size:
+                yield group
+                group = []
+        if group and self.remainder != "drop":
+            yield group
+
+    def _round_down(self, num_rows: int, full_size: int) -> int:
+        """Returns how many rows of a batch `"drop"` keeps.
+
+        Raises:
+            BatchSizeError: If it would keep none.
+        """
+        if self.per_replica_batches:
+            return full_size
+        if num_rows < self._num_shares:
+            raise BatchSizeError(
+                f"A batch has {num_rows} examples, fewer than the {self._num_shares} "
+                'replicas, so that `InputOptions(remainder="drop")` would drop it '
+                f"whole. Use a batch size of at least {self._num_shares}, or "
+                '`InputOptions(remainder="pad")`.'
+            )
+        return num_rows - num_rows % self._num_shares
+
+    def _round_up(self, num_rows: int) -> int:
+        """Returns the size to which `"pad"` fills a batch."""
+        if self.per_replica_batches:
+            return num_rows
+        return -(-num_rows // self._num_shares) * self._num_shares
+
+    def _split_group(
+        self, group: list[SourceBatch], full_size: int
+    ) -> list[tuple[PyTree, int]]:
+        """Returns the pieces of one group, each with its number of active replicas."""
+        if self.remainder == "pad":
+            size = self._round_up(max(full_size, *(batch.num_rows for batch in group)))
+            group = [_pad(batch, size) for batch in group]
+        if not self.stacked:
+            return [(group[0].arrays, self.num_replicas)]
+        if self.per_replica_batches:
+            return self._split_replica_batches(group)
+        return self._split_global_batch(group[0])
+
+    def _split_global_batch(self, batch: SourceBatch) -> list[tuple[PyTree, int]]:
+        num_replicas = self.num_replicas
+        share, num_left = divmod(batch.num_rows, num_replicas)
+        if num_left and not self.exact:
+            raise BatchSizeError(
+                f"A batch has {batch.num_rows} examples, which {num_replicas} replicas "
+                f"cannot share equally ({batch.num_rows} % {num_replicas} = "
+                f"{num_left}). Use a batch size that is a multiple of {num_replicas}, "
+                f"such as {name_fitting_sizes(batch.num_rows, num_replicas)}, or "
+                f"{_OPTIONS_FIX}."
+            )
+        pieces: list[tuple[PyTree, int]] = []
+        if share:
+            rows = _take_rows(batch.arrays, 0, share * num_replicas)
+            pieces.append((_add_replica_axis(rows, num_replicas), num_replicas))
+        if num_left:
+            rows = _take_rows(batch.arrays, share * num_replicas, batch.num_rows)
+            shares = [_take_rows(rows, index, index + 1) for index in range(num_left)]
+            pieces.append((_stack(shares, num_replicas), num_left))
+        return pieces
+
+    def _split_replica_batches(
+        self, group: list[SourceBatch]
+    ) -> list[tuple[PyTree, int]]:
+        num_replicas = self.num_replicas
+        if self.remainder == "pad":
+            empty = group[-1].arrays | {MASK: np.zeros_like(group[-1].arrays[MASK])}
+            num_missing = num_replicas - len(group)
+            group = group + [SourceBatch(empty, group[-1].num_rows)] * num_missing
+        by_size: dict[int, list[PyTree]] = {}
+        for batch in group:
+            by_size.setdefault(batch.num_rows, []).append(batch.arrays)
+        if not self.exact and (len(by_size) > 1 or len(group) < num_replicas):
+            sizes = ", ".join(str(batch.num_rows) for batch in group)
+            raise BatchSizeError(
+                f"{num_replicas} replicas take one batch each, of one size, but the "
+                f"batches have {sizes} examples"
+                f"{' and the data ends there' if len(group) < num_replicas else ''}. "
+                "Batch the data with `drop_remainder=True` and a number of batches "
+                f"that is a multiple of {num_replicas}, or use {_OPTIONS_FIX}."
+            )
+        return [
+            (_stack(batches, num_replicas), len(batches))
+            for batches in by_size.values()
+        ]
+
+
+def _take_rows(arrays: PyTree, start: int, stop: int) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[start:stop], arrays)
+
+
+def _add_replica_axis(arrays: PyTree, num_replicas: int) -> PyTree:
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(num_replicas, -1, *leaf.shape[1:]), arrays
+    )
+
+
+def _stack(batches: Sequence[PyTree], num_replicas: int) -> PyTree:
+    """Stacks batches; replicas without one get a copy of the first."""
+    filled = [*batches, *[batches[0]] * (num_replicas - len(batches))]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *filled)
+
+
+def _pad(batch: SourceBatch, size: int) -> SourceBatch:
+    """Fills `batch` with copies of its last row and adds the mask."""
+    arrays = batch.arrays
+    if batch.num_rows < size:
+        rows = np.minimum(np.arange(size), batch.num_rows - 1)
+        arrays = jax.tree.map(lambda leaf: np.take(leaf, rows, axis=0), arrays)
+    return SourceBatch(_add_mask(arrays, np.arange(size) < batch.num_rows), size)
+
+
+def _add_mask(batch: PyTree, mask: object) -> PyTree:
+    if not isinstance(batch, dict):
+        raise TypeError(
+            'The batches are not dictionaries, but `InputOptions(remainder="pad")` '
+            f"adds a leaf `{MASK}` to each, and these are of type "
+            f"{type(batch).__name__}. Return dictionaries from the data set, or use "
+            '`remainder="drop"`.'
+        )
+    if MASK in batch:
+        raise ValueError(
+            f"The batches have a leaf `{MASK}` already, which `InputOptions(remainder="
+            '"pad")` adds to each. Rename it in the data set, or use '
+            '`remainder="drop"`.'
+        )
+    return {**batch, MASK: mask}

@@ -1,0 +1,147 @@
+"""What a replica can do with the others, inside `Strategy.run`."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from armillary._typing import PyTree
+from armillary.distribute._context import entered
+from armillary.distribute._values import PerReplica, ReduceOp
+from armillary.errors import DoubleReductionError
+
+if TYPE_CHECKING:
+    from armillary.distribute._strategy import Strategy
+
+
+class ReplicaContext:
+    """The replica in which the code runs (`tf.distribute.ReplicaContext`).
+
+    Args:
+        strategy: The strategy whose `run` made this replica.
+        axis_name: The mesh axis that counts replicas, or `None` if there is one replica
+            and no such axis.
+        num_active: How many replicas hold data in this step.
+
+    Attributes:
+        strategy: The strategy whose `run` made this replica.
+        num_replicas_in_sync: Replicas that run this step together.
+        num_active: Those of them that hold data. Fewer only in the last steps of a
+            complete evaluation.
+    """
+
+    def __init__(
+        self, strategy: "Strategy", axis_name: str | None, num_active: int
+    ) -> None:
+        self.strategy = strategy
+        self.num_replicas_in_sync = strategy.num_replicas_in_sync
+        self.num_active = num_active
+        self._axis_name = axis_name
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """The number of this replica, from 0; traced where there are several."""
+        return 0 if self._axis_name is None else jax.lax.axis_index(self._axis_name)
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree) -> PyTree:
+        """Combines a per-replica value over replicas; every replica gets the result.
+
+        Args:
+            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`.
+            value: A pytree of arrays that differ between replicas.
+
+        Returns:
+            The same pytree, with values that are equal on all replicas.
+
+        Raises:
+            DoubleReductionError: If `value` is equal on all replicas already, as a
+                gradient with respect to mirrored parameters is.
+            ValueError: If `reduce_op` names no operation.
+        """
+        op = ReduceOp.of(reduce_op)
+        if self._axis_name is None:
+            return value
+        return jax.tree.map(lambda leaf: self._all_reduce(op, leaf), value)
+
+    def _all_reduce(self, op: ReduceOp, leaf: Any) -> jax.Array:
+        if not varies(leaf, self._axis_name):
+            raise DoubleReductionError(double_reduction_message("all_reduce", ""))
+        if self.num_active < self.num_replicas_in_sync:
+            leaf = jnp.where(self._is_active(), leaf, jnp.zeros_like(leaf))
+        total = jax.lax.psum(leaf, self._axis_name)
+        return total / self.num_active if op is ReduceOp.MEAN else total
+
+    def all_gather(self, value: PyTree, axis: int) -> PyTree:
+        """Joins the values of all replicas along an axis; every replica gets it.
+
+        Args:
+            value: A pytree of arrays of equal shape on all replicas.
+            axis: The axis to join, such as 0 for examples.
+
+        Returns:
+            The same pytree with `axis` as many times longer as replicas hold data.
+        """
+        if self._axis_name is None:
+            return value
+        return jax.tree.map(
+            lambda leaf: self.strategy.gather(self._shared(leaf), axis), value
+        )
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., PyTree],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> PyTree:
+        """Runs `merge_fn(strategy, *args)` once, in cross-replica context.
+
+        In it the arguments' arrays are `PerReplica` values, for `strategy.reduce`,
+        `gather` and `local_results`. Arrays that it returns reach every replica.
+
+        Args:
+            merge_fn: The function. It gets the strategy first.
+            args: Positional arguments, pytrees.
+            kwargs: Keyword arguments, pytrees.
+
+        Returns:
+            What `merge_fn` returned.
+        """
+
+        def share(leaf: Any) -> Any:
+            return self._shared(leaf) if isinstance(leaf, jax.Array) else leaf
+
+        shared_args = jax.tree.map(share, args)
+        shared_kwargs = {k: jax.tree.map(share, v) for k, v in (kwargs or {}).items()}
+        with entered(self.strategy, None):
+            return merge_fn(self.strategy, *shared_args, **shared_kwargs)
+
+    def _shared(self, leaf: Any) -> Any:
+        if self._axis_name is None:
+            return leaf
+        if not varies(leaf, self._axis_name):
+            rows = jnp.broadcast_to(leaf, (self.num_replicas_in_sync, *jnp.shape(leaf)))
+        else:
+            rows = jax.lax.all_gather(leaf, self._axis_name, to="invarying")
+        return PerReplica(rows, self.num_active)
+
+    def _is_active(self) -> jax.Array:
+        return self.replica_id_in_sync_group < self.num_active
+
+
+def varies(leaf: Any, axis_name: str | None) -> bool:
+    """Returns whether a traced value may differ between replicas."""
+    kind = jax.typeof(leaf)
+    return axis_name in getattr(kind, "manual_axis_type", kind).varying
+
+
+def double_reduction_message(function: str, where: str) -> str:
+    """Returns the message for reducing what all replicas share."""
+    return (
+        f"`{function}` was given a value that is equal on all replicas{where}. Inside "
+        "`strategy.run`, gradients with respect to mirrored parameters arrive already "
+        "summed over replicas, so reducing them again makes them too large by the "
+        "number of replicas. Use the value as it is, after scaling the loss with "
+        "`armillary.compute_average_loss` or by `1 / strategy.num_replicas_in_sync`; "
+        "to count replicas, use `strategy.num_replicas_in_sync`."
+    )

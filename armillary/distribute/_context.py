@@ -1,0 +1,144 @@
+"""Which strategy is in effect, and on which side of `run` the code is.
+
+*Replica context* is the code inside `Strategy.run`, *cross-replica context* the code
+around it that knows a strategy. Without any strategy, code runs in the replica context
+of the default strategy, so a library function may always ask for its context.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from armillary.errors import ReplicaContextError
+from armillary.state import State
+
+if TYPE_CHECKING:
+    from armillary.distribute._collectives import ReplicaContext
+    from armillary.distribute._strategy import Strategy
+
+
+class _Frame(NamedTuple):
+    strategy: "Strategy"
+    replica_context: "ReplicaContext | None"
+
+
+class _Ambient(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+        self.states: list[State] = []
+        self.chosen: Strategy | None = None
+
+
+_ambient = _Ambient()
+_default_frame: list[_Frame] = []
+
+
+def set_default(strategy: "Strategy", replica_context: "ReplicaContext") -> None:
+    """Registers the strategy that is in effect where no other is."""
+    _default_frame[:] = [_Frame(strategy, replica_context)]
+
+
+def _frame() -> _Frame:
+    if _ambient.frames:
+        return _ambient.frames[-1]
+    if _ambient.chosen is not None:
+        return _Frame(_ambient.chosen, None)
+    return _default_frame[0]
+
+
+def get_strategy() -> "Strategy":
+    """Returns the strategy in effect; the `DefaultStrategy` if there is no other."""
+    return _frame().strategy
+
+
+def has_strategy() -> bool:
+    """Returns whether a strategy other than the `DefaultStrategy` is in effect."""
+    return _frame().strategy is not _default_frame[0].strategy
+
+
+def get_replica_context() -> "ReplicaContext | None":
+    """Returns the replica context, or `None` in cross-replica context."""
+    return _frame().replica_context
+
+
+def in_cross_replica_context() -> bool:
+    """Returns whether the caller is in cross-replica context."""
+    return _frame().replica_context is None
+
+
+def set_strategy(strategy: "Strategy | None") -> None:
+    """Puts a strategy in effect for the rest of this thread's program.
+
+    It is `with strategy.scope():` without the indentation, as for notebooks.
+
+    Args:
+        strategy: The strategy, or `None` to return to the default one.
+
+    Raises:
+        ReplicaContextError: If called inside a `scope` or inside `run`.
+    """
+    if _ambient.frames:
+        raise ReplicaContextError(
+            "`set_strategy` was called inside `strategy.scope()` or `strategy.run`, "
+            "which already decide the strategy. Call it before, at the top of the "
+            "program."
+        )
+    _ambient.chosen = strategy
+
+
+@contextlib.contextmanager
+def entered(
+    strategy: "Strategy", replica_context: "ReplicaContext | None"
+) -> Iterator[None]:
+    """Puts a strategy, and a side of `run`, in effect for a while."""
+    _ambient.frames.append(_Frame(strategy, replica_context))
+    try:
+        yield
+    finally:
+        _ambient.frames.pop()
+
+
+@contextlib.contextmanager
+def lifted(state: State) -> Iterator[None]:
+    """Marks `state` as what `Strategy.run` lifts, while a step runs."""
+    _ambient.states.append(state)
+    try:
+        yield
+    finally:
+        _ambient.states.pop()
+
+
+def lifted_state() -> State | None:
+    """Returns the state of the step that is running, if one is."""
+    return _ambient.states[-1] if _ambient.states else None
+
+
+def require_replica_context(function: str, instead: str) -> Any:
+    """Returns the replica context for `function`, or raises what to do instead.
+
+    Raises:
+        ReplicaContextError: In cross-replica context.
+    """
+    context = get_replica_context()
+    if context is None:
+        raise ReplicaContextError(
+            f"`{function}` was called outside `Strategy.run`. It needs a replica "
+            "context: move the call into the function given to `strategy.run`, or "
+            f"{instead}."
+        )
+    return context
+
+
+def require_cross_replica_context(function: str, instead: str) -> None:
+    """Raises if called inside `Strategy.run`.
+
+    Raises:
+        ReplicaContextError: In the replica context of a strategy.
+    """
+    if _ambient.frames and _ambient.frames[-1].replica_context is not None:
+        raise ReplicaContextError(
+            f"`{function}` was called inside `Strategy.run`, where each replica sees "
+            f"only its own values. Move the call out of the function given to "
+            f"`strategy.run`, or {instead}."
+        )

@@ -1,0 +1,245 @@
+"""Compiles a step of the user's own loop, with the state it reaches.
+
+`armillary.function` is for programs without a trainer what `tf.function` is in
+TensorFlow: the decorated function reads and writes variables, and runs as one compiled
+program. Its state is what its arguments, closure, globals and `self` reach.
+"""
+
+import collections
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
+import numpy as np
+
+from armillary._typing import PyTree
+from armillary.distribute._context import get_strategy, lifted_state
+from armillary.distribute._placement import Placement
+from armillary.distribute._strategy import Strategy
+from armillary.distribute._trace import TracedStep, trace_step
+from armillary.state import State, captured, is_claimed
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_MAX_PROGRAMS = 64
+
+
+@overload
+def function(fn: Callable[_P, _R]) -> Callable[_P, _R]: ...
+@overload
+def function(
+    fn: None = None, *, strategy: Strategy | None = None
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
+def function(
+    fn: Callable[..., Any] | None = None, *, strategy: Strategy | None = None
+) -> Any:
+    """Compiles a function that reads and writes variables.
+
+    Use it for the step of a loop without a trainer::
+
+        @armillary.function
+        def train_step(batch):
+            return strategy.run(step_fn, args=(batch,))
+
+        for batch in dataset:
+            losses = train_step(batch)
+
+    It is traced once for each structure, shape and dtype of its array arguments and
+    each value of its other ones. Variables that it reaches through its arguments, its
+    closure, its globals or `self` keep their identity; the memory of their old values
+    is reused, except for arrays that the user holds. A plain global or local name that
+    is rebound to a new array is not a variable: hold it as an attribute.
+
+    Args:
+        fn: The function. Called inside a step that is already compiled, it is part of
+            that step.
+        strategy: Where state lives; by default the strategy in effect when called,
+            else the one that the function reaches.
+
+    Returns:
+        A function with the same signature; a decorator if `fn` is left out.
+    """
+    if fn is None:
+        return functools.partial(function, strategy=strategy)
+    compiled = Function(fn, strategy)
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs)
+
+    return call
+
+
+class Function:
+    """One compiled function, with a program for each kind of arguments.
+
+    Args:
+        fn: The user's function.
+        strategy: Where state lives, or `None` to find it at each call.
+        body: What to trace, if it is not `fn` itself.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        strategy: Strategy | None,
+        body: Callable[..., Any] | None = None,
+    ) -> None:
+        self._fn = fn
+        self._strategy = strategy
+        self._body = body or fn
+        self._programs: collections.OrderedDict[Any, _Program] = (
+            collections.OrderedDict()
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the function on its arguments."""
+        if lifted_state() is not None:
+            return self._body(*args, **kwargs)
+        strategy = self._strategy or _strategy_of(self._fn)
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_static)
+        key = (strategy, treedef, tuple(_kind(leaf) for leaf in leaves))
+        program = self._programs.get(key)
+        if program is None or not program.is_current():
+            state = State([(self._fn, ""), *((leaf, "") for leaf in _objects(leaves))])
+            program = _Program(self._fn, self._body, state, strategy, leaves, treedef)
+            self._programs[key] = program
+            if len(self._programs) > _MAX_PROGRAMS:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(key)
+        return program([leaf for leaf in leaves if _is_array(leaf)])
+
+
+class Functions:
+    """Functions compiled for calls of `Strategy.run` outside any step.
+
+    The same code with the same objects in its closure is the same function, so a
+    function defined again in every iteration of a loop is compiled once.
+    """
+
+    def __init__(self) -> None:
+        self._functions: collections.OrderedDict[Any, tuple[Any, Function]] = (
+            collections.OrderedDict()
+        )
+
+    def get(self, fn: Callable[..., Any], strategy: Strategy) -> Function:
+        """Returns the compiled function for `strategy.run(fn, ...)`."""
+        values = tuple(captured(fn))
+        key = (_code(fn), tuple((name, _identity(value)) for name, value in values))
+        if key not in self._functions:
+
+            def body(*args: Any, **kwargs: Any) -> PyTree:
+                return strategy.run(fn, args, kwargs)
+
+            # The values are kept, so that their identities stay theirs.
+            self._functions[key] = (values, Function(fn, strategy, body))
+            if len(self._functions) > _MAX_PROGRAMS:
+                self._functions.popitem(last=False)
+        self._functions.move_to_end(key)
+        return self._functions[key][1]
+
+
+class _Program:
+    """One compiled program, and the state it works on."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        body: Callable[..., Any],
+        state: State,
+        strategy: Strategy,
+        leaves: list[Any],
+        treedef: Any,
+    ) -> None:
+        self._strategy = strategy
+        self._state = state
+        self._placement = Placement(state, strategy)
+        static = [None if _is_array(leaf) else leaf for leaf in leaves]
+        is_array = [_is_array(leaf) for leaf in leaves]
+
+        def call_body(*arrays: Any) -> PyTree:
+            rest = iter(arrays)
+            args, kwargs = treedef.unflatten(
+                next(rest) if dynamic else value
+                for dynamic, value in zip(is_array, static, strict=True)
+            )
+            return body(*args, **kwargs)
+
+        self._step: TracedStep = trace_step(
+            call_body,
+            state,
+            self._placement.types(),
+            tuple(leaf for leaf in leaves if _is_array(leaf)),
+            user_fn=fn,
+            owner="the function",
+        )
+
+        def pure(changed: list[Any], kept: list[Any], arrays: list[Any]) -> Any:
+            return self._step.call(self._step.join(changed, kept), arrays)
+
+        self._compiled = jax.jit(
+            pure,
+            donate_argnums=0,
+            out_shardings=(self._placement.shardings(self._step.changed), None),
+        )
+
+    def is_current(self) -> bool:
+        """Returns whether the program still fits what its function reaches."""
+        if self._state.is_current():
+            return True
+        found = State(self._state.roots)
+        if (found.places, found.constants) != (
+            self._state.places,
+            self._state.constants,
+        ):
+            return False
+        self._state.refresh(found)
+        return True
+
+    def __call__(self, arrays: list[Any]) -> PyTree:
+        slots = self._placement.place(self._step.changed)
+        changed, kept = self._step.divide(slots)
+        self._strategy.dispatch.wait()
+        values, results = self._compiled(changed, kept, arrays)
+        self._strategy.dispatch.started((values, results))
+        self._placement.update(self._step.changed, values)
+        return self._step.results(results)
+
+
+def _code(fn: Callable[..., Any]) -> Any:
+    """Returns what is equal for functions that differ only in what they captured."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__code__", None) or id(fn)
+
+
+def _strategy_of(fn: Callable[..., Any]) -> Strategy:
+    found = [value for _, value in captured(fn) if isinstance(value, Strategy)]
+    return found[0] if found else get_strategy()
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def _is_static(leaf: Any) -> bool:
+    return bool(_objects([leaf]))
+
+
+def _objects(leaves: list[Any]) -> list[Any]:
+    """Returns the arguments that hold state of their own."""
+    return [leaf for leaf in leaves if is_claimed(leaf)]
+
+
+def _kind(leaf: Any) -> Any:
+    if _is_array(leaf):
+        return jax.typeof(leaf)
+    return _identity(leaf)
+
+
+def _identity(value: Any) -> Any:
+    """Returns equal keys exactly for values that a compiled program may share."""
+    if isinstance(value, str | bytes | int | float | complex | bool | type(None)):
+        return type(value), value
+    return id(value)

@@ -1,0 +1,100 @@
+"""Strategies with one replica: the default one, and one on a chosen device."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from armillary._typing import PyTree
+from armillary.data import BatchLayout
+from armillary.distribute._collectives import ReplicaContext
+from armillary.distribute._context import entered, set_default
+from armillary.distribute._devices import as_device
+from armillary.distribute._layouts import SingleLayout
+from armillary.distribute._strategy import Strategy
+from armillary.state import Slot, State
+
+
+class DefaultStrategy(Strategy):
+    """The strategy in effect where no other is: everything stays as it is.
+
+    There is one instance. Under it, `run` calls the function, state and batches stay on
+    JAX's default device, and code behaves as without a strategy.
+    """
+
+    _instance: "DefaultStrategy | None" = None
+
+    def __new__(cls) -> Self:
+        """Returns the one instance."""
+        if cls._instance is None:
+            cls._instance = super().__new__(cls)
+        return cls._instance  # pyright: ignore[reportReturnType]
+
+    def __init__(self) -> None:
+        super().__init__(mesh=None, num_replicas=1)
+
+    @property
+    def layout(self) -> BatchLayout:
+        """Batches on JAX's default device."""
+        return SingleLayout(None)
+
+    def state_sharding(self, slot: Slot) -> Sharding | None:
+        """Leaves every slot where it is."""
+        del slot
+        return None
+
+    def _run(
+        self,
+        fn: Callable[..., PyTree],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        state: State | None,
+    ) -> PyTree:
+        del state
+        with entered(self, ReplicaContext(self, None, num_active=1)):
+            return fn(*args, **kwargs)
+
+
+class OneDeviceStrategy(Strategy):
+    """Runs every step on one device (`tf.distribute.OneDeviceStrategy`).
+
+    Args:
+        device: A `jax.Device`, or a name such as `"cpu:0"` or `"gpu:1"`.
+
+    Raises:
+        ValueError: If there is no such device.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = as_device("device", device)
+        super().__init__(mesh=None, num_replicas=1)
+
+    @property
+    def layout(self) -> BatchLayout:
+        """Batches on the device."""
+        return SingleLayout(SingleDeviceSharding(self._device))
+
+    def state_sharding(self, slot: Slot) -> Sharding | None:
+        """Every slot on the device."""
+        del slot
+        return SingleDeviceSharding(self._device)
+
+    def _run(
+        self,
+        fn: Callable[..., PyTree],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        state: State | None,
+    ) -> PyTree:
+        del state
+        context = ReplicaContext(self, None, num_active=1)
+        with entered(self, context), jax.default_device(self._device):
+            return fn(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"OneDeviceStrategy({self._device})"
+
+
+_default = DefaultStrategy()
+set_default(_default, ReplicaContext(_default, None, num_active=1))

@@ -1,0 +1,141 @@
+"""Traces a user's step, once, into a pure program that the library can compile.
+
+The program takes the arrays of every slot and the step's arguments; it returns the
+slots that the step changed, and the step's results. Whatever JAX can only prove while
+tracing is checked here: state that was captured as a constant, sums taken twice, slots
+that changed shape.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax.errors import TraceContextError
+from jax.extend import core
+
+from armillary._typing import PyTree
+from armillary.distribute._context import lifted
+from armillary.distribute._replicas import check_reduced_once
+from armillary.state import State, check_captured, write_error
+
+
+class TracedStep(NamedTuple):
+    """A step as a pure program.
+
+    Attributes:
+        program: From `(*slot arrays, *argument arrays)` to `(*changed slot arrays,
+            *result arrays)`.
+        changed: Indices of the slot arrays that the step changes.
+        result_tree: Structure of the results; not arrays, see `results`.
+        static_results: Results that are not arrays, and `ARRAY` for those that are.
+    """
+
+    program: core.ClosedJaxpr
+    changed: tuple[int, ...]
+    result_tree: Any
+    static_results: tuple[Any, ...]
+
+    def call(
+        self, slots: Sequence[Any], arguments: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Runs or traces the program; returns changed slots and result arrays."""
+        outputs = core.jaxpr_as_fun(self.program)(*slots, *arguments)
+        return outputs[: len(self.changed)], outputs[len(self.changed) :]
+
+    def divide(self, slots: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns the slot arrays that the step changes, and the others."""
+        changed = set(self.changed)
+        return (
+            [slots[i] for i in self.changed],
+            [slot for i, slot in enumerate(slots) if i not in changed],
+        )
+
+    def join(self, changed: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+        """Undoes `divide`."""
+        new, old, indices = iter(changed), iter(kept), set(self.changed)
+        return [
+            next(new) if i in indices else next(old)
+            for i in range(len(changed) + len(kept))
+        ]
+
+    def results(self, arrays: Sequence[Any]) -> PyTree:
+        """Returns the step's results as the user's function returned them."""
+        rest = iter(arrays)
+        return self.result_tree.unflatten(
+            next(rest) if value is ARRAY else value for value in self.static_results
+        )
+
+
+ARRAY = object()
+"""Stands for an array among results that are not."""
+
+
+def trace_step(
+    fn: Callable[..., PyTree],
+    state: State,
+    slot_types: Sequence[Any],
+    arguments: PyTree,
+    *,
+    user_fn: Callable[..., Any],
+    owner: str,
+) -> TracedStep:
+    """Traces `fn(*arguments)` with `state` lifted.
+
+    Args:
+        fn: What to trace.
+        state: The slots it may read and write.
+        slot_types: Arrays or `jax.ShapeDtypeStruct` of the slots.
+        arguments: A tuple of pytrees of the same, one per argument.
+        user_fn: The user's function, for messages.
+        owner: What state must be reachable from, for messages.
+
+    Returns:
+        The traced step.
+
+    Raises:
+        CapturedStateError: If the step uses variables outside `state`.
+        StateStructureError: If it changes the structure of a slot.
+        DoubleReductionError: If it sums over replicas twice.
+    """
+    name = getattr(user_fn, "__name__", "the step")
+    changed: list[int] = []
+    results: list[Any] = []
+
+    def pure(slots: list[Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+        with state.swapped(slots), lifted(state):
+            result = fn(*arguments)
+            after = state.collect(slots, name)
+        changed[:] = [
+            i for i, (a, b) in enumerate(zip(slots, after, strict=True)) if a is not b
+        ]
+        values, tree = jax.tree.flatten(result)
+        results[:] = [
+            tree,
+            tuple(ARRAY if isinstance(v, jax.Array) else v for v in values),
+        ]
+        arrays = [value for value in values if isinstance(value, jax.Array)]
+        return [after[i] for i in changed], arrays
+
+    with explained(user_fn, state, owner):
+        traced = jax.jit(pure).trace(list(slot_types), arguments)
+    check_captured(traced.jaxpr, state, user_fn, owner)
+    check_reduced_once(traced.jaxpr)
+    return TracedStep(traced.jaxpr, tuple(changed), *results)
+
+
+@contextlib.contextmanager
+def explained(user_fn: Callable[..., Any], state: State, owner: str) -> Iterator[None]:
+    """Turns Flax's error for writing to an unlifted variable into ours.
+
+    Raises:
+        CapturedStateError: If the step wrote to a variable outside `state`.
+        TraceContextError: If Flax raised it for another reason.
+    """
+    try:
+        yield
+    except TraceContextError as error:
+        explanation = write_error(user_fn, state, owner)
+        if explanation is None:
+            raise
+        raise explanation from error

@@ -1,0 +1,98 @@
+"""Values that differ between replicas, seen from outside `Strategy.run`.
+
+A `PerReplica` is one global array with the replica as its first axis, spread over the
+devices. Batches from a distributed dataset and results of `run` have this form;
+`Strategy.reduce`, `gather` and `local_results` take it apart.
+"""
+
+import enum
+from typing import Any
+
+import jax
+
+
+class ReduceOp(enum.Enum):
+    """How values are combined over replicas (`tf.distribute.ReduceOp`)."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def of(cls, value: Any) -> "ReduceOp":
+        """Returns `value` as a member; the names may be given as strings.
+
+        Raises:
+            ValueError: If `value` names no member.
+        """
+        if isinstance(value, cls):
+            return value
+        try:
+            return cls[str(value).upper()]
+        except KeyError:
+            raise ValueError(
+                f"`reduce_op` is {value!r}, but it must be `ReduceOp.SUM` or "
+                "`ReduceOp.MEAN`. Use one of these, or their names as strings."
+            ) from None
+
+
+@jax.tree_util.register_pytree_node_class
+class PerReplica:
+    """One value per replica.
+
+    Attributes:
+        stacked: The values in one array of shape `(num_replicas, ...)`.
+        num_active: How many replicas, from the first, hold a value. It is the number of
+            replicas except for the leftovers of a complete evaluation, where the other
+            rows of `stacked` mean nothing.
+    """
+
+    def __init__(self, stacked: Any, num_active: int) -> None:
+        self.stacked = stacked
+        self.num_active = num_active
+
+    @property
+    def values(self) -> tuple[jax.Array, ...]:
+        """The value of each replica that holds one."""
+        return tuple(self.stacked[replica] for replica in range(self.num_active))
+
+    @property
+    def active(self) -> jax.Array:
+        """The rows of `stacked` that mean something."""
+        if self.num_active == self.stacked.shape[0]:
+            return self.stacked
+        return self.stacked[: self.num_active]
+
+    def __repr__(self) -> str:
+        shape = getattr(self.stacked, "shape", None)
+        inside = "?" if shape is None else f"{self.stacked.dtype}{list(shape[1:])}"
+        return f"PerReplica({self.num_active} x {inside})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in (
+            "shape",
+            "dtype",
+            "ndim",
+            "sum",
+            "mean",
+        ):
+            raise AttributeError(f"PerReplica has no attribute {name!r}")
+        raise AttributeError(
+            f"`{name}` was asked of a PerReplica, which holds one value for each of "
+            f"{self.num_active} replicas. Use it inside the function given to "
+            "`strategy.run`, or reduce it first: "
+            "`strategy.reduce(ReduceOp.SUM, value)`."
+        )
+
+    def tree_flatten(self) -> tuple[tuple[Any], int]:
+        """Flattens into the stacked array."""
+        return (self.stacked,), self.num_active
+
+    @classmethod
+    def tree_unflatten(cls, num_active: int, children: tuple[Any]) -> "PerReplica":
+        """Builds a value from the stacked array."""
+        return cls(children[0], num_active)
+
+
+def is_per_replica(value: Any) -> bool:
+    """Returns whether `value` is a `PerReplica`, for use as `is_leaf`."""
+    return isinstance(value, PerReplica)

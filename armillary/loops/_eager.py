@@ -1,0 +1,68 @@
+"""The same steps without a compiler, for finding a mistake.
+
+Every operation runs when Python reaches it: a debugger stops in the step, `print` shows
+values (on several replicas: one line, with the values of all). Slow, and equal to the
+compiled loop up to rounding only.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from armillary._typing import PyTree
+from armillary.data import HostBatch, HostReader
+from armillary.distribute import Placement, Strategy, explained, lifted
+from armillary.state import State
+
+
+class EagerIterator:
+    """Hands a reader's batches to an eager step."""
+
+    def __init__(self, reader: HostReader) -> None:
+        self._reader = reader
+        self.taken: HostBatch | None = None
+
+    def __iter__(self) -> "EagerIterator":
+        return self
+
+    def __next__(self) -> PyTree:
+        """Returns the next batch, placed on its devices."""
+        self.taken = next(self._reader)
+        layout = self._reader.layout
+        return layout.wrap(layout.place(self.taken.arrays), self.taken.num_active)
+
+    def commit(self) -> None:
+        """Marks what was taken as used."""
+        if self.taken is not None:
+            self._reader.commit(self.taken.position)
+
+
+def run_eagerly(
+    owner: Any,
+    step_fn: Callable[[Any], PyTree],
+    nest: Any,
+    readers: list[HostReader],
+    strategy: Strategy,
+    owner_name: str,
+) -> Iterator[tuple[PyTree, bool]]:
+    """Yields what each step returned, and whether it ended its batch, until data ends.
+
+    A step for which the data ends in the middle is not counted, but what it did before
+    stays done.
+    """
+    while all(reader.peek() is not None for reader in readers):
+        state = State([(owner, "")])
+        everything = range(len(state.paths))
+        placement = Placement(state, strategy)
+        placement.update(everything, placement.place(everything))
+        iterators = [EagerIterator(reader) for reader in readers]
+        with lifted(state), explained(step_fn, state, owner_name):
+            try:
+                result = step_fn(jax.tree.unflatten(nest, iterators))
+            except StopIteration:
+                return
+        for iterator in iterators:
+            iterator.commit()
+        taken = [iterator.taken for iterator in iterators if iterator.taken is not None]
+        yield result, all(batch.is_last for batch in taken)

@@ -1,0 +1,280 @@
+"""Runs a user's step many times, over chunks of batches.
+
+`Loop` is the engine of `StandardTrainer` and `StandardEvaluator`. It finds the state
+the owner reaches, traces the step once per shape of batch, keeps one compiled program
+for each, and moves through the data: read a chunk, run the steps of it that the loop
+asks for, mark them as used.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from armillary._logging import logger
+from armillary._typing import PyTree
+from armillary.data import (
+    BatchLayout,
+    Chunk,
+    ChunkReader,
+    DistributedDataset,
+    HostReader,
+)
+from armillary.distribute import Strategy, TracedStep
+from armillary.errors import RetraceError
+from armillary.loops._eager import run_eagerly
+from armillary.loops._program import Program, has_slow_loop
+from armillary.loops._tracer import StepTracer, batch_key, owner_of
+
+
+class LoopOptions(NamedTuple):
+    """How a loop runs.
+
+    Attributes:
+        steps_per_chunk: Most steps in one device call.
+        max_chunk_bytes: Most memory of one chunk of batches.
+        compile_loop: Whether many steps are one device program.
+        compile_step: Whether steps are compiled at all.
+        exact: Whether every example is used, in smaller steps where needed.
+        keep_results: Whether what steps return is needed.
+    """
+
+    steps_per_chunk: int
+    max_chunk_bytes: int
+    compile_loop: bool
+    compile_step: bool
+    exact: bool
+    keep_results: bool
+
+
+class Loop:
+    """Runs one method of one owner over one nest of datasets.
+
+    Args:
+        owner: The trainer or evaluator, from which state is reached.
+        step_fn: Its step, a function of a nest of iterators.
+        name: How messages call the step.
+        datasets: A nest (list, dict, ...) of datasets, or one.
+        strategy: The strategy in effect while the step runs.
+        options: How the loop runs.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        step_fn: Callable[[Any], PyTree],
+        name: str,
+        datasets: PyTree,
+        strategy: Strategy,
+        options: LoopOptions,
+    ) -> None:
+        self._owner, self._step_fn, self._name = owner, step_fn, name
+        self._strategy, self.options = strategy, options
+        self._datasets = datasets
+        datasets, self._nest = _flatten(datasets)
+        self._readers = [_open(dataset, strategy, options) for dataset in datasets]
+        self._prefetch = min(1, *(_prefetch(dataset) for dataset in datasets))
+        self._tracer = StepTracer(owner, step_fn, name, self._nest, strategy)
+        self._programs: dict[Any, Program] = {}
+        self._batches_per_step: tuple[int, ...] = ()
+        self._chunks: ChunkReader | None = None
+        self._chunk: Chunk | None = None
+        self._offset = 0
+
+    def serves(
+        self, datasets: PyTree, strategy: Strategy, options: LoopOptions
+    ) -> bool:
+        """Returns whether this loop was made for these arguments."""
+        return (
+            datasets is self._datasets
+            and strategy is self._strategy
+            and options == self.options
+        )
+
+    def has_data(self) -> bool:
+        """Returns whether another step can run; waits for the data if it must."""
+        if self._chunks is None or not self.options.compile_step:
+            return all(reader.peek() is not None for reader in self._readers)
+        return self._next_chunk() is not None
+
+    def reopen(self, datasets: PyTree) -> None:
+        """Begins a new pass over the datasets, with the same compiled programs."""
+        self.close()
+        self._readers = [
+            _open(dataset, self._strategy, self.options)
+            for dataset in _flatten(datasets)[0]
+        ]
+        self._chunks = self._chunk = None
+
+    def close(self) -> None:
+        """Lets go of the data."""
+        if self._chunks is not None:
+            self._chunks.close()
+        else:
+            for reader in self._readers:
+                reader.close()
+
+    def run(self, num_steps: int) -> int:
+        """Runs up to `num_steps` steps; returns how many there was data for."""
+        return sum(count for count, _ in self._run(num_steps))
+
+    def iterate(self, num_steps: int) -> Iterator[PyTree]:
+        """Yields what each step returned; -1 runs until the data ends.
+
+        The first pieces of a batch that runs as several smaller steps do not count.
+        """
+        for _, results in self._run(num_steps):
+            yield from results
+
+    def _run(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:
+        """Yields how many steps ran, and what they returned, until enough did."""
+        if not self.options.compile_step:
+            yield from self._run_eagerly(num_steps)
+            return
+        if self._tracer.find_state():
+            self._programs.clear()
+        remaining = num_steps
+        while remaining and (chunk := self._next_chunk()) is not None:
+            program, step = self._program(chunk)
+            placement = self._tracer.placement
+            assert placement is not None
+            most = program.most_steps if self.options.compile_loop else 1
+            count, full = self._count(chunk, most, remaining)
+            changed, kept = step.divide(placement.place(step.changed))
+            self._strategy.dispatch.wait()
+            new, arrays = program(changed, kept, chunk.arrays, self._offset, count)
+            self._strategy.dispatch.started((new, arrays))
+            placement.update(step.changed, new)
+            chunk.commit(self._offset + count)
+            first = self._offset if program.is_nested else 0
+            self._offset += count
+            remaining -= full if remaining > 0 else 0
+            wanted = range(first, first + count) if self.options.keep_results else ()
+            yield full, [program.results(arrays, index) for index in wanted]
+
+    def _run_eagerly(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:
+        steps = run_eagerly(
+            self._owner,
+            self._step_fn,
+            self._nest,
+            self._readers,
+            self._strategy,
+            owner_of(self._name),
+        )
+        while num_steps and (outcome := next(steps, None)) is not None:
+            result, is_end = outcome
+            num_steps -= is_end if num_steps > 0 else 0
+            yield int(is_end), [result]
+
+    def _count(self, chunk: Chunk, most: int, remaining: int) -> tuple[int, int]:
+        """Returns steps to run of a chunk, and how many of them end a batch."""
+        count = full = 0
+        for is_end in chunk.ends[self._offset :]:
+            if count == most or full == remaining:
+                break
+            count += 1
+            full += is_end
+        return count, full
+
+    def _next_chunk(self) -> Chunk | None:
+        """Returns the chunk that holds the next step, or `None` at the end."""
+        if self._chunks is None:
+            self._chunks = self._open_chunks()
+            if self._chunks is None:
+                return None
+        chunk = self._chunk
+        if chunk is None or self._offset == chunk.num_steps or not chunk.is_current:
+            self._chunk, self._offset = self._chunks.next_chunk(), 0
+        return self._chunk
+
+    def _open_chunks(self) -> ChunkReader | None:
+        first = [reader.peek() for reader in self._readers]
+        if any(batch is None for batch in first):
+            return None
+        batches = [_types(batch.arrays) for batch in first if batch is not None]
+        active = tuple(batch.num_active for batch in first if batch is not None)
+        trace = self._tracer.trace(batches, active, self._layouts)
+        self._batches_per_step = trace.batches_per_step
+        return ChunkReader(
+            self._readers,
+            trace.batches_per_step,
+            steps_per_chunk=self.options.steps_per_chunk,
+            max_chunk_bytes=self.options.max_chunk_bytes,
+            prefetch=self._prefetch,
+        )
+
+    def _program(self, chunk: Chunk) -> tuple[Program, TracedStep]:
+        batches = [_types(arrays, leading=1) for arrays in chunk.arrays]
+        trace = self._tracer.trace(batches, chunk.num_active, self._layouts)
+        if trace.batches_per_step != self._batches_per_step:
+            raise RetraceError(
+                f"`{self._name}` took {list(self._batches_per_step)} batches of its "
+                f"datasets in one step, and now takes {list(trace.batches_per_step)}. "
+                "Batches that were read ahead cannot be shared out anew: take the same "
+                "number in every step, or make a new trainer."
+            )
+        placement = self._tracer.placement
+        assert placement is not None
+        key = (batch_key(batches, chunk.num_active), chunk.capacity)
+        if key not in self._programs:
+            is_slow = has_slow_loop(trace.step.program, _platform(self._strategy))
+            if is_slow and self.options.compile_loop and not self._programs:
+                logger.info(
+                    "`%s` has convolutions, which XLA's CPU compiler runs slowly "
+                    "inside a loop on the device: its steps run one by one.",
+                    self._name,
+                )
+            self._programs[key] = Program(
+                trace.step,
+                trace.batches_per_step,
+                chunk.capacity,
+                placement,
+                keep_results=self.options.keep_results,
+                is_nested=not is_slow,
+            )
+        return self._programs[key], trace.step
+
+    @property
+    def _layouts(self) -> list[BatchLayout]:
+        return [reader.layout for reader in self._readers]
+
+
+def _flatten(datasets: PyTree) -> tuple[list[Any], Any]:
+    """Flattens a nest of datasets; a nest of arrays is the batches of one dataset."""
+    leaves, nest = jax.tree.flatten(datasets)
+    if not leaves or any(hasattr(leaf, "dtype") for leaf in leaves):
+        return [datasets], jax.tree.structure(0)
+    return leaves, nest
+
+
+def _open(dataset: Any, strategy: Strategy, options: LoopOptions) -> HostReader:
+    if not isinstance(dataset, DistributedDataset):
+        dataset = strategy.distribute_dataset(dataset)
+    layout = dataset.layout
+    wanted = strategy.layout
+    if (layout.num_replicas, layout.stacked) != (wanted.num_replicas, wanted.stacked):
+        raise ValueError(
+            f"The dataset was distributed over {layout.num_replicas} replicas by "
+            f"another strategy than {strategy!r}, under which the step runs. Make it "
+            "with `armillary.make_distributed_dataset(strategy, ...)` of that strategy."
+        )
+    return dataset.make_reader(exact=options.exact)
+
+
+def _prefetch(dataset: Any) -> int:
+    is_distributed = isinstance(dataset, DistributedDataset)
+    return dataset.options.prefetch if is_distributed else 1
+
+
+def _types(arrays: PyTree, leading: int = 0) -> PyTree:
+    def to_type(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct(leaf.shape[leading:], dtype)
+
+    return jax.tree.map(to_type, arrays)
+
+
+def _platform(strategy: Strategy) -> str:
+    if strategy.mesh is not None:
+        return strategy.mesh.devices.flat[0].platform
+    return jax.default_backend()

@@ -1,0 +1,56 @@
+"""The iterators that a step gets while it is traced."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+
+from armillary._typing import PyTree
+
+
+class MoreBatches(BaseException):
+    """A step called `next` more often than batches were offered.
+
+    Not an `Exception`, so that the user's own handlers let it pass.
+
+    Args:
+        index: Which of the step's iterators ran out.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class StepIterator:
+    """Hands out the batches of one step, and counts how many it takes.
+
+    Args:
+        index: Which of the step's iterators this is.
+        batches: The batches that the step may take.
+    """
+
+    def __init__(self, index: int, batches: Sequence[PyTree]) -> None:
+        self.index = index
+        self.num_taken = 0
+        self._batches = batches
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        """Returns the next batch of the step.
+
+        Raises:
+            MoreBatches: If the step takes more batches than it was offered.
+        """
+        if self.num_taken == len(self._batches):
+            raise MoreBatches(self.index)
+        self.num_taken += 1
+        return self._batches[self.num_taken - 1]
+
+
+def take_batch(arrays: PyTree, index: Any) -> PyTree:
+    """Returns one batch of a chunk whose leaves have the batches as first axis."""
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), arrays
+    )

@@ -1,0 +1,49 @@
+"""State of a user's objects, lifted in and out of traced functions.
+
+The idea in one paragraph: a *slot* is a place that holds an array. `State` finds every
+slot that a trainer reaches, swaps tracers in, lets the user's method run, collects the
+new values, and puts the old ones back. `_nnx` and `_place` know the kinds of places,
+`_find` walks objects, `_lift` swaps, `_captured` reports what was missed.
+"""
+
+from typing import Any
+
+from armillary.state._captured import check_captured as check_captured
+from armillary.state._captured import find_constants as find_constants
+from armillary.state._captured import write_error as write_error
+from armillary.state._find import captured as captured
+from armillary.state._find import is_claimed as is_claimed
+from armillary.state._lift import State as State
+from armillary.state._lift import as_array as as_array
+from armillary.state._lift import strong as strong
+from armillary.state._slots import Role as Role
+from armillary.state._slots import Slot as Slot
+from armillary.state._slots import describe as describe
+from armillary.state._step_counter import as_step_counter as as_step_counter
+
+__all__ = [
+    "Role",
+    "Slot",
+    "State",
+    "as_array",
+    "as_step_counter",
+    "captured",
+    "check_captured",
+    "describe",
+    "find_constants",
+    "find_slots",
+    "has_state",
+    "is_claimed",
+    "strong",
+    "write_error",
+]
+
+
+def find_slots(root: Any, path: str = "") -> list[Slot]:
+    """Returns every slot that `root` reaches, each place once, in a fixed order."""
+    return list(State([(root, path)]).slots)
+
+
+def has_state(root: Any) -> bool:
+    """Returns whether `root` reaches any slot."""
+    return bool(find_slots(root))

@@ -1,0 +1,129 @@
+"""Finds variables that a traced step baked in as constants.
+
+A variable that the trainer does not reach is not lifted: a step that reads it through a
+closure or a global sees the value it had while tracing, for ever. After tracing, the
+constants of the program are compared, by identity, with every live variable.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flax import nnx
+from jax.extend import core
+
+from armillary._jaxpr import walk_programs
+from armillary.errors import CapturedStateError
+from armillary.state._find import Search
+from armillary.state._lift import State
+from armillary.state._nnx import NnxSlot
+
+
+def check_captured(
+    program: core.ClosedJaxpr, state: State, fn: Callable[..., Any], owner: str
+) -> None:
+    """Raises if a traced program holds an unlifted variable as a constant.
+
+    Args:
+        program: The traced step.
+        state: What was lifted while tracing.
+        fn: The user's function, whose names give the message.
+        owner: What state must be reachable from, such as "the trainer".
+
+    Raises:
+        CapturedStateError: If a constant is the value of a variable outside `state`.
+    """
+    constants = {id(constant) for constant in find_constants(program)}
+    if not constants:
+        return
+    lifted = {slot.key for slot in state.slots}
+    named = _variables_by_name(fn)
+    kept = {id(leaf) for leaf in state.read()}
+    captured = [
+        variable
+        for variable in _live_variables()
+        if id(variable) not in lifted
+        and id(variable._raw_value) in constants
+        and (id(variable) in named or id(variable._raw_value) not in kept)
+    ]
+    if captured:
+        raise CapturedStateError(_message(captured, named, fn, owner, "reads"))
+
+
+def find_unlifted(fn: Callable[..., Any], state: State) -> list[nnx.Variable]:
+    """Returns variables that `fn` can reach by name but that `state` does not hold."""
+    lifted = {slot.key for slot in state.slots}
+    return [
+        variable
+        for key, (_, variable) in _variables_by_name(fn).items()
+        if key not in lifted
+    ]
+
+
+def write_error(
+    fn: Callable[..., Any], state: State, owner: str
+) -> CapturedStateError | None:
+    """Returns the error for a step that wrote to an unlifted variable, if it did."""
+    unlifted = find_unlifted(fn, state)
+    if not unlifted:
+        return None
+    named = _variables_by_name(fn)
+    return CapturedStateError(_message(unlifted, named, fn, owner, "writes"))
+
+
+def find_constants(program: core.ClosedJaxpr) -> Iterator[Any]:
+    """Yields the constants of a program and of every program nested in it."""
+    for jaxpr, constants in walk_programs(program):
+        yield from constants
+        for equation in jaxpr.eqns:
+            for operand in equation.invars:
+                if isinstance(operand, core.Literal):
+                    yield operand.val
+
+
+def _live_variables() -> Iterator[nnx.Variable]:
+    for value in gc.get_objects():
+        # `type`, not `isinstance`: proxies among live objects may run code on access.
+        if issubclass(type(value), nnx.Variable):
+            yield value
+
+
+def _variables_by_name(fn: Callable[..., Any]) -> dict[int, tuple[str, nnx.Variable]]:
+    search = Search()
+    search.visit(fn, "")
+    return {
+        id(slot.variable): (slot.path, slot.variable)
+        for slot in search.slots
+        if isinstance(slot, NnxSlot)
+    }
+
+
+def _message(
+    variables: list[nnx.Variable],
+    named: dict[int, tuple[str, nnx.Variable]],
+    fn: Callable[..., Any],
+    owner: str,
+    verb: str,
+) -> str:
+    name = getattr(fn, "__name__", "the step")
+    lines, roots = [], []
+    for variable in variables:
+        kind = f"nnx.{type(variable).__name__}"
+        value = variable._raw_value
+        shape = getattr(value, "shape", ())
+        if id(variable) in named:
+            path = named[id(variable)][0]
+            roots.append(path.partition("/")[0])
+            lines.append(f"  {path} ({kind} {tuple(shape)})")
+        else:
+            lines.append(f"  a {kind} {tuple(shape)} that no name in `{name}` leads to")
+    example = roots[0] if roots else "model"
+    shown = "\n".join(lines[:10])
+    more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
+    return (
+        f"`{name}` {verb} {len(variables)} variables that {owner} does not reach, so "
+        f"they would be frozen into the compiled program:\n{shown}{more}\n"
+        f"Assign what holds them to {owner} (`self.{example} = {example}` in "
+        "`__init__`), or take their value as a constant on purpose "
+        "(`jnp.asarray(variable[...])` outside the step)."
+    )

@@ -1,0 +1,190 @@
+"""Turns code that mutates slots into a pure function, and back.
+
+`State` is every slot that some roots reach, seen as one flat list of arrays. Lifting a
+function is four steps: put other arrays (tracers) into the slots, run the function,
+collect what the slots hold now, put the old arrays back. The objects themselves never
+change hands, so every reference a user holds stays good.
+"""
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from armillary.errors import StateStructureError
+from armillary.state import _nnx
+from armillary.state._find import Search, held_by
+from armillary.state._slots import Slot, describe
+
+
+class State:
+    """The slots that `roots` reach, read and written as one flat list of arrays.
+
+    Args:
+        roots: Pairs of an object (or function) to search, and its path.
+
+    Attributes:
+        slots: The slots, each place once.
+        paths: The path of each array in the flat list.
+        owners: The slot of each array in the flat list.
+        places: The places, in no order: equal for two states that are the same.
+    """
+
+    def __init__(self, roots: Sequence[tuple[Any, str]]) -> None:
+        self.roots = tuple(roots)
+        search = self._search()
+        self.slots: tuple[Slot, ...] = tuple(search.slots)
+        self._nodes = search.nodes
+        self._constants = search.constants
+        self.paths = tuple(path for slot in self.slots for path in slot.paths)
+        self.owners = tuple(slot for slot in self.slots for _ in slot.paths)
+        self.places = frozenset((slot.key, slot.paths) for slot in self.slots)
+        own = {slot.key for slot in self.slots}
+        self._holders = [
+            (holder, {name for name, _ in held_by(holder) if (id(holder), name) in own})
+            for holder in search.holders
+        ]
+        self._held = self._hold()
+
+    def _search(self) -> Search:
+        search = Search()
+        for root, path in self.roots:
+            search.visit(root, path)
+        return search
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Plain Python values of the searched objects, by path."""
+        return {path: value for path, _, value in self._constants.values()}
+
+    def _hold(self) -> list[Any]:
+        return [
+            value
+            for holder, slots in self._holders
+            for name, value in held_by(holder)
+            if name not in slots
+        ]
+
+    def is_current(self) -> bool:
+        """Returns whether a new search would find the same; much faster than one.
+
+        It compares what every searched object holds, by identity, except for the arrays
+        in slots, which every step replaces.
+        """
+        now = self._hold()
+        return len(now) == len(self._held) and all(map(operator.is_, now, self._held))
+
+    def refresh(self, found: "State") -> None:
+        """Takes over what a new search with the same places has found."""
+        self._holders, self._held = found._holders, found._held
+        self._constants = found._constants
+
+    def read(self) -> list[Any]:
+        """Returns the arrays that the slots hold."""
+        return [leaf for slot in self.slots for leaf in slot.read()]
+
+    def write(self, leaves: Sequence[Any]) -> None:
+        """Puts `leaves` into the slots."""
+        for slot, part in self._parts(leaves):
+            slot.write(part)
+
+    @contextlib.contextmanager
+    def swapped(self, leaves: Sequence[Any]) -> Iterator[None]:
+        """Holds `leaves` in the slots for a while, in the current trace."""
+        undo: list[Callable[[], None]] = []
+        try:
+            for slot, part in self._parts(leaves):
+                undo.append(slot.swap(part))
+            undo.extend(_nnx.swap_node(node) for node in self._nodes)
+            yield
+        finally:
+            for restore in reversed(undo):
+                restore()
+
+    def collect(self, before: Sequence[Any], step_name: str) -> list[Any]:
+        """Returns what the slots hold after a step that began with `before`.
+
+        Args:
+            before: The arrays that `swapped` put in.
+            step_name: Name of the user's function, for the message.
+
+        Returns:
+            The arrays now, each with the shape and the strong dtype it had.
+
+        Raises:
+            StateStructureError: If the step changed a shape, a dtype, the structure of
+                a slot or a plain number, or made a new slot. All changes are listed.
+        """
+        changes: list[str] = []
+        leaves: list[Any] = []
+        for slot, old in self._parts(before):
+            try:
+                new = slot.read()
+            except StateStructureError as error:
+                changes.extend(str(error).splitlines())
+                continue
+            for path, a, b in zip(slot.paths, old, new, strict=True):
+                b = as_array(b)
+                if (a.shape, a.dtype) != (b.shape, b.dtype):
+                    changes.append(f"{path}: {describe(a)} became {describe(b)}")
+            leaves.extend(strong(leaf) for leaf in new)
+        now = self._search()
+        changes.extend(self._new_places(now))
+        changes.extend(self._changed_numbers(now))
+        if changes:
+            raise StateStructureError(_message(step_name, changes, len(self.paths)))
+        return leaves
+
+    def _new_places(self, now: Search) -> list[str]:
+        known = {slot.key for slot in self.slots}
+        return [
+            f"{slot.path}: made by the step, so nothing carries it to the next one"
+            for slot in now.slots
+            if slot.key not in known
+        ]
+
+    def _changed_numbers(self, now: Search) -> list[str]:
+        return [
+            f"{path}: {type(old).__name__} {old} became {now.constants[key][2]}, once, "
+            "while the step was traced"
+            for key, (path, _, old) in self._constants.items()
+            # Flags and names are set, not counted: once is as good as every time.
+            if isinstance(old, int | float) and not isinstance(old, bool)
+            if key in now.constants and now.constants[key][2] != old
+        ]
+
+    def _parts(self, leaves: Sequence[Any]) -> Iterator[tuple[Slot, list[Any]]]:
+        start = 0
+        for slot in self.slots:
+            stop = start + len(slot.paths)
+            yield slot, list(leaves[start:stop])
+            start = stop
+
+
+def strong(leaf: Any) -> jax.Array:
+    """Returns `leaf` as an array whose dtype does not give way in arithmetic."""
+    array = as_array(leaf)
+    if getattr(array, "weak_type", False):  # key arrays have no such attribute
+        return jax.lax.convert_element_type(array, array.dtype)
+    return array
+
+
+def as_array(leaf: Any) -> jax.Array:
+    """Returns `leaf` itself if it is a JAX array, so that identity tells changes."""
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+
+
+def _message(step_name: str, changes: list[str], num_slots: int) -> str:
+    lines = "\n".join(f"  {change}" for change in changes)
+    return (
+        f"`{step_name}` changed {len(changes)} of {num_slots} slots, and a compiled "
+        "loop needs the same places with the same shape and dtype after every step:\n"
+        f"{lines}\n"
+        "Make every place in the constructor with its final shape and dtype (an array, "
+        "`jnp.zeros(...)`, where it counts), cast before assigning "
+        "(`value.astype(jnp.float32)`), or run with `compile_step=False` to find the "
+        "line."
+    )

@@ -1,0 +1,114 @@
+"""Slots in plain places: attributes of objects and items of dicts and lists.
+
+A step changes such a place by rebinding it: `self.params = new_params`. The value may
+be any pytree (a dict of arrays, an Optax state, an Equinox module); its arrays are
+swapped, everything else in it must stay as it is.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from armillary._typing import PyTree
+from armillary.errors import StateStructureError
+from armillary.state._slots import Slot, describe, join, key_name
+
+
+class PlaceSlot(Slot):
+    """An attribute or item whose value is a pytree with arrays.
+
+    Args:
+        owner: The object whose `__dict__` holds the attribute, or a dict or list.
+        name: Name of the attribute, or key of the item.
+        path: Where the place is.
+        is_leaf: Tells which parts of a value are slots or objects of their own.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        name: Any,
+        path: str,
+        is_leaf: Callable[[Any], bool],
+    ) -> None:
+        self.owner, self.name, self.path = owner, name, path
+        self.key = (id(owner), name)
+        self.annotations = {}
+        self._is_leaf = is_leaf
+        self._is_item = isinstance(owner, dict | list)
+        entries, self._treedef = jax.tree_util.tree_flatten_with_path(
+            self._get(), is_leaf=is_leaf
+        )
+        self._static = [None if is_array(leaf) else leaf for _, leaf in entries]
+        self._is_array = [is_array(leaf) for _, leaf in entries]
+        self._leaf_paths = [_leaf_path(path, keys) for keys, _ in entries]
+        self.paths = tuple(
+            leaf_path
+            for leaf_path, dynamic in zip(self._leaf_paths, self._is_array, strict=True)
+            if dynamic
+        )
+
+    def _get(self) -> PyTree:
+        return self.owner[self.name] if self._is_item else vars(self.owner)[self.name]
+
+    def _set(self, value: PyTree) -> None:
+        if self._is_item:
+            self.owner[self.name] = value
+        else:
+            # Frozen dataclasses and NNX modules guard assignment; the place does not
+            # change its meaning here, only the arrays in it.
+            object.__setattr__(self.owner, self.name, value)
+
+    def read(self) -> list[jax.Array]:
+        leaves, treedef = jax.tree.flatten(self._get(), is_leaf=self._is_leaf)
+        if treedef != self._treedef:
+            raise StateStructureError(
+                f"{self.path}: tree structure {self._treedef} became {treedef}"
+            )
+        changes = [
+            f"{path}: {'an array' if dynamic else describe(old)} became {describe(new)}"
+            for path, dynamic, old, new in zip(
+                self._leaf_paths, self._is_array, self._static, leaves, strict=True
+            )
+            if dynamic != is_array(new) or (not dynamic and _differs(old, new))
+        ]
+        if changes:
+            raise StateStructureError("\n".join(changes))
+        return [
+            leaf
+            for leaf, dynamic in zip(leaves, self._is_array, strict=True)
+            if dynamic
+        ]
+
+    def write(self, leaves: list[Any]) -> None:
+        arrays = iter(leaves)
+        self._set(
+            self._treedef.unflatten(
+                next(arrays) if dynamic else static
+                for dynamic, static in zip(self._is_array, self._static, strict=True)
+            )
+        )
+
+    def swap(self, leaves: list[Any]) -> Callable[[], None]:
+        old = self._get()
+        self.write(leaves)
+        return lambda: self._set(old)
+
+
+def is_array(leaf: Any) -> bool:
+    """Returns whether a leaf of a plain place is carried as an array."""
+    return isinstance(leaf, jax.Array)
+
+
+def _leaf_path(path: str, keys: tuple[Any, ...]) -> str:
+    for entry in keys:
+        path = join(path, key_name(entry))
+    return path
+
+
+def _differs(old: Any, new: Any) -> bool:
+    if old is new:
+        return False
+    # NumPy arrays compare elementwise; another array object is another constant.
+    return type(old) is not type(new) or hasattr(old, "shape") or bool(old != new)

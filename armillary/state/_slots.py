@@ -1,0 +1,80 @@
+"""Slots: the places in a user's objects that hold arrays.
+
+A compiled function is pure, the user's objects are not. The bridge is the slot: one
+place (a variable, an attribute, an item of a dict) whose arrays can be read, swapped
+for tracers, and put back, while the object that owns the place stays the same object.
+"""
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+from armillary._typing import PyTree
+
+
+class Role(enum.Enum):
+    """What a slot is for, as far as its library says so."""
+
+    PLAIN = "plain"
+    METRIC = "metric"
+    BATCH_STATISTIC = "batch statistic"
+    RANDOM_KEY = "random key"
+
+
+class Slot(ABC):
+    """One place that holds arrays.
+
+    Attributes:
+        path: Where the place is, from the root of the search, such as `model/kernel`.
+        paths: One path per array of the place. Most places hold one array, and then
+            this is `(path,)`; an attribute that holds a pytree has one for each leaf.
+        key: Equal for two slots exactly if they are the same place.
+        role: What the slot is for.
+        annotations: What the user set on the variable, such as `aggregation`.
+    """
+
+    path: str
+    paths: tuple[str, ...]
+    key: Hashable
+    role: Role = Role.PLAIN
+    annotations: dict[str, Any]
+
+    @abstractmethod
+    def read(self) -> list[jax.Array]:
+        """Returns the arrays, in the order of `paths`.
+
+        Raises:
+            StateStructureError: If the place no longer has the structure it was
+                found with.
+        """
+
+    @abstractmethod
+    def write(self, leaves: list[Any]) -> None:
+        """Puts other arrays into the place, in the order of `paths`."""
+
+    @abstractmethod
+    def swap(self, leaves: list[Any]) -> Callable[[], None]:
+        """Puts tracers into the place and returns a function that undoes it."""
+
+
+def join(path: str, name: object) -> str:
+    """Returns the path of `name` below `path`."""
+    return f"{path}/{name}" if path else str(name)
+
+
+def key_name(entry: Any) -> str:
+    """Returns how one entry of a `jax.tree_util` key path is written in a path."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
+
+
+def describe(leaf: PyTree) -> str:
+    """Returns dtype and shape of an array, or the type of anything else."""
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return f"{leaf.dtype} {tuple(leaf.shape)}"
+    return f"{type(leaf).__name__} {leaf!r}"

@@ -1,0 +1,203 @@
+"""Tests of what a checkpoint holds and how it is written back."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from armillary.checkpoint import Checkpoint
+from armillary.checkpoint._checkpoint import Content
+from armillary.errors import CheckpointError, DatasetStateError
+
+
+class Position:
+    """Has a state that is not made of arrays, as a dataset has."""
+
+    def __init__(self, state: Any = 0) -> None:
+        self.state = state
+        self.log: list[Any] = []
+
+    def get_state(self) -> Any:
+        return self.state
+
+    def set_state(self, state: Any) -> None:
+        self.log.append(state)
+        if state == "refused":
+            raise DatasetStateError("This position does not fit.")
+        self.state = state
+
+
+class Source(Position):
+    def check_repositionable(self) -> None:
+        raise DatasetStateError("A generator cannot be repositioned.")
+
+
+class Delegate:
+    """Answers to every name, as `nnx.Rngs` does."""
+
+    def __init__(self) -> None:
+        self.array = jnp.zeros(3)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_: None
+
+
+def test_paths_begin_with_the_keywords() -> None:
+    checkpoint = Checkpoint(
+        model=nnx.Linear(2, 3, rngs=nnx.Rngs(0)),
+        step=nnx.Variable(jnp.asarray(4)),
+        params={"w": jnp.zeros(2), "inner": {"b": jnp.ones(1)}},
+        trainer=SimpleNamespace(weights=(jnp.zeros(1), jnp.zeros(2))),
+    )
+
+    assert set(checkpoint.read().leaves) == {
+        "model/kernel",
+        "model/bias",
+        "step",
+        "params/w",
+        "params/inner/b",
+        "trainer/weights/0",
+        "trainer/weights/1",
+    }
+    assert set(checkpoint.objects) == {"model", "step", "params", "trainer"}
+
+
+def test_a_shared_place_is_saved_once_under_its_first_path() -> None:
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+
+    checkpoint = Checkpoint(model=model, trainer=SimpleNamespace(net=model))
+
+    assert set(checkpoint.read().leaves) == {"model/kernel", "model/bias"}
+
+
+def test_places_made_later_are_found() -> None:
+    holder = SimpleNamespace(first=jnp.zeros(1))
+    checkpoint = Checkpoint(holder=holder)
+    holder.second = jnp.zeros(1)
+
+    assert set(checkpoint.read().leaves) == {"holder/first", "holder/second"}
+
+
+def test_states_are_read_as_copies() -> None:
+    position = Position({"epoch": 1})
+    content = Checkpoint(data=position).read()
+    position.state["epoch"] = 2
+
+    assert content.states == {"data": {"epoch": 1}}
+
+
+def test_an_object_may_have_arrays_and_a_state() -> None:
+    position = Position(3)
+    position.array = jnp.ones(2)
+    content = Checkpoint(both=position).read()
+
+    assert set(content.leaves) == {"both/array"}
+    assert content.states == {"both": 3}
+
+
+def test_objects_that_answer_to_every_name_have_no_state() -> None:
+    rngs = nnx.Rngs(0)
+
+    checkpoint = Checkpoint(rngs=rngs, delegate=Delegate())
+
+    assert checkpoint.state_names == []
+    assert "delegate/array" in checkpoint.read().leaves
+
+
+def test_arrays_are_written_before_states() -> None:
+    holder = SimpleNamespace(array=jnp.zeros(1))
+    seen: list[float] = []
+
+    class Watcher(Position):
+        def set_state(self, state: Any) -> None:
+            seen.append(float(holder.array[0]))
+
+    checkpoint = Checkpoint(data=Watcher(), holder=holder)
+    checkpoint.write(Content({"holder/array": jnp.ones(1)}, {"data": 1}))
+
+    assert seen == [1.0]
+
+
+def test_a_refused_state_puts_everything_back() -> None:
+    holder = SimpleNamespace(array=jnp.zeros(1))
+    first, second = Position("one"), Position("two")
+    checkpoint = Checkpoint(holder=holder, first=first, second=second)
+    before = holder.array
+
+    with pytest.raises(DatasetStateError, match="does not fit"):
+        checkpoint.write(
+            Content({"holder/array": jnp.ones(1)}, {"first": 9, "second": "refused"})
+        )
+
+    assert holder.array is before
+    assert (first.state, second.state) == ("one", "two")
+    assert second.log == ["refused", "two"]
+
+
+@pytest.mark.parametrize(
+    ("value", "described"),
+    [
+        (3, "type int"),
+        ("text", "type str"),
+        (None, "type NoneType"),
+        (nnx.Linear, "class Linear"),
+        (SimpleNamespace(name="x"), "type SimpleNamespace"),
+        (Position, "class Position"),
+    ],
+)
+def test_an_object_without_anything_to_save_is_an_error(
+    value: object, described: str
+) -> None:
+    with pytest.raises(
+        TypeError, match=rf"(?s)`thing` is of {described}, .*Checkpoint\(thing=\{{"
+    ):
+        Checkpoint(thing=value)
+
+
+def test_a_bare_array_is_an_error_that_shows_where_to_hold_it() -> None:
+    with pytest.raises(TypeError, match=r"Checkpoint\(w=\{'value': value\}\)"):
+        Checkpoint(w=jnp.zeros(3))
+
+
+def test_no_objects_is_an_error() -> None:
+    with pytest.raises(ValueError, match="names no objects"):
+        Checkpoint()
+
+
+def test_a_source_that_cannot_be_repositioned_is_an_error_at_once() -> None:
+    with pytest.raises(DatasetStateError, match="cannot be repositioned"):
+        Checkpoint(data=Source())
+
+
+def test_a_state_that_is_not_json_is_an_error() -> None:
+    checkpoint = Checkpoint(data=Position({"array": np.zeros(3)}))
+
+    with pytest.raises(TypeError, match=r"`data` of type Position.*ndarray"):
+        checkpoint.read()
+
+
+def test_values_that_are_not_numeric_are_an_error_with_their_paths() -> None:
+    holder = {"name": nnx.Variable("text"), "array": nnx.Variable(jnp.zeros(1))}
+
+    with pytest.raises(TypeError, match=r"holds 1 values.*\n  h/name: str 'text'\n"):
+        Checkpoint(h=holder)
+
+
+def test_two_arrays_of_one_path_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"finds 1 paths that name two arrays.*h/1"):
+        Checkpoint(h={1: jnp.zeros(1), "1": jnp.zeros(2)})
+
+
+def test_donated_arrays_are_an_error_with_their_paths() -> None:
+    holder = SimpleNamespace(array=jnp.zeros(1), other=jnp.zeros(1))
+    checkpoint = Checkpoint(holder=holder)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(holder.array)
+
+    with pytest.raises(CheckpointError, match=r"holds 1 arrays .*\n  holder/array\n"):
+        checkpoint.read()

@@ -1,0 +1,165 @@
+"""Tests of what is left when a process ends, in the ways that processes end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from armillary.checkpoint import Checkpoint, CheckpointManager
+
+PRELUDE = """
+import os, signal, sys
+from types import SimpleNamespace
+import jax, jax.numpy as jnp, numpy as np
+from armillary.checkpoint import Checkpoint, CheckpointManager
+holder = SimpleNamespace(arrays=[jnp.zeros((128, 1024)) for _ in range(4)])
+manager = CheckpointManager(Checkpoint(holder=holder), sys.argv[1], max_to_keep=2)
+def save(step):
+    holder.arrays = [jnp.full_like(array, step) for array in holder.arrays]
+    return manager.save(step)
+"""
+
+
+def run(code: str, directory: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", PRELUDE + code, str(directory)],
+        check=False,
+        timeout=120,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+    )
+
+
+def restore(directory: Path) -> tuple[CheckpointManager, str | None, list[float]]:
+    holder = SimpleNamespace(arrays=[jnp.zeros((128, 1024)) for _ in range(4)])
+    manager = CheckpointManager(Checkpoint(holder=holder), directory, max_to_keep=2)
+    path = manager.restore_or_initialize()
+    return (
+        manager,
+        path,
+        [float(value) for a in holder.arrays for value in (a.min(), a.max())],
+    )
+
+
+def assert_usable(directory: Path) -> int:
+    """Restores the latest checkpoint, saves after it, and returns its number."""
+    manager, path, values = restore(directory)
+    assert path is not None
+    number = int(Path(path).name.partition("_")[2])
+    assert values == [float(number)] * 8
+    manager.save(number + 1)
+    manager.close()
+    assert len(list(directory.iterdir())) <= 2
+    return number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.03, 0.11])
+def test_a_kill_during_saves_leaves_a_checkpoint_that_loads(
+    tmp_path: Path, delay: float
+) -> None:
+    code = PRELUDE + (
+        "save(1); manager.sync(); print('ready', flush=True)\n"
+        "for step in range(2, 100_000): save(step)\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        time.sleep(delay)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.communicate(timeout=60)
+
+    assert child.returncode == -signal.SIGKILL
+    assert assert_usable(tmp_path) >= 1
+
+
+@pytest.mark.slow
+def test_a_kill_at_the_commit_leaves_the_one_before(tmp_path: Path) -> None:
+    child = run(
+        "save(1); manager.sync()\n"
+        "def kill(*_, **__): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "os.rename = os.replace = kill\n"
+        "save(2); manager.sync()\n",
+        tmp_path,
+    )
+
+    assert child.returncode == -signal.SIGKILL
+    assert any("orbax-checkpoint-tmp" in name for name in os.listdir(tmp_path))
+    assert assert_usable(tmp_path) == 1
+
+
+@pytest.mark.slow
+def test_a_kill_before_the_older_one_of_a_number_goes_leaves_the_newer_one(
+    tmp_path: Path,
+) -> None:
+    child = run(
+        "from armillary.checkpoint import _folder\n"
+        "save(1); manager.sync()\n"
+        "_folder.remove = lambda path: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "holder.arrays[0] = holder.arrays[0] + 6; manager.save(1); manager.sync()\n",
+        tmp_path,
+    )
+
+    assert child.returncode == -signal.SIGKILL
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_1", "checkpoint_1.1"]
+    manager, path, values = restore(tmp_path)
+    assert path == str(tmp_path / "checkpoint_1.1")
+    assert values[:2] == [7.0, 7.0]
+    manager.close()
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_right_after_save_completes_it_quietly(
+    tmp_path: Path,
+) -> None:
+    child = run("print(save(3))\n", tmp_path)
+
+    assert child.returncode == 0
+    assert child.stdout == f"{tmp_path / 'checkpoint_3'}\n"
+    assert child.stderr == ""
+    assert assert_usable(tmp_path) == 3
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_eight_devices_loads_quietly_where_there_is_one(
+    tmp_path: Path,
+) -> None:
+    mesh = Mesh(np.asarray(jax.devices()), ("r",))
+    holder = SimpleNamespace(
+        arrays=[
+            jax.device_put(jnp.full((128, 1024), 5.0), NamedSharding(mesh, spec))
+            for spec in (
+                PartitionSpec(),
+                PartitionSpec("r"),
+                PartitionSpec(None, "r"),
+                PartitionSpec(),
+            )
+        ]
+    )
+    manager = CheckpointManager(Checkpoint(holder=holder), tmp_path)
+    manager.save(5)
+    manager.close()
+
+    child = run(
+        "manager.restore_or_initialize()\n"
+        "print(len(jax.devices()), *(float(a.mean()) for a in holder.arrays))\n",
+        tmp_path,
+        XLA_FLAGS="--xla_force_host_platform_device_count=1",
+    )
+
+    assert child.stdout == "1 5.0 5.0 5.0 5.0\n"
+    assert child.stderr == ""

@@ -1,0 +1,103 @@
+"""Tests of single arrays: how they are described, stored and put back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from armillary.checkpoint._leaf import (
+    LeafSpec,
+    as_restored,
+    as_stored,
+    describe_leaf,
+    stored_sharding,
+)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        (jnp.zeros((2, 3)), "float32 (2, 3)"),
+        (jnp.zeros(4, jnp.bfloat16), "bfloat16 (4,)"),
+        (jnp.asarray(True), "bool ()"),
+        (np.zeros(2, np.float64), "float64 (2,)"),
+        (7, "int64 ()"),
+        (jax.random.key(0), "key<threefry2x32> ()"),
+        (jax.random.split(jax.random.key(0, impl="rbg"), 3), "key<rbg> (3,)"),
+    ],
+)
+def test_descriptions_name_dtype_and_shape(leaf: object, text: str) -> None:
+    spec = describe_leaf(leaf)
+
+    assert str(spec) == text
+    assert LeafSpec.from_json(spec.as_json()) == spec
+
+
+@pytest.mark.parametrize("leaf", ["text", object(), np.asarray(["a"])])
+def test_values_without_numbers_are_an_error(leaf: object) -> None:
+    with pytest.raises(TypeError, match=type(leaf).__name__):
+        describe_leaf(leaf)
+
+
+def test_device_arrays_match_exactly() -> None:
+    assert describe_leaf(jnp.zeros(3)).matches(describe_leaf(jnp.ones(3)))
+    assert not describe_leaf(jnp.zeros(3)).matches(describe_leaf(jnp.zeros((3, 1))))
+    assert not describe_leaf(jnp.zeros(3)).matches(
+        describe_leaf(jnp.zeros(3, jnp.float16))
+    )
+    assert not LeafSpec("float64", ()).matches(LeafSpec("float32", ()))
+
+
+def test_host_arrays_match_what_a_step_makes_of_them() -> None:
+    assert describe_leaf(np.zeros(3)).matches(describe_leaf(jnp.asarray(np.zeros(3))))
+    assert describe_leaf(0).matches(describe_leaf(jnp.asarray(0)))
+    assert not describe_leaf(0).matches(describe_leaf(jnp.asarray(0.0)))
+
+
+def test_arrays_free_to_move_between_devices_stay_free() -> None:
+    target = jnp.zeros(3)
+    assert stored_sharding(target) is None
+
+    restored = as_restored(np.ones(3, np.float32), target)
+
+    assert not restored.committed
+    assert restored.sharding == target.sharding
+
+
+def test_free_arrays_stay_on_a_device_that_is_not_the_default() -> None:
+    with jax.default_device(jax.devices()[3]):
+        target = jnp.zeros(3)
+
+    restored = as_restored(np.ones(3, np.float32), target)
+
+    assert restored.devices() == {jax.devices()[3]}
+    assert not restored.committed
+
+
+def test_random_keys_come_back_typed_and_sharded() -> None:
+    mesh = jax.make_mesh((4,), ("r",))
+    sharding = NamedSharding(mesh, PartitionSpec("r"))
+    keys = jax.device_put(jax.random.split(jax.random.key(5), 4), sharding)
+
+    restored = as_restored(jax.device_put(as_stored(keys), sharding), keys)
+
+    assert restored.dtype == keys.dtype
+    assert restored.sharding == keys.sharding
+    np.testing.assert_array_equal(
+        jax.random.key_data(restored), jax.random.key_data(keys)
+    )
+
+
+def test_host_arrays_come_back_as_host_arrays() -> None:
+    restored = as_restored(np.ones(3), np.zeros(3))
+
+    assert isinstance(restored, np.ndarray)
+
+
+def test_stored_host_arrays_are_copies() -> None:
+    leaf = np.zeros(3)
+    stored = as_stored(leaf)
+    leaf += 1
+
+    np.testing.assert_array_equal(stored, np.zeros(3))

@@ -1,0 +1,49 @@
+"""A layout without a strategy, and helpers to read what it hands out."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from armillary._typing import PyTree
+
+
+class HostValues(NamedTuple):
+    """What `HostLayout` hands to a step."""
+
+    arrays: PyTree
+    num_active: int
+
+
+class HostLayout:
+    """Keeps arrays on the host, with a replica axis unless `stacked` is False."""
+
+    def __init__(self, num_replicas: int = 1, stacked: bool = True) -> None:
+        self.num_replicas = num_replicas
+        self.stacked = stacked
+
+    def place(self, arrays: PyTree, leading_axes: int = 0) -> PyTree:
+        if self.stacked:
+            for leaf in jax.tree.leaves(arrays):
+                assert leaf.shape[leading_axes] == self.num_replicas
+        return arrays
+
+    def wrap(self, arrays: PyTree, num_active: int) -> HostValues:
+        return HostValues(arrays, num_active)
+
+
+def read_examples(arrays: Any, num_active: int) -> list[int]:
+    """Returns the values that the active replicas see, in order."""
+    return np.asarray(arrays)[:num_active].reshape(-1).tolist()
+
+
+@pytest.fixture(scope="session")
+def make_layout() -> type[HostLayout]:
+    return HostLayout
+
+
+@pytest.fixture(scope="session")
+def examples() -> Callable[[Any, int], list[int]]:
+    return read_examples

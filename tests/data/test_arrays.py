@@ -1,0 +1,143 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from armillary.data import from_arrays
+from armillary.errors import BatchSizeError, DatasetStateError
+
+
+def take(iterator, count):
+    return [next(iterator) for _ in range(count)]
+
+
+def test_batches_keep_the_order_and_the_last_is_partial():
+    dataset = from_arrays(np.arange(10), batch_size=4)
+    batches = [batch.tolist() for batch in dataset]
+    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_drop_remainder_leaves_out_the_partial_batch():
+    dataset = from_arrays(np.arange(10), batch_size=4, drop_remainder=True)
+    assert [len(batch) for batch in dataset] == [4, 4]
+
+
+def test_leaves_stay_together_and_jax_arrays_are_accepted():
+    arrays = {"x": jnp.arange(7) * 10, "y": (np.arange(14).reshape(7, 2),)}
+    for batch in from_arrays(arrays, batch_size=3, shuffle_seed=0):
+        assert np.array_equal(batch["x"] // 10, batch["y"][0][:, 0] // 2)
+
+
+def test_batches_do_not_share_memory_with_the_arrays():
+    array = np.arange(4)
+    batch = next(iter(from_arrays(array, batch_size=4)))
+    batch[:] = -1
+    assert array.tolist() == [0, 1, 2, 3]
+
+
+def test_epochs_are_shuffled_differently_and_reproducibly():
+    first, second = (
+        from_arrays(np.arange(20), batch_size=20, shuffle_seed=5) for _ in range(2)
+    )
+    epochs = [next(iter(first)).tolist() for _ in range(3)]
+    assert [next(iter(second)).tolist() for _ in range(3)] == epochs
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    dataset = from_arrays(np.arange(20), batch_size=20, shuffle_seed=5)
+    expected = np.random.Generator(np.random.PCG64([5, 7])).permutation(20)
+    assert np.array_equal(next(dataset.make_iterator(7)), expected)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7, 10, 25])
+def test_repeat_gives_full_batches_and_every_example_once_per_epoch(batch_size):
+    dataset = from_arrays(
+        np.arange(10), batch_size=batch_size, shuffle_seed=1, repeat=True
+    )
+    batches = take(iter(dataset), 40)
+    assert all(len(batch) == batch_size for batch in batches)
+    rows = np.concatenate(batches)
+    for epoch in range(len(rows) // 10):
+        assert sorted(rows[epoch * 10 : epoch * 10 + 10]) == list(range(10))
+
+
+def test_repeat_runs_through_the_same_epochs():
+    epochs, endless = (
+        from_arrays(np.arange(10), batch_size=5, shuffle_seed=1, repeat=repeat)
+        for repeat in [False, True]
+    )
+    expected = [batch for _ in range(3) for batch in epochs]
+    assert np.array_equal(take(iter(endless), 6), expected)
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_position_continues_with_another_batch_size(repeat):
+    def make(batch_size):
+        return from_arrays(
+            np.arange(23), batch_size=batch_size, shuffle_seed=2, repeat=repeat
+        ).make_iterator(0)
+
+    whole = next(make(23)).tolist()
+    first = make(4)
+    used = np.concatenate(take(first, 3)).tolist()
+    second = make(11)
+    second.set_state(first.get_state())
+    assert used + next(second).tolist() == whole
+
+
+def test_position_at_the_end_of_an_epoch_is_the_end():
+    iterator = from_arrays(np.arange(4), batch_size=2).make_iterator(0)
+    take(iterator, 2)
+    other = from_arrays(np.arange(4), batch_size=2).make_iterator(0)
+    other.set_state(iterator.get_state())
+    with pytest.raises(StopIteration):
+        next(other)
+
+
+def test_position_of_other_arrays_shows_both_sizes():
+    state = from_arrays(np.arange(4), batch_size=2).make_iterator(0).get_state()
+    other = from_arrays(np.arange(5), batch_size=2).make_iterator(0)
+    with pytest.raises(DatasetStateError) as caught:
+        other.set_state(state)
+    assert "in the state:   4 examples\n" in str(caught.value)
+    assert "in the program: 5 examples\n" in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [{"index": 5}, {"index": -1}, {"epoch": -1}])
+def test_position_out_of_range_is_an_error(change):
+    iterator = from_arrays(np.arange(4), batch_size=2).make_iterator(0)
+    with pytest.raises(DatasetStateError, match="must lie between 0 and 4"):
+        iterator.set_state(iterator.get_state() | change)
+
+
+def test_unequal_leading_sizes_are_listed_by_path():
+    with pytest.raises(BatchSizeError, match="`arrays` has leaves of diff") as caught:
+        from_arrays({"x": np.zeros(3), "y": np.zeros(4)}, batch_size=1)
+    assert "  x: 3 examples" in str(caught.value)
+    assert "  y: 4 examples" in str(caught.value)
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 2.0, True])
+def test_batch_size_must_be_positive(batch_size):
+    with pytest.raises(ValueError, match=f"`batch_size` is {batch_size}"):
+        from_arrays(np.arange(3), batch_size=batch_size)
+
+
+def test_shuffle_seed_must_not_be_negative():
+    with pytest.raises(ValueError, match="`shuffle_seed` is -1"):
+        from_arrays(np.arange(3), batch_size=1, shuffle_seed=-1)
+
+
+def test_empty_arrays_are_errors():
+    with pytest.raises(TypeError, match=r"`arrays` is \{\}, which holds no array"):
+        from_arrays({}, batch_size=1)
+    with pytest.raises(ValueError, match="`arrays` has 0 examples"):
+        from_arrays(np.zeros((0, 2)), batch_size=1)
+    with pytest.raises(TypeError, match="`arrays` has leaves that are not arrays"):
+        from_arrays([1, 2, 3], batch_size=1)
+
+
+def test_drop_remainder_must_leave_a_batch():
+    with pytest.raises(BatchSizeError, match="`batch_size` is 8, but there are 5 ex"):
+        from_arrays(np.arange(5), batch_size=8, drop_remainder=True)

@@ -1,0 +1,428 @@
+import gc
+import json
+import threading
+import time
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+from armillary.data import DistributedDataset, InputOptions, from_arrays
+from armillary.data._position import decode_position
+from armillary.errors import BatchSizeError, DatasetStateError
+
+NUM_BATCHES = 5
+
+
+class Positioned:
+    def __init__(self):
+        self.state = {"index": 0}
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.state["index"] == NUM_BATCHES:
+            raise StopIteration
+        self.state["index"] += 1
+        return np.arange(4) + 4 * self.state["index"] - 4
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+class PositionedIterable:
+    def __iter__(self):
+        return Positioned()
+
+
+def make_loader():
+    return grain.DataLoader(
+        data_source=grain.sources.RangeDataSource(0, 20, 1),
+        sampler=grain.samplers.IndexSampler(20, shuffle=True, seed=3, num_epochs=1),
+        operations=[grain.transforms.Batch(4)],
+        worker_count=0,
+    )
+
+
+SOURCES = {
+    "arrays": lambda: from_arrays(np.arange(20), batch_size=4, shuffle_seed=3),
+    "repeated arrays": lambda: from_arrays(
+        np.arange(7), batch_size=4, shuffle_seed=3, repeat=True
+    ),
+    "grain map": lambda: grain.MapDataset.range(20).shuffle(seed=3).batch(4),
+    "grain iter": lambda: grain.MapDataset.range(20).to_iter_dataset().batch(4),
+    "grain loader": make_loader,
+    "iterable": PositionedIterable,
+    "function": lambda: Positioned,
+    "iterator": Positioned,
+}
+
+
+def make_batches(count=NUM_BATCHES, size=4):
+    return [np.arange(size) + size * index for index in range(count)]
+
+
+@pytest.fixture
+def make_dataset(make_layout):
+    def make(source, num_replicas=2, prefetch=2, **arguments):
+        options = InputOptions(
+            prefetch=prefetch, remainder=arguments.pop("remainder", None)
+        )
+        layout = make_layout(num_replicas)
+        return DistributedDataset(source, layout, options=options, **arguments)
+
+    return make
+
+
+def read(iterator, count=100):
+    batches = []
+    for _ in range(count):
+        try:
+            batches.append(next(iterator).arrays.reshape(-1).tolist())
+        except StopIteration:
+            break
+    return batches
+
+
+def prefetch_threads():
+    return [t for t in threading.enumerate() if t.name == "armillary-prefetch"]
+
+
+def wait_for_threads():
+    deadline = time.monotonic() + 5
+    while prefetch_threads():
+        assert time.monotonic() < deadline, "A prefetch thread is left."
+        gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    wait_for_threads()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_iteration_gives_wrapped_batches_and_ends_again_and_again(
+    make_dataset, prefetch
+):
+    iterator = iter(make_dataset(make_batches(2), prefetch=prefetch))
+    first = next(iterator)
+    assert (first.arrays.tolist(), first.num_active) == ([[0, 1], [2, 3]], 2)
+    assert len(list(iterator)) == 1
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+def test_each_iter_is_the_next_epoch(make_dataset):
+    dataset = make_dataset(SOURCES["arrays"]())
+    epochs = [read(iter(dataset)) for _ in range(3)]
+    assert len({str(epoch) for epoch in epochs}) == 3
+    assert all(sorted(np.ravel(epoch)) == list(range(20)) for epoch in epochs)
+    assert dataset.get_state()["epoch"] == 2
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("count", range(NUM_BATCHES + 1))
+@pytest.mark.parametrize("kind", SOURCES)
+def test_resume_in_a_new_program_equals_going_on(make_dataset, kind, count, prefetch):
+    dataset = make_dataset(SOURCES[kind](), prefetch=prefetch)
+    iterator = iter(dataset)
+    read(iterator, count)
+    state = json.loads(json.dumps(dataset.get_state()))
+    rest = read(iterator, NUM_BATCHES)
+
+    resumed = make_dataset(SOURCES[kind](), num_replicas=4, prefetch=prefetch)
+    resumed.set_state(state)
+    assert resumed.get_state() == state
+    assert read(iter(resumed), NUM_BATCHES) == rest
+    assert len(rest) == NUM_BATCHES - (0 if "repeated" in kind else count)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_living_iterator_goes_back_and_forth(make_dataset, kind, prefetch):
+    dataset = make_dataset(SOURCES[kind](), prefetch=prefetch)
+    start = dataset.get_state()
+    iterator = iter(dataset)
+    everything = read(iterator, NUM_BATCHES)
+    dataset.set_state(start)
+    assert read(iterator, 2) == everything[:2]
+    middle = dataset.get_state()
+    assert read(iterator, NUM_BATCHES - 2) == everything[2:]
+    dataset.set_state(middle)
+    assert dataset.get_state() == middle
+    assert read(iterator, NUM_BATCHES - 2) == everything[2:]
+
+
+def test_state_is_that_of_batches_used_and_not_of_those_read_ahead(make_dataset):
+    dataset = make_dataset(SOURCES["arrays"](), prefetch=3)
+    assert dataset.get_state() == {
+        "kind": "arrays",
+        "epoch": 0,
+        "source": None,
+        "exhausted": False,
+        "full_size": None,
+    }
+    iterator = iter(dataset)
+    read(iterator, 1)
+    time.sleep(0.02)
+    state = dataset.get_state()
+    assert state["source"] == {"epoch": 0, "index": 4, "num_examples": 20}
+    assert state["full_size"] == 4
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_pass_is_exhausted_once_the_program_saw_its_end(make_dataset, prefetch):
+    dataset = make_dataset(SOURCES["arrays"](), prefetch=prefetch)
+    iterator = iter(dataset)
+    read(iterator, NUM_BATCHES)
+    time.sleep(0.01)
+    assert not dataset.get_state()["exhausted"]
+    assert read(iterator) == []
+    assert dataset.get_state()["exhausted"]
+
+
+def test_after_a_finished_pass_iter_begins_the_next_one(make_dataset):
+    dataset = make_dataset(SOURCES["arrays"]())
+    read(iter(dataset))
+    state = dataset.get_state()
+    following = read(iter(dataset))
+    resumed = make_dataset(SOURCES["arrays"]())
+    resumed.set_state(state)
+    assert read(iter(resumed)) == following
+
+
+def test_after_a_finished_pass_training_has_no_data_and_evaluation_has(make_dataset):
+    dataset = make_dataset(SOURCES["arrays"]())
+    read(iter(dataset))
+    state = dataset.get_state()
+    for exact, count in [(False, 0), (True, NUM_BATCHES)]:
+        resumed = make_dataset(SOURCES["arrays"]())
+        resumed.set_state(state)
+        assert len(list(resumed.make_reader(exact=exact))) == count
+
+
+def test_a_dropped_iterator_is_not_repositioned(make_dataset):
+    dataset = make_dataset(SOURCES["arrays"]())
+    iterator = iter(dataset)
+    read(iterator, 2)
+    state = dataset.get_state()
+    rest = read(iterator)
+    del iterator
+    dataset.set_state(state)
+    assert read(iter(dataset)) == rest
+
+
+def test_a_thread_that_is_stuck_does_not_keep_the_old_pass(make_dataset):
+    release = threading.Event()
+
+    class Slow(Positioned):
+        def __next__(self):
+            if self.state["index"] == 3:
+                assert release.wait(10)
+            return super().__next__()
+
+    dataset = make_dataset(Slow)
+    iterator = iter(dataset)
+    first = read(iterator, 2)
+    state = dataset.get_state()
+    del iterator
+    dataset.set_state(state)
+    release.set()
+    assert first + read(iter(dataset)) == [batch.tolist() for batch in make_batches()]
+
+
+def test_remainder_rules_survive_a_resume_before_the_short_batch(make_dataset):
+    def batches():
+        return grain.MapDataset.range(10).batch(4)
+
+    for remainder, expected in [("drop", 0), ("pad", 1)]:
+        dataset = make_dataset(
+            batches().map(lambda rows: {"x": rows}), remainder=remainder
+        )
+        iterator = iter(dataset)
+        next(iterator)
+        next(iterator)
+        state = dataset.get_state()
+        resumed = make_dataset(
+            batches().map(lambda rows: {"x": rows}), remainder=remainder
+        )
+        resumed.set_state(state)
+        rest = list(resumed)
+        assert [batch.arrays["x"].shape for batch in rest] == [(2, 2)] * expected
+
+
+def test_states_that_do_not_fit_change_nothing(make_dataset):
+    dataset = make_dataset(SOURCES["grain map"]())
+    iterator = iter(dataset)
+    everything = read(iter(make_dataset(SOURCES["grain map"]())))
+    read(iterator, 2)
+    state = dataset.get_state()
+    bad = state | {"source": {"next_index": 99}}
+    with pytest.raises(DatasetStateError) as caught:
+        dataset.set_state(bad)
+    assert "does not fit the source (grain.MapDataset)" in str(caught.value)
+    assert "in the state:    {'next_index': 99}" in str(caught.value)
+    assert "the source says: IndexError" in str(caught.value)
+    assert dataset.get_state() == state
+    assert read(iterator) == everything[2:]
+
+
+def test_state_of_another_source_shows_both_kinds(make_dataset):
+    state = make_dataset(SOURCES["arrays"]()).get_state()
+    with pytest.raises(DatasetStateError, match=r"(?s)state:   arrays.*gram: iterable"):
+        make_dataset(PositionedIterable()).set_state(state)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        (make_batches(), "iterable list"),
+        (lambda: iter(make_batches()), "generator function"),
+        (iter(make_batches()), "iterator"),
+    ],
+)
+def test_sources_without_a_position_say_so(make_dataset, source, name):
+    dataset = make_dataset(source)
+    message = rf"The source \({name}\) cannot be repositioned.*from_arrays"
+    for ask in [
+        dataset.check_repositionable,
+        dataset.get_state,
+        lambda: dataset.set_state({}),
+    ]:
+        with pytest.raises(DatasetStateError, match=message):
+            ask()
+    assert read(iter(dataset)) == [batch.tolist() for batch in make_batches()]
+
+
+def test_second_pass_over_a_generator_is_an_error(make_dataset):
+    dataset = make_dataset(iter(make_batches()))
+    assert len(read(iter(dataset))) == NUM_BATCHES
+    with pytest.raises(DatasetStateError, match="a second pass was asked for"):
+        iter(dataset)
+
+
+def test_unequal_share_is_an_error_at_that_batch(make_dataset):
+    iterator = iter(make_dataset(from_arrays(np.arange(7), batch_size=4)))
+    next(iterator)
+    for _ in range(2):
+        with pytest.raises(BatchSizeError, match="A batch has 3 examples, which 2"):
+            next(iterator)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_errors_of_the_source_keep_their_traceback(make_dataset, prefetch):
+    def read_file():
+        raise OSError("no such file")
+
+    def generate():
+        yield np.arange(4)
+        read_file()
+
+    iterator = iter(make_dataset(generate, prefetch=prefetch))
+    next(iterator)
+    with pytest.raises(OSError, match="no such file") as caught:
+        next(iterator)
+    assert "read_file" in [entry.name for entry in caught.traceback]
+
+
+def test_after_an_error_the_dataset_can_go_back(make_dataset):
+    failures = [OSError("once")]
+
+    class Flaky(Positioned):
+        def __next__(self):
+            if self.state["index"] == 2 and failures:
+                raise failures.pop()
+            return super().__next__()
+
+    dataset = make_dataset(Flaky)
+    iterator = iter(dataset)
+    read(iterator, 2)
+    with pytest.raises(OSError, match="once"):
+        next(iterator)
+    dataset.set_state(dataset.get_state())
+    assert len(read(iterator)) == NUM_BATCHES - 2
+
+
+def test_threads_end_with_the_pass_with_close_and_with_the_iterator(make_dataset):
+    dataset = make_dataset(SOURCES["repeated arrays"]())
+    iterator = iter(dataset)
+    next(iterator)
+    assert len(prefetch_threads()) == 1
+    iterator.close()
+    assert not prefetch_threads()
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+    iterator = iter(dataset)
+    next(iterator)
+    assert len(prefetch_threads()) == 1
+    del iterator
+    wait_for_threads()
+
+    finite = iter(make_dataset(make_batches()))
+    read(finite)
+    wait_for_threads()
+
+
+def test_breaking_out_of_a_loop_ends_the_thread(make_dataset):
+    for _ in make_dataset(SOURCES["repeated arrays"]()):
+        break
+    wait_for_threads()
+
+
+def test_element_spec_does_not_use_a_batch(make_dataset):
+    for source in [make_batches(), iter(make_batches()), SOURCES["arrays"]()]:
+        dataset = make_dataset(source)
+        assert dataset.element_spec.shape == (4,)
+        iterator = iter(dataset)
+        assert dataset.element_spec.dtype == np.int32
+        assert len(read(iterator)) == NUM_BATCHES
+
+
+def test_element_spec_of_a_pass_that_has_begun(make_dataset):
+    for count in [0, 1]:
+        dataset = make_dataset(iter(make_batches()))
+        iterator = iter(dataset)
+        read(iterator, count)
+        assert dataset.element_spec.shape == (4,)
+        assert len(read(iterator)) == NUM_BATCHES - count
+
+
+def test_element_spec_of_no_data_is_an_error(make_dataset):
+    with pytest.raises(ValueError, match=r"source \(iterable list\) has no batches"):
+        _ = make_dataset([]).element_spec
+
+
+def test_batches_can_live_on_devices():
+    class DeviceLayout:
+        num_replicas, stacked = 2, True
+
+        def place(self, arrays, leading_axes=0):
+            return jax.tree.map(jax.device_put, arrays)
+
+        def wrap(self, arrays, num_active):
+            return arrays
+
+    array = np.arange(8)
+    dataset = DistributedDataset(from_arrays(array, batch_size=4), DeviceLayout())
+    batches = list(dataset)
+    array[:] = -1
+    assert all(isinstance(batch, jax.Array) for batch in batches)
+    assert [batch.tolist() for batch in batches] == [
+        [[0, 1], [2, 3]],
+        [[4, 5], [6, 7]],
+    ]
+
+
+def test_a_bad_state_is_named(make_dataset):
+    with pytest.raises(DatasetStateError, match="it lacks kind, epoch"):
+        make_dataset(SOURCES["arrays"]()).set_state({"step": 3})
+    state = make_dataset(SOURCES["arrays"]()).get_state()
+    assert decode_position(state, "arrays").epoch == 0

@@ -1,0 +1,63 @@
+import dataclasses
+import re
+
+import pytest
+
+from armillary.data import InputContext
+from armillary.errors import BatchSizeError
+
+
+def test_per_replica_batch_size_is_an_equal_share():
+    context = InputContext(num_replicas_in_sync=4)
+    assert context.get_per_replica_batch_size(64) == 16
+
+
+def test_defaults_are_one_pipeline_and_one_replica():
+    context = InputContext()
+    assert (context.num_input_pipelines, context.input_pipeline_id) == (1, 0)
+    assert context.get_per_replica_batch_size(7) == 7
+
+
+def test_unequal_share_names_the_sizes_that_fit():
+    context = InputContext(num_replicas_in_sync=8)
+    message = (
+        "`global_batch_size` is 100, which 8 replicas cannot share equally "
+        "(100 % 8 = 4). Use a multiple of 8, such as `global_batch_size=96` or "
+        "`global_batch_size=104`."
+    )
+    with pytest.raises(BatchSizeError, match=re.escape(message)):
+        context.get_per_replica_batch_size(100)
+
+
+def test_too_small_batch_names_one_size():
+    with pytest.raises(BatchSizeError, match=r"such as `global_batch_size=4`\."):
+        InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(3)
+
+
+def test_batch_size_must_be_positive():
+    with pytest.raises(ValueError, match="`global_batch_size` is 0"):
+        InputContext().get_per_replica_batch_size(0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_input_pipelines": 0}, "`num_input_pipelines` is 0"),
+        ({"num_replicas_in_sync": -1}, "`num_replicas_in_sync` is -1"),
+        ({"input_pipeline_id": -1}, "`input_pipeline_id` is -1, but it must be an"),
+        ({"input_pipeline_id": 1.5}, "`input_pipeline_id` is 1.5"),
+        (
+            {"num_input_pipelines": 2, "input_pipeline_id": 2},
+            "`input_pipeline_id` is 2, but it must be below `num_input_pipelines`, "
+            "which is 2. Use an id from 0 to 1.",
+        ),
+    ],
+)
+def test_bad_counts_are_errors(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        InputContext(**arguments)
+
+
+def test_context_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        InputContext().input_pipeline_id = 3

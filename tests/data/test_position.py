@@ -1,0 +1,52 @@
+import json
+
+import numpy as np
+import pytest
+
+from armillary.data._position import Position, decode_position, encode_position
+from armillary.errors import DatasetStateError
+
+
+def round_trip(source):
+    state = encode_position(Position(2, source, 8, True), "arrays")
+    return decode_position(json.loads(json.dumps(state)), "arrays")
+
+
+def test_position_survives_json():
+    assert round_trip({"index": 3}) == Position(2, {"index": 3}, 8, True)
+
+
+def test_states_of_many_types_survive_json():
+    state = {"a": b"\x00\xff", "b": [1.5, None, {"c": "d"}], "e": np.int64(2**40)}
+    assert round_trip(state).source == {**state, "e": 2**40}
+    array = round_trip({"words": np.arange(3, dtype=np.uint32)}).source["words"]
+    assert array.dtype == np.uint32
+    assert array.tolist() == [0, 1, 2]
+
+
+def test_states_that_json_cannot_hold_are_errors():
+    for state in [object(), {1: 2}, {"a": {3}}]:
+        with pytest.raises(DatasetStateError, match="made of what JSON can hold"):
+            encode_position(Position(source=state), "arrays")
+
+
+def test_missing_keys_are_named():
+    with pytest.raises(DatasetStateError, match="it lacks source, exhausted, full_si"):
+        decode_position({"kind": "arrays", "epoch": 0}, "arrays")
+    with pytest.raises(DatasetStateError, match=r"`state` is \[1\].*no dictionary"):
+        decode_position([1], "arrays")
+
+
+def test_another_kind_shows_both_sides():
+    state = encode_position(Position(), "grain.MapDataset")
+    with pytest.raises(DatasetStateError) as caught:
+        decode_position(state, "arrays")
+    assert "in the state:   grain.MapDataset\n" in str(caught.value)
+    assert "in the program: arrays\n" in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [{"epoch": -1}, {"epoch": "1"}, {"full_size": 1.5}])
+def test_bad_numbers_are_errors(change):
+    state = encode_position(Position(), "arrays") | change
+    with pytest.raises(DatasetStateError, match="must be integers that are not neg"):
+        decode_position(state, "arrays")

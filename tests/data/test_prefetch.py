@@ -1,0 +1,114 @@
+import gc
+import threading
+import time
+
+import pytest
+
+from armillary.data._prefetch import Prefetcher
+
+
+def count_threads():
+    return sum(thread.name == "armillary-prefetch" for thread in threading.enumerate())
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    wait_for(lambda: count_threads() == 0)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, "The condition did not come true."
+        gc.collect()
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 100])
+def test_items_come_in_order_and_the_end_stays(size):
+    prefetcher = Prefetcher(iter(range(20)), size)
+    assert list(prefetcher) == list(range(20))
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(prefetcher)
+
+
+def test_reads_no_further_than_size():
+    read = []
+
+    def items():
+        for item in range(10):
+            read.append(item)
+            yield item
+
+    prefetcher = Prefetcher(items(), 3)
+    assert read == []
+    next(prefetcher)
+    wait_for(lambda: len(read) == 4)
+    time.sleep(0.02)
+    assert len(read) == 4
+    prefetcher.close()
+
+
+def test_size_zero_reads_in_the_callers_thread():
+    prefetcher = Prefetcher((threading.current_thread() for _ in range(2)), 0)
+    assert list(prefetcher) == [threading.current_thread()] * 2
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_errors_come_in_their_place_with_their_traceback(size):
+    def fail_here():
+        raise OSError("the disk is gone")
+
+    def items():
+        yield 1
+        yield 2
+        fail_here()
+
+    prefetcher = Prefetcher(items(), size)
+    assert [next(prefetcher), next(prefetcher)] == [1, 2]
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is gone") as caught:
+            next(prefetcher)
+        assert "fail_here" in [entry.name for entry in caught.traceback]
+
+
+def test_close_ends_the_thread_and_the_items():
+    prefetcher = Prefetcher(iter(range(1000)), 2)
+    next(prefetcher)
+    prefetcher.close()
+    assert count_threads() == 0
+    with pytest.raises(StopIteration):
+        next(prefetcher)
+
+
+def test_close_before_the_first_item_starts_nothing():
+    prefetcher = Prefetcher(iter(range(3)), 2)
+    prefetcher.close()
+    with pytest.raises(StopIteration):
+        next(prefetcher)
+    assert count_threads() == 0
+
+
+def test_a_dropped_prefetcher_ends_its_thread():
+    prefetcher = Prefetcher(iter(range(1000)), 2)
+    next(prefetcher)
+    assert count_threads() == 1
+    del prefetcher
+    wait_for(lambda: count_threads() == 0)
+
+
+def test_close_does_not_wait_longer_than_told():
+    release = threading.Event()
+
+    def items():
+        yield 1
+        release.wait(10)
+        yield 2
+
+    prefetcher = Prefetcher(items(), 1)
+    next(prefetcher)
+    start = time.monotonic()
+    prefetcher.close(timeout_seconds=0.01)
+    assert time.monotonic() - start < 5
+    release.set()

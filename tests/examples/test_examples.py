@@ -1,0 +1,78 @@
+"""The examples, run as a reader runs them, with settings that keep them short."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def run_example(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = str(EXAMPLES.parent)
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+    )
+
+
+def run_well(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    result = run_example(name, *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    return result
+
+
+def read_accuracy(output: str) -> float:
+    match = re.search(r"Test accuracy (\d+\.\d+)%", output)
+    assert match is not None, output
+    return float(match[1])
+
+
+@pytest.mark.slow
+def test_digits_reaches_its_accuracy_and_resumes(tmp_path):
+    first = run_well("digits.py", "--run-dir", tmp_path, "--devices", 4)
+    assert read_accuracy(first.stdout) > 97.0
+    assert f"tensorboard --logdir {tmp_path}" in first.stdout
+    assert re.search(r"train \| step: +100 \| steps/sec: +[\d.]+ \| out", first.stderr)
+    for split in ("train", "eval"):
+        assert list((tmp_path / split).glob("events.out.tfevents.*"))
+
+    again = run_well("digits.py", "--run-dir", tmp_path, "--steps", 1200)
+    steps = re.findall(r"train \| step: +(\d+) \| steps/sec", again.stderr)
+    assert steps == ["1100", "1200"]
+    assert read_accuracy(again.stdout) > 97.0
+
+
+@pytest.mark.slow
+def test_custom_loop_learns(tmp_path):
+    output = run_well("custom_loop.py", "--devices", 2, "--epochs", 4).stdout
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+    assert len(losses) == 4
+    assert losses[-1] < 0.5 * losses[0]
+    assert read_accuracy(output) > 85.0
+
+
+@pytest.mark.slow
+def test_fashion_mnist_learns_from_the_shared_sample(tmp_path, shared_data):
+    output = run_well(
+        "fashion_mnist.py",
+        *("--data-dir", shared_data / "fashion_mnist_sample"),
+        *("--run-dir", tmp_path, "--epochs", 4, "--batch-size", 32),
+    ).stdout
+    assert read_accuracy(output) > 60.0
+
+
+def test_fashion_mnist_without_its_files_says_what_is_missing(tmp_path):
+    result = run_example("fashion_mnist.py", "--data-dir", tmp_path)
+    assert result.returncode == 1
+    assert "`--data-dir` cannot be read" in result.stderr
+    assert "train-images-idx3-ubyte.gz is missing" in result.stderr
+    assert "Traceback" not in result.stderr

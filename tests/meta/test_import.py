@@ -1,0 +1,69 @@
+"""A bare `import armillary`: light, silent and without side effects."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+OPTIONAL_PACKAGES = (
+    "datasets",
+    "equinox",
+    "grain",
+    "keras",
+    "ray",
+    "sklearn",
+    "tensorboard",
+    "tensorboardX",
+    "tensorflow",
+    "torch",
+)
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+
+
+def test_import_is_silent_and_loads_no_optional_package():
+    result = run_python("import sys, armillary; print(*sys.modules)")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    loaded = {name.partition(".")[0] for name in result.stdout.split()}
+    assert loaded.isdisjoint(OPTIONAL_PACKAGES)
+    assert "armillary" in loaded
+
+
+@pytest.mark.parametrize(
+    ("code", "succeeds"),
+    [("import armillary", True), ("import jax; jax.devices()", False)],
+    ids=["import", "control"],
+)
+def test_import_touches_no_device(code, succeeds):
+    result = run_python(code, JAX_PLATFORMS="no_such_platform")
+    assert (result.returncode == 0) == succeeds, result.stderr
+
+
+def test_import_changes_no_jax_configuration():
+    result = run_python(
+        "import jax, flax.nnx, optax\n"
+        "before = dict(jax.config.values)\n"
+        "import armillary\n"
+        "after = jax.config.values\n"
+        "print({key for key in after if after[key] != before.get(key, after)})"
+    )
+    assert result.stdout.strip() == "set()", result.stdout + result.stderr
+
+
+def test_import_installs_no_log_handler():
+    result = run_python(
+        "import logging, armillary\n"
+        "own = logging.getLogger('armillary')\n"
+        "print(logging.getLogger().handlers, own.handlers, own.level)"
+    )
+    assert result.stdout.strip() == "[] [] 0", result.stdout + result.stderr

@@ -1,0 +1,82 @@
+"""Rules about the project's own files that no other tool checks."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import armillary
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+
+# A home or a mounted folder of one machine, and the address of a package index.
+MACHINE_PATH = re.compile(r"(?<![\w.~$}])/(?:home|root|Users|work|workspace|mnt)/\w")
+INDEX_ADDRESS = re.compile(r"py(?:pi)\.org|python(?:hosted)|npm(?:js)\.", re.IGNORECASE)
+
+
+def list_files() -> list[Path]:
+    """Returns the files of the checkout that git does not ignore."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    if listing.returncode != 0:
+        pytest.skip("This is no git checkout, so its own files cannot be listed.")
+    paths = (REPOSITORY / name for name in listing.stdout.split("\0") if name)
+    return [path for path in paths if path.is_file()]
+
+
+def find_lines(pattern: re.Pattern[str]) -> list[str]:
+    found = []
+    for path in list_files():
+        try:
+            lines = path.read_text().splitlines()
+        except UnicodeDecodeError:  # A binary file holds no sentence.
+            continue
+        name = path.relative_to(REPOSITORY)
+        found += [
+            f"{name}:{number}: {line}"
+            for number, line in enumerate(lines, start=1)
+            if pattern.search(line)
+        ]
+    return found
+
+
+def test_no_file_names_a_folder_of_one_machine():
+    assert find_lines(MACHINE_PATH) == []
+
+
+def test_no_file_names_a_package_index():
+    assert find_lines(INDEX_ADDRESS) == []
+
+
+def test_changelog_begins_with_the_version_of_the_package():
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[?(\d+\.\d+\.\d+)\]?", changelog, re.MULTILINE)
+    assert versions[0] == armillary.__version__ == PROJECT["project"]["version"]
+
+
+def test_constraints_are_plain_sorted_pins():
+    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    assert lines == sorted(lines)
+    wrong = [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[\w.]+", line)]
+    assert not wrong
+
+
+def test_every_dependency_is_pinned():
+    pins = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    pinned = {line.partition("==")[0] for line in pins}
+    project = PROJECT["project"]
+    groups = [
+        project["dependencies"],
+        *project["optional-dependencies"].values(),
+        PROJECT["dependency-groups"]["dev"],
+    ]
+    named = [entry for group in groups for entry in group]
+    names = {re.split(r"[^\w-]", entry, maxsplit=1)[0].lower() for entry in named}
+    assert names <= pinned

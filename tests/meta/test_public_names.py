@@ -1,0 +1,53 @@
+"""Public names: each package lists exactly what it offers, in order."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from types import ModuleType
+
+import pytest
+
+import armillary
+
+MODULES = [
+    module
+    for module in pkgutil.walk_packages(armillary.__path__, prefix="armillary.")
+    if "._" not in module.name
+]
+PACKAGES = ["armillary", *(module.name for module in MODULES if module.ispkg)]
+
+
+def list_public_names(module: ModuleType) -> list[str]:
+    """Returns the names that `module` binds, without its imports from elsewhere."""
+    names: set[str] = set()
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.ImportFrom):
+            if (node.module or "").partition(".")[0] == "armillary":
+                names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {ast.unparse(target) for target in node.targets}
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_all_lists_the_public_names_in_order(name):
+    module = importlib.import_module(name)
+    listed = list(module.__all__)
+    assert listed == sorted(listed)
+    assert listed == list_public_names(module)
+
+
+@pytest.mark.parametrize("name", ["armillary", *(module.name for module in MODULES)])
+def test_public_objects_are_documented(name):
+    module = importlib.import_module(name)
+    assert module.__doc__
+    objects = {key: getattr(module, key) for key in list_public_names(module)}
+    undocumented = [
+        key
+        for key, value in objects.items()
+        if (inspect.isclass(value) or inspect.isroutine(value)) and not value.__doc__
+    ]
+    assert not undocumented

@@ -1,0 +1,54 @@
+"""Every exception that a docstring announces is asserted somewhere in the tests."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RAISES = re.compile(r"^ *Raises:\n(?P<entries>(?: {2,}.*\n?|\n(?= ))+)", re.MULTILINE)
+ENTRY = re.compile(r"^ {4}(\w+):", re.MULTILINE)
+DOCUMENTED = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def parse(folder: str) -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted((REPOSITORY / folder).rglob("*.py")):
+        yield path.relative_to(REPOSITORY), ast.parse(path.read_text())
+
+
+def find_announced(node: ast.AST, owner: str) -> Iterator[tuple[str, str]]:
+    """Yields the public names below `node` with each exception they announce."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, DOCUMENTED) or child.name.startswith("_"):
+            continue
+        name = f"{owner}.{child.name}"
+        section = RAISES.search((ast.get_docstring(child) or "") + "\n")
+        if section is not None:
+            for exception in ENTRY.findall(section["entries"]):
+                yield name, exception
+        if isinstance(child, ast.ClassDef):
+            yield from find_announced(child, name)
+
+
+def find_asserted() -> set[str]:
+    """Returns the last part of every exception name given to `pytest.raises`."""
+    names: set[str] = set()
+    for _, tree in parse("tests"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.raises":
+                names |= {
+                    part.rpartition(".")[2]
+                    for part in re.findall(r"[\w.]+", ast.unparse(node.args[0]))
+                }
+    return names
+
+
+def test_announced_exceptions_are_asserted():
+    announced = [
+        (f"{path}: {name}", exception)
+        for path, tree in parse("armillary")
+        for name, exception in find_announced(tree, path.stem)
+    ]
+    assert announced, "No docstring announces an exception: the search is broken."
+    asserted = find_asserted()
+    assert [entry for entry in announced if entry[1] not in asserted] == []

@@ -1,0 +1,154 @@
+"""Small models, data and trainers that several test modules train."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import armillary
+from armillary.data import from_arrays
+from armillary.state import find_slots
+
+
+class CNN(nnx.Module):
+    """A convolutional classifier of 8 x 8 images, without batch norm."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.conv = nnx.Conv(1, 4, (3, 3), rngs=rngs)
+        self.dense = nnx.Linear(64, 3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nnx.avg_pool(nnx.relu(self.conv(x)), (2, 2), (2, 2))
+        return self.dense(x.reshape(x.shape[0], -1))
+
+
+class MLP(nnx.Module):
+    """A classifier with every kind of state: weights, statistics, random keys."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(64, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.last = nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.dropout(nnx.relu(self.norm(self.first(x.reshape(x.shape[0], -1)))))
+        return self.last(x)
+
+
+def make_digits(num_examples: int) -> dict[str, np.ndarray]:
+    """Returns images of three classes, with noise."""
+    rng = np.random.default_rng(0)
+    label = rng.integers(0, 3, num_examples).astype(np.int32)
+    noise = rng.normal(size=(num_examples, 8, 8, 1))
+    image = noise + (label[:, None, None, None] - 1)
+    return {"image": image.astype(np.float32), "label": label}
+
+
+class Classifier(armillary.StandardTrainer):
+    """Trains a model, and keeps the loss of each of the first 64 steps."""
+
+    def __init__(
+        self,
+        strategy: armillary.distribute.Strategy,
+        model: nnx.Module,
+        transform: optax.GradientTransformation,
+        dataset: Any = None,
+        **options: Any,
+    ) -> None:
+        if dataset is None:
+            dataset = make_training_data(strategy)
+        super().__init__(dataset, armillary.StandardTrainerOptions(**options))
+        self.strategy, self.model = strategy, model
+        self.optimizer = nnx.Optimizer(model, transform, wrt=nnx.Param)
+        self.accuracy = nnx.metrics.Accuracy()
+        self.losses = jnp.zeros(64)
+
+    def train_step(self, iterator: Any) -> None:
+        def step_fn(batch: Any) -> jax.Array:
+            def loss_fn(model: Any) -> tuple[jax.Array, jax.Array]:
+                logits = model(batch["image"])
+                losses = optax.softmax_cross_entropy_with_integer_labels(
+                    logits, batch["label"]
+                )
+                return armillary.compute_average_loss(losses), logits
+
+            grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)
+            (loss, logits), grads = grad_fn(self.model)
+            self.optimizer.update(self.model, grads)
+            self.accuracy.update(logits=logits, labels=batch["label"])
+            return loss
+
+        step = self.optimizer.step[...]
+        loss = self.strategy.run(step_fn, args=(next(iterator),))
+        total = self.strategy.reduce("sum", loss)
+        self.losses = self.losses.at[step].set(total)
+
+    def train_loop_end(self) -> armillary.Output:
+        return {"accuracy": self.accuracy.compute()}
+
+
+def make_training_data(
+    strategy: armillary.distribute.Strategy, batch_size: int = 16
+) -> armillary.data.DistributedDataset:
+    """Returns an endless shuffled data set, whose epochs end inside batches."""
+    source = from_arrays(
+        make_digits(72), batch_size=batch_size, shuffle_seed=3, repeat=True
+    )
+    return armillary.make_distributed_dataset(strategy, source)
+
+
+def make_strategy(num_replicas: int) -> armillary.MirroredStrategy:
+    """Returns a strategy on the first devices."""
+    return armillary.MirroredStrategy(jax.devices()[:num_replicas])
+
+
+def read_state(root: Any) -> dict[str, np.ndarray]:
+    """Returns a copy of every array that `root` reaches, by path."""
+    return {
+        path: to_numpy(leaf)
+        for slot in find_slots(root)
+        for path, leaf in zip(slot.paths, slot.read(), strict=True)
+    }
+
+
+def to_numpy(leaf: Any) -> np.ndarray:
+    """Returns a copy of an array, or of the data of random keys."""
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.array(leaf)
+
+
+class Snapshot:
+    """The state of a trainer and its data, to go back to."""
+
+    def __init__(self, trainer: Classifier) -> None:
+        self._trainer = trainer
+        self._leaves = [
+            (slot, [jnp.copy(leaf) for leaf in slot.read()])
+            for slot in find_slots(trainer)
+        ]
+        self._position = trainer.train_dataset.get_state()
+
+    def restore(self) -> None:
+        """Puts copies of what was there back."""
+        for slot, leaves in self._leaves:
+            slot.write([jnp.copy(leaf) for leaf in leaves])
+        self._trainer.train_dataset.set_state(self._position)
+
+
+def assert_identical(
+    actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]
+) -> None:
+    """Asserts that two states are equal bit for bit."""
+    assert actual.keys() == expected.keys()
+    different = [
+        path
+        for path, value in expected.items()
+        if value.dtype != actual[path].dtype
+        or value.tobytes() != actual[path].tobytes()
+    ]
+    assert not different, f"Different: {', '.join(different)}"

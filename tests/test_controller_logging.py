@@ -1,0 +1,168 @@
+"""Log lines keep Orbit's form, and a program without logging sees them once."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from armillary._controller import Controller
+from armillary._progress import format_output
+from armillary._runner import AbstractEvaluator, AbstractTrainer
+
+
+class Loops(AbstractTrainer, AbstractEvaluator):
+    """Trains and evaluates nothing."""
+
+    def __init__(self):
+        self.step = 0
+
+    def train(self, num_steps):
+        self.step += num_steps
+        return {"loss": jnp.float32(0.123456)}
+
+    def evaluate(self, num_steps):
+        return {"accuracy": 0.5}
+
+
+def test_lines_of_a_run(caplog):
+    caplog.set_level("INFO", "armillary")
+    loops = Loops()
+    controller = Controller(
+        trainer=loops,
+        evaluator=loops,
+        global_step=lambda: loops.step,
+        steps_per_loop=100,
+    )
+
+    controller.train_and_evaluate(100)
+    controller.evaluate(5)
+
+    patterns = [
+        r"train \| step:      0 \| training until step 100\.\.\.",
+        r"train \| step:    100 \| steps/sec: +\d+\.\d \| output: {'loss': 0\.12346}",
+        r" eval \| step:    100 \| running complete evaluation\.\.\.",
+        r" eval \| step:    100 \| eval time: +\d+\.\d sec \| output: {.*0\.5}",
+        r" eval \| step:    100 \| running 5 steps of evaluation\.\.\.",
+        r" eval \| step:    100 \| steps/sec: +\d+\.\d \| eval time: +\d+\.\d sec "
+        r"\| output: {'accuracy': 0\.5}",
+    ]
+    assert len(caplog.messages) == len(patterns)
+    for message, pattern in zip(caplog.messages, patterns, strict=True):
+        assert re.fullmatch(pattern, message), message
+
+
+def test_training_without_a_target_says_so(caplog):
+    caplog.set_level("INFO", "armillary")
+    loops = Loops()
+    controller = Controller(
+        trainer=loops,
+        global_step=lambda: loops.step,
+        steps_per_loop=3,
+        train_actions=[lambda output: controller.request_stop("enough")],
+    )
+
+    controller.train()
+
+    assert caplog.messages[0] == (
+        "train | step:      0 | training until the data ends..."
+    )
+
+
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [
+        ({}, "{}"),
+        ({"b": 0.123456789, "a": 1234.5678}, "{'b': 0.12346, 'a': 1234.6}"),
+        ({"one": 1.0, "count": np.int32(7)}, "{'one': 1.0, 'count': 7}"),
+        ({"nan": float("nan"), "inf": -np.inf}, "{'nan': nan, 'inf': -inf}"),
+        ({"half": jnp.bfloat16(0.5)[()]}, "{'half': 0.5}"),
+        ({"done": np.True_, "name": "x"}, "{'done': True, 'name': 'x'}"),
+        ({"train": {"loss": np.float32(0.1)}}, "{'train': {'loss': 0.1}}"),
+    ],
+)
+def test_outputs_print_with_few_digits(output, text):
+    assert format_output(output) == text
+
+
+def test_long_outputs_are_indented_on_lines_of_their_own():
+    text = format_output({"training": {"x" * 30: 1.0, "y" * 30: 2.0, "z" * 30: 3.0}})
+
+    first, *lines = text.splitlines()
+    assert first == ""
+    assert len(lines) == 3
+    assert all(line.startswith("    ") for line in lines)
+
+
+PROGRAM = """
+import logging
+import orbax.checkpoint  # leaves a handler on the root logger
+from armillary._controller import Controller
+from armillary._runner import AbstractTrainer
+
+class Trainer(AbstractTrainer):
+    step = 0
+    def train(self, num_steps):
+        self.step += num_steps
+
+{before}
+def make():
+    trainer = Trainer()
+    return Controller(
+        trainer=trainer, global_step=lambda: trainer.step, steps_per_loop=1)
+make().train(1)
+{after}
+make().train(1)
+"""
+
+
+def run_program(before="", after=""):
+    program = textwrap.dedent(PROGRAM).format(before=before, after=after)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+    return [line for line in result.stderr.splitlines() if "steps/sec" in line]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "starts"),
+    [
+        ("", "", ["train", "train"]),
+        ("logging.basicConfig(level='INFO', force=True)", "", ["INFO:", "INFO:"]),
+        ("", "logging.basicConfig(level='INFO', force=True)", ["train", "INFO:"]),
+        ("logging.getLogger('armillary').setLevel('ERROR')", "", []),
+    ],
+    ids=["unconfigured", "configured", "configured-later", "silenced"],
+)
+def test_each_line_shows_once(before, after, starts):
+    lines = run_program(before, after)
+
+    assert [line[:5] for line in lines] == starts
+
+
+def test_a_terminal_gets_lines_that_are_not_wrapped():
+    leader, follower = os.openpty()
+    program = PROGRAM.format(before="", after="").replace(
+        "self.step += num_steps", "self.step += num_steps; return {'x' * 200: 1.0}"
+    )
+    environment = {**os.environ, "COLUMNS": "40", "TERM": "xterm"}
+
+    subprocess.run(
+        [sys.executable, "-c", program],
+        stderr=follower,
+        env=environment,
+        timeout=120,
+        check=True,
+    )
+    os.close(follower)
+    text = os.read(leader, 1 << 16).decode()
+    os.close(leader)
+
+    assert "x" * 200 in text
+    assert "\x1b[" in text
