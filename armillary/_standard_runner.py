@@ -25,8 +25,7 @@ class StandardTrainerOptions:
         compile_loop: Whether many steps run as one device program. Off, the same
             compiled step runs from a Python loop, with bit-identical results.
         compile_step: Whether the step is compiled at all. Off, every operation runs
-        when
-            Python reaches it, for debugging: slow, equal up to rounding.
+            when Python reaches it, for debugging: slow, equal up to rounding.
         steps_per_chunk: Most steps in one device program, and most batches that are
             stacked for it. Results do not depend on it. 20 hides Python's time; more
             delays the first step and needs more memory.
@@ -70,8 +69,6 @@ class _Data:
 class _Runner:
     """What the two runners share: a loop over a step, under the right strategy."""
 
-    _loop: Loop | None = None
-
     @contextlib.contextmanager
     def _in_strategy(self) -> Iterator[Strategy]:
         """Enters the strategy that is in effect, or the one among the attributes."""
@@ -85,6 +82,7 @@ class _Runner:
 
     def _get_loop(
         self,
+        loop: Loop | None,
         strategy: Strategy,
         datasets: PyTree,
         step_name: str,
@@ -93,7 +91,7 @@ class _Runner:
         exact: bool,
         keep_results: bool,
     ) -> Loop:
-        """Returns the loop; makes it at the first call and when its use has changed."""
+        """Returns `loop`, or a new one if there is none or its use has changed."""
         loop_options = LoopOptions(
             steps_per_chunk=options.steps_per_chunk,
             max_chunk_bytes=options.max_chunk_bytes,
@@ -102,14 +100,12 @@ class _Runner:
             exact=exact,
             keep_results=keep_results,
         )
-        loop = self._loop
-        if loop is None or not loop.serves(datasets, strategy, loop_options):
-            if loop is not None:
-                loop.close()
-            step_fn = getattr(self, step_name)
-            loop = Loop(self, step_fn, step_name, datasets, strategy, loop_options)
-            self._loop = loop
-        return loop
+        if loop is not None:
+            if loop.serves(datasets, strategy, loop_options):
+                return loop
+            loop.close()
+        step_fn = getattr(self, step_name)
+        return Loop(self, step_fn, step_name, datasets, strategy, loop_options)
 
 
 class StandardTrainer(_Runner, AbstractTrainer):
@@ -136,6 +132,7 @@ class StandardTrainer(_Runner, AbstractTrainer):
         self, train_dataset: PyTree, options: StandardTrainerOptions | None = None
     ) -> None:
         _check_options("options", options, StandardTrainerOptions)
+        self._train_loop: Loop | None = None
         self._train_data = _Data(train_dataset)
         self._train_options = options or StandardTrainerOptions()
 
@@ -186,7 +183,8 @@ class StandardTrainer(_Runner, AbstractTrainer):
         """
         check_positive_int("num_steps", num_steps)
         with self._in_strategy() as strategy:
-            loop = self._get_loop(
+            loop = self._train_loop = self._get_loop(
+                self._train_loop,
                 strategy,
                 self._train_data.datasets,
                 "train_step",
@@ -199,7 +197,7 @@ class StandardTrainer(_Runner, AbstractTrainer):
                 return None
             self.train_loop_begin()
             self.data_exhausted = loop.run(num_steps) < num_steps
-            return self.train_loop_end()
+            return loop.detach(self.train_loop_end())
 
 
 class StandardEvaluator(_Runner, AbstractEvaluator):
@@ -229,6 +227,7 @@ class StandardEvaluator(_Runner, AbstractEvaluator):
         self, eval_dataset: PyTree, options: StandardEvaluatorOptions | None = None
     ) -> None:
         _check_options("options", options, StandardEvaluatorOptions)
+        self._eval_loop: Loop | None = None
         self._eval_data = _Data(eval_dataset)
         self._eval_options = options or StandardEvaluatorOptions()
 
@@ -298,14 +297,14 @@ class StandardEvaluator(_Runner, AbstractEvaluator):
 
         Raises:
             ValueError: If `num_steps` is neither positive nor -1, or the dataset
-            belongs
-                to another strategy.
+                belongs to another strategy.
         """
         check_num_steps("num_steps", num_steps)
         with self._in_strategy() as strategy:
             state = self.eval_begin()
-            is_first = self._loop is None
-            loop = self._get_loop(
+            last = self._eval_loop
+            loop = self._eval_loop = self._get_loop(
+                last,
                 strategy,
                 self._eval_data.datasets,
                 "eval_step",
@@ -314,12 +313,13 @@ class StandardEvaluator(_Runner, AbstractEvaluator):
                 keep_results=state is not None,
             )
             recreate = self._eval_options.recreate_iterator_for_each_eval
-            if not is_first and (recreate or not loop.has_data()):
-                loop.reopen(self._eval_data.datasets)
+            if loop is last and (recreate or not loop.has_data()):
+                loop.reopen()
             for step_outputs in loop.iterate(num_steps):
                 if state is not None:
                     state = self.eval_reduce(state, step_outputs)
-            return self.eval_end() if state is None else self.eval_end(state)
+            output = self.eval_end() if state is None else self.eval_end(state)
+            return loop.detach(output)
 
 
 def _check_options(name: str, value: Any, kind: type) -> None:

@@ -4,18 +4,17 @@ Each one derives from `ArmillaryError` and from the nearest builtin, so that bot
 `except armillary.errors.ArmillaryError` and `except ValueError` work::
 
     ArmillaryError
-    |-- StateStructureError (ValueError)      a step changed a slot's shape, dtype or
-    tree |-- CapturedStateError (ValueError)       a step uses state the trainer does
-    not reach |-- ReplicaMismatchError (ValueError)     mirrored state ended with
-    per-replica values |-- DoubleReductionError (ValueError)     an already summed value
-    is reduced again |-- ReplicaContextError (RuntimeError)    a call in the wrong
-    context |-- BatchSizeError (ValueError)           a batch that replicas cannot share
-    equally |-- RetraceError (ValueError)             batches changed after the step was
-    compiled |-- DatasetStateError (ValueError)        a data position that cannot be
-    used |-- GlobalStepError (RuntimeError)        the global step did not advance as it
-    must `-- CheckpointError (RuntimeError)        a checkpoint cannot be written or
-    read
-        `-- CheckpointMismatchError (ValueError)  it holds other leaves than the program
+    |-- StateStructureError (ValueError)     a step changed a slot's shape or tree
+    |-- CapturedStateError (ValueError)      a step uses state it does not reach
+    |-- ReplicaMismatchError (ValueError)    mirrored state ended with unequal values
+    |-- DoubleReductionError (ValueError)    an already summed value is reduced again
+    |-- ReplicaContextError (RuntimeError)   a call in the wrong context
+    |-- BatchSizeError (ValueError)          a batch that replicas cannot share equally
+    |-- RetraceError (ValueError)            batches changed after compilation
+    |-- DatasetStateError (ValueError)       a data position that cannot be used
+    |-- GlobalStepError (RuntimeError)       the global step did not advance as it must
+    `-- CheckpointError (RuntimeError)       a checkpoint cannot be written or read
+        `-- CheckpointMismatchError (ValueError)   it holds other leaves
 """
 
 

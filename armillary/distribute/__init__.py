@@ -22,6 +22,7 @@ from armillary.distribute._context import (
 from armillary.distribute._context import lifted as lifted
 from armillary.distribute._context import set_strategy as set_strategy
 from armillary.distribute._function import function as function
+from armillary.distribute._interrupts import uninterrupted as uninterrupted
 from armillary.distribute._loss import compute_average_loss as compute_average_loss
 from armillary.distribute._loss import (
     scale_regularization_loss as scale_regularization_loss,
@@ -75,4 +76,5 @@ __all__ = [
     "scale_regularization_loss",
     "set_strategy",
     "trace_step",
+    "uninterrupted",
 ]

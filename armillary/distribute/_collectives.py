@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from armillary._typing import PyTree
-from armillary.distribute._context import entered
+from armillary.distribute._context import entered, lifted_state
 from armillary.distribute._values import PerReplica, ReduceOp
 from armillary.errors import DoubleReductionError
+from armillary.state import is_claimed
 
 if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
@@ -84,9 +86,9 @@ class ReplicaContext:
         """
         if self._axis_name is None:
             return value
-        return jax.tree.map(
-            lambda leaf: self.strategy.gather(self._shared(leaf), axis), value
-        )
+        shared = jax.tree.map(self._shared, value)
+        with entered(self.strategy, None):
+            return self.strategy.gather(shared, axis)
 
     def merge_call(
         self,
@@ -107,23 +109,36 @@ class ReplicaContext:
         Returns:
             What `merge_fn` returned.
         """
+        given = (args, kwargs or {})
+        if self._axis_name is not None:
+            given = tuple(map(self._share_arrays, given))
+        with entered(self.strategy, None):
+            return merge_fn(self.strategy, *given[0], **given[1])
+
+    def _share_arrays(self, value: PyTree) -> PyTree:
+        state = lifted_state()
+        lifted = set() if state is None else {slot.key for slot in state.slots}
+
+        def is_object(part: Any) -> bool:
+            # A copy of a variable or a module would lose what `merge_fn` writes to it.
+            # Variables that are not lifted are values, such as those of gradients.
+            is_value = isinstance(part, nnx.Variable) and id(part) not in lifted
+            return is_claimed(part) and not is_value
 
         def share(leaf: Any) -> Any:
             return self._shared(leaf) if isinstance(leaf, jax.Array) else leaf
 
-        shared_args = jax.tree.map(share, args)
-        shared_kwargs = {k: jax.tree.map(share, v) for k, v in (kwargs or {}).items()}
-        with entered(self.strategy, None):
-            return merge_fn(self.strategy, *shared_args, **shared_kwargs)
+        return jax.tree.map(share, value, is_leaf=is_object)
 
     def _shared(self, leaf: Any) -> Any:
         if self._axis_name is None:
             return leaf
-        if not varies(leaf, self._axis_name):
+        is_shared = not varies(leaf, self._axis_name)
+        if is_shared:
             rows = jnp.broadcast_to(leaf, (self.num_replicas_in_sync, *jnp.shape(leaf)))
         else:
             rows = jax.lax.all_gather(leaf, self._axis_name, to="invarying")
-        return PerReplica(rows, self.num_active)
+        return PerReplica(rows, self.num_active, is_shared)
 
     def _is_active(self) -> jax.Array:
         return self.replica_id_in_sync_group < self.num_active

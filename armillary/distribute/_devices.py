@@ -28,6 +28,8 @@ def as_device(name: str, device: Any) -> Device:
     platform, _, index = str(device).lower().strip("/").rpartition(":")
     platform = platform.rpartition("/")[2].removeprefix("device:")
     try:
+        if not platform:
+            raise ValueError("no platform")  # JAX would take any platform
         found = jax.local_devices(backend=platform)[int(index)]
     except (RuntimeError, ValueError, IndexError) as error:
         known = ", ".join(_name(device) for device in jax.local_devices())

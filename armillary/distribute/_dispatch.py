@@ -3,10 +3,11 @@
 XLA's CPU client runs the devices of one process on one pool of threads. Two programs
 with collectives that are in flight together can each wait for threads the other one
 holds, and the process aborts. On several CPU devices a program is therefore started
-only when the one before has ended. Other platforms queue programs in order, so Python
-may run ahead.
+only when the one before has ended. Elsewhere Python may be one program ahead: the
+device never waits, and chunks of data do not pile up in its memory.
 """
 
+import collections
 import threading
 from typing import Any
 
@@ -23,31 +24,28 @@ class Dispatch:
     """
 
     def __init__(self, mesh: Mesh | None) -> None:
-        self._is_bounded = (
+        is_cpu_mesh = (
             mesh is not None
             and mesh.size > 1
             and mesh.devices.flat[0].platform == "cpu"
         )
-        self._pending: Any = None
+        self._most_in_flight = 1 if is_cpu_mesh else 2
+        self._pending: collections.deque[Any] = collections.deque()
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        """Waits, where it must, until the last program has ended."""
-        if not self._is_bounded:
-            return
+        """Waits until another program may start."""
         with self._lock:
-            # A buffer that a later program took over is ready by definition.
-            for array in jax.tree.leaves(self._pending):
-                if not array.is_deleted():
-                    array.block_until_ready()
-            self._pending = None
+            while len(self._pending) >= self._most_in_flight:
+                jax.block_until_ready(self._pending.popleft())
 
-    def started(self, outputs: Any) -> None:
-        """Remembers the outputs of a program that was just started."""
-        if self._is_bounded:
+    def started(self, token: Any) -> None:
+        """Remembers a program that was just started.
+
+        Args:
+            token: Outputs of the program that no later program takes over.
+        """
+        leaves = jax.tree.leaves(token)
+        if not any(isinstance(leaf, Tracer) for leaf in leaves):
             with self._lock:
-                self._pending = [
-                    leaf
-                    for leaf in jax.tree.leaves(outputs)
-                    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-                ]
+                self._pending.append(leaves)

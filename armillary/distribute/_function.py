@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from armillary._typing import PyTree
 from armillary.distribute._context import get_strategy, lifted_state
+from armillary.distribute._interrupts import uninterrupted
 from armillary.distribute._placement import Placement
 from armillary.distribute._strategy import Strategy
 from armillary.distribute._trace import TracedStep, trace_step
@@ -48,8 +50,9 @@ def function(
     It is traced once for each structure, shape and dtype of its array arguments and
     each value of its other ones. Variables that it reaches through its arguments, its
     closure, its globals or `self` keep their identity; the memory of their old values
-    is reused, except for arrays that the user holds. A plain global or local name that
-    is rebound to a new array is not a variable: hold it as an attribute.
+    is reused: copy an array that you take out of one between calls
+    (`variable[...].copy()`). A plain global or local name that is rebound to a new
+    array is not a variable: hold it as an attribute.
 
     Args:
         fn: The function. Called inside a step that is already compiled, it is part of
@@ -103,7 +106,10 @@ class Function:
         program = self._programs.get(key)
         if program is None or not program.is_current():
             state = State([(self._fn, ""), *((leaf, "") for leaf in _objects(leaves))])
+            last = program
             program = _Program(self._fn, self._body, state, strategy, leaves, treedef)
+            if last is not None:
+                program.reuse(last)
             self._programs[key] = program
             if len(self._programs) > _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
@@ -154,7 +160,9 @@ class _Program:
     ) -> None:
         self._strategy = strategy
         self._state = state
+        self._signature = state.signature()
         self._placement = Placement(state, strategy)
+        self._types = self._placement.types()
         static = [None if _is_array(leaf) else leaf for leaf in leaves]
         is_array = [_is_array(leaf) for leaf in leaves]
 
@@ -169,41 +177,39 @@ class _Program:
         self._step: TracedStep = trace_step(
             call_body,
             state,
-            self._placement.types(),
+            self._types,
             tuple(leaf for leaf in leaves if _is_array(leaf)),
             user_fn=fn,
             owner="the function",
         )
 
         def pure(changed: list[Any], kept: list[Any], arrays: list[Any]) -> Any:
-            return self._step.call(self._step.join(changed, kept), arrays)
+            new, results = self._step.call(self._step.join(changed, kept), arrays)
+            return new, results, jnp.zeros(())
 
         self._compiled = jax.jit(
             pure,
             donate_argnums=0,
-            out_shardings=(self._placement.shardings(self._step.changed), None),
+            out_shardings=(self._placement.shardings(self._step.changed), None, None),
         )
 
     def is_current(self) -> bool:
-        """Returns whether the program still fits what its function reaches."""
-        if self._state.is_current():
-            return True
-        found = State(self._state.roots)
-        if (found.places, found.constants) != (
-            self._state.places,
-            self._state.constants,
-        ):
-            return False
-        self._state.refresh(found)
-        return True
+        """Returns whether nothing that the function reaches was replaced."""
+        return self._state.is_current() and self._placement.has_types(self._types)
+
+    def reuse(self, last: "_Program") -> None:
+        """Takes over what `last` has compiled, if that is the same program."""
+        if self._signature == last._signature and self._step.is_same(last._step):
+            self._compiled = last._compiled
 
     def __call__(self, arrays: list[Any]) -> PyTree:
         slots = self._placement.place(self._step.changed)
         changed, kept = self._step.divide(slots)
         self._strategy.dispatch.wait()
-        values, results = self._compiled(changed, kept, arrays)
-        self._strategy.dispatch.started((values, results))
-        self._placement.update(self._step.changed, values)
+        with uninterrupted():
+            values, results, token = self._compiled(changed, kept, arrays)
+            self._placement.update(self._step.changed, values)
+        self._strategy.dispatch.started(token)
         return self._step.results(results)
 
 

@@ -1,5 +1,6 @@
 """Where batches go: one device, or one row for each replica of a mesh."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from armillary.distribute._values import PerReplica
 from armillary.distribute._variables import AXIS_NAME
 
 
+@dataclass(frozen=True)
 class SingleLayout:
     """Batches as they are, for a strategy with one replica and no mesh.
 
@@ -17,16 +19,15 @@ class SingleLayout:
         sharding: Where they go, or `None` for JAX's default device.
     """
 
+    sharding: Sharding | None
+
     num_replicas = 1
     stacked = False
-
-    def __init__(self, sharding: Sharding | None) -> None:
-        self._sharding = sharding
 
     def place(self, arrays: PyTree, leading_axes: int = 0) -> PyTree:
         """Returns host arrays as device arrays."""
         del leading_axes
-        return jax.device_put(arrays, self._sharding)
+        return jax.device_put(arrays, self.sharding)
 
     def wrap(self, arrays: PyTree, num_active: int) -> PyTree:
         """Returns the arrays themselves."""
@@ -34,6 +35,7 @@ class SingleLayout:
         return arrays
 
 
+@dataclass(frozen=True)
 class ReplicaLayout:
     """One row of a batch on each device of a mesh.
 
@@ -41,16 +43,19 @@ class ReplicaLayout:
         mesh: A mesh with the axis `replica`.
     """
 
+    mesh: Mesh
+
     stacked = True
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self.num_replicas = mesh.shape[AXIS_NAME]
+    @property
+    def num_replicas(self) -> int:
+        """One replica for each device."""
+        return self.mesh.shape[AXIS_NAME]
 
     def place(self, arrays: PyTree, leading_axes: int = 0) -> PyTree:
         """Returns host arrays as device arrays, split over replicas."""
         spec = PartitionSpec(*[None] * leading_axes, AXIS_NAME)
-        return jax.device_put(arrays, NamedSharding(self._mesh, spec))
+        return jax.device_put(arrays, NamedSharding(self.mesh, spec))
 
     def wrap(self, arrays: PyTree, num_active: int) -> PyTree:
         """Returns each array as a `PerReplica`."""

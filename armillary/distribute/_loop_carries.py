@@ -1,23 +1,28 @@
-"""Lets `lax.scan` and `lax.while_loop` inside a replica start from a shared value.
+"""Lets JAX's loops inside a replica start from a shared value.
 
 A recurrent cell begins with zeros, which are equal on all replicas, and continues with
 values that are not. JAX wants the first carry cast to the type of the later ones and
 fails with "manual axis types do not match"; a user cannot do that inside
-`nnx.RNN`. While a replica is traced, the two functions retry such a call with the
-initial carry cast. Nothing changes outside a replica, in other threads, or for calls
-that JAX accepts. Needed until JAX casts carries itself (jax-ml/jax, `jax_auto_pcast`).
+`nnx.RNN`. While a replica is traced, `lax.scan`, `lax.while_loop` and `lax.fori_loop`
+retry such a call with the initial carry cast. Nothing changes outside a replica, in
+other threads, or for calls that JAX accepts. Needed until JAX casts carries itself
+(jax-ml/jax, `jax_auto_pcast`).
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.extend import source_info_util
 
 from armillary._typing import PyTree
 
 _MESSAGE_OF_JAX = "manual axis types do not match"
+# Messages name the line of the user's loop, not ours.
+source_info_util.register_exclusion(__file__)
 _lock = threading.Lock()
 _local = threading.local()
 _users = 0
@@ -31,6 +36,7 @@ def cast_loop_carries() -> Iterator[None]:
         _users += 1
         if _users == 1:
             jax.lax.scan, jax.lax.while_loop = _scan, _while_loop
+            jax.lax.fori_loop = _fori_loop
     before = getattr(_local, "active", False)
     _local.active = True
     try:
@@ -41,9 +47,11 @@ def cast_loop_carries() -> Iterator[None]:
             _users -= 1
             if _users == 0:
                 jax.lax.scan, jax.lax.while_loop = _jax_scan, _jax_while_loop
+                jax.lax.fori_loop = _jax_fori_loop
 
 
 _jax_scan, _jax_while_loop = jax.lax.scan, jax.lax.while_loop
+_jax_fori_loop = jax.lax.fori_loop
 
 
 def _scan(
@@ -68,6 +76,19 @@ def _while_loop(
         return _jax_while_loop(cond_fun, body_fun, carry)
 
     return _retry(call, body_fun, init_val)
+
+
+def _fori_loop(
+    lower: Any,
+    upper: Any,
+    body_fun: Callable[..., Any],
+    init_val: PyTree,
+    **kwargs: Any,
+) -> Any:
+    def call(carry: PyTree) -> Any:
+        return _jax_fori_loop(lower, upper, body_fun, carry, **kwargs)
+
+    return _retry(call, functools.partial(body_fun, lower), init_val)
 
 
 def _retry(

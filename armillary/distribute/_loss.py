@@ -74,7 +74,7 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     context = require_replica_context(
         "scale_regularization_loss", "divide by `strategy.num_replicas_in_sync` here"
     )
-    return jnp.sum(jnp.asarray(regularization_loss)) / context.num_replicas_in_sync
+    return jnp.sum(jnp.asarray(regularization_loss)) / context.num_active
 
 
 def _weights(sample_weight: Any, losses: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from armillary.distribute._strategy import Strategy
+from armillary.errors import StateStructureError
 from armillary.state import State, as_array, strong
 
 
@@ -27,6 +28,7 @@ class Placement:
         self._shardings = [strategy.state_sharding(slot) for slot in state.owners]
         self._seen: list[Any] = [None] * len(state.paths)
         self._placed: list[Any] = [None] * len(state.paths)
+        self._is_own = [False] * len(state.paths)
 
     def types(self) -> list[jax.ShapeDtypeStruct]:
         """Returns shape and dtype of the slots' arrays, for tracing."""
@@ -34,6 +36,10 @@ class Placement:
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for leaf in map(as_array, self._state.read())
         ]
+
+    def rebind(self, state: State) -> None:
+        """Goes on with what a new search for the same places has found."""
+        self._state = state
 
     def shardings(self, indices: Sequence[int]) -> list[Any]:
         """Returns where the arrays of `indices` belong; `None` for anywhere."""
@@ -46,18 +52,43 @@ class Placement:
             changed: Indices of the arrays that will be donated; the others may share
                 their buffer with whatever else holds it.
         """
+        donated = set(changed)
         for i, leaf in enumerate(self._state.read()):
-            if leaf is not self._seen[i]:
-                self._seen[i] = leaf
-                self._placed[i] = _put(
-                    strong(leaf), self._shardings[i], i not in changed
-                )
+            may_alias = i not in donated
+            # A step that is traced again may change what the last one only read.
+            if leaf is not self._seen[i] or not (may_alias or self._is_own[i]):
+                self._seen[i], self._is_own[i] = leaf, not may_alias
+                self._placed[i] = _put(strong(leaf), self._shardings[i], may_alias)
+        # One array may sit in two slots, such as a target network that was just set to
+        # the parameters. A buffer can be donated once, and not be read as well.
+        own: set[int] = set()
+        for i in (*changed, *(i for i in range(len(self._placed)) if i not in donated)):
+            if id(self._placed[i]) in own:
+                self._placed[i] = self._placed[i].copy()
+            elif i in donated:
+                own.add(id(self._placed[i]))
         return list(self._placed)
+
+    def has_types(self, types: Sequence[jax.ShapeDtypeStruct]) -> bool:
+        """Returns whether the slots' arrays have these shapes and dtypes still."""
+        try:
+            leaves = self._state.read()
+        except StateStructureError:
+            return False
+        return all(
+            leaf is seen
+            or ((array := as_array(leaf)).shape, array.dtype) == (a.shape, a.dtype)
+            for leaf, seen, a in zip(leaves, self._seen, types, strict=True)
+        )
+
+    def owns(self, leaf: Any) -> bool:
+        """Returns whether the next program will take this array over."""
+        return any(leaf is placed for placed in self._placed)
 
     def update(self, changed: Collection[int], values: Sequence[jax.Array]) -> None:
         """Takes over the outputs of a program, and writes them into the slots."""
         for i, value in zip(changed, values, strict=True):
-            self._placed[i] = value
+            self._placed[i], self._is_own[i] = value, True
         # All slots, not only the changed ones: those that were moved to other devices
         # must be found there by code between loops.
         self._seen = list(self._placed)
@@ -66,6 +97,8 @@ class Placement:
 
 def _put(leaf: jax.Array, sharding: Any, may_alias: bool) -> jax.Array:
     target = leaf.sharding if sharding is None else sharding
-    if may_alias and leaf.sharding == target:
-        return leaf
-    return jax.device_put(leaf, target, may_alias=may_alias)
+    if not may_alias:
+        # `device_put(..., may_alias=False)` still shares memory with one of the
+        # devices.
+        leaf = leaf.copy()
+    return leaf if leaf.sharding == target else jax.device_put(leaf, target)

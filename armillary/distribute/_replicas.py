@@ -17,7 +17,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from armillary._jaxpr import walk_programs
 from armillary._typing import PyTree
-from armillary.distribute._collectives import ReplicaContext, double_reduction_message
+from armillary.distribute._collectives import (
+    ReplicaContext,
+    double_reduction_message,
+    varies,
+)
 from armillary.distribute._context import entered
 from armillary.distribute._loop_carries import cast_loop_carries
 from armillary.distribute._values import PerReplica, is_per_replica
@@ -34,10 +38,13 @@ from armillary.errors import (
     DoubleReductionError,
     ReplicaMismatchError,
 )
-from armillary.state import State
+from armillary.state import State, as_array, is_claimed
 
 if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
+
+
+_COLLECTIVES = ("psum", "pmin", "pmax", "all_gather", "all_to_all", "ppermute")
 
 
 def run_in_replicas(
@@ -66,12 +73,12 @@ def run_in_replicas(
         ReplicaMismatchError: If a mirrored slot ends with per-replica values.
         BatchSizeError: If two arguments hold data for different numbers of replicas.
     """
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_per_replica)
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_argument)
     split = [leaf.stacked for leaf in leaves if is_per_replica(leaf)]
     shared = [leaf for leaf in leaves if _is_array(leaf)]
     num_active = _num_active(leaves, strategy.num_replicas_in_sync)
-    policies = [policy_of(slot) for slot in state.owners]
-    before = state.read()
+    before = [as_array(leaf) for leaf in state.read()]
+    policies = [policy_of(*pair) for pair in zip(state.owners, before, strict=True)]
     changed: list[int] = []
     outputs: list[Any] = []
 
@@ -105,7 +112,11 @@ def run_in_replicas(
             raise ReplicaMismatchError(_mismatch_message(state, policies, differing))
         values, result_tree = jax.tree.flatten(result)
         is_array = [_is_array(value) for value in values]
-        outputs[:] = [result_tree, values, is_array]
+        is_shared = [
+            array and not varies(value, AXIS_NAME)
+            for value, array in zip(values, is_array, strict=True)
+        ]
+        outputs[:] = [result_tree, values, is_array, is_shared]
         return final, [
             jax.numpy.asarray(value)[None]
             for value, array in zip(values, is_array, strict=True)
@@ -125,11 +136,11 @@ def run_in_replicas(
     for i, value in zip(changed, final, strict=True):
         after[i] = value
     state.write(after)
-    result_tree, values, is_array = outputs
+    result_tree, values, is_array, is_shared = outputs
     rows = iter(stacked)
     return result_tree.unflatten(
-        PerReplica(next(rows), num_active) if array else value
-        for value, array in zip(values, is_array, strict=True)
+        PerReplica(next(rows), num_active, shared) if array else value
+        for value, array, shared in zip(values, is_array, is_shared, strict=True)
     )
 
 
@@ -159,9 +170,54 @@ def check_reduced_once(program: core.ClosedJaxpr) -> None:
                     )
 
 
+def check_branches_agree(program: core.ClosedJaxpr) -> None:
+    """Raises if replicas may take different ways to a collective.
+
+    Some would wait in it for the others, for ever, or until XLA ends the process.
+
+    Raises:
+        ReplicaMismatchError: At the first such branch or loop, with its line.
+    """
+    for jaxpr, _ in walk_programs(program):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "cond":
+                decides, bodies = equation.invars[0].aval, equation.params["branches"]
+            elif equation.primitive.name == "while":
+                decides = equation.params["cond_jaxpr"].out_avals[0]
+                bodies = (equation.params["body_jaxpr"],)
+            else:
+                continue
+            axes = getattr(decides, "manual_axis_type", None)
+            if axes is None or AXIS_NAME not in axes.varying:
+                continue
+            if any(_has_collective(body) for body in bodies):
+                where = source_info_util.summarize(equation.source_info)
+                raise ReplicaMismatchError(
+                    f"`{equation.primitive.name}` at {where} is decided by a value "
+                    "that differs between replicas, and reduces over replicas inside "
+                    "(gradients with respect to mirrored parameters do), so that some "
+                    "replicas would wait there for ever. Reduce the value that decides "
+                    "first (`get_replica_context().all_reduce`), compute gradients "
+                    "outside, or choose with `jnp.where`."
+                )
+
+
+def _has_collective(program: core.ClosedJaxpr) -> bool:
+    return any(
+        equation.primitive.name.startswith(_COLLECTIVES)
+        for jaxpr, _ in walk_programs(program)
+        for equation in jaxpr.eqns
+    )
+
+
 def _is_meant(equation: Any) -> bool:
     stack = str(equation.source_info.name_stack)
     return ON_READ_SCOPE in stack or "transpose" in stack
+
+
+def _is_argument(value: Any) -> bool:
+    # NNX objects are pytrees too, but a copy of one would lose what `fn` writes.
+    return is_per_replica(value) or is_claimed(value)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -23,6 +23,7 @@ from armillary.data import (
     InputOptions,
     from_arrays,
 )
+from armillary.distribute._collectives import double_reduction_message
 from armillary.distribute._context import (
     entered,
     get_strategy,
@@ -32,7 +33,7 @@ from armillary.distribute._context import (
 )
 from armillary.distribute._dispatch import Dispatch
 from armillary.distribute._values import ReduceOp, is_per_replica
-from armillary.errors import ReplicaContextError
+from armillary.errors import DoubleReductionError, ReplicaContextError
 from armillary.state import Slot, State
 
 
@@ -168,6 +169,8 @@ class Strategy:
 
         Raises:
             ReplicaContextError: In replica context.
+            DoubleReductionError: If SUM is asked of values that `run` returned equal on
+                all replicas, such as gradients.
             ValueError: If a leaf is not a `PerReplica` and `reduce_op` is SUM, where a
                 sum over several replicas would mean nothing.
         """
@@ -178,6 +181,10 @@ class Strategy:
 
         def reduce_leaf(leaf: Any) -> Any:
             if is_per_replica(leaf):
+                if leaf.is_shared and op is ReduceOp.SUM and leaf.num_active > 1:
+                    raise DoubleReductionError(
+                        double_reduction_message("strategy.reduce", "")
+                    )
                 rows, axes = leaf.active, _axes(axis, leaf.active.ndim)
                 return (
                     jnp.sum(rows, axes) if op is ReduceOp.SUM else jnp.mean(rows, axes)
@@ -207,8 +214,12 @@ class Strategy:
             The same pytree with one array for each `PerReplica`.
 
         Raises:
+            ReplicaContextError: In replica context.
             ValueError: If a value has no such axis.
         """
+        require_cross_replica_context(
+            "strategy.gather", "use `get_replica_context().all_gather` there"
+        )
 
         def gather_leaf(leaf: Any) -> Any:
             if not is_per_replica(leaf):
@@ -267,9 +278,8 @@ class Strategy:
         """Returns a dataset that takes each replica's batch from the user's own.
 
         Args:
-            dataset_fn: Called once in each process with its `InputContext`. It returns
-            a
-                dataset batched with the *per-replica* batch size, see
+            dataset_fn: Called once in each process with its `InputContext`. It
+                returns a dataset batched with the *per-replica* batch size, see
                 `InputContext.get_per_replica_batch_size`, as in `tf.distribute`.
             options: How to treat remainders, and how far to read ahead.
 

@@ -7,16 +7,18 @@ that changed shape.
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax.errors import TraceContextError
 from jax.extend import core
 
 from armillary._typing import PyTree
 from armillary.distribute._context import lifted
-from armillary.distribute._replicas import check_reduced_once
+from armillary.distribute._replicas import check_branches_agree, check_reduced_once
 from armillary.state import State, check_captured, write_error
 
 
@@ -59,12 +61,32 @@ class TracedStep(NamedTuple):
             for i in range(len(changed) + len(kept))
         ]
 
+    def is_same(self, other: "TracedStep") -> bool:
+        """Returns whether two traces are the same program."""
+        a, b = self.program, other.program
+        return (
+            self.changed == other.changed
+            and self.result_tree == other.result_tree
+            and _print(a) == _print(b)
+            and len(a.consts) == len(b.consts)
+            and all(map(_is_equal, a.consts, b.consts))
+        )
+
     def results(self, arrays: Sequence[Any]) -> PyTree:
         """Returns the step's results as the user's function returned them."""
         rest = iter(arrays)
         return self.result_tree.unflatten(
             next(rest) if value is ARRAY else value for value in self.static_results
         )
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    return a is b or bool(np.array_equal(np.asarray(a), np.asarray(b)))
+
+
+def _print(program: core.ClosedJaxpr) -> str:
+    # Functions inside a program print with their address, which is new in each trace.
+    return re.sub(r"0x[0-9a-f]+", "", str(program))
 
 
 ARRAY = object()
@@ -97,6 +119,7 @@ def trace_step(
         CapturedStateError: If the step uses variables outside `state`.
         StateStructureError: If it changes the structure of a slot.
         DoubleReductionError: If it sums over replicas twice.
+        ReplicaMismatchError: If replicas may take different ways to a collective.
     """
     name = getattr(user_fn, "__name__", "the step")
     changed: list[int] = []
@@ -121,6 +144,7 @@ def trace_step(
         traced = jax.jit(pure).trace(list(slot_types), arguments)
     check_captured(traced.jaxpr, state, user_fn, owner)
     check_reduced_once(traced.jaxpr)
+    check_branches_agree(traced.jaxpr)
     return TracedStep(traced.jaxpr, tuple(changed), *results)
 
 

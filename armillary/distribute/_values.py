@@ -44,11 +44,13 @@ class PerReplica:
         num_active: How many replicas, from the first, hold a value. It is the number of
             replicas except for the leftovers of a complete evaluation, where the other
             rows of `stacked` mean nothing.
+        is_shared: Whether the values are known to be equal, as gradients are.
     """
 
-    def __init__(self, stacked: Any, num_active: int) -> None:
+    def __init__(self, stacked: Any, num_active: int, is_shared: bool = False) -> None:
         self.stacked = stacked
         self.num_active = num_active
+        self.is_shared = is_shared
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
@@ -83,14 +85,16 @@ class PerReplica:
             "`strategy.reduce(ReduceOp.SUM, value)`."
         )
 
-    def tree_flatten(self) -> tuple[tuple[Any], int]:
+    def tree_flatten(self) -> tuple[tuple[Any], tuple[int, bool]]:
         """Flattens into the stacked array."""
-        return (self.stacked,), self.num_active
+        return (self.stacked,), (self.num_active, self.is_shared)
 
     @classmethod
-    def tree_unflatten(cls, num_active: int, children: tuple[Any]) -> "PerReplica":
+    def tree_unflatten(
+        cls, attributes: tuple[int, bool], children: tuple[Any]
+    ) -> "PerReplica":
         """Builds a value from the stacked array."""
-        return cls(children[0], num_active)
+        return cls(children[0], *attributes)
 
 
 def is_per_replica(value: Any) -> bool:

@@ -10,7 +10,7 @@ with the enums of `tf.distribute`::
     sum             first replica: value, others: 0     summed over replicas
     mean            the same value on all replicas      averaged over replicas
     first replica   the same value on all replicas      the first replica's value
-    random          the replica's number is folded in   the stored key stays
+    random          the replica's number is folded in   the stored key, or its successor
 """
 
 import enum
@@ -91,8 +91,8 @@ def create_global_step(initial_value: int = 0) -> nnx.Variable:
     )
 
 
-def policy_of(slot: Slot) -> Policy:
-    """Returns the policy of a slot.
+def policy_of(slot: Slot, leaf: jax.Array) -> Policy:
+    """Returns the policy of an array in a slot.
 
     Raises:
         ValueError: If the variable's `synchronization` or `aggregation` is not one of
@@ -111,7 +111,8 @@ def policy_of(slot: Slot) -> Policy:
                 "where the variable is made."
             )
     if aggregation is None:
-        return _BY_ROLE[slot.role]
+        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return Policy.RANDOM if is_key else _BY_ROLE[slot.role]
     on_read = synchronization is VariableSynchronization.ON_READ
     if on_read and aggregation is VariableAggregation.NONE:
         raise ValueError(
@@ -127,7 +128,9 @@ def enter(policy: Policy, value: jax.Array) -> jax.Array:
     if policy is Policy.SUM:
         return jnp.where(_replica_id() == 0, value, jnp.zeros_like(value))
     if policy is Policy.RANDOM:
-        return jax.random.fold_in(value, _replica_id())
+        # NNX splits a stream into an array of keys for layers that are scanned over.
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, _replica_id()))
+        return keys(value.reshape(-1)).reshape(value.shape)
     return value
 
 
@@ -153,7 +156,11 @@ def leave(
     """
     with jax.named_scope(ON_READ_SCOPE):
         if policy is Policy.RANDOM:
-            return before if after is entered else _equal_or_none(after)
+            if after is entered:
+                return before
+            # A key that the step split and assigned differs between replicas: what is
+            # stored moves on too, by a way that they share.
+            return _advance(before) if varies(after, AXIS_NAME) else after
         if policy is Policy.MIRRORED:
             return _equal_or_none(after)
         if not varies(after, AXIS_NAME):
@@ -174,6 +181,12 @@ def leave(
         if policy is Policy.MEAN:
             return (total / context.num_active).astype(after.dtype)
         return total
+
+
+def _advance(key: jax.Array) -> jax.Array:
+    return jax.vmap(lambda k: jax.random.split(k, 1)[0])(key.reshape(-1)).reshape(
+        key.shape
+    )
 
 
 def _equal_or_none(value: jax.Array) -> jax.Array | None:

@@ -13,6 +13,7 @@ import jax
 from armillary._typing import PyTree
 from armillary.data import HostBatch, HostReader
 from armillary.distribute import Placement, Strategy, explained, lifted
+from armillary.loops._step_iterator import check_taken
 from armillary.state import State
 
 
@@ -62,7 +63,8 @@ def run_eagerly(
                 result = step_fn(jax.tree.unflatten(nest, iterators))
             except StopIteration:
                 return
+        taken = [iterator.taken for iterator in iterators if iterator.taken is not None]
+        check_taken(step_fn.__name__, [int(bool(i.taken)) for i in iterators])
         for iterator in iterators:
             iterator.commit()
-        taken = [iterator.taken for iterator in iterators if iterator.taken is not None]
         yield result, all(batch.is_last for batch in taken)

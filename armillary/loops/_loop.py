@@ -20,7 +20,7 @@ from armillary.data import (
     DistributedDataset,
     HostReader,
 )
-from armillary.distribute import Strategy, TracedStep
+from armillary.distribute import Strategy, TracedStep, uninterrupted
 from armillary.errors import RetraceError
 from armillary.loops._eager import run_eagerly
 from armillary.loops._program import Program, has_slow_loop
@@ -72,8 +72,9 @@ class Loop:
         self._strategy, self.options = strategy, options
         self._datasets = datasets
         datasets, self._nest = _flatten(datasets)
-        self._readers = [_open(dataset, strategy, options) for dataset in datasets]
-        self._prefetch = min(1, *(_prefetch(dataset) for dataset in datasets))
+        self._sources = [_distribute(dataset, strategy) for dataset in datasets]
+        self._readers = self._open_readers()
+        self._prefetch = min(1, *(source.options.prefetch for source in self._sources))
         self._tracer = StepTracer(owner, step_fn, name, self._nest, strategy)
         self._programs: dict[Any, Program] = {}
         self._batches_per_step: tuple[int, ...] = ()
@@ -97,14 +98,16 @@ class Loop:
             return all(reader.peek() is not None for reader in self._readers)
         return self._next_chunk() is not None
 
-    def reopen(self, datasets: PyTree) -> None:
+    def reopen(self) -> None:
         """Begins a new pass over the datasets, with the same compiled programs."""
         self.close()
-        self._readers = [
-            _open(dataset, self._strategy, self.options)
-            for dataset in _flatten(datasets)[0]
-        ]
+        self._readers = self._open_readers()
         self._chunks = self._chunk = None
+
+    def _open_readers(self) -> list[HostReader]:
+        return [
+            source.make_reader(exact=self.options.exact) for source in self._sources
+        ]
 
     def close(self) -> None:
         """Lets go of the data."""
@@ -142,15 +145,27 @@ class Loop:
             count, full = self._count(chunk, most, remaining)
             changed, kept = step.divide(placement.place(step.changed))
             self._strategy.dispatch.wait()
-            new, arrays = program(changed, kept, chunk.arrays, self._offset, count)
-            self._strategy.dispatch.started((new, arrays))
-            placement.update(step.changed, new)
-            chunk.commit(self._offset + count)
-            first = self._offset if program.is_nested else 0
-            self._offset += count
+            with uninterrupted():
+                new, arrays, token = program(
+                    changed, kept, chunk.arrays, self._offset, count
+                )
+                placement.update(step.changed, new)
+                first = self._offset if program.is_nested else 0
+                self._offset += count
+                chunk.commit(self._offset)
+            self._strategy.dispatch.started(token)
             remaining -= full if remaining > 0 else 0
             wanted = range(first, first + count) if self.options.keep_results else ()
             yield full, [program.results(arrays, index) for index in wanted]
+
+    def detach(self, output: PyTree) -> PyTree:
+        """Returns `output` with copies of arrays that the next loop takes over."""
+        placement = self._tracer.placement
+        if placement is None:
+            return output
+        return jax.tree.map(
+            lambda leaf: leaf.copy() if placement.owns(leaf) else leaf, output
+        )
 
     def _run_eagerly(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:
         steps = run_eagerly(
@@ -241,29 +256,26 @@ class Loop:
 
 def _flatten(datasets: PyTree) -> tuple[list[Any], Any]:
     """Flattens a nest of datasets; a nest of arrays is the batches of one dataset."""
-    leaves, nest = jax.tree.flatten(datasets)
+    # JAX warns of iterators that it is not told to be leaves.
+    leaves, nest = jax.tree.flatten(
+        datasets, is_leaf=lambda value: isinstance(value, Iterator)
+    )
     if not leaves or any(hasattr(leaf, "dtype") for leaf in leaves):
         return [datasets], jax.tree.structure(0)
     return leaves, nest
 
 
-def _open(dataset: Any, strategy: Strategy, options: LoopOptions) -> HostReader:
+def _distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
     if not isinstance(dataset, DistributedDataset):
-        dataset = strategy.distribute_dataset(dataset)
-    layout = dataset.layout
-    wanted = strategy.layout
-    if (layout.num_replicas, layout.stacked) != (wanted.num_replicas, wanted.stacked):
+        return strategy.distribute_dataset(dataset)
+    if dataset.layout != strategy.layout:
         raise ValueError(
-            f"The dataset was distributed over {layout.num_replicas} replicas by "
-            f"another strategy than {strategy!r}, under which the step runs. Make it "
-            "with `armillary.make_distributed_dataset(strategy, ...)` of that strategy."
+            f"The dataset was distributed over {dataset.layout.num_replicas} replicas "
+            f"by another strategy than {strategy!r}, under which the step runs. Make "
+            "it with `armillary.make_distributed_dataset(strategy, ...)` of that "
+            "strategy."
         )
-    return dataset.make_reader(exact=options.exact)
-
-
-def _prefetch(dataset: Any) -> int:
-    is_distributed = isinstance(dataset, DistributedDataset)
-    return dataset.options.prefetch if is_distributed else 1
+    return dataset
 
 
 def _types(arrays: PyTree, leading: int = 0) -> PyTree:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from armillary._jaxpr import walk_programs
@@ -50,7 +51,7 @@ class Program:
         self._compiled = jax.jit(
             self._run_many if is_nested else self._run_one,
             donate_argnums=0,
-            out_shardings=(placement.shardings(step.changed), None),
+            out_shardings=(placement.shardings(step.changed), None, None),
         )
 
     @property
@@ -65,14 +66,15 @@ class Program:
         chunk: Sequence[PyTree],
         start: int,
         num_steps: int,
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+    ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
         """Runs steps `start` to `start + num_steps` of a chunk.
 
         Returns:
             The changed slots, and the result arrays with the steps as first axis: step
-            `start + i` at index `start + i` of a nested program, at 0 of any other.
+            `start + i` at index `start + i` of a nested program, at 0 of any other. The
+            last one is there to be waited for.
         """
-        begin, count = jnp.int32(start), jnp.int32(num_steps)
+        begin, count = np.int32(start), np.int32(num_steps)
         return self._compiled(changed, kept, list(chunk), begin, count)
 
     def results(self, arrays: Sequence[jax.Array], index: int) -> PyTree:
@@ -96,14 +98,13 @@ class Program:
 
     def _run_one(
         self, changed: list[Any], kept: list[Any], chunk: Any, start: Any, count: Any
-    ) -> tuple[list[Any], list[Any]]:
-        del count
+    ) -> tuple[list[Any], list[Any], Any]:
         new, results = self._one_step(changed, kept, chunk, start)
-        return new, [result[None] for result in results]
+        return new, [result[None] for result in results], start + count
 
     def _run_many(
         self, changed: list[Any], kept: list[Any], chunk: Any, start: Any, count: Any
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[Any], list[Any], Any]:
         _, shapes = jax.eval_shape(self._one_step, changed, kept, chunk, start)
         results = [
             jnp.zeros((self._capacity, *shape.shape), shape.dtype) for shape in shapes
@@ -117,7 +118,8 @@ class Program:
                 for all_, value in zip(results, values, strict=True)
             ]
 
-        return jax.lax.fori_loop(start, start + count, body, (changed, results))
+        stop = start + count
+        return *jax.lax.fori_loop(start, stop, body, (changed, results)), stop
 
 
 def has_slow_loop(program: core.ClosedJaxpr, platform: str) -> bool:

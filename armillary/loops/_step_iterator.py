@@ -6,6 +6,7 @@ from typing import Any, Self
 import jax
 
 from armillary._typing import PyTree
+from armillary.errors import RetraceError
 
 
 class MoreBatches(BaseException):
@@ -47,6 +48,20 @@ class StepIterator:
             raise MoreBatches(self.index)
         self.num_taken += 1
         return self._batches[self.num_taken - 1]
+
+
+def check_taken(step_name: str, taken: Sequence[int]) -> None:
+    """Raises if a step took no batch from one of its datasets.
+
+    Raises:
+        RetraceError: If a number in `taken` is 0.
+    """
+    if not all(taken):
+        raise RetraceError(
+            f"`{step_name}` took no batch from dataset {list(taken).index(0)} of "
+            f"{len(taken)}, so its data would never end. Call `next(iterator)` "
+            "on each iterator, or leave the dataset out."
+        )
 
 
 def take_batch(arrays: PyTree, index: Any) -> PyTree:

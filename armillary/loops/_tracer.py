@@ -5,19 +5,17 @@ batches, and the plain Python values (flags, rates, names) that were read on the
 New places or values are noticed between loops; batches may only get smaller.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.extend import core
 
 from armillary._logging import logger
 from armillary._typing import PyTree
 from armillary.distribute import Placement, Strategy, TracedStep, trace_step
 from armillary.errors import RetraceError
-from armillary.loops._step_iterator import MoreBatches, StepIterator
+from armillary.loops._reads import recorded_reads
+from armillary.loops._step_iterator import MoreBatches, StepIterator, check_taken
 from armillary.state import State, describe
 
 _MAX_BATCHES_PER_STEP = 1000
@@ -67,64 +65,62 @@ class StepTracer:
         self._nest, self._strategy = nest, strategy
         self._traces: dict[Any, _Entry] = {}
         self._first_batches: list[PyTree] | None = None
-        self._found: State | None = None
-        self._constants: dict[str, Any] = {}
-        self._unread: set[str] = set()
+        self._reads: set[str] = set()
+        self._types: list[jax.ShapeDtypeStruct] = []
         self.state: State | None = None
         self.placement: Placement | None = None
 
     def find_state(self) -> bool:
-        """Finds the state as it is now; returns whether steps must be traced again."""
-        if self._found is not None and self._found.is_current():
+        """Finds the state as it is now; returns whether programs are out of date."""
+        old = self.state
+        if old is None or self.placement is None:
+            self._adopt(State([(self._owner, "")]))
+            return True
+        if old.is_current() and self.placement.has_types(self._types):
             return False
-        self._found = found = State([(self._owner, "")])
-        # As sets: the order may change, as NNX sorts an optimizer's state at an update.
-        if self.state is None or found.places != self.state.places:
+        found = State([(self._owner, "")])
+        is_other = found.signature() != old.signature()
+        if is_other or found.places != old.places:
+            self._adopt(found)
+        else:
             self.state = found
-            self.placement = Placement(found, self._strategy)
-            self._constants = found.constants
+            self.placement.rebind(found)
+        if is_other:
             self._traces.clear()
             return True
-        return self._find_constants(found.constants)
+        changes = found.changes_since(old)
+        # A list that grows in an attribute that no step reads is none of its business.
+        read = {path for path in changes if path.partition("/")[0] in self._reads}
+        return bool(read) and self._trace_again(read)
 
-    def _find_constants(self, now: dict[str, Any]) -> bool:
+    def _adopt(self, state: State) -> None:
+        self.state = state
+        self.placement = Placement(state, self._strategy)
+        self._types = self.placement.types()
+
+    def _trace_again(self, changed: set[str]) -> bool:
         """Traces again where plain values changed; returns whether that made a change.
 
-        Most changes are of values that no step reads, such as a count of epochs: those
-        give the same program, and are not looked at again.
+        A step may look at any of them while it is traced, such as at a flag of a
+        module. Whether it does shows in the program.
         """
-        changed = {
-            path
-            for path, value in now.items()
-            if path not in self._unread and self._constants.get(path) != value
-        }
-        if not changed:
-            return False
-        before, self._constants = self._constants, now
         old, self._traces = self._traces, {}
         for entry in old.values():
             again = self.trace(entry.batches, entry.active, entry.layouts)
-            if not _is_same(entry.trace, again):
-                self._warn(changed, before, now)
+            if (
+                again.batches_per_step != entry.trace.batches_per_step
+                or not again.step.is_same(entry.trace.step)
+            ):
+                logger.warning(
+                    "`%s` is compiled again, because it read plain values that have "
+                    "changed (%s). Hold a value that changes often in an array, so "
+                    "that it is an input of the compiled step.",
+                    self._name,
+                    ", ".join(sorted(changed)),
+                )
                 return True
         self._traces = old
-        self._unread |= changed
         return False
-
-    def _warn(
-        self, changed: set[str], before: dict[str, Any], now: dict[str, Any]
-    ) -> None:
-        values = ", ".join(
-            f"{path}: {before.get(path)!r} became {now[path]!r}"
-            for path in sorted(changed)
-        )
-        logger.warning(
-            "`%s` is compiled again, because plain values that it reads have changed "
-            "(%s). Hold a value that changes often in an array, so that it is an input "
-            "of the compiled step.",
-            self._name,
-            values,
-        )
 
     def trace(
         self, batches: list[PyTree], active: tuple[int, ...], layouts: Sequence[Any]
@@ -155,8 +151,10 @@ class StepTracer:
             try:
                 step, taken = self._trace_with(batches, counts, active, layouts)
             except MoreBatches as more:
-                counts[more.index] += 1
-                if counts[more.index] <= _MAX_BATCHES_PER_STEP:
+                if counts[more.index] < _MAX_BATCHES_PER_STEP:
+                    # Doubled, since each try is a trace of the whole step.
+                    doubled = 2 * counts[more.index]
+                    counts[more.index] = min(doubled, _MAX_BATCHES_PER_STEP)
                     continue
                 raise RetraceError(
                     f"`{self._name}` took over {_MAX_BATCHES_PER_STEP} batches in one "
@@ -164,13 +162,10 @@ class StepTracer:
                     "number with `next(iterator)`; the library calls the step until "
                     "the data ends."
                 ) from None
-            if not all(taken):
-                raise RetraceError(
-                    f"`{self._name}` took no batch from dataset {taken.index(0)} of "
-                    f"{len(taken)}, so its data would never end. Call `next(iterator)` "
-                    "on each iterator, or leave the dataset out."
-                )
-            return Trace(step, tuple(counts))
+            check_taken(self._name, taken)
+            if taken == counts:
+                return Trace(step, tuple(counts))
+            counts = taken
 
     def _trace_with(
         self,
@@ -192,16 +187,19 @@ class StepTracer:
             ]
             return self._step_fn(self._nest.unflatten(iterators))
 
-        step = trace_step(
-            fn,
-            self.state,
-            self.placement.types(),
-            tuple(
-                [batch] * count for batch, count in zip(batches, counts, strict=True)
-            ),
-            user_fn=self._step_fn,
-            owner=owner_of(self._name),
-        )
+        with recorded_reads(self._owner) as reads:
+            step = trace_step(
+                fn,
+                self.state,
+                self._types,
+                tuple(
+                    [batch] * count
+                    for batch, count in zip(batches, counts, strict=True)
+                ),
+                user_fn=self._step_fn,
+                owner=owner_of(self._name),
+            )
+        self._reads |= reads
         return step, [iterator.num_taken for iterator in iterators]
 
     def _check_batches(self, batches: list[PyTree]) -> None:
@@ -258,24 +256,3 @@ def _compare(first: PyTree, batch: PyTree, axis: int) -> list[str]:
 
 def _without(leaf: Any, axis: int) -> tuple[Any, ...]:
     return (*leaf.shape[:axis], *leaf.shape[axis + 1 :], str(leaf.dtype))
-
-
-def _is_same(old: Trace, new: Trace) -> bool:
-    """Returns whether two traces are the same program."""
-    a, b = old.step.program, new.step.program
-    return (
-        old.batches_per_step == new.batches_per_step
-        and old.step.changed == new.step.changed
-        and _print(a) == _print(b)
-        and len(a.consts) == len(b.consts)
-        and all(map(_is_equal, a.consts, b.consts))
-    )
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    return a is b or bool(np.array_equal(np.asarray(a), np.asarray(b)))
-
-
-def _print(program: core.ClosedJaxpr) -> str:
-    # Functions inside a program print with their address, which is new in each trace.
-    return re.sub(r"0x[0-9a-f]+", "", str(program))

@@ -5,6 +5,7 @@ the globals their code names. It stops at objects that cannot hold a user's stat
 modules, classes, and instances of the standard library and of the array stack.
 """
 
+import dis
 import functools
 import sys
 import types
@@ -16,7 +17,7 @@ import numpy as np
 
 from armillary.state import _nnx
 from armillary.state._place import PlaceSlot, is_array
-from armillary.state._slots import Slot, join, key_name
+from armillary.state._slots import Role, Slot, join, key_name
 
 _OPAQUE_PACKAGES = frozenset(sys.stdlib_module_names) | {
     "armillary",
@@ -46,15 +47,16 @@ class Search:
         nodes: NNX objects on the way, whose trace state must follow a lift.
         constants: Plain Python values (numbers, strings, flags) by (object, attribute),
             as (path, object, value). A traced step has them baked in.
-        holders: The objects, functions and containers that were searched.
+        holders: The objects, functions and containers that were searched, by path.
     """
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
         self.nodes: list[Any] = []
         self.constants: dict[tuple[int, str], tuple[str, Any, Any]] = {}
-        self.holders: list[Any] = []
+        self.holders: list[tuple[Any, str]] = []
         self._seen: set[Any] = set()
+        self._unsummed: set[int] = set()
 
     def visit(self, value: Any, path: str) -> None:
         """Searches `value` and everything it reaches."""
@@ -63,17 +65,17 @@ class Search:
         if _nnx.is_variable(value):
             self._add(_nnx.NnxSlot(value, path))
         elif isinstance(value, dict | list):
-            if self._is_new(value):
+            if self._is_new(value, path):
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 for name, item in list(items):
                     self._visit_place(value, name, item, join(path, name))
         elif _is_function(value):
-            if self._is_new(value):
+            if self._is_new(value, path):
                 for name, item in captured(value):
                     self._note_constant(value, name, item, join(path, name))
                     self.visit(item, join(path, name))
         elif is_object(value):
-            if self._is_new(value):
+            if self._is_new(value, path):
                 self._visit_object(value, path)
         else:
             self._visit_leaves(value, path)
@@ -81,6 +83,8 @@ class Search:
     def _visit_object(self, value: Any, path: str) -> None:
         if _nnx.is_node(value):
             self.nodes.append(value)
+            if not _nnx.merges_by_sum(value):
+                self._unsummed.update(map(id, vars(value).values()))
         for name, item in list(vars(value).items()):
             if not _nnx.is_attribute(name):
                 continue
@@ -101,7 +105,9 @@ class Search:
         if any(is_array(leaf) for leaf in leaves):
             self._add(PlaceSlot(owner, name, path, is_claimed))
         elif isinstance(value, dict | list):
-            self.holders.append(value)
+            self.holders.append((value, path))
+            for key, item in held_by(value):
+                self._note_constant(value, str(key), item, join(path, key))
 
     def _visit_leaves(self, value: Any, path: str) -> list[Any]:
         try:
@@ -122,14 +128,16 @@ class Search:
     def _add(self, slot: Slot) -> None:
         if slot.key not in self._seen:
             self._seen.add(slot.key)
+            if slot.key in self._unsummed:
+                slot.role = Role.PLAIN
             self.slots.append(slot)
 
-    def _is_new(self, value: Any) -> bool:
+    def _is_new(self, value: Any, path: str) -> bool:
         marker = ("visited", id(value))
         if marker in self._seen:
             return False
         self._seen.add(marker)
-        self.holders.append(value)
+        self.holders.append((value, path))
         return True
 
 
@@ -144,6 +152,8 @@ def held_by(holder: Any) -> Iterable[tuple[Any, Any]]:
 
 def is_claimed(value: Any) -> bool:
     """Returns whether a value is searched on its own rather than as a pytree."""
+    if isinstance(value, Iterator):
+        return True  # It cannot be looked into, and JAX warns if told to flatten it.
     return _nnx.is_variable(value) or is_object(value) or _is_function(value)
 
 
@@ -190,9 +200,10 @@ def captured(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     for name in sorted(_global_names(code)):
         if name in function.__globals__:
             yield name, function.__globals__[name]
-    if hasattr(function, "__wrapped__"):
-        # `armillary.function` and others keep what they wrap where no search looks.
-        yield from captured(function.__wrapped__)
+    # `armillary.function` and others keep what they wrap where no search looks.
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is not None:
+        yield from captured(wrapped)
 
 
 def _is_function(value: Any) -> bool:
@@ -217,9 +228,15 @@ def _function_of(value: Any) -> types.FunctionType | None:
     return None if root in _OPAQUE_PACKAGES or root == "flax" else value
 
 
-def _global_names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> frozenset[str]:
+    # Not `co_names`, which holds the names of attributes too.
+    names = {
+        str(instruction.argval)
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= _global_names(constant)
-    return names
+    return frozenset(names)

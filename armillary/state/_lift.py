@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from armillary.errors import StateStructureError
 from armillary.state import _nnx
 from armillary.state._find import Search, held_by
-from armillary.state._slots import Slot, describe
+from armillary.state._slots import Slot, describe, join
 
 
 class State:
@@ -30,24 +30,30 @@ class State:
         slots: The slots, each place once.
         paths: The path of each array in the flat list.
         owners: The slot of each array in the flat list.
-        places: The places, in no order: equal for two states that are the same.
+        places: The keys of the slots.
     """
 
     def __init__(self, roots: Sequence[tuple[Any, str]]) -> None:
         self.roots = tuple(roots)
         search = self._search()
-        self.slots: tuple[Slot, ...] = tuple(search.slots)
+        self.slots: tuple[Slot, ...] = tuple(
+            sorted(search.slots, key=lambda slot: slot.path)
+        )
         self._nodes = search.nodes
         self._constants = search.constants
         self.paths = tuple(path for slot in self.slots for path in slot.paths)
         self.owners = tuple(slot for slot in self.slots for _ in slot.paths)
-        self.places = frozenset((slot.key, slot.paths) for slot in self.slots)
-        own = {slot.key for slot in self.slots}
+        self.places = frozenset(slot.key for slot in self.slots)
         self._holders = [
-            (holder, {name for name, _ in held_by(holder) if (id(holder), name) in own})
-            for holder in search.holders
+            (holder, path, self._own_names(holder)) for holder, path in search.holders
         ]
         self._held = self._hold()
+        self._held_by_place = self._hold_by_place()
+
+    def _own_names(self, holder: Any) -> set[Any]:
+        """Returns the names in a holder that are slots."""
+        names = (name for name, _ in held_by(holder))
+        return {name for name in names if (id(holder), name) in self.places}
 
     def _search(self) -> Search:
         search = Search()
@@ -55,15 +61,10 @@ class State:
             search.visit(root, path)
         return search
 
-    @property
-    def constants(self) -> dict[str, Any]:
-        """Plain Python values of the searched objects, by path."""
-        return {path: value for path, _, value in self._constants.values()}
-
     def _hold(self) -> list[Any]:
         return [
             value
-            for holder, slots in self._holders
+            for holder, _, slots in self._holders
             for name, value in held_by(holder)
             if name not in slots
         ]
@@ -77,10 +78,44 @@ class State:
         now = self._hold()
         return len(now) == len(self._held) and all(map(operator.is_, now, self._held))
 
-    def refresh(self, found: "State") -> None:
-        """Takes over what a new search with the same places has found."""
-        self._holders, self._held = found._holders, found._held
-        self._constants = found._constants
+    def signature(self) -> tuple[Any, ...]:
+        """Returns what a compiled program depends on, but for plain values."""
+        return tuple(
+            (
+                slot.paths,
+                slot.role,
+                slot.annotations.get("aggregation"),
+                slot.annotations.get("synchronization"),
+                tuple((leaf.shape, leaf.dtype) for leaf in map(as_array, slot.read())),
+            )
+            for slot in self.slots
+        )
+
+    def changes_since(self, old: "State") -> dict[str, tuple[Any, str]]:
+        """Returns what the searched objects hold that `old` did not find there.
+
+        Returns:
+            The object and the name of each changed place that is not a slot, by path.
+        """
+        before, now = old._held_by_place, self._held_by_place
+        return {
+            path: (holder, name)
+            for (_, name), (holder, path, value) in now.items()
+            if not _is_equal(before.get((id(holder), name), (None, "", old))[2], value)
+        }
+
+    def _hold_by_place(self) -> dict[tuple[int, Any], tuple[Any, str, Any]]:
+        """Returns what was held when the state was found: object, path and value."""
+        places = [
+            (holder, path, name)
+            for holder, path, slots in self._holders
+            for name, _ in held_by(holder)
+            if name not in slots
+        ]
+        return {
+            (id(holder), name): (holder, join(path, name), value)
+            for (holder, path, name), value in zip(places, self._held, strict=True)
+        }
 
     def read(self) -> list[Any]:
         """Returns the arrays that the slots hold."""
@@ -153,7 +188,8 @@ class State:
             for key, (path, _, old) in self._constants.items()
             # Flags and names are set, not counted: once is as good as every time.
             if isinstance(old, int | float) and not isinstance(old, bool)
-            if key in now.constants and now.constants[key][2] != old
+            if key in now.constants and now.constants[key][2] is not old
+            if now.constants[key][2] != old
         ]
 
     def _parts(self, leaves: Sequence[Any]) -> Iterator[tuple[Slot, list[Any]]]:
@@ -162,6 +198,12 @@ class State:
             stop = start + len(slot.paths)
             yield slot, list(leaves[start:stop])
             start = stop
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Returns whether two held values make no difference to a program."""
+    is_plain = isinstance(a, str | int | float) and type(a) is type(b)
+    return a is b or (is_plain and a == b)
 
 
 def strong(leaf: Any) -> jax.Array:

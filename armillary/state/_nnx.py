@@ -75,6 +75,14 @@ def is_node(value: Any) -> bool:
     return isinstance(value, nnx.Pytree)
 
 
+def merges_by_sum(value: Any) -> bool:
+    """Returns whether the state of a metric on several replicas adds up.
+
+    That of Welford's algorithm holds a running mean, which does not.
+    """
+    return not isinstance(value, nnx.metrics.Welford)
+
+
 def is_attribute(name: str) -> bool:
     """Returns whether an entry of a node's `__dict__` is the user's."""
     return not name.startswith("_pytree__")
@@ -88,6 +96,8 @@ def swap_node(node: nnx.Pytree) -> Callable[[], None]:
 
     def restore() -> None:
         state._trace_state = old
+        # `nnx.grad` gives its nodes new state objects, made in a trace that has ended.
+        object.__setattr__(node, "_pytree__state", state)
 
     return restore
 

@@ -22,9 +22,13 @@ def make_dataset(make_layout):
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
+    # Other tests of this process may hold iterators still.
+    others = set(threading.enumerate())
     yield
     deadline = time.monotonic() + 5
-    while any(t.name == "armillary-prefetch" for t in threading.enumerate()):
+    while any(
+        t.name == "armillary-prefetch" for t in set(threading.enumerate()) - others
+    ):
         assert time.monotonic() < deadline, "A prefetch thread is left."
         gc.collect()
 

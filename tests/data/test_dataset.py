@@ -89,8 +89,12 @@ def read(iterator, count=100):
     return batches
 
 
+others: set[threading.Thread] = set()
+
+
 def prefetch_threads():
-    return [t for t in threading.enumerate() if t.name == "armillary-prefetch"]
+    new = set(threading.enumerate()) - others
+    return [t for t in new if t.name == "armillary-prefetch"]
 
 
 def wait_for_threads():
@@ -102,6 +106,9 @@ def wait_for_threads():
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
+    # Other tests of this process may hold iterators still.
+    others.clear()
+    others.update(threading.enumerate())
     yield
     wait_for_threads()
 

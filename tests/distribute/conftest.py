@@ -1,0 +1,38 @@
+"""What the tests of strategies share: replicas on some of the virtual devices."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from armillary import MirroredStrategy
+from armillary.distribute import PerReplica, Strategy
+
+MakeStrategy = Callable[[int], Strategy]
+PutRows = Callable[..., PerReplica]
+
+
+@pytest.fixture
+def make_mirrored() -> MakeStrategy:
+    """Returns a function that makes a strategy with so many replicas."""
+
+    def make(num_replicas: int) -> Strategy:
+        return MirroredStrategy(jax.devices()[:num_replicas])
+
+    return make
+
+
+@pytest.fixture
+def put_rows() -> PutRows:
+    """Returns a function that gives each replica one of some rows."""
+
+    def put(
+        strategy: Strategy, rows: Sequence[Any] | np.ndarray, num_active: int = 0
+    ) -> Any:
+        stacked = np.asarray(rows, getattr(rows, "dtype", np.float32))
+        layout = strategy.layout
+        return layout.wrap(layout.place(stacked), num_active or len(stacked))
+
+    return put

@@ -1,0 +1,370 @@
+"""What holds under every strategy, whatever the number of replicas."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import armillary
+from armillary import (
+    DefaultStrategy,
+    MirroredStrategy,
+    OneDeviceStrategy,
+    ReduceOp,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from armillary.data import InputContext
+
+MAKERS = {
+    "default": DefaultStrategy,
+    "one device": lambda: OneDeviceStrategy("cpu:1"),
+    "mirrored 1": lambda: MirroredStrategy(jax.devices()[:1]),
+    "mirrored 2": lambda: MirroredStrategy(jax.devices()[:2]),
+    "mirrored 4": lambda: MirroredStrategy(jax.devices()[:4]),
+    "mirrored 8": lambda: MirroredStrategy(),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def strategy(request):
+    return MAKERS[request.param]()
+
+
+@pytest.fixture
+def ids(strategy):
+    """The number of each replica, as a per-replica value of shape (2,)."""
+
+    def value_fn(context):
+        return jnp.full((2,), context.replica_id_in_sync_group, jnp.float32)
+
+    return strategy.distribute_values_from_function(value_fn)
+
+
+def test_replicas_are_counted(strategy):
+    if strategy.mesh is None:
+        assert strategy.num_replicas_in_sync == 1
+    else:
+        assert strategy.num_replicas_in_sync == strategy.mesh.size
+    assert str(strategy.num_replicas_in_sync) in repr(strategy) or (
+        strategy.mesh is None
+    )
+
+
+def test_run_calls_the_function_once_per_replica(strategy, ids):
+    result = strategy.run(lambda x, y: x * y, args=(ids, 3.0))
+    rows = [np.asarray(row).tolist() for row in strategy.local_results(result)]
+    assert rows == [[3.0 * i] * 2 for i in range(strategy.num_replicas_in_sync)]
+
+
+def test_run_takes_lists_and_keywords(strategy, ids):
+    def fn(x, *, scale, mode):
+        return x * scale if mode == "times" else x
+
+    result = strategy.run(fn, [ids], {"scale": jnp.float32(2), "mode": "times"})
+    total = strategy.reduce(ReduceOp.SUM, result, axis=0)
+    n = strategy.num_replicas_in_sync
+    assert float(total) == 2 * 2 * sum(range(n))
+
+
+def test_run_returns_nests_with_static_leaves(strategy, ids):
+    def fn(x):
+        return {"a": (x, None), "name": "text", "n": 3, "b": [x + 1]}
+
+    result = strategy.run(fn, args=(ids,))
+    assert result["name"] == "text" and result["n"] == 3 and result["a"][1] is None
+    first = strategy.local_results(result)[0]
+    np.testing.assert_array_equal(first["a"][0], [0, 0])
+    np.testing.assert_array_equal(first["b"][0], [1, 1])
+    assert first["name"] == "text" and first["a"][1] is None
+    reduced = strategy.reduce("mean", {"a": result["a"], "b": result["b"]})
+    mean = (strategy.num_replicas_in_sync - 1) / 2
+    np.testing.assert_allclose(reduced["a"][0], [mean, mean])
+    np.testing.assert_allclose(reduced["b"][0], [mean + 1, mean + 1])
+
+
+def test_run_may_return_nothing(strategy):
+    assert strategy.run(lambda: None) is None
+
+
+def test_arrays_that_are_not_per_replica_are_the_same_everywhere(strategy, ids):
+    shared = np.asarray([1.0, 2.0], np.float32)
+    result = strategy.run(lambda x, y: x * 0 + y, args=(ids, shared))
+    for row in strategy.local_results(result):
+        np.testing.assert_array_equal(row, shared)
+
+
+def test_state_in_the_arguments_is_updated(strategy, ids):
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    kernel = model.kernel
+
+    def fn(model, x):
+        model.kernel[...] = model.kernel[...] + 1
+        return model(x[None])
+
+    before = np.asarray(kernel[...])
+    strategy.run(fn, args=(model, ids))
+    assert model.kernel is kernel
+    np.testing.assert_array_equal(kernel[...], before + 1)
+
+
+def test_state_in_the_closure_is_updated(strategy):
+    count = armillary.create_global_step()
+
+    def fn():
+        count[...] = count[...] + 1
+
+    strategy.run(fn)
+    strategy.run(fn)
+    assert int(count[...]) == 2
+
+
+def test_state_in_the_arguments_of_a_compiled_step_is_updated(strategy, ids):
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    before = np.asarray(model.kernel[...])
+
+    def fn(model, x, holder):
+        assert holder["model"] is model
+        model.kernel[...] = model.kernel[...] + 1
+        return model(x[None])
+
+    @armillary.function
+    def step(x):
+        strategy.run(fn, args=(model, x), kwargs={"holder": {"model": model}})
+
+    step(ids)
+    np.testing.assert_array_equal(model.kernel[...], before + 1)
+
+
+def test_values_of_the_enclosing_step_reach_every_replica(strategy, ids):
+    @armillary.function
+    def step(x, factor):
+        factor = factor * 2
+        inner = nnx.State({"w": nnx.Param(factor + 1)})
+        return strategy.run(
+            lambda x, state: x * factor + state["w"][...], args=(x, inner)
+        )
+
+    result = step(ids, jnp.float32(3))
+    for replica, row in enumerate(strategy.local_results(result)):
+        np.testing.assert_array_equal(row, [6 * replica + 7] * 2)
+
+
+def test_merge_call_gets_the_objects_themselves(strategy):
+    model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+
+    def merge_fn(merged_strategy, given, kernel, values):
+        assert given["model"] is model and kernel is model.kernel
+        kernel.set_value(merged_strategy.reduce("mean", values)["w"][...])
+
+    def fn():
+        values = nnx.State({"w": nnx.Param(jnp.full((1, 1), 5.0))})
+        get_replica_context().merge_call(
+            merge_fn, args=({"model": model}, model.kernel, values)
+        )
+
+    strategy.run(fn)
+    assert float(model.kernel[...][0, 0]) == 5
+
+
+@pytest.mark.parametrize("axis", [None, 0, -1, 1])
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
+def test_reduce(strategy, op, axis):
+    n = strategy.num_replicas_in_sync
+    rows = np.arange(n * 6, dtype=np.float32).reshape(n, 2, 3)
+    value = strategy.distribute_values_from_function(
+        lambda context: rows[context.replica_id_in_sync_group]
+    )
+    axes = {None: (0,), 0: (0, 1), 1: (0, 2), -1: (0, 2)}[axis]
+    expected = (np.sum if op is ReduceOp.SUM else np.mean)(rows, axes)
+    np.testing.assert_allclose(strategy.reduce(op, value, axis), expected, rtol=1e-6)
+    by_name = strategy.reduce(op.name.lower(), value, axis=axis)
+    np.testing.assert_allclose(by_name, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_gather(strategy, axis):
+    n = strategy.num_replicas_in_sync
+    rows = np.arange(n * 6, dtype=np.float32).reshape(n, 2, 3)
+    value = strategy.distribute_values_from_function(
+        lambda context: rows[context.replica_id_in_sync_group]
+    )
+    joined = strategy.gather({"x": value, "tag": "text"}, axis=axis)
+    np.testing.assert_array_equal(joined["x"], np.concatenate(rows, axis))
+    assert joined["tag"] == "text"
+
+
+def test_reduce_and_gather_leave_other_values(strategy):
+    assert strategy.reduce(ReduceOp.MEAN, 3.0) == 3.0
+    np.testing.assert_allclose(strategy.reduce("mean", jnp.ones((2, 3)), 0), [1, 1, 1])
+    assert strategy.gather(3.0, axis=0) == 3.0
+    assert strategy.reduce(ReduceOp.SUM, 0) == 0
+    assert strategy.local_results("text") == ("text",)
+
+
+def test_the_scope_is_cross_replica_context(strategy):
+    assert not in_cross_replica_context() and get_replica_context() is not None
+    with strategy.scope() as entered, strategy.scope():
+        assert entered is strategy and get_strategy() is strategy
+        assert in_cross_replica_context() and get_replica_context() is None
+        assert has_strategy() == (strategy is not DefaultStrategy())
+    assert get_strategy() is DefaultStrategy() and not has_strategy()
+
+
+def test_run_is_replica_context(strategy):
+    seen: list[Any] = []
+
+    def fn():
+        context = get_replica_context()
+        seen.append((get_strategy(), in_cross_replica_context(), context))
+        return context.replica_id_in_sync_group + jnp.zeros((), jnp.int32)
+
+    result = strategy.run(fn)
+    found, is_cross, context = seen[0]
+    assert found is strategy and not is_cross and context.strategy is strategy
+    assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
+    ids = [int(row) for row in strategy.local_results(result)]
+    assert ids == list(range(strategy.num_replicas_in_sync))
+    assert get_strategy() is DefaultStrategy()
+
+
+def test_set_strategy_lasts_until_it_is_undone(strategy):
+    armillary.set_strategy(strategy)
+    try:
+        assert get_strategy() is strategy and in_cross_replica_context()
+        with strategy.scope():
+            assert get_strategy() is strategy
+    finally:
+        armillary.set_strategy(None)
+    assert get_strategy() is DefaultStrategy() and not in_cross_replica_context()
+
+
+@pytest.mark.parametrize(
+    ("op", "factor"), [(ReduceOp.SUM, 1), (ReduceOp.MEAN, None), ("sum", 1)]
+)
+def test_all_reduce(strategy, ids, op, factor):
+    result = strategy.run(
+        lambda x: get_replica_context().all_reduce(op, {"x": x}), args=(ids,)
+    )
+    n = strategy.num_replicas_in_sync
+    expected = sum(range(n)) * (1 / n if factor is None else factor)
+    for row in strategy.local_results(result):
+        np.testing.assert_allclose(row["x"], [expected] * 2)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_all_gather(strategy, ids, axis):
+    result = strategy.run(
+        lambda x: get_replica_context().all_gather(x[None] + jnp.ones((3, 1)), axis),
+        args=(ids,),
+    )
+    rows = [np.full((3, 2), i + 1) for i in range(strategy.num_replicas_in_sync)]
+    for row in strategy.local_results(result):
+        np.testing.assert_array_equal(row, np.concatenate(rows, axis))
+
+
+def test_all_gather_of_shared_values(strategy):
+    result = strategy.run(lambda: get_replica_context().all_gather(jnp.ones(2), 0))
+    first = strategy.local_results(result)[0]
+    assert first.shape == (2 * strategy.num_replicas_in_sync,)
+
+
+def test_merge_call(strategy, ids):
+    def merge_fn(merged_strategy, x, label, *, y):
+        assert merged_strategy is strategy and label == "label"
+        assert in_cross_replica_context() and get_strategy() is strategy
+        total = merged_strategy.reduce(ReduceOp.SUM, x)
+        return total, merged_strategy.gather(y, axis=0)
+
+    def fn(x):
+        total, joined = get_replica_context().merge_call(
+            merge_fn, args=(x, "label"), kwargs={"y": x}
+        )
+        assert not in_cross_replica_context()
+        return x + total, joined
+
+    n = strategy.num_replicas_in_sync
+    results = strategy.local_results(strategy.run(fn, args=(ids,)))
+    for replica, (value, joined) in enumerate(results):
+        np.testing.assert_array_equal(value, [replica + sum(range(n))] * 2)
+        np.testing.assert_array_equal(joined, np.repeat(np.arange(n), 2))
+
+
+def test_a_global_batch_is_split(strategy):
+    n = strategy.num_replicas_in_sync
+    arrays = {"x": np.arange(16 * 2, dtype=np.float32).reshape(16, 2)}
+    dataset = strategy.distribute_dataset(
+        strategy.make_numpy_dataset(arrays, batch_size=8)
+    )
+    batches = list(dataset)
+    assert len(batches) == 2
+    rows = strategy.local_results(batches[1])
+    assert len(rows) == n
+    np.testing.assert_array_equal(
+        np.concatenate([row["x"] for row in rows]), arrays["x"][8:]
+    )
+    sums = strategy.run(lambda batch: jnp.sum(batch["x"]), args=(batches[0],))
+    assert float(strategy.reduce("sum", sums)) == arrays["x"][:8].sum()
+
+
+def test_a_dataset_from_a_function_gives_each_replica_a_batch(strategy):
+    n = strategy.num_replicas_in_sync
+    seen: list[InputContext] = []
+
+    def dataset_fn(context):
+        seen.append(context)
+        size = context.get_per_replica_batch_size(8)
+        return armillary.data.from_arrays(np.arange(8), batch_size=size)
+
+    (batch,) = strategy.distribute_datasets_from_function(dataset_fn)
+    assert seen[0].num_replicas_in_sync == n
+    rows = [np.asarray(row) for row in strategy.local_results(batch)]
+    assert [len(row) for row in rows] == [8 // n] * n
+    np.testing.assert_array_equal(np.concatenate(rows), np.arange(8))
+
+
+def test_values_from_a_function_are_nests(strategy):
+    seen = []
+
+    def value_fn(context):
+        seen.append(context)
+        return {"id": jnp.asarray(context.replica_id_in_sync_group)}
+
+    value = strategy.distribute_values_from_function(value_fn)
+    n = strategy.num_replicas_in_sync
+    assert seen == [(i, n) for i in range(n)]
+    assert [int(row["id"]) for row in strategy.local_results(value)] == list(range(n))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "distribute_dataset",
+        "distribute_datasets_from_function",
+        "distribute_values_from_function",
+        "local_results",
+        "make_numpy_dataset",
+    ],
+)
+def test_the_spellings_of_the_tensorflow_guides_are_aliases(strategy, name):
+    kind = type(strategy)
+    assert getattr(kind, f"experimental_{name}") is getattr(kind, name)
+
+
+def test_a_step_compiled_by_function_gives_the_same(strategy, ids):
+    metric = nnx.metrics.Average()
+
+    @armillary.function
+    def step(x):
+        return strategy.run(lambda x: metric.update(values=x), args=(x,))
+
+    step(ids)
+    step(ids)
+    n = strategy.num_replicas_in_sync
+    assert float(metric.count[...]) == 2 * 2 * n
+    assert float(metric.compute()) == pytest.approx((n - 1) / 2)

@@ -1,0 +1,592 @@
+import collections
+import functools
+import threading
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.distribute import _function
+from armillary.errors import CapturedStateError, StateStructureError
+
+global_counter = nnx.Variable(jnp.asarray(0))
+
+
+class Holder:
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+@pytest.fixture
+def traces():
+    """Notes how often Python runs the code of a function.
+
+    A deque is not searched for state, so that filling it does not change what a
+    function depends on.
+    """
+    return collections.deque()
+
+
+def add(variable, amount=1):
+    variable[...] = variable[...] + amount
+
+
+def test_a_function_is_compiled_once_per_shape(traces, no_retrace):
+    @armillary.function
+    def double(x):
+        traces.append("fn")
+        return x * 2
+
+    assert double(jnp.ones(2)).tolist() == [2, 2]
+    with no_retrace():
+        assert double(np.zeros(2, np.float32)).tolist() == [0, 0]
+    double(jnp.ones(3))
+    double(jnp.ones(2, jnp.int32))
+    double([jnp.ones(2)][0])
+    assert len(traces) == 3
+
+
+def test_the_name_and_docstring_are_kept():
+    @armillary.function
+    def documented(x):
+        """Returns it."""
+        return x
+
+    assert documented.__name__ == "documented"
+    assert documented.__doc__ == "Returns it."
+
+
+def test_the_decorator_takes_a_strategy(make_mirrored):
+    strategy, count = make_mirrored(2), nnx.Variable(jnp.asarray(0))
+
+    @armillary.function(strategy=strategy)
+    def step():
+        assert armillary.get_strategy() is armillary.DefaultStrategy()
+        add(count)
+
+    step()
+    assert count[...].sharding.mesh == strategy.mesh
+
+
+def test_the_strategy_that_a_function_reaches_holds_its_state(make_mirrored):
+    strategy, count = make_mirrored(2), nnx.Variable(jnp.asarray(0))
+
+    @armillary.function
+    def step():
+        strategy.run(lambda: add(count))
+
+    step()
+    assert count[...].sharding.mesh == strategy.mesh
+
+
+def test_variables_in_the_closure_are_updated(traces):
+    count = nnx.Variable(jnp.asarray(0))
+
+    @armillary.function
+    def step():
+        traces.append("fn")
+        add(count)
+        return count[...]
+
+    assert [int(step()) for _ in range(3)] == [1, 2, 3]
+    assert len(traces) == 1
+
+
+def test_global_variables_are_updated():
+    before = int(global_counter[...])
+
+    @armillary.function
+    def step():
+        add(global_counter)
+
+    step()
+    step()
+    assert int(global_counter[...]) == before + 2
+
+
+def test_state_of_self_is_updated(traces):
+    class Loop:
+        def __init__(self):
+            self.total = jnp.zeros(())
+            self.model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+
+        @armillary.function
+        def step(self, x):
+            traces.append("fn")
+            self.total = self.total + jnp.sum(x)
+            add(self.model.bias)
+
+    first, second = Loop(), Loop()
+    for _ in range(2):
+        first.step(jnp.ones(3))
+    second.step(jnp.ones(3))
+    assert (float(first.total), float(second.total)) == (6, 3)
+    assert (first.model.bias[...].tolist(), second.model.bias[...].tolist()) == (
+        [2], [1],
+    )  # fmt: skip
+    assert len(traces) == 2  # once for each object
+
+
+def test_state_in_arguments_is_updated(traces):
+    @armillary.function
+    def step(model, holders, *, extra):
+        traces.append("fn")
+        add(model.bias)
+        holders["a"].total = holders["a"].total + 1
+        add(extra)
+
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    kernel, holder, extra = (
+        model.kernel, Holder(total=jnp.zeros(())), nnx.Variable(jnp.asarray(0)),
+    )  # fmt: skip
+    step(model, {"a": holder}, extra=extra)
+    step(model, {"a": holder}, extra=extra)
+    assert model.kernel is kernel and model.bias[...].tolist() == [2]
+    assert float(holder.total) == 2 and int(extra[...]) == 2
+    assert len(traces) == 1
+
+
+def test_other_objects_are_other_programs(traces):
+    @armillary.function
+    def step(count):
+        traces.append("fn")
+        add(count)
+
+    counts = [nnx.Variable(jnp.asarray(0)) for _ in range(3)]
+    for count in (*counts, *counts):
+        step(count)
+    assert [int(count[...]) for count in counts] == [2, 2, 2]
+    assert len(traces) == 3
+
+
+def test_arrays_the_user_holds_stay_valid():
+    count = nnx.Variable(jnp.zeros(3))
+    held = count[...]
+
+    @armillary.function
+    def step():
+        add(count)
+
+    step()
+    np.testing.assert_array_equal(held, [0, 0, 0])
+    np.testing.assert_array_equal(count[...], [1, 1, 1])
+
+
+def test_an_array_put_into_a_slot_stays_valid():
+    count, mine = nnx.Variable(jnp.zeros(3)), jnp.full(3, 7.0)
+
+    @armillary.function
+    def step():
+        add(count)
+
+    step()
+    count.set_value(mine)
+    step()
+    step()
+    np.testing.assert_array_equal(mine, [7, 7, 7])
+    np.testing.assert_array_equal(count[...], [9, 9, 9])
+
+
+def test_state_is_donated():
+    count = nnx.Variable(jnp.zeros(3))
+
+    @armillary.function
+    def step():
+        add(count)
+
+    step()
+    ours = count._raw_value
+    step()
+    assert ours.is_deleted()
+
+
+def test_state_that_is_only_read_is_not_copied():
+    table, total = nnx.Variable(jnp.arange(3.0)), nnx.Variable(jnp.zeros(()))
+    array = table[...]
+
+    @armillary.function
+    def step():
+        add(total, jnp.sum(table[...]))
+
+    step()
+    step()
+    assert table[...] is array and not array.is_deleted()
+    assert float(total[...]) == 6
+
+
+def test_two_slots_may_begin_with_one_array():
+    model = nnx.Param(jnp.ones(2))
+    holder = Holder(average=model[...])
+
+    @armillary.function
+    def step():
+        add(model)
+        holder.average = 0.5 * holder.average + 0.5 * model[...]
+
+    step()
+    step()
+    np.testing.assert_array_equal(model[...], [3, 3])
+    np.testing.assert_array_equal(holder.average, [2.25, 2.25])
+
+
+def test_two_slots_may_end_with_one_array():
+    model, average = nnx.Param(jnp.ones(2)), nnx.Variable(jnp.zeros(2))
+
+    @armillary.function
+    def step():
+        add(model)
+        average[...] = model[...]
+
+    for _ in range(3):
+        step()
+    np.testing.assert_array_equal(model[...], [4, 4])
+    np.testing.assert_array_equal(average[...], [4, 4])
+
+
+def test_other_arguments_are_static(traces):
+    @armillary.function
+    def step(x, mode, *, scale=1.0, fn=None, nest=None):
+        traces.append(mode)
+        y = x * scale if mode == "times" else x
+        return fn(y) if fn else y, nest
+
+    x = jnp.ones(2)
+    assert step(x, "times", scale=3.0)[0].tolist() == [3, 3]
+    assert step(x, "none", scale=3.0)[0].tolist() == [1, 1]
+    assert step(x, "times", scale=4.0)[0].tolist() == [4, 4]
+    assert step(x, "times", scale=3.0)[0].tolist() == [3, 3]
+    assert step(x, "none", fn=jnp.sum, nest={"a": [None, 1]})[1] == {"a": [None, 1]}
+    assert len(traces) == 4
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, True), (1, 1.0), (0, False)])
+def test_equal_static_arguments_of_different_types_are_told_apart(first, second):
+    @armillary.function
+    def kind(value):
+        return type(value).__name__
+
+    assert kind(first) == type(first).__name__
+    assert kind(second) == type(second).__name__
+
+
+def test_results_may_be_anything():
+    @armillary.function
+    def step(x):
+        return {"loss": x, "name": "text", "nothing": None, "pair": (x + 1, 2)}
+
+    result = step(jnp.ones(()))
+    assert result["name"] == "text" and result["nothing"] is None
+    assert float(result["pair"][0]) == 2 and result["pair"][1] == 2
+
+
+def test_a_function_inside_a_function_is_part_of_it(traces, no_retrace):
+    count = nnx.Variable(jnp.asarray(0))
+
+    @armillary.function
+    def inner(amount):
+        traces.append("inner")
+        add(count, amount)
+
+    @armillary.function
+    def outer(amount):
+        traces.append("outer")
+        inner(amount)
+        inner(amount)
+
+    outer(jnp.asarray(2))
+    with no_retrace():
+        outer(jnp.asarray(3))
+    assert int(count[...]) == 10
+    assert list(traces) == ["outer", "inner", "inner"]
+
+
+def test_a_function_inside_a_trainer_step_is_part_of_it(traces):
+    class Trainer(armillary.StandardTrainer):
+        def __init__(self):
+            super().__init__([np.float32(i) * np.ones(2) for i in range(6)])
+            self.total = jnp.zeros(())
+
+        @armillary.function
+        def add(self, batch):
+            traces.append("fn")
+            self.total = self.total + jnp.sum(batch)
+
+        def train_step(self, iterator):
+            self.add(next(iterator))
+
+    trainer = Trainer()
+    trainer.train(6)
+    assert float(trainer.total) == 2 * 15
+    assert 1 <= len(traces) < 6
+
+
+def test_run_is_compiled_once_for_closures_that_are_made_anew(
+    make_mirrored, traces, no_retrace
+):
+    strategy, count = make_mirrored(2), nnx.Variable(jnp.asarray(0))
+
+    def iterate(amount):
+        def step_fn(x):
+            traces.append("fn")
+            add(count)
+            return x * 2
+
+        return strategy.run(step_fn, args=(amount,))
+
+    iterate(jnp.ones(2))
+    with no_retrace():
+        for _ in range(5):
+            iterate(jnp.ones(2))
+    assert len(traces) == 1 and int(count[...]) == 6
+
+
+@pytest.mark.parametrize("kind", ["partial", "method", "lambda"])
+def test_run_is_compiled_once_for(kind, make_mirrored, traces):
+    strategy, count = make_mirrored(2), nnx.Variable(jnp.asarray(0))
+
+    def body(x, *, variable):
+        traces.append("fn")
+        add(variable)
+        return x
+
+    class Step:
+        variable = None
+
+        def __call__(self):
+            raise AssertionError("another method is called")
+
+        def step(self, x):
+            return body(x, variable=self.variable)
+
+    owner = Step()
+    owner.variable = count
+    makers = {
+        "partial": lambda: functools.partial(body, variable=count),
+        "method": lambda: owner.step,
+        "lambda": lambda: lambda x: body(x, variable=count),
+    }
+    for _ in range(4):
+        strategy.run(makers[kind](), args=(jnp.ones(2),))
+    assert len(traces) == 1 and int(count[...]) == 4
+
+
+def test_closures_over_other_values_are_other_functions(make_mirrored):
+    strategy = make_mirrored(2)
+
+    def run(factor):
+        return strategy.run(lambda x: x * factor, args=(jnp.ones(()),))
+
+    results = [float(run(factor).values[0]) for factor in (2, 3, 2.5, True)]
+    assert results == [2, 3, 2.5, 1]
+
+
+def test_partials_with_exchanged_keywords_are_other_functions(make_mirrored):
+    strategy = make_mirrored(2)
+
+    def subtract(x, *, a, b):
+        return x + a - b
+
+    one = strategy.run(functools.partial(subtract, a=1, b=2), (jnp.zeros(()),))
+    two = strategy.run(functools.partial(subtract, b=1, a=2), (jnp.zeros(()),))
+    assert (float(one.values[0]), float(two.values[0])) == (-1, 1)
+
+
+def test_wrappers_with_other_closures_are_other_functions(make_mirrored):
+    strategy = make_mirrored(2)
+
+    def times(factor):
+        def decorate(fn):
+            @functools.wraps(fn)
+            def wrapper(x):
+                return factor * fn(x)
+
+            return wrapper
+
+        return decorate
+
+    def step_fn(x):
+        return x + 1
+
+    results = [
+        float(strategy.run(times(n)(step_fn), args=(jnp.ones(()),)).values[0])
+        for n in (2, 3)
+    ]
+    assert results == [4, 6]
+
+
+def test_callable_objects_need_no_hash(make_mirrored):
+    class Callable:
+        def __eq__(self, other):  # which takes the hash away
+            return isinstance(other, Callable) and self.factor == other.factor
+
+        def __init__(self, factor):
+            self.factor = factor
+
+        def __call__(self, x):
+            return x * self.factor
+
+    strategy = make_mirrored(2)
+    results = [
+        float(strategy.run(Callable(n), args=(jnp.ones(()),)).values[0]) for n in (2, 3)
+    ]
+    assert results == [2, 3]
+
+
+def test_a_module_may_be_run(make_mirrored):
+    strategy, model = make_mirrored(2), nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    for fn in (model, model.__call__):
+        result = strategy.run(fn, args=(jnp.ones((1, 2)),))
+        np.testing.assert_allclose(result.values[1], model(jnp.ones((1, 2))), rtol=1e-6)
+
+
+def test_only_so_many_programs_are_kept(monkeypatch, traces):
+    monkeypatch.setattr(_function, "_MAX_PROGRAMS", 2)
+
+    @armillary.function
+    def step(n):
+        traces.append(str(n))
+        return n
+
+    for n in (1, 2, 1, 3, 1, 2):
+        assert step(n) == n
+    assert list(traces) == ["1", "2", "3", "2"]
+
+
+def test_only_so_many_functions_are_kept(monkeypatch, make_mirrored):
+    monkeypatch.setattr(_function, "_MAX_PROGRAMS", 2)
+    strategy = make_mirrored(1)
+    for n in range(5):
+        assert float(strategy.run(lambda n=n: jnp.ones(()) * n).values[0]) == n
+    assert len(strategy._functions._functions) == 2
+
+
+def test_changed_state_structure_is_an_error():
+    holder = Holder(w=jnp.ones(2))
+
+    @armillary.function
+    def step():
+        holder.w = jnp.ones(3)
+
+    with pytest.raises(
+        StateStructureError, match=r"holder/w: float32 \(2,\) became float32 \(3,\)"
+    ):
+        step()
+    assert holder.w.shape == (2,)
+
+
+def test_state_that_nothing_leads_to_is_an_error():
+    class Registry:
+        scale = nnx.Variable(jnp.asarray(2.0))
+
+    @armillary.function
+    def step(x):
+        return x * Registry.scale[...]
+
+    with pytest.raises(CapturedStateError, match="`step` reads 1 variables that the f"):
+        step(jnp.ones(2))
+
+
+def test_a_step_that_raises_leaves_state_as_it_was():
+    count = nnx.Variable(jnp.asarray(3))
+    before = count[...]
+
+    @armillary.function
+    def step():
+        add(count)
+        raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        step()
+    assert count[...] is before
+
+
+def test_a_changed_structure_is_another_program(traces):
+    holder = Holder(params={"a": jnp.ones(2)})
+
+    @armillary.function
+    def step():
+        traces.append("fn")
+        holder.params = jax.tree.map(lambda leaf: leaf + 1, holder.params)
+
+    step()
+    holder.params = {"a": jnp.zeros(2), "b": jnp.zeros(1)}
+    step()
+    assert holder.params["b"].tolist() == [1] and len(traces) == 2
+
+
+def test_a_changed_shape_is_another_program(traces):
+    variable = nnx.Variable(jnp.ones(2))
+
+    @armillary.function
+    def step():
+        traces.append("fn")
+        add(variable)
+
+    step()
+    variable.set_value(jnp.zeros(3))
+    step()
+    step()
+    assert variable[...].tolist() == [2, 2, 2]
+
+
+def test_namespaces_and_optax_states_work():
+    optimizer = optax.adam(0.1)
+    state = types.SimpleNamespace(params={"w": jnp.ones(3)})
+    state.opt = optimizer.init(state.params)
+
+    @armillary.function
+    def step():
+        grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2))(state.params)
+        updates, state.opt = optimizer.update(grads, state.opt)
+        state.params = optax.apply_updates(state.params, updates)
+
+    for _ in range(3):
+        step()
+    assert int(state.opt[0].count) == 3
+    assert float(state.params["w"][0]) == pytest.approx(0.7, rel=1e-2)
+
+
+def test_two_threads_may_run_two_functions(make_mirrored):
+    strategy = make_mirrored(2)
+    counts = [nnx.Variable(jnp.asarray(0)) for _ in range(2)]
+
+    def work(count):
+        @armillary.function
+        def step():
+            strategy.run(lambda: add(count))
+
+        for _ in range(30):
+            step()
+
+    threads = [threading.Thread(target=work, args=(count,)) for count in counts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [int(count[...]) for count in counts] == [30, 30]
+
+
+@pytest.mark.slow
+def test_thousands_of_tiny_steps_end(make_mirrored, put_rows):
+    strategy, total = make_mirrored(4), nnx.metrics.Average()
+    batch = put_rows(strategy, [[1], [2], [3], [4]])
+
+    @armillary.function
+    def step(x):
+        def step_fn(x):
+            total.update(values=x)
+            return jax.lax.psum(x, "replica")
+
+        return strategy.run(step_fn, args=(x,))
+
+    result = step(batch)
+    for _ in range(2999):
+        result = step(batch)
+    assert int(total.count[...]) == 12000
+    assert float(result.values[0][0]) == 10

@@ -1,0 +1,133 @@
+"""The last pieces of a complete evaluation, where some replicas hold no data."""
+
+import collections
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import armillary
+from armillary import ReduceOp, VariableAggregation, get_replica_context
+
+# What is in the rows without data must not matter.
+ROWS = np.asarray([[1, 2], [3, 5], [np.nan, np.inf], [np.nan, np.nan]], np.float32)
+
+
+@pytest.fixture
+def strategy(make_mirrored):
+    return make_mirrored(4)
+
+
+@pytest.fixture
+def rows(strategy, put_rows):
+    return put_rows(strategy, ROWS, num_active=2)
+
+
+def test_metrics_count_replicas_with_data(strategy, rows):
+    metric = nnx.metrics.Average()
+    metric.update(values=jnp.asarray([10.0]))
+    strategy.run(lambda x: metric.update(values=x), args=(rows,))
+    assert int(metric.count[...]) == 1 + 4
+    assert float(metric.total[...]) == 10 + 11
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        (VariableAggregation.SUM, [100 + 4, 100 + 7]),
+        (VariableAggregation.MEAN, [102, 103.5]),
+        (VariableAggregation.ONLY_FIRST_REPLICA, [101, 102]),
+    ],
+)
+def test_variables_ignore_replicas_without_data(strategy, rows, aggregation, expected):
+    variable = nnx.Variable(jnp.full(2, 100.0), aggregation=aggregation)
+
+    def step_fn(x):
+        variable[...] = variable[...] + x
+
+    strategy.run(step_fn, args=(rows,))
+    np.testing.assert_array_equal(variable[...], expected)
+
+
+def test_a_constant_is_added_by_replicas_with_data(strategy, rows):
+    variable = nnx.Variable(jnp.asarray(100.0), aggregation=VariableAggregation.SUM)
+
+    def step_fn(x):
+        variable[...] = variable[...] + 1
+        return x
+
+    strategy.run(step_fn, args=(rows,))
+    assert float(variable[...]) == 102
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"), [(ReduceOp.SUM, [4, 7]), (ReduceOp.MEAN, [2, 3.5])]
+)
+def test_reductions_ignore_replicas_without_data(strategy, rows, op, expected):
+    reduced = strategy.run(
+        lambda x: get_replica_context().all_reduce(op, x), args=(rows,)
+    )
+    for row in strategy.local_results(reduced):
+        np.testing.assert_array_equal(row, expected)
+    outside = strategy.run(lambda x: x * 1, args=(rows,))
+    np.testing.assert_array_equal(strategy.reduce(op, outside), expected)
+
+
+def test_reductions_over_examples_ignore_replicas_without_data(strategy, rows):
+    assert float(strategy.reduce("mean", rows, axis=0)) == 11 / 4
+    assert float(strategy.reduce("sum", rows, axis=-1)) == 11
+
+
+def test_gathers_ignore_replicas_without_data(strategy, rows):
+    np.testing.assert_array_equal(strategy.gather(rows, axis=0), [1, 2, 3, 5])
+    inside = strategy.run(
+        lambda x: get_replica_context().all_gather(x, 0), args=(rows,)
+    )
+    for row in strategy.local_results(inside):
+        np.testing.assert_array_equal(row, [1, 2, 3, 5])
+
+
+def test_merge_calls_ignore_replicas_without_data(strategy, rows):
+    def merge_fn(strategy, x):
+        assert len(strategy.local_results(x)) == 2
+        return strategy.reduce("sum", x)
+
+    results = strategy.run(
+        lambda x: get_replica_context().merge_call(merge_fn, args=(x,)), args=(rows,)
+    )
+    np.testing.assert_array_equal(strategy.local_results(results)[1], [4, 7])
+
+
+def test_local_results_ignore_replicas_without_data(strategy, rows):
+    results = strategy.local_results({"x": rows, "tag": "text"})
+    assert [row["x"].tolist() for row in results] == [[1, 2], [3, 5]]
+    assert [row["tag"] for row in results] == ["text", "text"]
+
+
+def test_the_context_tells_how_many_replicas_hold_data(strategy, rows):
+    seen = []
+
+    def step_fn(x):
+        context = get_replica_context()
+        seen.append((context.num_active, context.num_replicas_in_sync))
+        return x
+
+    strategy.run(step_fn, args=(rows,))
+    assert seen == [(2, 4)]
+
+
+def test_a_full_batch_and_leftovers_are_two_programs(strategy, put_rows, rows):
+    metric, traced = nnx.metrics.Average(), collections.deque()
+    full = put_rows(strategy, np.ones((4, 2), np.float32))
+
+    @armillary.function
+    def step(x):
+        traced.append(None)
+        strategy.run(lambda x: metric.update(values=x), args=(x,))
+
+    for batch in (full, rows, full, rows):
+        step(batch)
+    assert len(traced) == 2
+    assert int(metric.count[...]) == 2 * (8 + 4)
+    assert float(metric.total[...]) == 2 * (8 + 11)

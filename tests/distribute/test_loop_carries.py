@@ -1,0 +1,220 @@
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.distribute import _loop_carries
+from armillary.distribute._loop_carries import cast_loop_carries
+
+SCAN, WHILE_LOOP = jax.lax.scan, jax.lax.while_loop
+FORI_LOOP = jax.lax.fori_loop
+
+
+@pytest.fixture
+def strategy(make_mirrored):
+    return make_mirrored(2)
+
+
+@pytest.fixture
+def rows(strategy, put_rows):
+    return put_rows(strategy, [1, 2])
+
+
+def is_original():
+    loops = (jax.lax.scan, jax.lax.while_loop, jax.lax.fori_loop)
+    return loops == (SCAN, WHILE_LOOP, FORI_LOOP)
+
+
+@pytest.mark.parametrize("make_cell", [nnx.LSTMCell, nnx.GRUCell])
+def test_a_recurrent_model_trains(strategy, make_cell):
+    sequences = np.random.default_rng(0).normal(size=(4, 5, 3)).astype(np.float32)
+
+    def train(strategy):
+        model = nnx.RNN(make_cell(3, 2, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        (batch,) = strategy.distribute_dataset([sequences])
+
+        @armillary.function
+        def step(batch):
+            def step_fn(x):
+                def loss_fn(model):
+                    per_example = jnp.mean((model(x) - 1) ** 2, axis=(1, 2))
+                    return armillary.compute_average_loss(per_example)
+
+                loss, grads = nnx.value_and_grad(loss_fn)(model)
+                optimizer.update(model, grads)
+                return loss
+
+            return strategy.reduce("sum", strategy.run(step_fn, args=(batch,)))
+
+        return [float(step(batch)) for _ in range(3)]
+
+    losses = train(strategy)
+    assert losses[2] < losses[0]
+    np.testing.assert_allclose(losses, train(armillary.DefaultStrategy()), rtol=1e-5)
+    assert is_original()
+
+
+def test_a_scan_may_begin_with_a_shared_carry(strategy, rows):
+    def step_fn(x):
+        def body(carry, y):
+            total, count = carry
+            return (total + x * y, count + 1), total
+
+        return jax.lax.scan(body, (jnp.zeros(()), 0), jnp.arange(3.0))
+
+    (total, count), history = strategy.run(step_fn, args=(rows,))
+    np.testing.assert_array_equal(total.stacked, [3, 6])
+    np.testing.assert_array_equal(count.stacked, [3, 3])
+    np.testing.assert_array_equal(history.stacked, [[0, 0, 1], [0, 0, 2]])
+
+
+def test_a_scan_without_inputs(strategy, rows):
+    result = strategy.run(
+        lambda x: jax.lax.scan(
+            lambda c, _: (c + x, None), init=jnp.zeros(()), xs=None, length=3
+        )[0],
+        args=(rows,),
+    )
+    np.testing.assert_array_equal(result.stacked, [3, 6])
+
+
+def test_casts_spread_from_leaf_to_leaf(strategy, rows):
+    def step_fn(x):
+        def body(carry, _):
+            a, b, c = carry
+            return (a + x, b + a, c + b), None
+
+        zero = jnp.zeros(())
+        return jax.lax.scan(body, (zero, zero, zero), None, length=3)[0]
+
+    a, b, c = strategy.run(step_fn, args=(rows,))
+    np.testing.assert_array_equal(a.stacked, [3, 6])
+    np.testing.assert_array_equal(b.stacked, [3, 6])
+    np.testing.assert_array_equal(c.stacked, [1, 2])
+
+
+def test_a_while_loop_may_begin_with_a_shared_carry(strategy, rows):
+    def step_fn(x):
+        return jax.lax.while_loop(
+            lambda carry: carry[1] < 3,
+            lambda carry: (carry[0] + x, carry[1] + 1),
+            (jnp.zeros(()), 0),
+        )
+
+    total, count = strategy.run(step_fn, args=(rows,))
+    np.testing.assert_array_equal(total.stacked, [3, 6])
+    np.testing.assert_array_equal(count.stacked, [3, 3])
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_fori_loop_may_begin_with_a_shared_carry(strategy, rows, is_traced):
+    def step_fn(x):
+        bound = jnp.int32(3) if is_traced else 3
+        return jax.lax.fori_loop(0, bound, lambda i, c: c + x, jnp.zeros(()))
+
+    result = strategy.run(step_fn, args=(rows,))
+    np.testing.assert_array_equal(result.stacked, [3, 6])
+
+
+def test_branches_are_not_cast(strategy, rows):
+    def step_fn(x, shared):
+        return jax.lax.cond(x > 1, lambda: x, lambda: shared)
+
+    with pytest.raises(TypeError, match="manual axis types do not match"):
+        strategy.run(step_fn, args=(rows, jnp.zeros(())))
+    result = strategy.run(
+        lambda x: step_fn(x, jax.lax.pcast(jnp.zeros(()), "replica", to="varying")),
+        args=(rows,),
+    )
+    np.testing.assert_array_equal(result.stacked, [0, 2])
+
+
+def test_a_scan_inside_a_scan(strategy, rows):
+    def inner(x, carry):
+        return jax.lax.scan(lambda c, _: (c + x, None), carry, length=2)[0]
+
+    def step_fn(x):
+        return jax.lax.scan(
+            lambda c, _: (c + inner(x, jnp.zeros(())), None), jnp.zeros(()), length=2
+        )[0]
+
+    np.testing.assert_array_equal(strategy.run(step_fn, args=(rows,)).stacked, [4, 8])
+
+
+def test_another_type_error_is_passed_on(strategy, rows):
+    def step_fn(x):
+        return jax.lax.scan(lambda c, _: ((c, x), None), jnp.zeros(()), length=2)
+
+    with pytest.raises(TypeError, match="carry"):
+        strategy.run(step_fn, args=(rows,))
+    assert is_original()
+
+
+def test_the_original_functions_are_back_after_a_step(strategy, rows):
+    seen = []
+
+    def step_fn(x):
+        seen.append(jax.lax.scan is not SCAN)
+        return x
+
+    assert is_original()
+    strategy.run(step_fn, args=(rows,))
+    assert seen == [True] and is_original()
+
+
+def test_the_original_functions_are_back_after_an_error(strategy, rows):
+    def step_fn(x):
+        raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        strategy.run(step_fn, args=(rows,))
+    assert is_original()
+    assert not getattr(_loop_carries._local, "active", False)
+
+
+def test_contexts_nest():
+    with cast_loop_carries():
+        with cast_loop_carries():
+            pass
+        assert not is_original() and _loop_carries._local.active
+    assert is_original() and not _loop_carries._local.active
+
+
+def test_other_threads_get_the_behavior_of_jax(strategy, rows):
+    seen = []
+
+    def in_thread():
+        # What the context replaced still fails here as JAX does.
+        def step_fn(x):
+            return jax.lax.scan(lambda c, _: (c + x, None), jnp.zeros(()), length=2)[0]
+
+        mapped = jax.shard_map(
+            lambda x: step_fn(x[0])[None],
+            mesh=strategy.mesh,
+            in_specs=jax.sharding.PartitionSpec("replica"),
+            out_specs=jax.sharding.PartitionSpec("replica"),
+        )
+        assert not is_original()
+        with jax.auto_pcast(True):
+            try:
+                jax.jit(mapped)(jnp.arange(2.0))
+            except TypeError as error:
+                seen.append("manual axis types do not match" in str(error))
+
+    with cast_loop_carries():
+        thread = threading.Thread(target=in_thread)
+        thread.start()
+        thread.join()
+    assert seen == [True] and is_original()
+
+
+def test_loops_outside_a_step_are_untouched():
+    with cast_loop_carries():
+        assert float(jax.lax.scan(lambda c, _: (c + 1, None), 0.0, length=3)[0]) == 3
+        assert int(jax.lax.while_loop(lambda c: c < 3, lambda c: c + 1, 0)) == 3

@@ -1,0 +1,119 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary import compute_average_loss, scale_regularization_loss
+
+shapes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=shapes,
+    weight_axes=st.none() | st.integers(0, 3),
+    global_batch_size=st.none() | st.integers(1, 64),
+    seed=st.integers(0, 2**16),
+)
+def test_the_average_is_that_of_numpy(shape, weight_axes, global_batch_size, seed):
+    rng = np.random.default_rng(seed)
+    losses = rng.normal(size=shape).astype(np.float32)
+    weights = None
+    expected = losses.astype(np.float64)
+    if weight_axes is not None:
+        weights = rng.uniform(0, 2, shape[:weight_axes]).astype(np.float32)
+        expected = expected * weights.reshape(
+            weights.shape + (1,) * (len(shape) - weights.ndim)
+        )
+    average = compute_average_loss(losses, weights, global_batch_size)
+    assert average.shape == () and average.dtype == jnp.float32
+    expected = expected.sum() / (global_batch_size or shape[0])
+    np.testing.assert_allclose(average, expected, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(shape=st.lists(st.integers(0, 4), max_size=3).map(tuple))
+def test_the_regularization_loss_is_summed(shape):
+    loss = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    np.testing.assert_allclose(scale_regularization_loss(loss), loss.sum())
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+def test_averages_of_replicas_add_up(num_replicas, make_mirrored, put_rows):
+    strategy = make_mirrored(num_replicas)
+    losses = np.arange(8, dtype=np.float32).reshape(num_replicas, -1)
+
+    def step_fn(losses):
+        return compute_average_loss(losses), scale_regularization_loss(jnp.ones(3))
+
+    args = (put_rows(strategy, losses),)
+    average, penalty = strategy.run(step_fn, args=args)
+    assert float(strategy.reduce("sum", average)) == losses.mean()
+    parts = [float(part) for part in strategy.local_results(penalty)]
+    assert sum(parts) == 3 and len(parts) == num_replicas
+
+
+def test_the_default_divisor_counts_replicas_with_data(make_mirrored, put_rows):
+    strategy = make_mirrored(4)
+    rows = [[1, 2], [3, 4], [5, 6], [np.nan, np.nan]]
+    args = (put_rows(strategy, rows, num_active=3),)
+    average = strategy.run(compute_average_loss, args=args)
+    assert float(strategy.reduce("sum", average)) == pytest.approx(21 / 6)
+
+
+@pytest.mark.parametrize("size", [4, np.int64(4), jnp.asarray(4)])
+def test_the_global_batch_size_may_be_given(size, make_mirrored):
+    with make_mirrored(2).scope():
+        average = compute_average_loss(jnp.ones(3), global_batch_size=size)
+    assert float(average) == 0.75
+
+
+def test_the_global_batch_size_may_be_traced():
+    average = jax.jit(lambda n: compute_average_loss(jnp.ones(3), None, n))(6)
+    assert float(average) == 0.5
+
+
+def test_integers_become_floats():
+    assert float(compute_average_loss(np.asarray([1, 2]))) == 1.5
+    assert compute_average_loss(jnp.asarray([True, False])).dtype == jnp.float32
+
+
+def test_the_dtype_of_losses_is_kept():
+    losses = jnp.ones(4, jnp.bfloat16)
+    weights = np.ones(4, np.float32)
+    assert compute_average_loss(losses, weights).dtype == jnp.bfloat16
+
+
+def test_a_scalar_loss_is_an_error():
+    with pytest.raises(ValueError) as caught:
+        compute_average_loss(jnp.ones(()))
+    assert str(caught.value) == (
+        "`per_example_loss` has shape (), but it must have one entry per example, "
+        "shape (batch, ...). Pass the losses before taking their mean."
+    )
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 3), (4, 2, 1), (1,)])
+def test_weights_of_another_shape_are_an_error(shape):
+    with pytest.raises(ValueError) as caught:
+        compute_average_loss(jnp.ones((4, 2)), np.ones(shape))
+    assert str(caught.value) == (
+        f"`sample_weight` has shape {shape}, but it must be the first axes of the "
+        "losses, which have shape (4, 2). Use one weight per example, shape (4,)."
+    )
+
+
+@pytest.mark.parametrize(
+    "size", [0, -1, 2.0, True, "4", jnp.ones(2, jnp.int32), jnp.float32(4)]
+)
+def test_a_wrong_global_batch_size_is_an_error(size):
+    message = (
+        f"`global_batch_size` is {size!r}, but it must be a positive integer, or an "
+        "integer array of shape (). Pass the number of examples on all replicas."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        compute_average_loss(jnp.ones(4), global_batch_size=size)

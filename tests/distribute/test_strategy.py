@@ -1,0 +1,218 @@
+"""Errors of the calls that every strategy shares."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from armillary import (
+    DefaultStrategy,
+    MirroredStrategy,
+    ReduceOp,
+    get_replica_context,
+    set_strategy,
+)
+from armillary.errors import (
+    BatchSizeError,
+    DoubleReductionError,
+    ReplicaContextError,
+)
+
+
+def test_run_needs_a_function(make_mirrored):
+    with pytest.raises(TypeError, match="`fn` is 3 of type int, but it must be call"):
+        make_mirrored(2).run(3)
+
+
+@pytest.mark.parametrize("args", [3, {"x": 1}, None, "text"])
+def test_run_needs_a_tuple(args, make_mirrored):
+    with pytest.raises(TypeError) as caught:
+        make_mirrored(2).run(lambda x: x, args=args)
+    assert str(caught.value) == (
+        f"`args` is {args!r} of type {type(args).__name__}, but it must be a tuple of "
+        "arguments. Write `strategy.run(fn, args=(batch,))`, with the comma."
+    )
+
+
+def test_a_single_array_is_no_tuple(make_mirrored):
+    with pytest.raises(TypeError, match="with the comma"):
+        make_mirrored(2).run(lambda x: x, args=jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "instead"),
+    [
+        (lambda s: s.run(lambda: None), "strategy.run", "call `fn` directly"),
+        (
+            lambda s: s.reduce(ReduceOp.SUM, 1.0),
+            "strategy.reduce",
+            "use `get_replica_context().all_reduce` there",
+        ),
+        (
+            lambda s: s.gather(1.0, axis=0),
+            "strategy.gather",
+            "use `get_replica_context().all_gather` there",
+        ),
+        (
+            lambda s: s.scope().__enter__(),
+            "strategy.scope",
+            "enter the scope around `run`",
+        ),
+    ],
+    ids=["run", "reduce", "gather", "scope"],
+)
+@pytest.mark.parametrize("strategy", [DefaultStrategy(), MirroredStrategy()])
+def test_cross_replica_calls_inside_run_are_errors(strategy, call, name, instead):
+    with pytest.raises(ReplicaContextError) as caught:
+        strategy.run(lambda: call(strategy))
+    assert str(caught.value).startswith(
+        f"`{name}` was called inside `Strategy.run`, where each replica sees only its "
+        f"own values. Move the call out of the function given to `strategy.run`, or "
+        f"{instead}."
+    )
+
+
+def test_set_strategy_inside_a_scope_is_an_error(make_mirrored):
+    strategy = make_mirrored(2)
+    with (
+        strategy.scope(),
+        pytest.raises(
+            ReplicaContextError,
+            match=r"`set_strategy` was called inside `strategy\.scope\(\)` or "
+            r"`strategy\.run`, which already decide the strategy\. Call it before",
+        ),
+    ):
+        set_strategy(None)
+
+
+def test_set_strategy_inside_run_is_an_error(make_mirrored):
+    with pytest.raises(ReplicaContextError, match="`set_strategy` was called inside"):
+        make_mirrored(2).run(lambda: set_strategy(None))
+
+
+def test_a_scope_inside_another_strategy_is_an_error(make_mirrored):
+    outer, inner = make_mirrored(2), make_mirrored(4)
+    message = (
+        "`scope` of MirroredStrategy(4 x cpu) was entered inside the scope of "
+        "MirroredStrategy(2 x cpu). One program part has one strategy: leave the other "
+        "scope first."
+    )
+    with (
+        outer.scope(),
+        pytest.raises(ReplicaContextError, match=re.escape(message)),
+        inner.scope(),
+    ):
+        pass
+
+
+def test_a_scope_is_left_after_an_error(make_mirrored):
+    with pytest.raises(RuntimeError, match="inside"), make_mirrored(2).scope():
+        raise RuntimeError("inside")
+    assert get_replica_context() is not None
+
+
+def test_a_failing_step_leaves_the_context(make_mirrored):
+    def fn():
+        raise RuntimeError("inside")
+
+    strategy = make_mirrored(2)
+    with pytest.raises(RuntimeError, match="inside"):
+        strategy.run(fn)
+    with strategy.scope():
+        assert get_replica_context() is None
+
+
+def test_the_sum_of_a_plain_value_is_an_error(make_mirrored):
+    with pytest.raises(ValueError) as caught:
+        make_mirrored(4).reduce(ReduceOp.SUM, {"loss": 2.5})
+    assert str(caught.value) == (
+        "`value` is 2.5, which is not a per-replica value, so ReduceOp.SUM over 4 "
+        "replicas has no meaning. Pass what `strategy.run` returned, or use "
+        "ReduceOp.MEAN."
+    )
+
+
+@pytest.mark.parametrize("where", ["outside", "merge_call"])
+def test_the_sum_of_what_all_replicas_share_is_an_error(where, make_mirrored, put_rows):
+    strategy, model = make_mirrored(4), nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    batch = put_rows(strategy, np.ones((4, 1), np.float32))
+
+    def step_fn(x):
+        grads = nnx.grad(lambda model: jnp.sum(model(x)))(model)
+        if where == "outside":
+            return grads
+        return get_replica_context().merge_call(
+            lambda strategy, grads: strategy.reduce("sum", grads), args=(grads,)
+        )
+
+    with pytest.raises(DoubleReductionError) as caught:
+        strategy.reduce("sum", strategy.run(step_fn, args=(batch,)))
+    assert str(caught.value).startswith(
+        "`strategy.reduce` was given a value that is equal on all replicas. Inside "
+    )
+
+
+def test_the_mean_of_what_all_replicas_share_is_that(make_mirrored):
+    strategy = make_mirrored(4)
+    assert float(strategy.reduce("mean", strategy.run(lambda: jnp.float32(3)))) == 3
+
+
+def test_an_unknown_operation_is_an_error(make_mirrored, put_rows):
+    strategy = make_mirrored(2)
+    with pytest.raises(ValueError, match="`reduce_op` is 'max', but it must be"):
+        strategy.reduce("max", put_rows(strategy, [1, 2]))
+    with pytest.raises(ValueError, match="`reduce_op` is 'max', but it must be"):
+        strategy.run(lambda: get_replica_context().all_reduce("max", jnp.ones(1)))
+
+
+@pytest.mark.parametrize("axis", [1, -2, 5])
+def test_an_axis_that_is_not_there_is_an_error(axis, make_mirrored, put_rows):
+    strategy = make_mirrored(2)
+    value = put_rows(strategy, [[1, 2], [3, 4]])
+    with pytest.raises(
+        ValueError,
+        match=rf"`axis` is {axis}, but the value of each replica has 1 axes\. Use an "
+        r"axis it has, or `axis=None` to reduce over replicas only\.",
+    ):
+        strategy.reduce("sum", value, axis=axis)
+    with pytest.raises(
+        ValueError,
+        match=rf"`axis` is {axis}, but the value of each replica has shape \(2,\)\. "
+        r"Use an axis it has, or `strategy\.local_results\(value\)`\.",
+    ):
+        strategy.gather(value, axis=axis)
+
+
+def test_scalars_cannot_be_gathered(make_mirrored, put_rows):
+    strategy = make_mirrored(2)
+    with pytest.raises(ValueError, match=r"value of each replica has shape \(\)"):
+        strategy.gather(put_rows(strategy, [1, 2]), axis=0)
+
+
+def test_arguments_with_data_on_different_replicas_are_an_error(
+    make_mirrored, put_rows
+):
+    strategy = make_mirrored(4)
+    rows = np.zeros((4, 1), np.float32)
+    args = (put_rows(strategy, rows, 3), put_rows(strategy, rows, 4))
+    with pytest.raises(BatchSizeError) as caught:
+        strategy.run(lambda x, y: x + y, args=args)
+    assert str(caught.value) == (
+        "`args` of `strategy.run` hold data for [3, 4] replicas, but all arguments of "
+        "one call must have data on the same replicas. Give the data sets the same "
+        'number of examples, or set `InputOptions(remainder="drop")` on each.'
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("distribute_datasets_from_function", "dataset_fn"),
+        ("distribute_values_from_function", "value_fn"),
+    ],
+)
+def test_from_function_needs_a_function(method, name, make_mirrored):
+    with pytest.raises(TypeError, match=f"`{name}` is 3 of type int, but it must be"):
+        getattr(make_mirrored(2), method)(3)

@@ -1,0 +1,243 @@
+"""What becomes of each kind of variable when several replicas write it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import armillary
+from armillary import (
+    MirroredStrategy,
+    VariableAggregation,
+    VariableSynchronization,
+    get_replica_context,
+)
+from armillary.errors import ReplicaMismatchError
+
+IDS = [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.fixture
+def strategy(make_mirrored):
+    return make_mirrored(4)
+
+
+@pytest.fixture
+def ids(strategy, put_rows):
+    return put_rows(strategy, IDS)
+
+
+def add(variable, amount):
+    variable[...] = variable[...] + amount
+
+
+def test_an_average_counts_every_replica(strategy, ids):
+    metric = nnx.metrics.Average()
+
+    @armillary.function
+    def step(x):
+        strategy.run(lambda x: metric.update(values=x), args=(x,))
+
+    for _ in range(3):
+        step(ids)
+    assert int(metric.count[...]) == 12
+    assert float(metric.compute()) == 2.5
+
+
+def test_a_metric_that_grows_by_a_constant_counts_every_replica(strategy):
+    metric = nnx.metrics.Average()
+    for _ in range(2):
+        strategy.run(lambda: metric.update(values=jnp.ones(())))
+    assert int(metric.count[...]) == 8
+    assert float(metric.total[...]) == 8
+
+
+def test_a_metric_that_is_not_written_stays(strategy, ids):
+    metric = nnx.metrics.Average()
+    metric.update(values=jnp.asarray([1.0, 2.0]))
+    strategy.run(lambda x: x + metric.count[...], args=(ids,))
+    assert int(metric.count[...]) == 2
+
+
+def test_integer_metrics_stay_integers(strategy):
+    class Count(nnx.Module):
+        def __init__(self):
+            self.value = nnx.metrics.MetricState(jnp.asarray(5, jnp.int32))
+
+    count = Count()
+    strategy.run(lambda: add(count.value, 2))
+    assert count.value[...].dtype == jnp.int32
+    assert int(count.value[...]) == 5 + 4 * 2
+
+
+def test_an_accuracy_equals_that_of_the_whole_batch(strategy):
+    logits = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+    labels = np.arange(20) % 3
+    metric, expected = nnx.metrics.Accuracy(), nnx.metrics.Accuracy()
+    (batch,) = strategy.distribute_dataset([{"logits": logits, "labels": labels}])
+    strategy.run(lambda b: metric.update(**b), args=(batch,))
+    expected.update(logits=jnp.asarray(logits), labels=jnp.asarray(labels))
+    assert int(metric.count[...]) == int(expected.count[...]) == 20
+    assert float(metric.compute()) == float(expected.compute())
+
+
+def test_a_metric_that_is_reset_inside_a_step_starts_anew(strategy, ids):
+    metric = nnx.metrics.Average()
+    metric.update(values=jnp.asarray([100.0]))
+
+    def step_fn(x):
+        metric.reset()
+        metric.update(values=x)
+
+    strategy.run(step_fn, args=(ids,))
+    assert (float(metric.total[...]), int(metric.count[...])) == (10, 4)
+
+
+def test_batch_statistics_are_averaged(strategy):
+    norm = nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0))
+    rows = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
+    (batch,) = strategy.distribute_dataset([rows])
+    strategy.run(norm, args=(batch,))
+    parts = rows.reshape(4, 2, 2)
+    mean = 0.5 * parts.mean(1).mean(0)
+    var = 0.5 + 0.5 * parts.var(1).mean(0)
+    np.testing.assert_allclose(norm.mean[...], mean, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(norm.var[...], var, rtol=1e-5)
+
+
+def test_batch_norm_over_the_axis_sees_the_global_batch(strategy):
+    norm = nnx.BatchNorm(2, momentum=0.5, axis_name="replica", rngs=nnx.Rngs(0))
+    alone = nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0))
+    rows = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
+    (batch,) = strategy.distribute_dataset([rows])
+    outputs = strategy.gather(strategy.run(norm, args=(batch,)), axis=0)
+    np.testing.assert_allclose(outputs, alone(rows), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(norm.mean[...], alone.mean[...], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(norm.var[...], alone.var[...], rtol=1e-5)
+
+
+def test_a_batch_norm_model_trains(strategy):
+    norm = nnx.BatchNorm(2, axis_name="replica", rngs=nnx.Rngs(0))
+    (batch,) = strategy.distribute_dataset([np.arange(16.0).reshape(8, 2)])
+
+    def step_fn(x):
+        def loss_fn(norm):
+            return armillary.compute_average_loss(jnp.sum(norm(x) ** 3, axis=-1))
+
+        grads = nnx.grad(loss_fn)(norm)
+        norm.scale[...] = norm.scale[...] - 0.1 * grads["scale"][...]
+
+    strategy.run(step_fn, args=(batch,))
+    assert norm.scale[...].shape == (2,)
+
+
+def test_the_global_step_advances_by_one(strategy):
+    step = armillary.create_global_step(5)
+    strategy.run(lambda: add(step, 1))
+    strategy.run(lambda: add(step, get_replica_context().replica_id_in_sync_group))
+    assert int(step[...]) == 6 and step[...].shape == ()
+    assert jnp.issubdtype(step[...].dtype, jnp.integer)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        (VariableAggregation.SUM, 100 + 10),
+        (VariableAggregation.MEAN, 102.5),
+        (VariableAggregation.ONLY_FIRST_REPLICA, 101),
+    ],
+)
+@pytest.mark.parametrize(
+    "synchronization", [None, VariableSynchronization.AUTO, *VariableSynchronization]
+)
+def test_aggregation(strategy, ids, aggregation, synchronization, expected):
+    variable = nnx.Variable(
+        jnp.asarray(100.0), aggregation=aggregation, synchronization=synchronization
+    )
+    strategy.run(lambda x: add(variable, x), args=(ids,))
+    assert float(variable[...]) == expected
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        (VariableAggregation.SUM, 104),
+        (VariableAggregation.MEAN, 101),
+        (VariableAggregation.ONLY_FIRST_REPLICA, 101),
+        (VariableAggregation.NONE, 101),
+    ],
+)
+def test_aggregation_of_a_constant(strategy, aggregation, expected):
+    variable = nnx.Variable(jnp.asarray(100.0), aggregation=aggregation)
+    strategy.run(lambda: add(variable, 1))
+    assert float(variable[...]) == expected
+
+
+def test_an_annotation_goes_before_the_kind(strategy, ids):
+    metric = nnx.metrics.MetricState(
+        jnp.asarray(0.0), aggregation=VariableAggregation.MEAN
+    )
+    strategy.run(lambda x: add(metric, x), args=(ids,))
+    assert float(metric[...]) == 2.5
+
+
+def test_no_aggregation_is_mirrored(strategy, ids):
+    variable = nnx.Variable(jnp.asarray(0.0), aggregation=VariableAggregation.NONE)
+    with pytest.raises(ReplicaMismatchError, match=r"variable \(plain, mirrored\)"):
+        strategy.run(lambda x: add(variable, x), args=(ids,))
+
+
+def test_integer_means_keep_their_dtype(strategy, put_rows):
+    variable = nnx.Variable(jnp.asarray(0), aggregation=VariableAggregation.MEAN)
+    values = put_rows(strategy, np.asarray([2, 2, 4, 8], np.int32))
+    strategy.run(lambda x: add(variable, x), args=(values,))
+    assert variable[...].dtype == jnp.int32 and int(variable[...]) == 4
+
+
+def test_on_read_without_aggregation_is_an_error(strategy):
+    variable = nnx.Variable(
+        jnp.asarray(0.0),
+        synchronization=VariableSynchronization.ON_READ,
+        aggregation=VariableAggregation.NONE,
+    )
+    with pytest.raises(ValueError) as caught:
+        strategy.run(lambda: add(variable, 1))
+    assert str(caught.value) == (
+        "`aggregation` of variable is NONE and its `synchronization` is ON_READ, which "
+        "leaves no single value to read outside `run`. Use `VariableAggregation.SUM`, "
+        "`MEAN` or `ONLY_FIRST_REPLICA`."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aggregation", VariableAggregation),
+        ("synchronization", VariableSynchronization),
+    ],
+)
+@pytest.mark.parametrize("value", ["SUM", 1])
+def test_an_annotation_of_another_type_is_an_error(strategy, name, kind, value):
+    variable = nnx.Variable(jnp.asarray(0.0), **{name: value})
+    with pytest.raises(ValueError) as caught:
+        strategy.run(lambda: add(variable, 1))
+    assert str(caught.value) == (
+        f"`{name}` of variable is {value!r}, but it must be a member of "
+        f"`armillary.{kind.__name__}`, such as {next(iter(kind))}. Set it where the "
+        "variable is made."
+    )
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 8])
+def test_policies_hold_for_any_number_of_replicas(num_replicas):
+    strategy = MirroredStrategy(jax.devices()[:num_replicas])
+    metric, step = nnx.metrics.Average(), armillary.create_global_step()
+
+    def step_fn():
+        metric.update(values=jnp.ones(2))
+        add(step, 1)
+
+    strategy.run(step_fn)
+    assert int(metric.count[...]) == 2 * num_replicas
+    assert int(step[...]) == 1

@@ -1,0 +1,348 @@
+import collections
+import dataclasses
+import functools
+import pathlib
+import threading
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.state import Role, find_slots, has_state
+
+GLOBAL_MODULE = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+
+class Holder:
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+@dataclasses.dataclass
+class Record:
+    weight: Any
+    name: str = "record"
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenRecord:
+    weight: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Registered:
+    weight: Any
+    bias: Any
+
+
+class Pair(collections.namedtuple("Pair", "left right")):
+    __slots__ = ()
+
+
+def linear(seed: int = 0) -> nnx.Linear:
+    return nnx.Linear(2, 3, rngs=nnx.Rngs(seed))
+
+
+def find_paths(root: Any, path: str = "") -> list[str]:
+    return [leaf for slot in find_slots(root, path) for leaf in slot.paths]
+
+
+def test_variables_are_found_below_attributes():
+    paths = find_paths(Holder(model=Holder(dense=linear())))
+    assert sorted(paths) == ["model/dense/bias", "model/dense/kernel"]
+
+
+def test_paths_begin_with_the_given_path():
+    assert find_paths(Holder(weight=jnp.ones(2)), "trainer") == ["trainer/weight"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"inner": [jnp.ones(1)]},
+        [{"inner": jnp.ones(1)}],
+        types.SimpleNamespace(inner=jnp.ones(1)),
+        Record(jnp.ones(1)),
+        FrozenRecord(jnp.ones(1)),
+        Holder(inner=Holder(inner=jnp.ones(1))),
+        (jnp.ones(1), "text"),
+        Pair(jnp.ones(1), None),
+        collections.OrderedDict(inner=jnp.ones(1)),
+        nnx.List([nnx.Param(jnp.ones(1))]),
+        nnx.Dict(inner=nnx.Param(jnp.ones(1))),
+        functools.partial(lambda weight: weight, jnp.ones(1)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_one_array_is_found_in(value):
+    root = Holder(place=value)
+    expected = 0 if isinstance(value, functools.partial) else 1
+    # What a partial holds is a constant of the function, not a place to rebind.
+    assert len(find_paths(root)) == expected
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda module: {"a": [module]},
+        lambda module: ({"a": module},),
+        lambda module: types.SimpleNamespace(a=module),
+        Record,
+        FrozenRecord,
+        lambda module: nnx.List([module]),
+        lambda module: Pair(module, 1),
+        lambda module: functools.partial(lambda x: x, module),
+        lambda module: functools.partial(lambda x: x, x=module),
+        lambda module: Registered(module, None),
+        lambda module: lambda x: module(x),
+        lambda module: module.__call__,
+    ],
+    ids=[
+        "list in dict", "dict in tuple", "namespace", "dataclass", "frozen dataclass",
+        "nnx.List", "namedtuple", "partial argument", "partial keyword",
+        "registered dataclass", "closure", "bound method",
+    ],
+)  # fmt: skip
+def test_a_module_is_found_in(wrap):
+    module = linear()
+    slots = find_slots(Holder(place=wrap(module)))
+    assert {slot.key for slot in slots} == {id(module.kernel), id(module.bias)}
+
+
+def test_a_pytree_attribute_is_one_slot_with_a_path_for_each_leaf():
+    (slot,) = find_slots(Holder(params={"dense": {"w": jnp.ones(2)}, "b": jnp.ones(1)}))
+    assert slot.path == "params"
+    assert slot.paths == ("params/b", "params/dense/w")
+
+
+def test_an_optax_state_is_one_slot():
+    state = optax.adam(1e-3).init({"w": jnp.ones(2)})
+    (slot,) = find_slots(Holder(opt_state=state))
+    assert sorted(slot.paths) == [
+        "opt_state/0/count", "opt_state/0/mu/w", "opt_state/0/nu/w",
+    ]  # fmt: skip
+
+
+def test_cycles_end():
+    root = Holder(weight=jnp.ones(1))
+    root.self = root
+    root.items = [root, {"root": root}]
+    assert find_paths(root) == ["weight"]
+
+
+def test_shared_parameters_are_one_slot():
+    first, second = linear(0), linear(1)
+    second.kernel = first.kernel
+    slots = find_slots(Holder(first=first, second=second))
+    assert sorted(slot.path for slot in slots) == [
+        "first/bias", "first/kernel", "second/bias",
+    ]  # fmt: skip
+
+
+def test_a_module_on_two_paths_is_found_once():
+    module = linear()
+    root = Holder(first=module, second=Holder(inner=module), items=[module])
+    assert all(path.startswith("first/") for path in find_paths(root))
+    assert len(find_slots(root)) == 2
+
+
+def test_an_optimizer_and_its_model_share_slots():
+    model = linear()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    paths = find_paths(Holder(model=model, optimizer=optimizer))
+    assert len(paths) == 2 + 1 + (1 + 2 * 2)
+    assert "optimizer/step" in paths
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        threading.local(),
+        pathlib.Path("data"),
+        collections.deque([linear()]),
+        np.ones(3),
+        "text",
+        3,
+        None,
+        optax.sgd(0.1),
+        armillary.MirroredStrategy(),
+        jnp,
+        nnx.Linear,
+        print,
+        {1: "a", "b": object()},
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_nothing_is_found_in(value):
+    assert find_slots(Holder(place=value)) == []
+    assert not has_state(value)
+
+
+def test_opaque_objects_are_not_walked():
+    strategy = armillary.MirroredStrategy()
+    strategy.hidden = linear()
+    assert find_slots(Holder(strategy=strategy)) == []
+
+
+def test_has_state_sees_one_slot():
+    assert has_state(Holder(model=linear()))
+
+
+def test_a_closure_is_searched():
+    model, other = linear(0), linear(1)
+
+    def step():
+        def inner():
+            return other.kernel
+
+        return model.kernel, inner()
+
+    paths = find_paths(step)
+    assert sorted(paths) == ["model/bias", "model/kernel", "other/bias", "other/kernel"]
+
+
+def test_globals_are_searched_also_in_nested_functions():
+    def step():
+        def inner():
+            return [GLOBAL_MODULE(x) for x in ()]
+
+        return inner
+
+    assert sorted(find_paths(step)) == ["GLOBAL_MODULE/bias", "GLOBAL_MODULE/kernel"]
+
+
+def test_functions_called_by_a_function_are_searched():
+    model = linear()
+
+    def helper():
+        return model.kernel
+
+    def step():
+        return helper()
+
+    assert sorted(find_paths(step)) == ["helper/model/bias", "helper/model/kernel"]
+
+
+def test_defaults_are_searched():
+    def step(x, model=linear(0), *, other=linear(1)):  # noqa: B008
+        return x, model, other
+
+    assert len(find_slots(step)) == 4
+
+
+def test_a_bound_method_leads_to_its_object():
+    class Trainer:
+        def __init__(self):
+            self.model = linear()
+
+        def step(self):
+            return self.model.kernel
+
+    assert sorted(find_paths(Trainer().step)) == [
+        "self/model/bias", "self/model/kernel",
+    ]  # fmt: skip
+
+
+def test_a_jitted_function_is_searched():
+    model = linear()
+
+    @jax.jit
+    def step(x):
+        return model(x)
+
+    assert len(find_slots(step)) == 2
+
+
+def test_a_wrapped_function_is_searched():
+    model = linear()
+
+    def step(x):
+        return model(x)
+
+    @functools.wraps(step)
+    def wrapper(*args):
+        return step(*args)
+
+    assert len(find_slots(wrapper)) == 2
+
+
+def test_a_wrapper_has_a_closure_of_its_own():
+    model, other = linear(0), linear(1)
+
+    def step(x):
+        return model(x)
+
+    @functools.wraps(step)
+    def wrapper(x):
+        return step(other(x))
+
+    assert len(find_slots(wrapper)) == 4
+
+
+def test_a_function_compiled_by_the_library_is_searched():
+    model = linear()
+
+    @armillary.function
+    def step(x):
+        return model(x)
+
+    def outer():
+        return step
+
+    assert len(find_slots(step)) == len(find_slots(outer)) == 2
+
+
+def test_a_method_of_a_library_class_leads_to_its_object():
+    model, metric = linear(), nnx.metrics.Average()
+    assert len(find_slots(model.__call__)) == 2
+    assert len(find_slots(functools.partial(nnx.relu, model))) == 2
+    assert len(find_slots(Holder(update=metric.update))) == 2
+
+
+def test_names_that_are_assigned_later_are_passed_over():
+    def step():
+        return later
+
+    assert find_slots(step) == []
+    later = linear()
+    assert len(find_slots(step)) == 2
+
+
+def test_functions_of_the_array_stack_are_not_searched():
+    assert find_slots(optax.global_norm) == []
+    assert find_slots(nnx.relu) == []
+
+
+def test_roles_follow_the_variable_type():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.bn = nnx.BatchNorm(2, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    root = Holder(net=Net(nnx.Rngs(0)), loss=nnx.metrics.Average(), w=jnp.ones(1))
+    roles = {slot.path: slot.role for slot in find_slots(root)}
+    assert roles["net/bn/scale"] is Role.PLAIN
+    assert roles["net/bn/mean"] is Role.BATCH_STATISTIC
+    assert roles["net/dropout/rngs/key"] is Role.RANDOM_KEY
+    assert roles["net/dropout/rngs/count"] is Role.PLAIN
+    assert roles["loss/total"] is Role.METRIC
+    assert roles["loss/count"] is Role.METRIC
+    assert roles["w"] is Role.PLAIN
+
+
+def test_annotations_are_the_metadata_of_the_variable():
+    variable = nnx.Variable(jnp.ones(()), aggregation="anything")
+    (slot,) = find_slots(Holder(v=variable))
+    assert slot.annotations["aggregation"] == "anything"
+
+
+def test_the_order_is_fixed():
+    root = Holder(b=linear(0), a=jnp.ones(1), c={"z": jnp.ones(1), "y": linear(1)})
+    assert find_paths(root) == find_paths(root)

@@ -1,0 +1,371 @@
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from armillary.errors import StateStructureError
+from armillary.state import State, as_array, strong
+
+
+class Holder:
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+def linear(seed: int = 0) -> nnx.Linear:
+    return nnx.Linear(2, 2, rngs=nnx.Rngs(seed))
+
+
+def test_variables_and_modules_keep_their_identity(run_lifted):
+    model = linear()
+    root = Holder(model=model, items=[model])
+    kernel, before = model.kernel, np.asarray(model.kernel[...])
+
+    def step():
+        assert root.model is model and root.items[0] is model
+        model.kernel[...] = model.kernel[...] + 1
+
+    run_lifted(step, root)
+    assert root.model is model and model.kernel is kernel
+    np.testing.assert_array_equal(kernel[...], before + 1)
+
+
+def test_a_variable_may_be_used_and_written_eagerly_after_a_step(run_lifted):
+    model = linear()
+
+    def step():
+        model.bias[...] = model.bias[...] + 1
+
+    run_lifted(step, model)
+    model.bias[...] = model.bias[...] + 1
+    model.extra = nnx.Param(jnp.ones(1))
+    np.testing.assert_array_equal(model.bias[...], [2, 2])
+
+
+def test_a_module_may_be_differentiated_eagerly_after_a_step_that_did(run_lifted):
+    model = linear()
+
+    def loss_fn(model):
+        return jnp.sum(model(jnp.ones((1, 2))))
+
+    def step():
+        grads = nnx.grad(loss_fn)(model)
+        model.bias[...] = model.bias[...] - grads["bias"][...]
+
+    run_lifted(step, model)
+    grads = nnx.grad(loss_fn)(model)
+    np.testing.assert_array_equal(grads["bias"][...], [1, 1])
+    np.testing.assert_array_equal(model.bias[...], [-1, -1])
+    model.extra = nnx.Param(jnp.ones(1))
+
+
+def test_plain_attributes_are_rebound(run_lifted):
+    root = Holder(count=jnp.asarray(0.0))
+
+    def step():
+        root.count = root.count + 1
+
+    run_lifted(step, root)
+    run_lifted(step, root)
+    assert float(root.count) == 2
+
+
+def test_frozen_dataclasses_keep_their_identity(run_lifted):
+    @dataclasses.dataclass(frozen=True)
+    class Frozen:
+        model: Any
+        weight: Any
+
+    frozen = Frozen(linear(), jnp.ones(2))
+    root = Holder(frozen=frozen)
+
+    def step():
+        root.frozen.model.bias[...] = root.frozen.weight * 3
+
+    run_lifted(step, root)
+    assert root.frozen is frozen
+    np.testing.assert_array_equal(frozen.model.bias[...], [3, 3])
+
+
+@pytest.mark.parametrize("where", ["closure dict", "closure list", "nested dict"])
+def test_items_of_containers_are_places(run_lifted, where):
+    if where == "nested dict":
+        root = Holder(params={"a": {"w": jnp.ones(2)}})
+
+        def step():
+            root.params["a"]["w"] = root.params["a"]["w"] * 2
+
+        run_lifted(step, root)
+        np.testing.assert_array_equal(root.params["a"]["w"], [2, 2])
+        return
+    container: Any = {0: jnp.ones(2)} if where == "closure dict" else [jnp.ones(2)]
+    same = container
+
+    def step():
+        container[0] = container[0] * 2
+
+    run_lifted(step, step)
+    assert container is same
+    np.testing.assert_array_equal(container[0], [2, 2])
+
+
+def test_an_optax_state_is_rebound(run_lifted):
+    optimizer = optax.adam(0.1)
+    params = {"w": jnp.ones(3)}
+    root = Holder(params=params, opt_state=optimizer.init(params))
+
+    def step():
+        grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2))(root.params)
+        updates, root.opt_state = optimizer.update(grads, root.opt_state)
+        root.params = optax.apply_updates(root.params, updates)
+
+    run_lifted(step, root)
+    expected = optax.apply_updates(
+        params, optimizer.update({"w": 2 * params["w"]}, optimizer.init(params))[0]
+    )
+    np.testing.assert_allclose(root.params["w"], expected["w"], rtol=1e-6)
+    assert int(root.opt_state[0].count) == 1
+    np.testing.assert_array_equal(params["w"], [1, 1, 1])
+
+
+def test_an_equinox_module_is_rebound(run_lifted):
+    eqx = pytest.importorskip("equinox", reason="equinox is not installed")
+
+    root = Holder(net=eqx.nn.Linear(2, 1, key=jax.random.key(0)))
+
+    def step():
+        root.net = jax.tree.map(
+            lambda leaf: leaf + 1 if eqx.is_array(leaf) else leaf, root.net
+        )
+
+    before = np.asarray(root.net.weight)
+    state = run_lifted(step, root)
+    assert sorted(state.paths) == ["net/bias", "net/weight"]
+    np.testing.assert_array_equal(root.net.weight, before + 1)
+
+
+def test_a_registered_dataclass_is_a_value(run_lifted):
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Layer:
+        weight: Any
+        name: str = dataclasses.field(metadata={"static": True}, default="layer")
+
+    root = Holder(layer=Layer(jnp.ones(2)))
+
+    def step():
+        root.layer = dataclasses.replace(root.layer, weight=root.layer.weight * 2)
+
+    state = run_lifted(step, root)
+    assert state.paths == ("layer/weight",)
+    np.testing.assert_array_equal(root.layer.weight, [2, 2])
+    assert root.layer.name == "layer"
+
+
+def test_everything_is_restored_when_a_step_raises(run_lifted):
+    model = linear()
+    root = Holder(model=model, params={"w": jnp.ones(2)}, count=jnp.asarray(1))
+    before = (model.kernel[...], root.params, root.count)
+
+    def step():
+        model.kernel[...] = model.kernel[...] * 0
+        root.params = {"w": root.params["w"] * 0}
+        root.count = root.count + 1
+        raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        run_lifted(step, root)
+    assert model.kernel[...] is before[0]
+    assert root.params is before[1]
+    assert root.count is before[2]
+    model.kernel[...] = model.kernel[...] + 1  # its trace state is the outer one again
+
+
+def test_shared_parameters_stay_shared(run_lifted):
+    first, second = linear(0), linear(1)
+    second.kernel = first.kernel
+    root = Holder(first=first, second=second)
+
+    def step():
+        first.kernel[...] = first.kernel[...] * 0 + 7
+        second.bias[...] = second.kernel[...][0]
+
+    run_lifted(step, root)
+    assert first.kernel is second.kernel
+    np.testing.assert_array_equal(second.bias[...], [7, 7])
+
+
+def test_two_places_with_one_array_are_two_slots(run_lifted):
+    weight = jnp.ones(2)
+    root = Holder(params=weight, average=weight)
+
+    def step():
+        root.params = root.params + 1
+
+    run_lifted(step, root)
+    np.testing.assert_array_equal(root.params, [2, 2])
+    np.testing.assert_array_equal(root.average, [1, 1])
+
+
+def test_key_arrays_are_carried(run_lifted):
+    root = Holder(key=jax.random.key(0))
+
+    def step():
+        root.key, _ = jax.random.split(root.key)
+
+    run_lifted(step, root)
+    expected = jax.random.split(jax.random.key(0))[0]
+    assert jnp.all(jax.random.key_data(root.key) == jax.random.key_data(expected))
+
+
+def test_numpy_values_of_variables_become_arrays(run_lifted):
+    variable = nnx.Variable(np.zeros(2, np.float32))
+
+    def step():
+        variable[...] = variable[...] + 1
+
+    run_lifted(step, Holder(v=variable))
+    np.testing.assert_array_equal(variable[...], [1, 1])
+
+
+def test_places_are_equal_for_the_same_state():
+    root = Holder(model=linear(), w=jnp.ones(2))
+    assert State([(root, "")]).places == State([(root, "")]).places
+    other = Holder(model=root.model, w=root.w)
+    assert State([(root, "")]).places != State([(other, "")]).places
+
+
+def test_a_float_times_an_integer_is_an_error(run_lifted):
+    root = Holder(step=jnp.asarray(0))
+
+    def step():
+        root.step = root.step * 1.0
+
+    with pytest.raises(StateStructureError) as caught:
+        run_lifted(step, root, "trainer")
+    message = str(caught.value)
+    assert message.startswith("`step` changed 1 of 1 slots, and a compiled loop needs")
+    assert "  trainer/step: int32 () became float32 ()\n" in message
+    assert "cast before assigning (`value.astype(jnp.float32)`)" in message
+    assert int(root.step) == 0
+
+
+@pytest.mark.parametrize("initial", [jnp.asarray(0.0), jnp.asarray(2.0) * 1])
+def test_weak_types_become_strong(run_lifted, initial):
+    assert initial.weak_type
+    root = Holder(scale=initial)
+
+    def step():
+        root.scale = root.scale + 1.0
+
+    run_lifted(step, root)
+    run_lifted(step, root)
+    assert float(root.scale) == float(initial) + 2
+    assert not root.scale.weak_type
+
+
+def test_a_python_number_may_replace_an_array_of_its_dtype():
+    root = Holder(v=nnx.Variable(jnp.asarray(1.0)))
+    state = State([(root, "")])
+    before = state.read()
+    with state.swapped(before):
+        root.v.set_value(2.0)
+        (after,) = state.collect(before, "step")
+    assert (after.dtype, after.weak_type) == (jnp.float32, False)
+
+
+def test_all_changes_are_reported_at_once(run_lifted):
+    root = Holder(
+        model=linear(),
+        params={"w": jnp.ones(2)},
+        items=(jnp.ones(1), "tag"),
+        moved=jnp.ones((2, 3)),
+        lost=jnp.ones(1),
+    )
+
+    def step():
+        root.model.kernel.set_value(root.model.kernel[...].astype(jnp.bfloat16))
+        root.params = {"w": root.params["w"], "b": jnp.ones(1)}
+        root.items = (root.items[0], "other")
+        root.moved = root.moved.T
+        root.lost = None
+        root.fresh = jnp.zeros(())
+
+    with pytest.raises(StateStructureError) as caught:
+        run_lifted(step, root)
+    message = str(caught.value)
+    assert message.startswith("`step` changed 6 of 6 slots")
+    assert "  model/kernel: float32 (2, 2) became bfloat16 (2, 2)\n" in message
+    assert "  params: tree structure PyTreeDef({'w': *}) became" in message
+    assert "  items/1: str 'tag' became str 'other'\n" in message
+    assert "  moved: float32 (2, 3) became float32 (3, 2)\n" in message
+    assert "  lost: tree structure" in message
+    assert "  fresh: made by the step, so nothing carries it to the next one" in message
+    assert "or run with `compile_step=False` to find the line" in message
+
+
+def test_an_array_that_becomes_a_number_is_reported(run_lifted):
+    root = Holder(loss=jnp.ones(()))
+
+    def step():
+        root.loss = 0.0
+
+    with pytest.raises(StateStructureError, match=r"loss: an array became float 0.0"):
+        run_lifted(step, root)
+
+
+def test_a_variable_that_changes_its_tree_is_reported(run_lifted):
+    variable = nnx.Variable({"a": jnp.ones(1)})
+
+    def step():
+        variable.set_value({"a": jnp.ones(1), "b": jnp.ones(1)})
+
+    with pytest.raises(StateStructureError, match=r"v: tree structure"):
+        run_lifted(step, Holder(v=variable))
+
+
+def test_a_new_variable_is_reported(run_lifted):
+    model = linear()
+
+    def step():
+        model.cache = nnx.Variable(jnp.zeros(2))
+
+    with pytest.raises(StateStructureError, match="model/cache: made by the step"):
+        run_lifted(step, Holder(model=model))
+
+
+def test_a_changed_python_number_is_reported(run_lifted):
+    root = Holder(model=Holder(count=3), w=jnp.ones(1))
+
+    def step():
+        root.model.count += 1
+
+    with pytest.raises(
+        StateStructureError,
+        match="model/count: int 3 became 4, once, while the step was traced",
+    ):
+        run_lifted(step, root)
+
+
+def test_an_unchanged_python_number_is_fine(run_lifted):
+    root = Holder(rate=0.5, w=jnp.ones(1))
+
+    def step():
+        root.w = root.w * root.rate
+
+    run_lifted(step, root)
+    assert float(root.w[0]) == 0.5
+
+
+def test_strong_keeps_what_is_strong():
+    array = jnp.ones(2, jnp.float32)
+    assert strong(array) is array
+    assert as_array(array) is array
+    assert not strong(2.0).weak_type
+    key = jax.random.key(0)
+    assert strong(key) is key

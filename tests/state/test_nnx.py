@@ -1,0 +1,35 @@
+import pytest
+from flax import nnx
+
+from armillary.state import _nnx
+
+
+def test_the_installed_flax_has_what_lifting_needs():
+    _nnx._check_flax()
+    assert hasattr(nnx.Variable(0), "_raw_value")
+
+
+def test_a_flax_without_a_private_attribute_is_named(monkeypatch):
+    class Renamed:
+        def __init__(self, value):
+            self.value = value
+            self._trace_state = None
+
+    monkeypatch.setattr(nnx, "Variable", Renamed)
+    with pytest.raises(ImportError) as caught:
+        _nnx._check_flax()
+    message = str(caught.value)
+    assert "has no nnx.Variable._raw_value, which Armillary needs" in message
+    assert 'pip install "flax~=0.12.8"' in message
+
+
+def test_a_flax_that_cannot_be_probed_is_named(monkeypatch):
+    class WithoutState:
+        pass
+
+    monkeypatch.setattr(nnx, "Pytree", WithoutState)
+    with pytest.raises(
+        ImportError,
+        match=r"has no nnx\.Pytree\._pytree__state, nnx\.Pytree\._pytree__state\._t",
+    ):
+        _nnx._check_flax()
