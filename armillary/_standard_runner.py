@@ -122,6 +122,10 @@ class StandardTrainer(_Runner, AbstractTrainer):
     model, optimizer, metrics and other state to `self`. A strategy that is assigned to
     `self` is in effect, if no other is.
 
+    A loop reuses the memory of the state that the last one left. What `train_loop_end`
+    returns is safe; copy an array that you take out of a variable between loops
+    (`variable[...].copy()`).
+
     Args:
         train_dataset: A dataset from `make_distributed_dataset`, anything that
             `armillary.data.as_source` takes, or a nest (list, dict, ...) of them.

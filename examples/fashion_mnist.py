@@ -108,9 +108,8 @@ def main() -> None:
         raise SystemExit(f"`--data-dir` cannot be read: {error}") from error
     steps_per_epoch = math.ceil(len(train["label"]) / options.batch_size)
 
-    strategy = (
-        armillary.MirroredStrategy()
-    )  # All GPUs, or the CPU where there are none.
+    # All GPUs of this machine, or its CPU where there are none.
+    strategy = armillary.MirroredStrategy()
     train_data = armillary.data.from_arrays(
         train, batch_size=options.batch_size, shuffle_seed=0, repeat=True
     )

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from armillary.errors import StateStructureError
 from armillary.state import _nnx
 from armillary.state._find import Search, held_by
+from armillary.state._place import PlaceSlot
 from armillary.state._slots import Slot, describe, join
 
 
@@ -174,11 +175,14 @@ class State:
         return leaves
 
     def _new_places(self, now: Search) -> list[str]:
-        known = {slot.key for slot in self.slots}
+        new = [slot for slot in now.slots if slot.key not in self.places]
+        for slot in new:
+            # It holds a tracer, which would fail in another place, and say less there.
+            if isinstance(slot, PlaceSlot):
+                slot.remove()
         return [
             f"{slot.path}: made by the step, so nothing carries it to the next one"
-            for slot in now.slots
-            if slot.key not in known
+            for slot in new
         ]
 
     def _changed_numbers(self, now: Search) -> list[str]:

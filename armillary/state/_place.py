@@ -60,6 +60,15 @@ class PlaceSlot(Slot):
             # change its meaning here, only the arrays in it.
             object.__setattr__(self.owner, self.name, value)
 
+    def remove(self) -> None:
+        """Removes the attribute or item; an item of a list becomes `None`."""
+        if isinstance(self.owner, list):
+            self.owner[self.name] = None
+        elif self._is_item:
+            del self.owner[self.name]
+        else:
+            object.__delattr__(self.owner, self.name)
+
     def read(self) -> list[jax.Array]:
         leaves, treedef = jax.tree.flatten(self._get(), is_leaf=self._is_leaf)
         if treedef != self._treedef:

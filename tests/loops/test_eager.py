@@ -1,0 +1,149 @@
+"""Tests of `compile_step=False`: the same steps, run by Python."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.errors import CapturedStateError, RetraceError
+from tests.problems import MLP, Classifier, make_strategy, read_state
+
+EAGER = armillary.StandardTrainerOptions(compile_step=False)
+
+
+def make_batches(num_batches):
+    return [{"x": np.full(2, value, np.float32)} for value in range(num_batches)]
+
+
+class Trainer(armillary.StandardTrainer):
+    def __init__(self, options=EAGER, num_batches=4):
+        super().__init__(make_batches(num_batches), options)
+        self.total = jnp.zeros(())
+        self.seen = []
+
+    def train_step(self, iterator):
+        value = next(iterator)["x"].sum()
+        if not isinstance(value, jax.core.Tracer):
+            self.seen.append(float(value))
+        self.total = self.total + value
+
+
+def test_steps_see_values():
+    trainer = Trainer()
+
+    trainer.train(2)
+    trainer.train(9)
+
+    assert trainer.seen == [0, 2, 4, 6]
+    assert float(trainer.total) == 12
+    assert trainer.data_exhausted
+
+
+def test_eager_steps_equal_compiled_ones():
+    # A default strategy: on replicas JAX compiles each operation on its own.
+    strategy = armillary.OneDeviceStrategy("cpu:0")
+    states = []
+    for compile_step in (True, False):
+        trainer = Classifier(
+            strategy, MLP(nnx.Rngs(0)), optax.sgd(0.1), compile_step=compile_step
+        )
+        trainer.train(3)
+        states.append((read_state(trainer), trainer.train_dataset.get_state()))
+
+    (compiled, position), (eager, eager_position) = states
+    assert eager_position == position
+    assert eager.keys() == compiled.keys()
+    for path, value in compiled.items():
+        np.testing.assert_allclose(eager[path], value, rtol=1e-4, atol=1e-5)
+
+
+def test_an_eager_step_runs_on_replicas():
+    strategy = make_strategy(2)
+
+    class Shares(armillary.StandardTrainer):
+        def __init__(self):
+            super().__init__(make_batches(3), EAGER)
+            self.strategy = strategy
+            self.sum = nnx.Variable(
+                jnp.zeros(()), aggregation=armillary.VariableAggregation.SUM
+            )
+
+        def train_step(self, iterator):
+            def step_fn(batch):
+                self.sum[...] += batch["x"][0] + 1
+
+            strategy.run(step_fn, args=(next(iterator),))
+
+    shares = Shares()
+    shares.train(1)
+
+    assert float(shares.sum[...]) == 2
+
+
+def test_an_exception_leaves_the_steps_before_it():
+    class Breaks(Trainer):
+        def train_step(self, iterator):
+            super().train_step(iterator)
+            if len(self.seen) == 3:
+                raise KeyError("batch three")
+
+    trainer = Breaks()
+
+    with pytest.raises(KeyError, match="batch three"):
+        trainer.train(4)
+    assert trainer.seen == [0, 2, 4]
+
+
+@pytest.mark.parametrize("compile_step", [True, False])
+def test_a_step_that_takes_no_batch_is_an_error(compile_step):
+    class Evaluator(armillary.StandardEvaluator):
+        def eval_step(self, iterator):
+            return jnp.zeros(())
+
+    options = armillary.StandardEvaluatorOptions(compile_step=compile_step)
+    evaluator = Evaluator(make_batches(2), options)
+
+    with pytest.raises(
+        RetraceError,
+        match=r"`eval_step` took no batch from dataset 0 of 1, so its data would never "
+        r"end. Call `next\(iterator\)` on each iterator, or leave the dataset out",
+    ):
+        evaluator.evaluate(-1)
+
+
+@pytest.mark.parametrize("compile_step", [True, False])
+def test_a_step_that_skips_one_of_its_datasets_is_an_error(compile_step):
+    class Skips(Trainer):
+        def train_step(self, iterator):
+            super().train_step(iterator["a"])
+
+    options = armillary.StandardTrainerOptions(compile_step=compile_step)
+    trainer = Skips(options)
+    trainer.train_dataset = {
+        name: armillary.data.from_arrays({"x": np.zeros(4)}, batch_size=2)
+        for name in ("a", "b")
+    }
+
+    with pytest.raises(RetraceError, match="no batch from dataset 1 of 2"):
+        trainer.train(1)
+
+
+@pytest.mark.parametrize("compile_step", [True, False])
+def test_writing_to_state_out_of_reach_is_an_error(compile_step):
+    counter = nnx.Variable(jnp.zeros(()))
+
+    class Writes(Trainer):
+        def train_step(self, iterator):
+            strategy = armillary.get_strategy()
+            strategy.run(jax.jit(lambda x: write(x)), args=(next(iterator)["x"][0],))
+
+    def write(value):
+        counter[...] += value
+
+    trainer = Writes(armillary.StandardTrainerOptions(compile_step=compile_step))
+
+    with pytest.raises(CapturedStateError, match="the trainer does not reach"):
+        trainer.train(1)

@@ -1,0 +1,234 @@
+"""Tests of what makes a step be traced again, and of what may not change."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.data import from_arrays
+from armillary.errors import CapturedStateError, RetraceError, StateStructureError
+from tests.problems import MLP, Classifier, make_strategy
+
+
+class Trainer(armillary.StandardTrainer):
+    """Adds up batches, scaled by a plain number, and counts how often it is traced."""
+
+    def __init__(self, dataset=None, **options):
+        if dataset is None:
+            dataset = from_arrays(
+                {"x": np.ones(2, np.float32)}, batch_size=2, repeat=True
+            )
+        super().__init__(dataset, armillary.StandardTrainerOptions(**options))
+        self.total = jnp.zeros(())
+        self.scale = 1.0
+        self.num_epochs = 0
+        self.history = []
+        self.num_traces = np.zeros((), int)
+
+    def train_step(self, iterator):
+        self.num_traces += 1
+        self.total = self.total + self.scale * next(iterator)["x"].sum()
+
+
+def as_batches(*arrays):
+    return [{"x": np.asarray(array)} for array in arrays]
+
+
+@pytest.mark.parametrize(
+    ("second", "change"),
+    [
+        (np.ones((2, 4), np.float32), r"x: float32 \(2, 3\) became float32 \(2, 4\)"),
+        (np.ones((2, 3), np.int32), r"x: float32 \(2, 3\) became int32 \(2, 3\)"),
+        (np.ones((2,), np.float32), r"x: float32 \(2, 3\) became float32 \(2,\)"),
+    ],
+    ids=["shape", "dtype", "rank"],
+)
+def test_batches_that_change_are_an_error(second, change):
+    trainer = Trainer(as_batches(np.ones((2, 3), np.float32), second))
+
+    with pytest.raises(
+        RetraceError,
+        match=rf"changed after `train_step` was compiled(.|\n)*{change}\n"
+        "Only the number of examples may be smaller(.|\n)*Give all batches one shape",
+    ):
+        trainer.train(2)
+    assert float(trainer.total) == 6
+
+
+def test_all_changes_are_reported_by_path():
+    first = {"a": np.ones(2), "b": {"c": np.ones((2, 3))}, "d": np.ones(2)}
+    second = {"a": np.ones(2, int), "b": {"c": np.ones((2, 5))}, "d": np.ones(2)}
+
+    class Any(Trainer):
+        def train_step(self, iterator):
+            next(iterator)
+
+    with pytest.raises(RetraceError) as caught:
+        Any([first, second]).train(2)
+    assert "\n  a: float32 (2,) became int32 (2,)\n  b/c: float32 (2, 3)" in str(
+        caught.value
+    )
+    assert "  d:" not in str(caught.value)
+
+
+def test_a_batch_of_another_structure_is_an_error():
+    trainer = Trainer([{"x": np.ones(2)}, {"x": np.ones(2), "y": np.ones(2)}])
+
+    with pytest.raises(RetraceError, match=r"structure .*'x'.* became .*'y'"):
+        trainer.train(2)
+
+
+def test_a_batch_that_is_an_array_is_named_so():
+    class Bare(Trainer):
+        def train_step(self, iterator):
+            self.total = self.total + next(iterator).sum()
+
+    batches = [np.ones((2, 3), np.float32), np.ones((2, 4), np.float32)]
+
+    with pytest.raises(RetraceError, match="the batch: float32"):
+        Bare(batches).train(2)
+
+
+def test_a_step_that_takes_all_data_is_an_error():
+    class Greedy(Trainer):
+        def train_step(self, iterator):
+            for batch in iterator:
+                del batch
+
+    with pytest.raises(
+        RetraceError,
+        match=r"`train_step` took over 1000 batches in one step.*Take a fixed number "
+        r"with `next\(iterator\)`",
+    ):
+        Greedy().train(1)
+
+
+def test_a_step_that_takes_another_number_of_batches_later_is_an_error():
+    class Changes(Trainer):
+        num_batches = 1
+
+        def train_loop_begin(self):
+            self.count = self.num_batches
+
+        def train_step(self, iterator):
+            for _ in range(self.count):
+                super().train_step(iterator)
+
+    trainer = Changes()
+    trainer.train(2)
+    trainer.num_batches = 2
+
+    with pytest.raises(
+        RetraceError,
+        match=r"took \[1\] batches of its datasets in one step, and now takes \[2\]"
+        ".*take the same number in every step, or make a new trainer",
+    ):
+        trainer.train(2)
+
+
+def test_a_plain_value_that_the_step_reads_makes_it_compile_again(caplog):
+    trainer = Trainer()
+    trainer.train(3)
+    trainer.scale = 10.0
+
+    trainer.train(1)
+
+    assert float(trainer.total) == 6 + 20
+    assert (
+        "`train_step` is compiled again, because it read plain values that have "
+        "changed (scale). Hold a value that changes often in an array"
+    ) in caplog.text
+
+
+def test_a_plain_value_that_the_step_does_not_read_changes_nothing(no_retrace):
+    trainer = Trainer()
+    trainer.train(1)
+
+    with no_retrace():
+        for epoch in range(3):
+            trainer.num_epochs = epoch + 1
+            trainer.history.append({"loss": float(epoch)})
+            trainer.train(1)
+
+    assert trainer.num_traces == 1
+
+
+def test_a_flag_of_a_module_that_is_set_between_loops_is_seen():
+    trainer = Classifier(make_strategy(2), MLP(nnx.Rngs(0)), optax.sgd(0.1))
+    trainer.train(2)
+    model = trainer.model
+    mean, count = np.array(model.norm.mean[...]), int(model.dropout.rngs.count[...])
+
+    model.eval()
+    trainer.train(2)
+
+    assert count > 0
+    assert int(model.dropout.rngs.count[...]) == count
+    np.testing.assert_array_equal(model.norm.mean[...], mean)
+
+
+def test_a_plain_value_that_the_step_counts_up_is_an_error():
+    class Counts(Trainer):
+        def train_step(self, iterator):
+            super().train_step(iterator)
+            self.num_epochs += 1
+
+    with pytest.raises(
+        StateStructureError,
+        match=r"`train_step` changed 1 of 1 slots(.|\n)*num_epochs: int 0 became 1",
+    ):
+        Counts().train(1)
+
+
+def test_state_that_the_trainer_does_not_reach_is_an_error():
+    linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    class Reads(Trainer):
+        def train_step(self, iterator):
+            self.total = self.total + hidden(next(iterator)["x"]).sum()
+
+    def hidden(x):
+        return linear(x)
+
+    trainer = Reads()
+
+    with pytest.raises(
+        CapturedStateError,
+        match=r"`train_step` reads 2 variables that the trainer does not reach(.|\n)*"
+        r"hidden/linear/kernel \(nnx.Param \(2, 2\)\)(.|\n)*Assign what holds them to",
+    ):
+        trainer.train(1)
+
+
+def test_an_evaluator_is_named_in_messages():
+    counter = nnx.Variable(jnp.ones(()))
+
+    class Evaluator(armillary.StandardEvaluator):
+        def eval_step(self, iterator):
+            return counter[...] + next(iterator)["x"]
+
+    with pytest.raises(CapturedStateError, match="that the evaluator does not reach"):
+        Evaluator(as_batches(np.ones(2))).evaluate(-1)
+
+
+def test_sizes_are_compared_behind_the_replica_axis():
+    class Rows(Trainer):
+        def __init__(self, strategy):
+            super().__init__(
+                as_batches(np.ones((8, 3)), np.ones((4, 3)), np.ones((4, 5)))
+            )
+            self.strategy = strategy
+
+        def train_step(self, iterator):
+            out = self.strategy.run(lambda batch: batch["x"].sum(), (next(iterator),))
+            self.total = self.total + self.strategy.reduce("sum", out)
+
+    trainer = Rows(make_strategy(4))
+
+    with pytest.raises(
+        RetraceError, match=r"x: float32 \(4, 2, 3\) became float32 \(4, 1, 5\)"
+    ):
+        trainer.train(3)
+    assert float(trainer.total) == 36

@@ -1,0 +1,178 @@
+"""Proof: a complete evaluation counts every example once, whatever the sizes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import armillary
+from tests.problems import make_strategy
+
+BOUNDED = settings(
+    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+class Evaluation(armillary.StandardEvaluator):
+    """Metrics, and a state to which every step's outputs are appended."""
+
+    def __init__(self, strategy, read, *, per_replica=False, **options):
+        if per_replica:
+            dataset = strategy.distribute_datasets_from_function(lambda _: read)
+        else:
+            dataset = strategy.distribute_dataset(read)
+        super().__init__(
+            dataset,
+            armillary.StandardEvaluatorOptions(
+                recreate_iterator_for_each_eval=True, **options
+            ),
+        )
+        self.strategy = strategy
+        self.average = nnx.metrics.Average("value")
+        self.accuracy = nnx.metrics.Accuracy()
+
+    def eval_begin(self):
+        self.average.reset()
+        self.accuracy.reset()
+        return []
+
+    def eval_step(self, iterator):
+        def step_fn(batch):
+            value, label = batch["value"], batch["label"]
+            self.average.update(value=value)
+            self.accuracy.update(logits=jax.nn.one_hot(label % 3, 4), labels=label)
+            return {"id": batch["id"], "twice": 2 * value}
+
+        return self.strategy.run(step_fn, args=(next(iterator),))
+
+    def eval_reduce(self, state, step_outputs):
+        return [*state, *self.strategy.local_results(step_outputs)]
+
+    def eval_end(self, *state):
+        (shares,) = state
+        return {
+            "average": self.average.compute(),
+            "accuracy": self.accuracy.compute(),
+            "id": np.concatenate([share["id"] for share in shares]),
+            "twice": np.concatenate([share["twice"] for share in shares]),
+        }
+
+
+@functools.cache
+def make_evaluation(num_replicas, **options):
+    """Returns an evaluator that many examples share, and the list of its batches."""
+    batches = []
+    evaluation = Evaluation(
+        make_strategy(num_replicas), lambda: iter(batches), **options
+    )
+    return evaluation, batches
+
+
+def make_arrays(num_examples):
+    rng = np.random.default_rng(num_examples)
+    return {
+        "id": np.arange(num_examples, dtype=np.int32),
+        "value": rng.normal(size=num_examples).astype(np.float32),
+        "label": rng.integers(0, 4, num_examples).astype(np.int32),
+    }
+
+
+def cut(arrays, batch_size):
+    starts = range(0, len(arrays["id"]), batch_size)
+    return [
+        {name: array[start : start + batch_size] for name, array in arrays.items()}
+        for start in starts
+    ]
+
+
+def assert_exact(evaluation, arrays):
+    output = evaluation.evaluate(-1)
+
+    value, label = arrays["value"], arrays["label"]
+    np.testing.assert_array_equal(output["id"], arrays["id"])
+    np.testing.assert_array_equal(output["twice"], 2 * value)
+    assert int(evaluation.average.count[...]) == len(value)
+    assert int(evaluation.accuracy.count[...]) == len(value)
+    np.testing.assert_allclose(
+        output["average"], value.mean(), rtol=1e-5, atol=1e-6 * np.abs(value).mean()
+    )
+    np.testing.assert_allclose(output["accuracy"], np.mean(label < 3), rtol=1e-6)
+
+
+@pytest.mark.slow
+@settings(BOUNDED, max_examples=100)
+@given(
+    num_examples=st.integers(1, 50),
+    batch_size=st.integers(1, 16),
+    num_replicas=st.integers(1, 4),
+)
+def test_a_complete_evaluation_equals_numpy(num_examples, batch_size, num_replicas):
+    # One step in a chunk: then the number of programs is that of the shapes.
+    evaluation, batches = make_evaluation(num_replicas, steps_per_chunk=1)
+    arrays = make_arrays(num_examples)
+    batches[:] = cut(arrays, batch_size)
+
+    assert_exact(evaluation, arrays)
+
+
+@settings(BOUNDED, max_examples=25)
+@given(num_examples=st.integers(1, 50), per_replica=st.booleans())
+def test_a_complete_evaluation_in_chunks_equals_numpy(num_examples, per_replica):
+    evaluation, batches = make_evaluation(4, per_replica=per_replica, steps_per_chunk=3)
+    arrays = make_arrays(num_examples)
+    batches[:] = cut(arrays, 3)
+
+    assert_exact(evaluation, arrays)
+
+
+@pytest.mark.parametrize("num_examples", [1, 3, 9, 11])
+def test_a_complete_evaluation_by_the_python_loop_equals_numpy(num_examples):
+    evaluation, batches = make_evaluation(4, compile_loop=False)
+    arrays = make_arrays(num_examples)
+    batches[:] = cut(arrays, 4)
+
+    assert_exact(evaluation, arrays)
+
+
+def test_batches_of_unequal_sizes_are_counted_once():
+    evaluation, batches = make_evaluation(4)
+    arrays = make_arrays(20)
+    ends = np.cumsum([4, 1, 9, 0, 4, 2])
+    batches[:] = [
+        {name: array[stop - size : stop] for name, array in arrays.items()}
+        for stop, size in zip(ends, [4, 1, 9, 0, 4, 2], strict=True)
+    ]
+
+    assert_exact(evaluation, arrays)
+
+
+def test_carried_state_may_be_a_growing_device_array():
+    strategy = make_strategy(2)
+
+    class Gather(armillary.StandardEvaluator):
+        def __init__(self, dataset):
+            super().__init__(dataset)
+            self.strategy = strategy
+
+        def eval_begin(self):
+            return jnp.zeros((0,), jnp.int32)
+
+        def eval_step(self, iterator):
+            return strategy.run(lambda batch: batch["id"] + 1, args=(next(iterator),))
+
+        def eval_reduce(self, state, step_outputs):
+            return jnp.concatenate(
+                [state, np.asarray(strategy.gather(step_outputs, 0))]
+            )
+
+        def eval_end(self, *state):
+            return {"id": state[0]}
+
+    gather = Gather(strategy.distribute_dataset(cut(make_arrays(11), 4)))
+
+    np.testing.assert_array_equal(gather.evaluate(-1)["id"], np.arange(1, 12))

@@ -1,0 +1,147 @@
+"""Proof: the number of replicas changes losses and parameters by rounding only."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.data import from_arrays
+from tests.problems import CNN, Classifier, make_strategy, read_state
+
+NUM_STEPS = 50
+TRANSFORMS = {
+    "sgd": optax.sgd(0.05, momentum=0.9),
+    "adam": optax.adam(3e-3),
+}
+
+
+@functools.cache
+def train(transform, num_replicas):
+    """Returns the loss of each step, and the parameters at the end."""
+    trainer = Classifier(
+        make_strategy(num_replicas), CNN(nnx.Rngs(0)), TRANSFORMS[transform]
+    )
+    trainer.train(NUM_STEPS)
+    parameters = {
+        path: value
+        for path, value in read_state(trainer).items()
+        if path.startswith("model/")
+    }
+    return np.asarray(trainer.losses[:NUM_STEPS]), parameters
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("num_replicas", [2, 4, 8])
+def test_replicas_give_the_losses_and_parameters_of_one(transform, num_replicas):
+    expected_losses, expected = train(transform, 1)
+
+    losses, parameters = train(transform, num_replicas)
+
+    assert expected_losses[-1] < expected_losses[0] / 2
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    assert parameters.keys() == expected.keys()
+    for path, value in expected.items():
+        error = np.linalg.norm(parameters[path] - value) / np.linalg.norm(value)
+        assert error < 1e-5, path
+
+
+class Metrics(armillary.StandardEvaluator):
+    """Two metrics over a data set, with nothing learned."""
+
+    def __init__(self, strategy, dataset):
+        super().__init__(dataset)
+        self.strategy = strategy
+        self.average = nnx.metrics.Average("value")
+        self.accuracy = nnx.metrics.Accuracy()
+
+    def eval_begin(self):
+        self.average.reset()
+        self.accuracy.reset()
+
+    def eval_step(self, iterator):
+        def step_fn(batch):
+            self.average.update(value=batch["value"])
+            self.accuracy.update(logits=batch["logits"], labels=batch["label"])
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+    def eval_end(self, *state):
+        return {"average": self.average.compute(), "accuracy": self.accuracy.compute()}
+
+
+@pytest.mark.parametrize("batch_size", [16, 10])
+def test_metrics_over_replicas_equal_those_of_one(batch_size):
+    rng = np.random.default_rng(1)
+    arrays = {
+        "value": rng.normal(size=101).astype(np.float32),
+        "logits": rng.normal(size=(101, 3)).astype(np.float32),
+        "label": rng.integers(0, 3, 101).astype(np.int32),
+    }
+    outputs, counts = [], []
+    for num_replicas in (1, 4):
+        strategy = make_strategy(num_replicas)
+        source = from_arrays(arrays, batch_size=batch_size)
+        evaluator = Metrics(strategy, strategy.distribute_dataset(source))
+        outputs.append(evaluator.evaluate(-1))
+        counts.append(
+            (int(evaluator.average.count[...]), int(evaluator.accuracy.count[...]))
+        )
+
+    assert counts == [(101, 101), (101, 101)]
+    np.testing.assert_allclose(outputs[1]["average"], outputs[0]["average"], rtol=1e-6)
+    np.testing.assert_allclose(outputs[0]["average"], arrays["value"].mean(), rtol=1e-5)
+    assert float(outputs[1]["accuracy"]) == float(outputs[0]["accuracy"])
+
+
+def test_batch_statistics_are_the_mean_over_replicas():
+    strategy = make_strategy(4)
+    rows = np.random.default_rng(2).normal(size=(8, 3)).astype(np.float32)
+
+    class Trainer(armillary.StandardTrainer):
+        def __init__(self):
+            super().__init__(from_arrays({"x": rows}, batch_size=8))
+            self.strategy = strategy
+            self.norm = nnx.BatchNorm(3, momentum=0.9, rngs=nnx.Rngs(0))
+
+        def train_step(self, iterator):
+            strategy.run(lambda batch: self.norm(batch["x"]), args=(next(iterator),))
+
+    trainer = Trainer()
+    trainer.train(1)
+
+    shares = rows.reshape(4, 2, 3)
+    mean = 0.1 * shares.mean(axis=1).mean(axis=0)
+    var = 0.9 + 0.1 * shares.var(axis=1).mean(axis=0)
+    np.testing.assert_allclose(trainer.norm.mean[...], mean, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(trainer.norm.var[...], var, rtol=1e-5)
+
+
+def test_thousands_of_tiny_steps_on_four_devices():
+    strategy = make_strategy(4)
+
+    class Counter(armillary.StandardTrainer):
+        def __init__(self, **options):
+            batches = from_arrays(
+                {"x": np.ones(4, np.int32)}, batch_size=4, repeat=True
+            )
+            super().__init__(batches, armillary.StandardTrainerOptions(**options))
+            self.strategy = strategy
+            self.total = nnx.Variable(jnp.zeros((), jnp.int32))
+
+        def train_step(self, iterator):
+            def step_fn(batch):
+                context = armillary.get_replica_context()
+                self.total[...] += context.all_reduce("sum", jnp.sum(batch["x"]))
+
+            strategy.run(step_fn, args=(next(iterator),))
+
+    one_by_one, chunked = Counter(compile_loop=False), Counter(steps_per_chunk=100)
+    one_by_one.train(2500)
+    for _ in range(25):
+        chunked.train(100)
+
+    assert int(one_by_one.total[...]) == int(chunked.total[...]) == 4 * 2500
