@@ -120,9 +120,10 @@ def _message(
     example = roots[0] if roots else "model"
     shown = "\n".join(lines[:10])
     more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
+    count = "1 variable" if len(variables) == 1 else f"{len(variables)} variables"
     return (
-        f"`{name}` {verb} {len(variables)} variables that {owner} does not reach, so "
-        f"they would be frozen into the compiled program:\n{shown}{more}\n"
+        f"`{name}` {verb} {count} that {owner} does not reach, "
+        f"so they would be frozen into the compiled program:\n{shown}{more}\n"
         f"Assign what holds them to {owner} (`self.{example} = {example}` in "
         "`__init__`), or take their value as a constant on purpose "
         "(`jnp.asarray(variable[...])` outside the step)."

@@ -168,10 +168,11 @@ class State:
                     changes.append(f"{path}: {describe(a)} became {describe(b)}")
             leaves.extend(strong(leaf) for leaf in new)
         now = self._search()
-        changes.extend(self._new_places(now))
-        changes.extend(self._changed_numbers(now))
-        if changes:
-            raise StateStructureError(_message(step_name, changes, len(self.paths)))
+        beyond_slots = [*self._new_places(now), *self._changed_numbers(now)]
+        if changes or beyond_slots:
+            num_places = len(self.paths) + len(beyond_slots)
+            changes.extend(beyond_slots)
+            raise StateStructureError(_message(step_name, changes, num_places))
         return leaves
 
     def _new_places(self, now: Search) -> list[str]:

@@ -488,7 +488,7 @@ def test_state_that_nothing_leads_to_is_an_error():
     def step(x):
         return x * Registry.scale[...]
 
-    with pytest.raises(CapturedStateError, match="`step` reads 1 variables that the f"):
+    with pytest.raises(CapturedStateError, match="`step` reads 1 variable that the f"):
         step(jnp.ones(2))
 
 

@@ -241,3 +241,9 @@ def test_policies_hold_for_any_number_of_replicas(num_replicas):
     strategy.run(step_fn)
     assert int(metric.count[...]) == 2 * num_replicas
     assert int(step[...]) == 1
+
+
+def test_a_running_mean_is_not_summed_silently(strategy, ids):
+    metric = nnx.metrics.Welford()
+    with pytest.raises(ReplicaMismatchError, match=r"metric/mean \(plain, mirrored\)"):
+        strategy.run(lambda x: metric.update(values=jnp.atleast_1d(x)), args=(ids,))

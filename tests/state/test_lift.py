@@ -299,7 +299,7 @@ def test_all_changes_are_reported_at_once(run_lifted):
     with pytest.raises(StateStructureError) as caught:
         run_lifted(step, root)
     message = str(caught.value)
-    assert message.startswith("`step` changed 6 of 6 slots")
+    assert message.startswith("`step` changed 6 of 7 slots")
     assert "  model/kernel: float32 (2, 2) became bfloat16 (2, 2)\n" in message
     assert "  params: tree structure PyTreeDef({'w': *}) became" in message
     assert "  items/1: str 'tag' became str 'other'\n" in message
@@ -369,3 +369,15 @@ def test_strong_keeps_what_is_strong():
     assert not strong(2.0).weak_type
     key = jax.random.key(0)
     assert strong(key) is key
+
+
+def test_a_place_made_by_a_failed_step_is_removed(run_lifted):
+    root = Holder(weight=jnp.ones(2))
+
+    def step():
+        root.fresh = root.weight * 2
+
+    for _ in range(2):
+        with pytest.raises(StateStructureError, match="fresh: made by the step"):
+            run_lifted(step, root)
+        assert not hasattr(root, "fresh")
