@@ -7,6 +7,7 @@ change hands, so every reference a user holds stays good.
 """
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -44,6 +45,8 @@ class State:
         self._constants = search.constants
         self.paths = tuple(path for slot in self.slots for path in slot.paths)
         self.owners = tuple(slot for slot in self.slots for _ in slot.paths)
+        stops = list(itertools.accumulate(len(slot.paths) for slot in self.slots))
+        self._ranges = list(zip(self.slots, [0, *stops], stops, strict=False))
         self.places = frozenset(slot.key for slot in self.slots)
         self._holders = [
             (holder, path, self._own_names(holder)) for holder, path in search.holders
@@ -122,10 +125,16 @@ class State:
         """Returns the arrays that the slots hold."""
         return [leaf for slot in self.slots for leaf in slot.read()]
 
-    def write(self, leaves: Sequence[Any]) -> None:
-        """Puts `leaves` into the slots."""
-        for slot, part in self._parts(leaves):
-            slot.write(part)
+    def write(self, leaves: Sequence[Any], only: set[int] | None = None) -> None:
+        """Puts `leaves` into the slots.
+
+        Args:
+            leaves: All arrays, in the order of `paths`.
+            only: Indices of those that have changed, if that is known.
+        """
+        for slot, start, stop in self._ranges:
+            if only is None or not only.isdisjoint(range(start, stop)):
+                slot.write(list(leaves[start:stop]))
 
     @contextlib.contextmanager
     def swapped(self, leaves: Sequence[Any]) -> Iterator[None]:
@@ -198,11 +207,8 @@ class State:
         ]
 
     def _parts(self, leaves: Sequence[Any]) -> Iterator[tuple[Slot, list[Any]]]:
-        start = 0
-        for slot in self.slots:
-            stop = start + len(slot.paths)
+        for slot, start, stop in self._ranges:
             yield slot, list(leaves[start:stop])
-            start = stop
 
 
 def _is_equal(a: Any, b: Any) -> bool:

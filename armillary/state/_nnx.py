@@ -37,11 +37,16 @@ class NnxSlot(Slot):
         self.annotations = dict(variable.get_metadata())
         entries, self._treedef = jax.tree_util.tree_flatten_with_path(self._get())
         self.paths = tuple(_leaf_path(path, keys) for keys, _ in entries)
+        # Nearly every variable is one array, and many are read at each loop.
+        self._is_leaf = jax.tree_util.treedef_is_leaf(self._treedef)
 
     def _get(self) -> Any:
         return self.variable._raw_value
 
     def read(self) -> list[jax.Array]:
+        value = self.variable._raw_value
+        if self._is_leaf and isinstance(value, jax.Array):
+            return [value]
         leaves, treedef = jax.tree.flatten(self._get())
         if treedef != self._treedef:
             raise StateStructureError(
@@ -50,6 +55,9 @@ class NnxSlot(Slot):
         return leaves
 
     def write(self, leaves: list[Any]) -> None:
+        if self._is_leaf:
+            object.__setattr__(self.variable, "_raw_value", leaves[0])
+            return
         object.__setattr__(self.variable, "_raw_value", self._treedef.unflatten(leaves))
 
     def swap(self, leaves: list[Any]) -> Callable[[], None]:

@@ -177,7 +177,7 @@ def test_a_plain_value_that_the_step_counts_up_is_an_error():
 
     with pytest.raises(
         StateStructureError,
-        match=r"`train_step` changed 1 of 1 slots(.|\n)*num_epochs: int 0 became 1",
+        match=r"`train_step` changed 1 of 2 slots(.|\n)*num_epochs: int 0 became 1",
     ):
         Counts().train(1)
 
