@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from armillary._logging import logger
 from armillary._typing import PyTree
 from armillary.distribute._context import get_strategy, lifted_state
 from armillary.distribute._interrupts import uninterrupted
@@ -25,6 +26,12 @@ from armillary.state import State, captured, is_claimed
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _MAX_PROGRAMS = 64
+_MANY_PROGRAMS = 16
+_MANY_PROGRAMS_MESSAGE = (
+    "`%s` was compiled %d times. Each new shape or dtype of an array, each new value "
+    "of another argument, and each new object among the arguments compiles it again: "
+    "pass arrays of a few shapes, and keep objects that hold variables."
+)
 
 
 @overload
@@ -92,6 +99,7 @@ class Function:
         self._fn = fn
         self._strategy = strategy
         self._body = body or fn
+        self._num_compiled = 0
         self._programs: collections.OrderedDict[Any, _Program] = (
             collections.OrderedDict()
         )
@@ -111,6 +119,10 @@ class Function:
             if last is not None:
                 program.reuse(last)
             self._programs[key] = program
+            self._num_compiled += 1
+            if self._num_compiled == _MANY_PROGRAMS:
+                name = getattr(self._fn, "__name__", "the function")
+                logger.warning(_MANY_PROGRAMS_MESSAGE, name, _MANY_PROGRAMS)
             if len(self._programs) > _MAX_PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)

@@ -590,3 +590,14 @@ def test_thousands_of_tiny_steps_end(make_mirrored, put_rows):
         result = step(batch)
     assert int(total.count[...]) == 12000
     assert float(result.values[0][0]) == 10
+
+
+def test_a_function_that_is_compiled_over_and_over_says_so(caplog):
+    @armillary.function
+    def double(x, label):
+        del label
+        return x * 2
+
+    for label in range(20):
+        double(jnp.ones(()), label)
+    assert caplog.text.count("`double` was compiled 16 times") == 1
