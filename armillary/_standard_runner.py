@@ -80,6 +80,19 @@ class _Runner:
         with strategy.scope() if own else contextlib.nullcontext():
             yield strategy
 
+    def _check_initialized(self, attribute: str, argument: str) -> None:
+        """Checks that the constructor of the base class was called.
+
+        Raises:
+            TypeError: If it was not.
+        """
+        if attribute not in vars(self):
+            raise TypeError(
+                f"`{type(self).__name__}.__init__` did not call that of its base "
+                "class, which takes the data. Begin it with "
+                f"`super().__init__({argument})`."
+            )
+
     def _get_loop(
         self,
         loop: Loop | None,
@@ -179,6 +192,7 @@ class StandardTrainer(_Runner, AbstractTrainer):
             `data_exhausted` tells whether the data ended.
 
         Raises:
+            TypeError: If the constructor of this class was not called.
             ValueError: If `num_steps` is below 1, or the dataset belongs to another
                 strategy.
             StateStructureError: If a step changes the structure of the state.
@@ -186,6 +200,7 @@ class StandardTrainer(_Runner, AbstractTrainer):
             RetraceError: If batches change their shape.
         """
         check_positive_int("num_steps", num_steps)
+        self._check_initialized("_train_data", "train_dataset")
         with self._in_strategy() as strategy:
             loop = self._train_loop = self._get_loop(
                 self._train_loop,
@@ -304,6 +319,7 @@ class StandardEvaluator(_Runner, AbstractEvaluator):
                 belongs to another strategy.
         """
         check_num_steps("num_steps", num_steps)
+        self._check_initialized("_eval_data", "eval_dataset")
         with self._in_strategy() as strategy:
             state = self.eval_begin()
             last = self._eval_loop

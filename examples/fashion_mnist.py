@@ -131,7 +131,9 @@ def main() -> None:
         summary_dir=options.run_dir / "train",
         eval_summary_dir=options.run_dir / "eval",
         checkpoint_manager=armillary.CheckpointManager(
-            checkpoint, options.run_dir / "checkpoints"
+            checkpoint,
+            options.run_dir / "checkpoints",
+            checkpoint_interval=steps_per_epoch,
         ),
     )
     result = controller.train_and_evaluate(

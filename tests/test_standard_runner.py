@@ -563,3 +563,59 @@ def test_one_object_may_train_and_evaluate():
 
     assert task.sums == (1 + 2 + 3 + 4 + 5 + 6, 6)
     assert seen == [[20, 21]] * 3
+
+
+def test_a_trainer_without_the_constructor_of_its_base_says_so():
+    class Trainer(armillary.StandardTrainer):
+        def __init__(self):
+            self.model = None
+
+        def train_step(self, iterator):
+            next(iterator)
+
+    with pytest.raises(
+        TypeError, match=r"Begin it with `super\(\).__init__\(train_dataset\)`"
+    ):
+        Trainer().train(1)
+
+
+def test_indexing_the_iterator_says_how_to_take_a_batch():
+    class Trainer(armillary.StandardTrainer):
+        def train_step(self, iterator):
+            return iterator["x"]
+
+    data = armillary.data.from_arrays({"x": np.ones((4, 1))}, batch_size=2)
+    with pytest.raises(TypeError, match=r"`batch = next\(iterator\)`"):
+        Trainer(data).train(1)
+
+
+def test_outputs_keep_the_order_of_their_names():
+    class Trainer(armillary.StandardTrainer):
+        def train_step(self, iterator):
+            next(iterator)
+
+        def train_loop_end(self):
+            return {"loss": 1.0, "accuracy": {"top5": 2.0, "top1": 3.0}}
+
+    data = armillary.data.from_arrays({"x": np.ones((4, 1))}, batch_size=2)
+    output = Trainer(data).train(1)
+    assert list(output) == ["loss", "accuracy"]
+    assert list(output["accuracy"]) == ["top5", "top1"]
+
+
+def test_a_global_model_used_by_another_method_is_named():
+    class Trainer(armillary.StandardTrainer):
+        def train_step(self, iterator):
+            self.update(next(iterator))
+
+        def update(self, batch):
+            nnx.grad(lambda model: model(batch["x"]).sum())(global_model)
+
+    data = armillary.data.from_arrays({"x": np.ones((4, 1), "f")}, batch_size=2)
+    with pytest.raises(
+        armillary.errors.CapturedStateError, match=r"global_model/kernel(.|\n)*self\."
+    ):
+        Trainer(data).train(1)
+
+
+global_model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))

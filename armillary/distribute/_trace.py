@@ -89,6 +89,9 @@ def _print(program: core.ClosedJaxpr) -> str:
     return re.sub(r"0x[0-9a-f]+", "", str(program))
 
 
+# What `nnx.grad` says of a module that belongs to another trace.
+_FLAX_MESSAGE = "from different trace level"
+
 ARRAY = object()
 """Stands for an array among results that are not."""
 
@@ -155,11 +158,13 @@ def explained(user_fn: Callable[..., Any], state: State, owner: str) -> Iterator
     Raises:
         CapturedStateError: If the step wrote to a variable outside `state`.
         TraceContextError: If Flax raised it for another reason.
+        ValueError: If the step raised it for another reason.
     """
     try:
         yield
-    except TraceContextError as error:
-        explanation = write_error(user_fn, state, owner)
+    except (TraceContextError, ValueError) as error:
+        is_flax = isinstance(error, TraceContextError) or _FLAX_MESSAGE in str(error)
+        explanation = write_error(user_fn, state, owner) if is_flax else None
         if explanation is None:
             raise
         raise explanation from error

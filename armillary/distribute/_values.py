@@ -69,6 +69,19 @@ class PerReplica:
         inside = "?" if shape is None else f"{self.stacked.dtype}{list(shape[1:])}"
         return f"PerReplica({self.num_active} x {inside})"
 
+    def __jax_array__(self) -> Any:
+        """Says what to do instead of using the value as one array.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"{self!r} was used as one array, but it holds one for each of "
+            f"{self.num_active} replicas. Use it inside the function given to "
+            "`strategy.run(fn, args=(value,))`, or combine it first: "
+            "`strategy.reduce(ReduceOp.SUM, value)`, `strategy.gather(value, axis=0)`."
+        )
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in (
             "shape",

@@ -160,6 +160,8 @@ class Loop:
 
     def detach(self, output: PyTree) -> PyTree:
         """Returns `output` with copies of arrays that the next loop takes over."""
+        if isinstance(output, dict):  # `jax.tree` would sort the user's names
+            return {name: self.detach(value) for name, value in output.items()}
         placement = self._tracer.placement
         if placement is None:
             return output

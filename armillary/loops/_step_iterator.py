@@ -49,6 +49,17 @@ class StepIterator:
         self.num_taken += 1
         return self._batches[self.num_taken - 1]
 
+    def __getitem__(self, key: Any) -> Any:
+        """Says what to write instead.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"A step gets an iterator, not a batch, so it has no item {key!r}. Take "
+            "the batch first: `batch = next(iterator)`."
+        )
+
 
 def check_taken(step_name: str, taken: Sequence[int]) -> None:
     """Raises if a step took no batch from one of its datasets.

@@ -18,7 +18,7 @@ from armillary.loops._reads import recorded_reads
 from armillary.loops._step_iterator import MoreBatches, StepIterator, check_taken
 from armillary.state import State, describe
 
-_MAX_BATCHES_PER_STEP = 1000
+_MAX_BATCHES_PER_STEP = 256
 
 
 class Trace(NamedTuple):

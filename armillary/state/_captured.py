@@ -6,6 +6,7 @@ constants of the program are compared, by identity, with every live variable.
 """
 
 import gc
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -91,6 +92,12 @@ def _live_variables() -> Iterator[nnx.Variable]:
 def _variables_by_name(fn: Callable[..., Any]) -> dict[int, tuple[str, nnx.Variable]]:
     search = Search()
     search.visit(fn, "")
+    # The step may call other methods, and those may use globals of their own.
+    owner = getattr(fn, "__self__", None)
+    for kind in type(owner).__mro__ if owner is not None else ():
+        for method in vars(kind).values():
+            if isinstance(method, types.FunctionType):
+                search.visit(method, "")
     return {
         id(slot.variable): (slot.path, slot.variable)
         for slot in search.slots

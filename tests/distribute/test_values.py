@@ -61,3 +61,8 @@ def test_an_unknown_operation_is_an_error(value):
         f"`reduce_op` is {value!r}, but it must be `ReduceOp.SUM` or `ReduceOp.MEAN`. "
         "Use one of these, or their names as strings."
     )
+
+
+def test_using_a_per_replica_value_as_an_array_names_the_ways_out():
+    with pytest.raises(TypeError, match=r"strategy.run\(fn, args=\(value,\)\)"):
+        jnp.sin(PerReplica(jnp.ones((2, 3)), 2))  # pyright: ignore
