@@ -1,0 +1,70 @@
+"""The command `armillary`: one subcommand for each thing done around a run.
+
+A subcommand is two functions: one adds its arguments to a parser, one checks their
+values and returns what to run. A wrong argument is a `ValueError` of the second one,
+which ends as one line on stderr and as `ExitCode.USAGE`.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from armillary import __version__
+from armillary._exit_code import ExitCode
+from armillary.launch import _arguments as launch
+
+
+class _Command(NamedTuple):
+    summary: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    prepare: Callable[[argparse.Namespace], Callable[[], ExitCode]]
+
+
+_COMMANDS = {
+    "launch": _Command(
+        "start the workers of a job on this machine, and restart it",
+        launch.add_arguments,
+        launch.prepare,
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code.
+
+    Args:
+        arguments: The words after `armillary`; `None` takes those of this process.
+    """
+    parser = argparse.ArgumentParser(
+        prog="armillary",
+        description="Tools around a training run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"armillary {__version__}"
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, command in _COMMANDS.items():
+        subparser = commands.add_parser(
+            name,
+            help=command.summary,
+            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+            allow_abbrev=False,
+        )
+        command.add_arguments(subparser)
+        subparser.set_defaults(subcommand=command, subparser=subparser)
+    namespace, unknown = parser.parse_known_args(arguments)
+    if not hasattr(namespace, "subcommand"):
+        parser.print_help()
+        return ExitCode.OK
+    subparser: argparse.ArgumentParser = namespace.subparser
+    if unknown:
+        subparser.error(
+            f"{' '.join(unknown)!r} is not an option of this command. Use one that "
+            f"`{subparser.prog} --help` lists."
+        )
+    try:
+        run = namespace.subcommand.prepare(namespace)
+    except ValueError as error:
+        subparser.error(str(error))
+    return run()

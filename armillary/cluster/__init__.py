@@ -1,0 +1,56 @@
+"""Where a process is: which one, of how many, and where the others are.
+
+A `ClusterResolver` reads what a scheduler tells each process in its environment, and
+makes a `ProcessPlan`, which is what `jax.distributed.initialize` needs. Without a
+resolver of your own, `resolve_cluster` chooses one::
+
+    resolver = armillary.cluster.resolve_cluster()
+    plan = resolver.process_plan()
+    if plan.is_distributed:
+        jax.distributed.initialize(**plan.initialize_arguments())
+
+The classes and their names are those of `tf.distribute.cluster_resolver`. Nothing here
+uses a device, opens a connection or changes a setting of JAX.
+"""
+
+from armillary.cluster._communication import (
+    CommunicationImplementation as CommunicationImplementation,
+)
+from armillary.cluster._communication import (
+    CommunicationOptions as CommunicationOptions,
+)
+from armillary.cluster._communication import JaxSettings as JaxSettings
+from armillary.cluster._kubernetes import (
+    KubernetesClusterResolver as KubernetesClusterResolver,
+)
+from armillary.cluster._plan import ProcessPlan as ProcessPlan
+from armillary.cluster._resolve import resolve_cluster as resolve_cluster
+from armillary.cluster._resolver import ClusterResolver as ClusterResolver
+from armillary.cluster._resolver import SimpleClusterResolver as SimpleClusterResolver
+from armillary.cluster._slurm import SlurmClusterResolver as SlurmClusterResolver
+from armillary.cluster._spec import ClusterSpec as ClusterSpec
+from armillary.cluster._tf_config import (
+    TFConfigClusterResolver as TFConfigClusterResolver,
+)
+from armillary.cluster._torchrun import (
+    TorchrunClusterResolver as TorchrunClusterResolver,
+)
+from armillary.cluster._tpu import TPUClusterResolver as TPUClusterResolver
+from armillary.cluster._union import UnionResolver as UnionResolver
+
+__all__ = [
+    "ClusterResolver",
+    "ClusterSpec",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "JaxSettings",
+    "KubernetesClusterResolver",
+    "ProcessPlan",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfigClusterResolver",
+    "TPUClusterResolver",
+    "TorchrunClusterResolver",
+    "UnionResolver",
+    "resolve_cluster",
+]

@@ -1,0 +1,200 @@
+"""How processes exchange values, as far as XLA lets a program choose."""
+
+import enum
+import math
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from armillary._checks import check_not_negative_int, check_one_of
+
+GPU_PLATFORMS = ("cuda", "gpu", "rocm")
+PLATFORMS = ("cpu", *GPU_PLATFORMS, "tpu")
+
+
+class CommunicationImplementation(enum.StrEnum):
+    """Which library carries the values, as in `tf.distribute`.
+
+    `AUTO` leaves it to XLA: Gloo on CPUs, NCCL on GPUs, and their own network on TPUs.
+    `RING` asks for a ring, which is what Gloo does, so it holds on CPUs only. `NCCL`
+    holds on GPUs only.
+    """
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+@dataclass(frozen=True)
+class JaxSettings:
+    """What to set, before JAX's devices are used for the first time.
+
+    Args:
+        config: Options of `jax.config.update`.
+        xla_flags: Flags of XLA and their values, without the dashes in front.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    xla_flags: dict[str, str] = field(default_factory=dict)
+
+    def add_to_flags(self, flags: str) -> str:
+        """Returns the value of the `XLA_FLAGS` variable with these flags added.
+
+        Args:
+            flags: What the variable holds, or an empty string.
+
+        Raises:
+            ValueError: If `flags` sets one of them to another value.
+        """
+        present = dict(_split_flag(flag) for flag in flags.split())
+        for name, value in self.xla_flags.items():
+            if present.get(name, value) != value:
+                raise ValueError(
+                    f"`XLA_FLAGS` sets `--{name}={present[name]}`, but the "
+                    f"communication options need `--{name}={value}`. Remove the flag "
+                    "from `XLA_FLAGS`, or leave the option out."
+                )
+        added = [
+            f"--{name}={value}"
+            for name, value in self.xla_flags.items()
+            if name not in present
+        ]
+        return " ".join([*flags.split(), *added])
+
+
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """Options for the exchange of values between processes.
+
+    The names are those of `tf.distribute.experimental.CommunicationOptions`. There they
+    are hints; here an option that XLA cannot follow is an error that says so. Making
+    the options sets nothing: `jax_settings` returns what is to be set.
+
+    Args:
+        bytes_per_pack: XLA joins small collective operations into packs of up to so
+            many bytes. It does not cut larger ones. 0 leaves it to XLA. GPUs only.
+        timeout_seconds: How long an operation may wait for the other processes, more
+            than 0, in whole seconds or rounded up to them. None leaves it to XLA: 30
+            minutes on CPUs and no limit on GPUs. On CPUs the operation then raises an
+            error. On GPUs XLA can limit only the meeting of the processes and each run
+            of a compiled program as a whole, computation included, and ends the
+            process: allow for the longest loop. Not on TPUs.
+        implementation: A `CommunicationImplementation`, or its name.
+
+    Raises:
+        ValueError: If `bytes_per_pack` is not an integer of at least 0,
+            `timeout_seconds` is not a number above 0, or `implementation` is not one of
+            the three.
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+
+    def __post_init__(self) -> None:
+        check_not_negative_int("bytes_per_pack", self.bytes_per_pack)
+        timeout = self.timeout_seconds
+        if timeout is not None and not _is_duration(timeout):
+            raise ValueError(
+                f"`timeout_seconds` is {timeout!r}, but it must be a number of seconds "
+                "above 0, and XLA has no wait without end on CPUs. Use, for example, "
+                "`timeout_seconds=120`, or None for XLA's own limit."
+            )
+        check_one_of(
+            "implementation",
+            self.implementation,
+            [str(choice) for choice in CommunicationImplementation],
+        )
+        implementation = CommunicationImplementation(self.implementation)
+        # The dataclass is frozen, and the field must hold one type.
+        object.__setattr__(self, "implementation", implementation)
+
+    def jax_settings(self, platform: str) -> JaxSettings:
+        """Returns what to set so that JAX follows these options.
+
+        Args:
+            platform: What the processes compute on: `"cpu"`, `"gpu"`, `"cuda"`,
+                `"rocm"` or `"tpu"`.
+
+        Raises:
+            ValueError: If `platform` is another one, or cannot follow an option.
+        """
+        check_one_of("platform", platform, PLATFORMS)
+        if platform == "cpu":
+            return self._cpu_settings()
+        if platform in GPU_PLATFORMS:
+            return self._gpu_settings()
+        return self._tpu_settings()
+
+    def _cpu_settings(self) -> JaxSettings:
+        if self.implementation == CommunicationImplementation.NCCL:
+            raise self._make_error("NCCL exchanges values between GPUs only", "cpu")
+        self._check_no_packs("cpu")
+        config = {}
+        if self.implementation == CommunicationImplementation.RING:
+            config["jax_cpu_collectives_implementation"] = "gloo"
+        flags = {}
+        if self.timeout_seconds is not None:
+            flags["xla_cpu_collective_timeout_seconds"] = _round_up(
+                self.timeout_seconds
+            )
+        return JaxSettings(config=config, xla_flags=flags)
+
+    def _gpu_settings(self) -> JaxSettings:
+        if self.implementation == CommunicationImplementation.RING:
+            raise self._make_error(
+                "XLA exchanges values between GPUs with NCCL, which chooses between "
+                "rings and trees by itself unless the variable `NCCL_ALGO` is set",
+                "gpu",
+            )
+        flags = {}
+        if self.bytes_per_pack:
+            for operation in ("all_reduce", "all_gather", "reduce_scatter"):
+                name = f"xla_gpu_{operation}_combine_threshold_bytes"
+                flags[name] = str(self.bytes_per_pack)
+        if self.timeout_seconds is not None:
+            seconds = _round_up(self.timeout_seconds)
+            # The first flag does not end a process that waits inside NCCL
+            # (https://github.com/jax-ml/jax/issues/38503); the second one does.
+            flags["xla_gpu_nccl_termination_timeout_seconds"] = seconds
+            flags["xla_gpu_execution_terminate_timeout"] = f"{seconds}s"
+        return JaxSettings(xla_flags=flags)
+
+    def _tpu_settings(self) -> JaxSettings:
+        if self.implementation != CommunicationImplementation.AUTO:
+            raise self._make_error("TPUs have a network of their own", "tpu")
+        self._check_no_packs("tpu")
+        if self.timeout_seconds is not None:
+            raise ValueError(
+                f"`timeout_seconds` is {self.timeout_seconds!r}, but XLA cannot limit "
+                "how long TPUs wait for each other. Leave `timeout_seconds` out."
+            )
+        return JaxSettings()
+
+    def _check_no_packs(self, platform: str) -> None:
+        if self.bytes_per_pack:
+            raise ValueError(
+                f"`bytes_per_pack` is {self.bytes_per_pack}, but XLA packs collective "
+                f"operations by size on GPUs only, and the platform is {platform!r}. "
+                "Leave `bytes_per_pack` out, or use `bytes_per_pack=0`."
+            )
+
+    def _make_error(self, reason: str, platform: str) -> ValueError:
+        return ValueError(
+            f"`implementation` is '{self.implementation}', but the platform is "
+            f"{platform!r}, and {reason}. Use `CommunicationImplementation.AUTO`."
+        )
+
+
+def _is_duration(value: Any) -> bool:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and 0 < float(value) < math.inf
+
+
+def _round_up(seconds: float) -> str:
+    return str(math.ceil(seconds))
+
+
+def _split_flag(flag: str) -> tuple[str, str]:
+    name, _, value = flag.partition("=")
+    return name.lstrip("-"), value

@@ -1,0 +1,19 @@
+"""The command `armillary launch`: runs a job of several processes on one machine.
+
+A *worker* is one process of the job, a term of `TF_CONFIG`. One *attempt* starts all of
+them and ends when all of them have ended; a restart is another attempt::
+
+    for each attempt:
+        choose ports, start every worker with its `TF_CONFIG`
+        while a worker runs:
+            pass on signals
+            if one failed: let the others end by themselves, then make them
+        all ended well, or no restart is left: end with one exit code
+
+The main thread supervises and never writes; one other thread does all the writing. So a
+terminal that is paused cannot keep the launcher from passing on a signal.
+"""
+
+from armillary._exit_code import ExitCode as ExitCode
+
+__all__ = ["ExitCode"]

@@ -1,0 +1,182 @@
+"""The command line of `armillary launch`, and the checks of its arguments."""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from armillary._checks import (
+    check_not_negative,
+    check_not_negative_int,
+    check_positive_int,
+)
+from armillary._exit_code import ExitCode
+from armillary.launch._devices import find_gpus, plan_devices
+from armillary.launch._environment import check_environment
+from armillary.launch._sink import LogFile
+from armillary.launch._supervisor import Job, run_job
+
+_EPILOG = """\
+All options stand in front of the script; what follows it is passed to it. Exit codes:
+0 every worker ended with 0, 1 a worker failed, 2 wrong command line, 75 a worker asked
+for a restart, 76 too many restarts, 77 stopped after saving, 130 SIGINT, 143 SIGTERM.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `armillary launch`."""
+    parser.usage = (
+        "armillary launch [--workers N] [OPTIONS] SCRIPT ARGS...\n"
+        "       armillary launch [--workers N] [OPTIONS] -m MODULE ARGS..."
+    )
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of processes (default: 1)",
+    )
+    parser.add_argument(
+        "--devices-per-worker",
+        type=int,
+        metavar="K",
+        help="virtual CPU devices of each worker; with GPUs, GPUs of each worker "
+        "(default: one device, or an equal share of the GPUs)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how often to restart the whole job after a failure (default: 0)",
+    )
+    parser.add_argument(
+        "--restart-pause",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="pause before the first restart, doubled before each later one up to a "
+        "minute (default: 1)",
+    )
+    parser.add_argument(
+        "--grace-period",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="time for workers to end by themselves, after a failure of another one or "
+        "a signal (default: 30)",
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="also write what each worker says to DIR/worker_<index>.log",
+    )
+    parser.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        metavar="MODULE ARGS",
+        help="run a module, as `python -m` does",
+    )
+    parser.add_argument(
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT ARGS",
+        help="run a script, as `python` does",
+    )
+
+
+def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
+    """Checks the arguments and returns what runs the job.
+
+    Raises:
+        ValueError: If an argument is wrong, or this machine cannot do what it asks for.
+    """
+    if sys.platform != "linux":
+        raise ValueError(
+            f"the platform is {sys.platform!r}, but `armillary launch` works on Linux, "
+            "which ends the workers if the launcher dies. Run `python train.py` here, "
+            "or launch in a Linux container."
+        )
+    num_workers = check_positive_int("--workers", namespace.workers)
+    devices_per_worker = namespace.devices_per_worker
+    if devices_per_worker is not None:
+        check_positive_int("--devices-per-worker", devices_per_worker)
+    max_restarts = check_not_negative_int("--max-restarts", namespace.max_restarts)
+    restart_pause = _check_seconds("--restart-pause", namespace.restart_pause)
+    grace_period = _check_seconds("--grace-period", namespace.grace_period)
+    arguments = _make_arguments(namespace.module, namespace.script)
+    check_environment(os.environ)
+    devices = plan_devices(
+        find_gpus(os.environ),
+        num_workers=num_workers,
+        devices_per_worker=devices_per_worker,
+    )
+    job = Job(
+        arguments=arguments,
+        num_workers=num_workers,
+        devices=devices,
+        max_restarts=max_restarts,
+        restart_pause=restart_pause,
+        grace_period=grace_period,
+        logs=_open_logs(namespace.log_dir, num_workers),
+    )
+    return lambda: run_job(job)
+
+
+def _check_seconds(name: str, value: float) -> float:
+    check_not_negative(name, value)
+    if not math.isfinite(value):
+        raise ValueError(
+            f"`{name}` is {value}, but it must be a finite number of seconds. "
+            f"Use `{name}=3600` for a long time."
+        )
+    return value
+
+
+def _open_logs(folder: Path | None, num_workers: int) -> list[LogFile]:
+    if folder is None:
+        return []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return [LogFile(folder / f"worker_{index}.log") for index in range(num_workers)]
+    except OSError as error:
+        raise ValueError(
+            f"`--log-dir` is {str(folder)!r}, but log files cannot be created there "
+            f"({error.strerror}). Use a folder that you can write to."
+        ) from error
+
+
+def _make_arguments(module: list[str] | None, script: list[str]) -> list[str]:
+    if module:
+        _check_module(module[0])
+        return ["-m", *module]
+    if script[:1] == ["--"]:
+        script = script[1:]
+    if not script or module is not None:
+        raise ValueError(
+            "the script is missing, but it must follow the options. "
+            "Use `armillary launch --workers 2 train.py`, or `-m package.module`."
+        )
+    if not Path(script[0]).is_file():
+        raise ValueError(
+            f"the script is {script[0]!r}, but there is no such file in "
+            f"{os.getcwd()!r}. Use the path of a Python file, or `-m package.module`; "
+            "options of the launcher stand in front of it."
+        )
+    return script
+
+
+def _check_module(name: str) -> None:
+    # The top package only: to find a module inside it is to run the package.
+    top = name.partition(".")[0]
+    if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
+        raise ValueError(
+            f"the module is {name!r}, but there is no {top!r} in {os.getcwd()!r} or "
+            "among the installed packages. Use the name of a module, without `.py`."
+        )

@@ -1,0 +1,159 @@
+"""One attempt of a job: from the start of its workers to the end of the last one."""
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from armillary._exit_code import ExitCode
+from armillary.launch._ending import Ending, name_signal
+from armillary.launch._signals import STOP_SIGNALS, SignalInbox
+from armillary.launch._worker import Worker
+
+_TERMINATE_SECONDS = 5.0
+_REPEAT_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What ended an attempt.
+
+    Args:
+        cause: What it means for the job.
+        failure: The worker that failed first, or `None` if none did.
+        is_stopped: Whether a signal to the launcher ended the attempt, after which
+            nothing is to be restarted.
+    """
+
+    cause: ExitCode
+    failure: Ending | None = None
+    is_stopped: bool = False
+
+
+class Attempt:
+    """Supervises workers that have been started.
+
+    When one fails, the others get `grace_period` seconds to notice and end by
+    themselves, then SIGTERM, then SIGKILL. When the launcher is asked to stop, they get
+    the same signal and `grace_period` seconds to save, then SIGKILL.
+
+    Args:
+        workers: The workers of the job.
+        inbox: Where signals arrive.
+        grace_period: Seconds.
+        say: Shows a line of the launcher.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        inbox: SignalInbox,
+        *,
+        grace_period: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._workers = workers
+        self._inbox = inbox
+        self._grace_period = grace_period
+        self._say = say
+        self._endings: list[Ending] = []
+        self._failure: Ending | None = None
+        self._stop: int | None = None
+        self._stop_time = 0.0
+        # What is sent to those that still run, and when; in order.
+        self._plan: list[tuple[float, signal.Signals]] = []
+
+    def run(self) -> Result:
+        """Returns when every worker has ended."""
+        running = list(self._workers)
+        while running:
+            ended = [ending for worker in running if (ending := worker.poll())]
+            running = [worker for worker in running if worker.poll() is None]
+            self._endings += ended
+            self._note_failure(ended, len(running))
+            if running:
+                for number in self._inbox.wait(self._send_what_is_due(running)):
+                    self._pass_on(number, running)
+        return self._conclude()
+
+    def _note_failure(self, ended: list[Ending], num_running: int) -> None:
+        # Several may have ended since the last look: one that only reacted is not the
+        # first.
+        failed = [ending for ending in ended if ending.returncode != 0]
+        failed.sort(key=lambda ending: ending.is_reaction)
+        if not failed or self._failure is not None or self._stop is not None:
+            return
+        self._failure = failed[0]
+        if num_running:
+            self._say(
+                f"worker {self._failure.index}: {self._failure.describe()}. "
+                f"{num_running} of {len(self._workers)} still run, and have "
+                f"{self._grace_period:g} s to end by themselves."
+            )
+        due = time.monotonic() + self._grace_period
+        self._plan = [
+            (due, signal.SIGTERM),
+            (due + _TERMINATE_SECONDS, signal.SIGKILL),
+        ]
+
+    def _pass_on(self, number: int, running: list[Worker]) -> None:
+        now = time.monotonic()
+        is_stop = number in STOP_SIGNALS
+        if is_stop and self._stop is not None:
+            # One request may arrive twice: `timeout` signals a process and its group.
+            if now > self._stop_time + _REPEAT_SECONDS:
+                self._say(f"{name_signal(number)} again: ends all workers now.")
+                self._plan = [(now, signal.SIGKILL)]
+            return
+        # A worker has no terminal that could hang up.
+        passed = signal.SIGTERM if number == signal.SIGHUP else number
+        names = ", ".join(str(worker.index) for worker in running)
+        text = f"{name_signal(number)}: passed on to worker {names}"
+        if is_stop:
+            self._stop, self._stop_time = number, now
+            self._plan = [(now + self._grace_period, signal.SIGKILL)]
+            text += f"; SIGKILL in {self._grace_period:g} s, or after a second signal"
+        self._say(f"{text}.")
+        for worker in running:
+            worker.send_signal(passed)
+
+    def _send_what_is_due(self, running: list[Worker]) -> float | None:
+        """Acts on the plan and returns the seconds until its next entry."""
+        while self._plan:
+            due, number = self._plan[0]
+            remaining = due - time.monotonic()
+            if remaining > 0:
+                return remaining
+            del self._plan[0]
+            names = ", ".join(str(worker.index) for worker in running)
+            self._say(f"{number.name}: sent to worker {names}, which still ran.")
+            for worker in running:
+                worker.send_signal(number)
+        return None
+
+    def _conclude(self) -> Result:
+        if self._stop is not None:
+            return Result(
+                cause=find_stop_code(self._stop, [e.cause for e in self._endings]),
+                failure=self._failure,
+                is_stopped=True,
+            )
+        if self._failure is not None:
+            return Result(cause=self._failure.cause, failure=self._failure)
+        return Result(cause=ExitCode.OK)
+
+
+def find_stop_code(number: int, causes: Sequence[ExitCode]) -> ExitCode:
+    """Returns the exit code of a job that a signal stopped.
+
+    Args:
+        number: The signal.
+        causes: How each worker ended; empty between two attempts.
+    """
+    if causes and all(cause is ExitCode.OK for cause in causes):
+        return ExitCode.OK
+    if causes and all(cause in {ExitCode.OK, ExitCode.PREEMPTED} for cause in causes):
+        return ExitCode.PREEMPTED
+    if number == signal.SIGINT:
+        return ExitCode.INTERRUPTED
+    return ExitCode.TERMINATED

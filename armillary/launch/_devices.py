@@ -1,0 +1,93 @@
+"""Which devices of this machine each worker may use, found without touching one."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+_GPU_FILE = re.compile(r"nvidia\d+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan:
+    """The devices of each worker.
+
+    Args:
+        virtual_cpus: Number of virtual CPU devices of each worker, or `None` to leave
+            it to the script.
+        gpus: The names of each worker's GPUs, for `CUDA_VISIBLE_DEVICES`; empty on a
+            machine whose GPUs are not used.
+    """
+
+    virtual_cpus: int | None = None
+    gpus: tuple[tuple[str, ...], ...] = ()
+
+    def describe(self) -> str:
+        """Returns what each worker has, for the first line of a job."""
+        if self.gpus:
+            return f"{_count(len(self.gpus[0]), 'GPU')} each"
+        if self.virtual_cpus is not None:
+            return f"{_count(self.virtual_cpus, 'virtual CPU device')} each"
+        return "devices as the script finds them"
+
+
+def plan_devices(
+    gpus: Sequence[str], *, num_workers: int, devices_per_worker: int | None
+) -> DevicePlan:
+    """Shares the GPUs, or plans virtual CPU devices where there is none.
+
+    Args:
+        gpus: Names of the GPUs that JAX would use, in order.
+        num_workers: Number of workers.
+        devices_per_worker: Devices of each worker. `None` shares the GPUs equally.
+
+    Raises:
+        ValueError: If there are fewer GPUs than the workers need.
+    """
+    if not gpus:
+        return DevicePlan(virtual_cpus=devices_per_worker)
+    share = devices_per_worker or len(gpus) // num_workers or 1
+    if num_workers * share > len(gpus):
+        raise ValueError(
+            f"`--workers` is {num_workers} and `--devices-per-worker` is {share}, "
+            f"which takes {num_workers * share} GPUs, but this machine offers "
+            f"{len(gpus)} ({', '.join(gpus)}). Use fewer, or set `JAX_PLATFORMS=cpu` "
+            "to run on virtual CPU devices."
+        )
+    return DevicePlan(
+        gpus=tuple(
+            tuple(gpus[index * share : (index + 1) * share])
+            for index in range(num_workers)
+        )
+    )
+
+
+def find_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Returns the names of the NVIDIA GPUs that JAX would use in `environment`."""
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return []
+    plugins = entry_points(group="jax_plugins")
+    if not any("cuda" in plugin.name for plugin in plugins):
+        return []
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        return read_visible_gpus(environment["CUDA_VISIBLE_DEVICES"])
+    files = [path.name for path in Path("/dev").glob("nvidia*")]
+    numbers = [name[len("nvidia") :] for name in files if _GPU_FILE.fullmatch(name)]
+    return sorted(numbers, key=int)
+
+
+def read_visible_gpus(value: str) -> list[str]:
+    """Returns the names in a value of `CUDA_VISIBLE_DEVICES`.
+
+    CUDA takes the names in front of the first one that is not valid, so `-1` ends the
+    list.
+    """
+    names = [name.strip() for name in value.split(",")]
+    end = next((i for i, name in enumerate(names) if name in {"", "-1"}), len(names))
+    return names[:end]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number > 1 else ''}"

@@ -1,0 +1,69 @@
+"""The environment variables of a worker, computed from those of the launcher."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from armillary.launch._devices import DevicePlan
+
+_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+_PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Raises if the launcher itself is a worker already.
+
+    Raises:
+        ValueError: If `TF_CONFIG` is set.
+    """
+    if "TF_CONFIG" in environment:
+        raise ValueError(
+            f"`TF_CONFIG` is {environment['TF_CONFIG']!r}, so this process is a worker "
+            "of a job already, but `armillary launch` sets it for workers of its own. "
+            "Run the script itself (`python train.py`), or `unset TF_CONFIG` first."
+        )
+
+
+def make_environment(
+    base: Mapping[str, str],
+    *,
+    addresses: Sequence[str],
+    index: int,
+    devices: DevicePlan,
+    num_restarts: int,
+) -> dict[str, str]:
+    """Returns the environment of one worker.
+
+    Args:
+        base: The environment of the launcher.
+        addresses: One address for each worker; the first is the coordinator's.
+        index: Which of the workers it is.
+        devices: The devices of each worker.
+        num_restarts: How often the job was restarted so far.
+    """
+    task = {"type": "worker", "index": index}
+    changes = {
+        "TF_CONFIG": json.dumps({"cluster": {"worker": [*addresses]}, "task": task}),
+        "ARMILLARY_RESTART_COUNT": str(num_restarts),
+        # JAX would listen on all interfaces of the machine.
+        "JAX_COORDINATOR_BIND_ADDRESS": addresses[0],
+        # Output goes to a pipe, where Python would hold back whole pages of it.
+        "PYTHONUNBUFFERED": base.get("PYTHONUNBUFFERED") or "1",
+    }
+    if any(base.get(name) for name in _PROXY_VARIABLES):
+        # gRPC would ask the proxy for the coordinator on this machine.
+        direct = base.get("no_grpc_proxy") or base.get("no_proxy")
+        changes["no_grpc_proxy"] = f"{direct},127.0.0.1" if direct else "127.0.0.1"
+    environment = {**base, **changes}
+    if devices.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices.gpus[index])
+    elif devices.virtual_cpus is not None:
+        flags = [
+            flag
+            for flag in base.get("XLA_FLAGS", "").split()
+            if flag.partition("=")[0] != _DEVICE_COUNT_FLAG
+        ]
+        flags.append(f"{_DEVICE_COUNT_FLAG}={devices.virtual_cpus}")
+        environment["XLA_FLAGS"] = " ".join(flags)
+        # JAX prefers this one to the flag.
+        environment.pop("JAX_NUM_CPU_DEVICES", None)
+    return environment

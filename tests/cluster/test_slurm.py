@@ -1,0 +1,165 @@
+import pytest
+
+from armillary.cluster import ClusterSpec, SlurmClusterResolver
+from armillary.errors import ClusterError
+
+STEP = {
+    "SLURM_STEP_NODELIST": "node[001-002],big",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2),2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
+}
+ADDRESSES = ["node001:8888", "node002:8888", "big:8888", "big:8889"]
+
+
+def resolve(jobs=None, port_base=8888, *, environ=STEP, **options):
+    return SlurmClusterResolver(jobs, port_base, environ=environ, **options)
+
+
+def test_tasks_are_counted_node_by_node():
+    resolver = resolve()
+    assert resolver.cluster_spec() == ClusterSpec({"worker": ADDRESSES})
+    plan = resolver.process_plan()
+    assert (plan.process_id, plan.num_processes) == (3, 4)
+    assert plan.coordinator_address == "node001:8888"
+
+
+def test_jobs_take_the_tasks_in_their_order():
+    jobs = {"chief": 1, "worker": 2, "evaluator": 1}
+    resolver = resolve(jobs)
+    assert resolver.cluster_spec().as_dict() == {
+        "chief": ADDRESSES[:1],
+        "worker": ADDRESSES[1:3],
+        "evaluator": ADDRESSES[3:],
+    }
+    assert (resolver.task_type, resolver.task_id) == ("evaluator", 0)
+    assert not resolver.process_plan().is_training
+    worker = resolve(jobs, environ={**STEP, "SLURM_PROCID": "2"})
+    assert (worker.task_type, worker.task_id) == ("worker", 1)
+    assert worker.process_plan().num_processes == 3
+
+
+def test_the_step_comes_before_the_job():
+    job = {
+        "SLURM_JOB_NODELIST": "a,b,c",
+        "SLURM_NODELIST": "a,b,c",
+        "SLURM_NTASKS": "3",
+        "SLURM_TASKS_PER_NODE": "1(x3)",
+        "SLURM_PROCID": "0",
+        "SLURM_JOB_ID": "1",
+    }
+    assert resolve(environ={**STEP, **job}).cluster_spec() == resolve().cluster_spec()
+    workers = ["a:8888", "b:8888", "c:8888"]
+    assert resolve(environ=job).cluster_spec() == ClusterSpec({"worker": workers})
+
+
+def test_the_port_is_made_from_the_job_and_the_step():
+    def find_port(**changes):
+        resolver = resolve(port_base=None, environ={**STEP, **changes})
+        address = resolver.process_plan().coordinator_address
+        return int(address.partition(":")[2])
+
+    port = find_port()
+    assert port == find_port(SLURM_PROCID="0")
+    assert port != find_port(SLURM_JOB_ID="123457")
+    assert port != find_port(SLURM_STEP_ID="1")
+    assert find_port(SLURM_STEP_ID="") == port
+    ports = {find_port(SLURM_JOB_ID=str(job_id)) for job_id in range(5000)}
+    assert min(ports) >= 61_440
+    assert max(ports) <= 65_535 - 128
+
+
+def test_gpus_are_shared_out_by_the_number_on_the_node():
+    assert resolve().process_plan().local_device_ids is None
+    assert resolve(gpus_per_task=1).local_device_ids == (1,)
+    assert resolve(gpus_per_task=2).process_plan().local_device_ids == (2, 3)
+
+
+def test_slurm_is_there_only_in_a_step():
+    assert SlurmClusterResolver.is_present(STEP)
+    batch = {**STEP, "SLURM_STEP_NODELIST": ""}
+    assert not SlurmClusterResolver.is_present(batch)
+    assert not SlurmClusterResolver.is_present({**STEP, "TORCHELASTIC_RUN_ID": "x"})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("SLURM_STEP_NODELIST", r"`SLURM_STEP_NODELIST` and .* are not set\. Start"),
+        ("SLURM_STEP_TASKS_PER_NODE", r"`SLURM_TASKS_PER_NODE` are not set\. Start"),
+        ("SLURM_STEP_NUM_TASKS", r"`SLURM_NTASKS` are not set\. Start the program"),
+        ("SLURM_PROCID", r"`SLURM_PROCID` is not set\. Start the program with `srun`"),
+        ("SLURM_JOB_ID", r"`SLURM_JOB_ID` is not set\. Start the program with `srun`"),
+        (
+            "SLURM_LOCALID",
+            r"`SLURM_LOCALID` is not set\. Start the program with `srun`",
+        ),
+    ],
+)
+def test_a_missing_variable_is_an_error(name, message):
+    environ = {key: value for key, value in STEP.items() if key != name}
+    with pytest.raises(ClusterError, match=message):
+        resolve(port_base=None, gpus_per_task=1, environ=environ)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"SLURM_STEP_NODELIST": "node[001-004]"},
+        {"SLURM_STEP_TASKS_PER_NODE": "1(x3)"},
+        {"SLURM_STEP_NUM_TASKS": "5"},
+    ],
+)
+def test_variables_that_contradict_each_other_are_an_error(change):
+    message = r"`SLURM_STEP_NODELIST` is .* nodes\) and `SLURM_STEP_NUM_TASKS` is \d, b"
+    with pytest.raises(ClusterError, match=message):
+        resolve(environ={**STEP, **change})
+
+
+def test_a_rank_beyond_the_tasks_is_an_error():
+    message = r"`SLURM_PROCID` is 4, but it must be below 4, the number of tasks\. Set"
+    with pytest.raises(ClusterError, match=message):
+        resolve(environ={**STEP, "SLURM_PROCID": "4"})
+
+
+def test_jobs_of_another_size_are_an_error():
+    message = r"`jobs` is \{'worker': 3\}, which is 3 tasks, but Slurm started 4\. Cha"
+    with pytest.raises(ClusterError, match=message):
+        resolve({"worker": 3})
+
+
+@pytest.mark.parametrize("jobs", [{"worker": 0}, {"worker": 4.0}, {"worker": "4"}])
+def test_a_number_of_tasks_that_is_no_number_is_an_error(jobs):
+    with pytest.raises(ValueError, match=r'`jobs\["worker"\]` is .*positive integer'):
+        resolve(jobs)
+
+
+def test_a_job_without_a_meaning_is_an_error():
+    with pytest.raises(ValueError, match=r"`jobs` is 'master', but it must be one of"):
+        resolve({"master": 4})
+
+
+@pytest.mark.parametrize("port", [0, -1, "8888", 65_536])
+def test_a_port_that_is_no_port_is_an_error(port):
+    with pytest.raises(ValueError, match=r"`port_base` is .*(positive|ports go up to)"):
+        resolve(port_base=port)
+
+
+def test_more_tasks_than_ports_are_an_error():
+    message = r"The first port is 65535, but 'big' has more tasks than there are ports"
+    with pytest.raises(ClusterError, match=message):
+        resolve(port_base=65_535)
+
+
+def test_a_share_of_gpus_that_is_no_number_is_an_error():
+    with pytest.raises(ValueError, match=r"`gpus_per_task` is 0, but it must be a pos"):
+        resolve(gpus_per_task=0)
+
+
+def test_a_node_that_is_listed_twice_gets_two_ports():
+    environ = {**STEP, "SLURM_STEP_NODELIST": "a,b,a"}
+    spec = resolve(environ=environ).cluster_spec()
+    assert spec.job_tasks("worker") == ["a:8888", "b:8888", "a:8889", "a:8890"]

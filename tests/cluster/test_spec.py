@@ -1,0 +1,178 @@
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.cluster import ClusterSpec
+
+ADDRESSES = ["10.0.0.1:2222", "10.0.0.2:2222", "10.0.0.3:2222"]
+
+hosts = st.from_regex(r"[a-z][a-z0-9.-]{0,10}", fullmatch=True)
+addresses = st.builds("{}:{}".format, hosts, st.integers(1, 65_535))
+
+
+@st.composite
+def clusters(draw):
+    jobs = draw(st.lists(st.text(min_size=1), unique=True, max_size=4))
+    pool = draw(st.lists(addresses, unique=True, min_size=len(jobs), max_size=12))
+    # Every job gets at least one of the addresses, at indices that may have gaps.
+    shares = {job: pool[number :: len(jobs)] for number, job in enumerate(jobs)}
+    cluster = {}
+    for job, share in shares.items():
+        size = len(share)
+        indices = draw(
+            st.lists(st.integers(0, 9), unique=True, min_size=size, max_size=size)
+            if size <= 10
+            else st.just(list(range(size)))
+        )
+        is_list = draw(st.booleans())
+        cluster[job] = share if is_list else dict(zip(indices, share, strict=True))
+    return cluster
+
+
+@settings(deadline=None, max_examples=50)
+@given(clusters())
+def test_a_spec_survives_the_round_trip_through_a_dict(cluster):
+    spec = ClusterSpec(cluster)
+    again = ClusterSpec(spec.as_dict())
+    assert again == spec == ClusterSpec(spec)
+    assert hash(again) == hash(spec)
+    assert again.as_dict() == spec.as_dict()
+
+
+@settings(deadline=None, max_examples=50)
+@given(clusters())
+def test_a_spec_tells_what_it_was_given(cluster):
+    spec = ClusterSpec(cluster)
+    assert spec.jobs == list(cluster)
+    for job, tasks in cluster.items():
+        items = dict(enumerate(tasks)) if isinstance(tasks, list) else tasks
+        assert spec.num_tasks(job) == len(items)
+        assert spec.task_indices(job) == sorted(items)
+        assert {i: spec.task_address(job, i) for i in items} == items
+        known = [address for address in spec.job_tasks(job) if address is not None]
+        assert known == [items[index] for index in sorted(items)]
+
+
+def test_dense_jobs_become_lists_and_sparse_ones_dicts():
+    spec = ClusterSpec(
+        {
+            "chief": ADDRESSES[:1],
+            "worker": {1: ADDRESSES[1]},
+            "ps": {0: ADDRESSES[2]},
+        }
+    )
+    assert spec.as_dict() == {
+        "chief": ADDRESSES[:1],
+        "worker": {1: ADDRESSES[1]},
+        "ps": ADDRESSES[2:],
+    }
+    assert spec.job_tasks("worker") == [None, ADDRESSES[1]]
+
+
+def test_indices_in_json_are_strings():
+    assert ClusterSpec({"worker": {"1": ADDRESSES[1]}}) == ClusterSpec(
+        {"worker": {1: ADDRESSES[1]}}
+    )
+
+
+def test_jobs_without_tasks_are_left_out():
+    assert ClusterSpec({"chief": ADDRESSES[:1], "worker": []}).jobs == ["chief"]
+    assert not ClusterSpec({"worker": []})
+    assert ClusterSpec({"chief": ADDRESSES[:1]})
+
+
+def test_specs_differ_by_any_address_and_from_other_types():
+    spec = ClusterSpec({"worker": ADDRESSES[:2]})
+    assert spec != ClusterSpec({"worker": ADDRESSES[1:]})
+    assert spec != ClusterSpec({"chief": ADDRESSES[:2]})
+    assert spec != {"worker": ADDRESSES[:2]}
+
+
+def test_the_text_of_a_spec_can_be_pasted():
+    spec = ClusterSpec({"worker": ADDRESSES[:1]})
+    assert repr(spec) == "ClusterSpec({'worker': ['10.0.0.1:2222']})"
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost:1", "[::1]:65535", "[fe80::1%eth0]:22", "a-1.b_c:80"]
+)
+def test_hosts_have_many_forms(address):
+    assert ClusterSpec({"worker": [address]}).task_address("worker", 0) == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "10.0.0.1",
+        "10.0.0.1:",
+        ":2222",
+        "10.0.0.1:0",
+        "10.0.0.1:65536",
+        "10.0.0.1:port",
+        "grpc://10.0.0.1:2222",
+        "::1:2222",
+        "10.0.0.1:2222 ",
+        "10.0.0.1:2222\n",
+    ],
+)
+def test_a_malformed_address_is_an_error(address):
+    rule = re.escape(repr(address)) + ", but it must be a host, a colon and a port"
+    with pytest.raises(ValueError, match=rf'`cluster\["worker"\]\[1\]` is {rule}'):
+        ClusterSpec({"worker": ["10.0.0.1:2222", address]})
+
+
+def test_an_address_that_is_no_string_is_an_error():
+    with pytest.raises(TypeError, match=r'`cluster\["worker"\]\[0\]` is 2222 of type'):
+        ClusterSpec({"worker": [2222]})
+
+
+@pytest.mark.parametrize("tasks", ["10.0.0.1:2222", 3, None])
+def test_a_job_that_is_no_list_is_an_error(tasks):
+    with pytest.raises(TypeError, match=r"it must be a list of addresses\. Use"):
+        ClusterSpec({"worker": tasks})
+
+
+@pytest.mark.parametrize("cluster", [["10.0.0.1:2222"], "worker", None])
+def test_a_cluster_that_is_no_mapping_is_an_error(cluster):
+    with pytest.raises(TypeError, match=r"`cluster` is .*it must be a mapping from"):
+        ClusterSpec(cluster)
+
+
+@pytest.mark.parametrize("job", ["", 3, None])
+def test_a_job_without_a_name_is_an_error(job):
+    with pytest.raises(ValueError, match=r"a job is named by a string that is not"):
+        ClusterSpec({job: ADDRESSES})
+
+
+@pytest.mark.parametrize("index", [-1, "-1", "one", 1.5, True, None])
+def test_an_index_that_is_no_index_is_an_error(index):
+    with pytest.raises(ValueError, match=r"an index is an integer that is not negat"):
+        ClusterSpec({"worker": {index: ADDRESSES[0]}})
+
+
+def test_two_tasks_with_one_address_are_an_error():
+    message = r"gives '10.0.0.1:2222' to both chief 0 and worker 1, but each task is a"
+    with pytest.raises(ValueError, match=message):
+        ClusterSpec({"chief": ADDRESSES[:1], "worker": [ADDRESSES[1], ADDRESSES[0]]})
+
+
+@pytest.mark.parametrize("method", ["num_tasks", "task_indices", "job_tasks"])
+def test_a_job_that_is_not_there_is_an_error(method):
+    spec = ClusterSpec({"worker": ADDRESSES})
+    message = r"`job_name` is 'ps', but the jobs of this cluster are 'worker'\. Use"
+    with pytest.raises(ValueError, match=message):
+        getattr(spec, method)("ps")
+    with pytest.raises(ValueError, match=r"jobs of this cluster are none at all\. Use"):
+        getattr(ClusterSpec({}), method)("ps")
+
+
+def test_a_task_that_is_not_there_is_an_error():
+    spec = ClusterSpec({"worker": ADDRESSES[:2]})
+    message = r"`task_index` is 2, but the tasks of job 'worker' are 0, 1\. Use one"
+    with pytest.raises(ValueError, match=message):
+        spec.task_address("worker", 2)
+    with pytest.raises(ValueError, match=r"`job_name` is 'ps'"):
+        spec.task_address("ps", 0)

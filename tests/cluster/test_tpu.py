@@ -1,0 +1,116 @@
+import pytest
+
+from armillary.cluster import ClusterSpec, ProcessPlan, TPUClusterResolver
+from armillary.errors import ClusterError
+
+SLICE = {"TPU_WORKER_HOSTNAMES": "t1v-0, t1v-1", "TPU_WORKER_ID": "1"}
+SLICES = {
+    "TPU_WORKER_HOSTNAMES": "b-0,b-1",
+    "TPU_WORKER_ID": "1",
+    "MEGASCALE_NUM_SLICES": "3",
+    "MEGASCALE_SLICE_ID": "1",
+    "MEGASCALE_COORDINATOR_ADDRESS": "a-0:8080",
+}
+
+
+def resolve(environ, **changes):
+    return TPUClusterResolver(environ={**environ, **changes})
+
+
+def test_the_machines_of_a_slice_are_the_workers():
+    resolver = resolve(SLICE)
+    workers = ["t1v-0:8482", "t1v-1:8482"]
+    assert resolver.cluster_spec() == ClusterSpec({"worker": workers})
+    assert resolver.process_plan().process_id == 1
+
+
+def test_process_addresses_come_first_and_lose_their_ports():
+    addresses = "localhost:8476,localhost:8477"
+    spec = resolve(SLICE, TPU_PROCESS_ADDRESSES=addresses).cluster_spec()
+    assert spec == ClusterSpec({"worker": ["localhost:8482", "localhost:8483"]})
+
+
+def test_a_machine_on_its_own_needs_no_index():
+    plan = resolve({"TPU_WORKER_HOSTNAMES": "localhost"}).process_plan()
+    assert (plan.num_processes, plan.process_id) == (1, 0)
+    assert not plan.is_distributed
+
+
+def test_workers_of_earlier_slices_come_first():
+    resolver = resolve(SLICES)
+    assert resolver.process_plan() == ProcessPlan(
+        task_id=3, num_processes=6, process_id=3, coordinator_address="a-0:8482"
+    )
+    known = {0: "a-0:8482", 2: "b-0:8482", 3: "b-1:8482"}
+    assert resolver.cluster_spec() == ClusterSpec({"worker": known})
+
+
+def test_the_slices_agree_on_the_coordinator():
+    first = {
+        "TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2",
+        "TPU_WORKER_ID": "0",
+        "MEGASCALE_SLICE_ID": "0",
+    }
+    plan = resolve({**SLICES, **first}).process_plan()
+    assert plan.is_chief
+    other = resolve(SLICES).process_plan()
+    assert plan.coordinator_address == other.coordinator_address
+
+
+def test_without_variables_jax_finds_out():
+    resolver = resolve({})
+    assert not TPUClusterResolver.is_present({})
+    assert (resolver.task_type, resolver.task_id) == (None, None)
+    assert not resolver.cluster_spec()
+    plan = resolver.process_plan()
+    assert plan.is_distributed
+    assert plan.is_chief is None
+    assert plan.initialize_arguments() == {}
+
+
+def test_a_missing_index_is_an_error():
+    message = r"`TPU_WORKER_ID` is not set\. It is the index of this machine in its sli"
+    with pytest.raises(ClusterError, match=message):
+        resolve({"TPU_WORKER_HOSTNAMES": "t1v-0,t1v-1"})
+
+
+def test_an_index_beyond_the_machines_is_an_error():
+    message = (
+        r"`TPU_WORKER_ID` is 2, but it must be below 2, the number of machines in "
+        r"`TPU_WORKER_HOSTNAMES`\. Set it"
+    )
+    with pytest.raises(ClusterError, match=message):
+        resolve(SLICE, TPU_WORKER_ID="2")
+
+
+def test_a_slice_beyond_the_slices_is_an_error():
+    message = r"`MEGASCALE_SLICE_ID` is 3, but it must be below 3, the value of `MEGASC"
+    with pytest.raises(ClusterError, match=message):
+        resolve(SLICES, MEGASCALE_SLICE_ID="3")
+
+
+@pytest.mark.parametrize(
+    "name", ["MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS"]
+)
+def test_a_missing_variable_of_the_slices_is_an_error(name):
+    with pytest.raises(
+        ClusterError, match=rf"`{name}` is not set\. It is about the sl"
+    ):
+        resolve(SLICES, **{name: ""})
+
+
+@pytest.mark.parametrize("hosts", ["a,,b", "a b,c", "a/b,c"])
+def test_machines_that_have_no_names_are_an_error(hosts):
+    message = r"`TPU_WORKER_HOSTNAMES`: they describe a cluster that cannot be used\."
+    with pytest.raises(ClusterError, match=message):
+        resolve(SLICE, TPU_WORKER_HOSTNAMES=hosts)
+
+
+def test_a_coordinator_in_the_wrong_slice_is_an_error():
+    with pytest.raises(ClusterError, match=r"gives 'b-1:8482' to both worker 0 and wo"):
+        resolve(SLICES, MEGASCALE_COORDINATOR_ADDRESS="b-1:8080")
+
+
+def test_a_port_that_is_no_port_is_an_error():
+    with pytest.raises(ValueError, match=r"`port` is 70000, but ports go up to 65535"):
+        TPUClusterResolver(70_000, environ=SLICE)

@@ -1,0 +1,121 @@
+"""A launcher to start in a test, and the proof that nothing of it is left after."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TOKEN = "ARMILLARY_TEST_TOKEN"
+DEADLINE = 60.0
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    """Returns the first true value of `condition`, or fails after a while."""
+    end = time.monotonic() + DEADLINE
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    pytest.fail(f"waited {DEADLINE} s for {what}")
+
+
+def is_running(pid: int) -> bool:
+    """Returns whether a process lives; a zombie does not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in {"Z", "X"}
+
+
+class Launcher:
+    """`armillary launch` on a script in a temporary folder, in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.token = uuid.uuid4().hex
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, script: str, options="", *, args=(), stdout=None, **environment):
+        """Starts the launcher; a script finds `index`, `say` and `mark` there."""
+        prelude = """
+            import json, os, signal, sys, time
+            index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+            restarts = int(os.environ["ARMILLARY_RESTART_COUNT"])
+            def mark(name, text=""):
+                with open(name + ".new", "w") as file:
+                    file.write(str(text))
+                os.rename(name + ".new", name)
+            mark(f"pid_{index}_{restarts}", os.getpid())
+        """
+        path = self.folder / "script.py"
+        path.write_text(textwrap.dedent(prelude) + textwrap.dedent(script))
+        words = [*options.split(), path.name, *args]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "armillary", "launch", *words],
+            cwd=self.folder,
+            env={**os.environ, TOKEN: self.token, **environment},
+            stdout=subprocess.PIPE if stdout is None else stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        return self
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        assert self._process is not None
+        return self._process
+
+    def finish(self) -> tuple[int, str, str]:
+        """Returns exit code, stdout and stderr of the launcher when it has ended."""
+        stdout, stderr = self.process.communicate(timeout=DEADLINE)
+        return self.process.returncode, stdout or "", stderr
+
+    def run(self, script: str, options="", **others):
+        return self.start(script, options, **others).finish()
+
+    def wait_for_mark(self, name: str) -> str:
+        path = self.folder / name
+        wait_for(path.exists, f"the mark {name}")
+        return path.read_text()
+
+    def wait_for_line(self, text: str) -> None:
+        """Reads stderr up to a line that has `text`; `finish` returns the rest."""
+        assert self.process.stderr is not None
+        while text not in (line := self.process.stderr.readline()):
+            assert line, "The launcher ended."
+
+    def find_running(self) -> list[int]:
+        """Returns all living processes whose environment has the token."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                environment = path.read_bytes()
+            except OSError:  # It ended, or is another user's.
+                continue
+            if f"{TOKEN}={self.token}".encode() in environment:
+                found.append(int(path.parent.name))
+        return [pid for pid in found if is_running(pid)]
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    if sys.platform != "linux":
+        pytest.skip("`armillary launch` works on Linux.")
+    launcher = Launcher(tmp_path)
+    yield launcher
+    left = launcher.find_running()
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    if launcher._process is not None:
+        launcher.process.communicate(timeout=DEADLINE)
+    assert not left, "The launcher or a process of it outlived the test."

@@ -1,0 +1,133 @@
+"""The command line: what is taken, and what each mistake says."""
+
+import argparse
+import sys
+
+import pytest
+
+import armillary
+from armillary import _cli
+from armillary.launch import ExitCode, _arguments
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """Returns a list of the jobs that would have been run."""
+    jobs = []
+    monkeypatch.setattr(_arguments, "run_job", lambda job: jobs.append(job) or 0)
+    return jobs
+
+
+def test_defaults(jobs):
+    assert _cli.main(["launch", "train.py"]) == 0
+    (job,) = jobs
+    assert (job.num_workers, job.max_restarts, job.logs) == (1, 0, [])
+    assert (job.restart_pause, job.grace_period) == (1.0, 30.0)
+    assert job.devices.virtual_cpus is None
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        (["train.py"], ["train.py"]),
+        (["train.py", "--workers", "7", "-m", "x"],) * 2,
+        (["--", "train.py", "--", "a"], ["train.py", "--", "a"]),
+        (["-m", "train", "--workers", "7"],) * 2,
+        (["-m", "json.tool", "x"],) * 2,
+    ],
+)
+def test_what_follows_the_script_is_the_scripts(jobs, words, arguments):
+    assert _cli.main(["launch", "--workers", "3", *words]) == 0
+    assert jobs[0].arguments == arguments
+    assert jobs[0].num_workers == 3
+
+
+def test_all_options_arrive(jobs, folder):
+    options = "--workers 2 --devices-per-worker 3 --max-restarts 4 --restart-pause 0.5"
+    options += " --grace-period 6 --log-dir logs train.py"
+    _cli.main(["launch", *options.split()])
+    (job,) = jobs
+    assert (job.num_workers, job.devices.virtual_cpus, job.max_restarts) == (2, 3, 4)
+    assert (job.restart_pause, job.grace_period) == (0.5, 6.0)
+    for index, log in enumerate(job.logs):
+        log.close()
+        assert (folder / "logs" / f"worker_{index}.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--workers 0 train.py", "`--workers` is 0, but it must be a positive integer"),
+        ("--workers two train.py", "argument --workers: invalid int value: 'two'"),
+        ("--worker 2 train.py", "'--worker' is not an option of this command. Use"),
+        ("--devices-per-worker 0 train.py", "`--devices-per-worker` is 0, but"),
+        ("--max-restarts -1 train.py", "`--max-restarts` is -1, but it must be"),
+        ("--restart-pause -1 train.py", "`--restart-pause` is -1.0, but it must be"),
+        ("--grace-period inf train.py", "`--grace-period` is inf, but it must be a f"),
+        ("--grace-period nan train.py", "Use `--grace-period=3600` for a long time."),
+        ("", "the script is missing, but it must follow the options. Use"),
+        ("-m", "the script is missing, but it must follow the options. Use"),
+        ("nope.py", "the script is 'nope.py', but there is no such file in '"),
+        ("-m nope.train", "the module is 'nope.train', but there is no 'nope' in '"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(jobs, capsys, words, message):
+    with pytest.raises(SystemExit) as raised:
+        _cli.main(["launch", *words.split()])
+    assert raised.value.code == ExitCode.USAGE
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert jobs == []
+
+
+def test_a_mistake_is_a_value_error_below_the_command_line(jobs):
+    namespace = _parse("--workers", "-2", "train.py")
+    with pytest.raises(ValueError, match=r"`--workers` is -2, .* `--workers=1` or"):
+        _arguments.prepare(namespace)
+
+
+def test_a_worker_cannot_launch(jobs, monkeypatch, capsys):
+    monkeypatch.setenv("TF_CONFIG", "{}")
+    with pytest.raises(SystemExit):
+        _cli.main(["launch", "train.py"])
+    assert "`TF_CONFIG` is '{}', so" in capsys.readouterr().err
+
+
+def test_other_platforms_are_refused(jobs, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(
+        ValueError, match="is 'darwin', but `armillary launch` works on"
+    ):
+        _arguments.prepare(_parse("train.py"))
+
+
+def test_a_log_folder_that_cannot_be_made_is_an_error():
+    with pytest.raises(
+        ValueError, match=r"`--log-dir` is 'train.py', but .*File exists.* Use a folder"
+    ):
+        _arguments.prepare(_parse("--log-dir", "train.py", "train.py"))
+
+
+def test_without_a_command_there_is_help(capsys):
+    assert _cli.main([]) == ExitCode.OK
+    assert "launch    start the workers" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as raised:
+        _cli.main(["--version"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out == f"armillary {armillary.__version__}\n"
+
+
+def _parse(*words):
+    parser = argparse.ArgumentParser()
+    _arguments.add_arguments(parser)
+    return parser.parse_args(words)

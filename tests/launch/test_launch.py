@@ -1,0 +1,370 @@
+"""The launcher from outside: real processes that run plain Python.
+
+A fixture checks after each test that no process is left.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from armillary.launch import ExitCode, _exec, _supervisor
+from armillary.launch._devices import DevicePlan
+from armillary.launch._supervisor import Job, run_job
+from armillary.launch._worker import Worker
+from tests.launch.conftest import is_running, wait_for
+
+# Each starts a launcher, which imports the library.
+pytestmark = pytest.mark.slow
+
+SLEEP = "import time; time.sleep(300)\n"
+DIE_ONCE = """
+    if index == 1 and restarts == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if restarts == 0:
+        time.sleep(300)
+    print("ended", restarts)
+"""
+
+
+def test_workers_run_the_script_as_python_does(launcher):
+    code, stdout, stderr = launcher.run(
+        """
+        import multiprocessing, __main__
+        def square(number):
+            return number**2
+        if __name__ == "__main__":
+            assert __main__.square is square
+            assert __main__.__file__.endswith("script.py")
+            assert __main__.__spec__ is None
+            assert sys.path[0] == os.getcwd()
+            assert sys.stdin.read() == ""
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                assert pool.map(square, [3]) == [9]
+            print(sys.argv[1:], json.loads(os.environ["TF_CONFIG"])["task"])
+            print("to stderr", file=sys.stderr)
+        """,
+        "--workers 2",
+        args=["--lr", "0.1"],
+    )
+    assert code == ExitCode.OK, stderr
+    assert sorted(stdout.splitlines()) == [
+        f"[worker {index}] ['--lr', '0.1'] {{'type': 'worker', 'index': {index}}}"
+        for index in range(2)
+    ]
+    assert sorted(stderr.splitlines())[1:] == [
+        f"[worker {index}] to stderr" for index in range(2)
+    ]
+    assert stderr.splitlines()[0].startswith("[launcher] starts 2 workers, coordinator")
+
+
+def test_long_output_arrives_whole_and_in_order(launcher):
+    code, stdout, _ = launcher.run(
+        "for i in range(3000): print(i, str(index) * 100)\n"
+        "sys.stdout.write('no end'); sys.stdout.flush(); os._exit(0)\n",
+        "--workers 3",
+    )
+    assert code == ExitCode.OK
+    for index in range(3):
+        prefix = f"[worker {index}] "
+        lines = [line for line in stdout.splitlines() if line.startswith(prefix)]
+        expected = [f"{prefix}{i} {str(index) * 100}" for i in range(3000)]
+        assert lines == [*expected, f"{prefix}no end"]
+
+
+def test_a_traceback_is_the_scripts_own(launcher):
+    code, _, stderr = launcher.run("raise RuntimeError('boom')\n")
+    assert code == ExitCode.FAILED
+    assert "frozen" not in stderr
+    assert "_exec" not in stderr
+    end = stderr.splitlines()
+    assert end[-1] == "[launcher] ends with exit code 1 (FAILED)."
+    assert end[-2] == "[launcher]   | RuntimeError: boom"
+    assert "[launcher] worker 0 of 1: exit code 1 after 0." in stderr
+
+
+def test_a_dead_worker_restarts_the_whole_job(launcher):
+    code, stdout, stderr = launcher.run(
+        DIE_ONCE,
+        "--workers 3 --max-restarts 2 --restart-pause 0.1 --grace-period 0.2 "
+        "--log-dir logs",
+    )
+    assert code == ExitCode.OK, stderr
+    assert sorted(stdout.splitlines()) == [f"[worker {i}] ended 1" for i in range(3)]
+    assert "[launcher] worker 1 of 3 failed first: killed by SIGKILL after" in stderr
+    assert "2 of 3 still run, and have 0.2 s to end by themselves." in stderr
+    assert "[launcher] SIGTERM: sent to worker 0, 2, which still ran." in stderr
+    assert "[launcher] restart 1 of 2 in 0.1 s." in stderr
+    assert stderr.endswith("[launcher] ends with exit code 0 (OK) after 1 restart.\n")
+    log = launcher.folder / "logs" / "worker_2.log"
+    assert log.read_text() == "ended 1\n"
+
+
+def test_each_attempt_has_other_ports_and_the_same_arguments(launcher):
+    code, stdout, _ = launcher.run(
+        "print(os.environ['TF_CONFIG'], sys.argv[1:]); sys.exit(index)\n",
+        "--workers 2 --max-restarts 1 --restart-pause 0 --grace-period 5",
+        args=["a"],
+    )
+    assert code == ExitCode.TOO_MANY_RESTARTS
+    lines = [line for line in stdout.splitlines() if line.startswith("[worker 1] ")]
+    configs = [
+        json.JSONDecoder().raw_decode(line[len("[worker 1] ") :]) for line in lines
+    ]
+    (first, _), (second, _) = configs
+    assert first["task"] == second["task"]
+    assert set(first["cluster"]["worker"]).isdisjoint(second["cluster"]["worker"])
+    assert all(line.endswith("['a']") for line in lines)
+
+
+def test_the_first_cause_wins(launcher):
+    code, _, stderr = launcher.run(
+        """
+        if index == 0:
+            sys.exit(3)
+        while not os.path.exists("pid_0_0"):
+            time.sleep(0.01)
+        while True:
+            try:
+                os.kill(int(open("pid_0_0").read()), 0)
+                time.sleep(0.01)
+            except ProcessLookupError:
+                sys.exit(75)
+        """,
+        "--workers 3",
+    )
+    assert code == ExitCode.FAILED
+    assert "worker 0 of 3 failed first: exit code 3 after" in stderr
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "code"),
+    [
+        (75, "", ExitCode.RESTART_REQUESTED),
+        (2, "--max-restarts 9", ExitCode.USAGE),
+    ],
+)
+def test_the_exit_code_of_a_worker_has_a_meaning(launcher, own, options, code):
+    options = f"--workers 2 --restart-pause 0 {options}"
+    assert launcher.run(f"sys.exit({own})\n", options)[0] == code
+
+
+def test_a_worker_that_ignores_everything_is_killed(launcher):
+    start = time.monotonic()
+    code, _, stderr = launcher.run(
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        mark(f"ready_{index}")
+        while not (os.path.exists("ready_0") and os.path.exists("ready_1")):
+            time.sleep(0.01)
+        if index == 0:
+            sys.exit(1)
+        time.sleep(300)
+        """,
+        "--workers 2 --grace-period 0.1",
+    )
+    assert code == ExitCode.FAILED
+    assert "SIGKILL: sent to worker 1, which still ran." in stderr
+    assert 5 < time.monotonic() - start < 40
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_all_workers_save(launcher, number):
+    launcher.start(
+        """
+        def save(number, frame):
+            time.sleep(0.2)
+            print("saved", signal.Signals(number).name)
+            sys.exit(77)
+        signal.signal(signal.SIGTERM, save)
+        signal.signal(signal.SIGINT, save)
+        mark(f"ready_{index}")
+        time.sleep(300)
+        """,
+        "--workers 2 --max-restarts 3",
+    )
+    for index in range(2):
+        launcher.wait_for_mark(f"ready_{index}")
+    launcher.process.send_signal(number)
+    code, stdout, stderr = launcher.finish()
+    assert code == ExitCode.PREEMPTED, stderr
+    saved = f"saved {number.name}"
+    assert sorted(stdout.splitlines()) == [f"[worker {i}] {saved}" for i in range(2)]
+    assert f"[launcher] {number.name}: passed on to worker 0, 1; SIGKILL in" in stderr
+    assert "restart" not in stderr
+    assert stderr.endswith("[launcher] ends with exit code 77 (PREEMPTED).\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)],
+)
+def test_a_signal_ends_workers_that_do_not_save(launcher, number, code):
+    launcher.start(SLEEP, "--workers 2 --max-restarts 3")
+    for index in range(2):
+        launcher.wait_for_mark(f"pid_{index}_0")
+    launcher.process.send_signal(number)
+    assert launcher.finish()[0] == code
+
+
+STUBBORN = """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    mark("ready")
+    time.sleep(300)
+"""
+
+
+def test_after_the_grace_period_workers_are_killed(launcher):
+    launcher.start(STUBBORN, "--grace-period 0.5")
+    launcher.wait_for_mark("ready")
+    launcher.process.send_signal(signal.SIGTERM)
+    code, _, stderr = launcher.finish()
+    assert code == ExitCode.TERMINATED
+    assert "SIGKILL: sent to worker 0, which still ran." in stderr
+
+
+def test_a_second_signal_kills_and_a_doubled_one_does_not(launcher):
+    launcher.start(STUBBORN, "--grace-period 300")
+    launcher.wait_for_mark("ready")
+    launcher.process.send_signal(signal.SIGINT)
+    launcher.wait_for_line("SIGINT: passed on to worker 0;")
+    launcher.process.send_signal(signal.SIGINT)
+    time.sleep(1.2)
+    assert launcher.process.poll() is None
+    launcher.process.send_signal(signal.SIGINT)
+    code, _, stderr = launcher.finish()
+    assert code == ExitCode.INTERRUPTED
+    assert stderr.count("SIGINT again: ends all workers now.") == 1
+
+
+def test_a_signal_ends_the_pause_before_a_restart(launcher):
+    launcher.start("sys.exit(1)\n", "--max-restarts 1 --restart-pause 300")
+    launcher.wait_for_mark("pid_0_0")
+    launcher.wait_for_line("restart 1 of 1 in 300 s.")
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.finish()[0] == ExitCode.TERMINATED
+
+
+def test_user_signals_are_passed_on_and_end_nothing(launcher):
+    launcher.start(
+        """
+        signal.signal(signal.SIGUSR1, lambda *_: mark("received"))
+        mark("ready")
+        while not os.path.exists("received"):
+            time.sleep(0.01)
+        """
+    )
+    launcher.wait_for_mark("ready")
+    launcher.process.send_signal(signal.SIGUSR1)
+    code, _, stderr = launcher.finish()
+    assert code == ExitCode.OK
+    assert "SIGUSR1: passed on to worker 0." in stderr
+
+
+def test_killing_the_launcher_kills_the_workers(launcher):
+    launcher.start(STUBBORN.replace('"ready"', 'f"ready_{index}"'), "--workers 2")
+    pids = []
+    for index in range(2):
+        launcher.wait_for_mark(f"ready_{index}")
+        pids.append(int(launcher.wait_for_mark(f"pid_{index}_0")))
+    assert all(is_running(pid) for pid in pids)
+    launcher.process.kill()
+    wait_for(lambda: not any(is_running(pid) for pid in pids), "the workers' end")
+    launcher.finish()
+
+
+def test_a_stopped_worker_can_be_ended(launcher):
+    launcher.start(SLEEP, "--grace-period 0.2")
+    pid = int(launcher.wait_for_mark("pid_0_0"))
+    os.kill(pid, signal.SIGSTOP)
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.finish()[0] == ExitCode.TERMINATED
+
+
+def test_children_of_a_worker_end_with_it(launcher):
+    code, stdout, _ = launcher.run(
+        """
+        import subprocess
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        print(child.pid)
+        """
+    )
+    assert code == ExitCode.OK
+    pid = int(stdout.removeprefix("[worker 0] "))
+    wait_for(lambda: not is_running(pid), "the child's end")
+
+
+def test_a_reader_that_goes_away_does_not_end_the_job(launcher):
+    reader, writer = os.pipe()
+    os.close(reader)
+    code, _, _ = launcher.run(
+        "for i in range(20_000): print('x' * 50)\nmark('done')\n", stdout=writer
+    )
+    os.close(writer)
+    assert code == ExitCode.OK
+    assert (launcher.folder / "done").exists()
+
+
+@pytest.mark.parametrize("is_ignored", [True, False])
+def test_a_signal_ignored_from_the_start_stays_ignored(launcher, is_ignored):
+    # As a shell does for a program in the background (SIGINT), and `nohup` (SIGHUP).
+    disposition = signal.SIG_IGN if is_ignored else signal.SIG_DFL
+    old = signal.signal(signal.SIGHUP, disposition)
+    try:
+        launcher.start(
+            "os.kill(os.getppid(), signal.SIGHUP)\ntime.sleep(0.5)\nprint('ended')\n"
+        )
+    finally:
+        signal.signal(signal.SIGHUP, old)
+    code, stdout, _ = launcher.finish()
+    assert code == (ExitCode.OK if is_ignored else ExitCode.TERMINATED)
+    assert stdout == ("[worker 0] ended\n" if is_ignored else "")
+
+
+def test_a_worker_whose_launcher_is_gone_does_not_start(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("print('started')")
+    ended = subprocess.run(
+        [sys.executable, _exec.__file__, "999999999", sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    assert ended.stderr == "the launcher of this worker is gone\n"
+
+
+def test_a_process_that_the_system_does_not_start_is_an_error(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(OSError, match="No such file"):
+        Worker(0, ["script.py"], {})
+
+
+def test_a_worker_that_cannot_start_ends_the_others(monkeypatch, capfd):
+    started = []
+
+    def start(index, arguments, environment):
+        if index == 1:
+            raise OSError("no more processes")
+        started.append(Worker(index, arguments, environment))
+        return started[-1]
+
+    monkeypatch.setattr(_supervisor, "Worker", start)
+    job = Job(
+        arguments=["-c", SLEEP],
+        num_workers=2,
+        devices=DevicePlan(),
+        max_restarts=0,
+        restart_pause=0.0,
+        grace_period=30.0,
+        logs=(),
+    )
+    assert run_job(job) == ExitCode.FAILED
+    assert started[0]._process.returncode == -signal.SIGKILL
+    assert "cannot start worker 1: no more processes." in capfd.readouterr().err
