@@ -6,12 +6,14 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint format types layers spelling clean
+.PHONY: help setup demo bench bench-peers test check lint format types layers spelling clean
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
 	@echo "make test      install and run the tests"
 	@echo "make check     lint, types, layers and spelling"
+	@echo "make bench     measure against hand-written loops; about 45 minutes"
+	@echo "make bench-peers  install Keras, Orbit and Lightning for make bench (4 GB)"
 	@echo "make format    rewrite the code in the house style"
 	@echo "make setup     install everything for development"
 	@echo "make clean     remove the environment, caches and runs"
@@ -41,6 +43,26 @@ demo: .venv/demo-installed
 	@$(BIN)/python examples/digits.py --devices 4 --run-dir runs/digits
 	@echo "(TensorBoard is installed as $(BIN)/tensorboard.)"
 
+# The suite, then one command for each further figure; all add to one document.
+bench: .venv/demo-installed
+	$(BIN)/python -m benchmarks --json bench.json
+	$(BIN)/python -m benchmarks.host_work --json bench.json
+	$(BIN)/python -m benchmarks.import_time --json bench.json
+	$(BIN)/python -m benchmarks.start_time --json bench.json
+	$(BIN)/python -m benchmarks.memory --json bench.json
+	$(BIN)/python -m benchmarks.checkpoint_cost --json bench.json
+
+# Other libraries, each in its own environment: their requirements differ.
+bench-peers: $(foreach peer,keras orbit lightning,.venv-bench-$(peer)/installed)
+
+# The lists are complete. Orbit's package asks for much that Orbit itself does not use, so
+# that nothing else is installed.
+.venv-bench-%/installed: benchmarks/peers/%.txt
+	@echo "Installing the peer $* (a few minutes) ..."
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check -qq install --no-deps -r $<
+	@touch $@
+
 test: .venv/dev-installed
 	$(BIN)/python -m pytest -n $(WORKERS)
 
@@ -64,5 +86,5 @@ spelling: .venv/dev-installed
 	$(BIN)/typos
 
 clean:
-	rm -rf .venv runs build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-bench-* runs build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,63 @@
+"""Who runs a task: two references written by hand, Armillary, and the peers.
+
+A contestant is a class with `setup(task, options)` and `run(num_steps)`. Modules are
+imported when a contestant is made, so that each process holds one framework only.
+"""
+
+import importlib
+from typing import Protocol
+
+from benchmarks.protocol import Options
+from benchmarks.tasks import Task
+
+CONTESTANTS = {
+    "reference-step": "benchmarks.contestants.reference_step:ReferenceStep",
+    "reference-scan": "benchmarks.contestants.reference_scan:ReferenceScan",
+    "armillary": "benchmarks.contestants.controller:ControllerContestant",
+    "armillary-saving": "benchmarks.contestants.saving:SavingContestant",
+    "keras": "benchmarks.peers.keras:KerasContestant",
+    "orbit": "benchmarks.peers.orbit:OrbitContestant",
+    "orbit-xla": "benchmarks.peers.orbit:OrbitXlaContestant",
+    "lightning": "benchmarks.peers.lightning:LightningContestant",
+}
+REFERENCES = ("reference-step", "reference-scan")
+PEERS = ("keras", "orbit", "orbit-xla", "lightning")
+
+
+class Contestant(Protocol):
+    """Trains on one task.
+
+    It may also have `facts`, a dictionary that the report keeps, and
+    `peak_device_bytes()`, which returns an integer or `None`.
+    """
+
+    def setup(self, task: Task, options: Options) -> None:
+        """Builds model, optimizer and data.
+
+        Raises:
+            UnsupportedError: If this contestant cannot run the case.
+        """
+        ...
+
+    def run(self, num_steps: int) -> float:
+        """Runs steps to their end; returns the mean loss of the last loop.
+
+        Args:
+            num_steps: Steps to run, a multiple of `steps_per_loop`.
+        """
+        ...
+
+
+def make_contestant(name: str) -> Contestant:
+    """Returns a new contestant.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    if name not in CONTESTANTS:
+        raise ValueError(
+            f"`name` is {name!r}, but there is no such contestant. Use one of "
+            f"{', '.join(sorted(CONTESTANTS))}."
+        )
+    module, _, attribute = CONTESTANTS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)()

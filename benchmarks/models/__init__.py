@@ -1,0 +1,1 @@
+"""The tasks' models in Flax NNX, from a batch to logits, as their users write them."""

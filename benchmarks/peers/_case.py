@@ -1,0 +1,78 @@
+"""What all peers share: which cases they refuse, and batches cut in advance."""
+
+import importlib
+from types import ModuleType
+
+import numpy as np
+
+from benchmarks.protocol import Options, UnsupportedError
+from benchmarks.tasks import Task
+
+
+def import_peer(module: str, peer: str) -> ModuleType:
+    """Returns a module of a peer's own library.
+
+    Raises:
+        UnsupportedError: If it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"`{peer}` needs the package that holds `{error.name}`, which this Python "
+            f"does not have. Run `make bench-peers`, which installs "
+            f"`benchmarks/peers/{peer}.txt` into `.venv-bench-{peer}`."
+        ) from error
+
+
+def check_case(
+    peer: str, task: Task, options: Options, *, tasks: tuple[str, ...]
+) -> None:
+    """Refuses what no peer is compared on.
+
+    Convolutions may be `"canonical"`: that option is about Armillary and the
+    references, and a peer runs its own convolutions next to either.
+
+    Raises:
+        UnsupportedError: If the task, the data or the dtype is not supported.
+    """
+    if task.name not in tasks:
+        raise UnsupportedError(
+            f"`task` is {task.name!r}, but `{peer}` is compared on {', '.join(tasks)} "
+            f"only. Use `--tasks {tasks[0]}`."
+        )
+    if options.data != "memory":
+        raise UnsupportedError(
+            f"`data` is {options.data!r}, but `{peer}` reads arrays in memory through "
+            "its own input pipeline. Use `--data memory`."
+        )
+    if options.dtype != "f32":
+        raise UnsupportedError(
+            f"`dtype` is {options.dtype!r}, but peers are compared in float32. Use "
+            "`--dtype f32`."
+        )
+
+
+def check_steps(num_steps: int, steps_per_loop: int) -> None:
+    """Refuses bursts that are no whole number of loops.
+
+    Raises:
+        ValueError: If `num_steps` is not a positive multiple of `steps_per_loop`.
+    """
+    if num_steps < 1 or num_steps % steps_per_loop:
+        raise ValueError(
+            f"`num_steps` is {num_steps}, but it must be a positive multiple of "
+            f"`steps_per_loop`, {steps_per_loop}. Use "
+            f"`num_steps={max(1, num_steps // steps_per_loop) * steps_per_loop}`."
+        )
+
+
+def cut_batches(task: Task) -> dict[str, np.ndarray]:
+    """Returns the task's arrays as `(num_batches, batch_size, ...)`, whole batches."""
+    num_batches = task.num_examples // task.batch_size
+    return {
+        name: array[: num_batches * task.batch_size].reshape(
+            num_batches, task.batch_size, *array.shape[1:]
+        )
+        for name, array in task.make_arrays().items()
+    }

@@ -1,0 +1,71 @@
+"""What the parent and its workers say to each other: one JSON object a line.
+
+A worker first says `{"event": "ready", ...}`. Then, for each `{"run": steps}` that it
+reads, it runs that many steps to their end and says `{"event": "ran", "steps": ...,
+"seconds": ..., "loss": ...}`. `{"quit": true}` or the end of its input ends it. What
+goes wrong is `{"event": "error", "message": ..., "skip": ...}`, where `skip` tells that
+the contestant does not support the case, which is no failure.
+
+Nothing here imports more than the standard library: peers run in other environments.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import IO, Any
+
+DATA_KINDS = ("memory", "grain", "resident")
+DTYPES = ("f32", "bf16")
+CONVOLUTIONS = ("stock", "canonical")
+SIZES = ("full", "small")
+
+
+class UnsupportedError(Exception):
+    """A contestant cannot run a case; the message says why, and what would help."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a contestant runs its task.
+
+    Attributes:
+        steps_per_loop: Steps between two moments at which the mean loss is reported.
+        devices: Devices the batch is divided over.
+        data: `"memory"` (arrays on the host), `"grain"` (a Grain pipeline over them) or
+            `"resident"` (the arrays stay on the device).
+        dtype: What the model computes in; parameters are float32.
+        convolutions: `"canonical"` lowers convolutions on the CPU with
+            `armillary.xla.use_canonical_convolutions`, `"stock"` as XLA does.
+    """
+
+    steps_per_loop: int = 1
+    devices: int = 1
+    data: str = "memory"
+    dtype: str = "f32"
+    convolutions: str = "stock"
+
+
+def write_message(stream: IO[str], message: dict[str, Any]) -> None:
+    """Writes one message and flushes it."""
+    stream.write(json.dumps(message) + "\n")
+    stream.flush()
+
+
+def read_message(line: str) -> dict[str, Any]:
+    """Returns the message on a line.
+
+    Raises:
+        ValueError: If the line is not one JSON object.
+    """
+    try:
+        message = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"`line` is {line!r}, but a message is one JSON object on one line. Write "
+            "it with `write_message`."
+        ) from error
+    if not isinstance(message, dict):
+        raise ValueError(
+            f"`line` is {line!r}, but a message is a JSON object. Write it with "
+            "`write_message`."
+        )
+    return message

@@ -1,0 +1,49 @@
+"""A worker that says what its arguments tell it to: for tests of the parent.
+
+Arguments: the seconds of one step, and what it does at a run (`run`, `hang`, `die`,
+`error`, `skip`, `babble`).
+"""
+
+import sys
+import time
+
+from benchmarks.contestants import Contestant
+from benchmarks.protocol import Options, write_message
+from benchmarks.tasks import Task
+from benchmarks.worker import serve
+
+
+class Fake:
+    def setup(self, task: Task, options: Options) -> None:
+        del task, options
+
+    def run(self, num_steps: int) -> float:
+        if behavior == "hang":
+            time.sleep(600)
+        if behavior == "die":
+            sys.stderr.write("Something broke.\n")
+            sys.exit(3)
+        if behavior == "babble":
+            sys.stdout.write("hello\n")
+            sys.stdout.flush()
+        if behavior in ("error", "skip"):
+            event = {
+                "event": "error",
+                "message": "No luck.",
+                "skip": behavior[0] == "s",
+            }
+            write_message(sys.stdout, event)
+        time.sleep(seconds_per_step * num_steps)
+        return 0.5
+
+
+seconds_per_step, behavior = float(sys.argv[1]), sys.argv[2]
+fake: Contestant = Fake()
+ready = {
+    "event": "ready",
+    "versions": {"python": "3"},
+    "setup_seconds": 0.1,
+    "peak_bytes": 1,
+}
+write_message(sys.stdout, ready)
+serve(fake, sys.stdin, sys.stdout)

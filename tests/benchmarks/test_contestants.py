@@ -1,0 +1,116 @@
+"""The comparison is fair only if all contestants compute the same."""
+
+import logging
+
+import numpy as np
+import pytest
+
+import armillary
+from benchmarks.contestants import make_contestant
+from benchmarks.contestants.reference_scan import largest_divisor
+from benchmarks.contestants.rows import SHUFFLE_SEED, RowStream, read_batches
+from benchmarks.protocol import Options, UnsupportedError
+from benchmarks.tasks import make_task
+
+OWN = ("reference-step", "reference-scan", "armillary")
+
+
+@pytest.fixture(autouse=True)
+def own_log():
+    """Gives the logger back as it was: a contestant captures it for its process."""
+    logger = logging.getLogger("armillary")
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+def losses(name: str, task: str, bursts: int = 3, **options) -> list[float]:
+    contestant = make_contestant(name)
+    contestant.setup(make_task(task, "small"), Options(steps_per_loop=4, **options))
+    return [contestant.run(8) for _ in range(bursts)]
+
+
+def assert_all_agree(task: str, **options) -> None:
+    expected = losses(OWN[0], task, **options)
+    assert all(np.isfinite(expected)) and len(set(expected)) == len(expected)
+    for name in OWN[1:]:
+        np.testing.assert_allclose(
+            losses(name, task, **options), expected, rtol=2e-4, err_msg=name
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["mlp", "many-leaves", "cnn", "bert"])
+def test_all_contestants_reach_the_same_losses(task):
+    assert_all_agree(task)
+
+
+@pytest.mark.slow
+def test_they_agree_on_several_devices():
+    assert_all_agree("mlp", devices=2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:grain")
+def test_they_agree_from_grain():
+    assert_all_agree("mlp", data="grain")
+
+
+@pytest.mark.slow
+def test_they_agree_with_data_on_the_device():
+    try:
+        assert_all_agree("mlp", data="resident")
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.slow
+def test_bfloat16_trains_and_agrees_roughly():
+    full, half = losses("armillary", "mlp"), losses("armillary", "mlp", dtype="bf16")
+    assert full != half
+    np.testing.assert_allclose(half, full, rtol=0.02)
+    np.testing.assert_allclose(
+        losses("reference-scan", "mlp", dtype="bf16"), half, 1e-3
+    )
+
+
+@pytest.mark.slow
+def test_training_takes_place():
+    contestant = make_contestant("reference-scan")
+    contestant.setup(make_task("mlp", "small"), Options(steps_per_loop=20))
+    first, last = contestant.run(20), contestant.run(4000)
+    assert last < 0.7 * first
+
+
+def test_rows_come_in_the_order_of_from_arrays():
+    task = make_task("mlp", "small")
+    arrays = task.make_arrays()
+    ours = read_batches(task, "memory")
+    theirs = iter(
+        armillary.data.from_arrays(
+            arrays, batch_size=task.batch_size, shuffle_seed=SHUFFLE_SEED, repeat=True
+        )
+    )
+    for _ in range(40):  # Three epochs, and batches that run across their ends.
+        np.testing.assert_array_equal(next(ours)["image"], next(theirs)["image"])
+
+
+def test_a_stream_of_rows_uses_every_row_once_in_an_epoch():
+    stream = RowStream(10, 0)
+    rows = np.concatenate([stream.take(4), stream.take(25), stream.take(1)])
+    for epoch in range(3):
+        assert sorted(rows[10 * epoch : 10 * epoch + 10]) == list(range(10))
+
+
+def test_more_devices_than_there_are_is_unsupported():
+    with pytest.raises(UnsupportedError, match=r"needs 64 devices.*`--devices"):
+        losses("reference-step", "mlp", devices=64)
+
+
+@pytest.mark.parametrize(
+    ("number", "most", "divisor"),
+    [(100, 20, 20), (10, 20, 10), (50, 20, 10), (7, 3, 1)],
+)
+def test_chunks_divide_the_loop(number, most, divisor):
+    assert largest_divisor(number, most) == divisor

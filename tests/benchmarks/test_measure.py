@@ -1,0 +1,99 @@
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cases import Case, choose_cases
+from benchmarks.measure import Settings, measure_case
+from benchmarks.processes import REPOSITORY, WorkerError, WorkerProcess
+
+FAKE = Path(__file__).with_name("fake_worker.py")
+SETTINGS = Settings(rounds=3, seconds_per_burst=0.05, start_seconds=60.0)
+
+
+def start_fake(seconds_per_step: float = 0.001, behavior: str = "run") -> WorkerProcess:
+    command = [sys.executable, str(FAKE), str(seconds_per_step), behavior]
+    return WorkerProcess("fake", command, {"PYTHONPATH": str(REPOSITORY)})
+
+
+def measure(**fakes: tuple[float, str]) -> dict:
+    (case,) = choose_cases(["mlp"], [10])
+    names = {name.replace("_", "-"): fake for name, fake in fakes.items()}
+
+    def start(name: str, case: Case, settings: Settings) -> WorkerProcess:
+        return start_fake(*names[name])
+
+    return measure_case(case, list(names), SETTINGS, start)
+
+
+def test_figures_are_relative_to_the_faster_reference():
+    entry = measure(
+        reference_step=(0.004, "run"),
+        reference_scan=(0.002, "run"),
+        armillary=(0.004, "run"),
+    )
+    assert entry["reference"] == "reference-scan"
+    records = entry["contestants"]
+    assert records["reference-scan"]["ratio"] == {"median": 1, "low": 1, "high": 1}
+    assert 0.3 < records["armillary"]["ratio"]["median"] < 0.7
+    assert entry["burst_steps"] % 10 == 0
+    for record in records.values():
+        assert len(record["seconds"]) == len(record["losses"]) == 3
+        assert record["idle_cpu_seconds"] < 0.2
+
+
+def test_who_fails_is_left_out_with_the_reason_and_the_others_go_on():
+    entry = measure(
+        reference_step=(0.001, "die"),
+        reference_scan=(0.001, "run"),
+        armillary=(0.001, "skip"),
+        keras=(0.001, "error"),
+    )
+    assert list(entry["contestants"]) == ["reference-scan"]
+    assert entry["skipped"] == {"armillary": "No luck."}
+    assert entry["failed"]["keras"] == "No luck."
+    assert "ended without an answer" in entry["failed"]["reference-step"]
+    assert "Something broke." in entry["failed"]["reference-step"]
+
+
+def test_without_a_reference_there_are_speeds_but_no_ratios():
+    entry = measure(armillary=(0.001, "run"))
+    assert entry["reference"] is None
+    assert "ratio" not in entry["contestants"]["armillary"]
+    assert entry["contestants"]["armillary"]["steps_per_second"] > 0
+
+
+def test_a_worker_that_hangs_is_given_up_and_ended():
+    start = time.monotonic()
+    with start_fake(0.0, "hang") as worker:
+        worker.wait_ready(60.0)
+        with pytest.raises(WorkerError, match="fake did not answer within 0 s"):
+            worker.run(10, 0.2)
+        worker.kill()
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker.pid, 0)
+    assert time.monotonic() - start < 60
+
+
+def test_another_answer_than_expected_is_an_error():
+    message = r"answered .*'ready'.* not 'ran'"
+    with start_fake() as worker, pytest.raises(WorkerError, match=message):
+        worker.run(1, 60.0)
+
+
+def test_a_line_that_is_no_message_fails_the_worker():
+    with start_fake(0.0, "babble") as worker:
+        worker.wait_ready(60.0)
+        with pytest.raises(WorkerError, match="fake wrote 'hello"):
+            worker.run(1, 60.0)
+
+
+def test_workers_end_with_the_block_also_when_it_is_interrupted():
+    worker = start_fake()
+    with pytest.raises(KeyboardInterrupt), worker:
+        worker.wait_ready(60.0)
+        raise KeyboardInterrupt
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker.pid, 0)

@@ -1,0 +1,137 @@
+"""The commands that measure one further thing each, at tiny sizes."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import checkpoint_cost, host_work, import_time, memory, start_time
+from benchmarks.cases import Case
+from benchmarks.contestants import make_contestant
+from benchmarks.measure import Settings
+from benchmarks.processes import REPOSITORY, WorkerProcess
+from benchmarks.protocol import Options
+from benchmarks.tasks import make_task
+
+
+@pytest.fixture(autouse=True)
+def own_log():
+    """Gives the logger back as it was: a contestant captures it for its process."""
+    logger = logging.getLogger("armillary")
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+@pytest.mark.slow
+def test_host_work_sees_one_program_for_each_loop():
+    measurement = host_work.measure(20, "small")
+    assert measurement["programs"] == measurement["loops"] == 20
+    assert measurement["parameters"] == 10
+    low, high = measurement["between_quartiles_us"]
+    assert 0 < low <= measurement["between_us"] <= high
+    assert measurement["start_us"] > 0
+    assert measurement["between_processor_us"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["mlp", "many-leaves", "bert"])
+def test_the_loop_needs_no_more_memory_than_a_scan_and_one_chunk(task):
+    measurement = memory.measure(make_task(task, "small"))
+    assert measurement["chunk_bytes"] > 0
+    ours, theirs = measurement["armillary_bytes"], measurement["reference_bytes"]
+    assert 0 < ours <= theirs + measurement["chunk_bytes"] + 1024
+    aliases = measurement["armillary"]["aliases"]
+    assert aliases > 0, "The state is donated."
+
+
+@pytest.mark.slow
+def test_the_import_is_timed_in_fresh_processes():
+    measurement = import_time.measure(2)
+    assert len(measurement["seconds"]) == 2
+    assert 0 < measurement["median"] < 60
+
+
+@pytest.mark.slow
+def test_a_second_start_takes_its_programs_from_the_cache(monkeypatch):
+    # The suite's own cache would serve the first start.
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    measurement = start_time.measure("mlp", "small")
+    assert measurement["first"]["compiled"] > 0
+    assert measurement["second"]["compiled"] == 0
+    assert measurement["second"]["from_cache"] == measurement["first"]["compiled"]
+
+
+def start_fake(name: str, case: Case, settings: Settings) -> WorkerProcess:
+    assert case.options.steps_per_loop == 10
+    behavior = "run" if settings.rounds == 2 else "error"
+    seconds = {"armillary": 0.0002, "armillary-saving": 0.0004}[name]
+    fake = Path(__file__).with_name("fake_worker.py")
+    command = [sys.executable, str(fake), str(seconds), behavior]
+    return WorkerProcess(name, command, {"PYTHONPATH": str(REPOSITORY)})
+
+
+def test_the_cost_of_checkpoints_is_a_ratio_over_bursts_of_one_interval():
+    measurement = checkpoint_cost.measure("mlp", "small", 2, start_fake)
+    assert measurement["burst_steps"] == 100
+    assert len(measurement["contestants"]["armillary-saving"]["seconds"]) == 2
+    assert 0.2 < measurement["ratio"]["median"] < 0.9
+
+
+def test_a_failure_leaves_the_cost_of_checkpoints_open():
+    measurement = checkpoint_cost.measure("mlp", "small", 1, start_fake)
+    assert "ratio" not in measurement
+    assert measurement["failed"] == {
+        "armillary": "No luck.",
+        "armillary-saving": "No luck.",
+    }
+
+
+@pytest.mark.slow
+def test_saving_saves_every_hundred_steps_from_its_first_loop():
+    contestant = make_contestant("armillary-saving")
+    contestant.setup(make_task("mlp", "small"), Options(steps_per_loop=10))
+    contestant.run(10)
+    contestant.run(200)
+    manager = contestant.controller.checkpoint_manager
+    manager.sync()
+    names = [Path(path).name for path in manager.checkpoints]
+    assert names == ["checkpoint_110", "checkpoint_210"]
+
+
+@pytest.mark.slow
+def test_the_suite_runs_from_end_to_end(tmp_path):
+    path = tmp_path / "bench.json"
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks", "--quick", "--tasks", "mlp"),
+            *("--rounds", "2", "--json", str(path)),
+            *("--contestants", "reference-step", "reference-scan", "armillary"),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "relative to the faster hand-written loop" in result.stdout
+    document = json.loads(path.read_text())
+    assert document["schema"] == 1
+    assert document["machine"]["cores"] >= 1
+    (case,) = document["cases"]
+    assert (case["task"], case["steps_per_loop"], case["failed"]) == ("mlp", 10, {})
+    assert list(case["contestants"]) == [
+        "reference-step",
+        "reference-scan",
+        "armillary",
+    ]
+    for record in case["contestants"].values():
+        assert len(record["seconds"]) == 2
+        assert record["ratio"]["low"] <= record["ratio"]["median"]
+        assert {"python", "jax", "flax", "numpy"} <= record["versions"].keys()
+    losses = [record["losses"] for record in case["contestants"].values()]
+    assert losses[0] == pytest.approx(losses[2], rel=1e-3)

@@ -1,0 +1,42 @@
+import pytest
+
+from benchmarks.ratios import Ratio, choose_burst, find_faster, pair_ratios
+
+
+def test_ratio_is_the_median_of_the_rounds():
+    ratio = pair_ratios([1.0, 2.0, 3.0], [1.0, 4.0, 2.0])
+    assert ratio == Ratio(median=1.0, low=0.5, high=1.5)
+
+
+def test_a_round_that_is_slow_for_all_does_not_change_the_ratio():
+    assert pair_ratios([1.0, 10.0], [2.0, 20.0]) == Ratio(0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize("seconds", [[], [1.0]])
+def test_ratio_needs_the_same_rounds(seconds):
+    with pytest.raises(ValueError, match=r"`seconds` has . rounds and `reference` 2"):
+        pair_ratios([1.0, 2.0], seconds)
+
+
+def test_the_faster_reference_is_the_one_with_the_lower_median():
+    seconds = {"step": [1.0, 9.0, 1.0], "scan": [2.0, 2.0, 2.0], "other": [0.1]}
+    assert find_faster(seconds, ("step", "scan")) == "step"
+    assert find_faster(seconds, ("scan",)) == "scan"
+
+
+def test_a_reference_is_needed():
+    with pytest.raises(ValueError, match="`seconds` has no round of step or scan"):
+        find_faster({"other": [1.0]}, ("step", "scan"))
+
+
+@pytest.mark.parametrize(
+    ("per_step", "wanted", "loop", "steps"),
+    [
+        (0.001, 2.0, 100, 2000),
+        (0.001, 2.0, 1, 2000),
+        (1.0, 2.0, 100, 100),
+        (1, 2, 3, 3),
+    ],
+)
+def test_a_burst_is_whole_loops_of_about_the_wanted_time(per_step, wanted, loop, steps):
+    assert choose_burst(per_step, wanted, loop) == steps

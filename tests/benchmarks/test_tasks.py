@@ -1,0 +1,79 @@
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from benchmarks.processes import REPOSITORY
+from benchmarks.tasks import TASKS, make_task
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_data_is_the_same_every_time_and_has_every_class(name):
+    task = make_task(name, "small")
+    first, again = task.make_arrays(), task.make_arrays()
+    assert first.keys() == again.keys()
+    for key, array in first.items():
+        assert len(array) == task.num_examples
+        assert array.dtype in (np.int32, np.float32)
+        np.testing.assert_array_equal(array, again[key])
+    assert len(np.unique(first["label"])) == task.num_classes
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_model_gives_one_logit_for_each_class(name):
+    task = make_task(name, "small")
+    batch = {key: array[:3] for key, array in task.make_arrays().items()}
+    model = task.make_model(nnx.Rngs(0), "float32")
+    assert model(batch).shape == (3, task.num_classes)
+
+
+def test_words_of_bert_stay_in_the_vocabulary_and_padding_is_zero():
+    arrays = make_task("bert", "small").make_arrays()
+    assert arrays["word_ids"].max() < make_task("bert", "small").vocabulary_size
+    assert (arrays["word_ids"][arrays["mask"] == 0] == 0).all()
+    assert (arrays["word_ids"][arrays["mask"] == 1] > 0).all()
+
+
+def count_parameters(name: str) -> tuple[int, int]:
+    task = make_task(name)
+    model = nnx.eval_shape(lambda: task.make_model(nnx.Rngs(0), "float32"))
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    return len(leaves), sum(leaf.size for leaf in leaves)
+
+
+def test_full_sizes_are_those_that_the_figures_are_about():
+    assert count_parameters("mlp") == (4, 784 * 64 + 64 + 64 * 10 + 10)
+    assert count_parameters("many-leaves") == (400, 200 * 72)
+    assert count_parameters("cnn")[1] == 320 + 18_496 + 3136 * 64 + 64 + 650
+    # BERT-base has 109 million parameters with 512 positions; here there are 128.
+    assert 109.0e6 < count_parameters("bert-base")[1] < 109.5e6
+    assert make_task("bert").batch_size == make_task("bert-base").batch_size == 32
+
+
+def test_arithmetic_of_one_step_is_known():
+    assert make_task("mlp").flops_per_step == 6 * 64 * (784 * 64 + 64 * 10)
+    # The usual estimate: six operations for each token and weight of the layers.
+    estimate = 6 * 32 * 128 * 12 * (4 * 768**2 + 2 * 768 * 3072)
+    assert 1.0 < make_task("bert-base").flops_per_step / estimate < 1.05
+
+
+def test_tasks_need_no_framework():
+    code = (
+        "import sys, benchmarks.worker, benchmarks.tasks as tasks; "
+        "tasks.make_task('bert', 'small').make_arrays(); "
+        "print([name for name in ('jax', 'flax', 'armillary') if name in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_an_unknown_task_or_size_is_an_error():
+    with pytest.raises(ValueError, match="`name` is 'gpt', but there is no such task"):
+        make_task("gpt")
+    with pytest.raises(ValueError, match="`size` is 'huge', but it must be one of"):
+        make_task("mlp", "huge")
