@@ -30,10 +30,12 @@ it::
 """
 
 from armillary import actions as actions
+from armillary import cluster as cluster
 from armillary import data as data
 from armillary import distribute as distribute
 from armillary import errors as errors
 from armillary import summary as summary
+from armillary import xla as xla
 from armillary._controller import Controller as Controller
 from armillary._runner import AbstractEvaluator as AbstractEvaluator
 from armillary._runner import AbstractTrainer as AbstractTrainer
@@ -89,6 +91,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "actions",
+    "cluster",
     "compute_average_loss",
     "create_global_step",
     "data",
@@ -103,4 +106,5 @@ __all__ = [
     "scale_regularization_loss",
     "set_strategy",
     "summary",
+    "xla",
 ]

@@ -10,6 +10,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from armillary._checks import (
@@ -25,11 +26,12 @@ from armillary._controller_checks import (
     check_runners,
 )
 from armillary._logging import ensure_visible, logger
+from armillary._loop_report import LoopReport, can_wait
 from armillary._progress import fetch_output, format_output, log_line
 from armillary._runner import AbstractEvaluator, AbstractTrainer
 from armillary._typing import Action, Output
 from armillary._watch import watch_checkpoints
-from armillary.errors import CheckpointError, GlobalStepError
+from armillary.errors import CheckpointError
 from armillary.state import as_step_counter
 from armillary.summary import NoopSummaryManager, SummaryManager
 
@@ -133,6 +135,10 @@ class Controller:
         self._steps_per_loop = steps_per_loop
         self._stop_reason: str | None = None
         self._saved_step: int | None = None
+        self._last_loop: LoopReport | None = None
+        self._last_end = 0.0
+        self._executor = ThreadPoolExecutor(1, "armillary-report")
+        weakref.finalize(self, self._executor.shutdown, wait=False)
 
         ensure_visible()
         if checkpoint_manager is not None:
@@ -389,12 +395,13 @@ class Controller:
         try:
             yield
         except BaseException as error:
-            try:
-                self._finish_writes()
-            except Exception as later_error:
-                # The first error is the cause, so the second must not replace it.
-                error.add_note(f"Pending writes failed as well: {later_error!r}")
-                logger.warning("Pending writes failed as well: %r", later_error)
+            for finish in (self._report_last_loop, self._finish_writes):
+                try:
+                    finish()
+                except Exception as later_error:
+                    # The first error is the cause; the second must not replace it.
+                    error.add_note(f"Pending writes failed as well: {later_error!r}")
+                    logger.warning("Pending writes failed as well: %r", later_error)
             raise
         self._finish_writes()
         self._log_stop()
@@ -412,12 +419,15 @@ class Controller:
             if target != -1:
                 num_steps = min(num_steps, target - step)
             reached = self._train_loop(step, num_steps)
-            if reached > step:
+            if reached > step and self._is_save_due(reached):
+                self._report_last_loop()
                 self._save(check_interval=True)
             if reached < step + num_steps:
+                self._report_last_loop()
                 log_line("train", reached, "the data ended, training ends here.")
                 return False
             step = reached
+        self._report_last_loop()
         return self._stop_reason is None
 
     def _num_steps_at(self, step: int) -> int:
@@ -427,46 +437,44 @@ class Controller:
         return check_positive_int(f"steps_per_loop({step})", num_steps)
 
     def _train_loop(self, step: int, num_steps: int) -> int:
-        """Runs one loop from `step` on; returns the global step it reached."""
+        """Runs one loop from `step` on; returns the global step it reaches."""
         trainer = self._require("trainer", for_method="train")
         start = time.perf_counter()
         with self._scope():
             output = trainer.train(num_steps)
-        output = fetch_output(output, "trainer.train")
-        reached = self._read_step()
-        seconds = time.perf_counter() - start
+        loop = LoopReport(
+            trainer, step, num_steps, output, self._read_step, start, self._executor
+        )
+        self._report_last_loop()
+        self._last_loop = loop
+        # The first loop is looked at before a second one runs, and so is every loop if
+        # actions need its output.
+        if self._last_end == 0 or self.train_actions or not can_wait(trainer):
+            self._report_last_loop()
+        return loop.reached
 
-        self._check_advance(step, num_steps, reached)
-        if reached == step:
-            return reached  # The data had ended before: there is nothing to report.
-        steps_per_second = (reached - step) / seconds
+    def _report_last_loop(self) -> None:
+        """Logs the last loop, if that was not done, and writes what it returned."""
+        loop, self._last_loop = self._last_loop, None
+        if loop is None:
+            return
+        output, steps_per_second, self._last_end = loop.fetch(self._last_end)
+        if loop.reached == loop.step:
+            return  # The data had ended before: there is nothing to report.
         log_line(
             "train",
-            reached,
+            loop.reached,
             f"steps/sec: {steps_per_second: 6.1f}",
             f"output: {format_output(output)}",
         )
         # A loop may start anywhere after a restore, so what counts is passing a
         # multiple of the interval, not ending on one.
         interval = self.summary_interval
-        if interval is None or reached // interval > step // interval:
+        if interval is None or loop.reached // interval > loop.step // interval:
             values = {**output, "steps_per_second": steps_per_second}
-            self.summary_manager.write_summaries(values, step=reached)
+            self.summary_manager.write_summaries(values, step=loop.reached)
             self.summary_manager.flush()
         self._run_actions(self.train_actions, output)
-        return reached
-
-    def _check_advance(self, step: int, num_steps: int, reached: int) -> None:
-        expected = step + num_steps
-        data_ended = getattr(self.trainer, "data_exhausted", False)
-        if reached == expected or (data_ended and step <= reached < expected):
-            return
-        raise GlobalStepError(
-            f"`trainer.train({num_steps})` advanced `global_step` from {step} to "
-            f"{reached}, but it must advance it by {num_steps}, to {expected}. Pass "
-            "what every step advances by one, such as `global_step=optimizer.step`; a "
-            "trainer whose data ended early must set `self.data_exhausted = True`."
-        )
 
     def _next_stop(self, train_steps: int, eval_interval: int | None) -> int:
         """Returns the global step of the next evaluation, or -1 for an open end."""
@@ -475,10 +483,16 @@ class Controller:
         next_eval = (self._read_step() // eval_interval + 1) * eval_interval
         return next_eval if train_steps == -1 else min(next_eval, train_steps)
 
+    def _is_save_due(self, step: int) -> bool:
+        manager = self.checkpoint_manager
+        if manager is None or manager.checkpoint_interval is None:
+            return False
+        return manager.is_due(step)
+
     def _save(self, *, check_interval: bool) -> str | None:
         """Saves, if it is due; returns the path or `None`."""
         manager = self.checkpoint_manager
-        if manager is None or (check_interval and manager.checkpoint_interval is None):
+        if manager is None:
             return None
         step = self._read_step()
         path = manager.save(checkpoint_number=step, check_interval=check_interval)

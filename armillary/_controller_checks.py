@@ -86,6 +86,7 @@ def check_managers(strategy: Any, checkpoint_manager: Any) -> None:
             "restore_or_initialize",
             "sync",
             "bind_step_counter",
+            "is_due",
         ]
         fix = "Use `armillary.CheckpointManager(checkpoint, directory)`."
         check_methods("checkpoint_manager", checkpoint_manager, methods, fix)

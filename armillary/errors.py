@@ -13,6 +13,7 @@ Each one derives from `ArmillaryError` and from the nearest builtin, so that bot
     |-- RetraceError (ValueError)            batches changed after compilation
     |-- DatasetStateError (ValueError)       a data position that cannot be used
     |-- GlobalStepError (RuntimeError)       the global step did not advance as it must
+    |-- ClusterError (ValueError)            the environment describes no usable cluster
     `-- CheckpointError (RuntimeError)       a checkpoint cannot be written or read
         `-- CheckpointMismatchError (ValueError)   it holds other leaves
 """
@@ -56,6 +57,10 @@ class DatasetStateError(ArmillaryError, ValueError):
 
 class GlobalStepError(ArmillaryError, RuntimeError):
     """The global step did not advance by the number of steps that were run."""
+
+
+class ClusterError(ArmillaryError, ValueError):
+    """The environment of a process does not describe a cluster that can be used."""
 
 
 class CheckpointError(ArmillaryError, RuntimeError):

@@ -94,13 +94,21 @@ def make_metrics() -> nnx.MultiMetric:
     )
 
 
+def positive_int(text: str) -> int:
+    """Returns the number in an argument, or makes `argparse` refuse it."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a CNN on Fashion-MNIST.")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/fashion_mnist"))
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=positive_int, default=64)
+    parser.add_argument("--epochs", type=positive_int, default=10)
     options = parser.parse_args()
+    armillary.xla.use_canonical_convolutions()
     try:
         train = read_split(options.data_dir, "train")
         test = read_split(options.data_dir, "t10k")

@@ -163,7 +163,7 @@ class CheckpointManager:
             CheckpointError: If it cannot be written, or the last one could not be.
         """
         step = self._step()
-        if check_interval and not self._is_due(step):
+        if check_interval and not self.is_due(step):
             return None
         self.sync()
         number = self._choose_number(checkpoint_number, step)
@@ -171,6 +171,16 @@ class CheckpointManager:
         path = self._writer.start(number, content)
         self._last_step = step
         return path
+
+    def is_due(self, step: int | None) -> bool:
+        """Returns whether `save(check_interval=True)` would save at a step.
+
+        Args:
+            step: The global step; `None` where nothing counts steps.
+        """
+        if self._interval is None or self._last_step is None or step is None:
+            return True
+        return step - self._last_step >= self._interval
 
     def restore_or_initialize(self) -> str | None:
         """Restores the latest checkpoint, or calls `init_fn` if there is none.
@@ -237,11 +247,6 @@ class CheckpointManager:
                 "manager to a `Controller`, which binds its global step."
             )
         return None
-
-    def _is_due(self, step: int | None) -> bool:
-        if self._interval is None or self._last_step is None or step is None:
-            return True
-        return step - self._last_step >= self._interval
 
     def _choose_number(self, checkpoint_number: Any, step: int | None) -> int:
         number = step if checkpoint_number is None else checkpoint_number

@@ -2,7 +2,9 @@
 
 Saving is in two parts. `start` blocks until the arrays may change again, which is at
 most a copy from device to host. A thread then waits for the commit and, only after it,
-removes what is superseded or expired, so a failed save costs no older checkpoint.
+removes what is superseded or expired, so a failed save costs no older checkpoint. The
+versions of Python named in `_exit` cannot finish that at the end of a program, so with
+them `start` waits for it.
 """
 
 import threading
@@ -14,7 +16,7 @@ from etils import epath
 from armillary.checkpoint import _folder
 from armillary.checkpoint._checkpoint import Content
 from armillary.checkpoint._directory import find_problem, write_error
-from armillary.checkpoint._exit import sync_at_exit
+from armillary.checkpoint._exit import CAN_FINISH_AT_EXIT, sync_at_exit
 from armillary.checkpoint._leaf import as_stored
 from armillary.checkpoint._store import Store
 from armillary.errors import CheckpointError
@@ -65,6 +67,8 @@ class Writer:
             target=self._finish, args=(path,), name="armillary-checkpoint"
         )
         self._thread.start()
+        if not CAN_FINISH_AT_EXIT:
+            self._thread.join()
         return str(path)
 
     def sync(self) -> None:

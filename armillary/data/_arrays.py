@@ -4,7 +4,7 @@ The order of an epoch depends on the seed and the epoch alone, so a position is 
 numbers: the epoch, and how many of its examples were used.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -76,7 +76,7 @@ class ArrayDataset:
         self.batch_size = check_positive_int("batch_size", batch_size)
         if shuffle_seed is not None:
             check_not_negative_int("shuffle_seed", shuffle_seed)
-        self.arrays, self.num_examples = check_batch(arrays, "`arrays`")
+        self.arrays, self.num_examples = check_batch(arrays, lambda: "`arrays`")
         if not self.num_examples:
             raise ValueError(
                 "`arrays` has 0 examples, but a data set needs at least one. Pass "
@@ -103,7 +103,10 @@ class ArrayDataset:
 
     def make_iterator(self, epoch: int) -> "ArrayIterator":
         """Returns an iterator from the start of `epoch`."""
-        return ArrayIterator(self, epoch)
+        return ArrayIterator(self, epoch, self._take_rows)
+
+    def _take_rows(self, rows: np.ndarray) -> Batch:
+        return jax.tree.map(lambda array: np.take(array, rows, axis=0), self.arrays)
 
     def __iter__(self) -> Iterator[Batch]:
         """Returns an iterator over the next epoch, for use without a strategy."""
@@ -112,10 +115,22 @@ class ArrayDataset:
 
 
 class ArrayIterator:
-    """Gathers the rows of one batch after another."""
+    """Draws the rows of one batch after another.
 
-    def __init__(self, dataset: ArrayDataset, epoch: int) -> None:
+    Args:
+        dataset: Says how many rows there are, and in which order.
+        epoch: The epoch to begin with.
+        make_batch: Turns the numbers of a batch's rows into the batch.
+    """
+
+    def __init__(
+        self,
+        dataset: ArrayDataset,
+        epoch: int,
+        make_batch: Callable[[np.ndarray], Batch],
+    ) -> None:
         self._dataset = dataset
+        self._make_batch = make_batch
         self._epoch = epoch
         self._index = 0
         self._order = self._make_order()
@@ -134,7 +149,7 @@ class ArrayIterator:
             raise StopIteration
         else:
             rows = self._take(dataset.batch_size)
-        return jax.tree.map(lambda array: np.take(array, rows, axis=0), dataset.arrays)
+        return self._make_batch(rows)
 
     def get_state(self) -> dict[str, int]:
         """Returns the epoch and how many of its examples were used."""

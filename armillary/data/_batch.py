@@ -1,6 +1,6 @@
 """What counts as a batch: a pytree of arrays whose first axis counts examples."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -10,43 +10,56 @@ from armillary._typing import Batch, PyTree
 from armillary.errors import BatchSizeError
 
 
-def check_batch(batch: Batch, name: str) -> tuple[PyTree, int]:
+def check_batch(batch: Batch, get_name: Callable[[], str]) -> tuple[PyTree, int]:
     """Returns `batch` with NumPy leaves, and its number of examples.
 
     Args:
         batch: Pytree of NumPy or JAX arrays.
-        name: What the batch is called in messages.
+        get_name: Returns what the batch is called in messages.
 
     Raises:
         TypeError: If there is no leaf, or a leaf is not an array of numbers.
         BatchSizeError: If a leaf has no axis, or the leading sizes differ.
     """
     leaves, treedef = jax.tree.flatten(batch)
+    num_rows = -1
+    # One pass, since this runs for every batch: what is wrong is found out later.
+    for leaf in leaves:
+        shape = leaf.shape if _is_numeric_array(leaf) else ()
+        if not shape or num_rows not in (-1, shape[0]):
+            error = _find_problem(batch, leaves, get_name())
+            raise error
+        num_rows = shape[0]
     if not leaves:
-        raise TypeError(
+        error = _find_problem(batch, leaves, get_name())
+        raise error
+    return jax.tree.unflatten(treedef, [np.asarray(leaf) for leaf in leaves]), num_rows
+
+
+def _find_problem(batch: Batch, leaves: list[Any], name: str) -> Exception:
+    """Returns the error that says why something is not a batch."""
+    if not leaves:
+        return TypeError(
             f"{name} is {batch!r}, which holds no array, but it must be a pytree of "
             "arrays. Return a dictionary or a tuple of NumPy arrays."
         )
     if not all(_is_numeric_array(leaf) for leaf in leaves):
-        raise TypeError(_describe_non_arrays(batch, name))
+        return TypeError(_describe_non_arrays(batch, name))
     if not all(np.ndim(leaf) for leaf in leaves):
         paths = [path for path, leaf in _named_leaves(batch) if not np.ndim(leaf)]
-        raise BatchSizeError(
+        return BatchSizeError(
             f"{name} has leaves without a batch axis: {', '.join(paths)}. Every leaf "
             "needs the examples on its first axis. Batch the data set, or repeat the "
             "value for every example, as in `np.full(batch_size, value)`."
         )
-    num_rows = leaves[0].shape[0]
-    if any(leaf.shape[0] != num_rows for leaf in leaves):
-        sizes = "\n".join(
-            f"  {path}: {leaf.shape[0]} examples, shape {leaf.shape}"
-            for path, leaf in _named_leaves(batch)
-        )
-        raise BatchSizeError(
-            f"{name} has leaves of different leading sizes, but the first axis of all "
-            f"must count the same examples:\n{sizes}\nGive all leaves one size."
-        )
-    return jax.tree.unflatten(treedef, [np.asarray(leaf) for leaf in leaves]), num_rows
+    sizes = "\n".join(
+        f"  {path}: {leaf.shape[0]} examples, shape {leaf.shape}"
+        for path, leaf in _named_leaves(batch)
+    )
+    return BatchSizeError(
+        f"{name} has leaves of different leading sizes, but the first axis of all "
+        f"must count the same examples:\n{sizes}\nGive all leaves one size."
+    )
 
 
 def canonical_dtype(leaf: Any) -> np.dtype:

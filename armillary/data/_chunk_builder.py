@@ -13,6 +13,7 @@ import numpy as np
 
 from armillary._checks import check_positive_int
 from armillary._typing import PyTree
+from armillary.data._aligned import empty_aligned
 from armillary.data._batch import canonical_dtype, describe_shapes, get_signature
 from armillary.data._position import Position
 from armillary.data._reader import HostReader
@@ -30,11 +31,15 @@ class Chunk:
     Args:
         arrays: For each reader, a pytree whose leaves have shape
             `(capacity * batches_per_step, ...)`, then the layout's shape. Batch b of
-            step s is at index `s * batches_per_step + b`. Steps from `num_steps` on are
-            zeros and must not run.
+            step s is at index `s * batches_per_step + b`, for `RowTaker.gather`.
+            Steps from `num_steps` on are no data and must not run.
+        resident: For each reader, the arrays of its data that stay on the device.
+        types: For each reader, shapes and dtypes of one batch as a step receives it.
         num_steps: Steps that have data, at least 1.
         capacity: Steps for which there is room; the same for most chunks, so that one
             program serves them.
+        signature: Equal for chunks whose steps have batches of one structure, shape
+            and dtype, on as many replicas.
         num_active: For each reader, how many replicas have data.
         positions: For each step, the position of each reader after it.
         readers: Where the batches came from.
@@ -43,12 +48,20 @@ class Chunk:
     """
 
     arrays: list[PyTree]
+    resident: list[PyTree]
+    types: list[PyTree]
     num_steps: int
     capacity: int
+    signature: Hashable
     num_active: tuple[int, ...]
     positions: list[tuple[Position, ...]]
     ends: list[bool]
     readers: tuple[HostReader, ...]
+
+    @property
+    def inputs(self) -> list[tuple[PyTree, PyTree]]:
+        """What a program takes for each reader: its arrays, and those that stay."""
+        return list(zip(self.arrays, self.resident, strict=True))
 
     @property
     def is_current(self) -> bool:
@@ -124,7 +137,7 @@ class ChunkBuilder:
             batches = list(itertools.islice(reader, count))
             if len(batches) < count:
                 return None
-            _check_equal_shapes(batches, index)
+            _check_equal_shapes(reader, batches, index)
             step.append(batches)
         return step
 
@@ -136,7 +149,9 @@ class ChunkBuilder:
         Returns:
             The stack, the step after it if that was read, and the error that ended it.
         """
-        stack = _Stack(step, self._get_room(step), self._batches_per_step)
+        stack = _Stack(
+            step, self._get_room(step), self._batches_per_step, self._readers
+        )
         while stack.add(step) < stack.room:
             try:
                 following = self._read_step()
@@ -157,10 +172,9 @@ class ChunkBuilder:
         if self._capacity is not None:
             return self._capacity
         num_bytes = sum(
-            leaf.size * canonical_dtype(leaf).itemsize
-            for batches in step
-            for batch in batches
-            for leaf in jax.tree.leaves(batch.arrays)
+            len(batches) * leaf.size * leaf.dtype.itemsize
+            for reader, batches in zip(self._readers, step, strict=True)
+            for leaf in jax.tree.leaves(reader.sent_types(batches[0].arrays))
         )
         return max(1, min(self._steps_per_chunk, self._max_chunk_bytes // num_bytes))
 
@@ -171,15 +185,18 @@ class ChunkBuilder:
             # data ended inside it.
             self._capacity = capacity = self._capacity or stack.num_steps
         placed = [
-            reader.layout.place(arrays, leading_axes=1)
+            reader.layout.place(reader.rows.prepare(arrays), leading_axes=1)
             for reader, arrays in zip(
                 self._readers, stack.finish(capacity), strict=True
             )
         ]
         return Chunk(
             arrays=placed,
+            resident=[reader.rows.resident for reader in self._readers],
+            types=stack.types,
             num_steps=stack.num_steps,
             capacity=capacity,
+            signature=stack.signature,
             num_active=stack.num_active,
             positions=stack.positions,
             ends=stack.ends,
@@ -190,17 +207,27 @@ class ChunkBuilder:
 class _Stack:
     """Host memory for one chunk. Each has its own: devices may share it for long."""
 
-    def __init__(self, step: Step, room: int, batches_per_step: Sequence[int]) -> None:
+    def __init__(
+        self,
+        step: Step,
+        room: int,
+        batches_per_step: Sequence[int],
+        readers: Sequence[HostReader],
+    ) -> None:
         self.room = room
         self.num_steps = 0
         self.signature = _get_step_signature(step)
         self.num_active = tuple(batches[0].num_active for batches in step)
+        self.types = [
+            reader.types(batches[0].arrays)
+            for reader, batches in zip(readers, step, strict=True)
+        ]
         self.positions: list[tuple[Position, ...]] = []
         self.ends: list[bool] = []
         self._batches_per_step = batches_per_step
         self._buffers = [
             jax.tree.map(
-                lambda leaf, size=room * count: np.empty(
+                lambda leaf, size=room * count: empty_aligned(
                     (size, *leaf.shape), canonical_dtype(leaf)
                 ),
                 batches[0].arrays,
@@ -244,7 +271,9 @@ def _get_step_signature(step: Step) -> Hashable:
     )
 
 
-def _check_equal_shapes(batches: list[HostBatch], index: int) -> None:
+def _check_equal_shapes(
+    reader: HostReader, batches: list[HostBatch], index: int
+) -> None:
     first = batches[0]
     for batch in batches[1:]:
         if (
@@ -254,8 +283,10 @@ def _check_equal_shapes(batches: list[HostBatch], index: int) -> None:
             raise BatchSizeError(
                 f"One step takes {len(batches)} batches of dataset {index}, and they "
                 "must have one shape, but they differ:\n"
-                f"  {describe_shapes(first.arrays)} on {first.num_active} replicas\n"
-                f"  {describe_shapes(batch.arrays)} on {batch.num_active} replicas\n"
+                f"  {describe_shapes(reader.types(first.arrays))} on "
+                f"{first.num_active} replicas\n"
+                f"  {describe_shapes(reader.types(batch.arrays))} on "
+                f"{batch.num_active} replicas\n"
                 "Use `drop_remainder=True` in the data set, or "
                 '`InputOptions(remainder="drop")` or `InputOptions(remainder="pad")`.'
             )

@@ -15,6 +15,7 @@ from armillary.data._options import InputOptions
 from armillary.data._position import Position, decode_position, encode_position
 from armillary.data._prefetch import Prefetcher
 from armillary.data._reader import HostReader, Progress
+from armillary.data._resident import make_row_taker
 from armillary.data._source import as_source
 from armillary.data._split import HostBatch, Splitter
 from armillary.data._stream import BatchStream
@@ -41,10 +42,13 @@ class DistributedDataset:
         layout: Where the replicas are; comes from a strategy.
         per_replica_batches: Whether each batch of the source is one replica's, so that
             one distributed batch takes one for every replica.
-        options: How to treat batches of unequal size, and how far to read ahead.
+        options: How to treat batches of unequal size, how far to read ahead, and
+            whether the arrays stay on the device.
 
     Raises:
-        TypeError: If `source` does not give batches.
+        TypeError: If `source` does not give batches, or its arrays should stay on the
+            device and it has none.
+        ValueError: If its arrays should stay on the device and have too many rows.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class DistributedDataset:
         self.options = options or InputOptions()
         self.per_replica_batches = per_replica_batches
         self._source = as_source(source)
+        self._source, self._rows = make_row_taker(self._source, layout, self.options)
         self._progress = Progress(Position())
         # A stream that was opened, to peek or at a restored position, and not yet used.
         self._waiting: BatchStream | None = None
@@ -98,7 +103,7 @@ class DistributedDataset:
         self._next_epoch = stream.position.epoch + 1
         splitter = self._make_splitter(exact)
         open_stream = functools.partial(BatchStream, self._source)
-        reader = HostReader(stream, open_stream, splitter, self.layout)
+        reader = HostReader(stream, open_stream, splitter, self.layout, self._rows)
         self._reader = weakref.ref(reader)
         self._progress = reader.progress
         return reader
@@ -137,9 +142,10 @@ class DistributedDataset:
                     f"The source ({self._source.name}) has no batches, so there is no "
                     "`element_spec`. Pass a data set with at least one example."
                 )
-            self._element_spec = self._make_splitter(exact=False).get_global_spec(
+            spec = self._make_splitter(exact=False).get_global_spec(
                 stream.element_spec, stream.full_size or 0
             )
+            self._element_spec = self._rows.types(spec)
         return self._element_spec
 
     def check_repositionable(self) -> None:
@@ -239,4 +245,4 @@ class DistributedIterator:
 
 def _place(reader: HostReader) -> Iterator[tuple[PyTree, HostBatch]]:
     for batch in reader:
-        yield reader.layout.place(batch.arrays), batch
+        yield reader.rows.place(batch.arrays), batch

@@ -1,6 +1,7 @@
 """What data needs to know of a strategy: how many replicas, and where arrays go."""
 
-from typing import Protocol
+from collections.abc import Collection
+from typing import Any, Protocol
 
 from armillary._typing import PyTree
 
@@ -34,6 +35,34 @@ class BatchLayout(Protocol):
             arrays: Pytree of NumPy arrays. Nobody writes to them afterwards, so the
                 result may share their memory.
             leading_axes: Axes before those of a batch: 0 for one batch, 1 for a chunk.
+        """
+        ...
+
+    @property
+    def devices(self) -> Collection[Any]:
+        """The devices of this process that the replicas run on."""
+        ...
+
+    def replicate(self, arrays: PyTree) -> PyTree:
+        """Returns host arrays as device arrays that every replica has whole.
+
+        Args:
+            arrays: Pytree of NumPy arrays, as for `place`.
+        """
+        ...
+
+    def gather(self, arrays: PyTree, rows: Any) -> PyTree:
+        """Returns the rows of a batch, each replica's taken on its own device.
+
+        It may be traced, and never waits for another device.
+
+        Args:
+            arrays: What `replicate` returned; leaves have shape `(num_examples, ...)`.
+            rows: Numbers of existing rows, as `place` returned them: an array of shape
+                `(num_replicas, per_replica_batch)`, or `(batch,)`.
+
+        Returns:
+            A pytree whose leaves have the shape of `rows`, then that of one example.
         """
         ...
 

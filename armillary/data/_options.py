@@ -32,14 +32,22 @@ class InputOptions:
         prefetch: Distributed batches that a background thread reads and places ahead of
             the program. Compiled loops read one chunk ahead, unless this is 0. 0 reads
             on demand, in the caller's thread.
+        place_on_device: Whether the arrays of a data set from `from_arrays` stay in the
+            memory of every device, so that only row numbers travel with each batch.
+            Nothing else changes: the examples of every batch, and saved positions, are
+            those of a run without it, so it may differ between a run and its
+            continuation. The arrays are placed when they are first used.
 
     Raises:
-        ValueError: If `remainder` is another value, or `prefetch` is negative.
+        ValueError: If `remainder` or `place_on_device` is another value, or `prefetch`
+            is negative.
     """
 
     remainder: Remainder = None
     prefetch: int = 2
+    place_on_device: bool = False
 
     def __post_init__(self) -> None:
         check_one_of("remainder", self.remainder, (None, "drop", "pad"))
         check_not_negative_int("prefetch", self.prefetch)
+        check_one_of("place_on_device", self.place_on_device, (True, False))

@@ -9,8 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import jax
+
+from armillary._typing import Batch
+from armillary.data._batch import canonical_dtype
 from armillary.data._layout import BatchLayout
 from armillary.data._position import Position
+from armillary.data._rows import RowTaker
 from armillary.data._split import HostBatch, Splitter
 from armillary.data._stream import BatchStream
 
@@ -34,6 +39,9 @@ class HostReader:
 
     An exception of the data source is raised again by every later `next`, since what
     comes after it is not known.
+
+    Where the data are arrays in memory, `batch.arrays` holds row numbers, which `rows`
+    turns into what a step receives.
     """
 
     def __init__(
@@ -42,8 +50,10 @@ class HostReader:
         open_stream: Callable[[Position], BatchStream],
         splitter: Splitter,
         layout: BatchLayout,
+        rows: RowTaker,
     ) -> None:
         self.layout = layout
+        self.rows = rows
         self.progress = Progress(stream.position)
         self.is_closed = False
         self._open_stream = open_stream
@@ -84,6 +94,14 @@ class HostReader:
                 raise
             self._has_ended = self._peeked is None
         return self._peeked
+
+    def types(self, batch: Batch) -> Batch:
+        """Returns the types of a host batch as a step receives it."""
+        return self.rows.types(_types(batch))
+
+    def sent_types(self, batch: Batch) -> Batch:
+        """Returns the types of a host batch as it travels to the device."""
+        return self.rows.sent_types(_types(batch))
 
     def commit(self, position: Position) -> None:
         """Marks everything up to the batch with `position` as used.
@@ -156,3 +174,9 @@ class HostReader:
 
 def _no_owner() -> Any:
     return None
+
+
+def _types(batch: Batch) -> Batch:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, canonical_dtype(leaf)), batch
+    )

@@ -96,7 +96,7 @@ class Splitter:
         if self.remainder == "pad":
             first = self._round_up(max(first, full_size))
             mask = jax.ShapeDtypeStruct((first,), np.dtype(bool))
-            spec = _add_mask(spec, mask)
+            spec = add_mask(spec, mask)
         elif self.remainder == "drop":
             first = self._round_down(first, full_size)
         num_rows = first * self._num_shares if self.per_replica_batches else first
@@ -227,10 +227,16 @@ def _pad(batch: SourceBatch, size: int) -> SourceBatch:
     if batch.num_rows < size:
         rows = np.minimum(np.arange(size), batch.num_rows - 1)
         arrays = jax.tree.map(lambda leaf: np.take(leaf, rows, axis=0), arrays)
-    return SourceBatch(_add_mask(arrays, np.arange(size) < batch.num_rows), size)
+    return SourceBatch(add_mask(arrays, np.arange(size) < batch.num_rows), size)
 
 
-def _add_mask(batch: PyTree, mask: object) -> PyTree:
+def add_mask(batch: PyTree, mask: object) -> PyTree:
+    """Returns `batch` with the leaf that `remainder="pad"` adds.
+
+    Raises:
+        TypeError: If `batch` is not a dictionary.
+        ValueError: If it has such a leaf.
+    """
     if not isinstance(batch, dict):
         raise TypeError(
             'The batches are not dictionaries, but `InputOptions(remainder="pad")` '

@@ -70,9 +70,8 @@ class BatchStream:
         except StopIteration:
             self._iterator = None
             return
-        name = f"Batch {self._num_read} of the source ({self._source.name})"
         self._num_read += 1
-        arrays, num_rows = check_batch(raw, name)
+        arrays, num_rows = check_batch(raw, self._name_batch)
         if not num_rows:
             return
         if self.full_size is None:
@@ -83,8 +82,12 @@ class BatchStream:
                 arrays,
             )
         state = self._iterator.get_state() if self.is_repositionable else None
-        position = replace(self.position, source=state, full_size=self.full_size)
+        last = self.position
+        position = Position(last.epoch, state, self.full_size, stream=last.stream)
         self._peeked.append((SourceBatch(arrays, num_rows), position))
+
+    def _name_batch(self) -> str:
+        return f"Batch {self._num_read - 1} of the source ({self._source.name})"
 
 
 def _open_iterator(source: Source, position: Position) -> Any:

@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from armillary._typing import PyTree
 from armillary.distribute._context import entered, lifted_state
 from armillary.distribute._values import PerReplica, ReduceOp
 from armillary.errors import DoubleReductionError
-from armillary.state import is_claimed
+from armillary.state import is_claimed, is_variable
 
 if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
@@ -122,7 +121,7 @@ class ReplicaContext:
         def is_object(part: Any) -> bool:
             # A copy of a variable or a module would lose what `merge_fn` writes to it.
             # Variables that are not lifted are values, such as those of gradients.
-            is_value = isinstance(part, nnx.Variable) and id(part) not in lifted
+            is_value = is_variable(part) and id(part) not in lifted
             return is_claimed(part) and not is_value
 
         def share(leaf: Any) -> Any:

@@ -195,8 +195,9 @@ class _Program:
             owner="the function",
         )
 
-        def pure(changed: list[Any], kept: list[Any], arrays: list[Any]) -> Any:
-            new, results = self._step.call(self._step.join(changed, kept), arrays)
+        def pure(donated: list[Any], others: list[Any], arrays: list[Any]) -> Any:
+            slots = self._placement.join(self._step.changed, donated, others)
+            new, results = self._step.call(slots, arrays)
             return new, results, jnp.zeros(())
 
         self._compiled = jax.jit(
@@ -215,12 +216,11 @@ class _Program:
             self._compiled = last._compiled
 
     def __call__(self, arrays: list[Any]) -> PyTree:
-        slots = self._placement.place(self._step.changed)
-        changed, kept = self._step.divide(slots)
+        donated, others = self._placement.place(self._step.changed)
         self._strategy.dispatch.wait()
         with uninterrupted():
-            values, results, token = self._compiled(changed, kept, arrays)
-            self._placement.update(self._step.changed, values)
+            values, results, token = self._compiled(donated, others, arrays)
+            self._placement.update(values)
         self._strategy.dispatch.started(token)
         return self._step.results(results)
 

@@ -1,5 +1,6 @@
 """Where batches go: one device, or one row for each replica of a mesh."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,24 @@ class SingleLayout:
         del leading_axes
         return jax.device_put(arrays, self.sharding)
 
+    @property
+    def devices(self) -> Collection[Any]:
+        """The device."""
+        if self.sharding is not None:
+            return self.sharding.device_set
+        default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(default, str | None):
+            return jax.local_devices(backend=default)[:1]
+        return (default,)
+
+    def replicate(self, arrays: PyTree) -> PyTree:
+        """Returns host arrays as device arrays."""
+        return jax.device_put(arrays, self.sharding)
+
+    def gather(self, arrays: PyTree, rows: Any) -> PyTree:
+        """Returns rows of device arrays."""
+        return _take(arrays, rows)
+
     def wrap(self, arrays: PyTree, num_active: int) -> PyTree:
         """Returns the arrays themselves."""
         del num_active
@@ -57,6 +76,27 @@ class ReplicaLayout:
         spec = PartitionSpec(*[None] * leading_axes, AXIS_NAME)
         return jax.device_put(arrays, NamedSharding(self.mesh, spec))
 
+    @property
+    def devices(self) -> Collection[Any]:
+        """The devices of the mesh that this process feeds."""
+        return self.mesh.local_devices
+
+    def replicate(self, arrays: PyTree) -> PyTree:
+        """Returns host arrays as device arrays, whole on each device."""
+        return jax.device_put(arrays, NamedSharding(self.mesh, PartitionSpec()))
+
+    def gather(self, arrays: PyTree, rows: Any) -> PyTree:
+        """Returns rows of replicated arrays, split over replicas as `rows` is."""
+        # Left to itself, the partitioner may choose to gather with collectives.
+        local_take = jax.shard_map(
+            _take,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(AXIS_NAME)),
+            out_specs=PartitionSpec(AXIS_NAME),
+        )
+        with jax.auto_pcast(True):
+            return local_take(arrays, rows)
+
     def wrap(self, arrays: PyTree, num_active: int) -> PyTree:
         """Returns each array as a `PerReplica`."""
 
@@ -64,3 +104,10 @@ class ReplicaLayout:
             return PerReplica(leaf, num_active)
 
         return jax.tree.map(wrap_leaf, arrays)
+
+
+def _take(arrays: PyTree, rows: Any) -> PyTree:
+    # Row numbers come from the data set itself, so checks on the device find nothing.
+    return jax.tree.map(
+        lambda array: array.at[rows].get(mode="promise_in_bounds"), arrays
+    )

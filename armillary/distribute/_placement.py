@@ -3,9 +3,16 @@
 A program may take over (donate) only buffers that nobody else holds. Arrays that come
 from our own programs are such; any other array was put into its slot by the user, a
 checkpoint or an initializer, and is copied first, so nothing a user holds is deleted.
+Scalars (counters, sums of metrics) are never donated: a copy costs more than they do.
+
+This runs at every loop, over every array of the state, while the device may be waiting.
+So the usual case, in which nobody touched a slot since the last program, is told by
+identity and costs a few passes that Python makes in C; all else is done slot by slot.
 """
 
-from collections.abc import Collection, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,12 +33,19 @@ class Placement:
     def __init__(self, state: State, strategy: Strategy) -> None:
         self._state = state
         self._shardings = [strategy.state_sharding(slot) for slot in state.owners]
-        self._seen: list[Any] = [None] * len(state.paths)
-        self._placed: list[Any] = [None] * len(state.paths)
-        self._is_own = [False] * len(state.paths)
-        self._is_moved = True
-        self._donated: set[int] = set()
-        self._leaves: list[Any] | None = None
+        # What each place held when its arrays were in place; nothing is, so far.
+        self._raw: list[Any] = [_NEVER] * len(state.slots)
+        # Arrays that are not yet what their slot holds, as the slot's is elsewhere.
+        self._moved: set[int] = set()
+        self._is_scalar = [type_.ndim == 0 for type_ in self.types()]
+        self._use = _Use((), self._is_scalar, state)
+        self._use.take([None] * len(state.paths))
+        # Whether arrays wait here that the slots do not hold yet.
+        self._is_held = False
+        # Whether an array that is donated may stand in another place too.
+        self._may_share = True
+        # What `has_types` has found, for a `place` that follows at once.
+        self._stale: Sequence[int] | None = None
 
     def types(self) -> list[jax.ShapeDtypeStruct]:
         """Returns shape and dtype of the slots' arrays, for tracing."""
@@ -42,70 +56,231 @@ class Placement:
 
     def rebind(self, state: State) -> None:
         """Goes on with what a new search for the same places has found."""
-        self._state = state
-        self._leaves = None
+        self._state, self._stale = state, None
+        self._use = self._use.copy_for(self._use.changed, state)
 
     def shardings(self, indices: Sequence[int]) -> list[Any]:
         """Returns where the arrays of `indices` belong; `None` for anywhere."""
         return [self._shardings[i] for i in indices]
 
-    def place(self, changed: Collection[int]) -> list[jax.Array]:
+    def place(
+        self, changed: tuple[int, ...]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns the slots' arrays, each on its devices.
 
         Args:
-            changed: Indices of the arrays that will be donated; the others may share
-                their buffer with whatever else holds it.
+            changed: Indices of the arrays that the program changes.
+
+        Returns:
+            The arrays that the program is to take over, and the others, which may share
+            their buffer with whatever else holds it. `join` undoes the division.
         """
-        donated = self._donated = set(changed)
-        leaves = self._state.read() if self._leaves is None else self._leaves
-        self._leaves = None
-        for i, leaf in enumerate(leaves):
-            may_alias = i not in donated
-            # A step that is traced again may change what the last one only read.
-            if leaf is not self._seen[i] or not (may_alias or self._is_own[i]):
-                self._seen[i], self._is_own[i] = leaf, not may_alias
-                self._placed[i] = _put(strong(leaf), self._shardings[i], may_alias)
-                self._is_moved = True
-        # One array may sit in two slots, such as a target network that was just set to
-        # the parameters. A buffer can be donated once, and not be read as well.
-        own: set[int] = set()
-        for i in (*changed, *(i for i in range(len(self._placed)) if i not in donated)):
-            if id(self._placed[i]) in own:
-                self._placed[i] = self._placed[i].copy()
-                self._is_moved = True
-            elif i in donated:
-                own.add(id(self._placed[i]))
-        return list(self._placed)
+        if self._use.changed != changed:
+            self.release()
+            self._use = self._use.copy_for(changed, self._state)
+        if not self._is_held:
+            stale, self._stale = self._stale, None
+            self._may_share = True
+            self._refresh(self._find_stale() if stale is None else stale)
+        if self._may_share and self._use.has_shared_buffers():
+            self._separate()
+        self._may_share = True
+        return self._use.divide()
+
+    def join(
+        self, changed: tuple[int, ...], donated: Sequence[Any], others: Sequence[Any]
+    ) -> list[Any]:
+        """Returns the arrays that `place` divided, in the order of the slots."""
+        return _Use(changed, self._is_scalar, self._state).join(donated, others)
 
     def has_types(self, types: Sequence[jax.ShapeDtypeStruct]) -> bool:
-        """Returns whether the slots' arrays have these shapes and dtypes still.
-
-        What it reads is kept for a `place` that follows at once.
-        """
+        """Returns whether the slots' arrays have these shapes and dtypes still."""
+        self._stale = self._find_stale()
         try:
-            leaves = self._state.read()
+            return all(
+                (array.shape, array.dtype) == (types[i].shape, types[i].dtype)
+                for part in self._stale
+                for i, array in self._read(part)
+            )
         except StateStructureError:
             return False
-        self._leaves = leaves
-        return all(
-            leaf is seen
-            or ((array := as_array(leaf)).shape, array.dtype) == (a.shape, a.dtype)
-            for leaf, seen, a in zip(leaves, self._seen, types, strict=True)
-        )
 
     def owns(self, leaf: Any) -> bool:
-        """Returns whether the next program will take this array over."""
-        return any(leaf is placed for placed in self._placed)
+        """Returns whether the next program may take this array over."""
+        if not isinstance(leaf, jax.Array) or leaf.ndim == 0:
+            return False
+        return any(leaf is array for array in self._use.all())
 
-    def update(self, changed: Collection[int], values: Sequence[jax.Array]) -> None:
+    def hold(self, values: Sequence[jax.Array], may_share: bool = True) -> None:
+        """Takes over the outputs of the program that `place` was called for.
+
+        Until `release` the slots hold arrays that are gone. Programs that follow at
+        once, with no code of the user between, can so do without writing them.
+
+        Args:
+            values: What the program made of the arrays of `changed`.
+            may_share: Whether one of them may be another one, or one that was kept.
+        """
+        self._use.values = list(values)
+        self._may_share = may_share
+        self._is_held = True
+
+    def release(self) -> None:
+        """Writes the outputs of the last program into the slots."""
+        if not self._is_held:
+            return
+        if self._moved:
+            # Code between loops must find them where the programs have them.
+            written = self._moved.union(self._use.changed)
+            self._state.write(self._use.all(), written)
+            self._moved.clear()
+        else:
+            self._use.write(self._use.values)
+        self._raw = self._state.raw()
+        self._is_held = False
+
+    def update(self, values: Sequence[jax.Array]) -> None:
         """Takes over the outputs of a program, and writes them into the slots."""
-        for i, value in zip(changed, values, strict=True):
-            self._placed[i], self._is_own[i] = value, True
-        # Slots that were moved to other devices must be found there by code between
-        # loops, so a move writes all of them.
-        self._state.write(self._placed, None if self._is_moved else self._donated)
-        self._seen = list(self._placed)
-        self._is_moved = False
+        self.hold(values)
+        self.release()
+
+    def _find_stale(self) -> Sequence[int]:
+        """Returns which places hold something else than when last in place."""
+        raw = self._state.raw()
+        is_stale = map(operator.is_not, raw, self._raw)
+        return list(itertools.compress(range(len(raw)), is_stale))
+
+    def _read(self, part: int) -> list[tuple[int, jax.Array]]:
+        slot, start, stop = self._state.raw_parts[part]
+        arrays = map(as_array, slot.read())
+        return list(zip(range(start, stop), arrays, strict=True))
+
+    def _refresh(self, stale: Sequence[int]) -> None:
+        """Places what was put into the slots since the last program."""
+        use = self._use
+        for part in stale:
+            for i, leaf in self._read(part):
+                if leaf is use.get(i):
+                    continue
+                may_alias = i not in use.donated
+                placed = _put(strong(leaf), self._shardings[i], may_alias)
+                use.set(i, placed)
+                if may_alias and placed is not leaf:
+                    self._moved.add(i)
+
+    def _separate(self) -> None:
+        """Copies arrays that sit in two slots, of which one will be donated.
+
+        Such as a target network that was just set to the parameters. A buffer can be
+        donated once, and not be read as well.
+        """
+        own: set[int] = set()
+        for i in (*self._use.changed, *self._use.read):
+            array = self._use.get(i)
+            if id(array) in own:
+                self._use.set(i, array.copy())
+                self._moved.add(i)
+            elif i in self._use.donated:
+                own.add(id(array))
+
+
+class _Use:
+    """How one kind of program uses the arrays: which it changes, which it reads.
+
+    Args:
+        changed: Indices of the arrays that it changes.
+        is_scalar: For every array, whether it is a scalar.
+        state: The slots.
+
+    Attributes:
+        read: The indices of the other arrays.
+        donated: Those of `changed` that it takes over. Nobody else holds their buffers.
+        values: The arrays of `changed`.
+        write: Puts new arrays of `changed` into their slots.
+    """
+
+    def __init__(
+        self, changed: tuple[int, ...], is_scalar: Sequence[bool], state: State
+    ) -> None:
+        self.changed = changed
+        self.donated = frozenset(i for i in changed if not is_scalar[i])
+        changes = set(changed)
+        self.read = [i for i in range(len(is_scalar)) if i not in changes]
+        self.values: list[Any] = []
+        self.write: Callable[[list[Any]], None] = state.writer(changed)
+        self._is_scalar = is_scalar
+        self._kept: list[Any] = []
+        self._kept_ids: frozenset[int] | None = None
+        self._positions = {i: position for position, i in enumerate(changed)}
+        self._kept_positions = {i: position for position, i in enumerate(self.read)}
+        pairs = list(enumerate(changed))
+        self._large = [position for position, i in pairs if i in self.donated]
+        self._small = [position for position, i in pairs if i not in self.donated]
+
+    def copy_for(self, changed: tuple[int, ...], state: State) -> "_Use":
+        """Returns the same arrays for another kind of program."""
+        use = _Use(changed, self._is_scalar, state)
+        use.take(self.all())
+        for i in use.donated - self.donated:
+            # A step that is traced again may change what the last one only read.
+            array = use.get(i)
+            if array is not None:
+                use.set(i, array.copy())
+        return use
+
+    def take(self, arrays: Sequence[Any]) -> None:
+        """Takes all arrays, in the order of the slots."""
+        self.values = [arrays[i] for i in self.changed]
+        self._kept = [arrays[i] for i in self.read]
+        self._kept_ids = None
+
+    def all(self) -> list[Any]:
+        """Returns all arrays, in the order of the slots."""
+        return [self.get(i) for i in range(len(self._is_scalar))]
+
+    def divide(self) -> tuple[list[Any], list[Any]]:
+        """Returns the arrays that are donated, and the others."""
+        values = self.values
+        small = [values[position] for position in self._small]
+        return [values[position] for position in self._large], [*self._kept, *small]
+
+    def join(self, donated: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """Returns arrays that `divide` divided, in the order of the slots."""
+        small = [self.changed[position] for position in self._small]
+        large = [self.changed[position] for position in self._large]
+        pairs = zip([*large, *self.read, *small], [*donated, *others], strict=True)
+        return [array for _, array in sorted(pairs, key=lambda pair: pair[0])]
+
+    def get(self, index: int) -> Any:
+        """Returns the array at an index among all."""
+        if index in self._positions:
+            return self.values[self._positions[index]]
+        return self._kept[self._kept_positions[index]]
+
+    def set(self, index: int, array: jax.Array) -> None:
+        """Replaces the array at an index among all."""
+        if index in self._positions:
+            self.values[self._positions[index]] = array
+        else:
+            self._kept[self._kept_positions[index]] = array
+            self._kept_ids = None
+
+    def has_shared_buffers(self) -> bool:
+        """Returns whether an array that is donated stands in two places."""
+        ids = set(map(id, self.values))
+        return len(ids) < len(self.values) or not ids.isdisjoint(self._find_kept())
+
+    def _find_kept(self) -> frozenset[int]:
+        if self._kept_ids is None:
+            self._kept_ids = frozenset(
+                id(self._kept[position])
+                for i, position in self._kept_positions.items()
+                if not self._is_scalar[i]
+            )
+        return self._kept_ids
+
+
+_NEVER = object()
 
 
 def _put(leaf: jax.Array, sharding: Any, may_alias: bool) -> jax.Array:

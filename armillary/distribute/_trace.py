@@ -45,22 +45,6 @@ class TracedStep(NamedTuple):
         outputs = core.jaxpr_as_fun(self.program)(*slots, *arguments)
         return outputs[: len(self.changed)], outputs[len(self.changed) :]
 
-    def divide(self, slots: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns the slot arrays that the step changes, and the others."""
-        changed = set(self.changed)
-        return (
-            [slots[i] for i in self.changed],
-            [slot for i, slot in enumerate(slots) if i not in changed],
-        )
-
-    def join(self, changed: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
-        """Undoes `divide`."""
-        new, old, indices = iter(changed), iter(kept), set(self.changed)
-        return [
-            next(new) if i in indices else next(old)
-            for i in range(len(changed) + len(kept))
-        ]
-
     def is_same(self, other: "TracedStep") -> bool:
         """Returns whether two traces are the same program."""
         a, b = self.program, other.program

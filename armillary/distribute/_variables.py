@@ -14,13 +14,16 @@ with the enums of `tf.distribute`::
 """
 
 import enum
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from armillary.distribute._collectives import ReplicaContext, varies
 from armillary.state import Role, Slot
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 AXIS_NAME = "replica"
 ON_READ_SCOPE = "armillary_on_read"
@@ -72,7 +75,7 @@ _BY_AGGREGATION = {
 }
 
 
-def create_global_step(initial_value: int = 0) -> nnx.Variable:
+def create_global_step(initial_value: int = 0) -> "nnx.Variable":
     """Returns a counter of training steps, for a loop that has no other.
 
     It is an integer variable with `VariableAggregation.ONLY_FIRST_REPLICA`: adding 1 to
@@ -85,6 +88,8 @@ def create_global_step(initial_value: int = 0) -> nnx.Variable:
     Returns:
         A variable of shape `()`; the integer dtype is JAX's default.
     """
+    from flax import nnx
+
     return nnx.Variable(
         jnp.asarray(initial_value, dtype=jnp.result_type(int)),
         aggregation=VariableAggregation.ONLY_FIRST_REPLICA,

@@ -30,8 +30,8 @@ class EagerIterator:
     def __next__(self) -> PyTree:
         """Returns the next batch, placed on its devices."""
         self.taken = next(self._reader)
-        layout = self._reader.layout
-        return layout.wrap(layout.place(self.taken.arrays), self.taken.num_active)
+        arrays = self._reader.rows.place(self.taken.arrays)
+        return self._reader.layout.wrap(arrays, self.taken.num_active)
 
     def commit(self) -> None:
         """Marks what was taken as used."""
@@ -54,9 +54,10 @@ def run_eagerly(
     """
     while all(reader.peek() is not None for reader in readers):
         state = State([(owner, "")])
-        everything = range(len(state.paths))
+        everything = tuple(range(len(state.paths)))
         placement = Placement(state, strategy)
-        placement.update(everything, placement.place(everything))
+        arrays = placement.join(everything, *placement.place(everything))
+        placement.update(arrays)
         iterators = [EagerIterator(reader) for reader in readers]
         with lifted(state), explained(step_fn, state, owner_name):
             try:

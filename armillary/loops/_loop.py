@@ -20,11 +20,11 @@ from armillary.data import (
     DistributedDataset,
     HostReader,
 )
-from armillary.distribute import Strategy, TracedStep, uninterrupted
+from armillary.distribute import Placement, Strategy, TracedStep, uninterrupted
 from armillary.errors import RetraceError
 from armillary.loops._eager import run_eagerly
 from armillary.loops._program import Program, has_slow_loop
-from armillary.loops._tracer import StepTracer, batch_key, owner_of
+from armillary.loops._tracer import StepTracer, owner_of
 
 
 class LoopOptions(NamedTuple):
@@ -76,7 +76,7 @@ class Loop:
         self._readers = self._open_readers()
         self._prefetch = min(1, *(source.options.prefetch for source in self._sources))
         self._tracer = StepTracer(owner, step_fn, name, self._nest, strategy)
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, tuple[Program, TracedStep]] = {}
         self._batches_per_step: tuple[int, ...] = ()
         self._chunks: ChunkReader | None = None
         self._chunk: Chunk | None = None
@@ -136,27 +136,42 @@ class Loop:
             return
         if self._tracer.find_state():
             self._programs.clear()
+        placement = self._tracer.placement
+        assert placement is not None
+        try:
+            yield from self._run_chunks(num_steps, placement)
+        finally:
+            with uninterrupted():
+                placement.release()
+
+    def _run_chunks(
+        self, num_steps: int, placement: Placement
+    ) -> Iterator[tuple[int, list[PyTree]]]:
         remaining = num_steps
         while remaining and (chunk := self._next_chunk()) is not None:
             program, step = self._program(chunk)
-            placement = self._tracer.placement
-            assert placement is not None
             most = program.most_steps if self.options.compile_loop else 1
             count, full = self._count(chunk, most, remaining)
-            changed, kept = step.divide(placement.place(step.changed))
+            donated, others = placement.place(step.changed)
             self._strategy.dispatch.wait()
             with uninterrupted():
                 new, arrays, token = program(
-                    changed, kept, chunk.arrays, self._offset, count
+                    donated, others, chunk.inputs, self._offset, count
                 )
-                placement.update(step.changed, new)
+                # The outputs of a loop on the device are arrays of their own.
+                placement.hold(new, may_share=not program.is_nested)
                 first = self._offset if program.is_nested else 0
                 self._offset += count
                 chunk.commit(self._offset)
             self._strategy.dispatch.started(token)
             remaining -= full if remaining > 0 else 0
-            wanted = range(first, first + count) if self.options.keep_results else ()
-            yield full, [program.results(arrays, index) for index in wanted]
+            if not self.options.keep_results:
+                yield full, []
+                continue
+            # Whoever gets the results may look at the state as well.
+            placement.release()
+            indices = range(first, first + count)
+            yield full, [program.results(arrays, index) for index in indices]
 
     def detach(self, output: PyTree) -> PyTree:
         """Returns `output` with copies of arrays that the next loop takes over."""
@@ -208,7 +223,8 @@ class Loop:
         first = [reader.peek() for reader in self._readers]
         if any(batch is None for batch in first):
             return None
-        batches = [_types(batch.arrays) for batch in first if batch is not None]
+        pairs = zip(self._readers, first, strict=True)
+        batches = [reader.types(b.arrays) for reader, b in pairs if b is not None]
         active = tuple(batch.num_active for batch in first if batch is not None)
         trace = self._tracer.trace(batches, active, self._layouts)
         self._batches_per_step = trace.batches_per_step
@@ -221,8 +237,14 @@ class Loop:
         )
 
     def _program(self, chunk: Chunk) -> tuple[Program, TracedStep]:
-        batches = [_types(arrays, leading=1) for arrays in chunk.arrays]
-        trace = self._tracer.trace(batches, chunk.num_active, self._layouts)
+        """Returns the program for a chunk, compiled at the first one of its kind."""
+        key = (chunk.signature, chunk.capacity)
+        if key not in self._programs:
+            self._programs[key] = self._make_program(chunk)
+        return self._programs[key]
+
+    def _make_program(self, chunk: Chunk) -> tuple[Program, TracedStep]:
+        trace = self._tracer.trace(chunk.types, chunk.num_active, self._layouts)
         if trace.batches_per_step != self._batches_per_step:
             raise RetraceError(
                 f"`{self._name}` took {list(self._batches_per_step)} batches of its "
@@ -232,24 +254,24 @@ class Loop:
             )
         placement = self._tracer.placement
         assert placement is not None
-        key = (batch_key(batches, chunk.num_active), chunk.capacity)
-        if key not in self._programs:
-            is_slow = has_slow_loop(trace.step.program, _platform(self._strategy))
-            if is_slow and self.options.compile_loop and not self._programs:
-                logger.info(
-                    "`%s` has convolutions, which XLA's CPU compiler runs slowly "
-                    "inside a loop on the device: its steps run one by one.",
-                    self._name,
-                )
-            self._programs[key] = Program(
-                trace.step,
-                trace.batches_per_step,
-                chunk.capacity,
-                placement,
-                keep_results=self.options.keep_results,
-                is_nested=not is_slow,
+        is_slow = has_slow_loop(trace.step.program, _platform(self._strategy))
+        if is_slow and self.options.compile_loop and not self._programs:
+            logger.info(
+                "`%s` has convolutions, which XLA's CPU compiler runs slowly inside a "
+                "loop on the device: its steps run one by one. Call `armillary.xla."
+                "use_canonical_convolutions()` first to make them fast in loops too.",
+                self._name,
             )
-        return self._programs[key], trace.step
+        program = Program(
+            trace.step,
+            trace.batches_per_step,
+            [reader.rows.gather for reader in chunk.readers],
+            chunk.capacity,
+            placement,
+            keep_results=self.options.keep_results,
+            is_nested=not is_slow,
+        )
+        return program, trace.step
 
     @property
     def _layouts(self) -> list[BatchLayout]:
@@ -278,14 +300,6 @@ def _distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
             "strategy."
         )
     return dataset
-
-
-def _types(arrays: PyTree, leading: int = 0) -> PyTree:
-    def to_type(leaf: Any) -> jax.ShapeDtypeStruct:
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-        return jax.ShapeDtypeStruct(leaf.shape[leading:], dtype)
-
-    return jax.tree.map(to_type, arrays)
 
 
 def _platform(strategy: Strategy) -> str:

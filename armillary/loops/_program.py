@@ -17,7 +17,8 @@ from jax.extend import core
 from armillary._jaxpr import walk_programs
 from armillary._typing import PyTree
 from armillary.distribute import Placement, TracedStep
-from armillary.loops._step_iterator import take_batch
+from armillary.loops._take_batches import Gather, take_batches
+from armillary.xla._lowerings import is_canonical
 
 
 class Program:
@@ -26,6 +27,7 @@ class Program:
     Args:
         step: The step.
         batches_per_step: How many batches of each dataset it takes.
+        gathers: For each dataset, `RowTaker.gather`.
         capacity: Steps for which the chunk has room.
         placement: Where the state lives.
         keep_results: Whether to return what each step returned.
@@ -37,6 +39,7 @@ class Program:
         self,
         step: TracedStep,
         batches_per_step: Sequence[int],
+        gathers: Sequence[Gather],
         capacity: int,
         placement: Placement,
         *,
@@ -45,7 +48,9 @@ class Program:
     ) -> None:
         self._step = step
         self._batches_per_step = tuple(batches_per_step)
+        self._gathers = tuple(gathers)
         self._capacity = capacity
+        self._placement = placement
         self._keep_results = keep_results
         self.is_nested = is_nested
         self._compiled = jax.jit(
@@ -61,13 +66,15 @@ class Program:
 
     def __call__(
         self,
-        changed: list[jax.Array],
-        kept: list[jax.Array],
-        chunk: Sequence[PyTree],
+        donated: list[jax.Array],
+        others: list[jax.Array],
+        chunk: Sequence[tuple[PyTree, PyTree]],
         start: int,
         num_steps: int,
     ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-        """Runs steps `start` to `start + num_steps` of a chunk.
+        """Runs steps `start` to `start + num_steps` of a chunk, given as `inputs`.
+
+        `donated` and `others` are what `Placement.place` gives.
 
         Returns:
             The changed slots, and the result arrays with the steps as first axis: step
@@ -75,50 +82,50 @@ class Program:
             last one is there to be waited for.
         """
         begin, count = np.int32(start), np.int32(num_steps)
-        return self._compiled(changed, kept, list(chunk), begin, count)
+        return self._compiled(donated, others, list(chunk), begin, count)
 
     def results(self, arrays: Sequence[jax.Array], index: int) -> PyTree:
         """Returns what the step at `index` returned."""
         return self._step.results([array[index] for array in arrays])
 
     def _batches(self, chunk: Sequence[PyTree], index: Any) -> list[Any]:
-        return jax.tree.leaves(
-            [
-                [take_batch(arrays, index * count + offset) for offset in range(count)]
-                for arrays, count in zip(chunk, self._batches_per_step, strict=True)
-            ]
-        )
+        return take_batches(chunk, self._batches_per_step, self._gathers, index)
 
     def _one_step(
-        self, changed: list[Any], kept: list[Any], chunk: Sequence[PyTree], index: Any
+        self, slots: list[Any], chunk: Sequence[PyTree], index: Any
     ) -> tuple[list[Any], list[Any]]:
-        slots = self._step.join(changed, kept)
         new, results = self._step.call(slots, self._batches(chunk, index))
         return new, results if self._keep_results else []
 
     def _run_one(
-        self, changed: list[Any], kept: list[Any], chunk: Any, start: Any, count: Any
+        self, donated: list[Any], others: list[Any], chunk: Any, start: Any, count: Any
     ) -> tuple[list[Any], list[Any], Any]:
-        new, results = self._one_step(changed, kept, chunk, start)
+        slots = self._placement.join(self._step.changed, donated, others)
+        new, results = self._one_step(slots, chunk, start)
         return new, [result[None] for result in results], start + count
 
     def _run_many(
-        self, changed: list[Any], kept: list[Any], chunk: Any, start: Any, count: Any
+        self, donated: list[Any], others: list[Any], chunk: Any, start: Any, count: Any
     ) -> tuple[list[Any], list[Any], Any]:
-        _, shapes = jax.eval_shape(self._one_step, changed, kept, chunk, start)
+        slots = self._placement.join(self._step.changed, donated, others)
+        _, shapes = jax.eval_shape(self._one_step, slots, chunk, start)
         results = [
             jnp.zeros((self._capacity, *shape.shape), shape.dtype) for shape in shapes
         ]
 
         def body(index: Any, carry: tuple[list[Any], list[Any]]) -> Any:
             changed, results = carry
-            new, values = self._one_step(changed, kept, chunk, index)
+            now = list(slots)
+            for i, value in zip(self._step.changed, changed, strict=True):
+                now[i] = value
+            new, values = self._one_step(now, chunk, index)
             return new, [
                 jax.lax.dynamic_update_index_in_dim(all_, value, index, 0)
                 for all_, value in zip(results, values, strict=True)
             ]
 
         stop = start + count
+        changed = [slots[i] for i in self._step.changed]
         return *jax.lax.fori_loop(start, stop, body, (changed, results)), stop
 
 
@@ -126,11 +133,12 @@ def has_slow_loop(program: core.ClosedJaxpr, platform: str) -> bool:
     """Returns whether a step is much slower inside a loop on the device.
 
     XLA's CPU compiler optimizes convolutions only in a program's outermost part; the
-    gradient of one inside a loop runs ten times slower. The answer depends on nothing
-    but the step, so that a resumed run makes the same choice.
+    gradient of one inside a loop runs ten times slower, unless it is lowered in the
+    form that needs no optimizing. The answer depends on nothing but the step and that
+    setting, so that a resumed run makes the same choice.
     """
     return platform == "cpu" and any(
-        equation.primitive.name == "conv_general_dilated"
+        equation.primitive.name == "conv_general_dilated" and not is_canonical(equation)
         for jaxpr, _ in walk_programs(program)
         for equation in jaxpr.eqns
     )

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, Self
 
-import jax
-
 from armillary._typing import PyTree
 from armillary.errors import RetraceError
 
@@ -73,10 +71,3 @@ def check_taken(step_name: str, taken: Sequence[int]) -> None:
             f"{len(taken)}, so its data would never end. Call `next(iterator)` "
             "on each iterator, or leave the dataset out."
         )
-
-
-def take_batch(arrays: PyTree, index: Any) -> PyTree:
-    """Returns one batch of a chunk whose leaves have the batches as first axis."""
-    return jax.tree.map(
-        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), arrays
-    )

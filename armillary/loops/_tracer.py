@@ -136,7 +136,7 @@ class StepTracer:
             RetraceError: If batches have changed in more than their size, or the step
                 takes no batch of a dataset, or nearly all of them.
         """
-        key = batch_key(batches, active)
+        key = _batch_key(batches, active)
         if key not in self._traces:
             self._check_batches(batches)
             trace = self._trace_new(batches, active, layouts)
@@ -227,7 +227,7 @@ class StepTracer:
             )
 
 
-def batch_key(batches: Sequence[PyTree], active: tuple[int, ...]) -> Any:
+def _batch_key(batches: Sequence[PyTree], active: tuple[int, ...]) -> Any:
     """Returns a key that is equal for batches which one trace serves."""
     leaves, treedef = jax.tree.flatten(list(batches))
     return treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves), active

@@ -16,15 +16,18 @@ from armillary.state._find import is_claimed as is_claimed
 from armillary.state._lift import State as State
 from armillary.state._lift import as_array as as_array
 from armillary.state._lift import strong as strong
+from armillary.state._nnx import is_variable as is_variable
 from armillary.state._slots import Role as Role
 from armillary.state._slots import Slot as Slot
 from armillary.state._slots import describe as describe
+from armillary.state._step_counter import StepCounter as StepCounter
 from armillary.state._step_counter import as_step_counter as as_step_counter
 
 __all__ = [
     "Role",
     "Slot",
     "State",
+    "StepCounter",
     "as_array",
     "as_step_counter",
     "captured",
@@ -34,6 +37,7 @@ __all__ = [
     "find_slots",
     "has_state",
     "is_claimed",
+    "is_variable",
     "strong",
     "write_error",
 ]

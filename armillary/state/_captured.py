@@ -8,16 +8,18 @@ constants of the program are compared, by identity, with every live variable.
 import gc
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flax import nnx
 from jax.extend import core
 
 from armillary._jaxpr import walk_programs
 from armillary.errors import CapturedStateError
 from armillary.state._find import Search
 from armillary.state._lift import State
-from armillary.state._nnx import NnxSlot
+from armillary.state._nnx import NnxSlot, variable_type
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 
 def check_captured(
@@ -51,7 +53,7 @@ def check_captured(
         raise CapturedStateError(_message(captured, named, fn, owner, "reads"))
 
 
-def find_unlifted(fn: Callable[..., Any], state: State) -> list[nnx.Variable]:
+def find_unlifted(fn: Callable[..., Any], state: State) -> list["nnx.Variable"]:
     """Returns variables that `fn` can reach by name but that `state` does not hold."""
     lifted = {slot.key for slot in state.slots}
     return [
@@ -82,14 +84,17 @@ def find_constants(program: core.ClosedJaxpr) -> Iterator[Any]:
                     yield operand.val
 
 
-def _live_variables() -> Iterator[nnx.Variable]:
+def _live_variables() -> Iterator["nnx.Variable"]:
+    kind = variable_type()
     for value in gc.get_objects():
         # `type`, not `isinstance`: proxies among live objects may run code on access.
-        if issubclass(type(value), nnx.Variable):
+        if issubclass(type(value), kind):
             yield value
 
 
-def _variables_by_name(fn: Callable[..., Any]) -> dict[int, tuple[str, nnx.Variable]]:
+def _variables_by_name(
+    fn: Callable[..., Any],
+) -> dict[int, tuple[str, "nnx.Variable"]]:
     search = Search()
     search.visit(fn, "")
     # The step may call other methods, and those may use globals of their own.
@@ -106,8 +111,8 @@ def _variables_by_name(fn: Callable[..., Any]) -> dict[int, tuple[str, nnx.Varia
 
 
 def _message(
-    variables: list[nnx.Variable],
-    named: dict[int, tuple[str, nnx.Variable]],
+    variables: list["nnx.Variable"],
+    named: dict[int, tuple[str, "nnx.Variable"]],
     fn: Callable[..., Any],
     owner: str,
     verb: str,

@@ -69,7 +69,7 @@ class Search:
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 for name, item in list(items):
                     self._visit_place(value, name, item, join(path, name))
-        elif _is_function(value):
+        elif is_function(value):
             if self._is_new(value, path):
                 for name, item in captured(value):
                     self._note_constant(value, name, item, join(path, name))
@@ -147,14 +147,14 @@ def held_by(holder: Any) -> Iterable[tuple[Any, Any]]:
         return holder.items()
     if isinstance(holder, list):
         return enumerate(holder)
-    return captured(holder) if _is_function(holder) else vars(holder).items()
+    return captured(holder) if is_function(holder) else vars(holder).items()
 
 
 def is_claimed(value: Any) -> bool:
     """Returns whether a value is searched on its own rather than as a pytree."""
     if isinstance(value, Iterator):
         return True  # It cannot be looked into, and JAX warns if told to flatten it.
-    return _nnx.is_variable(value) or is_object(value) or _is_function(value)
+    return _nnx.is_variable(value) or is_object(value) or is_function(value)
 
 
 def is_object(value: Any) -> bool:
@@ -206,7 +206,8 @@ def captured(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
         yield from captured(wrapped)
 
 
-def _is_function(value: Any) -> bool:
+def is_function(value: Any) -> bool:
+    """Returns whether `value` is searched by what it captures."""
     # A method or a partial leads to the user's objects whoever wrote its function.
     is_bound = isinstance(value, functools.partial | types.MethodType)
     return is_bound or _function_of(value) is not None

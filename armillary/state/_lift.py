@@ -17,9 +17,10 @@ import jax.numpy as jnp
 
 from armillary.errors import StateStructureError
 from armillary.state import _nnx
-from armillary.state._find import Search, held_by
+from armillary.state._find import Search
 from armillary.state._place import PlaceSlot
-from armillary.state._slots import Slot, describe, join
+from armillary.state._slots import Slot, describe
+from armillary.state._watch import Watch
 
 
 class State:
@@ -33,6 +34,8 @@ class State:
         paths: The path of each array in the flat list.
         owners: The slot of each array in the flat list.
         places: The keys of the slots.
+        raw_parts: For each object that `raw` returns: its slot, and the range of its
+            arrays in the flat list.
     """
 
     def __init__(self, roots: Sequence[tuple[Any, str]]) -> None:
@@ -48,16 +51,18 @@ class State:
         stops = list(itertools.accumulate(len(slot.paths) for slot in self.slots))
         self._ranges = list(zip(self.slots, [0, *stops], stops, strict=False))
         self.places = frozenset(slot.key for slot in self.slots)
-        self._holders = [
-            (holder, path, self._own_names(holder)) for holder, path in search.holders
-        ]
-        self._held = self._hold()
-        self._held_by_place = self._hold_by_place()
+        self._variables, self.raw_parts = self._order_raw()
+        self._watch = Watch(search.holders, self.places)
 
-    def _own_names(self, holder: Any) -> set[Any]:
-        """Returns the names in a holder that are slots."""
-        names = (name for name, _ in held_by(holder))
-        return {name for name in names if (id(holder), name) in self.places}
+    def _order_raw(self) -> tuple[list[Any], list[tuple[Slot, int, int]]]:
+        """Puts NNX variables first, which are read all at once."""
+        is_nnx = [isinstance(slot, _nnx.NnxSlot) for slot in self.slots]
+        parts = [
+            *itertools.compress(self._ranges, is_nnx),
+            *itertools.compress(self._ranges, map(operator.not_, is_nnx)),
+        ]
+        variables = [s.variable for s in self.slots if isinstance(s, _nnx.NnxSlot)]
+        return variables, parts
 
     def _search(self) -> Search:
         search = Search()
@@ -65,22 +70,9 @@ class State:
             search.visit(root, path)
         return search
 
-    def _hold(self) -> list[Any]:
-        return [
-            value
-            for holder, _, slots in self._holders
-            for name, value in held_by(holder)
-            if name not in slots
-        ]
-
     def is_current(self) -> bool:
-        """Returns whether a new search would find the same; much faster than one.
-
-        It compares what every searched object holds, by identity, except for the arrays
-        in slots, which every step replaces.
-        """
-        now = self._hold()
-        return len(now) == len(self._held) and all(map(operator.is_, now, self._held))
+        """Returns whether a new search would find the same; much faster than one."""
+        return self._watch.is_current()
 
     def signature(self) -> tuple[Any, ...]:
         """Returns what a compiled program depends on, but for plain values."""
@@ -101,25 +93,18 @@ class State:
         Returns:
             The object and the name of each changed place that is not a slot, by path.
         """
-        before, now = old._held_by_place, self._held_by_place
-        return {
-            path: (holder, name)
-            for (_, name), (holder, path, value) in now.items()
-            if not _is_equal(before.get((id(holder), name), (None, "", old))[2], value)
-        }
+        return self._watch.changes_since(old._watch)
 
-    def _hold_by_place(self) -> dict[tuple[int, Any], tuple[Any, str, Any]]:
-        """Returns what was held when the state was found: object, path and value."""
-        places = [
-            (holder, path, name)
-            for holder, path, slots in self._holders
-            for name, _ in held_by(holder)
-            if name not in slots
+    def raw(self) -> list[Any]:
+        """Returns what each place holds, for `raw_parts` in turn, in the fastest way.
+
+        Between two calls, a place was written exactly if it holds another object.
+        """
+        others = itertools.islice(self.raw_parts, len(self._variables), None)
+        return [
+            *_nnx.read_raw(self._variables),
+            *[slot.raw() for slot, _, _ in others],
         ]
-        return {
-            (id(holder), name): (holder, join(path, name), value)
-            for (holder, path, name), value in zip(places, self._held, strict=True)
-        }
 
     def read(self) -> list[Any]:
         """Returns the arrays that the slots hold."""
@@ -135,6 +120,38 @@ class State:
         for slot, start, stop in self._ranges:
             if only is None or not only.isdisjoint(range(start, stop)):
                 slot.write(list(leaves[start:stop]))
+
+    def writer(self, only: Sequence[int]) -> Callable[[Sequence[Any]], None]:
+        """Returns a function that puts arrays into the slots, in the fastest way.
+
+        Args:
+            only: Indices of the arrays that it will get.
+        """
+        position_of = {index: position for position, index in enumerate(only)}
+        variables: list[Any] = []
+        positions: list[int] = []
+        others: list[tuple[Slot, list[tuple[int, int]]]] = []
+        for slot, start, stop in self._ranges:
+            pairs = [
+                (index - start, position_of[index])
+                for index in range(start, stop)
+                if index in position_of
+            ]
+            if pairs and isinstance(slot, _nnx.NnxSlot) and slot.is_leaf:
+                variables.append(slot.variable)
+                positions.append(pairs[0][1])
+            elif pairs:
+                others.append((slot, pairs))
+
+        def write(leaves: Sequence[Any]) -> None:
+            _nnx.write_raw(variables, [leaves[position] for position in positions])
+            for slot, pairs in others:
+                values = slot.read()
+                for offset, position in pairs:
+                    values[offset] = leaves[position]
+                slot.write(values)
+
+        return write
 
     @contextlib.contextmanager
     def swapped(self, leaves: Sequence[Any]) -> Iterator[None]:
@@ -209,12 +226,6 @@ class State:
     def _parts(self, leaves: Sequence[Any]) -> Iterator[tuple[Slot, list[Any]]]:
         for slot, start, stop in self._ranges:
             yield slot, list(leaves[start:stop])
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    """Returns whether two held values make no difference to a program."""
-    is_plain = isinstance(a, str | int | float) and type(a) is type(b)
-    return a is b or (is_plain and a == b)
 
 
 def strong(leaf: Any) -> jax.Array:

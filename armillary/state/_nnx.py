@@ -3,51 +3,53 @@
 The only file that touches private attributes of Flax: the raw value and the trace state
 of a variable, and the trace state of a graph node. NNX refuses to mutate an object
 under another trace than the one it was made in, so lifting moves variables and nodes
-into the trace of the step, and back. `_check_flax` fails at import if a release renames
-them.
+into the trace of the step, and back. `_check_flax` fails at the first variable if a
+release renames them.
+
+NNX takes longer to import than all of Armillary. A program that did not import it has
+no variable of it, so this file imports it where there is one, and not before.
 """
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import operator
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import flax
 import jax
-from flax import nnx
-from flax.nnx import tracers
 
 from armillary.errors import StateStructureError
 from armillary.state._slots import Role, Slot, join, key_name
 
-_ROLES = (
-    (nnx.metrics.MetricState, Role.METRIC),
-    (nnx.BatchStat, Role.BATCH_STATISTIC),
-    (nnx.RngKey, Role.RANDOM_KEY),
-)
+if TYPE_CHECKING:
+    from flax import nnx
 
 
 class NnxSlot(Slot):
     """The value of one `nnx.Variable`."""
 
-    def __init__(self, variable: nnx.Variable, path: str) -> None:
+    def __init__(self, variable: "nnx.Variable", path: str) -> None:
         self.variable, self.path = variable, path
         self.key = id(variable)
         self.role = next(
-            (role for kind, role in _ROLES if isinstance(variable, kind)), Role.PLAIN
+            (role for kind, role in _flax().roles if isinstance(variable, kind)),
+            Role.PLAIN,
         )
         self.annotations = dict(variable.get_metadata())
-        entries, self._treedef = jax.tree_util.tree_flatten_with_path(self._get())
+        entries, self._treedef = jax.tree_util.tree_flatten_with_path(self.raw())
         self.paths = tuple(_leaf_path(path, keys) for keys, _ in entries)
         # Nearly every variable is one array, and many are read at each loop.
-        self._is_leaf = jax.tree_util.treedef_is_leaf(self._treedef)
+        self.is_leaf = jax.tree_util.treedef_is_leaf(self._treedef)
 
-    def _get(self) -> Any:
+    def raw(self) -> Any:
         return self.variable._raw_value
 
     def read(self) -> list[jax.Array]:
         value = self.variable._raw_value
-        if self._is_leaf and isinstance(value, jax.Array):
+        if self.is_leaf and isinstance(value, jax.Array):
             return [value]
-        leaves, treedef = jax.tree.flatten(self._get())
+        leaves, treedef = jax.tree.flatten(value)
         if treedef != self._treedef:
             raise StateStructureError(
                 f"{self.path}: tree structure {self._treedef} became {treedef}"
@@ -55,7 +57,7 @@ class NnxSlot(Slot):
         return leaves
 
     def write(self, leaves: list[Any]) -> None:
-        if self._is_leaf:
+        if self.is_leaf:
             object.__setattr__(self.variable, "_raw_value", leaves[0])
             return
         object.__setattr__(self.variable, "_raw_value", self._treedef.unflatten(leaves))
@@ -64,7 +66,7 @@ class NnxSlot(Slot):
         variable = self.variable
         value, trace_state = variable._raw_value, variable._trace_state
         self.write(leaves)
-        object.__setattr__(variable, "_trace_state", tracers.TraceState())
+        object.__setattr__(variable, "_trace_state", _flax().make_trace_state())
 
         def restore() -> None:
             object.__setattr__(variable, "_raw_value", value)
@@ -73,14 +75,30 @@ class NnxSlot(Slot):
         return restore
 
 
+def read_raw(variables: Sequence["nnx.Variable"]) -> list[Any]:
+    """Returns the raw values of many variables, in one go."""
+    return list(map(_get_raw, variables))
+
+
+def write_raw(variables: Sequence["nnx.Variable"], values: Iterable[Any]) -> None:
+    """Puts raw values into many variables, in one go."""
+    if variables:
+        deque(map(_flax().set_raw, variables, values), maxlen=0)
+
+
+def variable_type() -> "type[nnx.Variable] | tuple[()]":
+    """Returns what `isinstance` knows NNX variables by: nothing, if there are none."""
+    return getattr(sys.modules.get("flax.nnx"), "Variable", ())
+
+
 def is_variable(value: Any) -> bool:
     """Returns whether `value` is an NNX variable."""
-    return isinstance(value, nnx.Variable)
+    return isinstance(value, variable_type())
 
 
 def is_node(value: Any) -> bool:
     """Returns whether `value` is an NNX object that holds variables."""
-    return isinstance(value, nnx.Pytree)
+    return isinstance(value, getattr(sys.modules.get("flax.nnx"), "Pytree", ()))
 
 
 def merges_by_sum(value: Any) -> bool:
@@ -88,6 +106,8 @@ def merges_by_sum(value: Any) -> bool:
 
     That of Welford's algorithm holds a running mean, which does not.
     """
+    from flax import nnx
+
     return not isinstance(value, nnx.metrics.Welford)
 
 
@@ -96,11 +116,11 @@ def is_attribute(name: str) -> bool:
     return not name.startswith("_pytree__")
 
 
-def swap_node(node: nnx.Pytree) -> Callable[[], None]:
+def swap_node(node: "nnx.Pytree") -> Callable[[], None]:
     """Moves a graph node into the current trace; returns a function that undoes it."""
     state = node._pytree__state
     old = state._trace_state
-    state._trace_state = tracers.TraceState()
+    state._trace_state = _flax().make_trace_state()
 
     def restore() -> None:
         state._trace_state = old
@@ -116,7 +136,41 @@ def _leaf_path(path: str, keys: tuple[Any, ...]) -> str:
     return path
 
 
+class _Flax(NamedTuple):
+    """What lifting needs of NNX.
+
+    Attributes:
+        roles: The types of variables that have a role, with the role.
+        make_trace_state: Returns the state of the current trace.
+        set_raw: Puts a raw value into a variable.
+    """
+
+    roles: tuple[tuple[type, Role], ...]
+    make_trace_state: Callable[[], Any]
+    set_raw: Callable[[Any, Any], None]
+
+
+@functools.cache
+def _flax() -> _Flax:
+    from flax import nnx
+    from flax.nnx import tracers
+
+    _check_flax()
+    return _Flax(
+        roles=(
+            (nnx.metrics.MetricState, Role.METRIC),
+            (nnx.BatchStat, Role.BATCH_STATISTIC),
+            (nnx.RngKey, Role.RANDOM_KEY),
+        ),
+        make_trace_state=tracers.TraceState,
+        set_raw=vars(nnx.Variable)["_raw_value"].__set__,
+    )
+
+
 def _check_flax() -> None:
+    import flax
+    from flax import nnx
+
     class Probe(nnx.Pytree):
         pass
 
@@ -143,4 +197,6 @@ def _check_flax() -> None:
         )
 
 
-_check_flax()
+# A loop over hundreds of variables that Python runs itself would cost as much as a
+# small step on the device.
+_get_raw = operator.attrgetter("_raw_value")

@@ -69,6 +69,9 @@ class PlaceSlot(Slot):
         else:
             object.__delattr__(self.owner, self.name)
 
+    def raw(self) -> PyTree:
+        return self._get()
+
     def read(self) -> list[jax.Array]:
         leaves, treedef = jax.tree.flatten(self._get(), is_leaf=self._is_leaf)
         if treedef != self._treedef:

@@ -43,6 +43,10 @@ class Slot(ABC):
     annotations: dict[str, Any]
 
     @abstractmethod
+    def raw(self) -> Any:
+        """Returns what the place holds as it is, to tell by identity if it changes."""
+
+    @abstractmethod
     def read(self) -> list[jax.Array]:
         """Returns the arrays, in the order of `paths`.
 

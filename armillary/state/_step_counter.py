@@ -4,11 +4,35 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from flax import nnx
+
+from armillary.state._nnx import is_variable
 
 
-def as_step_counter(global_step: Any) -> Callable[[], int]:
-    """Returns a function that reads the current global step.
+class StepCounter:
+    """Reads a global step.
+
+    Args:
+        read: Returns the step, as an array or a number.
+    """
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read = read
+
+    def __call__(self) -> int:
+        """Returns the current step; waits for the device if it must."""
+        return int(np.asarray(self._read()))
+
+    def snapshot(self) -> Callable[[], int]:
+        """Returns what gives the step as it is now, which may wait for the device.
+
+        A program takes no scalar over, so that the array stays good.
+        """
+        step = self._read()
+        return lambda: int(np.asarray(step))
+
+
+def as_step_counter(global_step: Any) -> StepCounter:
+    """Returns what reads the current global step.
 
     Args:
         global_step: A variable that steps advance, such as `optimizer.step` or
@@ -19,10 +43,10 @@ def as_step_counter(global_step: Any) -> Callable[[], int]:
         TypeError: If `global_step` is neither, for example an array: assigning a new
             array somewhere would not change the one that was passed.
     """
-    if isinstance(global_step, nnx.Variable):
-        return lambda: int(np.asarray(global_step.get_value()))
+    if is_variable(global_step):
+        return StepCounter(global_step.get_value)
     if callable(global_step):
-        return lambda: int(np.asarray(global_step()))
+        return StepCounter(global_step)
     raise TypeError(
         f"`global_step` is {global_step!r} of type {type(global_step).__name__}, but "
         "it must be a variable that the steps advance, or a function that returns the "

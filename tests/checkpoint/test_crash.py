@@ -123,15 +123,37 @@ def test_a_kill_before_the_older_one_of_a_number_goes_leaves_the_newer_one(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ending", "returncode"),
+    [("", 0), ("sys.exit(3)\n", 3), ("raise SystemExit('stop')\n", 1)],
+    ids=["last line", "exit code", "exit message"],
+)
 def test_a_program_that_ends_right_after_save_completes_it_quietly(
-    tmp_path: Path,
+    tmp_path: Path, ending: str, returncode: int
 ) -> None:
-    child = run("print(save(3))\n", tmp_path)
+    child = run(f"print(save(3))\n{ending}", tmp_path)
 
-    assert child.returncode == 0
+    assert child.returncode == returncode
     assert child.stdout == f"{tmp_path / 'checkpoint_3'}\n"
-    assert child.stderr == ""
+    assert child.stderr == ("stop\n" if "stop" in ending else "")
     assert assert_usable(tmp_path) == 3
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_as_the_program_ends_is_logged(tmp_path: Path) -> None:
+    child = run(
+        "from armillary.checkpoint._store import Store\n"
+        "wait = Store.wait\n"
+        "def fail(store):\n"
+        "    wait(store)\n"
+        "    raise OSError('No space left on device')\n"
+        "Store.wait = fail\n"
+        "save(3)\n",
+        tmp_path,
+    )
+
+    assert "checkpoint_3` failed: OSError: No space left" in child.stderr
+    assert "Traceback" not in child.stderr
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Tests of saving and restoring through a manager."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -650,6 +651,28 @@ def test_a_failed_save_is_raised_by_sync_once(
 
     manager.sync()
     assert names(manager)[0] == "checkpoint_1"
+
+
+def test_where_a_program_cannot_end_before_its_save_save_waits(
+    make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = Counter()
+    manager = make_manager(Checkpoint(counter=counter))
+    counter.set(1)
+    finished: list[int] = []
+    wait = Store.wait
+
+    def wait_slowly(store: Store) -> None:
+        time.sleep(0.2)
+        wait(store)
+        finished.append(counter.step)
+
+    monkeypatch.setattr(Store, "wait", wait_slowly)
+    monkeypatch.setattr(_writer, "CAN_FINISH_AT_EXIT", False)
+    manager.save(1)
+
+    assert finished == [1]
+    assert names(manager) == ["checkpoint_1"]
 
 
 def test_a_save_that_cannot_start_is_an_error(

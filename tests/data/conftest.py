@@ -1,5 +1,6 @@
 """A layout without a strategy, and helpers to read what it hands out."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from armillary._typing import PyTree
+from armillary.data import DistributedDataset, HostBatch
 
 
 class HostValues(NamedTuple):
@@ -47,3 +49,17 @@ def make_layout() -> type[HostLayout]:
 @pytest.fixture(scope="session")
 def examples() -> Callable[[Any, int], list[int]]:
     return read_examples
+
+
+@pytest.fixture(scope="session")
+def read_all() -> Callable[[DistributedDataset, bool], list[HostBatch]]:
+    """Returns a function that reads a pass over a data set, as rows."""
+
+    def read(dataset: DistributedDataset, exact: bool) -> list[HostBatch]:
+        reader = dataset.make_reader(exact=exact)
+        return [
+            dataclasses.replace(batch, arrays=reader.rows.prepare(batch.arrays))
+            for batch in reader
+        ]
+
+    return read

@@ -11,7 +11,7 @@ from armillary.errors import BatchSizeError
 
 
 @pytest.fixture
-def split(make_layout):
+def split(make_layout, read_all):
     """Returns all host batches of `source` on `num_replicas` replicas."""
 
     def split(source, num_replicas, *, exact=False, remainder=None, stacked=True, **kw):
@@ -21,7 +21,7 @@ def split(make_layout):
             options=InputOptions(remainder=remainder),
             **kw,
         )
-        return list(dataset.make_reader(exact=exact))
+        return read_all(dataset, exact)
 
     return split
 
@@ -56,7 +56,14 @@ def test_replica_batches_are_stacked_in_order(split):
     seed=st.none() | st.integers(0, 3),
 )
 def test_exact_uses_every_example_once(
-    size, batch_size, num_replicas, per_replica_batches, seed, make_layout, examples
+    size,
+    batch_size,
+    num_replicas,
+    per_replica_batches,
+    seed,
+    make_layout,
+    examples,
+    read_all,
 ):
     dataset = DistributedDataset(
         from_arrays(np.arange(size), batch_size=batch_size, shuffle_seed=seed),
@@ -64,7 +71,7 @@ def test_exact_uses_every_example_once(
         per_replica_batches=per_replica_batches,
     )
     seen = []
-    for batch in dataset.make_reader(exact=True):
+    for batch in read_all(dataset, True):
         assert batch.arrays.shape[0] == num_replicas
         assert 1 <= batch.num_active <= num_replicas
         assert np.isin(batch.arrays, np.arange(size)).all()

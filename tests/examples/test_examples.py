@@ -38,14 +38,17 @@ def read_accuracy(output: str) -> float:
 
 @pytest.mark.slow
 def test_digits_reaches_its_accuracy_and_resumes(tmp_path):
-    first = run_well("digits.py", "--run-dir", tmp_path, "--devices", 4)
+    cache = tmp_path / "compiled"
+    places = ("--run-dir", tmp_path, "--cache-dir", cache)
+    first = run_well("digits.py", *places, "--devices", 4)
     assert read_accuracy(first.stdout) > 97.0
     assert f"tensorboard --logdir {tmp_path}" in first.stdout
     assert re.search(r"train \| step: +100 \| steps/sec: +[\d.]+ \| out", first.stderr)
     for split in ("train", "eval"):
         assert list((tmp_path / split).glob("events.out.tfevents.*"))
+    assert any("_run" in path.name for path in cache.iterdir())
 
-    again = run_well("digits.py", "--run-dir", tmp_path, "--steps", 1200)
+    again = run_well("digits.py", *places, "--steps", 1200)
     steps = re.findall(r"train \| step: +(\d+) \| steps/sec", again.stderr)
     assert steps == ["1100", "1200"]
     assert read_accuracy(again.stdout) > 97.0
@@ -75,4 +78,14 @@ def test_fashion_mnist_without_its_files_says_what_is_missing(tmp_path):
     assert result.returncode == 1
     assert "`--data-dir` cannot be read" in result.stderr
     assert "train-images-idx3-ubyte.gz is missing" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--batch-size", "--epochs"])
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many"])
+def test_fashion_mnist_refuses_what_is_not_a_positive_integer(tmp_path, option, value):
+    setting = f"{option}={value}"
+    result = run_example("fashion_mnist.py", "--data-dir", tmp_path, setting)
+    assert result.returncode == 2
+    assert f"argument {option}: '{value}' is not a positive integer" in result.stderr
     assert "Traceback" not in result.stderr

@@ -18,6 +18,8 @@ OPTIONAL_PACKAGES = (
     "tensorflow",
     "torch",
 )
+# Imported where they are first used.
+LATE_PACKAGES = ("optax", "orbax", "treescope")
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -35,8 +37,43 @@ def test_import_is_silent_and_loads_no_optional_package():
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     loaded = {name.partition(".")[0] for name in result.stdout.split()}
-    assert loaded.isdisjoint(OPTIONAL_PACKAGES)
+    assert loaded.isdisjoint((*OPTIONAL_PACKAGES, *LATE_PACKAGES))
     assert "armillary" in loaded
+
+
+@pytest.mark.parametrize(
+    ("module", "adds"),
+    [("armillary", False), ("flax.nnx", True)],
+    ids=["import", "control"],
+)
+def test_import_adds_nothing_but_itself_to_jax_and_flax(module, adds):
+    result = run_python(
+        "import sys, jax, flax\n"
+        "before = set(sys.modules)\n"
+        f"import {module}\n"
+        "print(*(set(sys.modules) - before))"
+    )
+    loaded = {name.partition(".")[0] for name in result.stdout.split()}
+    assert loaded, result.stderr
+    others = loaded - {"armillary", "flax"} - set(sys.stdlib_module_names)
+    assert bool(others) == adds, others
+
+
+def test_a_program_without_nnx_never_loads_it():
+    result = run_python(
+        "import sys, jax, jax.numpy as jnp, numpy as np, armillary\n"
+        "data = armillary.data.from_arrays({'x': np.ones(4)}, batch_size=1)\n"
+        "class Trainer(armillary.StandardTrainer):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(data)\n"
+        "        self.total = jnp.zeros(())\n"
+        "    def train_step(self, iterator):\n"
+        "        self.total = self.total + next(iterator)['x'][0]\n"
+        "trainer = Trainer()\n"
+        "trainer.train(3)\n"
+        "print(trainer.total, 'flax.nnx' in sys.modules)\n"
+    )
+    assert result.stdout == "3.0 False\n", result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(

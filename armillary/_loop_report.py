@@ -1,0 +1,92 @@
+"""What a loop of training has returned, until somebody looks at it.
+
+A trainer starts its programs and returns before the device has run them. To look at the
+loss of a loop is to wait for it, so the controller first starts the next loop, and
+looks then: the device always has work. A thread waits from the start, and so knows when
+each loop has ended.
+"""
+
+import time
+from concurrent.futures import Executor
+from typing import Any
+
+from armillary._progress import fetch_output
+from armillary._runner import AbstractTrainer
+from armillary._standard_runner import StandardTrainer
+from armillary.errors import GlobalStepError
+from armillary.state import StepCounter
+
+
+class LoopReport:
+    """One loop of training, from the outside.
+
+    Args:
+        trainer: The trainer that ran it.
+        step: The global step before it.
+        num_steps: How many steps it was asked for.
+        output: What it returned.
+        counter: Gives the global step.
+        start: The time before it, by `time.perf_counter`.
+        executor: Has a thread to wait in.
+
+    Attributes:
+        step: The global step before it.
+        reached: The global step after it, as far as is known without waiting.
+    """
+
+    def __init__(
+        self,
+        trainer: AbstractTrainer,
+        step: int,
+        num_steps: int,
+        output: Any,
+        counter: StepCounter,
+        start: float,
+        executor: Executor,
+    ) -> None:
+        self.step = step
+        self._num_steps, self._start = num_steps, start
+        self._data_ended = bool(getattr(trainer, "data_exhausted", False))
+        read_step = counter.snapshot()
+
+        def wait() -> tuple[dict[str, Any], int, float]:
+            fetched = fetch_output(output, "trainer.train")
+            return fetched, read_step(), time.perf_counter()
+
+        self._outcome = executor.submit(wait)
+        self.reached = read_step() if self._data_ended else step + num_steps
+
+    def fetch(self, last_end: float) -> tuple[dict[str, Any], float, float]:
+        """Waits for the loop.
+
+        Args:
+            last_end: When the loop before it had ended.
+
+        Returns:
+            The output with NumPy values, its steps per second, and when it ended.
+
+        Raises:
+            GlobalStepError: If it did not advance the global step as it should.
+            TypeError: If the output is neither a dictionary nor `None`.
+        """
+        output, reached, end = self._outcome.result()
+        expected = self.step + self._num_steps
+        is_short = self._data_ended and self.step <= reached < expected
+        if reached != expected and not is_short:
+            raise GlobalStepError(
+                f"`trainer.train({self._num_steps})` advanced `global_step` from "
+                f"{self.step} to {reached}, but it must advance it by "
+                f"{self._num_steps}, to {expected}. Pass what every step advances by "
+                "one, such as `global_step=optimizer.step`; a trainer whose data ended "
+                "early must set `self.data_exhausted = True`."
+            )
+        seconds = end - max(self._start, last_end)
+        return output, (reached - self.step) / seconds, end
+
+
+def can_wait(trainer: AbstractTrainer) -> bool:
+    """Returns whether what `trainer` returns stays good while its next loop runs.
+
+    A loop written by hand may return an array that its next call donates.
+    """
+    return type(trainer).train is StandardTrainer.train

@@ -1,0 +1,14 @@
+"""Settings of the XLA compiler that are global to the process.
+
+They change code outside Armillary too, and so are never made unless asked for.
+"""
+
+from armillary.xla._cache import use_compilation_cache as use_compilation_cache
+from armillary.xla._lowerings import (
+    use_canonical_convolutions as use_canonical_convolutions,
+)
+
+__all__ = [
+    "use_canonical_convolutions",
+    "use_compilation_cache",
+]

@@ -1,0 +1,192 @@
+"""Replaces how JAX hands convolutions to the CPU compiler.
+
+This file alone looks into JAX's tables of lowering rules, which are not public. Where
+they are not as expected, nothing is changed.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.interpreters import mlir
+
+from armillary.xla._convolutions import Form, choose_form, convolve, is_ordered
+from armillary.xla._max_pool import is_supported, scatter_to_winners
+
+PLATFORM = "cpu"
+"""The platform whose rules are replaced."""
+
+CONVOLUTION_PARAMETERS = frozenset(
+    {
+        "batch_group_count",
+        "dimension_numbers",
+        "feature_group_count",
+        "lhs_dilation",
+        "out_sharding",
+        "padding",
+        "precision",
+        "preferred_element_type",
+        "rhs_dilation",
+        "window_strides",
+    }
+)
+"""The parameters of a convolution, all of which a rule must heed."""
+
+POOL_PARAMETERS = frozenset(
+    {"padding", "select_prim", "window_dimensions", "window_strides"}
+)
+"""The parameters of the gradient of max-pooling."""
+
+
+def use_canonical_convolutions() -> bool:
+    """Makes convolutions and max-pooling fast on CPUs, in loops above all.
+
+    XLA's CPU compiler optimizes convolutions only outside of loops, and is slow
+    everywhere with the gradient of max-pooling and with convolutions in groups. From
+    this call on, JAX writes them in a form that the compiler runs fast wherever they
+    stand. Models and results stay what they are, up to rounding.
+
+    It is a setting of the whole process, for code outside Armillary too, and there is
+    no way back. Only programs for CPUs change, and only those that are compiled
+    afterwards: call it once, at the top of the program. If some are compiled already,
+    call `jax.clear_caches()` next, which makes JAX compile them again. A second call
+    does nothing.
+
+    It replaces rules that JAX keeps private. If this version of JAX keeps them in
+    another way, the call changes nothing, warns and returns `False`.
+
+    Returns:
+        Whether convolutions are compiled in this form from now on.
+    """
+    if has_canonical_convolutions():
+        return True
+    try:
+        _check_parameters()
+        own_convolve = _find_rule(lax.conv_general_dilated_p)
+        own_scatter = _find_rule(lax.select_and_scatter_add_p)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        warnings.warn(
+            f"`use_canonical_convolutions` changed nothing: JAX {jax.__version__} "
+            f"keeps its lowering rules in a way that is not known here ({error!r}). "
+            "Programs are correct, and steps with convolutions are slow on CPUs. Use "
+            "a version of JAX that Armillary names in its dependencies, or remove the "
+            "call.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    for primitive, rule in (
+        (lax.conv_general_dilated_p, _ConvolutionRule(own_convolve)),
+        (lax.select_and_scatter_add_p, _PoolRule(own_scatter)),
+    ):
+        mlir.register_lowering(primitive, rule, platform=PLATFORM)
+    return True
+
+
+def has_canonical_convolutions() -> bool:
+    """Returns whether `use_canonical_convolutions` is in effect."""
+    rules = getattr(mlir, "_platform_specific_lowerings", {}).get(PLATFORM, {})
+    entry = rules.get(lax.conv_general_dilated_p)
+    return isinstance(getattr(entry, "rule", None), _ConvolutionRule)
+
+
+def is_canonical(equation: core.JaxprEqn) -> bool:
+    """Returns whether a convolution for a CPU is as fast in a loop as outside of it.
+
+    It is if its axes are in order, or if the rules in use now put them in order.
+
+    Args:
+        equation: An equation of the primitive `conv_general_dilated`.
+    """
+    values = [variable.aval for variable in (*equation.invars, *equation.outvars)]
+    if has_canonical_convolutions():
+        form = choose_form(equation.params, *values)
+        if form is not Form.UNCHANGED:
+            return True
+    return is_ordered(equation.params) and equation.params["batch_group_count"] == 1
+
+
+class _ConvolutionRule:
+    """Lowers a convolution in order, or as JAX does.
+
+    Args:
+        own: JAX's rule.
+    """
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self._own = own
+
+    def __call__(self, context: Any, lhs: Any, rhs: Any, **parameters: Any) -> Any:
+        form = choose_form(parameters, *context.avals_in, *context.avals_out)
+        # JAX makes three real convolutions of a complex one, which come here again.
+        is_complex = jnp.issubdtype(context.avals_out[0].dtype, jnp.complexfloating)
+        if form is Form.UNCHANGED or is_complex:
+            return self._own(context, lhs, rhs, **parameters)
+        lower = mlir.lower_fun(partial(convolve, form=form), multiple_results=False)
+        return lower(context, lhs, rhs, **parameters)
+
+
+class _PoolRule:
+    """Lowers the gradient of max-pooling without a scatter, or as JAX does.
+
+    Args:
+        own: JAX's rule.
+    """
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self._own = own
+
+    def __call__(
+        self, context: Any, source: Any, operand: Any, **parameters: Any
+    ) -> Any:
+        if not is_supported(parameters, *context.avals_in):
+            return self._own(context, source, operand, **parameters)
+        lower = mlir.lower_fun(scatter_to_winners, multiple_results=False)
+        return lower(context, source, operand, **parameters)
+
+
+def _find_rule(primitive: Any) -> Callable[..., Any]:
+    entry = mlir._platform_specific_lowerings[PLATFORM].get(primitive)
+    rule = (entry or mlir._lowerings[primitive]).rule
+    if not callable(rule):
+        raise TypeError(f"the rule of {primitive} is {rule!r}")
+    return rule
+
+
+def _check_parameters() -> None:
+    """Checks that the primitives have the parameters that are known here.
+
+    Raises:
+        ValueError: If one has others, or if gradients do not use it.
+    """
+    value = jax.ShapeDtypeStruct((1, 1, 2), np.float32)
+
+    def compute(array: jax.Array) -> jax.Array:
+        array = lax.conv_general_dilated(array, array, (1,), "SAME")
+        return lax.reduce_window(
+            array, -np.inf, lax.max, (1, 1, 2), (1, 1, 2), "VALID"
+        ).sum()
+
+    program = jax.make_jaxpr(jax.grad(compute))(value)
+    known = {
+        lax.conv_general_dilated_p: CONVOLUTION_PARAMETERS,
+        lax.select_and_scatter_add_p: POOL_PARAMETERS,
+    }
+    missing = set(known)
+    for equation in program.eqns:
+        expected = known.get(equation.primitive)
+        if expected is None:
+            continue
+        missing.discard(equation.primitive)
+        if set(equation.params) != expected:
+            raise ValueError(
+                f"{equation.primitive} has the parameters {sorted(equation.params)}"
+            )
+    if missing:
+        raise ValueError(f"gradients do not use {sorted(map(str, missing))}")

@@ -1,0 +1,421 @@
+"""Tests of data that stays on the device: the same batches, sent as row numbers."""
+
+import gc
+import itertools
+import json
+import threading
+import weakref
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+import armillary
+from armillary.data import (
+    ChunkReader,
+    DistributedDataset,
+    InputContext,
+    InputOptions,
+    from_arrays,
+)
+from armillary.errors import BatchSizeError
+from tests.problems import make_strategy
+
+MAKERS = {
+    "default": armillary.DefaultStrategy,
+    "one device": lambda: armillary.OneDeviceStrategy("cpu:1"),
+    "mirrored 1": lambda: make_strategy(1),
+    "mirrored 4": lambda: make_strategy(4),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def strategy(request):
+    return MAKERS[request.param]()
+
+
+def make_arrays(num_examples=40):
+    rng = np.random.default_rng(0)
+    return {
+        "float64": rng.normal(size=(num_examples, 3)),
+        "int64": np.arange(num_examples) + 2**31,
+        "nested": (rng.integers(0, 255, (num_examples, 2, 2)).astype(np.uint8),),
+        "bool": rng.normal(size=num_examples) > 0,
+        "bfloat16": rng.normal(size=num_examples).astype(jax.numpy.bfloat16),
+    }
+
+
+def make_pair(strategy, source, **options):
+    """Returns the same data set twice: sent from the host, and resident."""
+    return [
+        strategy.distribute_dataset(
+            source, InputOptions(place_on_device=is_resident, **options)
+        )
+        for is_resident in (False, True)
+    ]
+
+
+def assert_same(actual, expected):
+    """Asserts that two batches are equal in structure, placement, dtypes and bits."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert a.sharding.is_equivalent_to(b.sharding, b.ndim)
+        assert np.array(a).tobytes() == np.array(b).tobytes()
+
+
+# The same batches
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"batch_size": 8},
+        {"batch_size": 8, "shuffle_seed": 3},
+        {"batch_size": 16, "shuffle_seed": 3, "repeat": True},
+        {"batch_size": 16, "drop_remainder": True},
+    ],
+    ids=str,
+)
+def test_batches_are_those_of_the_host(strategy, arguments, prefetch):
+    source = from_arrays(make_arrays(), **arguments)
+    host, resident = make_pair(strategy, source, prefetch=prefetch)
+    for _ in range(3):
+        pairs = itertools.zip_longest(
+            itertools.islice(host, 7), itertools.islice(resident, 7)
+        )
+        for expected, actual in pairs:
+            assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("remainder", ["pad", "drop"])
+def test_remainders_are_those_of_the_host(strategy, remainder):
+    source = from_arrays(make_arrays(37), batch_size=10, shuffle_seed=1)
+    host, resident = make_pair(strategy, source, remainder=remainder)
+    assert resident.element_spec == host.element_spec
+    for expected, actual in zip(host, resident, strict=True):
+        assert ("mask" in actual) == (remainder == "pad")
+        assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("remainder", [None, "pad"])
+def test_per_replica_batches_are_those_of_the_host(strategy, remainder):
+    def make_data(context):
+        size = context.get_per_replica_batch_size(8)
+        return from_arrays(make_arrays(48), batch_size=size, shuffle_seed=2)
+
+    host, resident = (
+        strategy.distribute_datasets_from_function(
+            make_data, InputOptions(remainder=remainder, place_on_device=is_resident)
+        )
+        for is_resident in (False, True)
+    )
+    assert isinstance(make_data(InputContext()), armillary.data.ArrayDataset)
+    for expected, actual in zip(host, resident, strict=True):
+        assert_same(actual, expected)
+
+
+def test_numpy_datasets_can_stay_on_the_device(strategy):
+    source = strategy.make_numpy_dataset(np.arange(8.0), batch_size=8)
+    host, resident = make_pair(strategy, source)
+    assert resident.element_spec == jax.ShapeDtypeStruct((8,), np.float32)
+    assert_same(next(iter(resident)), next(iter(host)))
+
+
+def test_jax_arrays_can_stay_on_the_device():
+    source = from_arrays(jax.numpy.arange(8), batch_size=4)
+    host, resident = make_pair(make_strategy(2), source)
+    assert [b.stacked.tolist() for b in resident] == [b.stacked.tolist() for b in host]
+
+
+def test_leftovers_of_an_exact_pass_are_those_of_the_host(strategy):
+    source = from_arrays(make_arrays(31), batch_size=7)
+    readers = [d.make_reader(exact=True) for d in make_pair(strategy, source)]
+    host, resident = readers
+    num_pieces = 0
+    for expected, actual in zip(host, resident, strict=True):
+        num_pieces += 1
+        assert (actual.num_active, actual.is_last) == (
+            expected.num_active,
+            expected.is_last,
+        )
+        assert resident.types(actual.arrays) == host.types(expected.arrays)
+        assert_same(
+            resident.rows.place(actual.arrays), host.rows.place(expected.arrays)
+        )
+    assert num_pieces == (9 if strategy.num_replicas_in_sync == 4 else 5)
+
+
+# Positions
+
+
+@pytest.mark.parametrize("is_saved_resident", [True, False])
+def test_a_position_can_be_restored_with_and_without_it(strategy, is_saved_resident):
+    arguments = {"batch_size": 8, "shuffle_seed": 5, "repeat": True}
+    source = from_arrays(make_arrays(), **arguments)
+    saved, restored = make_pair(strategy, source)
+    if is_saved_resident:
+        saved, restored = restored, saved
+    iterator = iter(saved)
+    for _ in range(7):
+        next(iterator)
+
+    state = json.loads(json.dumps(saved.get_state()))
+    assert set(state) == {"kind", "epoch", "source", "exhausted", "full_size"}
+    restored.set_state(state)
+    continued = iter(restored)
+
+    for _ in range(7):
+        assert_same(next(continued), next(iterator))
+        assert restored.get_state() == saved.get_state()
+
+
+def test_set_state_moves_a_living_iterator():
+    source = from_arrays(np.arange(40), batch_size=4, shuffle_seed=5)
+    dataset = make_pair(make_strategy(2), source)[1]
+    iterator = iter(dataset)
+    next(iterator)
+    state = dataset.get_state()
+    expected = next(iterator)
+    dataset.set_state(state)
+    assert_same(next(iterator), expected)
+
+
+# Chunks
+
+
+def make_chunks(dataset, **arguments):
+    reader = dataset.make_reader(exact=False)
+    return reader, ChunkReader([reader], [1], prefetch=0, **arguments)
+
+
+def test_chunks_hold_row_numbers_which_gather_turns_into_rows(strategy):
+    source = from_arrays(make_arrays(), batch_size=8, shuffle_seed=0)
+    (host, host_chunks), (resident, chunks) = (
+        make_chunks(dataset, steps_per_chunk=3)
+        for dataset in make_pair(strategy, source)
+    )
+    expected, chunk = host_chunks.next_chunk(), chunks.next_chunk()
+
+    (rows,) = jax.tree.leaves(chunk.arrays)
+    assert rows.nbytes == 3 * 8 * 4
+    assert chunk.types == expected.types
+
+    def take(arrays):
+        return jax.tree.map(lambda leaf: leaf[1], arrays)
+
+    gather = jax.jit(resident.rows.gather)
+    batch = gather(chunk.resident[0], take(chunk.arrays[0]))
+    assert_same(batch, jax.jit(host.rows.gather)(None, take(expected.arrays[0])))
+    assert expected.resident == [None]
+
+
+def test_the_room_in_a_chunk_is_that_of_row_numbers():
+    source = from_arrays(np.zeros((40, 1000), np.float32), batch_size=4)
+    host, resident = (
+        make_chunks(dataset, steps_per_chunk=20, max_chunk_bytes=6 * 4 * 4)[1]
+        for dataset in make_pair(make_strategy(2), source)
+    )
+    assert host.next_chunk().capacity == 1
+    assert resident.next_chunk().capacity == 6
+
+
+def test_batches_of_one_step_that_differ_are_shown_as_the_step_sees_them():
+    source = from_arrays({"x": np.zeros((6, 5))}, batch_size=4)
+    reader = make_pair(armillary.DefaultStrategy(), source)[1].make_reader(exact=False)
+    chunks = ChunkReader([reader], [2], steps_per_chunk=1)
+    with pytest.raises(BatchSizeError, match=r"x: float32 \(2, 5\) on 1 replicas"):
+        chunks.next_chunk()
+
+
+# Placed once
+
+
+class Counting:
+    """A layout that counts how often arrays are placed whole."""
+
+    def __init__(self, layout):
+        self._layout = layout
+        self.num_replicated = 0
+
+    def __getattr__(self, name):
+        return getattr(self._layout, name)
+
+    def replicate(self, arrays):
+        self.num_replicated += 1
+        return self._layout.replicate(arrays)
+
+
+OPTIONS = InputOptions(place_on_device=True)
+
+
+def test_arrays_are_placed_at_the_first_batch_and_once_for_all_passes():
+    source = from_arrays(make_arrays(), batch_size=8)
+    layout = Counting(make_strategy(2).layout)
+    dataset = DistributedDataset(source, layout, options=OPTIONS)
+    iterators = [iter(dataset) for _ in range(3)]
+    assert dataset.element_spec["int64"].shape == (8,)
+    assert layout.num_replicated == 0
+    for iterator in iterators:
+        next(iterator)
+    assert layout.num_replicated == 1
+
+
+def test_datasets_of_one_source_share_the_arrays_of_a_layout():
+    source = from_arrays(make_arrays(), batch_size=8)
+    layout, other = (Counting(make_strategy(n).layout) for n in (2, 4))
+    datasets = [
+        DistributedDataset(source, each, options=OPTIONS)
+        for each in (layout, layout, other)
+    ]
+    readers = [dataset.make_reader(exact=False) for dataset in datasets]
+    threads = [
+        threading.Thread(target=lambda reader=reader: reader.rows.resident)
+        for reader in readers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (layout.num_replicated, other.num_replicated) == (1, 1)
+    assert readers[0].rows.resident is readers[1].rows.resident
+
+
+def test_strategies_of_the_same_devices_share_the_arrays():
+    source = from_arrays(make_arrays(), batch_size=8)
+    readers = [
+        make_strategy(2).distribute_dataset(source, OPTIONS).make_reader(exact=False)
+        for _ in range(2)
+    ]
+    assert readers[0].rows.resident is readers[1].rows.resident
+
+
+def test_arrays_leave_the_device_with_the_last_dataset_that_uses_them():
+    source = from_arrays(make_arrays(), batch_size=8)
+    strategy = make_strategy(2)
+    dataset = strategy.distribute_dataset(source, OPTIONS)
+    other = strategy.distribute_dataset(source, OPTIONS)
+    iterator = iter(dataset)
+    next(iterator)
+    iterator.close()
+    placed = weakref.ref(dataset.make_reader(exact=False).rows.resident["int64"])
+    del dataset, iterator
+    gc.collect()
+    assert placed() is not None
+    del other
+    gc.collect()
+    assert placed() is None
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        (lambda: iter([np.zeros(4)]), "generator function"),
+        ([np.zeros(4)], "iterable list"),
+        (iter([np.zeros(4)]), "iterator"),
+        (grain.MapDataset.range(8).batch(4), "grain.MapDataset"),
+    ],
+    ids=["function", "list", "iterator", "grain"],
+)
+def test_a_source_that_is_not_in_memory_is_an_error(source, name):
+    message = (
+        rf"`place_on_device` is True, but the source \({name}\) makes its batches as "
+        r"it goes, and only whole arrays.*`armillary.data.from_arrays\(arrays, "
+        r"batch_size=...\)`, or leave `place_on_device` out"
+    )
+    with pytest.raises(TypeError, match=message):
+        armillary.DefaultStrategy().distribute_dataset(source, OPTIONS)
+    with pytest.raises(TypeError, match=message):
+        armillary.DefaultStrategy().distribute_datasets_from_function(
+            lambda _: source, OPTIONS
+        )
+
+
+def test_more_rows_than_32_bits_count_are_an_error():
+    array = np.broadcast_to(np.zeros(1, np.int8), (2**31,))
+    source = from_arrays(array, batch_size=8)
+    with pytest.raises(
+        ValueError,
+        match=r"`place_on_device` is True, but the arrays have 2147483648 examples, "
+        r"and devices count rows in 32 bits: up to 2147483647\. Use fewer "
+        r"examples, or leave `place_on_device` out",
+    ):
+        armillary.DefaultStrategy().distribute_dataset(source, OPTIONS)
+
+
+class FakeDevice:
+    def __init__(self, memory):
+        self._memory = memory
+
+    def memory_stats(self):
+        return self._memory
+
+    def __repr__(self):
+        return "device 7"
+
+
+class SmallLayout(Counting):
+    """The layout of a device that says how much memory it has."""
+
+    def __init__(self, memory):
+        super().__init__(armillary.DefaultStrategy().layout)
+        self.devices = [FakeDevice(None), FakeDevice(memory)]
+
+
+def make_reader(memory):
+    # In float32 the arrays take 4,000 bytes.
+    source = from_arrays(np.zeros((100, 10)), batch_size=8)
+    dataset = DistributedDataset(source, SmallLayout(memory), options=OPTIONS)
+    return dataset.make_reader(exact=False)
+
+
+def test_arrays_that_a_device_has_no_room_for_are_an_error():
+    reader = make_reader({"bytes_limit": 5000, "bytes_in_use": 1001})
+    with pytest.raises(
+        ValueError,
+        match=r"`place_on_device` is True, but the arrays take 4000 bytes on each "
+        r"device, and device 7 has 3999 of 5000 bytes free\. Use smaller arrays or "
+        "dtypes, or leave `place_on_device` out",
+    ):
+        reader.rows.place(next(reader).arrays)
+    assert reader.layout.num_replicated == 0
+
+
+@pytest.mark.parametrize(
+    "memory", [{"bytes_limit": 5000, "bytes_in_use": 1000}, {"num_allocs": 3}]
+)
+def test_arrays_that_fit_are_placed(memory):
+    reader = make_reader(memory)
+    assert reader.rows.resident.shape == (100, 10)
+
+
+def test_layouts_name_the_devices_whose_memory_counts(strategy):
+    batch = next(iter(strategy.distribute_dataset([np.zeros(4)])))
+    (leaf,) = jax.tree.leaves(batch)
+    assert set(strategy.layout.devices) == leaf.devices()
+
+
+def test_the_default_device_may_be_chosen():
+    with jax.default_device(jax.devices()[3]):
+        assert list(armillary.DefaultStrategy().layout.devices) == [jax.devices()[3]]
+
+
+def test_masks_need_dictionaries_without_one():
+    options = InputOptions(place_on_device=True, remainder="pad")
+    strategy = armillary.DefaultStrategy()
+    with pytest.raises(TypeError, match=r"not dictionaries.*adds a leaf `mask`"):
+        strategy.distribute_dataset(from_arrays(np.zeros(4), batch_size=2), options)
+    masked = from_arrays({"mask": np.zeros(4)}, batch_size=2)
+    with pytest.raises(ValueError, match="have a leaf `mask` already"):
+        strategy.distribute_dataset(masked, options)
+
+
+def test_a_batch_that_replicas_cannot_share_is_an_error():
+    source = from_arrays(np.zeros(9), batch_size=3)
+    with pytest.raises(BatchSizeError, match="3 examples, which 2 replicas cannot"):
+        next(iter(make_strategy(2).distribute_dataset(source, OPTIONS)))

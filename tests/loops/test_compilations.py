@@ -1,0 +1,121 @@
+"""How often a run compiles: each program once, whatever loops it is divided into."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.data import from_arrays
+from tests.problems import CNN, MLP, Classifier, make_digits, make_strategy
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class Evaluator(armillary.StandardEvaluator):
+    """Counts right answers over data whose last batch is smaller, or is not."""
+
+    def __init__(self, trainer: Classifier, num_examples: int) -> None:
+        self.strategy, self.model = trainer.strategy, trainer.model
+        source = from_arrays(make_digits(num_examples), batch_size=16)
+        super().__init__(self.strategy.distribute_dataset(source))
+        self.accuracy = nnx.metrics.Accuracy()
+
+    def eval_begin(self) -> None:
+        self.accuracy.reset()
+
+    def eval_step(self, iterator: Any) -> None:
+        def step_fn(batch: Any) -> None:
+            logits = self.model(batch["image"])
+            self.accuracy.update(logits=logits, labels=batch["label"])
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+    def eval_end(self, *state: Any) -> armillary.Output:
+        return {"accuracy": self.accuracy.compute()}
+
+
+@pytest.fixture
+def compiled() -> Iterator[Counter[str]]:
+    """Counts what JAX compiles, by the name of the function."""
+    names: Counter[str] = Counter()
+
+    def listener(event: str, _: float, **details: Any) -> None:
+        if event == COMPILE_EVENT:
+            names[str(details.get("fun_name"))] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def count_programs(compiled: Counter[str]) -> int:
+    """Returns how many step programs were compiled since the last call."""
+    count = sum(compiled[name] for name in compiled if name.startswith("jit(_run"))
+    compiled.clear()
+    return count
+
+
+def make_trainer(model: type[nnx.Module], num_replicas: int) -> Classifier:
+    strategy = make_strategy(num_replicas)
+    with strategy.scope():
+        return Classifier(strategy, model(nnx.Rngs(0)), optax.adam(1e-2))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 4])
+@pytest.mark.parametrize("model", [MLP, CNN], ids=["one program", "program per step"])
+def test_each_program_is_compiled_once(
+    compiled: Counter[str], model: type[nnx.Module], num_replicas: int
+) -> None:
+    trainer = make_trainer(model, num_replicas)
+    evaluator = Evaluator(trainer, num_examples=40)
+    compiled.clear()
+
+    trainer.train(10)
+    assert count_programs(compiled) == 1
+    evaluator.evaluate(-1)
+    # Batches of 16, and one of 8.
+    assert count_programs(compiled) == 2
+
+    trainer.train(10)
+    evaluator.evaluate(-1)
+    # The second round may compile what Flax runs to reset arrays that a step returned.
+    assert count_programs(compiled) == 0
+    for num_steps in (10, 7, 3, 1):
+        trainer.train(num_steps)
+        evaluator.evaluate(2)
+        evaluator.evaluate(-1)
+    assert compiled == Counter()
+
+
+def test_batches_of_one_size_need_one_program(compiled: Counter[str]) -> None:
+    evaluator = Evaluator(make_trainer(MLP, 4), num_examples=48)
+    compiled.clear()
+
+    for _ in range(3):
+        evaluator.evaluate(-1)
+
+    assert count_programs(compiled) == 1
+
+
+def test_a_controller_compiles_each_program_once(compiled: Counter[str]) -> None:
+    trainer = make_trainer(MLP, 4)
+    controller = armillary.Controller(
+        trainer=trainer,
+        evaluator=Evaluator(trainer, num_examples=40),
+        global_step=trainer.optimizer.step,
+        strategy=trainer.strategy,
+        steps_per_loop=7,
+    )
+    compiled.clear()
+
+    controller.train_and_evaluate(train_steps=30, eval_interval=10)
+    assert count_programs(compiled) == 3
+
+    controller.train_and_evaluate(train_steps=50, eval_interval=10)
+    controller.train(steps=63)
+    assert count_programs(compiled) == 0

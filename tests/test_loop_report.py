@@ -1,0 +1,185 @@
+"""Loops are looked at while the next one runs, and nothing of them is lost."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import armillary
+from armillary.data import from_arrays
+from armillary.errors import GlobalStepError
+
+
+class Counting(armillary.StandardTrainer):
+    """Counts steps, and notes when each loop begins."""
+
+    def __init__(self, events, dataset=None):
+        x = np.ones((4, 1), np.float32)
+        if dataset is None:
+            dataset = from_arrays({"x": x}, batch_size=4, repeat=True)
+        super().__init__(dataset)
+        self.step = jnp.int32(0)
+        self.by = jnp.int32(1)
+        self._notes = Notes(events)
+
+    def train_loop_begin(self):
+        self._notes.add("begin")
+
+    def train_step(self, iterator):
+        next(iterator)
+        self.step = self.step + self.by
+
+    def train_loop_end(self):
+        return {"seen": self.step}
+
+
+class Notes:
+    """Takes notes, some of which fail."""
+
+    def __init__(self, events):
+        self.events, self.fail_at = events, None
+
+    def add(self, event):
+        if self.fail_at is not None and len(self.events) >= self.fail_at:
+            raise RuntimeError("The data is on strike.")
+        self.events.append(event)
+
+
+class Summaries:
+    """A summary manager that takes notes."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def write_summaries(self, values, step):
+        self.events.append((step, int(values["seen"])))
+
+    def flush(self):
+        pass
+
+
+def make(events, trainer=None, **options):
+    trainer = trainer or Counting(events)
+    controller = armillary.Controller(
+        trainer=trainer,
+        global_step=lambda: trainer.step,
+        steps_per_loop=2,
+        summary_manager=Summaries(events),
+        **options,
+    )
+    return trainer, controller
+
+
+def test_a_loop_is_looked_at_while_the_next_one_runs():
+    events = []
+    _, controller = make(events)
+
+    controller.train(8)
+
+    # The first loop is looked at before the second, in case its step is wrong.
+    assert events == [
+        "begin",
+        (2, 2),
+        "begin",
+        "begin",
+        (4, 4),
+        "begin",
+        (6, 6),
+        (8, 8),
+    ]
+
+
+def test_actions_see_each_loop_before_the_next_one():
+    events = []
+    actions = [lambda output: events.append(int(output["seen"]))]
+    _, controller = make(events, train_actions=actions)
+
+    controller.train(6)
+
+    assert [event for event in events if not isinstance(event, tuple)] == [
+        "begin",
+        2,
+        "begin",
+        4,
+        "begin",
+        6,
+    ]
+
+
+def test_a_loop_is_reported_before_its_checkpoint_is_saved(tmp_path, caplog):
+    caplog.set_level("INFO", "armillary")
+    events = []
+    trainer = Counting(events)
+    manager = armillary.CheckpointManager(
+        armillary.Checkpoint(trainer=trainer), tmp_path, checkpoint_interval=4
+    )
+    trainer, controller = make(events, trainer, checkpoint_manager=manager)
+
+    controller.train(8)
+
+    lines = [
+        line for line in caplog.messages if "steps/sec" in line or "saving" in line
+    ]
+    kinds = ["saving" if "saving" in line else "train" for line in lines]
+    # The first save is due at once, the others after four steps.
+    assert kinds == [*["train", "saving", "train"] * 2, "saving"]
+
+
+def test_what_a_failing_loop_leaves_behind_is_reported():
+    events = []
+    trainer, controller = make(events)
+    trainer._notes.fail_at = 4
+
+    with pytest.raises(RuntimeError, match="on strike"):
+        controller.train(8)
+
+    assert events == ["begin", (2, 2), "begin", "begin", (4, 4), (6, 6)]
+    assert int(trainer.step) == 6
+
+
+def test_a_step_that_goes_wrong_later_is_noticed_one_loop_later():
+    events = []
+    trainer, controller = make(events)
+    controller.train(2)
+    trainer.by = jnp.int32(3)
+
+    with pytest.raises(GlobalStepError, match=r"advanced `global_step` from 2 to 8"):
+        controller.train(8)
+
+
+def test_data_that_ends_is_noticed_at_once():
+    events = []
+    x = np.ones((20, 1), np.float32)
+    trainer = Counting(events, from_arrays({"x": x}, batch_size=4))
+    _, controller = make(events, trainer)
+
+    controller.train(100)
+
+    assert int(trainer.step) == 5
+    assert events[-1] == (5, 5)
+
+
+def test_a_loop_written_by_hand_is_looked_at_before_it_goes_on():
+    events = []
+
+    class ByHand(Counting):
+        def train(self, num_steps):
+            output = super().train(num_steps)
+            events.append("end")
+            return output
+
+    trainer = ByHand(events)
+    _, controller = make(events, trainer)
+
+    controller.train(6)
+
+    assert events == [
+        "begin",
+        "end",
+        (2, 2),
+        "begin",
+        "end",
+        (4, 4),
+        "begin",
+        "end",
+        (6, 6),
+    ]

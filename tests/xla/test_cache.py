@@ -1,0 +1,188 @@
+"""Tests of the compilation cache, in the fresh processes that it is for."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from armillary.xla import use_compilation_cache
+
+TESTS = Path(__file__).resolve().parents[1]
+SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+PROGRAM = """
+import collections, hashlib, json, sys
+import jax
+import armillary, armillary.xla
+directory, num_devices = sys.argv[1], int(sys.argv[2])
+jax.config.update("jax_num_cpu_devices", num_devices)
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
+if directory:
+    assert armillary.xla.use_compilation_cache(directory) == directory
+import numpy as np, optax, problems
+from flax import nnx
+
+strategy = armillary.MirroredStrategy()
+with strategy.scope():
+    model = problems.MLP(nnx.Rngs(0))
+trainer = problems.Classifier(strategy, model, optax.adam(1e-2))
+controller = armillary.Controller(
+    trainer=trainer, global_step=trainer.optimizer.step, steps_per_loop=5,
+    strategy=strategy,
+)
+controller.train(10)
+arrays = jax.tree.leaves(nnx.state(model, nnx.Param))
+content = b"".join(np.asarray(array).tobytes() for array in [*arrays, trainer.losses])
+name = "/jax/compilation_cache/"
+print(json.dumps({
+    "replicas": strategy.num_replicas_in_sync,
+    "requests": events[name + "compile_requests_use_cache"],
+    "hits": events[name + "cache_hits"],
+    "stored": events[name + "cache_misses"],
+    "results": hashlib.sha256(content).hexdigest(),
+}))
+"""
+
+
+def run_program(directory: Path | str, num_devices: int) -> tuple[dict[str, Any], str]:
+    """Trains in a fresh process; returns what it counted, and its messages."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "XLA_FLAGS" and not name.startswith("JAX_")
+    }
+    child = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(directory), str(num_devices)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={
+            **inherited,
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
+        },
+    )
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout.splitlines()[-1]), child.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_a_second_process_trains_without_compiling(
+    tmp_path: Path, num_devices: int
+) -> None:
+    without, _ = run_program("", num_devices)
+    first, _ = run_program(tmp_path, num_devices)
+    second, messages = run_program(tmp_path, num_devices)
+
+    assert first["replicas"] == num_devices
+    # Without a cache, nothing is loaded or stored, and the counters are alive.
+    assert (without["hits"], without["stored"]) == (0, 0)
+    assert first["stored"] + first["hits"] == first["requests"] > 10
+    # Two threads that compile the same small program store it once, and count it twice.
+    assert 10 < len(list(tmp_path.iterdir())) <= first["stored"]
+    assert second["requests"] == second["hits"] > 10
+    assert second["stored"] == 0
+    assert without["results"] == first["results"] == second["results"]
+    # XLA would say so if it took this machine for another one than it compiled for.
+    assert "machine" not in messages.lower()
+
+
+@pytest.mark.slow
+def test_half_written_programs_are_compiled_again_with_a_warning(
+    tmp_path: Path,
+) -> None:
+    first, _ = run_program(tmp_path, 1)
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    second, messages = run_program(tmp_path, 1)
+
+    assert second["hits"] == 0
+    assert second["results"] == first["results"]
+    assert "Error reading persistent compilation cache entry" in messages
+
+
+@pytest.fixture
+def restore_settings() -> Iterator[None]:
+    """Puts the cache of this process back after the test."""
+    before = {name: jax.config.values[name] for name in SETTINGS}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("restore_settings")
+def test_a_cache_in_use_is_replaced(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        path = use_compilation_cache(tmp_path / name)
+        assert path == str(tmp_path / name)
+        assert list(Path(path).iterdir()) == []
+        # A new function, so that JAX does not have it in memory.
+        jax.jit(lambda x: x + 1)(jax.numpy.zeros(3)).block_until_ready()
+        assert len(list(Path(path).iterdir())) >= 1
+
+
+@pytest.mark.usefixtures("restore_settings")
+def test_the_directory_gets_the_rights_of_the_user(tmp_path: Path) -> None:
+    umask = os.umask(0o027)
+    try:
+        path = use_compilation_cache(tmp_path / "new" / "cache")
+    finally:
+        os.umask(umask)
+
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o750
+
+
+@pytest.mark.usefixtures("restore_settings")
+def test_a_relative_directory_is_made_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert use_compilation_cache("cache") == str(tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("restore_settings")
+def test_a_remote_directory_is_left_to_jax() -> None:
+    assert use_compilation_cache("gs://bucket/cache") == "gs://bucket/cache"
+    assert jax.config.values["jax_compilation_cache_dir"] == "gs://bucket/cache"
+
+
+@pytest.mark.parametrize("directory", [None, True, b"cache", 3])
+def test_what_is_not_a_path_is_refused(directory: Any) -> None:
+    with pytest.raises(TypeError, match=r"`directory` is .* but it must be a path"):
+        use_compilation_cache(directory)
+
+
+def test_an_unusable_directory_is_refused_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {name: jax.config.values[name] for name in SETTINGS}
+    file = tmp_path / "file"
+    file.touch()
+
+    with pytest.raises(ValueError, match="`directory` is '', but it must name"):
+        use_compilation_cache("")
+    with pytest.raises(ValueError, match="cannot be made: File exists"):
+        use_compilation_cache(file)
+    with pytest.raises(ValueError, match="cannot be made: Not a directory"):
+        use_compilation_cache(file / "cache")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match="this user may not read and write"):
+        use_compilation_cache(tmp_path / "locked")
+
+    assert {name: jax.config.values[name] for name in SETTINGS} == before

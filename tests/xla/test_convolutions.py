@@ -1,0 +1,610 @@
+"""Tests of canonical convolutions: the forms on their own, then in JAX's tables."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec as P
+
+from armillary.xla import _lowerings, use_canonical_convolutions
+from armillary.xla._convolutions import Form, choose_form, convolve
+from armillary.xla._lowerings import has_canonical_convolutions, is_canonical
+from armillary.xla._max_pool import scatter_to_winners
+
+IMAGES = ("NHWC", "HWIO", "NHWC")
+FEATURES_FIRST = ("NCHW", "OIHW", "NCHW")
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Puts JAX's own rules back, and forgets the programs compiled with others."""
+    rules = mlir._platform_specific_lowerings["cpu"]
+    saved = dict(rules)
+    yield
+    rules.clear()
+    rules.update(saved)
+    jax.clear_caches()
+
+
+@pytest.fixture
+def canonical(restored: None) -> None:
+    assert use_canonical_convolutions()
+    jax.clear_caches()
+
+
+def make(shape: tuple[int, ...], dtype: Any = jnp.float32, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def find_convolutions(fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Returns the convolutions of a function and of its gradients, as equations."""
+
+    def compute(*args: jax.Array) -> jax.Array:
+        result = fn(*args)
+        return (result * jnp.conj(result)).real.astype(jnp.float32).sum()
+
+    program = jax.make_jaxpr(jax.grad(compute, argnums=tuple(range(len(args)))))(*args)
+    return [
+        equation
+        for equation in program.eqns
+        if equation.primitive is lax.conv_general_dilated_p
+    ]
+
+
+def choose(equation: Any) -> Form:
+    values = [variable.aval for variable in (*equation.invars, *equation.outvars)]
+    return choose_form(equation.params, *values)
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    actual, expected = (
+        np.asarray(value, np.float64).ravel() for value in (actual, expected)
+    )
+    assert actual.shape == expected.shape
+    scale = max(np.abs(expected).max(initial=0.0), 1e-3)
+    np.testing.assert_allclose(actual / scale, expected / scale, atol=tolerance)
+
+
+def assert_forms_agree(equations: list[Any], tolerance: float = 1e-5) -> set[Form]:
+    """Compares each equation with JAX's own and returns the forms that were used."""
+    pairs = [
+        [
+            make(variable.aval.shape, variable.aval.dtype, seed)
+            for seed, variable in enumerate(equation.invars)
+        ]
+        for equation in equations
+    ]
+
+    @jax.jit
+    def compute(pairs: list[list[jax.Array]]) -> Any:
+        return [
+            (
+                lax.conv_general_dilated_p.bind(*pair, **equation.params),
+                convolve(*pair, form=form, **equation.params)
+                if (form := choose(equation)) is not Form.UNCHANGED
+                else None,
+            )
+            for equation, pair in zip(equations, pairs, strict=True)
+        ]
+
+    for expected, actual in compute(pairs):
+        if actual is not None:
+            assert actual.dtype == expected.dtype
+            assert actual.shape == expected.shape
+            assert_close(actual, expected, tolerance)
+    return set(map(choose, equations))
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
+    """Draws a convolution and the shapes of its image and its kernel."""
+    ndim = draw(st.integers(0, 3))
+
+    def each(low: int, high: int) -> tuple[int, ...]:
+        return tuple(draw(st.integers(low, high)) for _ in range(ndim))
+
+    letters = "XYZ"[:ndim]
+    orders = [
+        "".join(draw(st.permutations(letters + others)))
+        for others in ("NC", "OI", "NC")
+    ]
+    groups = draw(st.sampled_from((1, 1, 2, 3)))
+    inputs, outputs = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    space, window = each(1, 6), each(1, 3)
+    strides, dilation, spread = each(1, 2), each(1, 2), each(1, 2)
+    padding = [(low, high) for low, high in zip(each(-1, 2), each(0, 2), strict=True)]
+    for index in range(ndim):
+        size = (space[index] - 1) * spread[index] + 1 + sum(padding[index])
+        assume(size >= (window[index] - 1) * dilation[index] + 1)
+    sizes = dict(zip(letters, space, strict=True))
+    sizes |= {"N": draw(st.integers(1, 3)), "C": inputs * groups}
+    kernel = dict(zip(letters, window, strict=True))
+    kernel |= {"I": inputs, "O": outputs * groups}
+    fn = partial(
+        lax.conv_general_dilated,
+        window_strides=strides,
+        padding=padding,
+        lhs_dilation=spread,
+        rhs_dilation=dilation,
+        dimension_numbers=tuple(orders),
+        feature_group_count=groups,
+    )
+    return (
+        fn,
+        tuple(sizes[letter] for letter in orders[0]),
+        tuple(kernel[letter] for letter in orders[1]),
+    )
+
+
+@given(convolutions())
+@settings(max_examples=20, deadline=None)
+def test_forms_equal_jax_for_a_convolution_and_its_gradients(case):
+    fn, image, kernel = case
+    assert_forms_agree(find_convolutions(fn, make(image), make(kernel)))
+
+
+@pytest.mark.parametrize(
+    ("image", "kernel", "groups", "forms"),
+    [
+        ((2, 9, 9, 4), (3, 3, 4, 6), 1, {Form.UNCHANGED, Form.ORDERED}),
+        ((2, 9, 9, 4), (3, 3, 1, 4), 4, {Form.BY_TAP, Form.BY_POSITION}),
+        ((2, 9, 9, 4), (3, 3, 1, 8), 4, {Form.BY_TAP, Form.ORDERED, Form.BY_POSITION}),
+        (
+            (2, 9, 9, 4),
+            (3, 3, 2, 6),
+            2,
+            {Form.UNCHANGED, Form.ORDERED, Form.BY_POSITION},
+        ),
+    ],
+    ids=["plain", "depthwise", "multiplied", "grouped"],
+)
+def test_each_kind_of_convolution_has_its_forms(image, kernel, groups, forms):
+    fn = partial(
+        lax.conv_general_dilated,
+        window_strides=(1, 1),
+        padding="SAME",
+        dimension_numbers=IMAGES,
+        feature_group_count=groups,
+    )
+    assert assert_forms_agree(find_convolutions(fn, make(image), make(kernel))) == forms
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("strides", "dilation", "spread"),
+    [((2, 1), (1, 3), (1, 1)), ((1, 3), (2, 1), (1, 2)), ((1, 1), (2, 2), (2, 1))],
+    ids=str,
+)
+def test_forms_heed_steps_and_padding(strides, dilation, spread, groups):
+    fn = partial(
+        lax.conv_general_dilated,
+        window_strides=strides,
+        padding=((2, 0), (1, 3)),
+        lhs_dilation=spread,
+        rhs_dilation=dilation,
+        dimension_numbers=IMAGES,
+        feature_group_count=groups,
+    )
+    image, kernel = make((2, 9, 8, 4)), make((3, 2, 4 // groups, 8))
+    forms = {1: Form.ORDERED, 2: Form.BY_POSITION, 4: Form.BY_TAP}
+    used = assert_forms_agree(find_convolutions(fn, image, kernel))
+    assert forms[groups] in used
+
+
+def test_large_groups_in_the_batch_stay_as_jax_has_them():
+    fn = partial(
+        lax.conv_general_dilated,
+        window_strides=(1, 1),
+        padding="SAME",
+        dimension_numbers=IMAGES,
+        batch_group_count=2,
+    )
+    equation = find_convolutions(fn, make((2, 9, 9, 1)), make((3, 3, 1, 2)))[0]
+    assert choose(equation) is Form.UNCHANGED
+    assert not is_canonical(equation)
+
+
+def test_gradients_of_single_examples_have_forms():
+    fn = partial(
+        lax.conv_general_dilated,
+        window_strides=(1, 1),
+        padding="SAME",
+        dimension_numbers=IMAGES,
+    )
+
+    def compute(image: jax.Array, kernel: jax.Array) -> jax.Array:
+        return (fn(image[None], kernel) ** 2).sum()
+
+    each = jax.vmap(jax.grad(compute, 1), in_axes=(0, None))
+    program = jax.make_jaxpr(each)(make((4, 9, 9, 3)), make((3, 3, 3, 2)))
+    equations = [
+        equation
+        for equation in program.eqns
+        if equation.primitive is lax.conv_general_dilated_p
+    ]
+    assert Form.BY_POSITION in assert_forms_agree(equations)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_short_floats_are_as_exact_as_in_jax(dtype, groups):
+    fn = partial(
+        lax.conv_general_dilated,
+        window_strides=(1, 1),
+        padding="SAME",
+        dimension_numbers=FEATURES_FIRST,
+        feature_group_count=groups,
+    )
+    image, kernel = make((2, 4, 9, 9), dtype), make((8, 4 // groups, 3, 3), dtype)
+    equations = find_convolutions(fn, image, kernel)
+    assert assert_forms_agree(equations, tolerance=float(jnp.finfo(dtype).eps))
+
+
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        fn = partial(
+            lax.conv_general_dilated,
+            window_strides=(2, 2),
+            padding="SAME",
+            dimension_numbers=FEATURES_FIRST,
+        )
+        image, kernel = make((2, 4, 9, 9), np.float64), make((8, 4, 3, 3), np.float64)
+        assert_forms_agree(find_convolutions(fn, image, kernel), tolerance=1e-13)
+
+
+def scatter_pair(
+    images: jax.Array, select: Any, window: Any, strides: Any, padding: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns JAX's gradient of max-pooling and the one of this package."""
+    shape = [
+        (size + low + high - length) // stride + 1
+        for size, (low, high), length, stride in zip(
+            images.shape, padding, window, strides, strict=True
+        )
+    ]
+    parameters = dict(
+        select_prim=select,
+        window_dimensions=window,
+        window_strides=strides,
+        padding=padding,
+    )
+    return jax.jit(
+        lambda source, operand: (
+            lax.select_and_scatter_add_p.bind(source, operand, **parameters),
+            scatter_to_winners(source, operand, **parameters),
+        )
+    )(make(tuple(shape), images.dtype, seed=1), images)
+
+
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_pool_gradient_equals_jax(data):
+    ndim = data.draw(st.integers(1, 3))
+
+    def each(low: int, high: int) -> tuple[int, ...]:
+        return tuple(data.draw(st.integers(low, high)) for _ in range(ndim))
+
+    window, strides = each(1, 3), each(1, 4)
+    padding = tuple(
+        (data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, n - 1)))
+        for n in window
+    )
+    images = jnp.round(make(each(3, 7)))  # Whole numbers, so that there are ties.
+    select = data.draw(st.sampled_from((lax.ge_p, lax.le_p)))
+    assert_close(*scatter_pair(images, select, window, strides, padding)[::-1])
+
+
+def test_pool_gradient_is_equal_bit_for_bit_where_windows_do_not_overlap():
+    images = jnp.round(make((3, 7, 6, 5)))
+    window = (1, 2, 2, 1)
+    padding = ((0, 0), (0, 1), (0, 0), (0, 0))
+    expected, actual = scatter_pair(images, lax.ge_p, window, window, padding)
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_pool_gradient_treats_values_that_are_no_numbers_as_jax_does():
+    images = make((1, 6, 6, 2)).at[0, 0, 1, 0].set(jnp.nan).at[0, 3, 3, 1].set(jnp.inf)
+    images = images.at[0, 4:, 4:, 0].set(-jnp.inf)
+    window = (1, 2, 2, 1)
+    expected, actual = scatter_pair(images, lax.ge_p, window, window, ((0, 0),) * 4)
+    np.testing.assert_array_equal(actual, expected)
+
+
+def network(kernels: tuple[jax.Array, jax.Array], images: jax.Array) -> jax.Array:
+    for kernel in kernels:
+        images = lax.conv_general_dilated(
+            images, kernel, (1, 1), "SAME", dimension_numbers=IMAGES
+        )
+        images = lax.reduce_window(
+            jax.nn.relu(images), -np.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
+        )
+    return (images**2).mean()
+
+
+def train(kernels: Any, images: jax.Array) -> Any:
+    gradients = jax.grad(network)(kernels, images)
+    return jax.tree.map(lambda old, new: old - 0.1 * new, kernels, gradients)
+
+
+def train_in_scan(kernels: Any, chunk: jax.Array) -> Any:
+    return lax.scan(lambda carry, x: (train(carry, x), None), kernels, chunk)[0]
+
+
+def train_in_fori_loop(kernels: Any, chunk: jax.Array) -> Any:
+    return lax.fori_loop(0, 3, lambda i, carry: train(carry, chunk[i]), kernels)
+
+
+def train_in_vmap(kernels: Any, chunk: jax.Array) -> Any:
+    many = jax.vmap(jax.grad(network), in_axes=(None, 0))(kernels, chunk)
+    return jax.tree.map(lambda all_: all_.mean(0), many)
+
+
+def train_in_models(kernels: Any, chunk: jax.Array) -> Any:
+    models = jax.tree.map(lambda one: jnp.stack([one, 2 * one, -one]), kernels)
+    return jax.vmap(train)(models, chunk)
+
+
+def train_in_shard_map(kernels: Any, chunk: jax.Array) -> Any:
+    mesh = jax.make_mesh(
+        (2,), ("replica",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
+    split = P(None, "replica")
+    return jax.shard_map(
+        lambda kernels, chunk: train_in_scan_of_means(kernels, chunk),
+        mesh=mesh,
+        in_specs=(P(), split),
+        out_specs=P(),
+    )(kernels, chunk)
+
+
+def train_in_scan_of_means(kernels: Any, chunk: jax.Array) -> Any:
+    def mean(kernels: Any, images: jax.Array) -> jax.Array:
+        return lax.pmean(network(kernels, images), "replica")
+
+    def body(kernels: Any, images: jax.Array) -> Any:
+        gradients = jax.grad(mean)(kernels, images)
+        return jax.tree.map(lambda old, new: old - 0.1 * new, kernels, gradients), None
+
+    return lax.scan(body, kernels, chunk)[0]
+
+
+def train_in_sharded_batches(kernels: Any, chunk: jax.Array) -> Any:
+    mesh = jax.make_mesh(
+        (2,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
+    sharding = jax.sharding.NamedSharding(mesh, P(None, "data"))
+    return train_in_scan(kernels, lax.with_sharding_constraint(chunk, sharding))
+
+
+WAYS = [
+    train_in_scan,
+    train_in_fori_loop,
+    train_in_vmap,
+    train_in_models,
+    train_in_shard_map,
+    train_in_sharded_batches,
+]
+
+
+@pytest.fixture(scope="module")
+def problem() -> tuple[Any, jax.Array]:
+    kernels = make((3, 3, 2, 3)) / 3, make((3, 3, 3, 4), seed=1) / 5
+    return kernels, make((3, 4, 9, 10, 2), seed=2)
+
+
+@pytest.fixture(scope="module")
+def expected(problem: tuple[Any, jax.Array]) -> dict[str, Any]:
+    assert not has_canonical_convolutions()
+    return {way.__name__: jax.jit(way)(*problem) for way in WAYS}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_training_is_equal(way, problem, expected, canonical):
+    actual = jax.jit(way)(*problem)
+    for new, old in zip(actual, expected[way.__name__], strict=True):
+        assert_close(new, old)
+
+
+def read_orders(program: str) -> set[str]:
+    return set(re.findall(r"dim_numbers = (.*?\].*?\].*?\])", program))
+
+
+def test_loops_hold_ordered_convolutions_and_no_scatter(problem, canonical):
+    text = jax.jit(train_in_scan).lower(*problem).as_text()
+    assert read_orders(text) == {"[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"}
+    assert "select_and_scatter" not in text
+
+
+def test_without_the_call_loops_hold_others(problem):
+    text = jax.jit(train_in_scan).lower(*problem).as_text()
+    assert len(read_orders(text)) == 3
+    assert "select_and_scatter" in text
+
+
+def test_call_says_that_it_is_in_use_and_may_be_repeated(restored):
+    assert not has_canonical_convolutions()
+    assert use_canonical_convolutions() is True
+    rule = mlir._platform_specific_lowerings["cpu"][lax.conv_general_dilated_p]
+    assert use_canonical_convolutions() is True
+    assert mlir._platform_specific_lowerings["cpu"][lax.conv_general_dilated_p] is rule
+    assert has_canonical_convolutions()
+
+
+def test_compiled_programs_stay_until_the_caches_are_cleared(problem, restored):
+    step = jax.jit(lambda kernels, images: train(kernels, images))
+    kernels, chunk = problem
+    step(kernels, chunk[0])
+    use_canonical_convolutions()
+    lowered: list[Any] = []
+    own = _lowerings._ConvolutionRule.__call__
+
+    def record(self: Any, context: Any, *args: Any, **parameters: Any) -> Any:
+        lowered.append(parameters["dimension_numbers"])
+        return own(self, context, *args, **parameters)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_lowerings._ConvolutionRule, "__call__", record)
+        step(kernels, chunk[0])
+        assert not lowered
+        jax.clear_caches()
+        step(kernels, chunk[0])
+        assert lowered
+
+
+def test_complex_convolutions_are_equal(restored):
+    image, kernel = make((2, 2, 5, 5)), make((3, 2, 3, 3))
+    image, kernel = image + 1j * image[::-1], kernel - 2j * kernel
+
+    def compute(image: jax.Array, kernel: jax.Array) -> jax.Array:
+        result = lax.conv_general_dilated(image, kernel, (1, 1), "SAME")
+        return jnp.stack([result.real, result.imag])
+
+    before = jax.jit(compute)(image, kernel)
+    use_canonical_convolutions()
+    jax.clear_caches()
+    assert_close(jax.jit(compute)(image, kernel), before)
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_batches_of_none_are_compiled(canonical, batch, groups):
+    kernel = make((3, 3, 2 // groups, 4))
+
+    def compute(kernel: jax.Array, images: jax.Array) -> jax.Array:
+        images = lax.conv_general_dilated(
+            images,
+            kernel,
+            (1, 1),
+            "SAME",
+            dimension_numbers=IMAGES,
+            feature_group_count=groups,
+        )
+        return lax.reduce_window(
+            images, -np.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
+        ).sum()
+
+    gradient = jax.jit(jax.grad(compute))(kernel, make((batch, 4, 4, 2)))
+    assert bool(jnp.any(gradient != 0)) == (batch > 0)
+
+
+def test_batches_of_any_size_can_be_exported(problem, canonical):
+    kernels, chunk = problem
+    (batch,) = jax.export.symbolic_shape("batch")
+    images = jax.ShapeDtypeStruct((batch, *chunk.shape[2:]), chunk.dtype)
+    program = jax.export.export(jax.jit(train))(kernels, images)
+    for new, old in zip(
+        program.call(kernels, chunk[0]), train(kernels, chunk[0]), strict=True
+    ):
+        assert_close(new, old)
+
+
+def test_axes_that_the_user_shards_stay_as_they_are(problem, canonical):
+    kernels, chunk = problem
+    mesh = jax.make_mesh(
+        (2,), ("data",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2]
+    )
+    with jax.set_mesh(mesh):
+        images = jax.device_put(chunk[0], P("data"))
+        loss = jax.jit(network)(jax.device_put(kernels, P()), images)
+    assert_close(loss, network(kernels, chunk[0]))
+
+
+def test_equations_are_canonical_in_order_or_by_the_call(problem, restored):
+    kernels, chunk = problem
+    equations = find_convolutions(
+        lambda images, kernel: lax.conv_general_dilated(
+            images, kernel, (1, 1), "SAME", dimension_numbers=IMAGES
+        ),
+        chunk[0],
+        kernels[0],
+    )
+    assert [is_canonical(equation) for equation in equations] == [True, False, False]
+    use_canonical_convolutions()
+    assert [is_canonical(equation) for equation in equations] == [True, True, True]
+
+
+def break_tables(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(mlir, "_platform_specific_lowerings")
+
+
+def break_entries(patch: pytest.MonkeyPatch) -> None:
+    rules = {lax.conv_general_dilated_p: object()}
+    patch.setitem(mlir._platform_specific_lowerings, "cpu", rules)
+
+
+def break_rules(patch: pytest.MonkeyPatch) -> None:
+    entry = type("Entry", (), {"rule": "compiled"})()
+    rules = {lax.conv_general_dilated_p: entry}
+    patch.setitem(mlir._platform_specific_lowerings, "cpu", rules)
+
+
+def break_parameters(patch: pytest.MonkeyPatch) -> None:
+    known = _lowerings.CONVOLUTION_PARAMETERS - {"out_sharding"}
+    patch.setattr(_lowerings, "CONVOLUTION_PARAMETERS", known)
+
+
+def break_gradient(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lax, "select_and_scatter_add_p", lax.sin_p)
+
+
+def break_primitive(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(lax, "select_and_scatter_add_p")
+
+
+@pytest.mark.parametrize(
+    ("break_jax", "reason"),
+    [
+        (break_tables, "_platform_specific_lowerings"),
+        (break_entries, "has no attribute 'rule'"),
+        (break_rules, "the rule of conv_general_dilated is 'compiled'"),
+        (break_parameters, "conv_general_dilated has the parameters .*out_sharding"),
+        (break_gradient, r"gradients do not use \['sin'\]"),
+        (break_primitive, "select_and_scatter_add_p"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_an_unknown_jax_is_left_alone(break_jax, reason, monkeypatch, restored):
+    registered: list[Any] = []
+    monkeypatch.setattr(
+        mlir, "register_lowering", lambda *args, **_: registered.append(args)
+    )
+    break_jax(monkeypatch)
+    message = f"changed nothing: JAX {re.escape(jax.__version__)} .*{reason}"
+    with pytest.warns(RuntimeWarning, match=message):
+        assert use_canonical_convolutions() is False
+    assert not registered
+    assert not has_canonical_convolutions()
+
+
+@pytest.mark.parametrize(
+    ("code", "succeeds"),
+    [("assert use_canonical_convolutions()", True), ("jax.devices()", False)],
+    ids=["call", "control"],
+)
+def test_call_touches_no_device(code, succeeds):
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-c",
+            f"import jax; from armillary.xla import use_canonical_convolutions; {code}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "JAX_PLATFORMS": "no_such_platform"},
+    )
+    assert (result.returncode == 0) == succeeds, result.stderr
