@@ -35,6 +35,7 @@ class Placement:
         self._shardings = [strategy.state_sharding(slot) for slot in state.owners]
         # What each place held when its arrays were in place; nothing is, so far.
         self._raw: list[Any] = [_NEVER] * len(state.slots)
+        self._old: list[Any] = []
         # Arrays that are not yet what their slot holds, as the slot's is elsewhere.
         self._moved: set[int] = set()
         self._is_scalar = [type_.ndim == 0 for type_ in self.types()]
@@ -122,6 +123,7 @@ class Placement:
             may_share: Whether one of them may be another one, or one that was kept.
         """
         self._use.values = list(values)
+        self._old = []
         self._may_share = may_share
         self._is_held = True
 
@@ -136,7 +138,9 @@ class Placement:
             self._moved.clear()
         else:
             self._use.write(self._use.values)
-        self._raw = self._state.raw()
+        # The arrays that were taken over go once the next program runs: to free
+        # hundreds of them takes time, and the device waits for what comes before.
+        self._old, self._raw = self._raw, self._state.raw()
         self._is_held = False
 
     def update(self, values: Sequence[jax.Array]) -> None:
