@@ -2,15 +2,18 @@
 
 PYTHON ?= python3
 WORKERS ?= auto
+KILLS ?= 100
+SEED ?= 0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-peers test check lint format types layers spelling clean
+.PHONY: help setup demo bench bench-peers test soak check lint format types layers spelling clean
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
 	@echo "make test      install and run the tests"
+	@echo "make soak      kill a training program 100 times; about 10 minutes"
 	@echo "make check     lint, types, layers and spelling"
 	@echo "make bench     measure against hand-written loops; about 45 minutes"
 	@echo "make bench-peers  install Keras, Orbit and Lightning for make bench (4 GB)"
@@ -65,6 +68,10 @@ bench-peers: $(foreach peer,keras orbit lightning,.venv-bench-$(peer)/installed)
 
 test: .venv/dev-installed
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+soak: .venv/dev-installed
+	ARMILLARY_SOAK_KILLS=$(KILLS) ARMILLARY_SOAK_SEED=$(SEED) \
+	  $(BIN)/python -m pytest -n 0 tests/checkpoint/test_soak.py
 
 check: lint types layers spelling
 

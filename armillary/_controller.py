@@ -321,6 +321,11 @@ class Controller:
         manager = self._require("checkpoint_manager", for_method="save_checkpoint")
         path = self._save(check_interval=False)
         manager.sync()
+        # With `on_write_error="warn"` training goes on without a checkpoint, but this
+        # method promises one.
+        error = getattr(manager, "last_error", None)
+        if error is not None:
+            raise error
         if path is None:
             raise CheckpointError(
                 f"`checkpoint_manager.save` wrote nothing at step {self._read_step()} "

@@ -16,13 +16,16 @@ from typing import Any
 
 from etils import epath
 
+from armillary.checkpoint._checksums import CHECKSUM_FILE
+
 FORMAT = "armillary-checkpoint"
-VERSION = 1
+VERSION = 2
 HEADER_FILE = "header.json"
 _NAME = re.compile(r"checkpoint_(\d+)(?:\.(\d+))?")
 _REMOVED_SUFFIX = ".armillary-removed"
+_UNFINISHED = re.compile(rf"{_NAME.pattern}\.orbax-checkpoint-tmp.*")
 _LEFTOVER = re.compile(
-    rf"{_NAME.pattern}(\.orbax-checkpoint-tmp.*|{re.escape(_REMOVED_SUFFIX)})"
+    rf"{_UNFINISHED.pattern}|{_NAME.pattern}{re.escape(_REMOVED_SUFFIX)}"
 )
 
 
@@ -60,16 +63,28 @@ class Saved:
 
 def read_header(path: epath.Path) -> Header | None:
     """Returns the header of a complete checkpoint, or `None` if `path` is not one."""
+    header = _read_header(path)
+    return header if isinstance(header, Header) else None
+
+
+def _read_header(path: epath.Path) -> Header | str:
+    """Returns the header, or why there is no complete checkpoint."""
+    name = f"`header/{HEADER_FILE}`"
     try:
         value = json.loads((path / "header" / HEADER_FILE).read_text())
         if value.pop("format") != FORMAT or value.pop("version") != VERSION:
-            return None
+            return f"{name} is of another version of Armillary, or of another library"
         header = Header(**value)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        # Whatever is not written by us, or not completely, is not a checkpoint.
-        return None
-    items = ["manifest", "arrays"] if header.has_arrays else ["manifest"]
-    return header if all((path / item).is_dir() for item in items) else None
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({type(error).__name__}: {error})"
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return f"{name} is not what was written"
+    for item in ("manifest", "arrays") if header.has_arrays else ("manifest",):
+        if not (path / item).is_dir():
+            return f"`{item}` is missing"
+    return header
 
 
 def find_checkpoints(directory: epath.Path) -> list[Saved]:
@@ -82,6 +97,43 @@ def find_checkpoints(directory: epath.Path) -> list[Saved]:
         if header is not None:
             saved.append(Saved(path, header))
     return sorted(saved, key=lambda entry: entry.header.serial)
+
+
+def find_broken(directory: epath.Path) -> dict[epath.Path, str]:
+    """Returns what looks like a checkpoint of ours and is not complete, with reasons.
+
+    A folder of this name that holds none of our items belongs to someone else.
+    """
+    if not directory.is_dir():
+        return {}
+    broken = {}
+    for path in directory.iterdir():
+        if _NAME.fullmatch(path.name):
+            header = _read_header(path)
+            if isinstance(header, str) and _is_ours(path):
+                broken[path] = header
+    return broken
+
+
+def _is_ours(path: epath.Path) -> bool:
+    try:
+        if not path.is_dir():
+            return False
+        names = {entry.name for entry in path.iterdir()}
+    except FileNotFoundError:
+        # Removed meanwhile, by the job that trains.
+        return False
+    except OSError:
+        # Nobody can tell, and overlooking a checkpoint would be worse.
+        return True
+    return not names or not names.isdisjoint({"header", "manifest", CHECKSUM_FILE})
+
+
+def find_unfinished(directory: epath.Path) -> list[epath.Path]:
+    """Returns what interrupted saves left, or a save in another process is writing."""
+    if not directory.is_dir():
+        return []
+    return [path for path in directory.iterdir() if _UNFINISHED.fullmatch(path.name)]
 
 
 def choose_path(directory: epath.Path, number: int) -> epath.Path:
@@ -143,3 +195,10 @@ def remove_leftovers(directory: epath.Path) -> None:
     for path in list(directory.iterdir()):
         if _LEFTOVER.fullmatch(path.name) and path.is_dir():
             path.rmtree()
+
+
+def remove_unfinished(path: epath.Path) -> None:
+    """Removes what a save that failed has written for the checkpoint at `path`."""
+    for entry in find_unfinished(path.parent):
+        if entry.name.startswith(f"{path.name}.orbax") and entry.is_dir():
+            entry.rmtree()

@@ -6,14 +6,15 @@ How a save runs in the background is in `_writer`, how one is read in `_reader`.
 import os
 from collections.abc import Callable
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 from armillary._checks import check_callable, check_not_negative, check_positive_int
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._directory import as_absolute, find_problem
 from armillary.checkpoint._folder import find_checkpoints, find_superseded
-from armillary.checkpoint._reader import restore
+from armillary.checkpoint._reader import restore, restore_latest
 from armillary.checkpoint._writer import Writer
+from armillary.errors import CheckpointError
 from armillary.state import as_step_counter
 
 
@@ -38,11 +39,18 @@ class CheckpointManager:
         checkpoint_interval: Steps between saves that ask for `check_interval`; it needs
             a step counter. `None` lets every save through.
         init_fn: Called by `restore_or_initialize` if there is no checkpoint.
+        on_write_error: What a save does that cannot be written, for example because
+            the disk is full. `"raise"` is an error, of the save itself or, if it failed
+            in the background, of the next call of `save` or `sync`. `"warn"` logs it,
+            so that training goes on, and the next save that is due tries again;
+            `last_error` tells whether the last one failed. Earlier checkpoints stay
+            either way.
 
     Raises:
         TypeError: If `checkpoint`, `step_counter` or `init_fn` is of the wrong type.
-        ValueError: If a number is out of range, or `directory` is a file, or is in a
-            place where it cannot be made or written and holds no checkpoint to read.
+        ValueError: If a number is out of range, `on_write_error` is neither of the two,
+            or `directory` is a file, or is in a place where it cannot be made or
+            written and holds no checkpoint to read.
     """
 
     def __init__(
@@ -55,6 +63,7 @@ class CheckpointManager:
         step_counter: Any = None,
         checkpoint_interval: int | None = None,
         init_fn: Callable[[], Any] | None = None,
+        on_write_error: Literal["raise", "warn"] = "raise",
     ) -> None:
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError(
@@ -73,6 +82,11 @@ class CheckpointManager:
             )
         if init_fn is not None:
             check_callable("init_fn", init_fn)
+        if on_write_error not in ("raise", "warn"):
+            raise ValueError(
+                f"`on_write_error` is {on_write_error!r}, but it must be 'raise' or "
+                "'warn'. Use `on_write_error=\"warn\"` to train on when a save fails."
+            )
         self._checkpoint = checkpoint
         self._directory = as_absolute(directory)
         self._interval = checkpoint_interval
@@ -88,6 +102,7 @@ class CheckpointManager:
             self._directory,
             max_to_keep=max_to_keep,
             keep_every_hours=keep_checkpoint_every_n_hours,
+            raise_errors=on_write_error == "raise",
         )
 
     @property
@@ -120,6 +135,14 @@ class CheckpointManager:
     def latest_checkpoint(self) -> str | None:
         """Path of the complete checkpoint that was saved last, or `None`."""
         return next(reversed(self.checkpoints), None)
+
+    @property
+    def last_error(self) -> CheckpointError | None:
+        """What kept the last save from being written, or `None`.
+
+        It is known for certain once `sync` has returned.
+        """
+        return self._writer.last_error
 
     @property
     def step_counter(self) -> Any:
@@ -155,12 +178,14 @@ class CheckpointManager:
                 least `checkpoint_interval` steps ago.
 
         Returns:
-            The path it is going to have, or `None` if it is not due.
+            The path it is going to have, or `None` if it is not due, or if it cannot be
+            written and `on_write_error` is `"warn"`.
 
         Raises:
             ValueError: If `checkpoint_number` is not a number for a folder, or if there
                 is an interval and no step counter.
-            CheckpointError: If it cannot be written, or the last one could not be.
+            CheckpointError: If it cannot be written, or the last one could not be, and
+                `on_write_error` is `"raise"`.
         """
         step = self._step()
         if check_interval and not self.is_due(step):
@@ -175,23 +200,38 @@ class CheckpointManager:
     def is_due(self, step: int | None) -> bool:
         """Returns whether `save(check_interval=True)` would save at a step.
 
+        After a save that failed in the background, the answer is yes at any step, so
+        that training stops at the next chance, and not an interval later.
+
         Args:
             step: The global step; `None` where nothing counts steps.
         """
         if self._interval is None or self._last_step is None or step is None:
             return True
+        if self._writer.has_failed:
+            return True
         return step - self._last_step >= self._interval
 
     def restore_or_initialize(self) -> str | None:
-        """Restores the latest checkpoint, or calls `init_fn` if there is none.
+        """Restores the latest good checkpoint, or calls `init_fn` if there is none.
+
+        Every file is compared with its checksum first. A checkpoint with a file that
+        is missing, truncated, changed or cannot be read is skipped with a warning, and
+        the one before it is taken. One that does not fit the program is an error: that
+        is no damage.
 
         Returns:
             The path that was restored, or `None`.
+
+        Raises:
+            CheckpointError: If there are checkpoints and all of them are damaged.
+            CheckpointMismatchError: As in `restore`.
         """
         self.sync()
-        latest = self.latest_checkpoint
-        if latest is not None:
-            return self.restore(latest)
+        restored = restore_latest(self._checkpoint, self._directory)
+        if restored is not None:
+            self._note_restored()
+            return str(restored)
         if self._init_fn is not None:
             self._init_fn()
         return None
@@ -199,9 +239,10 @@ class CheckpointManager:
     def restore(self, path: str | os.PathLike[str]) -> str:
         """Puts the values of one checkpoint into the objects.
 
-        Everything is read before anything is written. Each array goes to the devices
-        that the program's own array is on, so the number of devices may differ from
-        that of the save. Data positions are set after all arrays.
+        Everything is verified and read before anything is written, and no other
+        checkpoint takes the place of this one if it is damaged. Each array goes to the
+        devices that the program's own array is on, so the number of devices may differ
+        from that of the save. Data positions are set after all arrays.
 
         Args:
             path: The folder of the checkpoint, in this directory or elsewhere.
@@ -210,22 +251,23 @@ class CheckpointManager:
             The path.
 
         Raises:
-            CheckpointError: If `path` is not a complete checkpoint or cannot be read.
+            CheckpointError: If `path` is not a complete checkpoint, is damaged or
+                cannot be read.
             CheckpointMismatchError: If it holds other leaves than the program. The
                 objects are as they were in each case.
         """
         self.sync()
         folder = as_absolute(path)
         restore(self._checkpoint, folder, self._directory)
-        if self._read_step is not None:
-            self._last_step = self._read_step()
+        self._note_restored()
         return str(folder)
 
     def sync(self) -> None:
         """Waits until the last save is complete and old checkpoints are removed.
 
         Raises:
-            CheckpointError: If that save failed. It is raised once.
+            CheckpointError: If that save failed and `on_write_error` is `"raise"`. It
+                is raised once.
         """
         self._writer.sync()
 
@@ -235,6 +277,10 @@ class CheckpointManager:
         The manager can still be used; the next save starts them again.
         """
         self._writer.close()
+
+    def _note_restored(self) -> None:
+        if self._read_step is not None:
+            self._last_step = self._read_step()
 
     def _step(self) -> int | None:
         if self._read_step is not None:

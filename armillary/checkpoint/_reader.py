@@ -1,15 +1,35 @@
-"""Restores one checkpoint: compare, read everything, and only then write."""
+"""Restores one checkpoint: verify, compare, read everything, and only then write.
+
+Damage is told by checksums alone, before anything is decoded. What fails after that is
+not the disk's doing, so an older checkpoint would not help: it is an error of the
+program or of the machine, and `restore_latest` lets it through.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from etils import epath
 
+from armillary._logging import logger
 from armillary.checkpoint._checkpoint import Checkpoint, Content
-from armillary.checkpoint._directory import check_is_checkpoint, read_error
+from armillary.checkpoint._checksums import find_damage
+from armillary.checkpoint._chief import decide
+from armillary.checkpoint._directory import (
+    check_is_checkpoint,
+    describe_all_damaged,
+    describe_damage,
+    read_error,
+)
+from armillary.checkpoint._folder import (
+    find_broken,
+    find_checkpoints,
+    find_unfinished,
+)
 from armillary.checkpoint._leaf import LeafSpec, as_restored, stored_sharding
 from armillary.checkpoint._mismatch import check_match
 from armillary.checkpoint._store import read_arrays, read_manifest
+from armillary.errors import CheckpointError
 
 
 def restore(checkpoint: Checkpoint, folder: epath.Path, directory: epath.Path) -> None:
@@ -19,8 +39,83 @@ def restore(checkpoint: Checkpoint, folder: epath.Path, directory: epath.Path) -
         checkpoint: The objects.
         folder: What to restore.
         directory: Where an error looks for checkpoints to name instead.
+
+    Raises:
+        CheckpointError: If a file of it is not as it was saved.
     """
     check_is_checkpoint(folder, directory)
+    damage = decide(lambda: find_damage(folder))
+    if damage is not None:
+        raise CheckpointError(describe_damage(folder, damage))
+    _restore_intact(checkpoint, folder)
+
+
+def restore_latest(checkpoint: Checkpoint, directory: epath.Path) -> epath.Path | None:
+    """Restores the newest checkpoint without damage.
+
+    Args:
+        checkpoint: The objects.
+        directory: Where the checkpoints are.
+
+    Returns:
+        Its folder, or `None` if the directory holds no checkpoint, good or bad.
+
+    Raises:
+        CheckpointError: If all of its checkpoints are damaged.
+    """
+    chosen = decide(lambda: _find_latest(directory))
+    if chosen is None:
+        return None
+    folder = epath.Path(chosen)
+    try:
+        _restore_intact(checkpoint, folder)
+    except CheckpointError:
+        if jax.process_count() > 1 or folder.exists():
+            raise
+        # The job that trains has removed it meanwhile, so there are newer ones.
+        return restore_latest(checkpoint, directory)
+    return folder
+
+
+def _find_latest(directory: epath.Path) -> str | None:
+    """Returns the newest checkpoint without damage, and warns of what it skips.
+
+    Raises:
+        CheckpointError: If all are damaged.
+    """
+    for path in find_unfinished(directory):
+        logger.warning(
+            "`%s` is not used: it is what an interrupted save left, or a save that "
+            "another process is writing.",
+            path,
+        )
+    damaged = find_broken(directory)
+    for entry in reversed(find_checkpoints(directory)):
+        damage = find_damage(entry.path)
+        if damage is None:
+            _warn_of_damage(damaged, entry.path)
+            return str(entry.path)
+        if not entry.path.exists():
+            # Removed meanwhile, by the job that trains.
+            return _find_latest(directory)
+        damaged[entry.path] = damage
+    if damaged:
+        raise CheckpointError(describe_all_damaged(directory, damaged))
+    return None
+
+
+def _warn_of_damage(damaged: Mapping[epath.Path, str], good: epath.Path) -> None:
+    for path, damage in damaged.items():
+        logger.warning(
+            "`%s` is damaged and was skipped: %s. Taking `%s` instead; the steps after "
+            "it are trained again.",
+            path,
+            damage,
+            good,
+        )
+
+
+def _restore_intact(checkpoint: Checkpoint, folder: epath.Path) -> None:
     leaves = checkpoint.read_leaves()
     saved, states = _read_description(folder)
     check_match(

@@ -1,13 +1,14 @@
-"""Reads and writes one checkpoint folder. The only file that knows Orbax.
+"""Reads and writes one checkpoint folder. Only this file and `_handler` know Orbax.
 
 Three items make a folder: `arrays` (a flat dictionary from path to array), `manifest`
-and `header` (JSON). Orbax writes them under a temporary name and renames the folder
-when all of it is on the disk. Before `write` returns, Orbax has copied device memory,
-or, for CPU devices, holds a reference that keeps XLA from reusing the buffer of a
-donated array; the tests of the manager pin that.
+and `header` (JSON). Orbax writes them under a temporary name, we add their checksums,
+and Orbax renames the folder when all of it is on the disk. Before `write` returns,
+Orbax has copied device memory, or, for CPU devices, holds a reference that keeps XLA
+from reusing the buffer of a donated array; the tests of the manager pin that.
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,18 @@ from etils import epath
 from armillary.checkpoint._folder import HEADER_FILE, Header
 
 _MANIFEST_FILE = "manifest.json"
+_orbax_logger = logging.getLogger("absl")
+
+
+class _RaisedAnyway(logging.Filter):
+    """Drops the tracebacks that each thread of Orbax logs when a save fails.
+
+    `Store.wait` raises that error. A hundred lines of it on stderr before would hide
+    the one sentence that says what to do.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.exc_info is None or "orbax" not in record.pathname
 
 
 class Store:
@@ -25,6 +38,7 @@ class Store:
 
     def __init__(self) -> None:
         self._writer: Any = None
+        self._filter = _RaisedAnyway()
 
     def write(
         self,
@@ -37,6 +51,8 @@ class Store:
         """Starts writing a new folder; returns once the arrays may change again."""
         import orbax.checkpoint as ocp
 
+        from armillary.checkpoint._handler import ItemsArgs
+
         if self._writer is None:
             # A directory that cannot be made must be an error of this call.
             options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
@@ -47,18 +63,27 @@ class Store:
         }
         if arrays:
             items["arrays"] = ocp.args.PyTreeSave(dict(arrays))
-        self._writer.save(path, args=ocp.args.Composite(**items))
+        _orbax_logger.addFilter(self._filter)
+        self._writer.save(path, args=ItemsArgs(**items))
 
     def wait(self) -> None:
         """Returns when the folder is complete, or raises what kept it from that."""
-        if self._writer is not None:
-            self._writer.wait_until_finished()
+        try:
+            if self._writer is not None:
+                self._writer.wait_until_finished()
+        finally:
+            _orbax_logger.removeFilter(self._filter)
 
     def close(self) -> None:
         """Waits, then ends the threads of the writer. A later write starts new ones."""
         if self._writer is not None:
             writer, self._writer = self._writer, None
             writer.close()
+
+    def abandon(self) -> None:
+        """Forgets a writer that failed. Its threads end by themselves."""
+        self._writer = None
+        _orbax_logger.removeFilter(self._filter)
 
 
 def read_manifest(path: epath.Path) -> dict[str, Any]:
@@ -85,19 +110,18 @@ def read_arrays(
         else ocp.ArrayRestoreArgs(sharding=sharding)
         for name, sharding in shardings.items()
     }
-    with ocp.Checkpointer(_handler()) as reader:
-        items = ocp.args.Composite(
-            arrays=ocp.args.PyTreeRestore(
-                item=dict.fromkeys(args, 0), restore_args=args
-            )
-        )
-        return reader.restore(path, args=items)["arrays"]
+    # The item alone: what Orbax keeps beside the items has no checksum.
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        tree = ocp.args.PyTreeRestore(item=dict.fromkeys(args, 0), restore_args=args)
+        return reader.restore(path / "arrays", args=tree)
 
 
 def _handler() -> Any:
     import orbax.checkpoint as ocp
 
-    return ocp.CompositeCheckpointHandler(
+    from armillary.checkpoint._handler import ItemsHandler
+
+    return ItemsHandler(
         arrays=ocp.PyTreeCheckpointHandler(),
         manifest=ocp.JsonCheckpointHandler(_MANIFEST_FILE),
         header=ocp.JsonCheckpointHandler(HEADER_FILE),

@@ -8,18 +8,26 @@ them `start` waits for it.
 """
 
 import threading
-from time import time
+from time import sleep, time
 
 import jax
+import numpy as np
 from etils import epath
 
+from armillary._logging import logger
 from armillary.checkpoint import _folder
 from armillary.checkpoint._checkpoint import Content
-from armillary.checkpoint._directory import find_problem, write_error
+from armillary.checkpoint._directory import (
+    find_problem,
+    removal_error,
+    write_error,
+)
 from armillary.checkpoint._exit import CAN_FINISH_AT_EXIT, sync_at_exit
 from armillary.checkpoint._leaf import as_stored
 from armillary.checkpoint._store import Store
 from armillary.errors import CheckpointError
+
+_REMOVAL_DELAYS = (0.0, 0.05, 0.2, 0.5)
 
 
 class Writer:
@@ -29,6 +37,8 @@ class Writer:
         directory: Where to. It is made by the first save.
         max_to_keep: How many of the newest stay, or `None` for all.
         keep_every_hours: See `find_expired`.
+        raise_errors: Whether `start` and `sync` raise what kept a save from being
+            written, or only log it.
     """
 
     def __init__(
@@ -37,6 +47,7 @@ class Writer:
         *,
         max_to_keep: int | None,
         keep_every_hours: float | None,
+        raise_errors: bool,
     ) -> None:
         self._directory = directory
         self._max_to_keep = max_to_keep
@@ -45,26 +56,40 @@ class Writer:
         self._preserved_at = time()
         self._has_cleaned = False
         self._thread: threading.Thread | None = None
+        self._raise_errors = raise_errors
         self._failure: CheckpointError | None = None
+        self.last_error: CheckpointError | None = None
+        """What kept the last save from being written, or `None`."""
 
-    def start(self, number: int, content: Content) -> str:
-        """Starts a save and returns the path it is going to have.
+    def start(self, number: int, content: Content) -> str | None:
+        """Starts a save.
 
         Args:
             number: The number in the name of the folder.
             content: What to save. The arrays may change once this returns.
 
+        Returns:
+            The path it is going to have, or `None` if it cannot be written and errors
+            are only logged.
+
         Raises:
             CheckpointError: If it cannot be written, or the last save could not be.
         """
         self.sync()
-        problem = find_problem(self._directory)
-        if problem is not None:
-            raise CheckpointError(problem)
-        path = self._start(number, content)
+        self.last_error = None
+        try:
+            problem = find_problem(self._directory)
+            if problem is not None:
+                raise CheckpointError(problem)
+            path, num_bytes = self._start(number, content)
+        except CheckpointError as error:
+            self._note(error)
+            if self._raise_errors:
+                raise
+            return None
         sync_at_exit(self)
         self._thread = threading.Thread(
-            target=self._finish, args=(path,), name="armillary-checkpoint"
+            target=self._finish, args=(path, num_bytes), name="armillary-checkpoint"
         )
         self._thread.start()
         if not CAN_FINISH_AT_EXIT:
@@ -84,6 +109,11 @@ class Writer:
             failure, self._failure = self._failure, None
             raise failure
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether `sync` has an error to raise."""
+        return self._failure is not None
+
     def close(self) -> None:
         """Waits like `sync`, and ends the threads of Orbax. `start` makes new ones."""
         try:
@@ -91,15 +121,44 @@ class Writer:
         finally:
             self._store.close()
 
-    def _start(self, number: int, content: Content) -> epath.Path:
+    def _start(self, number: int, content: Content) -> tuple[epath.Path, int]:
+        """Returns the path and the size of the save that it starts."""
+        path = self._directory / f"checkpoint_{number}"
+        num_bytes = None
         try:
+            arrays = _as_arrays(content)
+            num_bytes = sum(array.nbytes for array in arrays.values())
             self._prepare_directory()
             path = _folder.choose_path(self._directory, number)
-            self._write(path, number, content)
-            return path
+            self._write(path, number, content, arrays)
+            return path, num_bytes
         except Exception as error:
-            path = self._directory / f"checkpoint_{number}"
-            raise write_error(path, error) from error
+            self._clean_up(path)
+            raise self._make_error(path, error, num_bytes) from error
+
+    def _make_error(
+        self, path: epath.Path, error: Exception, num_bytes: int | None
+    ) -> CheckpointError:
+        return write_error(path, error, num_bytes, goes_on=not self._raise_errors)
+
+    def _note(self, error: CheckpointError) -> None:
+        self.last_error = error
+        if not self._raise_errors:
+            logger.warning("%s", error)
+
+    def _clean_up(self, path: epath.Path) -> None:
+        """Gives back the space of a save that failed."""
+        self._store.abandon()
+        # Orbax reports the first of its threads that fails. What another one still
+        # writes is removed by the next try, or before the next save.
+        self._has_cleaned = False
+        for delay in _REMOVAL_DELAYS if jax.process_index() == 0 else ():
+            sleep(delay)
+            try:
+                _folder.remove_unfinished(path)
+                return
+            except OSError as error:
+                logger.debug("Removing the rest of `%s` failed: %s", path, error)
 
     def _prepare_directory(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -109,13 +168,14 @@ class Writer:
             _folder.remove_leftovers(self._directory)
         self._has_cleaned = True
 
-    def _write(self, path: epath.Path, number: int, content: Content) -> None:
+    def _write(
+        self,
+        path: epath.Path,
+        number: int,
+        content: Content,
+        arrays: dict[str, jax.Array | np.ndarray],
+    ) -> None:
         specs = content.specs
-        arrays = {
-            name: as_stored(leaf)
-            for name, leaf in content.leaves.items()
-            if not specs[name].is_empty
-        }
         self._store.write(
             path,
             arrays=arrays,
@@ -142,14 +202,24 @@ class Writer:
             has_arrays=has_arrays,
         )
 
-    def _finish(self, path: epath.Path) -> None:
+    def _finish(self, path: epath.Path, num_bytes: int) -> None:
         try:
             self._store.wait()
+        except Exception as error:
+            self._clean_up(path)
+            self._fail(self._make_error(path, error, num_bytes), error)
+            return
+        try:
             if jax.process_index() == 0:
                 self._remove_old()
         except Exception as error:
-            self._failure = write_error(path, error)
-            self._failure.__cause__ = error
+            self._fail(removal_error(path, error), error)
+
+    def _fail(self, failure: CheckpointError, cause: Exception) -> None:
+        failure.__cause__ = cause
+        if self._raise_errors:
+            self._failure = failure
+        self._note(failure)
 
     def _remove_old(self) -> None:
         saved = _folder.find_checkpoints(self._directory)
@@ -162,3 +232,12 @@ class Writer:
         )
         for entry in (*superseded, *expired):
             _folder.remove(entry.path)
+
+
+def _as_arrays(content: Content) -> dict[str, jax.Array | np.ndarray]:
+    specs = content.specs
+    return {
+        name: as_stored(leaf)
+        for name, leaf in content.leaves.items()
+        if not specs[name].is_empty
+    }

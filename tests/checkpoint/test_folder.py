@@ -1,6 +1,7 @@
 """Tests of which folders are checkpoints, and which of them go."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -188,3 +189,45 @@ def test_an_interrupted_removal_leaves_no_half_checkpoint(
     assert _folder.find_checkpoints(epath.Path(tmp_path)) == []
     _folder.remove_leftovers(epath.Path(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_seen_as_folder", [True, False])
+def test_a_checkpoint_that_is_removed_meanwhile_is_not_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen_as_folder: bool
+) -> None:
+    path = make(tmp_path, "checkpoint_1")
+
+    def read_and_remove(path: epath.Path) -> str:
+        path.rmtree()
+        if is_seen_as_folder:
+            monkeypatch.setattr(type(path), "is_dir", lambda path: True)
+        return "`header/header.json` is missing"
+
+    monkeypatch.setattr(_folder, "_read_header", read_and_remove)
+
+    assert _folder.find_broken(epath.Path(tmp_path)) == {}
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda path: (path / "header" / "header.json").unlink(), "json` is missing"),
+        (lambda path: (path / "header" / "header.json").write_text("{"), "is not what"),
+        (
+            lambda path: (path / "header" / "header.json").write_text(
+                '{"format": "armillary-checkpoint", "version": 1}'
+            ),
+            "is of another version",
+        ),
+        (lambda path: (path / "arrays").rmtree(), "`arrays` is missing"),
+        (lambda path: (path / "manifest").rmtree(), "`manifest` is missing"),
+    ],
+)
+def test_what_is_broken_has_a_reason(
+    tmp_path: Path, damage: Callable[[epath.Path], object], reason: str
+) -> None:
+    path = make(tmp_path, "checkpoint_1")
+    damage(path)
+
+    assert reason in _folder.find_broken(epath.Path(tmp_path))[path]

@@ -1,0 +1,106 @@
+"""Finds files of a checkpoint that are not what was written.
+
+What TensorStore stores is only partly protected: its index has checksums, the numbers
+have none, so that a flipped bit would be loaded as another weight. Therefore the last
+file of a checkpoint, written before Orbax gives the folder its name, lists the sizes
+and CRC-32 sums of the others. They are compared before anything is decoded. A CRC finds
+what disks and copies do to a file; it is no protection from someone who means it.
+"""
+
+import json
+import zlib
+from collections.abc import Container, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from etils import epath
+
+CHECKSUM_FILE = "checksums.json"
+_BLOCK_BYTES = 1 << 20
+# Several files at a time, because a network file system answers each one slowly.
+_NUM_READERS = 8
+
+
+def write_checksums(folder: epath.Path) -> None:
+    """Writes the size and checksum of every file of the items into one more file.
+
+    Files beside the items are left out: Orbax still changes them, and nobody reads
+    them.
+    """
+    items = [path for path in folder.iterdir() if path.is_dir()]
+    files = [file for item in items for file in _find_files(item)]
+    sums = {file.relative_to(folder).as_posix(): _measure(file) for file in files}
+    (folder / CHECKSUM_FILE).write_text(json.dumps(sums))
+
+
+def find_damage(folder: epath.Path) -> str | None:
+    """Returns which file of a checkpoint is not as it was saved, or `None` if all are.
+
+    A file that was added among the arrays counts too: Orbax would read one of the name
+    that an older format of its own had.
+    """
+    try:
+        sums = json.loads((folder / CHECKSUM_FILE).read_text())
+        expected = {name: (int(size), int(crc)) for name, (size, crc) in sums.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return f"`{CHECKSUM_FILE}` cannot be used ({_describe(error)})"
+    try:
+        added = _find_added(folder, expected)
+    except OSError as error:
+        return f"its folders cannot be read ({_describe(error)})"
+    if added is not None:
+        return f"`{added}` was added after it was saved"
+    with ThreadPoolExecutor(_NUM_READERS) as pool:
+        problems = pool.map(lambda name: _compare(folder, name, expected), expected)
+        return next((problem for problem in problems if problem is not None), None)
+
+
+def _compare(
+    folder: epath.Path, name: str, expected: dict[str, tuple[int, int]]
+) -> str | None:
+    try:
+        size, crc = _measure(folder / name)
+    except FileNotFoundError:
+        return f"`{name}` is missing"
+    except (OSError, ValueError) as error:
+        return f"`{name}` cannot be read ({_describe(error)})"
+    saved_size, saved_crc = expected[name]
+    if size != saved_size:
+        return f"`{name}` has {size} bytes instead of {saved_size}"
+    if crc != saved_crc:
+        return f"the content of `{name}` has changed (its checksum differs)"
+    return None
+
+
+def _measure(file: epath.Path) -> tuple[int, int]:
+    """Returns the size of a file and its CRC-32."""
+    size = crc = 0
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            size += len(block)
+            crc = zlib.crc32(block, crc)
+    return size, crc
+
+
+def _find_added(folder: epath.Path, expected: Container[str]) -> str | None:
+    """Returns a file among the arrays that is not expected; hidden ones do not count.
+
+    File systems and desktops make hidden files of their own.
+    """
+    arrays = folder / "arrays"
+    for file in _find_files(arrays) if arrays.is_dir() else ():
+        name = file.relative_to(folder).as_posix()
+        if name not in expected and not file.name.startswith("."):
+            return name
+    return None
+
+
+def _find_files(folder: epath.Path) -> Iterator[epath.Path]:
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _find_files(path)
+        else:
+            yield path
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

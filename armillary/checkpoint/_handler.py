@@ -1,0 +1,25 @@
+"""What Orbax calls to write a folder: its own handlers, and our checksums at the end.
+
+Imported inside functions only, because importing Orbax takes long.
+"""
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from armillary.checkpoint._checksums import write_checksums
+
+
+class ItemsHandler(ocp.CompositeCheckpointHandler):
+    """Writes items, and a list of their checksums before they are complete."""
+
+    def finalize(self, directory: epath.Path) -> None:
+        """Ends a save, on the one process that gives the folder its name."""
+        super().finalize(directory)
+        # ORDER: after all processes have written, and before the folder is renamed.
+        write_checksums(directory)
+
+
+# Orbax looks up what a handler takes by its type.
+@ocp.args.register_with_handler(ItemsHandler, for_save=True, for_restore=True)
+class ItemsArgs(ocp.args.Composite):
+    """The items by name."""

@@ -1,0 +1,423 @@
+"""Tests of checkpoints that are not as they were saved."""
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.checkpoint import Checkpoint, CheckpointManager, _reader
+from armillary.checkpoint._checksums import CHECKSUM_FILE
+from armillary.errors import CheckpointError, CheckpointMismatchError
+
+
+class Run:
+    """Arrays that no compression shortens, a random key and a data position."""
+
+    def __init__(self, step: int) -> None:
+        self.weights = {
+            "w": jax.random.normal(jax.random.key(step), (40, 25)),
+            "b": jnp.full(7, float(step)),
+        }
+        self.key = jax.random.key(step)
+        self.index = step
+
+    def get_state(self) -> dict[str, int]:
+        return {"index": self.index}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.index = state["index"]
+
+    def read(self) -> list[bytes]:
+        weights = [self.weights[name] for name in ("w", "b")]
+        arrays = [*weights, jax.random.key_data(self.key)]
+        return [*(np.asarray(array).tobytes() for array in arrays), bytes([self.index])]
+
+
+def make_manager(run: Run, directory: Path, **kwargs: object) -> CheckpointManager:
+    return CheckpointManager(Checkpoint(run=run), directory, **kwargs)
+
+
+def save(directory: Path, *steps: int) -> None:
+    for step in steps:
+        manager = make_manager(Run(step), directory)
+        manager.save(step)
+        manager.close()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a directory with two checkpoints, to be copied and not changed."""
+    directory = tmp_path_factory.mktemp("saved")
+    save(directory, 1, 2)
+    return directory
+
+
+@pytest.fixture
+def directory(saved: Path, tmp_path: Path) -> Path:
+    """Returns a copy of it."""
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def find_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def find_largest(folder: Path) -> Path:
+    return max((folder / "arrays").rglob("d/*"), key=lambda path: path.stat().st_size)
+
+
+def flip_bit(path: Path, position: int = 3000) -> None:
+    data = bytearray(path.read_bytes())
+    data[position % len(data)] ^= 1
+    path.write_bytes(data)
+
+
+@given(data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_one_damaged_file_gives_the_saved_state_or_the_one_before(
+    saved: Path, data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(shutil.copytree(saved, folder, dirs_exist_ok=True))
+        # By position: the names of array files are random.
+        files = find_files(directory / "checkpoint_2")
+        path = files[data.draw(st.integers(0, len(files) - 1), "file")]
+        damage(path, data)
+        run = Run(9)
+        restored = make_manager(run, directory).restore_or_initialize()
+
+        assert restored is not None
+        number = int(restored.rpartition("_")[2])
+        assert number in {1, 2}
+        assert run.read() == Run(number).read()
+
+
+def damage(path: Path, data: st.DataObject) -> None:
+    content = path.read_bytes()
+    kind = data.draw(
+        st.sampled_from(["flip", "truncate", "empty", "delete", "folder", "longer"])
+    )
+    if kind in {"delete", "folder"}:
+        path.unlink()
+        if kind == "folder":
+            path.mkdir()
+        return
+    if kind == "flip":
+        position = data.draw(st.integers(0, len(content) - 1), "position")
+        bit = 1 << data.draw(st.integers(0, 7), "bit")
+        changed = bytes([content[position] ^ bit])
+        content = content[:position] + changed + content[position + 1 :]
+    elif kind == "truncate":
+        content = content[: data.draw(st.integers(0, len(content) - 1), "size")]
+    else:
+        content = b"" if kind == "empty" else content + b"0"
+    path.write_bytes(content)
+
+
+@given(position=st.integers(0, 3999), bit=st.integers(0, 7))
+@settings(max_examples=20, deadline=None)
+def test_a_flipped_bit_of_the_numbers_is_always_found(
+    saved: Path, position: int, bit: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(shutil.copytree(saved, folder, dirs_exist_ok=True))
+        path = find_largest(directory / "checkpoint_2")
+        content = bytearray(path.read_bytes())
+        content[position % len(content)] ^= 1 << bit
+        path.write_bytes(content)
+        run = Run(9)
+
+        assert make_manager(run, directory).restore_or_initialize() == str(
+            directory / "checkpoint_1"
+        )
+        assert run.read() == Run(1).read()
+
+
+def test_without_checksums_a_flipped_bit_would_be_loaded(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip_bit(find_largest(directory / "checkpoint_2"))
+    monkeypatch.setattr(_reader, "find_damage", lambda folder: None)
+    run = Run(9)
+    make_manager(run, directory).restore_or_initialize()
+
+    different = np.asarray(run.weights["w"] != Run(2).weights["w"])
+    assert different.sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (flip_bit, r"the content of `arrays/.*` has changed"),
+        (lambda path: os.truncate(path, 5), r"`arrays/.*` has 5 bytes instead of \d+"),
+        (Path.unlink, r"`arrays/.*` is missing"),
+    ],
+    ids=["flipped", "truncated", "missing"],
+)
+def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_names_the_file(
+    directory: Path, caplog: pytest.LogCaptureFixture, damage: object, reason: str
+) -> None:
+    damage(find_largest(directory / "checkpoint_2"))
+    run = Run(9)
+    with caplog.at_level(logging.WARNING, "armillary"):
+        restored = make_manager(run, directory).restore_or_initialize()
+
+    assert restored == str(directory / "checkpoint_1")
+    assert run.read() == Run(1).read()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"`{directory / 'checkpoint_2'}` is damaged" in record.getMessage()
+    assert f"Taking `{directory / 'checkpoint_1'}` instead" in record.getMessage()
+    with pytest.raises(CheckpointError, match=reason):
+        make_manager(run, directory).restore(directory / "checkpoint_2")
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["header/header.json", "header", "manifest/manifest.json", "arrays", CHECKSUM_FILE],
+)
+def test_a_checkpoint_without_a_part_is_skipped_with_a_warning(
+    directory: Path, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    path = directory / "checkpoint_2" / place
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    run = Run(9)
+    with caplog.at_level(logging.WARNING, "armillary"):
+        make_manager(run, directory).restore_or_initialize()
+
+    assert run.read() == Run(1).read()
+    assert Path(place).name in caplog.text
+    assert "checkpoint_2` is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("place", [".", "header/header.json", CHECKSUM_FILE, "arrays"])
+def test_a_checkpoint_without_rights_is_skipped_with_a_warning(
+    saved: Path, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    # Not below pytest's own folder, which only this user can enter.
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(shutil.copytree(saved, folder, dirs_exist_ok=True))
+        make_manager(Run(9), directory).restore_or_initialize()
+        path = directory / "checkpoint_2" / place
+        for file in [path, *path.rglob("d/*")] if place == "arrays" else [path]:
+            if file.is_file() or place == ".":
+                file.chmod(0)
+        directory.chmod(0o755)
+        run = Run(9)
+        with as_another_user(), caplog.at_level(logging.WARNING, "armillary"):
+            restored = make_manager(run, directory).restore_or_initialize()
+        (directory / "checkpoint_2").chmod(0o755)
+
+        assert restored == str(directory / "checkpoint_1")
+        assert run.read() == Run(1).read()
+        assert "checkpoint_2` is damaged" in caplog.text
+
+
+class as_another_user:  # noqa: N801
+    """A context in which the rights of files count, also for root."""
+
+    def __enter__(self) -> None:
+        self._user = os.geteuid()
+        if self._user == 0:
+            os.seteuid(65534)
+
+    def __exit__(self, *_: object) -> None:
+        if self._user == 0:
+            os.seteuid(self._user)
+
+
+def test_several_damaged_checkpoints_are_skipped(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(directory, 3)
+    flip_bit(find_largest(directory / "checkpoint_3"))
+    (directory / "checkpoint_2" / "header" / "header.json").write_bytes(b"")
+    run = Run(9)
+    with caplog.at_level(logging.WARNING, "armillary"):
+        make_manager(run, directory).restore_or_initialize()
+
+    assert run.read() == Run(1).read()
+    assert len(caplog.records) == 2
+
+
+def test_no_good_checkpoint_is_an_error_that_lists_all_of_them(directory: Path) -> None:
+    flip_bit(find_largest(directory / "checkpoint_2"))
+    shutil.rmtree(directory / "checkpoint_1" / "header")
+    run = Run(9)
+    manager = make_manager(run, directory, init_fn=lambda: pytest.fail("from scratch"))
+
+    with pytest.raises(
+        CheckpointError, match=r"`directory` is .*none of its 2 checkpoints"
+    ) as info:
+        manager.restore_or_initialize()
+
+    message = str(info.value)
+    assert f"{directory / 'checkpoint_1'}: `header/header.json` is missing" in message
+    assert f"{directory / 'checkpoint_2'}: the content of `arrays" in message
+    assert run.read() == Run(9).read()
+
+
+def test_an_empty_folder_of_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint_4").mkdir()
+
+    with pytest.raises(CheckpointError, match=r"checkpoint_4: `header/header.json` is"):
+        make_manager(Run(9), tmp_path).restore_or_initialize()
+
+
+def test_a_checkpoint_of_another_library_is_not_ours_to_judge(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint_4").mkdir()
+    (tmp_path / "checkpoint_4" / "data").touch()
+
+    assert make_manager(Run(9), tmp_path).restore_or_initialize() is None
+
+
+def test_an_unfinished_save_is_named_and_not_used(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    half = directory / "checkpoint_3.orbax-checkpoint-tmp"
+    shutil.copytree(directory / "checkpoint_2", half)
+    run = Run(9)
+    with caplog.at_level(logging.WARNING, "armillary"):
+        make_manager(run, directory).restore_or_initialize()
+
+    assert run.read() == Run(2).read()
+    assert f"`{half}` is not used" in caplog.text
+
+
+def test_restoring_one_by_name_never_falls_back(directory: Path) -> None:
+    flip_bit(find_largest(directory / "checkpoint_2"))
+    run = Run(9)
+
+    with pytest.raises(CheckpointError, match="a damaged checkpoint: the content of"):
+        make_manager(run, directory).restore(directory / "checkpoint_2")
+
+    assert run.read() == Run(9).read()
+
+
+def test_a_checkpoint_that_does_not_fit_is_no_damage(directory: Path) -> None:
+    run = Run(9)
+    run.weights["b"] = jnp.zeros(8)
+
+    with pytest.raises(
+        CheckpointMismatchError, match=r"(?s)checkpoint_2.*run/weights/b"
+    ):
+        make_manager(run, directory).restore_or_initialize()
+
+
+def test_an_intact_checkpoint_that_cannot_be_read_is_an_error(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(_reader, "read_arrays", fail)
+
+    with pytest.raises(
+        CheckpointError, match=r"(?s)Reading `.*checkpoint_2` failed: .*Out of memory"
+    ):
+        make_manager(Run(9), directory).restore_or_initialize()
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_not_damaged(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    find_damage = _reader.find_damage
+    seen = []
+
+    def find_slowly(folder: Path) -> str | None:
+        seen.append(folder.name)
+        if len(seen) == 1:
+            shutil.rmtree(folder)
+        damage = find_damage(folder)
+        if len(seen) == 2:
+            # The job that trains goes on, and removes what was found to be good.
+            save(directory, 3)
+            shutil.rmtree(folder)
+        return damage
+
+    monkeypatch.setattr(_reader, "find_damage", find_slowly)
+    run = Run(9)
+    make_manager(run, directory).restore_or_initialize()
+
+    assert seen == ["checkpoint_2", "checkpoint_1", "checkpoint_3"]
+    assert run.read() == Run(3).read()
+    assert caplog.text == ""
+
+
+def test_a_run_goes_on_over_a_damaged_checkpoint(directory: Path) -> None:
+    flip_bit(find_largest(directory / "checkpoint_2"))
+    run = Run(9)
+    manager = make_manager(run, directory)
+    manager.restore_or_initialize()
+    run.index = 4
+    manager.save(2)
+    manager.close()
+    names = sorted(os.listdir(directory))
+    other = Run(9)
+    make_manager(other, directory).restore_or_initialize()
+
+    assert names == ["checkpoint_1", "checkpoint_2.1"]
+    assert other.index == 4
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b"3", b'{"a": 1}', b'{"a": ["x", 1]}', b"\xff\xfe", b'{"a": null}'],
+)
+def test_checksums_that_are_none_are_damage(directory: Path, content: bytes) -> None:
+    (directory / "checkpoint_2" / CHECKSUM_FILE).write_bytes(content)
+
+    with pytest.raises(CheckpointError, match=f"`{CHECKSUM_FILE}` cannot be used"):
+        make_manager(Run(9), directory).restore(directory / "checkpoint_2")
+
+
+def test_every_file_that_is_read_has_a_checksum(directory: Path) -> None:
+    folder = directory / "checkpoint_2"
+    sums = json.loads((folder / CHECKSUM_FILE).read_text())
+    files = {path.relative_to(folder).as_posix() for path in find_files(folder)}
+
+    assert files - sums.keys() == {
+        CHECKSUM_FILE,
+        "_CHECKPOINT_METADATA",
+        "commit_success.txt",
+    }
+    assert sums.keys() <= files
+
+
+def test_a_file_added_among_the_arrays_is_damage(directory: Path) -> None:
+    # Orbax reads a file of this name in place of the arrays.
+    (directory / "checkpoint_2" / "arrays" / "checkpoint").write_bytes(b"\x80")
+    run = Run(9)
+    manager = make_manager(run, directory)
+    with pytest.raises(CheckpointError, match="`arrays/checkpoint` was added after"):
+        manager.restore(directory / "checkpoint_2")
+    manager.restore_or_initialize()
+
+    assert run.read() == Run(1).read()
+
+
+def test_files_of_other_programs_beside_the_arrays_are_none(directory: Path) -> None:
+    (directory / "checkpoint_2" / "notes.txt").touch()
+    (directory / "checkpoint_2" / "arrays" / ".nfs0001").touch()
+    run = Run(9)
+    make_manager(run, directory).restore_or_initialize()
+
+    assert run.read() == Run(2).read()
+
+
+def test_what_lies_beside_the_files_is_not_read(directory: Path) -> None:
+    for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
+        (directory / "checkpoint_2" / name).unlink()
+    run = Run(9)
+    make_manager(run, directory).restore_or_initialize()
+
+    assert run.read() == Run(2).read()

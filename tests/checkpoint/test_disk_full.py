@@ -1,0 +1,304 @@
+"""Tests of saves that the kernel refuses to write."""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import armillary
+from armillary.checkpoint import Checkpoint, CheckpointManager, _folder
+from armillary.checkpoint._store import Store
+from armillary.errors import CheckpointError
+
+# Two checkpoints of this many random numbers fit onto the small disk, three do not.
+SHAPE = (100, 1000)
+DISK_BYTES = 1_000_000
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Returns a directory on a file system of its own, or skips the test."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(path)]
+    try:
+        subprocess.run(["mount", *options], check=True, capture_output=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"This test needs the right to mount a small file system: {error}.")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True, timeout=20)
+
+
+class Run(armillary.AbstractTrainer):
+    """Trains a large array, and reports each loop to a function."""
+
+    def __init__(self, after_loop: Callable[[int], None] = lambda _: None) -> None:
+        self.after_loop = after_loop
+        self.step = 0
+        self.array = jax.random.normal(jax.random.key(0), SHAPE)
+
+    def train(self, num_steps: int) -> None:
+        self.step += num_steps
+        self.array = jax.random.normal(jax.random.key(self.step), SHAPE)
+        self.after_loop(self.step)
+
+
+def expected_array(step: int) -> np.ndarray:
+    return np.asarray(jax.random.normal(jax.random.key(step), SHAPE))
+
+
+def make_manager(run: Run, directory: Path, **kwargs: object) -> CheckpointManager:
+    return CheckpointManager(Checkpoint(run=run), directory, **kwargs)
+
+
+def make_controller(run: Run, manager: CheckpointManager) -> armillary.Controller:
+    return armillary.Controller(
+        trainer=run,
+        global_step=lambda: run.step,
+        steps_per_loop=1,
+        checkpoint_manager=manager,
+    )
+
+
+def test_a_full_disk_is_an_error_with_figures_and_costs_no_checkpoint(
+    small_disk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = Run()
+    manager = make_manager(run, small_disk / "run", checkpoint_interval=1)
+    controller = make_controller(run, manager)
+
+    with pytest.raises(
+        CheckpointError,
+        match=r"(?s)Saving `.*/run/checkpoint_3` failed: .*No space left on device.*"
+        r"earlier checkpoints are as they were\. Its arrays need about 0\.4 MB, and "
+        r"`.*/run` has 0\.[0-3] MB free\. .*on_write_error='warn'",
+    ):
+        controller.train(9)
+
+    # A save fails in the background, and training stops at the next chance.
+    assert run.step == 4
+    assert sorted(os.listdir(small_disk / "run")) == ["checkpoint_1", "checkpoint_2"]
+    assert "Traceback" not in capfd.readouterr().err
+
+    other = Run()
+    again = make_manager(other, small_disk / "run")
+    again.restore_or_initialize()
+    np.testing.assert_array_equal(other.array, expected_array(2))
+    again.close()
+
+    shutil.rmtree(small_disk / "run" / "checkpoint_1")
+    manager.save(5)
+    manager.sync()
+    assert manager.last_error is None
+    manager.close()
+
+
+def test_with_warn_training_goes_on_and_saves_again_when_there_is_room(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    filler = small_disk / "filler"
+
+    def fill_and_free(step: int) -> None:
+        manager.sync()
+        if step == 2:
+            filler.write_bytes(bytes(DISK_BYTES // 2))
+        if step == 5:
+            filler.unlink()
+
+    run = Run(fill_and_free)
+    manager = make_manager(
+        run,
+        small_disk / "run",
+        max_to_keep=1,
+        checkpoint_interval=1,
+        on_write_error="warn",
+    )
+    with caplog.at_level(logging.WARNING, "armillary"):
+        make_controller(run, manager).train(6)
+    manager.close()
+
+    assert run.step == 6
+    failed = [record.getMessage() for record in caplog.records]
+    assert [message.partition("` failed")[0][-1] for message in failed] == list("234")
+    for message in failed:
+        assert "the next save that is due tries again" in message
+    assert manager.last_error is None
+    assert os.listdir(small_disk / "run") == ["checkpoint_6"]
+
+
+def test_with_warn_a_run_whose_last_save_fails_ends_and_says_so(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(lambda _: (small_disk / "filler").write_bytes(bytes(DISK_BYTES // 2)))
+    manager = make_manager(run, small_disk / "run", on_write_error="warn")
+    controller = make_controller(run, manager)
+    controller.save_checkpoint()
+    with caplog.at_level(logging.WARNING, "armillary"):
+        controller.train(3)
+        with pytest.raises(CheckpointError, match=r"checkpoint_3(\.1)?` failed"):
+            controller.save_checkpoint()
+    manager.close()
+
+    assert run.step == 3
+    assert len(caplog.records) == 2
+    assert "checkpoint_3` failed" in caplog.text
+    assert manager.last_error is not None
+    assert os.listdir(small_disk / "run") == ["checkpoint_0"]
+
+
+PROGRAM = """
+import resource, sys
+from pathlib import Path
+from tests.checkpoint.test_disk_full import *
+
+def limit(num_bytes):
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+
+def after_loop(step):
+    manager.sync()
+    # From step 2 on, no file may become larger; from step 5 on, it may again.
+    limit(10_000 if 2 <= step < 5 else resource.RLIM_INFINITY)
+
+run = Run(after_loop)
+manager = make_manager(
+    run, Path(sys.argv[1]), checkpoint_interval=1, on_write_error=sys.argv[2]
+)
+make_controller(run, manager).train(6)
+"""
+
+
+def run_program(directory: Path, on_write_error: str) -> subprocess.CompletedProcess:
+    repository = str(Path(__file__).resolve().parents[2])
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(directory), on_write_error],
+        check=False,
+        timeout=120,
+        capture_output=True,
+        text=True,
+        cwd=repository,
+        env={**os.environ, "PYTHONPATH": repository},
+    )
+
+
+@pytest.mark.slow
+def test_a_refused_write_stops_a_program_with_the_error(tmp_path: Path) -> None:
+    child = run_program(tmp_path, "raise")
+
+    assert child.returncode == 1
+    last = child.stderr.strip().splitlines()[-1]
+    assert last.startswith("armillary.errors.CheckpointError: Saving `")
+    assert "checkpoint_2` failed" in last
+    assert "File too large" in last
+    assert os.listdir(tmp_path) == ["checkpoint_1"]
+
+
+@pytest.mark.slow
+def test_with_warn_a_program_goes_on_over_refused_writes(tmp_path: Path) -> None:
+    child = run_program(tmp_path, "warn")
+
+    assert child.returncode == 0, child.stderr
+    assert child.stderr.count("WARNING: Saving `") == 3
+    assert "Traceback" not in child.stderr
+    assert sorted(os.listdir(tmp_path)) == [f"checkpoint_{step}" for step in (1, 5, 6)]
+    other = Run()
+    assert make_manager(other, tmp_path).restore_or_initialize() is not None
+    np.testing.assert_array_equal(other.array, expected_array(6))
+
+
+@pytest.mark.parametrize("on_write_error", ["raise", "warn"])
+def test_saving_a_checkpoint_now_raises_with_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_write_error: str
+) -> None:
+    wait = Store.wait
+
+    def fail(store: Store) -> None:
+        wait(store)
+        raise OSError("No space left on device")
+
+    run = Run()
+    manager = make_manager(run, tmp_path, on_write_error=on_write_error)
+    controller = make_controller(run, manager)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "wait", fail)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            controller.save_checkpoint()
+
+    assert controller.save_checkpoint() in manager.checkpoints
+    assert manager.last_error is None
+    manager.close()
+
+
+def test_a_failed_save_stops_training_before_the_next_one_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = Store.wait
+
+    def fail(store: Store) -> None:
+        wait(store)
+        raise OSError("No space left on device")
+
+    def wait_for_error(step: int) -> None:
+        deadline = time.monotonic() + 20
+        while step == 2 and manager.last_error is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    run = Run(wait_for_error)
+    manager = make_manager(run, tmp_path, checkpoint_interval=100)
+    monkeypatch.setattr(Store, "wait", fail)
+    with pytest.raises(CheckpointError, match="checkpoint_1` failed: OSError: No sp"):
+        make_controller(run, manager).train(9)
+
+    assert run.step == 2
+
+
+def test_with_warn_a_save_that_cannot_start_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = make_manager(Run(), tmp_path, on_write_error="warn")
+    with monkeypatch.context() as patch, caplog.at_level("WARNING", "armillary"):
+        patch.setattr(os, "access", lambda path, mode: False)
+        assert manager.save(1) is None
+
+    assert "this user may not write to" in caplog.text
+    assert manager.last_error is not None
+    assert manager.save(1) is not None
+    manager.close()
+
+
+def test_old_checkpoints_that_cannot_be_removed_are_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise PermissionError("Operation not permitted")
+
+    manager = make_manager(Run(), tmp_path, max_to_keep=1)
+    manager.save(1)
+    manager.sync()
+    monkeypatch.setattr(_folder, "remove", fail)
+    manager.save(2)
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint_2` is complete, but removing .*max_to_keep"
+    ):
+        manager.sync()
+
+    assert len(manager.checkpoints) == 2
+
+
+def test_what_to_do_about_write_errors_is_checked(tmp_path: Path) -> None:
+    holder = SimpleNamespace(array=jnp.zeros(1))
+
+    with pytest.raises(
+        ValueError, match=r"`on_write_error` is 'ignore', but .*'raise' or 'warn'"
+    ):
+        CheckpointManager(Checkpoint(holder=holder), tmp_path, on_write_error="ignore")
