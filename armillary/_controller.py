@@ -26,12 +26,13 @@ from armillary._controller_checks import (
     check_runners,
 )
 from armillary._logging import ensure_visible, logger
-from armillary._loop_report import LoopReport, can_wait
+from armillary._loop_report import LoopReport, can_wait, start_loop
 from armillary._progress import fetch_output, format_output, log_line
+from armillary._recovery import Recovery
 from armillary._runner import AbstractEvaluator, AbstractTrainer
 from armillary._typing import Action, Output
 from armillary._watch import watch_checkpoints
-from armillary.errors import CheckpointError
+from armillary.errors import CheckpointError, NonFiniteError
 from armillary.state import as_step_counter
 from armillary.summary import NoopSummaryManager, SummaryManager
 
@@ -139,6 +140,7 @@ class Controller:
         self._last_end = 0.0
         self._executor = ThreadPoolExecutor(1, "armillary-report")
         weakref.finalize(self, self._executor.shutdown, wait=False)
+        self._recovery = Recovery(trainer, checkpoint_manager, strategy)
 
         ensure_visible()
         if checkpoint_manager is not None:
@@ -166,6 +168,10 @@ class Controller:
                 or lies before the current global step.
             GlobalStepError: If `trainer.train` did not advance the global step by the
                 number of steps it was asked for.
+            NonFiniteError: If a step left values that are not finite, the trainer has
+                an option `on_non_finite` other than `"skip"`, and no checkpoint helps.
+            ReplicaDivergenceError: If the trainer's `check_replicas_every` found copies
+                of the state that differ.
         """
         self._require("trainer", for_method="train")
         self._check_target("steps", steps)
@@ -412,7 +418,20 @@ class Controller:
         self._log_stop()
 
     def _train_until(self, target: int) -> bool:
-        """Trains up to step `target`; returns whether training may go on after it."""
+        """Trains up to step `target`; returns whether training may go on after it.
+
+        Raises:
+            NonFiniteError: If a step left values that are not finite, and there is no
+                checkpoint to go back to.
+        """
+        while True:
+            try:
+                return self._train_unless_bad(target)
+            except NonFiniteError as error:
+                if not self._recovery.restore_after(error):
+                    raise
+
+    def _train_unless_bad(self, target: int) -> bool:
         step = self._read_step()
         if step == target:
             log_line("train", step, f"already at step {target}, nothing to train.")
@@ -446,9 +465,16 @@ class Controller:
         trainer = self._require("trainer", for_method="train")
         start = time.perf_counter()
         with self._scope():
-            output = trainer.train(num_steps)
+            output, check = start_loop(trainer, num_steps)
         loop = LoopReport(
-            trainer, step, num_steps, output, self._read_step, start, self._executor
+            trainer,
+            step,
+            num_steps,
+            output,
+            self._read_step,
+            start,
+            self._executor,
+            check,
         )
         self._report_last_loop()
         self._last_loop = loop

@@ -13,7 +13,9 @@ from typing import Any
 from armillary._progress import fetch_output
 from armillary._runner import AbstractTrainer
 from armillary._standard_runner import StandardTrainer
+from armillary._typing import Output
 from armillary.errors import GlobalStepError
+from armillary.loops import LoopCheck
 from armillary.state import StepCounter
 
 
@@ -28,6 +30,7 @@ class LoopReport:
         counter: Gives the global step.
         start: The time before it, by `time.perf_counter`.
         executor: Has a thread to wait in.
+        check: What is to be resolved of the loop, if anything.
 
     Attributes:
         step: The global step before it.
@@ -43,14 +46,18 @@ class LoopReport:
         counter: StepCounter,
         start: float,
         executor: Executor,
+        check: LoopCheck | None = None,
     ) -> None:
         self.step = step
+        self._check = check
         self._num_steps, self._start = num_steps, start
         self._data_ended = bool(getattr(trainer, "data_exhausted", False))
         read_step = counter.snapshot()
 
         def wait() -> tuple[dict[str, Any], int, float]:
             fetched = fetch_output(output, "trainer.train")
+            if check is not None:
+                check.fetch()
             return fetched, read_step(), time.perf_counter()
 
         self._outcome = executor.submit(wait)
@@ -68,8 +75,12 @@ class LoopReport:
         Raises:
             GlobalStepError: If it did not advance the global step as it should.
             TypeError: If the output is neither a dictionary nor `None`.
+            NonFiniteError: If a step left values that are not finite.
+            ReplicaDivergenceError: If replicas hold different values.
         """
         output, reached, end = self._outcome.result()
+        if self._check is not None:
+            self._check.resolve(self.step)
         expected = self.step + self._num_steps
         is_short = self._data_ended and self.step <= reached < expected
         if reached != expected and not is_short:
@@ -82,6 +93,16 @@ class LoopReport:
             )
         seconds = end - max(self._start, last_end)
         return output, (reached - self.step) / seconds, end
+
+
+def start_loop(
+    trainer: AbstractTrainer, num_steps: int
+) -> tuple[Output, LoopCheck | None]:
+    """Runs a loop; returns its output, and what to resolve when it is looked at."""
+    if can_wait(trainer) and "train" not in vars(trainer):
+        assert isinstance(trainer, StandardTrainer)
+        return trainer._train_unchecked(num_steps)
+    return trainer.train(num_steps), None
 
 
 def can_wait(trainer: AbstractTrainer) -> bool:

@@ -8,13 +8,13 @@ import abc
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from armillary._checks import check_num_steps, check_positive_int
+from armillary._checks import check_num_steps, check_one_of, check_positive_int
 from armillary._runner import AbstractEvaluator, AbstractTrainer
 from armillary._typing import Output, PyTree
 from armillary.distribute import Strategy, get_strategy, has_strategy
-from armillary.loops import Loop, LoopOptions
+from armillary.loops import Loop, LoopCheck, LoopOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +31,39 @@ class StandardTrainerOptions:
             delays the first step and needs more memory.
         max_chunk_bytes: Most memory of one stack of batches, in bytes. There are two or
             three at a time: one in use and those read ahead.
+        on_non_finite: What to do if a step leaves more values that are infinite or not
+            a number in an array of its state than there were before. `"raise"` undoes
+            the step, runs no further one, and raises `NonFiniteError`; state and data
+            are those before the step. `"skip"` undoes the step and goes on; only
+            counters and random keys move on, see below. `"restore"` lets the
+            `Controller` restore the latest checkpoint and go on with the batches that
+            follow; without one it raises. `None` looks at nothing.
+        check_replicas_every: Steps after which to compare the copies of the state on
+            all replicas, when a loop has ended. If any differ, `ReplicaDivergenceError`
+            names arrays and replicas. `None` does not compare.
+
+    A step that is skipped leaves every array as it was, but for random keys and
+    integers of 32 or 64 bits outside metrics, batch statistics and the state of Optax:
+    the global step counts it.
 
     Raises:
-        ValueError: If a number is below 1.
+        ValueError: If a number is below 1, or `on_non_finite` is none of its values.
     """
 
     compile_loop: bool = True
     compile_step: bool = True
     steps_per_chunk: int = 20
     max_chunk_bytes: int = 256 * 2**20
+    on_non_finite: Literal["raise", "skip", "restore"] | None = None
+    check_replicas_every: int | None = None
 
     def __post_init__(self) -> None:
         check_positive_int("steps_per_chunk", self.steps_per_chunk)
         check_positive_int("max_chunk_bytes", self.max_chunk_bytes)
+        choices = (None, "raise", "skip", "restore")
+        check_one_of("on_non_finite", self.on_non_finite, choices)
+        if self.check_replicas_every is not None:
+            check_positive_int("check_replicas_every", self.check_replicas_every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +74,24 @@ class StandardEvaluatorOptions(StandardTrainerOptions):
         recreate_iterator_for_each_eval: Whether each call of `evaluate` begins a new
             pass over the data. Off, as in Orbit, it continues where the last one
             stopped, and begins anew when the data has ended.
+
+    Raises:
+        ValueError: If a number is below 1, or an option is given that watches over
+            training.
     """
 
     recreate_iterator_for_each_eval: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("on_non_finite", "check_replicas_every"):
+            value = getattr(self, name)
+            if value is not None:
+                raise ValueError(
+                    f"`{name}` is {value!r}, but an evaluation changes nothing that "
+                    "lasts, so there is nothing to watch. Set it in the trainer's "
+                    "`StandardTrainerOptions`."
+                )
 
 
 @dataclass(frozen=True)
@@ -112,6 +147,8 @@ class _Runner:
             compile_step=options.compile_step,
             exact=exact,
             keep_results=keep_results,
+            on_non_finite=options.on_non_finite,
+            check_replicas_every=options.check_replicas_every,
         )
         if loop is not None:
             if loop.serves(datasets, strategy, loop_options):
@@ -198,6 +235,20 @@ class StandardTrainer(_Runner, AbstractTrainer):
             StateStructureError: If a step changes the structure of the state.
             CapturedStateError: If a step uses state that the trainer does not reach.
             RetraceError: If batches change their shape.
+            NonFiniteError: If a step left values that are not finite, and
+                `on_non_finite` is `"raise"` or `"restore"`.
+            ReplicaDivergenceError: If `check_replicas_every` found copies that differ.
+        """
+        output, check = self._train_unchecked(num_steps)
+        if check is not None:
+            check.resolve()
+        return output
+
+    def _train_unchecked(self, num_steps: int) -> tuple[Output, LoopCheck | None]:
+        """Runs a loop; returns its output, and what is to be resolved when it ends.
+
+        The device may still be running. A caller that starts another loop first loses
+        nothing by it: after a step that stops training, no step has an effect.
         """
         check_positive_int("num_steps", num_steps)
         self._check_initialized("_train_data", "train_dataset")
@@ -213,10 +264,11 @@ class StandardTrainer(_Runner, AbstractTrainer):
             )
             self.data_exhausted = not loop.has_data()
             if self.data_exhausted:
-                return None
+                return None, None
             self.train_loop_begin()
             self.data_exhausted = loop.run(num_steps) < num_steps
-            return loop.detach(self.train_loop_end())
+            check = loop.check()
+            return loop.detach(self.train_loop_end()), check
 
 
 class StandardEvaluator(_Runner, AbstractEvaluator):

@@ -13,10 +13,14 @@ Each one derives from `ArmillaryError` and from the nearest builtin, so that bot
     |-- RetraceError (ValueError)            batches changed after compilation
     |-- DatasetStateError (ValueError)       a data position that cannot be used
     |-- GlobalStepError (RuntimeError)       the global step did not advance as it must
+    |-- NonFiniteError (FloatingPointError)  a step left infinities or NaN in its state
+    |-- ReplicaDivergenceError (RuntimeError)  copies of the state are no longer equal
     |-- ClusterError (ValueError)            the environment describes no usable cluster
     `-- CheckpointError (RuntimeError)       a checkpoint cannot be written or read
         `-- CheckpointMismatchError (ValueError)   it holds other leaves
 """
+
+from collections.abc import Mapping
 
 
 class ArmillaryError(Exception):
@@ -57,6 +61,43 @@ class DatasetStateError(ArmillaryError, ValueError):
 
 class GlobalStepError(ArmillaryError, RuntimeError):
     """The global step did not advance by the number of steps that were run."""
+
+
+class NonFiniteError(ArmillaryError, FloatingPointError):
+    """A step left values in its state that are not finite.
+
+    Args:
+        message: What happened.
+        step: The global step that the step would have reached; `None` if not known.
+        leaves: How many values were not finite, by the path of the array.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        step: int | None = None,
+        leaves: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.step = step
+        self.leaves = dict(leaves or {})
+
+
+class ReplicaDivergenceError(ArmillaryError, RuntimeError):
+    """Replicas hold different values of state that is mirrored.
+
+    Args:
+        message: What happened.
+        leaves: The replicas that differ from most others, by the path of the array;
+            all replicas, where there is no majority.
+    """
+
+    def __init__(
+        self, message: str = "", *, leaves: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.leaves = dict(leaves or {})
 
 
 class ClusterError(ArmillaryError, ValueError):

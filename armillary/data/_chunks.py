@@ -73,6 +73,10 @@ class ChunkReader:
                 reader.commit_end()
         return chunk
 
+    def rewind(self) -> None:
+        """Drops what was read ahead; it is read again, from the positions committed."""
+        self._stop_reading_ahead()
+
     def close(self) -> None:
         """Ends the background thread and closes the readers."""
         self._is_closed = True

@@ -148,13 +148,18 @@ class DistributedDataset:
             self._element_spec = self._rows.types(spec)
         return self._element_spec
 
+    @property
+    def is_repositionable(self) -> bool:
+        """Whether the position can be saved and restored."""
+        return self._source.is_repositionable
+
     def check_repositionable(self) -> None:
         """Raises if the position cannot be saved and restored.
 
         Raises:
             DatasetStateError: If the source cannot be repositioned.
         """
-        if not self._source.is_repositionable:
+        if not self.is_repositionable:
             raise DatasetStateError(
                 f"The source ({self._source.name}) cannot be repositioned, so a "
                 "checkpoint cannot hold its position. Use "

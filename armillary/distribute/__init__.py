@@ -11,6 +11,7 @@ do. `_function` compiles a step, `_trace` makes it pure, `_placement` holds its 
 the devices.
 """
 
+from armillary.distribute._agreement import largest_on_replicas as largest_on_replicas
 from armillary.distribute._collectives import ReplicaContext as ReplicaContext
 from armillary.distribute._context import entered as entered
 from armillary.distribute._context import get_replica_context as get_replica_context
@@ -21,6 +22,8 @@ from armillary.distribute._context import (
 )
 from armillary.distribute._context import lifted as lifted
 from armillary.distribute._context import set_strategy as set_strategy
+from armillary.distribute._divergence import ReplicaComparison as ReplicaComparison
+from armillary.distribute._divergence import check_equal as check_equal
 from armillary.distribute._function import function as function
 from armillary.distribute._interrupts import uninterrupted as uninterrupted
 from armillary.distribute._loss import compute_average_loss as compute_average_loss
@@ -55,12 +58,14 @@ __all__ = [
     "PerReplica",
     "Placement",
     "ReduceOp",
+    "ReplicaComparison",
     "ReplicaContext",
     "Strategy",
     "TracedStep",
     "ValueContext",
     "VariableAggregation",
     "VariableSynchronization",
+    "check_equal",
     "compute_average_loss",
     "create_global_step",
     "entered",
@@ -71,6 +76,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "is_per_replica",
+    "largest_on_replicas",
     "lifted",
     "make_distributed_dataset",
     "scale_regularization_loss",

@@ -94,6 +94,13 @@ class Placement:
         """Returns the arrays that `place` divided, in the order of the slots."""
         return _Use(changed, self._is_scalar, self._state).join(donated, others)
 
+    def arrays(self) -> list[jax.Array]:
+        """Returns all arrays that are in place, in the order of the slots.
+
+        They stay good until the next program runs.
+        """
+        return self._use.all()
+
     def has_types(self, types: Sequence[jax.ShapeDtypeStruct]) -> bool:
         """Returns whether the slots' arrays have these shapes and dtypes still."""
         self._stale = self._find_stale()

@@ -8,5 +8,6 @@ same steps with no compiler, for debugging.
 from armillary.loops._eager import run_eagerly as run_eagerly
 from armillary.loops._loop import Loop as Loop
 from armillary.loops._loop import LoopOptions as LoopOptions
+from armillary.loops._loop_check import LoopCheck as LoopCheck
 
-__all__ = ["Loop", "LoopOptions", "run_eagerly"]
+__all__ = ["Loop", "LoopCheck", "LoopOptions", "run_eagerly"]

@@ -6,7 +6,7 @@ for each, and moves through the data: read a chunk, run the steps of it that the
 asks for, mark them as used.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,11 +20,15 @@ from armillary.data import (
     DistributedDataset,
     HostReader,
 )
+from armillary.data._position import Position
 from armillary.distribute import Placement, Strategy, TracedStep, uninterrupted
 from armillary.errors import RetraceError
 from armillary.loops._eager import run_eagerly
+from armillary.loops._loop_check import LoopCheck
+from armillary.loops._loop_watch import LoopWatch
 from armillary.loops._program import Program, has_slow_loop
 from armillary.loops._tracer import StepTracer, owner_of
+from armillary.state import State
 
 
 class LoopOptions(NamedTuple):
@@ -37,6 +41,8 @@ class LoopOptions(NamedTuple):
         compile_step: Whether steps are compiled at all.
         exact: Whether every example is used, in smaller steps where needed.
         keep_results: Whether what steps return is needed.
+        on_non_finite: As in `StandardTrainerOptions`.
+        check_replicas_every: As in `StandardTrainerOptions`.
     """
 
     steps_per_chunk: int
@@ -45,6 +51,8 @@ class LoopOptions(NamedTuple):
     compile_step: bool
     exact: bool
     keep_results: bool
+    on_non_finite: str | None = None
+    check_replicas_every: int | None = None
 
 
 class Loop:
@@ -81,6 +89,14 @@ class Loop:
         self._chunks: ChunkReader | None = None
         self._chunk: Chunk | None = None
         self._offset = 0
+        self._watch = LoopWatch(
+            name, strategy, options.on_non_finite, options.check_replicas_every
+        )
+
+    @property
+    def datasets(self) -> list[DistributedDataset]:
+        """The datasets, without the structure of their nest."""
+        return list(self._sources)
 
     def serves(
         self, datasets: PyTree, strategy: Strategy, options: LoopOptions
@@ -119,7 +135,17 @@ class Loop:
 
     def run(self, num_steps: int) -> int:
         """Runs up to `num_steps` steps; returns how many there was data for."""
-        return sum(count for count, _ in self._run(num_steps))
+        try:
+            count = sum(count for count, _ in self._run(num_steps))
+        except BaseException as error:
+            self._watch.fail(error, self._rewind)
+            raise
+        self._watch.finish(count, self._read_state)
+        return count
+
+    def check(self) -> LoopCheck | None:
+        """Returns what the last `run` has yet to tell, if it was watched over."""
+        return self._watch.check(self._rewind)
 
     def iterate(self, num_steps: int) -> Iterator[PyTree]:
         """Yields what each step returned; -1 runs until the data ends.
@@ -136,8 +162,9 @@ class Loop:
             return
         if self._tracer.find_state():
             self._programs.clear()
-        placement = self._tracer.placement
-        assert placement is not None
+        placement, state = self._tracer.placement, self._tracer.state
+        assert placement is not None and state is not None
+        self._watch.begin(state.paths, self._readers, num_steps)
         try:
             yield from self._run_chunks(num_steps, placement)
         finally:
@@ -155,9 +182,15 @@ class Loop:
             donated, others = placement.place(step.changed)
             self._strategy.dispatch.wait()
             with uninterrupted():
-                new, arrays, token = program(
-                    donated, others, chunk.inputs, self._offset, count
+                new, arrays, token, self._watch.health = program(
+                    donated,
+                    others,
+                    chunk.inputs,
+                    self._offset,
+                    count,
+                    self._watch.health,
                 )
+                self._watch.positions.add(chunk.positions, self._offset, count)
                 # The outputs of a loop on the device are arrays of their own.
                 placement.hold(new, may_share=not program.is_nested)
                 first = self._offset if program.is_nested else 0
@@ -185,6 +218,8 @@ class Loop:
         )
 
     def _run_eagerly(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:
+        watch = self._watch
+        watch.begin(State([(self._owner, "")]).paths, self._readers, num_steps)
         steps = run_eagerly(
             self._owner,
             self._step_fn,
@@ -192,11 +227,33 @@ class Loop:
             self._readers,
             self._strategy,
             owner_of(self._name),
+            watch,
         )
         while num_steps and (outcome := next(steps, None)) is not None:
             result, is_end = outcome
             num_steps -= is_end if num_steps > 0 else 0
             yield int(is_end), [result]
+
+    def _read_state(self) -> list[jax.Array]:
+        """Returns the arrays of the state, on their devices."""
+        placement = self._tracer.placement
+        if placement is not None:
+            return placement.arrays()
+        placement = Placement(State([(self._owner, "")]), self._strategy)
+        placement.place(())
+        return placement.arrays()
+
+    def _rewind(self, positions: Sequence[Position]) -> None:
+        """Goes back to positions that were read since the data was last moved."""
+        if not all(source.is_repositionable for source in self._sources):
+            return
+        for reader, position in zip(self._readers, positions, strict=True):
+            reader.commit(position)
+        if self._chunks is not None:
+            self._chunks.rewind()
+        else:
+            for reader in self._readers:
+                reader.rewind()
 
     def _count(self, chunk: Chunk, most: int, remaining: int) -> tuple[int, int]:
         """Returns steps to run of a chunk, and how many of them end a batch."""
@@ -252,8 +309,8 @@ class Loop:
                 "Batches that were read ahead cannot be shared out anew: take the same "
                 "number in every step, or make a new trainer."
             )
-        placement = self._tracer.placement
-        assert placement is not None
+        placement, state = self._tracer.placement, self._tracer.state
+        assert placement is not None and state is not None
         is_slow = has_slow_loop(trace.step.program, _platform(self._strategy))
         if is_slow and self.options.compile_loop and not self._programs:
             logger.info(
@@ -270,6 +327,10 @@ class Loop:
             placement,
             keep_results=self.options.keep_results,
             is_nested=not is_slow,
+            guard=self._watch.make_guard(
+                state, trace.step.program.in_avals, trace.step.changed
+            ),
+            health_shardings=self._watch.health_shardings(),
         )
         return program, trace.step
 

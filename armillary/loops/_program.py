@@ -17,6 +17,7 @@ from jax.extend import core
 from armillary._jaxpr import walk_programs
 from armillary._typing import PyTree
 from armillary.distribute import Placement, TracedStep
+from armillary.loops._non_finite import Health, StepGuard
 from armillary.loops._take_batches import Gather, take_batches
 from armillary.xla._lowerings import is_canonical
 
@@ -33,6 +34,8 @@ class Program:
         keep_results: Whether to return what each step returned.
         is_nested: Whether the loop runs on the device. If not, each step is a program
             of its own.
+        guard: Undoes bad steps. Without it, none is looked at.
+        health_shardings: Where what the guard knows belongs; `None` for anywhere.
     """
 
     def __init__(
@@ -45,6 +48,8 @@ class Program:
         *,
         keep_results: bool,
         is_nested: bool,
+        guard: StepGuard | None = None,
+        health_shardings: Any = None,
     ) -> None:
         self._step = step
         self._batches_per_step = tuple(batches_per_step)
@@ -52,11 +57,17 @@ class Program:
         self._capacity = capacity
         self._placement = placement
         self._keep_results = keep_results
+        self._guard = guard
         self.is_nested = is_nested
         self._compiled = jax.jit(
             self._run_many if is_nested else self._run_one,
             donate_argnums=0,
-            out_shardings=(placement.shardings(step.changed), None, None),
+            out_shardings=(
+                placement.shardings(step.changed),
+                None,
+                None,
+                health_shardings,
+            ),
         )
 
     @property
@@ -71,18 +82,20 @@ class Program:
         chunk: Sequence[tuple[PyTree, PyTree]],
         start: int,
         num_steps: int,
-    ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+        health: Health | None = None,
+    ) -> tuple[list[jax.Array], list[jax.Array], jax.Array, Health | None]:
         """Runs steps `start` to `start + num_steps` of a chunk, given as `inputs`.
 
-        `donated` and `others` are what `Placement.place` gives.
+        `donated` and `others` are what `Placement.place` gives, and `health` what the
+        guard knows, if there is one.
 
         Returns:
             The changed slots, and the result arrays with the steps as first axis: step
-            `start + i` at index `start + i` of a nested program, at 0 of any other. The
-            last one is there to be waited for.
+            `start + i` at index `start + i` of a nested program, at 0 of any other. An
+            array that is there to be waited for, and what the guard knows now.
         """
         begin, count = np.int32(start), np.int32(num_steps)
-        return self._compiled(donated, others, list(chunk), begin, count)
+        return self._compiled(donated, others, list(chunk), begin, count, health)
 
     def results(self, arrays: Sequence[jax.Array], index: int) -> PyTree:
         """Returns what the step at `index` returned."""
@@ -92,41 +105,65 @@ class Program:
         return take_batches(chunk, self._batches_per_step, self._gathers, index)
 
     def _one_step(
-        self, slots: list[Any], chunk: Sequence[PyTree], index: Any
-    ) -> tuple[list[Any], list[Any]]:
+        self, slots: list[Any], chunk: Sequence[PyTree], index: Any, health: Any
+    ) -> tuple[list[Any], list[Any], Any]:
         new, results = self._step.call(slots, self._batches(chunk, index))
-        return new, results if self._keep_results else []
+        if self._guard is not None:
+            old = [slots[i] for i in self._step.changed]
+            new, health = self._guard.check(old, new, health)
+        return new, results if self._keep_results else [], health
 
     def _run_one(
-        self, donated: list[Any], others: list[Any], chunk: Any, start: Any, count: Any
-    ) -> tuple[list[Any], list[Any], Any]:
+        self,
+        donated: list[Any],
+        others: list[Any],
+        chunk: Any,
+        start: Any,
+        count: Any,
+        health: Any,
+    ) -> tuple[list[Any], list[Any], Any, Any]:
         slots = self._placement.join(self._step.changed, donated, others)
-        new, results = self._one_step(slots, chunk, start)
-        return new, [result[None] for result in results], start + count
+        new, results, health = self._one_step(slots, chunk, start, health)
+        return new, [result[None] for result in results], start + count, health
 
     def _run_many(
-        self, donated: list[Any], others: list[Any], chunk: Any, start: Any, count: Any
-    ) -> tuple[list[Any], list[Any], Any]:
+        self,
+        donated: list[Any],
+        others: list[Any],
+        chunk: Any,
+        start: Any,
+        count: Any,
+        health: Any,
+    ) -> tuple[list[Any], list[Any], Any, Any]:
         slots = self._placement.join(self._step.changed, donated, others)
-        _, shapes = jax.eval_shape(self._one_step, slots, chunk, start)
+        _, shapes, _ = jax.eval_shape(self._one_step, slots, chunk, start, health)
         results = [
             jnp.zeros((self._capacity, *shape.shape), shape.dtype) for shape in shapes
         ]
+        stop = start + count
 
-        def body(index: Any, carry: tuple[list[Any], list[Any]]) -> Any:
-            changed, results = carry
+        def goes_on(carry: tuple[Any, ...]) -> Any:
+            index, _, _, health = carry
+            return (
+                index < stop if health is None else ((index < stop) & ~health.is_halted)
+            )
+
+        def body(carry: tuple[Any, ...]) -> Any:
+            index, changed, results, health = carry
             now = list(slots)
             for i, value in zip(self._step.changed, changed, strict=True):
                 now[i] = value
-            new, values = self._one_step(now, chunk, index)
-            return new, [
+            new, values, health = self._one_step(now, chunk, index, health)
+            results = [
                 jax.lax.dynamic_update_index_in_dim(all_, value, index, 0)
                 for all_, value in zip(results, values, strict=True)
             ]
+            return index + 1, new, results, health
 
-        stop = start + count
         changed = [slots[i] for i in self._step.changed]
-        return *jax.lax.fori_loop(start, stop, body, (changed, results)), stop
+        begin = (start, changed, results, health)
+        _, new, results, health = jax.lax.while_loop(goes_on, body, begin)
+        return new, results, stop, health
 
 
 def has_slow_loop(program: core.ClosedJaxpr, platform: str) -> bool:

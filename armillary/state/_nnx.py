@@ -62,6 +62,9 @@ class NnxSlot(Slot):
             return
         object.__setattr__(self.variable, "_raw_value", self._treedef.unflatten(leaves))
 
+    def is_of_optimizer(self) -> list[bool]:
+        return [isinstance(self.variable, _flax().optimizer)] * len(self.paths)
+
     def swap(self, leaves: list[Any]) -> Callable[[], None]:
         variable = self.variable
         value, trace_state = variable._raw_value, variable._trace_state
@@ -141,11 +144,14 @@ class _Flax(NamedTuple):
 
     Attributes:
         roles: The types of variables that have a role, with the role.
+        optimizer: The types of variables in the state of an Optax transformation; the
+            optimizer's own count of steps is of another type.
         make_trace_state: Returns the state of the current trace.
         set_raw: Puts a raw value into a variable.
     """
 
     roles: tuple[tuple[type, Role], ...]
+    optimizer: tuple[type, ...]
     make_trace_state: Callable[[], Any]
     set_raw: Callable[[Any, Any], None]
 
@@ -162,6 +168,7 @@ def _flax() -> _Flax:
             (nnx.BatchStat, Role.BATCH_STATISTIC),
             (nnx.RngKey, Role.RANDOM_KEY),
         ),
+        optimizer=(nnx.OptArray, nnx.OptVariable),
         make_trace_state=tracers.TraceState,
         set_raw=vars(nnx.Variable)["_raw_value"].__set__,
     )

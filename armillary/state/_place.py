@@ -102,6 +102,17 @@ class PlaceSlot(Slot):
             )
         )
 
+    def is_of_optimizer(self) -> list[bool]:
+        def is_part(value: Any) -> bool:
+            return self._is_leaf(value) or _is_optax_state(value)
+
+        return [
+            _is_optax_state(part)
+            for part in jax.tree.leaves(self._get(), is_leaf=is_part)
+            for leaf in jax.tree.leaves(part, is_leaf=self._is_leaf)
+            if is_array(leaf)
+        ]
+
     def swap(self, leaves: list[Any]) -> Callable[[], None]:
         old = self._get()
         self.write(leaves)
@@ -111,6 +122,11 @@ class PlaceSlot(Slot):
 def is_array(leaf: Any) -> bool:
     """Returns whether a leaf of a plain place is carried as an array."""
     return isinstance(leaf, jax.Array)
+
+
+def _is_optax_state(value: Any) -> bool:
+    kind = type(value)
+    return issubclass(kind, tuple) and kind.__module__.partition(".")[0] == "optax"
 
 
 def _leaf_path(path: str, keys: tuple[Any, ...]) -> str:

@@ -59,6 +59,10 @@ class Slot(ABC):
     def write(self, leaves: list[Any]) -> None:
         """Puts other arrays into the place, in the order of `paths`."""
 
+    def is_of_optimizer(self) -> list[bool]:
+        """Returns, for each array, whether it is part of an optimizer's state."""
+        return [False] * len(self.paths)
+
     @abstractmethod
     def swap(self, leaves: list[Any]) -> Callable[[], None]:
         """Puts tracers into the place and returns a function that undoes it."""

@@ -1,0 +1,105 @@
+"""Goes back to the latest checkpoint when the state is no longer finite.
+
+For trainers with `on_non_finite="restore"`. The data is not taken back: with the same
+batches, the same steps would fail again. A checkpoint that was restored several times
+leads nowhere, so that the error is then raised.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from armillary._logging import logger
+from armillary._runner import AbstractTrainer
+from armillary._standard_runner import StandardTrainer
+from armillary.errors import NonFiniteError
+
+if TYPE_CHECKING:
+    from armillary.checkpoint import CheckpointManager
+    from armillary.distribute import Strategy
+
+_MOST_RESTORES = 3
+
+
+class Recovery:
+    """Restores checkpoints for one controller.
+
+    Args:
+        trainer: The trainer, if there is one.
+        manager: The checkpoints, if there are any.
+        strategy: Its scope is entered for a restore.
+    """
+
+    def __init__(
+        self,
+        trainer: AbstractTrainer | None,
+        manager: "CheckpointManager | None",
+        strategy: "Strategy | None",
+    ) -> None:
+        self._trainer, self._manager, self._strategy = trainer, manager, strategy
+        self._restores: Counter[str] = Counter()
+
+    def restore_after(self, error: NonFiniteError) -> bool:
+        """Restores the latest checkpoint, but not the position of the training data.
+
+        Args:
+            error: Why; it gets a note if there is nothing to restore.
+
+        Returns:
+            Whether training may go on; `False` if the trainer does not ask for it, or
+            there is no checkpoint, or this one was restored too often.
+        """
+        trainer, manager = self._trainer, self._manager
+        if not isinstance(trainer, StandardTrainer):
+            return False
+        if trainer._train_options.on_non_finite != "restore":
+            return False
+        if manager is None:
+            error.add_note(
+                "There is nothing to restore: the controller has no "
+                "`checkpoint_manager`."
+            )
+            return False
+        manager.sync()
+        path = manager.latest_checkpoint
+        if path is None:
+            error.add_note(
+                f"There is nothing to restore: {manager.directory} holds no checkpoint "
+                "yet. Set a smaller `checkpoint_interval`."
+            )
+            return False
+        if self._restores[path] == _MOST_RESTORES:
+            error.add_note(
+                f"{path} was restored {_MOST_RESTORES} times, and no later checkpoint "
+                "was reached. Restore an earlier one."
+            )
+            return False
+        self._restores[path] += 1
+        with self._scope(), _kept_positions(trainer):
+            manager.restore(path)
+        logger.warning(
+            "restored from checkpoint: %s (%d of %d times), and went on with the data "
+            "that follows, because %s",
+            path,
+            self._restores[path],
+            _MOST_RESTORES,
+            str(error).partition("\nThe state is")[0],
+        )
+        return True
+
+    def _scope(self) -> contextlib.AbstractContextManager[Any]:
+        if self._strategy is None:
+            return contextlib.nullcontext()
+        return self._strategy.scope()
+
+
+@contextlib.contextmanager
+def _kept_positions(trainer: StandardTrainer) -> Iterator[None]:
+    """Keeps the training data where it is while a checkpoint is restored."""
+    loop = trainer._train_loop
+    datasets = [] if loop is None else loop.datasets
+    states = [(d, d.get_state()) for d in datasets if d.is_repositionable]
+    yield
+    for dataset, state in states:
+        dataset.set_state(state)
