@@ -99,7 +99,7 @@ def test_a_run_that_is_killed_at_random_moments_ends_as_one_that_is_not(
         else:
             starts.append(program.read_step())
             start_seconds = time.monotonic() - program.started_at
-            for _ in range(chance.randint(0, 5)):
+            for _ in range(chance.randint(2, 12)):
                 program.read_step()
             if number % 3 == 2:
                 program.wait_for_save()
@@ -114,7 +114,7 @@ def test_a_run_that_is_killed_at_random_moments_ends_as_one_that_is_not(
     assert_every_example_counted_once(final["seen"])
     # What was killed was a run that moved on from its checkpoints, also within saves.
     assert starts == sorted(starts)
-    assert 0 < starts[-1] < NUM_STEPS
+    assert NUM_KILLS // 3 <= starts[-1] < NUM_STEPS
     assert all(start % STEPS_PER_LOOP == 0 for start in starts)
     assert num_half_saves >= NUM_KILLS // 10
 
