@@ -34,6 +34,7 @@ from armillary import cluster as cluster
 from armillary import data as data
 from armillary import distribute as distribute
 from armillary import errors as errors
+from armillary import goodput as goodput
 from armillary import summary as summary
 from armillary import xla as xla
 from armillary._controller import Controller as Controller
@@ -100,6 +101,7 @@ __all__ = [
     "function",
     "get_replica_context",
     "get_strategy",
+    "goodput",
     "has_strategy",
     "in_cross_replica_context",
     "make_distributed_dataset",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from armillary import __version__
 from armillary._exit_code import ExitCode
+from armillary.goodput import _command as goodput
 from armillary.launch import _arguments as launch
 
 
@@ -25,6 +26,11 @@ _COMMANDS = {
         "start the workers of a job on this machine, and restart it",
         launch.add_arguments,
         launch.prepare,
+    ),
+    "goodput": _Command(
+        "show where the time of a run went, across restarts",
+        goodput.add_arguments,
+        goodput.prepare,
     ),
 }
 

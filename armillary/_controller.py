@@ -33,6 +33,7 @@ from armillary._runner import AbstractEvaluator, AbstractTrainer
 from armillary._typing import Action, Output
 from armillary._watch import watch_checkpoints
 from armillary.errors import CheckpointError, NonFiniteError
+from armillary.goodput import Category, make_recorder
 from armillary.state import as_step_counter
 from armillary.summary import NoopSummaryManager, SummaryManager
 
@@ -141,6 +142,10 @@ class Controller:
         self._executor = ThreadPoolExecutor(1, "armillary-report")
         weakref.finalize(self, self._executor.shutdown, wait=False)
         self._recovery = Recovery(trainer, checkpoint_manager, strategy)
+        has_record = trainer is not None and checkpoint_manager is not None
+        self._goodput = make_recorder(
+            getattr(checkpoint_manager, "directory", None) if has_record else None
+        )
 
         ensure_visible()
         if checkpoint_manager is not None:
@@ -175,7 +180,7 @@ class Controller:
         """
         self._require("trainer", for_method="train")
         self._check_target("steps", steps)
-        with self._run():
+        with self._record(), self._run():
             self._train_until(steps)
             if checkpoint_at_completion or self._stop_reason is not None:
                 self._save_if_needed()
@@ -201,10 +206,12 @@ class Controller:
         log_line("eval", step, f"running {amount}...")
 
         start = time.perf_counter()
-        with self._scope():
-            output = evaluator.evaluate(steps)
-        output = fetch_output(output, "evaluator.evaluate")
+        with self._goodput.phase(Category.EVALUATING):
+            with self._scope():
+                output = evaluator.evaluate(steps)
+            output = fetch_output(output, "evaluator.evaluate")
         seconds = time.perf_counter() - start
+        self._goodput.mark("evaluation", step)
 
         log_line(
             "eval",
@@ -252,7 +259,7 @@ class Controller:
             check_positive_int("eval_interval", eval_interval)
         output: Output = None
         evaluated_step = None
-        with self._run():
+        with self._record(), self._run():
             goes_on = True
             while goes_on:
                 goes_on = self._train_until(self._next_stop(train_steps, eval_interval))
@@ -356,7 +363,7 @@ class Controller:
             ValueError: If there is no checkpoint manager.
         """
         manager = self._require("checkpoint_manager", for_method="restore_checkpoint")
-        with self._scope():
+        with self._goodput.phase(Category.RESTORING), self._scope():
             if path is not None:
                 restored = manager.restore(path)
             else:
@@ -366,7 +373,9 @@ class Controller:
             return None
         logger.info("restored from checkpoint: %s", restored)
         is_latest = restored == manager.latest_checkpoint
-        self._saved_step = self._read_step() if is_latest else None
+        step = self._read_step()
+        self._saved_step = step if is_latest else None
+        self._goodput.mark("restore", step)
         return restored
 
     def request_stop(self, reason: str) -> None:
@@ -399,6 +408,10 @@ class Controller:
         weakref.finalize(self, manager.close)
         return manager
 
+    def _record(self) -> contextlib.AbstractContextManager[None]:
+        """Accounts for the time of a run."""
+        return self._goodput.run(self._read_step(), lambda: self._stop_reason is None)
+
     @contextlib.contextmanager
     def _run(self) -> Iterator[None]:
         """Starts a run without a stop request, and leaves nothing unwritten."""
@@ -428,8 +441,10 @@ class Controller:
             try:
                 return self._train_unless_bad(target)
             except NonFiniteError as error:
-                if not self._recovery.restore_after(error):
-                    raise
+                with self._goodput.phase(Category.RESTORING):
+                    if not self._recovery.restore_after(error):
+                        raise
+                self._goodput.mark("restore", self._read_step())
 
     def _train_unless_bad(self, target: int) -> bool:
         step = self._read_step()
@@ -464,7 +479,7 @@ class Controller:
         """Runs one loop from `step` on; returns the global step it reaches."""
         trainer = self._require("trainer", for_method="train")
         start = time.perf_counter()
-        with self._scope():
+        with self._goodput.phase(Category.STEPPING), self._scope():
             output, check = start_loop(trainer, num_steps)
         loop = LoopReport(
             trainer,
@@ -476,6 +491,7 @@ class Controller:
             self._executor,
             check,
         )
+        self._goodput.run_on_device(Category.STEPPING, loop.ended)
         self._report_last_loop()
         self._last_loop = loop
         # The first loop is looked at before a second one runs, and so is every loop if
@@ -489,7 +505,9 @@ class Controller:
         loop, self._last_loop = self._last_loop, None
         if loop is None:
             return
-        output, steps_per_second, self._last_end = loop.fetch(self._last_end)
+        with self._goodput.phase(Category.STEPPING):
+            output, steps_per_second, self._last_end = loop.fetch(self._last_end)
+        self._goodput.mark("loop", loop.reached)
         if loop.reached == loop.step:
             return  # The data had ended before: there is nothing to report.
         log_line(
@@ -526,9 +544,11 @@ class Controller:
         if manager is None:
             return None
         step = self._read_step()
-        path = manager.save(checkpoint_number=step, check_interval=check_interval)
+        with self._goodput.phase(Category.SAVING):
+            path = manager.save(checkpoint_number=step, check_interval=check_interval)
         if path is not None:
             self._saved_step = step
+            self._goodput.mark("save", step)
             logger.info("saving checkpoint to %s.", path)
         return path
 
@@ -551,7 +571,8 @@ class Controller:
         self.summary_manager.flush()
         self.eval_summary_manager.flush()
         if self.checkpoint_manager is not None:
-            self.checkpoint_manager.sync()
+            with self._goodput.phase(Category.SAVING):
+                self.checkpoint_manager.sync()
 
     def _run_actions(self, actions: tuple[Action, ...], output: Output) -> None:
         with self._scope():

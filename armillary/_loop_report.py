@@ -63,6 +63,12 @@ class LoopReport:
         self._outcome = executor.submit(wait)
         self.reached = read_step() if self._data_ended else step + num_steps
 
+    def ended(self) -> float | None:
+        """Returns when the device had run it, `None` before, and 0 if that failed."""
+        if not self._outcome.done():
+            return None
+        return 0.0 if self._outcome.exception() else self._outcome.result()[2]
+
     def fetch(self, last_end: float) -> tuple[dict[str, Any], float, float]:
         """Waits for the loop.
 

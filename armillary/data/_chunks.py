@@ -57,6 +57,13 @@ class ChunkReader:
         for reader in self._readers:
             reader.attach(self._stop_reading_ahead)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `next_chunk` would return at once."""
+        return self._is_closed or (
+            self._prefetcher is not None and self._prefetcher.is_ready
+        )
+
     def next_chunk(self) -> Chunk | None:
         """Returns the next chunk, or None if no whole step is left.
 

@@ -39,6 +39,11 @@ class Prefetcher(Generic[T]):
     def __next__(self) -> T:
         return self._channel.get()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next item, or the end, is there without waiting."""
+        return self._channel.is_ready
+
     def close(self, timeout_seconds: float | None = None) -> None:
         """Ends the thread and waits for it; what was read ahead is lost."""
         self._channel.request_stop()
@@ -72,6 +77,10 @@ class _Channel(Generic[T]):
             if self._error is not None:
                 raise self._error
             raise StopIteration
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self._ready) or self._has_ended
 
     def request_stop(self) -> None:
         with self._changed:

@@ -39,6 +39,12 @@ class Dispatch:
             while len(self._pending) >= self._most_in_flight:
                 jax.block_until_ready(self._pending.popleft())
 
+    def in_flight(self) -> list[Any]:
+        """Returns the token of the newest program, empty if that has ended."""
+        with self._lock:
+            newest = self._pending[-1] if self._pending else []
+        return [] if all(leaf.is_ready() for leaf in newest) else newest
+
     def started(self, token: Any) -> None:
         """Remembers a program that was just started.
 

@@ -18,11 +18,13 @@ from armillary.data import (
     Chunk,
     ChunkReader,
     DistributedDataset,
+    HostBatch,
     HostReader,
 )
 from armillary.data._position import Position
 from armillary.distribute import Placement, Strategy, TracedStep, uninterrupted
 from armillary.errors import RetraceError
+from armillary.loops._data_wait import reading, waiting_for_data
 from armillary.loops._eager import run_eagerly
 from armillary.loops._loop_check import LoopCheck
 from armillary.loops._loop_watch import LoopWatch
@@ -111,7 +113,7 @@ class Loop:
     def has_data(self) -> bool:
         """Returns whether another step can run; waits for the data if it must."""
         if self._chunks is None or not self.options.compile_step:
-            return all(reader.peek() is not None for reader in self._readers)
+            return all(batch is not None for batch in self._peek())
         return self._next_chunk() is not None
 
     def reopen(self) -> None:
@@ -273,11 +275,16 @@ class Loop:
                 return None
         chunk = self._chunk
         if chunk is None or self._offset == chunk.num_steps or not chunk.is_current:
-            self._chunk, self._offset = self._chunks.next_chunk(), 0
+            with waiting_for_data(self._chunks, self._strategy):
+                self._chunk, self._offset = self._chunks.next_chunk(), 0
         return self._chunk
 
+    def _peek(self) -> list[HostBatch | None]:
+        with reading():
+            return [reader.peek() for reader in self._readers]
+
     def _open_chunks(self) -> ChunkReader | None:
-        first = [reader.peek() for reader in self._readers]
+        first = self._peek()
         if any(batch is None for batch in first):
             return None
         pairs = zip(self._readers, first, strict=True)

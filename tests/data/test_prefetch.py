@@ -112,3 +112,22 @@ def test_close_does_not_wait_longer_than_told():
     prefetcher.close(timeout_seconds=0.01)
     assert time.monotonic() - start < 5
     release.set()
+
+
+def test_tells_whether_the_next_item_is_there():
+    go_on = threading.Event()
+
+    def read():
+        yield 1
+        assert go_on.wait(60)
+        yield 2
+
+    prefetcher = Prefetcher(read(), 1)
+    assert not prefetcher.is_ready
+    assert next(prefetcher) == 1
+    assert not prefetcher.is_ready
+    go_on.set()
+    wait_for(lambda: prefetcher.is_ready)
+    assert next(prefetcher) == 2
+    wait_for(lambda: prefetcher.is_ready)  # The end is there.
+    prefetcher.close()

@@ -1,0 +1,157 @@
+"""Adds up the attempts of a run, and finds what was lost.
+
+A run lost what it did again. So nothing has to be known about crashes: if steps were
+run from step 20 on, all that came earlier in the record and lies beyond step 20 was in
+vain, whether another attempt or the same one went back.
+"""
+
+import itertools
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from armillary.goodput._category import Category
+from armillary.goodput._journal import FILE_NAME, Entry, read_entries
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Where the time of a run went.
+
+    Args:
+        seconds: The seconds of every category. They add up to the time of the run, from
+            the start of its first process to its last sign of life, without pauses
+            after training had ended as planned.
+        num_attempts: How many controllers trained.
+        num_steps: Steps that count, each once.
+        num_lost_steps: Steps that were run and had to be run again.
+        unreadable_lines: Numbers of lines in the record that could not be read.
+    """
+
+    seconds: dict[Category, float]
+    num_attempts: int
+    num_steps: int
+    num_lost_steps: int
+    unreadable_lines: tuple[int, ...] = ()
+
+    @property
+    def total_seconds(self) -> float:
+        """The time of the run."""
+        return math.fsum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time that went into steps that count, from 0 to 1."""
+        total = self.total_seconds
+        return self.seconds[Category.STEPPING] / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """What lies between two entries of one attempt."""
+
+    start: int
+    stop: int
+    seconds: dict[Category, float]
+
+
+def read_goodput(run_dir: str | os.PathLike[str]) -> Goodput:
+    """Reads where the time of a run went.
+
+    It may be read while the run goes on.
+
+    Args:
+        run_dir: The directory of the run's checkpoints, or the one above it.
+
+    Raises:
+        ValueError: If `run_dir` is no directory, holds no record or several, or the
+            record cannot be read.
+    """
+    entries, unreadable = read_entries(_find_journal(Path(run_dir)))
+    return add_up(entries, unreadable)
+
+
+def add_up(entries: Iterable[Entry], unreadable_lines: Iterable[int] = ()) -> Goodput:
+    """Adds up the entries of a journal.
+
+    Args:
+        entries: The entries, in the order of the journal.
+        unreadable_lines: Passed on to the result.
+    """
+    firsts: dict[str, Entry] = {}
+    lasts: dict[str, Entry] = {}
+    segments = []
+    for entry in entries:
+        firsts.setdefault(entry.attempt, entry)
+        segments.append(_make_segment(lasts.get(entry.attempt), entry))
+        lasts[entry.attempt] = entry
+    seconds = dict.fromkeys(Category, 0.0)
+    num_steps = num_lost_steps = 0
+    lowest = math.inf
+    for segment in reversed(segments):
+        advance = max(0, segment.stop - segment.start)
+        if segment.stop > lowest:
+            num_lost_steps += advance
+            seconds[Category.LOST] += sum(segment.seconds.values())
+        else:
+            num_steps += advance
+            for category, value in segment.seconds.items():
+                seconds[category] += value
+        if advance:
+            lowest = min(lowest, segment.start)
+    attempts = list(firsts)
+    for one, other in itertools.pairwise(attempts):
+        seconds[Category.DOWN] += _find_gap(lasts[one], firsts[other])
+    return Goodput(
+        seconds=seconds,
+        num_attempts=len(attempts),
+        num_steps=num_steps,
+        num_lost_steps=num_lost_steps,
+        unreadable_lines=tuple(unreadable_lines),
+    )
+
+
+def _make_segment(last: Entry | None, entry: Entry) -> _Segment:
+    if last is None:
+        return _Segment(entry.step, entry.step, entry.seconds)
+    seconds = {
+        category: value - last.seconds.get(category, 0.0)
+        for category, value in entry.seconds.items()
+    }
+    return _Segment(last.step, entry.step, seconds)
+
+
+def _find_gap(last: Entry, first: Entry) -> float:
+    """Returns the seconds between two attempts, 0 if the run was done."""
+    if last.is_done:
+        return 0.0
+    started = first.time - sum(first.seconds.values())
+    return max(0.0, started - last.time)
+
+
+def _find_journal(run_dir: Path) -> Path:
+    if not run_dir.is_dir():
+        problem = "is a file" if run_dir.exists() else "does not exist"
+        raise ValueError(
+            f"`run_dir` is {str(run_dir)!r}, which {problem}, but it must be the "
+            "directory of a run. Use the one that its `CheckpointManager` has, or the "
+            "one above it."
+        )
+    if (run_dir / FILE_NAME).exists():
+        return run_dir / FILE_NAME
+    found = sorted(run_dir.glob(f"*/{FILE_NAME}"))
+    if len(found) > 1:
+        choices = ", ".join(repr(str(path.parent)) for path in found)
+        raise ValueError(
+            f"`run_dir` is {str(run_dir)!r}, below which there are {len(found)} runs, "
+            f"but it must be the directory of one. Use one of {choices}."
+        )
+    if not found:
+        raise ValueError(
+            f"`run_dir` is {str(run_dir)!r}, but there is no `{FILE_NAME}` in it or in "
+            "a directory in it. A `Controller` with a `checkpoint_manager` writes it "
+            "into the directory of the checkpoints when it trains: use that one."
+        )
+    return found[0]

@@ -1,0 +1,157 @@
+"""What is appended can be read, and what a crash leaves does no harm."""
+
+import json
+import os
+import stat
+
+import jax
+import pytest
+
+from armillary.goodput import Category, Entry, Journal, NoopJournal, read_entries
+
+
+def make_entry(step=0, **changes):
+    values = {
+        "attempt": "a",
+        "event": "loop",
+        "time": 1.5e9,
+        "step": step,
+        "is_done": False,
+        "seconds": {Category.STEPPING: 1.25},
+    }
+    return Entry(**{**values, **changes})
+
+
+def append(directory, *entries):
+    journal = Journal(directory)
+    for entry in entries:
+        journal.append(entry)
+    return directory / "goodput.jsonl"
+
+
+def test_entries_come_back_as_they_were(tmp_path):
+    entries = [make_entry(), make_entry(20, is_done=True, event="end", seconds={})]
+
+    path = append(tmp_path / "a" / "b", *entries)
+
+    assert read_entries(path) == (entries, [])
+    assert len(path.read_bytes()) < 250 * len(entries)
+
+
+def test_attempts_append_to_one_file(tmp_path):
+    append(tmp_path, make_entry(1))
+    path = append(tmp_path, make_entry(2))
+
+    assert [entry.step for entry in read_entries(path)[0]] == [1, 2]
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60])
+def test_half_a_line_of_a_crash_is_skipped(tmp_path, cut):
+    path = append(tmp_path, make_entry(1), make_entry(2))
+    path.write_bytes(path.read_bytes()[:-cut])
+    append(tmp_path, make_entry(3))
+
+    entries, unreadable = read_entries(path)
+
+    # Without its newline alone, a line is complete.
+    assert [entry.step for entry in entries] == ([1, 2, 3] if cut == 1 else [1, 3])
+    assert unreadable == ([] if cut == 1 else [2])
+
+
+GARBAGE = [
+    b"\xff\x00\x80",
+    b"{}",
+    b"[1]",
+    b"null",
+    b'{"format": "something-1"}',
+    b'{"format": "armillary-goodput-1"}',
+    json.dumps(
+        {
+            "format": "armillary-goodput-1",
+            "attempt": "a",
+            "event": "loop",
+            "time": 1.0,
+            "step": 1,
+            "done": False,
+            "seconds": {"stepping": -1.0},
+        }
+    ).encode(),
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_other_lines_are_told_by_number(tmp_path, garbage):
+    path = append(tmp_path, make_entry(1))
+    path.write_bytes(path.read_bytes() + garbage + b"\n")
+    append(tmp_path, make_entry(2))
+
+    entries, unreadable = read_entries(path)
+
+    assert [entry.step for entry in entries] == [1, 2]
+    assert unreadable == [2]
+
+
+def test_a_file_without_entries_is_an_error(tmp_path):
+    path = tmp_path / "goodput.jsonl"
+    path.write_bytes(b"\n".join(GARBAGE))
+
+    with pytest.raises(ValueError, match=r"no line that a `Controller` wrote, among 7"):
+        read_entries(path)
+
+
+def test_a_file_of_another_version_is_an_error(tmp_path):
+    path = append(tmp_path, make_entry(1))
+    path.write_bytes(path.read_bytes().replace(b"goodput-1", b"goodput-7"))
+
+    with pytest.raises(ValueError, match=r"Line 1 of .* version '7' .* reads version"):
+        read_entries(path)
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot be read \(Is a directory\), but it"):
+        read_entries(tmp_path)
+
+
+def test_the_file_has_the_rights_that_the_user_asks_for(tmp_path):
+    previous = os.umask(0o027)
+    try:
+        path = append(tmp_path, make_entry())
+    finally:
+        os.umask(previous)
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_failure_is_logged_once_and_ends_the_recording(tmp_path, caplog):
+    (tmp_path / "file").touch()
+
+    append(tmp_path / "file" / "run", make_entry(1), make_entry(2))
+
+    assert len(caplog.records) == 1
+    assert "so where the time goes is not recorded from here on" in caplog.text
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_a_failure(caplog):
+    # The system's own full disk.
+    journal = Journal("/dev")
+    journal._path = journal._path.with_name("full")
+
+    journal.append(make_entry())
+
+    assert "No space left on device" in caplog.text
+
+
+def test_only_the_first_process_of_a_job_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+
+    append(tmp_path, make_entry())
+
+    assert not list(tmp_path.iterdir())
+
+
+def test_noop_journal_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    NoopJournal().append(make_entry())
+
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,148 @@
+"""Every second is in one category, whatever order things are told in."""
+
+import threading
+import timeit
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from armillary.goodput import Category, Stopwatch, get_stopwatch
+
+
+def spent(stopwatch):
+    return {str(name): value for name, value in stopwatch.seconds.items() if value}
+
+
+def test_inner_phases_interrupt_outer_ones(clock):
+    stopwatch = Stopwatch(Category.START_UP, elapsed=3.0, clock=clock)
+    clock.now += 1
+    with stopwatch.phase(Category.OTHER):
+        clock.now += 2
+        with stopwatch.phase(Category.STEPPING):
+            clock.now += 10
+        clock.now += 4
+    clock.now += 1
+
+    assert spent(stopwatch) == {"start_up": 5.0, "other": 6.0, "stepping": 10.0}
+
+
+def test_nothing_is_counted_outside_of_categories(clock):
+    stopwatch = Stopwatch(clock=clock)
+    clock.now += 100
+    with stopwatch.phase(Category.SAVING):
+        clock.now += 1
+    clock.now += 100
+
+    assert spent(stopwatch) == {"saving": 1.0}
+    assert stopwatch.category is None
+
+
+def test_a_phase_ends_with_an_error(clock):
+    stopwatch = Stopwatch(clock=clock)
+    with pytest.raises(KeyError), stopwatch.phase(Category.SAVING):
+        clock.now += 1
+        raise KeyError("x")
+    clock.now += 1
+
+    assert spent(stopwatch) == {"saving": 1.0}
+    assert get_stopwatch() is None
+
+
+def test_compilations_are_taken_out_of_the_phase_they_happen_in(clock):
+    stopwatch = Stopwatch(clock=clock)
+    with stopwatch.phase(Category.STEPPING):
+        clock.now += 10
+        stopwatch.compiled(4.0)
+        clock.now += 3
+        stopwatch.compiled(3.0)
+        clock.now += 1
+    clock.now += 1
+    stopwatch.compiled(1.0)
+
+    assert spent(stopwatch) == {"stepping": 7.0, "compiling": 7.0}
+
+
+def test_a_compilation_that_holds_others_counts_once(clock):
+    stopwatch = Stopwatch(clock=clock)
+    with stopwatch.phase(Category.STEPPING):
+        clock.now += 5
+        for _ in range(3):
+            clock.now += 1
+            stopwatch.compiled(1.0)
+        clock.now += 2
+        stopwatch.compiled(5.0)
+        clock.now += 1
+
+    assert spent(stopwatch) == {"stepping": 6.0, "compiling": 5.0}
+
+
+def test_a_compilation_cannot_take_more_than_there_is(clock):
+    stopwatch = Stopwatch(clock=clock)
+    with stopwatch.phase(Category.STEPPING):
+        clock.now += 1
+        stopwatch.compiled(50.0)
+
+    assert spent(stopwatch) == {"compiling": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("category", "ended", "expected"),
+    [
+        (Category.DATA, None, {"stepping": 5.0}),
+        (Category.DATA, 1003.0, {"stepping": 3.0, "data": 2.0}),
+        (Category.DATA, 999.0, {"data": 5.0}),
+        (Category.OTHER, 1004.0, {"stepping": 4.0, "other": 1.0}),
+        (Category.SAVING, None, {"saving": 5.0}),
+    ],
+)
+def test_what_hides_behind_the_device_is_stepping(clock, category, ended, expected):
+    stopwatch = Stopwatch(clock=clock)
+    stopwatch.run_on_device(Category.STEPPING, lambda: ended)
+    with stopwatch.phase(category):
+        clock.now += 5
+
+    assert spent(stopwatch) == expected
+
+
+def test_a_device_that_has_ended_hides_nothing_later(clock):
+    stopwatch = Stopwatch(clock=clock)
+    ends = [1002.0]
+    stopwatch.run_on_device(Category.EVALUATING, lambda: ends.pop())
+    with stopwatch.phase(Category.DATA):
+        clock.now += 5
+    with stopwatch.phase(Category.DATA):
+        clock.now += 5
+
+    assert spent(stopwatch) == {"evaluating": 2.0, "data": 8.0}
+
+
+def test_jax_tells_of_compilations_in_this_thread_only():
+    def compile_one(factor):
+        with_new_constant = jax.jit(lambda x: jnp.sin(x) * factor)
+        with_new_constant(jnp.ones(3)).block_until_ready()
+
+    stopwatch = Stopwatch()
+    with stopwatch.phase(Category.STEPPING):
+        thread = threading.Thread(target=compile_one, args=(2.5,))
+        thread.start()
+        thread.join()
+    elsewhere = stopwatch.seconds[Category.COMPILING]
+    with stopwatch.phase(Category.STEPPING):
+        compile_one(3.5)
+
+    assert elsewhere == 0
+    assert stopwatch.seconds[Category.COMPILING] > 0
+    assert stopwatch.seconds[Category.STEPPING] > 0
+
+
+def test_a_phase_costs_microseconds():
+    stopwatch = Stopwatch()
+
+    def enter():
+        with stopwatch.phase(Category.STEPPING):
+            pass
+
+    # The best of several: other programs run on this machine, too.
+    seconds = min(timeit.repeat(enter, number=1000, repeat=5)) / 1000
+    assert seconds < 50e-6

@@ -1,0 +1,281 @@
+"""`Controller` accounts for its time, also across a `kill -9`."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import armillary
+from armillary.goodput import Category, read_entries, read_goodput
+
+
+class Loops(armillary.AbstractTrainer, armillary.AbstractEvaluator):
+    """Sleeps for its steps and its evaluations."""
+
+    def __init__(self):
+        self.step = jnp.int32(0)
+
+    def train(self, num_steps):
+        time.sleep(0.01 * num_steps)
+        self.step = self.step + num_steps
+        return {"step": self.step}
+
+    def evaluate(self, num_steps):
+        time.sleep(0.1)
+        return {"step": self.step}
+
+
+def make_controller(directory, **options):
+    loops = Loops()
+    manager = armillary.CheckpointManager(
+        armillary.Checkpoint(loops=loops), directory, checkpoint_interval=10
+    )
+    arguments = {
+        "trainer": loops,
+        "evaluator": loops,
+        "global_step": lambda: loops.step,
+        "steps_per_loop": 5,
+        "checkpoint_manager": manager,
+    }
+    return armillary.Controller(**{**arguments, **options})
+
+
+def test_a_run_is_accounted_for_in_the_directory_of_its_checkpoints(tmp_path):
+    controller = make_controller(
+        tmp_path, train_actions=[lambda output: time.sleep(0.02)]
+    )
+    start = time.perf_counter()
+    controller.train_and_evaluate(40, eval_interval=20)
+    elapsed = time.perf_counter() - start
+
+    goodput = read_goodput(tmp_path)
+    seconds = goodput.seconds
+    assert seconds[Category.STEPPING] >= 0.4
+    assert seconds[Category.EVALUATING] >= 0.2
+    assert seconds[Category.OTHER] >= 8 * 0.02
+    assert seconds[Category.SAVING] > 0
+    assert seconds[Category.LOST] == seconds[Category.DOWN] == 0
+    before = seconds[Category.START_UP] + seconds[Category.RESTORING]
+    assert goodput.total_seconds - before == pytest.approx(elapsed, rel=0.01)
+    assert (goodput.num_attempts, goodput.num_steps) == (1, 40)
+
+
+def test_the_next_controller_is_another_attempt_of_the_run(tmp_path):
+    make_controller(tmp_path).train(20)
+    time.sleep(0.5)
+    make_controller(tmp_path).train(40)
+
+    goodput = read_goodput(tmp_path)
+
+    assert (goodput.num_attempts, goodput.num_steps) == (2, 40)
+    assert goodput.seconds[Category.RESTORING] > 0
+    assert goodput.seconds[Category.DOWN] == 0
+
+
+def test_the_time_after_a_stop_request_is_lost(tmp_path):
+    controller = make_controller(
+        tmp_path, train_actions=[lambda output: controller.request_stop("preempted")]
+    )
+    controller.train(20)
+    time.sleep(0.2)
+    make_controller(tmp_path).train(20)
+
+    goodput = read_goodput(tmp_path)
+
+    assert goodput.seconds[Category.DOWN] >= 0.2
+    assert goodput.num_lost_steps == 0
+
+
+def test_steps_after_a_failure_are_lost(tmp_path):
+    def fail_late(output):
+        if output["step"] == 20:
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        make_controller(tmp_path, train_actions=[fail_late]).train(40)
+    make_controller(tmp_path).train(40)
+
+    goodput = read_goodput(tmp_path)
+
+    assert goodput.num_lost_steps == 5
+    assert goodput.seconds[Category.LOST] >= 5 * 0.01
+    assert goodput.num_steps == 40
+
+
+def test_a_job_that_only_evaluates_leaves_the_record_alone(tmp_path):
+    make_controller(tmp_path).train(10)
+    before = (tmp_path / "goodput.jsonl").read_bytes()
+    controller = make_controller(tmp_path)
+
+    controller.evaluate()
+    controller.evaluate_continuously(timeout=0)
+
+    assert (tmp_path / "goodput.jsonl").read_bytes() == before
+
+
+def test_an_evaluation_after_training_is_recorded(tmp_path):
+    controller = make_controller(tmp_path)
+    controller.train(10)
+    controller.evaluate()
+
+    assert read_goodput(tmp_path).seconds[Category.EVALUATING] >= 0.1
+    assert read_entries(tmp_path / "goodput.jsonl")[0][-1].is_done
+
+
+def test_without_a_checkpoint_manager_nothing_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_controller(tmp_path, checkpoint_manager=None).train(10)
+
+    assert not list(tmp_path.iterdir())
+
+
+class Matrices(armillary.StandardTrainer):
+    """Keeps the device busy."""
+
+    def __init__(self, data, num_products):
+        super().__init__(data)
+        self.step, self.value = jnp.int32(0), jnp.eye(256)
+        self.num_products = num_products
+
+    def train_step(self, iterator):
+        matrix = next(iterator)["x"]
+        self.value = jax.lax.fori_loop(
+            0, self.num_products, lambda _, value: value @ matrix, self.value
+        )
+        self.step = self.step + 1
+
+
+@pytest.mark.slow
+def test_summaries_that_hide_behind_the_device_are_stepping(tmp_path):
+    class SlowSummaries(armillary.summary.NoopSummaryManager):
+        def write_summaries(self, values, *, step):
+            time.sleep(0.05)
+
+    data = armillary.data.from_arrays(
+        {"x": np.eye(256, dtype=np.float32)}, batch_size=256, repeat=True
+    )
+    trainer = Matrices(data, num_products=1500)
+    controller = make_controller(
+        tmp_path,
+        trainer=trainer,
+        global_step=lambda: trainer.step,
+        steps_per_loop=1,
+        summary_manager=SlowSummaries(),
+        checkpoint_manager=armillary.CheckpointManager(
+            armillary.Checkpoint(trainer=trainer), tmp_path, max_to_keep=1
+        ),
+    )
+    controller.train(12)
+
+    seconds = read_goodput(tmp_path).seconds
+    # The first and the last loop are looked at while nothing else runs.
+    assert 0.1 <= seconds[Category.OTHER] < 6 * 0.05
+    assert seconds[Category.COMPILING] > 0
+
+
+@pytest.mark.slow
+def test_waiting_for_slow_data_is_no_stepping(tmp_path):
+    def read():
+        while True:
+            time.sleep(0.02)
+            yield {"x": np.eye(256, dtype=np.float32)}
+
+    trainer = Matrices(read, num_products=1)
+    controller = make_controller(
+        tmp_path,
+        trainer=trainer,
+        global_step=lambda: trainer.step,
+        checkpoint_manager=armillary.CheckpointManager(
+            armillary.Checkpoint(step=trainer), tmp_path
+        ),
+    )
+    controller.train(50)
+
+    seconds = read_goodput(tmp_path).seconds
+    assert seconds[Category.DATA] >= 0.8 * 50 * 0.02
+    assert seconds[Category.STEPPING] < seconds[Category.DATA]
+
+
+PROGRAM = """
+import os, signal, sys, time
+import jax.numpy as jnp, numpy as np
+import armillary
+
+directory, kill_at = sys.argv[1], int(sys.argv[2])
+
+def read():
+    for number in range(10_000):
+        time.sleep(0.05)
+        yield {"x": np.full(2, number, "float32")}
+
+class Trainer(armillary.StandardTrainer):
+    def __init__(self):
+        # Loops of a quarter of a second: each one gets a line.
+        super().__init__(read, armillary.StandardTrainerOptions(steps_per_chunk=5))
+        self.step, self.total = jnp.int32(0), jnp.zeros(())
+
+    def train_step(self, iterator):
+        self.total = self.total + next(iterator)["x"].sum()
+        self.step = self.step + 1
+
+    def train_loop_end(self):
+        return {"step": self.step}
+
+class Evaluator(armillary.AbstractEvaluator):
+    def evaluate(self, num_steps):
+        time.sleep(0.2)
+
+def act(output):
+    time.sleep(0.02)
+    if output["step"] == kill_at:
+        controller.checkpoint_manager.sync()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+trainer = Trainer()
+controller = armillary.Controller(
+    trainer=trainer, evaluator=Evaluator(), global_step=lambda: trainer.step,
+    steps_per_loop=5, train_actions=[act],
+    checkpoint_manager=armillary.CheckpointManager(
+        armillary.Checkpoint(trainer=trainer), directory, checkpoint_interval=10),
+)
+controller.train_and_evaluate(60, eval_interval=20)
+print(time.time())
+"""
+
+
+@pytest.mark.slow
+def test_totals_of_a_killed_and_restarted_run_add_up_to_the_wall_time(tmp_path):
+    def run(kill_at):
+        return subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(tmp_path), str(kill_at)],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"},
+        )
+
+    start = time.time()
+    assert run(kill_at=35).returncode == -signal.SIGKILL
+    time.sleep(1.0)
+    end = float(run(kill_at=-1).stdout)
+
+    goodput = read_goodput(tmp_path)
+    seconds = goodput.seconds
+    assert goodput.total_seconds == pytest.approx(end - start, rel=0.01)
+    assert (goodput.num_attempts, goodput.num_steps) == (2, 60)
+    assert goodput.num_lost_steps == 10
+    assert goodput.unreadable_lines == ()
+    assert seconds[Category.LOST] >= 0.8 * 10 * 0.05
+    assert seconds[Category.DOWN] >= 1.0
+    assert seconds[Category.DATA] >= 0.5 * 60 * 0.05
+    assert seconds[Category.EVALUATING] >= 3 * 0.2
+    assert seconds[Category.OTHER] >= 12 * 0.02
+    assert seconds[Category.START_UP] > 0.5
+    for category in (Category.COMPILING, Category.SAVING, Category.RESTORING):
+        assert seconds[category] > 0
