@@ -14,6 +14,7 @@ Each one derives from `ArmillaryError` and from the nearest builtin, so that bot
     |-- DatasetStateError (ValueError)       a data position that cannot be used
     |-- GlobalStepError (RuntimeError)       the global step did not advance as it must
     |-- ClusterError (ValueError)            the environment describes no usable cluster
+    |-- PeerError (RuntimeError)             the processes of a job do not agree
     `-- CheckpointError (RuntimeError)       a checkpoint cannot be written or read
         `-- CheckpointMismatchError (ValueError)   it holds other leaves
 """
@@ -61,6 +62,10 @@ class GlobalStepError(ArmillaryError, RuntimeError):
 
 class ClusterError(ArmillaryError, ValueError):
     """The environment of a process does not describe a cluster that can be used."""
+
+
+class PeerError(ArmillaryError, RuntimeError):
+    """The processes of a job do not agree, or one of them failed or is silent."""
 
 
 class CheckpointError(ArmillaryError, RuntimeError):

@@ -12,8 +12,8 @@ from armillary._checks import check_callable, check_not_negative, check_positive
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._directory import as_absolute, find_problem
 from armillary.checkpoint._folder import find_checkpoints, find_superseded
+from armillary.checkpoint._joint import agree_on_path, make_writer, told
 from armillary.checkpoint._reader import restore
-from armillary.checkpoint._writer import Writer
 from armillary.state import as_step_counter
 
 
@@ -24,6 +24,10 @@ class CheckpointManager:
     named `checkpoint_<number>`; saving a number again makes `checkpoint_<number>.1`,
     and removes the older folder once the new one is complete. Everything else in the
     directory (event files, other folders) is left alone, so it can be that of the run.
+
+    Of processes that train together (`MultiWorkerMirroredStrategy`), all call the same
+    methods: process 0 writes, all read, and all must see the directory. A checkpoint
+    can be restored on another number of processes.
 
     Args:
         checkpoint: What to save.
@@ -84,7 +88,7 @@ class CheckpointManager:
         if problem is not None and not self.checkpoints:
             raise ValueError(problem)
         self._last_step: int | None = None
-        self._writer = Writer(
+        self._writer = make_writer(
             self._directory,
             max_to_keep=max_to_keep,
             keep_every_hours=keep_checkpoint_every_n_hours,
@@ -182,6 +186,7 @@ class CheckpointManager:
             return True
         return step - self._last_step >= self._interval
 
+    @told()
     def restore_or_initialize(self) -> str | None:
         """Restores the latest checkpoint, or calls `init_fn` if there is none.
 
@@ -189,13 +194,14 @@ class CheckpointManager:
             The path that was restored, or `None`.
         """
         self.sync()
-        latest = self.latest_checkpoint
+        latest = agree_on_path(self.latest_checkpoint)
         if latest is not None:
             return self.restore(latest)
         if self._init_fn is not None:
             self._init_fn()
         return None
 
+    @told()
     def restore(self, path: str | os.PathLike[str]) -> str:
         """Puts the values of one checkpoint into the objects.
 

@@ -6,6 +6,7 @@ for each, and moves through the data: read a chunk, run the steps of it that the
 asks for, mark them as used.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,8 +21,15 @@ from armillary.data import (
     DistributedDataset,
     HostReader,
 )
-from armillary.distribute import Placement, Strategy, TracedStep, uninterrupted
+from armillary.distribute import (
+    Placement,
+    Strategy,
+    TracedStep,
+    check_same_program,
+    uninterrupted,
+)
 from armillary.errors import RetraceError
+from armillary.loops._agree import check_same_chunk, check_same_start
 from armillary.loops._eager import run_eagerly
 from armillary.loops._program import Program, has_slow_loop
 from armillary.loops._tracer import StepTracer, owner_of
@@ -74,7 +82,7 @@ class Loop:
         datasets, self._nest = _flatten(datasets)
         self._sources = [_distribute(dataset, strategy) for dataset in datasets]
         self._readers = self._open_readers()
-        self._prefetch = min(1, *(source.options.prefetch for source in self._sources))
+        self._prefetch = min(1, *(source.prefetch for source in self._sources))
         self._tracer = StepTracer(owner, step_fn, name, self._nest, strategy)
         self._programs: dict[Any, tuple[Program, TracedStep]] = {}
         self._batches_per_step: tuple[int, ...] = ()
@@ -216,11 +224,25 @@ class Loop:
                 return None
         chunk = self._chunk
         if chunk is None or self._offset == chunk.num_steps or not chunk.is_current:
-            self._chunk, self._offset = self._chunks.next_chunk(), 0
+            self._chunk, self._offset = self._read_chunk(self._chunks), 0
         return self._chunk
 
+    def _read_chunk(self, chunks: ChunkReader) -> Chunk | None:
+        """Returns the next chunk, once all processes have one that is like it."""
+        peers = self._strategy.peers
+        if peers is None:
+            return chunks.next_chunk()
+        with peers.told():
+            chunk = chunks.next_chunk()
+        check_same_chunk(peers, self._name, chunk)
+        return chunk
+
     def _open_chunks(self) -> ChunkReader | None:
-        first = [reader.peek() for reader in self._readers]
+        peers = self._strategy.peers
+        with contextlib.nullcontext() if peers is None else peers.told():
+            first = [reader.peek() for reader in self._readers]
+        if peers is not None:
+            check_same_start(peers, self._name, first)
         if any(batch is None for batch in first):
             return None
         pairs = zip(self._readers, first, strict=True)
@@ -252,6 +274,8 @@ class Loop:
                 "Batches that were read ahead cannot be shared out anew: take the same "
                 "number in every step, or make a new trainer."
             )
+        if self._strategy.peers is not None:
+            check_same_program(self._strategy.peers, self._name, trace.step.program)
         placement = self._tracer.placement
         assert placement is not None
         is_slow = has_slow_loop(trace.step.program, _platform(self._strategy))

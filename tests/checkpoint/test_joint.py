@@ -1,0 +1,78 @@
+"""Saving with several processes: one writes, all know."""
+
+import jax.numpy as jnp
+import pytest
+from etils import epath
+
+from armillary.checkpoint._checkpoint import Content
+from armillary.checkpoint._joint import JointWriter
+from armillary.errors import CheckpointError
+from tests.peers import run_together
+
+CONTENT = Content({"x": jnp.zeros(3)}, {})
+
+
+class Recorder:
+    """A writer that writes nothing, and may fail."""
+
+    def __init__(self, log, start_error=None, sync_error=None):
+        self.log, self.start_error, self.sync_error = log, start_error, sync_error
+
+    def start(self, number, content):
+        self.log.append(f"start {number} {sorted(content.leaves)}")
+        if self.start_error:
+            raise CheckpointError(self.start_error)
+        return str(epath.Path("/runs") / f"checkpoint_{number}")
+
+    def sync(self):
+        self.log.append("sync")
+        if self.sync_error:
+            raise CheckpointError(self.sync_error)
+
+    def close(self):
+        self.log.append("close")
+
+
+def run(fn, **errors):
+    logs = [[], []]
+
+    def run_one(peers):
+        return fn(JointWriter(Recorder(logs[peers.index], **errors), peers), peers)
+
+    return run_together(run_one), logs
+
+
+def test_the_first_process_writes_and_all_know_the_path():
+    def save(writer, peers):
+        path = writer.start(7, CONTENT)
+        writer.sync()
+        writer.close()
+        return path
+
+    outcomes, logs = run(save)
+    assert outcomes == ["/runs/checkpoint_7"] * 2
+    assert logs == [["start 7 ['x']", "sync", "close"], ["close"]]
+
+
+@pytest.mark.parametrize("where", ["start_error", "sync_error"])
+def test_an_error_of_the_first_process_is_raised_in_all(where):
+    def save(writer, peers):
+        writer.start(7, CONTENT)
+        writer.sync()
+
+    (first, second), _ = run(save, **{where: "no space"})
+    with pytest.raises(CheckpointError, match=r"^no space$"):
+        raise first
+    with pytest.raises(CheckpointError, match=r"no space .Process 0 could not write"):
+        raise second
+
+
+def test_after_a_failure_the_first_process_still_finishes_its_save():
+    def save(writer, peers):
+        writer.start(7, CONTENT)
+        peers.fail(ValueError("something else"))
+        writer.sync()
+
+    outcomes, logs = run(save)
+    assert outcomes == [None, None]
+    assert logs[0] == ["start 7 ['x']", "sync"]
