@@ -234,11 +234,9 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 
     def __repr__(self) -> str:
         platform = self._replica_mesh.devices.flat[0].platform
-        count = 1 if self.peers is None else self.peers.count
-        return (
-            f"MultiWorkerMirroredStrategy({self.num_replicas_in_sync} x {platform}, "
-            f"{count} processes)"
-        )
+        where = "1 process" if self.peers is None else f"{self.peers.count} processes"
+        replicas = f"{self.num_replicas_in_sync} x {platform}"
+        return f"MultiWorkerMirroredStrategy({replicas}, {where})"
 
     # The base class binds these spellings to its own methods.
     experimental_distribute_dataset = distribute_dataset

@@ -24,7 +24,7 @@ def test_without_other_processes_it_has_the_devices_of_this_one():
     assert strategy.cluster_resolver is resolver
     assert strategy.num_replicas_in_sync == len(jax.local_devices())
     assert strategy.layout == armillary.MirroredStrategy().layout
-    assert "1 processes" not in repr(armillary.MirroredStrategy())
+    assert repr(strategy) == "MultiWorkerMirroredStrategy(8 x cpu, 1 process)"
 
 
 def test_equal_state_passes_and_different_state_is_named():
