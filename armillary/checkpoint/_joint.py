@@ -1,12 +1,11 @@
 """Saving and restoring where several processes train together.
 
 State is mirrored, so process 0 has all of it, and writes it. The others take part in
-what must be decided once (the path, the latest checkpoint) and learn how it ended; they
-never write. All see one directory.
+what must be decided once (such as the path) and learn how it ended; they never write.
+All see one directory.
 """
 
 import contextlib
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,12 +25,29 @@ def make_writer(directory: epath.Path, **options: Any) -> "Writer | JointWriter"
     return writer if peers is None else JointWriter(writer, peers)
 
 
-def agree_on_path(path: str | None) -> str | None:
-    """Returns what process 0 has found."""
-    peers = get_peers()
+def check_same_path(path: str | None, peers: Peers | None) -> None:
+    """Raises, in all processes, if they have not restored the same checkpoint.
+
+    Args:
+        path: What this process has restored, or `None`.
+        peers: The processes, or `None` if there is one.
+
+    Raises:
+        CheckpointError: If they differ.
+    """
     if peers is None:
-        return path
-    return json.loads(peers.gather("the latest checkpoint", json.dumps(path))[0])
+        return
+    paths = peers.gather("the latest checkpoint", path or "no checkpoint")
+    if len(set(paths)) > 1:
+        shown = "\n".join(
+            f"  process {index} of {peers.count}: {path}"
+            for index, path in enumerate(paths)
+        )
+        raise CheckpointError(
+            f"The processes have restored different checkpoints:\n{shown}\n"
+            "Give `CheckpointManager` a directory that all of them see, such as one of "
+            "a shared file system."
+        )
 
 
 @contextlib.contextmanager

@@ -12,8 +12,9 @@ from armillary._checks import check_callable, check_not_negative, check_positive
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._directory import as_absolute, find_problem
 from armillary.checkpoint._folder import find_checkpoints, find_superseded
-from armillary.checkpoint._joint import agree_on_path, make_writer, told
+from armillary.checkpoint._joint import check_same_path, make_writer, told
 from armillary.checkpoint._reader import restore
+from armillary.cluster._join import get_peers
 from armillary.state import as_step_counter
 
 
@@ -194,9 +195,12 @@ class CheckpointManager:
             The path that was restored, or `None`.
         """
         self.sync()
-        latest = agree_on_path(self.latest_checkpoint)
+        latest = self.latest_checkpoint
         if latest is not None:
-            return self.restore(latest)
+            self.restore(latest)
+        check_same_path(latest, get_peers())
+        if latest is not None:
+            return latest
         if self._init_fn is not None:
             self._init_fn()
         return None

@@ -5,7 +5,7 @@ import pytest
 from etils import epath
 
 from armillary.checkpoint._checkpoint import Content
-from armillary.checkpoint._joint import JointWriter
+from armillary.checkpoint._joint import JointWriter, check_same_path
 from armillary.errors import CheckpointError
 from tests.peers import run_together
 
@@ -76,3 +76,19 @@ def test_after_a_failure_the_first_process_still_finishes_its_save():
     outcomes, logs = run(save)
     assert outcomes == [None, None]
     assert logs[0] == ["start 7 ['x']", "sync"]
+
+
+def test_processes_that_restored_different_checkpoints_say_so():
+    def restore(peers):
+        check_same_path("/runs/checkpoint_7", peers)
+        check_same_path(None if peers.index else "/runs/checkpoint_7", peers)
+
+    for outcome in run_together(restore):
+        with pytest.raises(CheckpointError, match="different checkpoints") as caught:
+            raise outcome
+        assert "process 0 of 2: /runs/checkpoint_7" in str(caught.value)
+        assert "process 1 of 2: no checkpoint" in str(caught.value)
+
+
+def test_one_process_has_nobody_to_compare_with():
+    check_same_path("/runs/checkpoint_7", None)
