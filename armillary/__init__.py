@@ -54,6 +54,9 @@ from armillary.data import InputContext as InputContext
 from armillary.data import InputOptions as InputOptions
 from armillary.distribute import DefaultStrategy as DefaultStrategy
 from armillary.distribute import MirroredStrategy as MirroredStrategy
+from armillary.distribute import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
 from armillary.distribute import OneDeviceStrategy as OneDeviceStrategy
 from armillary.distribute import ReduceOp as ReduceOp
 from armillary.distribute import VariableAggregation as VariableAggregation
@@ -82,6 +85,7 @@ __all__ = [
     "InputContext",
     "InputOptions",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "Output",
     "ReduceOp",

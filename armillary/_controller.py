@@ -6,6 +6,7 @@ of two loops, in the order of `_train_loop` and `_train_until`.
 """
 
 import contextlib
+import json
 import os
 import time
 import weakref
@@ -32,6 +33,7 @@ from armillary._recovery import Recovery
 from armillary._runner import AbstractEvaluator, AbstractTrainer
 from armillary._typing import Action, Output
 from armillary._watch import watch_checkpoints
+from armillary.cluster._join import get_peers
 from armillary.errors import CheckpointError, NonFiniteError
 from armillary.goodput import Category, make_recorder
 from armillary.state import as_step_counter
@@ -136,6 +138,7 @@ class Controller:
         self.eval_summary_manager = eval_summary_manager or self.summary_manager
         self._steps_per_loop = steps_per_loop
         self._stop_reason: str | None = None
+        self._is_stop_agreed = False
         self._saved_step: int | None = None
         self._last_loop: LoopReport | None = None
         self._last_end = 0.0
@@ -182,7 +185,7 @@ class Controller:
         self._check_target("steps", steps)
         with self._record(), self._run():
             self._train_until(steps)
-            if checkpoint_at_completion or self._stop_reason is not None:
+            if checkpoint_at_completion or self._should_stop():
                 self._save_if_needed()
 
     def evaluate(self, steps: int = -1) -> Output:
@@ -270,7 +273,7 @@ class Controller:
                 if step != evaluated_step:
                     output = self.evaluate(eval_steps)
                     evaluated_step = step
-                goes_on = goes_on and self._stop_reason is None
+                goes_on = goes_on and not self._should_stop()
             # An action of the evaluation may have asked to stop.
             self._save_if_needed()
         return output
@@ -381,7 +384,8 @@ class Controller:
     def request_stop(self, reason: str) -> None:
         """Ends the loop that is running at its next boundary, after saving.
 
-        May be called from actions, other threads and signal handlers. The reason is
+        May be called from actions, other threads and signal handlers; of several
+        processes, a request in one of them stops all at the same step. The reason is
         logged when the loop ends; of several requests the first counts. A request
         concerns the call in progress: a later call starts afresh.
 
@@ -416,9 +420,14 @@ class Controller:
     def _run(self) -> Iterator[None]:
         """Starts a run without a stop request, and leaves nothing unwritten."""
         self._stop_reason = None
+        self._is_stop_agreed = False
         try:
             yield
         except BaseException as error:
+            peers = get_peers()
+            if peers is not None:
+                # The others are told at their next round, and do not wait for ever.
+                peers.fail(error)
             for finish in (self._report_last_loop, self._finish_writes):
                 try:
                     finish()
@@ -453,7 +462,7 @@ class Controller:
         else:
             goal = "the data ends" if target == -1 else f"step {target}"
             log_line("train", step, f"training until {goal}...")
-        while step != target and self._stop_reason is None:
+        while step != target and not self._should_stop():
             num_steps = self._num_steps_at(step)
             if target != -1:
                 num_steps = min(num_steps, target - step)
@@ -467,7 +476,22 @@ class Controller:
                 return False
             step = reached
         self._report_last_loop()
-        return self._stop_reason is None
+        return not self._should_stop()
+
+    def _should_stop(self) -> bool:
+        """Returns whether a stop was requested, in any of the processes."""
+        peers = get_peers()
+        if peers is None:
+            return self._stop_reason is not None
+        if not self._is_stop_agreed:
+            own = [] if self._stop_reason is None else [self._stop_reason]
+            reasons = peers.gather("whether to stop", json.dumps(own))
+            for index, reason in reversed(list(enumerate(map(json.loads, reasons)))):
+                if reason:
+                    at = f"(requested in process {index} of {peers.count})"
+                    self._stop_reason = f"{reason[0]} {at}"
+                    self._is_stop_agreed = True
+        return self._is_stop_agreed
 
     def _num_steps_at(self, step: int) -> int:
         if not callable(self._steps_per_loop):

@@ -2,11 +2,14 @@
 
 Programs configure the logger `armillary` like any other. A program that configured no
 logging at all would see nothing of a training run, so `ensure_visible` gives the logger
-a handler of its own, which steps aside once the program sets up logging.
+a handler of its own, which steps aside once the program sets up logging. Of several
+processes that train together, the chief alone says what is no warning.
 """
 
 import logging
 import sys
+
+from armillary._process import get_process
 
 logger = logging.getLogger("armillary")
 """Receives every message once; programs configure it like any other logger."""
@@ -48,6 +51,18 @@ class _LineFormatter(logging.Formatter):
         if record.levelno == logging.INFO:
             return line
         return f"{record.levelname}: {line}"
+
+
+def _keep(record: logging.LogRecord) -> bool:
+    """Returns whether this process says `record`; names the process in warnings."""
+    process = get_process()
+    is_warning = record.levelno >= logging.WARNING
+    if process.count > 1 and is_warning:
+        record.msg, record.args = f"{process}: {record.getMessage()}", ()
+    return process.is_chief or is_warning
+
+
+logger.addFilter(_keep)
 
 
 def _is_root_configured() -> bool:

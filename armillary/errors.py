@@ -16,6 +16,7 @@ Each one derives from `ArmillaryError` and from the nearest builtin, so that bot
     |-- NonFiniteError (FloatingPointError)  a step left infinities or NaN in its state
     |-- ReplicaDivergenceError (RuntimeError)  copies of the state are no longer equal
     |-- ClusterError (ValueError)            the environment describes no usable cluster
+    |-- PeerError (RuntimeError)             the processes of a job do not agree
     `-- CheckpointError (RuntimeError)       a checkpoint cannot be written or read
         `-- CheckpointMismatchError (ValueError)   it holds other leaves
 """
@@ -102,6 +103,10 @@ class ReplicaDivergenceError(ArmillaryError, RuntimeError):
 
 class ClusterError(ArmillaryError, ValueError):
     """The environment of a process does not describe a cluster that can be used."""
+
+
+class PeerError(ArmillaryError, RuntimeError):
+    """The processes of a job do not agree, or one of them failed or is silent."""
 
 
 class CheckpointError(ArmillaryError, RuntimeError):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from armillary._process import get_process
 from armillary._typing import Output
 from armillary.actions._metric import (
     Metric,
@@ -33,7 +34,7 @@ class NewBestMetric:
         directory: Where to keep the best value, in a JSON file named for the metric. It
             is made when the first value is written. `None` keeps it in memory only.
         write_metric: Whether to write the file; if false, it is only read when the
-            object is made. Of several processes, let one write.
+            object is made. Of several processes, only the chief writes in any case.
 
     Attributes:
         best_value: The best value so far, or `None` before the first one.
@@ -78,7 +79,8 @@ class NewBestMetric:
         if not self.test(output):
             return False
         self.best_value = self.metric_value(output)
-        if self._file is not None and self.write_metric:
+        is_writer = self.write_metric and get_process().is_chief
+        if self._file is not None and is_writer:
             self._write_file(self._file)
         return True
 

@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from armillary._process import get_process
+from armillary.distribute import replicate
+
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
@@ -87,9 +90,10 @@ def is_key(leaf: Any) -> bool:
 def as_stored(leaf: Any) -> jax.Array | np.ndarray:
     """Returns the plain array to store for a leaf."""
     if is_key(leaf):
-        return jax.random.key_data(leaf)
-    if isinstance(leaf, jax.Array):
+        leaf = jax.random.key_data(leaf)
+    if isinstance(leaf, jax.Array) and get_process().count == 1:
         return leaf
+    # Of several processes only one writes, and Orbax refuses its own device's arrays.
     return np.array(leaf)
 
 
@@ -100,7 +104,7 @@ def stored_sharding(target: Any) -> jax.sharding.Sharding | None:
     would forbid programs on other devices that could use it before.
     """
     if isinstance(target, jax.Array) and target.committed:
-        return target.sharding
+        return target.sharding if target.is_fully_addressable else None
     return None
 
 
@@ -115,6 +119,8 @@ def as_restored(stored: Any, target: Any) -> Any:
         return stored
     if not isinstance(target, jax.Array):
         return jnp.array(stored)
+    if not target.is_fully_addressable:
+        return _replicate_like(stored, target)
     if not target.committed:
         (device,) = target.devices()
         with jax.default_device(device):
@@ -124,6 +130,15 @@ def as_restored(stored: Any, target: Any) -> Any:
     if target.committed and stored.sharding != target.sharding:
         stored = jax.device_put(stored, target.sharding)
     return stored
+
+
+def _replicate_like(stored: Any, target: jax.Array) -> jax.Array:
+    """Returns an array that each process has read, on the devices of all."""
+    if is_key(target):
+        stored = jax.random.wrap_key_data(
+            jnp.array(stored), impl=jax.random.key_impl(target)
+        )
+    return replicate(stored, target.sharding)
 
 
 def _canonical(dtype: str) -> str:

@@ -12,8 +12,9 @@ from armillary._checks import check_callable, check_not_negative, check_positive
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._directory import as_absolute, find_problem
 from armillary.checkpoint._folder import find_checkpoints, find_superseded
+from armillary.checkpoint._joint import check_same_path, make_writer, told
 from armillary.checkpoint._reader import restore, restore_latest
-from armillary.checkpoint._writer import Writer
+from armillary.cluster._join import get_peers
 from armillary.errors import CheckpointError
 from armillary.state import as_step_counter
 
@@ -25,6 +26,10 @@ class CheckpointManager:
     named `checkpoint_<number>`; saving a number again makes `checkpoint_<number>.1`,
     and removes the older folder once the new one is complete. Everything else in the
     directory (event files, other folders) is left alone, so it can be that of the run.
+
+    Of processes that train together (`MultiWorkerMirroredStrategy`), all call the same
+    methods: process 0 writes, all read, and all must see the directory. A checkpoint
+    can be restored on another number of processes.
 
     Args:
         checkpoint: What to save.
@@ -98,7 +103,7 @@ class CheckpointManager:
         if problem is not None and not self.checkpoints:
             raise ValueError(problem)
         self._last_step: int | None = None
-        self._writer = Writer(
+        self._writer = make_writer(
             self._directory,
             max_to_keep=max_to_keep,
             keep_every_hours=keep_checkpoint_every_n_hours,
@@ -212,6 +217,7 @@ class CheckpointManager:
             return True
         return step - self._last_step >= self._interval
 
+    @told()
     def restore_or_initialize(self) -> str | None:
         """Restores the latest good checkpoint, or calls `init_fn` if there is none.
 
@@ -229,13 +235,17 @@ class CheckpointManager:
         """
         self.sync()
         restored = restore_latest(self._checkpoint, self._directory)
-        if restored is not None:
+        path = None if restored is None else str(restored)
+        if path is not None:
             self._note_restored()
-            return str(restored)
+        check_same_path(path, get_peers())
+        if path is not None:
+            return path
         if self._init_fn is not None:
             self._init_fn()
         return None
 
+    @told()
     def restore(self, path: str | os.PathLike[str]) -> str:
         """Puts the values of one checkpoint into the objects.
 

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from armillary._process import get_process
 from armillary.checkpoint._folder import HEADER_FILE, Header
 
 _MANIFEST_FILE = "manifest.json"
@@ -56,7 +57,9 @@ class Store:
         if self._writer is None:
             # A directory that cannot be made must be an error of this call.
             options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-            self._writer = ocp.AsyncCheckpointer(_handler(), async_options=options)
+            self._writer = ocp.AsyncCheckpointer(
+                _handler(), async_options=options, multiprocessing_options=_alone()
+            )
         items: dict[str, Any] = {
             "manifest": ocp.args.JsonSave(manifest),
             "header": ocp.args.JsonSave(header.as_json()),
@@ -110,8 +113,10 @@ def read_arrays(
         else ocp.ArrayRestoreArgs(sharding=sharding)
         for name, sharding in shardings.items()
     }
+    alone = _alone()
     # The item alone: what Orbax keeps beside the items has no checksum.
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
         tree = ocp.args.PyTreeRestore(item=dict.fromkeys(args, 0), restore_args=args)
         return reader.restore(path / "arrays", args=tree)
 
@@ -122,7 +127,22 @@ def _handler() -> Any:
     from armillary.checkpoint._handler import ItemsHandler
 
     return ItemsHandler(
-        arrays=ocp.PyTreeCheckpointHandler(),
-        manifest=ocp.JsonCheckpointHandler(_MANIFEST_FILE),
-        header=ocp.JsonCheckpointHandler(HEADER_FILE),
+        arrays=ocp.PyTreeCheckpointHandler(multiprocessing_options=_alone()),
+        manifest=ocp.JsonCheckpointHandler(
+            _MANIFEST_FILE, multiprocessing_options=_alone()
+        ),
+        header=ocp.JsonCheckpointHandler(HEADER_FILE, multiprocessing_options=_alone()),
+        composite_options=ocp.CompositeOptions(multiprocessing_options=_alone()),
+    )
+
+
+def _alone() -> Any:
+    """Returns options by which no other process takes part: those agree above."""
+    import orbax.checkpoint as ocp
+
+    index = get_process().index
+    return ocp.options.MultiprocessingOptions(
+        primary_host=index,
+        active_processes={index} if get_process().count > 1 else None,
+        barrier_sync_key_prefix=f"armillary_{index}",
     )

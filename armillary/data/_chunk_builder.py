@@ -15,6 +15,7 @@ from armillary._checks import check_positive_int
 from armillary._typing import PyTree
 from armillary.data._aligned import empty_aligned
 from armillary.data._batch import canonical_dtype, describe_shapes, get_signature
+from armillary.data._layout import Active
 from armillary.data._position import Position
 from armillary.data._reader import HostReader
 from armillary.data._split import HostBatch
@@ -40,7 +41,7 @@ class Chunk:
             program serves them.
         signature: Equal for chunks whose steps have batches of one structure, shape
             and dtype, on as many replicas.
-        num_active: For each reader, how many replicas have data.
+        num_active: For each reader, which replicas have data.
         positions: For each step, the position of each reader after it.
         readers: Where the batches came from.
         ends: For each step, whether it is the last one of its batches; False only for
@@ -53,7 +54,7 @@ class Chunk:
     num_steps: int
     capacity: int
     signature: Hashable
-    num_active: tuple[int, ...]
+    num_active: tuple[Active, ...]
     positions: list[tuple[Position, ...]]
     ends: list[bool]
     readers: tuple[HostReader, ...]

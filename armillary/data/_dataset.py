@@ -4,12 +4,15 @@
 `HostReader` knows what was used. This module joins them and places the arrays.
 """
 
+import dataclasses
 import functools
+import json
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from armillary._typing import PyTree
+from armillary.data._agreed import AgreedSplitter
 from armillary.data._layout import BatchLayout
 from armillary.data._options import InputOptions
 from armillary.data._position import Position, decode_position, encode_position
@@ -22,6 +25,7 @@ from armillary.data._stream import BatchStream
 from armillary.errors import DatasetStateError
 
 _CLOSE_TIMEOUT_SECONDS = 5.0
+_PIPELINES = "pipelines"
 
 
 class DistributedDataset:
@@ -35,6 +39,10 @@ class DistributedDataset:
     Its position can be saved and restored (`get_state`, `set_state`) if that of the
     source can. It is the position after the batches that the program has used, however
     many were read ahead, and it does not depend on the number of replicas.
+
+    Of several processes, each reads all of a source of global batches, and keeps the
+    rows of its own replicas. A source of per-replica batches is one for each process:
+    then nothing is read ahead, and a saved position holds those of all processes.
 
     Args:
         source: Whatever `as_source` takes. By default its batches are *global*: replica
@@ -63,6 +71,7 @@ class DistributedDataset:
         self.options = options or InputOptions()
         self.per_replica_batches = per_replica_batches
         self._source = as_source(source)
+        self._is_agreed = per_replica_batches and layout.peers is not None
         self._source, self._rows = make_row_taker(self._source, layout, self.options)
         self._progress = Progress(Position())
         # A stream that was opened, to peek or at a restored position, and not yet used.
@@ -78,7 +87,12 @@ class DistributedDataset:
         saved, or begins the next one if that was finished.
         """
         reader = self._make_reader(exact=False, keep_finished=False)
-        return DistributedIterator(reader, self.options.prefetch)
+        return DistributedIterator(reader, self.prefetch)
+
+    @property
+    def prefetch(self) -> int:
+        """How far to read ahead; processes that must agree do not."""
+        return 0 if self._is_agreed else self.options.prefetch
 
     def make_reader(self, *, exact: bool) -> HostReader:
         """Returns a reader over the next pass, for compiled loops.
@@ -108,14 +122,21 @@ class DistributedDataset:
         self._progress = reader.progress
         return reader
 
-    def _make_splitter(self, exact: bool) -> Splitter:
-        return Splitter(
-            num_replicas=self.layout.num_replicas,
-            stacked=self.layout.stacked,
+    def _make_splitter(self, exact: bool) -> Splitter | AgreedSplitter:
+        layout, peers = self.layout, self.layout.peers
+        splitter = Splitter(
+            num_replicas=layout.num_replicas,
+            stacked=layout.stacked,
             per_replica_batches=self.per_replica_batches,
             remainder=self.options.remainder,
             exact=exact,
+            local=None if peers is None else layout.local_replicas,
         )
+        if peers is None or not self.per_replica_batches:
+            return splitter
+        num_own = len(layout.local_replicas)
+        own = dataclasses.replace(splitter, num_replicas=num_own, local=None)
+        return AgreedSplitter(own, layout, peers)
 
     @property
     def _current_reader(self) -> HostReader | None:
@@ -175,7 +196,13 @@ class DistributedDataset:
             DatasetStateError: If the source cannot be repositioned.
         """
         self.check_repositionable()
-        return encode_position(self._progress.position, self._source.name)
+        state = encode_position(self._progress.position, self._source.name)
+        if not self._is_agreed:
+            return state
+        peers = self.layout.peers
+        assert peers is not None
+        states = peers.gather("the position in the data", json.dumps(state))
+        return {_PIPELINES: [json.loads(text) for text in states]}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to a position that `get_state` returned.
@@ -188,7 +215,7 @@ class DistributedDataset:
                 not fit it. The position is then what it was.
         """
         self.check_repositionable()
-        position = decode_position(state, self._source.name)
+        position = decode_position(self._select(state), self._source.name)
         reader = self._current_reader
         if reader is None:
             self._waiting = BatchStream(self._source, position)
@@ -197,6 +224,28 @@ class DistributedDataset:
             reader.move(position)
             self._waiting = None
         self._next_epoch = position.epoch + 1
+
+    def _select(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns the part of a state that is for this process.
+
+        Raises:
+            DatasetStateError: If it was saved by another number of processes.
+        """
+        states = state.get(_PIPELINES) if isinstance(state, dict) else None
+        peers = self.layout.peers if self._is_agreed else None
+        if states is None and peers is None:
+            return state
+        saved = 1 if states is None else len(states)
+        count = 1 if peers is None else peers.count
+        if states is None or peers is None or saved != count:
+            raise DatasetStateError(
+                f"`state` holds the positions of {saved} input pipelines, but the "
+                f"program has {count}, one for each process that reads data of its "
+                "own. Restore on as many processes, or distribute one data set over "
+                "all of them (`strategy.distribute_dataset`): its position fits any "
+                "number."
+            )
+        return states[peers.index]
 
 
 class DistributedIterator:

@@ -1,9 +1,35 @@
 """What data needs to know of a strategy: how many replicas, and where arrays go."""
 
 from collections.abc import Collection
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias
 
 from armillary._typing import PyTree
+
+Active: TypeAlias = int | tuple[int, ...]
+"""Which replicas have data: so many, the first ones, or those of these numbers."""
+
+
+class Peers(Protocol):
+    """The processes that train together, where there are several."""
+
+    @property
+    def index(self) -> int:
+        """The number of this process."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
+    def gather(self, topic: str, value: str) -> list[str]:
+        """Returns the values of all processes; all must call it at the same points."""
+        ...
+
+    def told(self) -> AbstractContextManager[None]:
+        """Returns a context whose errors the others are told of."""
+        ...
 
 
 class BatchLayout(Protocol):
@@ -14,15 +40,26 @@ class BatchLayout(Protocol):
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that this process feeds."""
+        """Replicas that share a global batch, in all processes."""
+        ...
+
+    @property
+    def local_replicas(self) -> range:
+        """Those of them that this process feeds."""
+        ...
+
+    @property
+    def peers(self) -> Peers | None:
+        """The processes that the replicas are in; None if this is the only one."""
         ...
 
     @property
     def stacked(self) -> bool:
         """Whether leaves have a replica axis.
 
-        If True, leaves have shape `(num_replicas, per_replica_batch, ...)`. If False,
-        they have shape `(batch, ...)` and any batch size fits.
+        If True, leaves have shape `(num_replicas, per_replica_batch, ...)`, of which a
+        process gives the rows of its own replicas. If False, they have shape
+        `(batch, ...)` and any batch size fits.
         """
         ...
 
@@ -32,8 +69,8 @@ class BatchLayout(Protocol):
         It is called from background threads too.
 
         Args:
-            arrays: Pytree of NumPy arrays. Nobody writes to them afterwards, so the
-                result may share their memory.
+            arrays: Pytree of NumPy arrays, with the rows of `local_replicas`. Nobody
+                writes to them afterwards, so the result may share their memory.
             leading_axes: Axes before those of a batch: 0 for one batch, 1 for a chunk.
         """
         ...
@@ -66,12 +103,12 @@ class BatchLayout(Protocol):
         """
         ...
 
-    def wrap(self, arrays: PyTree, num_active: int) -> PyTree:
+    def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
         """Returns placed arrays as the values that a user's step receives.
 
         Args:
             arrays: What `place` returned.
-            num_active: Replicas that have data, the first ones. The rows of the others
-                are copies and must have no effect.
+            num_active: Replicas that have data. The rows of the others are copies and
+                must have no effect.
         """
         ...

@@ -7,7 +7,7 @@ Reading and using are apart, since batches are read ahead: `next` only reads, an
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -16,8 +16,16 @@ from armillary.data._batch import canonical_dtype
 from armillary.data._layout import BatchLayout
 from armillary.data._position import Position
 from armillary.data._rows import RowTaker
-from armillary.data._split import HostBatch, Splitter
+from armillary.data._split import HostBatch
 from armillary.data._stream import BatchStream
+
+
+class BatchSplitter(Protocol):
+    """Splits what a stream gives between replicas."""
+
+    def split(self, stream: BatchStream) -> Iterator[HostBatch]:
+        """Yields the pieces of `stream`."""
+        ...
 
 
 class Progress:
@@ -48,7 +56,7 @@ class HostReader:
         self,
         stream: BatchStream,
         open_stream: Callable[[Position], BatchStream],
-        splitter: Splitter,
+        splitter: BatchSplitter,
         layout: BatchLayout,
         rows: RowTaker,
     ) -> None:
@@ -97,11 +105,22 @@ class HostReader:
 
     def types(self, batch: Batch) -> Batch:
         """Returns the types of a host batch as a step receives it."""
-        return self.rows.types(_types(batch))
+        return self.rows.types(self._global_types(batch))
 
     def sent_types(self, batch: Batch) -> Batch:
         """Returns the types of a host batch as it travels to the device."""
-        return self.rows.sent_types(_types(batch))
+        return self.rows.sent_types(self._global_types(batch))
+
+    def _global_types(self, batch: Batch) -> Batch:
+        """Returns the types of a host batch with the rows of all processes."""
+        if self.layout.peers is None:
+            return _types(batch)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                (self.layout.num_replicas, *leaf.shape[1:]), canonical_dtype(leaf)
+            ),
+            batch,
+        )
 
     def commit(self, position: Position) -> None:
         """Marks everything up to the batch with `position` as used.

@@ -18,6 +18,7 @@ import numpy as np
 
 from armillary._typing import PyTree
 from armillary.data._input_context import name_fitting_sizes
+from armillary.data._layout import Active
 from armillary.data._options import Remainder
 from armillary.data._position import Position
 from armillary.data._stream import BatchStream, SourceBatch
@@ -35,15 +36,16 @@ class HostBatch:
     """One distributed batch, or a piece of one, still in host memory.
 
     Args:
-        arrays: Pytree of NumPy arrays in the layout's shape.
-        num_active: Replicas that have data, the first ones. The rows of the others are
-            copies, so that all values are finite.
+        arrays: Pytree of NumPy arrays in the layout's shape, with the rows of the
+            replicas of this process.
+        num_active: Replicas that have data. The rows of the others are copies, so that
+            all values are finite.
         position: To be given to `HostReader.commit` once the batch was used.
         is_last: Whether it is the last piece of its group.
     """
 
     arrays: PyTree
-    num_active: int
+    num_active: Active
     position: Position
     is_last: bool
 
@@ -59,6 +61,7 @@ class Splitter:
         remainder: As in `InputOptions`.
         exact: Whether groups that do not fit become several pieces, where `remainder`
             does not say otherwise.
+        local: The replicas whose rows are wanted, `None` for all.
     """
 
     num_replicas: int
@@ -66,6 +69,7 @@ class Splitter:
     per_replica_batches: bool
     remainder: Remainder
     exact: bool
+    local: range | None = None
 
     @property
     def _num_shares(self) -> int:
@@ -85,6 +89,8 @@ class Splitter:
             pieces = self._split_group(group, stream.full_size or group[0].num_rows)
             for index, (arrays, num_active) in enumerate(pieces, start=1):
                 is_last = index == len(pieces)
+                if self.local is not None:
+                    arrays = _take_rows(arrays, self.local.start, self.local.stop)
                 yield HostBatch(
                     arrays, num_active, stream.position if is_last else before, is_last
                 )

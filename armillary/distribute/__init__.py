@@ -4,6 +4,8 @@
     `DefaultStrategy`             1                    where it is
     `OneDeviceStrategy(device)`   1                    on that device
     `MirroredStrategy(devices)`   one per device       a copy on each device
+    `MultiWorkerMirroredStrategy` one per device of    a copy on each device
+                                  all processes
 
 `_strategy` is the base. Below it, `_replicas` maps a function over replicas,
 `_variables` says what that means for each slot, `_collectives` is what a replica can
@@ -25,6 +27,8 @@ from armillary.distribute._context import set_strategy as set_strategy
 from armillary.distribute._divergence import ReplicaComparison as ReplicaComparison
 from armillary.distribute._divergence import check_equal as check_equal
 from armillary.distribute._function import function as function
+from armillary.distribute._global_arrays import as_local as as_local
+from armillary.distribute._global_arrays import replicate as replicate
 from armillary.distribute._interrupts import uninterrupted as uninterrupted
 from armillary.distribute._loss import compute_average_loss as compute_average_loss
 from armillary.distribute._loss import (
@@ -34,7 +38,11 @@ from armillary.distribute._make_dataset import (
     make_distributed_dataset as make_distributed_dataset,
 )
 from armillary.distribute._mirrored import MirroredStrategy as MirroredStrategy
+from armillary.distribute._multi_worker import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
 from armillary.distribute._placement import Placement as Placement
+from armillary.distribute._same_program import check_same_program as check_same_program
 from armillary.distribute._single import DefaultStrategy as DefaultStrategy
 from armillary.distribute._single import OneDeviceStrategy as OneDeviceStrategy
 from armillary.distribute._strategy import Strategy as Strategy
@@ -54,6 +62,7 @@ from armillary.distribute._variables import create_global_step as create_global_
 __all__ = [
     "DefaultStrategy",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "PerReplica",
     "Placement",
@@ -65,7 +74,9 @@ __all__ = [
     "ValueContext",
     "VariableAggregation",
     "VariableSynchronization",
+    "as_local",
     "check_equal",
+    "check_same_program",
     "compute_average_loss",
     "create_global_step",
     "entered",
@@ -79,6 +90,7 @@ __all__ = [
     "largest_on_replicas",
     "lifted",
     "make_distributed_dataset",
+    "replicate",
     "scale_regularization_loss",
     "set_strategy",
     "trace_step",

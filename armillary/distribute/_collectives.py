@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from armillary._typing import PyTree
+from armillary.data import Active
 from armillary.distribute._context import entered, lifted_state
-from armillary.distribute._values import PerReplica, ReduceOp
+from armillary.distribute._values import PerReplica, ReduceOp, count_active
 from armillary.errors import DoubleReductionError
 from armillary.state import is_claimed, is_variable
 
@@ -23,7 +25,8 @@ class ReplicaContext:
         strategy: The strategy whose `run` made this replica.
         axis_name: The mesh axis that counts replicas, or `None` if there is one replica
             and no such axis.
-        num_active: How many replicas hold data in this step.
+        num_active: Which replicas hold data in this step: the first so many, or those
+            of these numbers.
 
     Attributes:
         strategy: The strategy whose `run` made this replica.
@@ -33,11 +36,12 @@ class ReplicaContext:
     """
 
     def __init__(
-        self, strategy: "Strategy", axis_name: str | None, num_active: int
+        self, strategy: "Strategy", axis_name: str | None, num_active: Active
     ) -> None:
         self.strategy = strategy
         self.num_replicas_in_sync = strategy.num_replicas_in_sync
-        self.num_active = num_active
+        self.num_active = count_active(num_active)
+        self._active = num_active
         self._axis_name = axis_name
 
     @property
@@ -69,7 +73,7 @@ class ReplicaContext:
         if not varies(leaf, self._axis_name):
             raise DoubleReductionError(double_reduction_message("all_reduce", ""))
         if self.num_active < self.num_replicas_in_sync:
-            leaf = jnp.where(self._is_active(), leaf, jnp.zeros_like(leaf))
+            leaf = jnp.where(self.is_active(), leaf, jnp.zeros_like(leaf))
         total = jax.lax.psum(leaf, self._axis_name)
         return total / self.num_active if op is ReduceOp.MEAN else total
 
@@ -137,10 +141,19 @@ class ReplicaContext:
             rows = jnp.broadcast_to(leaf, (self.num_replicas_in_sync, *jnp.shape(leaf)))
         else:
             rows = jax.lax.all_gather(leaf, self._axis_name, to="invarying")
-        return PerReplica(rows, self.num_active, is_shared)
+        return PerReplica(rows, self._active, is_shared)
 
-    def _is_active(self) -> jax.Array:
-        return self.replica_id_in_sync_group < self.num_active
+    def is_active(self) -> jax.Array:
+        """Returns whether this replica holds data; traced where there are several."""
+        replica = self.replica_id_in_sync_group
+        if isinstance(self._active, int):
+            return replica < self._active
+        return jnp.any(replica == np.array(self._active))
+
+    def is_first(self) -> jax.Array:
+        """Returns whether this is the first replica that holds data."""
+        first = 0 if isinstance(self._active, int) else self._active[0]
+        return self.replica_id_in_sync_group == first
 
 
 def varies(leaf: Any, axis_name: str | None) -> bool:

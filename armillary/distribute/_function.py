@@ -19,6 +19,7 @@ from armillary._typing import PyTree
 from armillary.distribute._context import get_strategy, lifted_state
 from armillary.distribute._interrupts import uninterrupted
 from armillary.distribute._placement import Placement
+from armillary.distribute._same_program import check_same_program
 from armillary.distribute._strategy import Strategy
 from armillary.distribute._trace import TracedStep, trace_step
 from armillary.state import State, captured, is_claimed
@@ -194,6 +195,10 @@ class _Program:
             user_fn=fn,
             owner="the function",
         )
+
+        if strategy.peers is not None:
+            name = getattr(fn, "__name__", "the function")
+            check_same_program(strategy.peers, name, self._step.program)
 
         def pure(donated: list[Any], others: list[Any], arrays: list[Any]) -> Any:
             slots = self._placement.join(self._step.changed, donated, others)

@@ -8,6 +8,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from armillary._typing import PyTree
+from armillary.data import Active, Peers
+from armillary.distribute._global_arrays import replicate, split
 from armillary.distribute._values import PerReplica
 from armillary.distribute._variables import AXIS_NAME
 
@@ -23,7 +25,9 @@ class SingleLayout:
     sharding: Sharding | None
 
     num_replicas = 1
+    local_replicas = range(1)
     stacked = False
+    peers = None
 
     def place(self, arrays: PyTree, leading_axes: int = 0) -> PyTree:
         """Returns host arrays as device arrays."""
@@ -48,7 +52,7 @@ class SingleLayout:
         """Returns rows of device arrays."""
         return _take(arrays, rows)
 
-    def wrap(self, arrays: PyTree, num_active: int) -> PyTree:
+    def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
         """Returns the arrays themselves."""
         del num_active
         return arrays
@@ -65,6 +69,16 @@ class ReplicaLayout:
     mesh: Mesh
 
     stacked = True
+
+    @property
+    def local_replicas(self) -> range:
+        """All replicas: they are all in this process."""
+        return range(self.num_replicas)
+
+    @property
+    def peers(self) -> Peers | None:
+        """There are no others."""
+        return None
 
     @property
     def num_replicas(self) -> int:
@@ -97,13 +111,50 @@ class ReplicaLayout:
         with jax.auto_pcast(True):
             return local_take(arrays, rows)
 
-    def wrap(self, arrays: PyTree, num_active: int) -> PyTree:
+    def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
         """Returns each array as a `PerReplica`."""
 
         def wrap_leaf(leaf: Any) -> PerReplica:
             return PerReplica(leaf, num_active)
 
         return jax.tree.map(wrap_leaf, arrays)
+
+
+@dataclass(frozen=True)
+class ProcessLayout(ReplicaLayout):
+    """One row of a batch on each device of a mesh that spans processes.
+
+    Args:
+        mesh: A mesh with the axis `replica`, the devices of each process in a row.
+        processes: Whose devices they are.
+    """
+
+    processes: Peers
+
+    @property
+    def peers(self) -> Peers | None:
+        """The processes."""
+        return self.processes
+
+    @property
+    def local_replicas(self) -> range:
+        """The replicas on devices of this process."""
+        owners = [device.process_index for device in self.mesh.devices.flat]
+        start = owners.index(self.processes.index)
+        return range(start, start + owners.count(self.processes.index))
+
+    def place(self, arrays: PyTree, leading_axes: int = 0) -> PyTree:
+        """Returns this process's rows as device arrays that span all processes."""
+        sharding = NamedSharding(
+            self.mesh, PartitionSpec(*[None] * leading_axes, AXIS_NAME)
+        )
+        rows, count = self.local_replicas, self.num_replicas
+        return split(arrays, sharding, leading_axes, rows, count)
+
+    def replicate(self, arrays: PyTree) -> PyTree:
+        """Returns host arrays as device arrays, whole on each device."""
+        sharding = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda leaf: replicate(leaf, sharding), arrays)
 
 
 def _take(arrays: PyTree, rows: Any) -> PyTree:

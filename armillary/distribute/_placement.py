@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from armillary.distribute._global_arrays import check_equal, replicate
 from armillary.distribute._strategy import Strategy
 from armillary.errors import StateStructureError
 from armillary.state import State, as_array, strong
@@ -32,6 +33,7 @@ class Placement:
 
     def __init__(self, state: State, strategy: Strategy) -> None:
         self._state = state
+        self._peers = strategy.peers
         self._shardings = [strategy.state_sharding(slot) for slot in state.owners]
         # What each place held when its arrays were in place; nothing is, so far.
         self._raw: list[Any] = [_NEVER] * len(state.slots)
@@ -82,6 +84,7 @@ class Placement:
         if not self._is_held:
             stale, self._stale = self._stale, None
             self._may_share = True
+            self._check_peers()
             self._refresh(self._find_stale() if stale is None else stale)
         if self._may_share and self._use.has_shared_buffers():
             self._separate()
@@ -154,6 +157,21 @@ class Placement:
         """Takes over the outputs of a program, and writes them into the slots."""
         self.hold(values)
         self.release()
+
+    def _check_peers(self) -> None:
+        """Checks, at the first program, that all processes begin with one state."""
+        peers, self._peers = self._peers, None
+        if peers is None:
+            return
+        pairs = [
+            (path, array)
+            for path, array in zip(
+                self._state.paths, map(as_array, self._state.read()), strict=True
+            )
+            if array.is_fully_addressable
+        ]
+        if pairs:
+            check_equal(peers, *zip(*pairs, strict=True))
 
     def _find_stale(self) -> Sequence[int]:
         """Returns which places hold something else than when last in place."""
@@ -300,4 +318,10 @@ def _put(leaf: jax.Array, sharding: Any, may_alias: bool) -> jax.Array:
         # `device_put(..., may_alias=False)` still shares memory with one of the
         # devices.
         leaf = leaf.copy()
-    return leaf if leaf.sharding == target else jax.device_put(leaf, target)
+    if leaf.sharding == target:
+        return leaf
+    if not target.is_fully_addressable:
+        # A copy, since JAX may keep the memory of the host as that of a device.
+        placed = replicate(leaf, target)
+        return placed if may_alias else placed.copy()
+    return jax.device_put(leaf, target)

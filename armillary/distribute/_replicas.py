@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from armillary._jaxpr import walk_programs
 from armillary._typing import PyTree
+from armillary.data import Active
 from armillary.distribute._collectives import (
     ReplicaContext,
     double_reduction_message,
@@ -76,7 +77,7 @@ def run_in_replicas(
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_argument)
     split = [leaf.stacked for leaf in leaves if is_per_replica(leaf)]
     shared = [leaf for leaf in leaves if _is_array(leaf)]
-    num_active = _num_active(leaves, strategy.num_replicas_in_sync)
+    active = _find_active(leaves, strategy.num_replicas_in_sync)
     before = [as_array(leaf) for leaf in state.read()]
     policies = [policy_of(*pair) for pair in zip(state.owners, before, strict=True)]
     changed: list[int] = []
@@ -85,7 +86,7 @@ def run_in_replicas(
     def replica_fn(
         slots: list[Any], split: list[Any], shared: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        context = ReplicaContext(strategy, AXIS_NAME, num_active)
+        context = ReplicaContext(strategy, AXIS_NAME, active)
         start = [enter(*pair) for pair in zip(policies, slots, strict=True)]
         rows, arrays = iter(split), iter(shared)
         call_args, call_kwargs = treedef.unflatten(
@@ -139,7 +140,7 @@ def run_in_replicas(
     result_tree, values, is_array, is_shared = outputs
     rows = iter(stacked)
     return result_tree.unflatten(
-        PerReplica(next(rows), num_active, shared) if array else value
+        PerReplica(next(rows), active, shared) if array else value
         for value, array, shared in zip(values, is_array, is_shared, strict=True)
     )
 
@@ -224,11 +225,12 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def _num_active(leaves: list[Any], num_replicas: int) -> int:
-    counts = {leaf.num_active for leaf in leaves if is_per_replica(leaf)}
+def _find_active(leaves: list[Any], num_replicas: int) -> Active:
+    counts = {leaf.active_replicas for leaf in leaves if is_per_replica(leaf)}
     if len(counts) > 1:
+        shown = sorted(counts, key=str)
         raise BatchSizeError(
-            f"`args` of `strategy.run` hold data for {sorted(counts)} replicas, but "
+            f"`args` of `strategy.run` hold data for {shown} replicas, but "
             "all arguments of one call must have data on the same replicas. Give the "
             "data sets the same number of examples, or set "
             '`InputOptions(remainder="drop")` on each.'

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, Sharding
 
 from armillary._checks import check_callable
 from armillary._typing import PyTree
+from armillary.cluster._peers import Peers
 from armillary.data import (
     ArrayDataset,
     BatchLayout,
@@ -58,6 +59,9 @@ class Strategy:
         mesh: The devices, or `None` for a strategy that runs on a single one.
         num_replicas: How many copies of the step run together.
     """
+
+    peers: Peers | None = None
+    """The processes that this strategy spans; `None` for a single one."""
 
     def __init__(self, mesh: Mesh | None, num_replicas: int) -> None:
         self._mesh = mesh

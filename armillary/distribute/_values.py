@@ -6,9 +6,13 @@ devices. Batches from a distributed dataset and results of `run` have this form;
 """
 
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+
+from armillary.data import Active
 
 
 class ReduceOp(enum.Enum):
@@ -41,28 +45,38 @@ class PerReplica:
 
     Attributes:
         stacked: The values in one array of shape `(num_replicas, ...)`.
-        num_active: How many replicas, from the first, hold a value. It is the number of
-            replicas except for the leftovers of a complete evaluation, where the other
-            rows of `stacked` mean nothing.
+        num_active: How many replicas hold a value. It is the number of replicas except
+            for the leftovers of a complete evaluation, where the other rows of
+            `stacked` mean nothing.
+        active_replicas: Which ones: so many from the first, or those of these numbers.
         is_shared: Whether the values are known to be equal, as gradients are.
     """
 
-    def __init__(self, stacked: Any, num_active: int, is_shared: bool = False) -> None:
+    def __init__(
+        self, stacked: Any, num_active: Active, is_shared: bool = False
+    ) -> None:
         self.stacked = stacked
-        self.num_active = num_active
+        self.num_active = count_active(num_active)
+        self.active_replicas = num_active
         self.is_shared = is_shared
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
         """The value of each replica that holds one."""
-        return tuple(self.stacked[replica] for replica in range(self.num_active))
+        return tuple(self.stacked[i] for i in list_active(self.active_replicas))
 
     @property
     def active(self) -> jax.Array:
         """The rows of `stacked` that mean something."""
         if self.num_active == self.stacked.shape[0]:
             return self.stacked
+        if isinstance(self.active_replicas, tuple):
+            return self.stacked[np.array(self.active_replicas)]
         return self.stacked[: self.num_active]
+
+    def holds(self, replica: int) -> bool:
+        """Returns whether a replica holds a value."""
+        return replica in list_active(self.active_replicas)
 
     def __repr__(self) -> str:
         shape = getattr(self.stacked, "shape", None)
@@ -98,16 +112,26 @@ class PerReplica:
             "`strategy.reduce(ReduceOp.SUM, value)`."
         )
 
-    def tree_flatten(self) -> tuple[tuple[Any], tuple[int, bool]]:
+    def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, bool]]:
         """Flattens into the stacked array."""
-        return (self.stacked,), (self.num_active, self.is_shared)
+        return (self.stacked,), (self.active_replicas, self.is_shared)
 
     @classmethod
     def tree_unflatten(
-        cls, attributes: tuple[int, bool], children: tuple[Any]
+        cls, attributes: tuple[Active, bool], children: tuple[Any]
     ) -> "PerReplica":
         """Builds a value from the stacked array."""
         return cls(children[0], *attributes)
+
+
+def count_active(active: Active) -> int:
+    """Returns how many replicas have data."""
+    return active if isinstance(active, int) else len(active)
+
+
+def list_active(active: Active) -> Sequence[int]:
+    """Returns the numbers of the replicas that have data."""
+    return range(active) if isinstance(active, int) else active
 
 
 def is_per_replica(value: Any) -> bool:

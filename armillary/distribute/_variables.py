@@ -172,9 +172,8 @@ def leave(
             if policy is not Policy.SUM:
                 return after
             after = jax.lax.pcast(after, AXIS_NAME, to="varying")
-        holds = _replica_id() < (
-            1 if policy is Policy.FIRST_REPLICA else context.num_active
-        )
+        is_first = policy is Policy.FIRST_REPLICA
+        holds = context.is_first() if is_first else context.is_active()
         if policy is Policy.SUM:
             idle = (
                 entered if context.num_active < context.num_replicas_in_sync else None

@@ -6,6 +6,7 @@ for each, and moves through the data: read a chunk, run the steps of it that the
 asks for, mark them as used.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,8 +23,15 @@ from armillary.data import (
     HostReader,
 )
 from armillary.data._position import Position
-from armillary.distribute import Placement, Strategy, TracedStep, uninterrupted
+from armillary.distribute import (
+    Placement,
+    Strategy,
+    TracedStep,
+    check_same_program,
+    uninterrupted,
+)
 from armillary.errors import RetraceError
+from armillary.loops._agree import check_same_chunk, check_same_start
 from armillary.loops._data_wait import reading, waiting_for_data
 from armillary.loops._eager import run_eagerly
 from armillary.loops._loop_check import LoopCheck
@@ -84,7 +92,7 @@ class Loop:
         datasets, self._nest = _flatten(datasets)
         self._sources = [_distribute(dataset, strategy) for dataset in datasets]
         self._readers = self._open_readers()
-        self._prefetch = min(1, *(source.options.prefetch for source in self._sources))
+        self._prefetch = min(1, *(source.prefetch for source in self._sources))
         self._tracer = StepTracer(owner, step_fn, name, self._nest, strategy)
         self._programs: dict[Any, tuple[Program, TracedStep]] = {}
         self._batches_per_step: tuple[int, ...] = ()
@@ -276,15 +284,29 @@ class Loop:
         chunk = self._chunk
         if chunk is None or self._offset == chunk.num_steps or not chunk.is_current:
             with waiting_for_data(self._chunks, self._strategy):
-                self._chunk, self._offset = self._chunks.next_chunk(), 0
+                self._chunk, self._offset = self._read_chunk(self._chunks), 0
         return self._chunk
+
+    def _read_chunk(self, chunks: ChunkReader) -> Chunk | None:
+        """Returns the next chunk, once all processes have one that is like it."""
+        peers = self._strategy.peers
+        if peers is None:
+            return chunks.next_chunk()
+        with peers.told():
+            chunk = chunks.next_chunk()
+        check_same_chunk(peers, self._name, chunk)
+        return chunk
 
     def _peek(self) -> list[HostBatch | None]:
         with reading():
             return [reader.peek() for reader in self._readers]
 
     def _open_chunks(self) -> ChunkReader | None:
-        first = self._peek()
+        peers = self._strategy.peers
+        with contextlib.nullcontext() if peers is None else peers.told():
+            first = self._peek()
+        if peers is not None:
+            check_same_start(peers, self._name, first)
         if any(batch is None for batch in first):
             return None
         pairs = zip(self._readers, first, strict=True)
@@ -316,6 +338,8 @@ class Loop:
                 "Batches that were read ahead cannot be shared out anew: take the same "
                 "number in every step, or make a new trainer."
             )
+        if self._strategy.peers is not None:
+            check_same_program(self._strategy.peers, self._name, trace.step.program)
         placement, state = self._tracer.placement, self._tracer.state
         assert placement is not None and state is not None
         is_slow = has_slow_loop(trace.step.program, _platform(self._strategy))

@@ -12,6 +12,7 @@ import jax
 
 from armillary._logging import logger
 from armillary._typing import PyTree
+from armillary.data import Active
 from armillary.distribute import Placement, Strategy, TracedStep, trace_step
 from armillary.errors import RetraceError
 from armillary.loops._reads import recorded_reads
@@ -37,7 +38,7 @@ class _Entry(NamedTuple):
     """A trace, and the batches it was made for."""
 
     batches: list[PyTree]
-    active: tuple[int, ...]
+    active: tuple[Active, ...]
     layouts: list[Any]
     trace: Trace
 
@@ -123,13 +124,13 @@ class StepTracer:
         return False
 
     def trace(
-        self, batches: list[PyTree], active: tuple[int, ...], layouts: Sequence[Any]
+        self, batches: list[PyTree], active: tuple[Active, ...], layouts: Sequence[Any]
     ) -> Trace:
         """Returns the traced step for batches of some shape.
 
         Args:
             batches: Shape and dtype of one batch of each dataset, in the layout's form.
-            active: How many replicas hold data, for each dataset.
+            active: Which replicas hold data, for each dataset.
             layouts: The layout of each dataset.
 
         Raises:
@@ -144,7 +145,7 @@ class StepTracer:
         return self._traces[key].trace
 
     def _trace_new(
-        self, batches: list[PyTree], active: tuple[int, ...], layouts: Sequence[Any]
+        self, batches: list[PyTree], active: tuple[Active, ...], layouts: Sequence[Any]
     ) -> Trace:
         counts = [1] * len(batches)
         while True:
@@ -171,7 +172,7 @@ class StepTracer:
         self,
         batches: list[PyTree],
         counts: list[int],
-        active: tuple[int, ...],
+        active: tuple[Active, ...],
         layouts: Sequence[Any],
     ) -> tuple[TracedStep, list[int]]:
         """Traces the step with so many batches to take; returns how many it took."""
@@ -227,7 +228,7 @@ class StepTracer:
             )
 
 
-def _batch_key(batches: Sequence[PyTree], active: tuple[int, ...]) -> Any:
+def _batch_key(batches: Sequence[PyTree], active: tuple[Active, ...]) -> Any:
     """Returns a key that is equal for batches which one trace serves."""
     leaves, treedef = jax.tree.flatten(list(batches))
     return treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves), active

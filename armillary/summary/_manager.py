@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from armillary._checks import check_callable
+from armillary._process import get_process
 from armillary._typing import Output
 from armillary.summary._tensorboard import TensorBoardWriter
 from armillary.summary._writer import SummaryWriter
@@ -54,7 +55,7 @@ class SummaryManager:
         return self._summary_dir
 
     def write_summaries(self, values: Output, *, step: int) -> None:
-        """Writes every scalar of `values`.
+        """Writes every scalar of `values`; of several processes, the chief does.
 
         Args:
             values: Numbers or arrays of shape `()` by tag, or `None` for nothing. A
@@ -70,6 +71,8 @@ class SummaryManager:
         """
         entries = list(_find_values(values or {}, ()))
         _check([problem for *_, problem in entries if problem is not None])
+        if not get_process().is_chief:
+            return
         for parents, tag, value, _ in entries:
             self._writer(parents).scalar(tag, float(np.asarray(value)), int(step))
 

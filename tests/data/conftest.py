@@ -24,6 +24,8 @@ class HostLayout:
 
     def __init__(self, num_replicas: int = 1, stacked: bool = True) -> None:
         self.num_replicas = num_replicas
+        self.local_replicas = range(num_replicas)
+        self.peers = None
         self.stacked = stacked
 
     def place(self, arrays: PyTree, leading_axes: int = 0) -> PyTree:

@@ -409,7 +409,7 @@ def test_element_spec_of_no_data_is_an_error(make_dataset):
 
 def test_batches_can_live_on_devices():
     class DeviceLayout:
-        num_replicas, stacked = 2, True
+        num_replicas, stacked, peers = 2, True, None
 
         def place(self, arrays, leading_axes=0):
             return jax.tree.map(jax.device_put, arrays)

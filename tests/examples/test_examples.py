@@ -89,3 +89,31 @@ def test_fashion_mnist_refuses_what_is_not_a_positive_integer(tmp_path, option, 
     assert result.returncode == 2
     assert f"argument {option}: '{value}' is not a positive integer" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_multi_worker_resumes_on_other_numbers_of_processes(tmp_path):
+    def run(workers: int, devices: int, steps: int, run_dir: Path) -> str:
+        command = [sys.executable, "-m", "armillary", "launch"]
+        command += ["--workers", str(workers), "--devices-per-worker", str(devices)]
+        command += [str(EXAMPLES / "multi_worker" / "train.py")]
+        command += ["--run-dir", str(run_dir), "--steps", str(steps)]
+        result = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout + result.stderr
+
+    first = run(2, 1, 200, tmp_path / "run")
+    second = run(1, 2, 400, tmp_path / "run")
+    expected = run(1, 2, 400, tmp_path / "alone")
+    assert "[worker 0] train | step:    200" in first
+    assert "[worker 1] train |" not in first
+    pattern = r"(?m)train \| step: +(\d+) .*'loss': ([\d.]+)"
+    assert re.findall(pattern, first + second) == re.findall(pattern, expected)
+    assert read_accuracy(second) == read_accuracy(expected) > 85.0

@@ -1,0 +1,42 @@
+"""Which process of the job this is, for those who must not speak twice.
+
+Asking JAX would start its devices. So whoever joins the processes says it here, and a
+program that joins none is process 0 of 1.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a job.
+
+    Args:
+        index: Its number, from 0. Process 0 is the chief.
+        count: How many processes train together.
+    """
+
+    index: int
+    count: int
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is the one that writes log lines, summaries and files."""
+        return self.index == 0
+
+    def __str__(self) -> str:
+        return f"process {self.index} of {self.count}"
+
+
+_current = Process(0, 1)
+
+
+def get_process() -> Process:
+    """Returns which process this is."""
+    return _current
+
+
+def set_process(process: Process) -> None:
+    """Says which process this is, once it has joined the others."""
+    global _current
+    _current = process

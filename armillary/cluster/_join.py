@@ -1,0 +1,130 @@
+"""Joins this process to the others of its job, once."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from armillary._process import Process, set_process
+from armillary.cluster._communication import PLATFORMS, CommunicationOptions
+from armillary.cluster._peers import Peers
+from armillary.cluster._resolver import ClusterResolver
+from armillary.errors import ClusterError
+
+_TIMEOUT_SECONDS = 1800.0
+"""How long XLA waits on CPUs, where nothing else is said."""
+
+
+class _Joined(NamedTuple):
+    """What the process was joined with."""
+
+    arguments: Mapping[str, Any]
+    options: CommunicationOptions
+    peers: Peers
+
+
+_joined: _Joined | None = None
+
+
+def get_peers() -> Peers | None:
+    """Returns the processes of the job, or None if this one has joined no others."""
+    return None if _joined is None else _joined.peers
+
+
+def join_cluster(
+    resolver: ClusterResolver, options: CommunicationOptions | None = None
+) -> Peers | None:
+    """Joins the processes that a resolver tells of, and waits until all are there.
+
+    It must come before anything that uses a device. A second call with the same cluster
+    returns what the first one did.
+
+    Args:
+        resolver: Tells about the cluster.
+        options: How values are exchanged between devices.
+
+    Returns:
+        The processes, or None if this process is the only one.
+
+    Raises:
+        ClusterError: If JAX's devices are in use already, or the process has joined
+            other processes, or with other options.
+        ValueError: If the platform cannot follow `options`.
+    """
+    global _joined
+    plan = resolver.process_plan()
+    if not plan.is_distributed:
+        return None
+    options = options or CommunicationOptions()
+    arguments = dict(plan.initialize_arguments())
+    if _joined is not None:
+        if (arguments, options) != (_joined.arguments, _joined.options):
+            raise ClusterError(
+                f"`cluster_resolver` says {arguments} with {options}, but this process "
+                f"has joined its job with {_joined.arguments} and {_joined.options}. A "
+                "process joins once: use the same resolver and options for all "
+                "strategies."
+            )
+        return _joined.peers
+    if not jax.distributed.is_initialized():
+        _apply(options)
+        _initialize(arguments)
+    index, count = jax.process_index(), jax.process_count()
+    if plan.num_processes not in (None, count) or plan.process_id not in (None, index):
+        raise ClusterError(
+            f"`cluster_resolver` says that this is process {plan.process_id} of "
+            f"{plan.num_processes}, but `jax.distributed.initialize` was called for "
+            f"process {index} of {count}. Leave the call out, or give it "
+            "`**resolver.process_plan().initialize_arguments()`."
+        )
+    timeout_seconds = options.timeout_seconds or _TIMEOUT_SECONDS
+    peers = Peers(_get_store(), index, count, timeout_seconds)
+    set_process(Process(index, count))
+    _joined = _Joined(arguments, options, peers)
+    return peers
+
+
+def _initialize(arguments: Mapping[str, Any]) -> None:
+    try:
+        jax.distributed.initialize(**arguments)
+    except RuntimeError as error:
+        if "before any JAX" not in str(error):
+            raise
+        raise ClusterError(
+            "`MultiWorkerMirroredStrategy` was made after JAX's devices had been used, "
+            "but processes must join before. Make the strategy first, ahead of every "
+            "array and every `jax.devices()`."
+        ) from error
+
+
+def _apply(options: CommunicationOptions) -> None:
+    """Sets what JAX must know before it starts its devices.
+
+    Raises:
+        ClusterError: If the platform is not known.
+    """
+    if options == CommunicationOptions():
+        return
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    platform = str(platforms or "").partition(",")[0]
+    if platform not in PLATFORMS:
+        raise ClusterError(
+            f"`jax_platforms` is {platforms!r}, but which options can be followed "
+            "depends on the platform, and JAX's devices cannot be asked before the "
+            "processes have joined. Set the variable `JAX_PLATFORMS`, for example to "
+            "`cuda`, or leave `communication_options` out."
+        )
+    settings = options.jax_settings(platform)
+    os.environ["XLA_FLAGS"] = settings.add_to_flags(os.environ.get("XLA_FLAGS", ""))
+    for name, value in settings.config.items():
+        jax.config.update(name, value)
+
+
+def _get_store() -> Any:
+    # JAX has no public way to the key-value store of its coordination service.
+    from jax._src import distributed  # noqa: TID251
+
+    client = distributed.global_state.client
+    assert client is not None
+    return client

@@ -1,0 +1,172 @@
+"""How the processes of a job agree on something, without their devices.
+
+Values travel as text through the key-value store of JAX's coordination service, which
+runs in process 0. All processes exchange values at the same points of the program, in
+*rounds* that are counted: whoever is at another point, or has failed, is found out and
+named, where a collective operation between devices would wait for ever.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from typing import Any, NoReturn, Protocol
+
+import jax
+
+from armillary.errors import PeerError
+
+_SLICE_SECONDS = 1.0
+
+
+class KeyValueStore(Protocol):
+    """What is used of the coordination service's client."""
+
+    def key_value_set(self, key: str, value: str) -> Any: ...
+    def key_value_delete(self, key: str) -> Any: ...
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+
+
+class Peers:
+    """The processes that train together.
+
+    Only the main thread may use it: rounds must follow each other in one order.
+
+    Args:
+        store: The key-value store.
+        index: The number of this process.
+        count: How many there are.
+        timeout_seconds: How long to wait for the others in one round.
+
+    Attributes:
+        has_failed: Whether one of the processes has failed, as far as is known here.
+    """
+
+    def __init__(
+        self, store: KeyValueStore, index: int, count: int, timeout_seconds: float
+    ) -> None:
+        self.index, self.count = index, count
+        self._store = store
+        self._timeout_seconds = timeout_seconds
+        self._round = 0
+        self.has_failed = False
+
+    def gather(self, topic: str, value: str) -> list[str]:
+        """Returns the values of all processes, in their order.
+
+        Args:
+            topic: What it is about. It must be the same on all processes.
+            value: The value of this process.
+
+        Raises:
+            PeerError: If a process has failed, is at another point of the program, or
+                does not answer in time.
+        """
+        if self.has_failed:
+            raise PeerError(
+                f"`{topic}` cannot be agreed on, because the job has failed before. "
+                "Start all processes again."
+            )
+        entries = self._exchange(["value", topic, value])
+        failures = [
+            f"  process {index} of {self.count}: {text}"
+            for index, (kind, _, text) in enumerate(entries)
+            if kind == "error"
+        ]
+        if failures:
+            self._fail(
+                "Another process has failed:\n" + "\n".join(failures) + "\n"
+                "Repair what it says, and start all processes again."
+            )
+        if len({topic for _, topic, _ in entries}) > 1:
+            points = "\n".join(
+                f"  process {index} of {self.count}: {topic}"
+                for index, (_, topic, _) in enumerate(entries)
+            )
+            self._fail(
+                f"The processes are at different points of the program:\n{points}\n"
+                "All must run the same program with the same arguments, and take the "
+                "same decisions in it. Take them from values that all processes share."
+            )
+        return [text for _, _, text in entries]
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others, at their next round, that this process has failed.
+
+        It does not wait for them. Nothing can be agreed on afterwards.
+        """
+        if not self.has_failed:
+            self.has_failed = True
+            text = f"{type(error).__name__}: {error}"
+            self._set(f"{self._round}/{self.index}", ["error", "", text])
+            if not self.index:
+                entries = [["value", "", ""]] * self.count
+                self._set(f"{self._round}/all", [["error", "", text], *entries[1:]])
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Tells the others of an error in the code under it.
+
+        Raises:
+            PeerError: As it comes from there: the others know of it.
+        """
+        try:
+            yield
+        except PeerError:
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _exchange(self, entry: list[str]) -> list[list[str]]:
+        """Returns the entries of all processes: the chief collects and publishes."""
+        number, self._round = self._round, self._round + 1
+        if self.index:
+            self._set(f"{number}/{self.index}", entry)
+            return self._get(f"{number}/all", 0, entry[1])
+        entries = [entry]
+        for index in range(1, self.count):
+            entries.append(self._get(f"{number}/{index}", index, entry[1]))
+        self._set(f"{number}/all", entries)
+        if number:
+            # All have read it, since they are in this round. Below the key, too.
+            self._store.key_value_delete(_key(str(number - 1)))
+        return entries
+
+    def _set(self, name: str, value: Any) -> None:
+        self._store.key_value_set(_key(name), json.dumps(value))
+
+    def _get(self, name: str, index: int, topic: str) -> Any:
+        end = time.monotonic() + self._timeout_seconds
+        while True:
+            try:
+                # In slices, so that Ctrl-C is heard between them.
+                milliseconds = int(1000 * _SLICE_SECONDS)
+                text = self._store.blocking_key_value_get(_key(name), milliseconds)
+                return json.loads(text)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    self._fail(
+                        f"Process {index} of {self.count} cannot be reached while "
+                        f"process {self.index} waits for it ({topic}): {error}. It "
+                        "has ended, or the network is down: look at its output, and "
+                        "start all processes again.",
+                        error,
+                    )
+                if time.monotonic() > end:
+                    self._fail(
+                        f"Process {index} of {self.count} has not answered for "
+                        f"{self._timeout_seconds:g} seconds, while process "
+                        f"{self.index} waits for it ({topic}). It is stuck, slow, or "
+                        "does not run the same program: look at its output, or allow "
+                        "more time with `CommunicationOptions(timeout_seconds=...)`.",
+                        error,
+                    )
+
+    def _fail(self, message: str, cause: BaseException | None = None) -> NoReturn:
+        self.has_failed = True
+        raise PeerError(message) from cause
+
+
+def _key(name: str) -> str:
+    return f"armillary/{name}"

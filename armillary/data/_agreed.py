@@ -1,0 +1,221 @@
+"""Makes one sequence of batches out of what each process reads for itself.
+
+Where a function made one data set for each process, they may differ in length. A
+compiled step runs on all processes or on none, and with one shape. So the processes
+tell each other what they are going to have next, and all come to the same sequence::
+
+                process 0    process 1    what runs
+    training    8 8 8        8 8          8 on both, twice; then training ends
+    evaluation  8 8 8        8 3          8 on both; 8 and 8 on process 0 alone; then
+                                          3 on process 1 alone
+
+A process without data in a step takes part with copies of what it had before, which
+have no effect.
+"""
+
+import hashlib
+import itertools
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from armillary._typing import PyTree
+from armillary.data._batch import canonical_dtype, describe_shapes
+from armillary.data._layout import Active, BatchLayout, Peers
+from armillary.data._split import HostBatch, Splitter
+from armillary.data._stream import BatchStream
+from armillary.errors import BatchSizeError
+
+_MOST_OFFERS = 20
+
+
+class _Offer(NamedTuple):
+    """What a process tells of one of its pieces.
+
+    Attributes:
+        num_rows: Examples for each replica.
+        num_active: How many of the process's replicas have data.
+        is_last: As in `HostBatch`.
+        kind: Equal for batches that differ in `num_rows` at most.
+        shapes: For messages.
+    """
+
+    num_rows: int
+    num_active: int
+    is_last: bool
+    kind: str
+    shapes: str
+
+
+class _Turn(NamedTuple):
+    """One step that all processes take.
+
+    Attributes:
+        offer: What takes part, as the first of them told it.
+        processes: Who takes part with data.
+        active: Which replicas have data.
+        is_last: As in `HostBatch`.
+    """
+
+    offer: _Offer
+    processes: list[int]
+    active: Active
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class AgreedSplitter:
+    """Splits the batches of this process, in step with the other processes.
+
+    Args:
+        own: Splits them between the replicas of this process.
+        layout: Where all replicas are.
+        peers: The processes.
+    """
+
+    own: Splitter
+    layout: BatchLayout
+    peers: Peers
+
+    def get_global_spec(self, spec: PyTree, full_size: int) -> PyTree:
+        """Returns what `Splitter.get_global_spec` does, for all processes."""
+        total = replace(self.own, num_replicas=self.layout.num_replicas)
+        return total.get_global_spec(spec, full_size)
+
+    def split(self, stream: BatchStream) -> Iterator[HostBatch]:
+        """Yields as many pieces on all processes, in equal shapes.
+
+        Raises:
+            BatchSizeError: If this process's batches do not fit its replicas, or those
+                of the processes do not fit each other.
+        """
+        position = stream.position
+        pieces = self.own.split(stream)
+        waiting: deque[HostBatch] = deque()
+        last: HostBatch | None = None
+        starts = self._exchange_starts()
+        while True:
+            missing = _MOST_OFFERS - len(waiting)
+            with self.peers.told():
+                waiting.extend(itertools.islice(pieces, missing))
+            offers = [
+                [_Offer(*offer) for offer in json.loads(text)]
+                for text in self.peers.gather(
+                    "the next batches", json.dumps([_offer(piece) for piece in waiting])
+                )
+            ]
+            if last is None and self.own.exact:
+                _check_all_have_some(offers)
+            turns = list(self._take_turns(offers, starts))
+            for turn in turns:
+                if self.peers.index in turn.processes:
+                    last = waiting.popleft()
+                    position, arrays = last.position, last.arrays
+                else:
+                    arrays = _copy_rows((last or waiting[0]).arrays, turn.offer)
+                yield HostBatch(arrays, turn.active, position, turn.is_last)
+            if not turns:
+                return
+
+    def _exchange_starts(self) -> list[int]:
+        """Returns the number of the first replica of each process."""
+        counts = self.peers.gather("replicas", str(self.own.num_replicas))
+        return [0, *itertools.accumulate(map(int, counts))]
+
+    def _take_turns(
+        self, offers: list[list[_Offer]], starts: list[int]
+    ) -> Iterator[_Turn]:
+        """Yields the steps that follow from the offers; all processes find the same."""
+        has_more = [len(own) == _MOST_OFFERS for own in offers]
+        queues = [deque(own) for own in offers]
+        while any(queues):
+            empty = [index for index, queue in enumerate(queues) if not queue]
+            if any(has_more[index] for index in empty):
+                return
+            if empty and not self.own.exact:
+                return
+            heads = {index: queue[0] for index, queue in enumerate(queues) if queue}
+            _check_kinds(heads, self.own.exact)
+            offer = max(heads.values(), key=lambda head: head.num_rows)
+            processes = [
+                index
+                for index, head in heads.items()
+                if head.num_rows == offer.num_rows
+            ]
+            active = [
+                starts[index] + replica
+                for index in processes
+                for replica in range(heads[index].num_active)
+            ]
+            is_last = all(heads[index].is_last for index in processes)
+            for index in processes:
+                queues[index].popleft()
+            yield _Turn(offer, processes, _as_active(active), is_last)
+
+
+def _offer(piece: HostBatch) -> _Offer:
+    leaves, treedef = jax.tree.flatten(piece.arrays)
+    described = [(leaf.shape[2:], str(canonical_dtype(leaf))) for leaf in leaves]
+    kind = hashlib.sha256(f"{treedef} {described}".encode()).hexdigest()[:16]
+    assert isinstance(piece.num_active, int)
+    return _Offer(
+        leaves[0].shape[1],
+        piece.num_active,
+        piece.is_last,
+        kind,
+        describe_shapes(piece.arrays)[:500],
+    )
+
+
+def _check_all_have_some(offers: list[list[_Offer]]) -> None:
+    """Checks that every process knows what an example looks like.
+
+    Raises:
+        BatchSizeError: If some have none, in all processes.
+    """
+    without = [index for index, own in enumerate(offers) if not own]
+    if without and len(without) < len(offers):
+        raise BatchSizeError(
+            f"Process {without[0]} of {len(offers)} has no example at all, so that it "
+            "cannot take part in a step. Give every process at least one batch, or "
+            "distribute one data set over all of them."
+        )
+
+
+def _check_kinds(heads: dict[int, _Offer], exact: bool) -> None:
+    """Checks that batches of different processes can be parts of one.
+
+    Raises:
+        BatchSizeError: If they differ in more than an evaluation allows.
+    """
+    kinds = {(head.kind, None if exact else head.num_rows) for head in heads.values()}
+    if len(kinds) > 1:
+        shown = "\n".join(
+            f"  process {index}: {head.shapes}" for index, head in heads.items()
+        )
+        raise BatchSizeError(
+            "The batches of the processes differ, but in one step all must have one "
+            f"structure and shape (replicas, examples, ...):\n{shown}\n"
+            "Batch the data of all processes alike, with `drop_remainder=True` for "
+            "training."
+        )
+
+
+def _as_active(active: list[int]) -> Active:
+    count = len(active)
+    return count if active == list(range(count)) else tuple(active)
+
+
+def _copy_rows(arrays: PyTree, offer: _Offer) -> PyTree:
+    """Returns arrays of the offered size, made of rows that were there before."""
+
+    def copy(leaf: Any) -> np.ndarray:
+        rows = np.minimum(np.arange(offer.num_rows), leaf.shape[1] - 1)
+        return np.take(leaf, rows, axis=1)
+
+    return jax.tree.map(copy, arrays)

@@ -1,0 +1,271 @@
+"""Synchronous training on the devices of several processes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from armillary._checks import check_callable
+from armillary._logging import logger
+from armillary._typing import PyTree
+from armillary.cluster import ClusterResolver, CommunicationOptions, resolve_cluster
+from armillary.cluster._join import join_cluster
+from armillary.data import (
+    BatchLayout,
+    DistributedDataset,
+    InputContext,
+    InputOptions,
+    as_source,
+)
+from armillary.distribute._layouts import ProcessLayout
+from armillary.distribute._mirrored import MirroredStrategy
+from armillary.distribute._strategy import ValueContext
+from armillary.distribute._values import PerReplica, ReduceOp, is_per_replica
+
+
+class MultiWorkerMirroredStrategy(MirroredStrategy):
+    """One replica per device of all processes, with equal variables on all of them.
+
+    As `tf.distribute.MultiWorkerMirroredStrategy`: the same program runs in every
+    process, and this strategy joins them. A program for `MirroredStrategy` runs under
+    it unchanged, and gives the same numbers as one process with as many devices. Make
+    it before anything uses a device::
+
+        strategy = armillary.MultiWorkerMirroredStrategy()
+
+    Every process must run the same steps, loops and saves. Process 0, the chief, alone
+    writes log lines, summaries and files. In a job of a single process, it is a
+    `MirroredStrategy` over its devices.
+
+    Args:
+        cluster_resolver: Tells which process this is, and where the others are. By
+            default `armillary.cluster.resolve_cluster()` finds out.
+        communication_options: How values are exchanged between devices, and how long
+            processes wait for each other.
+
+    Raises:
+        ClusterError: If a device was used before, or this process has joined another
+            cluster.
+        TypeError: If an argument is of another type.
+        ValueError: If the platform cannot follow `communication_options`.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        _check_type("cluster_resolver", cluster_resolver, ClusterResolver)
+        _check_type(
+            "communication_options", communication_options, CommunicationOptions
+        )
+        self._cluster_resolver = cluster_resolver or resolve_cluster()
+        self.peers = join_cluster(self._cluster_resolver, communication_options)
+        devices = sorted(
+            jax.devices() if self.peers else jax.local_devices(),
+            key=lambda device: (device.process_index, device.id),
+        )
+        super().__init__(devices)
+        self._replicated = NamedSharding(self._replica_mesh, PartitionSpec())
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """What told about the cluster."""
+        return self._cluster_resolver
+
+    @property
+    def layout(self) -> BatchLayout:
+        """One row of a batch on each device, given by the process that has it."""
+        if self.peers is None:
+            return super().layout
+        return ProcessLayout(self._replica_mesh, self.peers)
+
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None = None
+    ) -> PyTree:
+        """Combines the values of all replicas into one, in every process alike.
+
+        All processes must call it. See `Strategy.reduce` for what it takes.
+        """
+        return super().reduce(reduce_op, self._collect(value), axis)
+
+    def gather(self, value: PyTree, axis: int) -> PyTree:
+        """Joins the values of all replicas along an axis, in every process alike.
+
+        All processes must call it. See `Strategy.gather` for what it takes.
+        """
+        return super().gather(self._collect(value), axis)
+
+    def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
+        """Returns the values of this process's replicas, one entry for each.
+
+        Args:
+            value: A pytree of `PerReplica` values; other leaves are in every entry.
+
+        Returns:
+            One pytree for each replica of this process that holds data.
+        """
+        if not any(map(_is_global, jax.tree.leaves(value, is_leaf=is_per_replica))):
+            return super().local_results(value)
+        return super().local_results(_map_global(self._take_local, value))
+
+    def distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Returns a dataset that splits each *global* batch over replicas.
+
+        Each process reads all of it, and keeps the rows of its own replicas: give the
+        same data, in the same order, to all. Of arrays in memory only those rows are
+        touched.
+
+        Args:
+            dataset: Anything `armillary.data.as_source` takes.
+            options: How to treat remainders, and how far to read ahead.
+
+        Returns:
+            A dataset to iterate with `for` or `next`, or to give to a trainer.
+        """
+        distributed = super().distribute_dataset(dataset, options)
+        if self.peers is not None:
+            logger.info(
+                "data | %s: one data set for all; each of %d processes reads its "
+                "batches and keeps the rows of its own replicas (%s)",
+                as_source(dataset).name,
+                self.peers.count,
+                self._describe_shares(),
+            )
+        return distributed
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Returns a dataset that takes each replica's batch from its process's own.
+
+        The data sets of the processes may differ in length: training ends with the
+        shortest one, and a complete evaluation uses every example of all.
+
+        Args:
+            dataset_fn: Called once in each process with its `InputContext`; see
+                `Strategy.distribute_datasets_from_function`.
+            options: How to treat remainders.
+
+        Returns:
+            A dataset to iterate with `for` or `next`, or to give to a trainer.
+        """
+        if self.peers is None:
+            return super().distribute_datasets_from_function(dataset_fn, options)
+        check_callable("dataset_fn", dataset_fn)
+        context = InputContext(
+            num_input_pipelines=self.peers.count,
+            input_pipeline_id=self.peers.index,
+            num_replicas_in_sync=self.num_replicas_in_sync,
+        )
+        logger.info(
+            "data | a data set for each of %d processes, which reads it for its own "
+            "replicas (%s)",
+            self.peers.count,
+            self._describe_shares(),
+        )
+        return DistributedDataset(
+            dataset_fn(context), self.layout, per_replica_batches=True, options=options
+        )
+
+    def distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> PyTree:
+        """Returns a `PerReplica` made of one call of `value_fn` for each replica.
+
+        Each process calls it for its own replicas.
+
+        Args:
+            value_fn: See `Strategy.distribute_values_from_function`.
+
+        Returns:
+            The values, placed on the replicas' devices.
+        """
+        check_callable("value_fn", value_fn)
+        layout, count = self.layout, self.num_replicas_in_sync
+        values = [
+            value_fn(ValueContext(replica, count)) for replica in layout.local_replicas
+        ]
+        stacked = jax.tree.map(lambda *rows: np.stack(rows), *values)
+        return layout.wrap(layout.place(stacked), count)
+
+    def _collect(self, value: PyTree) -> PyTree:
+        """Returns values of all replicas as arrays of this process."""
+
+        def collect(leaf: PerReplica) -> PerReplica:
+            self.dispatch.wait()
+            rows = jax.jit(lambda x: x, out_shardings=self._replicated)(leaf.stacked)
+            self.dispatch.started(rows)
+            local = jnp.asarray(np.asarray(rows))
+            return PerReplica(local, leaf.active_replicas, leaf.is_shared)
+
+        return _map_global(collect, value)
+
+    def _take_local(self, leaf: PerReplica) -> PerReplica:
+        local = self.layout.local_replicas
+        rows = {
+            shard.index[0].start or 0: shard.data
+            for shard in leaf.stacked.addressable_shards
+        }
+        if leaf.stacked.is_fully_replicated:
+            whole = np.asarray(leaf.stacked)
+            rows = {replica: whole[replica : replica + 1] for replica in local}
+        held = [replica for replica in local if leaf.holds(replica)]
+        if not held:
+            return PerReplica(rows[local.start], 0)
+        values = jnp.concatenate([jnp.asarray(np.asarray(rows[r])) for r in held])
+        return PerReplica(values, len(held), leaf.is_shared)
+
+    def _describe_shares(self) -> str:
+        assert self.peers is not None
+        counts = [0] * self.peers.count
+        for device in self._replica_mesh.devices.flat:
+            counts[device.process_index] += 1
+        each = f"{counts[0]} each" if len(set(counts)) == 1 else f"{counts}"
+        return f"{self.num_replicas_in_sync} replicas, {each}"
+
+    def __repr__(self) -> str:
+        platform = self._replica_mesh.devices.flat[0].platform
+        where = "1 process" if self.peers is None else f"{self.peers.count} processes"
+        replicas = f"{self.num_replicas_in_sync} x {platform}"
+        return f"MultiWorkerMirroredStrategy({replicas}, {where})"
+
+    # The base class binds these spellings to its own methods.
+    experimental_distribute_dataset = distribute_dataset
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+    experimental_distribute_values_from_function = distribute_values_from_function
+    experimental_local_results = local_results
+
+
+def _is_global(leaf: Any) -> bool:
+    """Returns whether a leaf holds values that this process cannot see."""
+    return (
+        is_per_replica(leaf)
+        and isinstance(leaf.stacked, jax.Array)
+        and not isinstance(leaf.stacked, Tracer)
+        and not leaf.stacked.is_fully_addressable
+    )
+
+
+def _map_global(fn: Callable[[PerReplica], PerReplica], value: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda leaf: fn(leaf) if _is_global(leaf) else leaf,
+        value,
+        is_leaf=is_per_replica,
+    )
+
+
+def _check_type(name: str, value: Any, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(
+            f"`{name}` is {value!r} of type {type(value).__name__}, but it must be a "
+            f"`{kind.__name__}`. Use one of `armillary.cluster`, or leave it out."
+        )

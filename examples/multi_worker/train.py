@@ -1,0 +1,120 @@
+"""Trains on handwritten digits in several processes that share every batch.
+
+The data are the 1,797 images that come with scikit-learn: nothing is downloaded. The
+program is the one for a single process, but for the strategy: with `MirroredStrategy`
+it trains on the devices of one process, and gives the same numbers. Run it again, with
+as many processes as you like, and it resumes.
+
+    armillary launch --workers 2 --devices-per-worker 2 \
+        examples/multi_worker/train.py --run-dir runs/multi_worker
+"""
+
+import argparse
+from pathlib import Path
+
+import optax
+from flax import nnx
+from sklearn.datasets import load_digits
+
+import armillary
+
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+class Trainer(armillary.StandardTrainer):
+    """Runs the training steps; each loop reports its mean loss."""
+
+    def __init__(self, dataset, strategy, model, optimizer) -> None:
+        super().__init__(dataset)
+        self.strategy, self.model, self.optimizer = strategy, model, optimizer
+        self.loss = nnx.metrics.Average("loss")
+
+    def train_loop_begin(self) -> None:
+        self.loss.reset()
+
+    def train_step(self, iterator) -> None:
+        def step_fn(batch):
+            def loss_fn(model):
+                losses = cross_entropy(model(batch["image"]), batch["label"])
+                return armillary.compute_average_loss(losses), losses
+
+            gradients, losses = nnx.grad(loss_fn, has_aux=True)(self.model)
+            self.optimizer.update(self.model, gradients)
+            self.loss.update(loss=losses)
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+    def train_loop_end(self) -> dict:
+        return {"loss": self.loss.compute()}
+
+
+class Evaluator(armillary.StandardEvaluator):
+    """Reports the accuracy over all test images, each counted once."""
+
+    def __init__(self, dataset, strategy, model) -> None:
+        super().__init__(dataset)
+        self.strategy, self.model = strategy, model
+        self.accuracy = nnx.metrics.Accuracy()
+
+    def eval_begin(self) -> None:
+        self.accuracy.reset()
+
+    def eval_step(self, iterator) -> None:
+        def step_fn(batch):
+            logits = self.model(batch["image"])
+            self.accuracy.update(logits=logits, labels=batch["label"])
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+    def eval_end(self) -> dict:
+        return {"accuracy": self.accuracy.compute()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Trains on digits, in a cluster.")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/multi_worker"))
+    parser.add_argument("--steps", type=int, default=600)
+    options = parser.parse_args()
+
+    # The one line; it comes before anything that uses a device.
+    strategy = armillary.MultiWorkerMirroredStrategy()
+
+    images, labels = load_digits(return_X_y=True)
+    data = {"image": images.astype("float32") / 16.0, "label": labels.astype("int32")}
+    train = {name: values[:1437] for name, values in data.items()}
+    test = {name: values[1437:] for name, values in data.items()}
+    train_dataset = strategy.distribute_dataset(
+        armillary.data.from_arrays(train, batch_size=64, shuffle_seed=0, repeat=True)
+    )
+    test_dataset = strategy.distribute_dataset(
+        armillary.data.from_arrays(test, batch_size=64)
+    )
+    with strategy.scope():
+        rngs = nnx.Rngs(0)  # the same seed in every process
+        model = nnx.Sequential(
+            nnx.Linear(64, 128, rngs=rngs), nnx.relu, nnx.Linear(128, 10, rngs=rngs)
+        )
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    controller = armillary.Controller(
+        trainer=Trainer(train_dataset, strategy, model, optimizer),
+        evaluator=Evaluator(test_dataset, strategy, model),
+        global_step=optimizer.step,
+        strategy=strategy,
+        steps_per_loop=100,
+        summary_dir=options.run_dir / "train",
+        eval_summary_dir=options.run_dir / "eval",
+        checkpoint_manager=armillary.CheckpointManager(
+            armillary.Checkpoint(
+                model=model, optimizer=optimizer, train_dataset=train_dataset
+            ),
+            options.run_dir / "checkpoints",
+            checkpoint_interval=200,
+        ),
+    )
+    result = controller.train_and_evaluate(train_steps=options.steps)
+    print(f"Test accuracy {result['accuracy']:.2%}")
+
+
+if __name__ == "__main__":
+    main()

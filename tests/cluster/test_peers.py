@@ -1,0 +1,71 @@
+"""Processes agree through a key-value store, or say who does not."""
+
+import pytest
+
+from armillary.cluster._peers import Peers
+from armillary.errors import PeerError
+from tests.peers import Store, run_together
+
+
+def test_every_process_gets_the_values_of_all_in_order():
+    def talk(peers: Peers) -> list[list[str]]:
+        return [peers.gather("number", f"{peers.index}-{i}") for i in range(5)]
+
+    outcomes = run_together(talk, count=3)
+    expected = [[f"0-{i}", f"1-{i}", f"2-{i}"] for i in range(5)]
+    assert outcomes == [expected] * 3
+
+
+def test_old_rounds_leave_nothing_behind():
+    stores = []
+
+    def talk(peers: Peers) -> None:
+        stores.append(peers._store)
+        for _ in range(50):
+            peers.gather("number", "x")
+
+    run_together(talk)
+    assert sorted(stores[0].values) == ["armillary/49/1", "armillary/49/all"]
+
+
+def test_processes_at_different_points_are_named():
+    for outcome in run_together(lambda peers: peers.gather("ab"[peers.index], "")):
+        with pytest.raises(PeerError, match="at different points") as caught:
+            raise outcome
+        assert "process 0 of 2: a" in str(caught.value)
+        assert "process 1 of 2: b" in str(caught.value)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_reaches_the_others_at_their_next_round(failing):
+    def talk(peers: Peers) -> object:
+        peers.gather("start", "")
+        if peers.index == failing:
+            peers.fail(ValueError("no disk"))
+        return peers.gather("end", "")
+
+    outcomes = run_together(talk, count=3)
+    for index, outcome in enumerate(outcomes):
+        with pytest.raises(PeerError) as caught:
+            raise outcome
+        if index == failing:
+            assert "the job has failed before" in str(caught.value)
+        else:
+            assert "Another process has failed" in str(caught.value)
+            assert f"process {failing} of 3: ValueError: no disk" in str(caught.value)
+
+
+def test_a_silent_process_is_named_in_time():
+    def talk(peers: Peers) -> object:
+        return peers.gather("end", "") if peers.index else None
+
+    (_, outcome) = run_together(talk, timeout_seconds=0.0)
+    with pytest.raises(PeerError, match="Process 0 of 2 has not answered for 0 sec"):
+        raise outcome
+
+
+def test_a_store_that_is_down_is_reported():
+    store = Store()
+    store.is_down = True
+    with pytest.raises(PeerError, match="Process 1 of 2 cannot be reached"):
+        Peers(store, 0, 2, 10.0).gather("end", "")

@@ -1,0 +1,134 @@
+"""Processes that read data of their own come to one sequence of batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from armillary.data import DistributedDataset, InputOptions
+from armillary.errors import BatchSizeError, PeerError
+from tests.peers import run_together
+
+
+class ProcessLayout:
+    """Some replicas in each process; arrays stay on the host."""
+
+    stacked = True
+
+    def __init__(self, peers: Any, num_own: int) -> None:
+        self.peers = peers
+        self.num_replicas = peers.count * num_own
+        self.local_replicas = range(peers.index * num_own, (peers.index + 1) * num_own)
+
+
+def read(
+    make_batches: Callable[[int], list[Any]],
+    *,
+    exact: bool,
+    num_own: int = 1,
+    count: int = 2,
+    **options: Any,
+) -> list[Any]:
+    """Returns for each process its batches: sizes, who has data, and the values."""
+
+    def read_one(peers: Any) -> list[Any]:
+        dataset = DistributedDataset(
+            make_batches(peers.index),
+            ProcessLayout(peers, num_own),
+            per_replica_batches=True,
+            options=InputOptions(**options),
+        )
+        return [
+            (batch.arrays.shape[1], batch.num_active, batch.arrays.tolist())
+            for batch in dataset.make_reader(exact=exact)
+        ]
+
+    return run_together(read_one, count)
+
+
+def batches_of(*sizes: int, start: int = 0) -> list[np.ndarray]:
+    return [np.full(size, start + i) for i, size in enumerate(sizes)]
+
+
+def test_training_ends_with_the_shortest_data():
+    first, second = read(lambda i: batches_of(*[4] * (3 - i)), exact=False)
+    assert [batch[:2] for batch in first] == [(4, 2), (4, 2)]
+    assert [batch[:2] for batch in second] == [(4, 2), (4, 2)]
+
+
+@pytest.mark.parametrize("lengths", [(50, 45), (40, 20), (21, 21), (1, 39)])
+def test_evaluation_uses_every_batch_of_every_process(lengths):
+    outcomes = read(
+        lambda i: batches_of(*[4] * (lengths[i] - 1), 3, start=100 * i), exact=True
+    )
+    plans = [[batch[:2] for batch in outcome] for outcome in outcomes]
+    assert plans[0] == plans[1]
+    for index, outcome in enumerate(outcomes):
+        used = [
+            row
+            for size, active, (rows,) in outcome
+            if index in (range(active) if isinstance(active, int) else active)
+            for row in rows
+        ]
+        expected = batches_of(*[4] * (lengths[index] - 1), 3, start=100 * index)
+        assert used == np.concatenate(expected).tolist()
+
+
+def test_larger_batches_run_first_and_the_others_take_part_without_data():
+    outcomes = read(lambda i: batches_of(4, 2) if i else batches_of(4, 4), exact=True)
+    for outcome in outcomes:
+        assert [batch[:2] for batch in outcome] == [(4, 2), (4, 1), (2, (1,))]
+
+
+def test_processes_with_two_replicas_count_active_ones_by_number():
+    outcomes = read(
+        lambda i: batches_of(*[4] * (3 - i)), exact=True, num_own=2, count=2
+    )
+    # Process 0 has three batches for its two replicas, process 1 has two.
+    for outcome in outcomes:
+        assert [batch[1] for batch in outcome] == [4, 1]
+    outcomes = read(lambda i: batches_of(*[4] * (2 + i)), exact=True, num_own=2)
+    for outcome in outcomes:
+        assert [batch[1] for batch in outcome] == [4, (2,)]
+
+
+def test_training_batches_of_different_sizes_are_shown():
+    outcomes = read(lambda i: batches_of(*[4 - i] * 3), exact=False)
+    for outcome in outcomes:
+        with pytest.raises(BatchSizeError, match="batches of the processes differ"):
+            raise outcome
+
+
+def test_batches_of_different_structure_are_shown():
+    outcomes = read(lambda i: [np.zeros((4, 2)) if i else np.zeros((4, 3))], exact=True)
+    for outcome in outcomes:
+        with pytest.raises(BatchSizeError, match=r"process 0: .*float.* \(1, 4, 3\)"):
+            raise outcome
+
+
+def test_a_process_without_any_example_says_so():
+    for outcome in read(lambda i: [] if i else batches_of(4), exact=True):
+        with pytest.raises(BatchSizeError, match="Process 1 of 2 has no example"):
+            raise outcome
+
+
+def test_no_process_having_any_example_is_an_empty_evaluation():
+    assert read(lambda i: [], exact=True) == [[], []]
+
+
+def test_a_source_that_fails_ends_the_others():
+    def make(index: int) -> Any:
+        def generate() -> Any:
+            yield np.zeros(4)
+            if index:
+                raise OSError("the disk is gone")
+            yield np.zeros(4)
+
+        return generate
+
+    first, second = read(make, exact=True)
+    with pytest.raises(OSError, match="the disk is gone"):
+        raise second
+    with pytest.raises(PeerError, match="process 1 of 2: OSError: the disk is gone"):
+        raise first

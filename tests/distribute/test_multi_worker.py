@@ -1,0 +1,65 @@
+"""What of `MultiWorkerMirroredStrategy` a single process can show."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import armillary
+from armillary.distribute._global_arrays import check_equal
+from armillary.distribute._same_program import check_same_program
+from armillary.errors import PeerError
+from tests.peers import run_together
+
+
+@pytest.mark.parametrize("name", ["cluster_resolver", "communication_options"])
+def test_arguments_of_another_type_are_refused(name):
+    with pytest.raises(TypeError, match=f"`{name}` is 3 of type int"):
+        armillary.MultiWorkerMirroredStrategy(**{name: 3})
+
+
+def test_without_other_processes_it_has_the_devices_of_this_one():
+    resolver = armillary.cluster.SimpleClusterResolver({})
+    strategy = armillary.MultiWorkerMirroredStrategy(resolver)
+    assert strategy.cluster_resolver is resolver
+    assert strategy.num_replicas_in_sync == len(jax.local_devices())
+    assert strategy.layout == armillary.MirroredStrategy().layout
+    assert repr(strategy) == "MultiWorkerMirroredStrategy(8 x cpu, 1 process)"
+
+
+def test_equal_state_passes_and_different_state_is_named():
+    def compare(peers):
+        same = jnp.arange(3.0)
+        check_equal(peers, ["a"], [same])
+        key = jax.random.key(peers.index)
+        check_equal(peers, ["a", "b/c", "key"], [same, same + peers.index, key])
+
+    for outcome in run_together(compare):
+        with pytest.raises(PeerError, match="2 of 3 arrays of the state differ") as e:
+            raise outcome
+        assert "  b/c: process 0 has float32 (3,) #" in str(e.value)
+        assert "  key: process 0 has uint32 (2,) #" in str(e.value)
+
+
+def test_missing_state_and_long_lists_are_reported():
+    def compare(peers):
+        paths = [f"x{i}" for i in range(30 - 5 * peers.index)]
+        values = [np.float32(peers.index)] * len(paths)
+        check_equal(peers, paths, values)
+
+    for outcome in run_together(compare):
+        with pytest.raises(PeerError, match="and 10 more"):
+            raise outcome
+
+
+def test_programs_are_compared_without_addresses():
+    def compare(peers):
+        check_same_program(peers, "step", f"a\nb <function at 0x{peers.index}af>\nc")
+        lines = ["a", "b", "c", "d"][: 4 - 2 * peers.index]
+        check_same_program(peers, "step", "\n".join(lines))
+
+    for outcome in run_together(compare):
+        with pytest.raises(PeerError, match="different programs") as e:
+            raise outcome
+        assert "process 0 of 2, from line 3:\nc\nd" in str(e.value)
+        assert "process 1 of 2, from line 3:\n(it ends before)" in str(e.value)

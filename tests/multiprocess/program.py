@@ -1,0 +1,297 @@
+"""What the processes of the tests run: one function for each scenario."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import armillary
+from armillary.data import from_arrays
+from tests.problems import MLP, Classifier, make_digits, read_state
+
+
+class Counter(armillary.StandardEvaluator):
+    """Counts and sums the examples of an evaluation, on all replicas."""
+
+    def __init__(self, strategy: Any, dataset: Any) -> None:
+        super().__init__(dataset)
+        self.strategy = strategy
+        self.total = nnx.metrics.Average("x")
+        self.num_steps = jnp.zeros((), jnp.int32)
+
+    def eval_begin(self) -> None:
+        self.total.reset()
+        self.num_steps = jnp.zeros((), jnp.int32)
+
+    def eval_step(self, iterator: Any) -> None:
+        self.strategy.run(lambda b: self.total.update(x=b["x"]), (next(iterator),))
+        self.num_steps = self.num_steps + 1
+
+    def eval_end(self, *state: Any) -> Any:
+        del state
+        count, total = self.total.count, self.total.total
+        return {"count": count[...] + 0, "sum": total[...] + 0, "n": self.num_steps}
+
+
+def train(strategy: Any, num_steps: int = 12) -> dict[str, Any]:
+    """Trains the model with all kinds of state; evaluates uneven data exactly."""
+    trainer = make_trainer(strategy)
+    for _ in range(2):
+        trainer.train(num_steps // 2)
+    numbers = from_arrays({"x": np.arange(37, dtype=np.float32)}, batch_size=16)
+    counter = Counter(strategy, strategy.distribute_dataset(numbers))
+    counted = [read_numbers(counter.evaluate(-1)) for _ in range(2)]
+    losses, state = np.asarray(trainer.losses), read_state(trainer)
+    return {
+        "losses": losses[:num_steps].tolist(),
+        "state": {path: digest(value) for path, value in state.items()},
+        "sums": {path: float(np.sum(value)) for path, value in state.items()},
+        "counted": counted,
+    }
+
+
+def values(strategy: Any) -> dict[str, Any]:
+    """Uses what a loop of the user's own does, outside any trainer."""
+    data = from_arrays({"x": np.arange(16, dtype=np.float32)}, batch_size=8)
+    weight = nnx.Variable(jnp.ones(()))
+
+    @armillary.function(strategy=strategy)
+    def step(batch: Any) -> Any:
+        weight[...] += 1
+        return strategy.run(lambda b: b["x"] * weight[...], args=(batch,))
+
+    sums, gathered, local = [], [], []
+    for batch in strategy.distribute_dataset(data):
+        output = step(batch)
+        sums.append(float(strategy.reduce("sum", output, axis=0)))
+        gathered.append(np.asarray(strategy.gather(output, axis=0)).tolist())
+        local.append([np.asarray(row).tolist() for row in local_rows(strategy, output)])
+    options = armillary.InputOptions(place_on_device=True)
+    resident = [
+        float(strategy.reduce("sum", batch["x"], axis=0))
+        for batch in strategy.distribute_dataset(data, options)
+    ]
+    eager = Adder(strategy, strategy.distribute_dataset(data), compile_step=False)
+    eager.train(2)
+    own = strategy.distribute_values_from_function(
+        lambda context: np.float32(context.replica_id_in_sync_group)
+    )
+    doubled = strategy.run(lambda value: 2 * value, args=(own,))
+    return {
+        "sums": sums,
+        "gathered": gathered,
+        "local": local,
+        "own": [float(row) for row in local_rows(strategy, doubled)],
+        "resident": resident,
+        "eager": float(eager.total),
+        "weight": float(weight[...]),
+        "resolver": type(strategy.cluster_resolver).__name__,
+        "repr": repr(strategy),
+        "replicas": strategy.num_replicas_in_sync,
+    }
+
+
+def resume(strategy: Any, run_dir: str, steps: int) -> Any:
+    """Trains up to a step from the latest checkpoint of a folder, and saves."""
+    trainer = make_trainer(strategy)
+    directory = Path(run_dir)
+    best = armillary.actions.NewBestMetric("accuracy", directory=directory / "best")
+    controller = armillary.Controller(
+        trainer=trainer,
+        global_step=trainer.optimizer.step,
+        strategy=strategy,
+        steps_per_loop=3,
+        summary_dir=directory / "summary",
+        train_actions=[best],
+        checkpoint_manager=armillary.CheckpointManager(
+            armillary.Checkpoint(trainer=trainer, data=trainer.train_dataset),
+            directory / "checkpoints",
+            checkpoint_interval=6,
+        ),
+    )
+    start = int(trainer.optimizer.step[...])
+    controller.train(steps)
+    return {
+        "start": start,
+        "losses": np.asarray(trainer.losses)[:steps].tolist(),
+        "best": best.best_value,
+    }
+
+
+def uneven(strategy: Any, lengths: list[int]) -> dict[str, Any]:
+    """Gives each process data of its own, of different length."""
+
+    def make(batch_size: int, input_context: Any) -> Any:
+        index = input_context.input_pipeline_id
+        assert input_context.num_input_pipelines == len(lengths)
+        numbers = 100 * index + np.arange(lengths[index], dtype=np.float32)
+        size = input_context.get_per_replica_batch_size(batch_size)
+        return from_arrays({"x": numbers}, batch_size=size)
+
+    batch_size = 4 * strategy.num_replicas_in_sync
+    counter = Counter(
+        strategy, armillary.make_distributed_dataset(strategy, make, batch_size)
+    )
+    counted = [read_numbers(counter.evaluate(-1)) for _ in range(2)]
+    drop = armillary.InputOptions(remainder="drop")
+    dataset = armillary.make_distributed_dataset(
+        strategy, make, batch_size, input_options=drop
+    )
+    trainer = Adder(strategy, dataset)
+    trainer.train(1)
+    state = dataset.get_state()
+    for _ in range(3):
+        trainer.train(50)
+    position = [part["source"] for part in state["pipelines"]]
+    again = armillary.make_distributed_dataset(
+        strategy, make, batch_size, input_options=drop
+    )
+    again.set_state(state)
+    resumed = Adder(strategy, again)
+    resumed.train(50)
+    batches = sum(1 for _ in again)
+    return {
+        "counted": counted,
+        "steps": int(trainer.num_steps),
+        "sum": float(trainer.total),
+        "resumed": int(resumed.num_steps),
+        "exhausted": trainer.data_exhausted,
+        "pipelines": len(position),
+        "batches": batches,
+        "refused": catch(lambda: again.set_state({"pipelines": [{}, {}, {}]})),
+    }
+
+
+class Adder(armillary.StandardTrainer):
+    """Adds up the examples of all replicas."""
+
+    def __init__(self, strategy: Any, dataset: Any, **options: Any) -> None:
+        super().__init__(dataset, armillary.StandardTrainerOptions(**options))
+        self.strategy = strategy
+        self.num_steps = jnp.zeros((), jnp.int32)
+        self.total = jnp.zeros(())
+        self.scale = 1.0
+
+    def train_step(self, iterator: Any) -> None:
+        rows = self.strategy.run(lambda b: b["x"] * self.scale, (next(iterator),))
+        self.total = self.total + self.strategy.reduce("sum", rows, axis=0)
+        self.num_steps = self.num_steps + 1
+
+
+def mismatches(strategy: Any) -> dict[str, Any]:
+    """Does in each process something else, and returns what is said to it."""
+    index = jax.process_index()
+    numbers = np.arange(64, dtype=np.float32)
+
+    def make_adder(data: Any) -> Adder:
+        dataset = strategy.distribute_dataset(from_arrays({"x": data}, batch_size=8))
+        return Adder(strategy, dataset)
+
+    seed = make_trainer(strategy, seed=index)
+    program = make_adder(numbers)
+    program.scale = 1.0 + index
+    shorter = make_adder(numbers[: 64 - 8 * index])
+    return {
+        "seed": catch(lambda: seed.train(2)),
+        "program": catch(lambda: program.train(2)),
+        "data": catch(lambda: shorter.train(20)),
+        "again": catch(
+            lambda: armillary.MultiWorkerMirroredStrategy(
+                communication_options=armillary.cluster.CommunicationOptions(
+                    timeout_seconds=5
+                )
+            )
+        ),
+        "equal": catch(lambda: make_adder(numbers).train(2)),
+    }
+
+
+def stop(strategy: Any) -> dict[str, Any]:
+    """Asks for a stop in the second process, at step 6."""
+    trainer = make_trainer(strategy)
+    step = trainer.optimizer.step
+    controller: Any = None
+
+    def ask(output: Any) -> None:
+        if int(step[...]) == 6 and jax.process_index() == 1:
+            controller.request_stop("enough")
+
+    controller = armillary.Controller(
+        trainer=trainer,
+        global_step=step,
+        strategy=strategy,
+        steps_per_loop=3,
+        train_actions=[ask],
+    )
+    controller.train(30)
+    return {"step": int(step[...])}
+
+
+def failure(strategy: Any) -> dict[str, Any]:
+    """Raises in an action of the second process alone."""
+    trainer = make_trainer(strategy)
+
+    def fail(output: Any) -> None:
+        if jax.process_index() == 1:
+            raise ValueError("the disk of this process is on fire")
+
+    controller = armillary.Controller(
+        trainer=trainer,
+        global_step=trainer.optimizer.step,
+        strategy=strategy,
+        steps_per_loop=3,
+        train_actions=[fail],
+    )
+    return {"error": catch(lambda: controller.train(30))}
+
+
+def late() -> dict[str, Any]:
+    """Makes the strategy after a device was used."""
+    jnp.zeros(())
+    return {"error": catch(armillary.MultiWorkerMirroredStrategy)}
+
+
+def make_trainer(strategy: Any, seed: int = 0) -> Classifier:
+    digits = from_arrays(make_digits(72), batch_size=16, shuffle_seed=3, repeat=True)
+    dataset = strategy.distribute_dataset(digits)
+    return Classifier(strategy, MLP(nnx.Rngs(seed)), optax.adam(1e-2), dataset)
+
+
+def local_rows(strategy: Any, value: Any) -> list[np.ndarray]:
+    return [np.asarray(row) for row in strategy.local_results(value)]
+
+
+def read_numbers(output: Any) -> dict[str, float]:
+    return {name: float(np.asarray(value)) for name, value in output.items()}
+
+
+def digest(value: np.ndarray) -> str:
+    return np.ascontiguousarray(value).tobytes().hex()[:4000]
+
+
+def catch(fn: Any) -> str:
+    try:
+        fn()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main() -> None:
+    scenario, result, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    if scenario == "late":
+        found = late()
+    else:
+        strategy = armillary.MultiWorkerMirroredStrategy()
+        found = globals()[scenario](strategy, **options)
+    result.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The same numbers on several processes as on one. Each job is real processes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import armillary
+from tests.multiprocess import program
+from tests.multiprocess.conftest import Outcome, run_job
+from tests.problems import make_strategy
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+
+@pytest.mark.parametrize(("processes", "devices"), [(2, 1), (2, 2)])
+def test_processes_compute_what_one_process_does(job, processes, devices):
+    results = job("train", processes=processes, devices=devices)
+    expected = program.train(make_strategy(processes * devices))
+    for result in results:
+        # Every example counts once, though 37 do not divide among the replicas.
+        assert [counted["count"] for counted in result["counted"]] == [37.0, 37.0]
+        assert [counted["sum"] for counted in result["counted"]] == [666.0, 666.0]
+        assert result["counted"] == expected["counted"]
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-6)
+        assert result["sums"].keys() == expected["sums"].keys()
+    assert results[0] == results[1]
+    if processes * devices == 2:
+        # A sum of two numbers does not depend on their order.
+        assert results[0] == expected
+
+
+def test_a_loop_of_the_users_own_sees_all_replicas_or_its_own(job):
+    first, second = job("values", processes=2, devices=1)
+    x = np.arange(16.0)
+    batches = [2 * x[:8], 3 * x[8:]]
+    for result in (first, second):
+        assert result["sums"] == [batch.sum() for batch in batches]
+        assert result["gathered"] == [batch.tolist() for batch in batches]
+        assert result["weight"] == 3.0
+        assert result["resident"] == [x[:8].sum(), x[8:].sum()]
+        assert result["eager"] == x.sum()
+        assert result["resolver"] == "TFConfigClusterResolver"
+        assert result["repr"] == "MultiWorkerMirroredStrategy(2 x cpu, 2 processes)"
+    assert first["local"] == [[batch[:4].tolist()] for batch in batches]
+    assert second["local"] == [[batch[4:].tolist()] for batch in batches]
+    assert (first["own"], second["own"]) == ([0.0], [2.0])
+
+
+def test_a_run_goes_on_with_other_numbers_of_processes(tmp_path: Path):
+    run_dir = tmp_path / "run"
+
+    def run(processes: int, devices: int, steps: int) -> Any:
+        outcome = run_job(
+            tmp_path,
+            "resume",
+            processes=processes,
+            devices=devices,
+            run_dir=str(run_dir),
+            steps=steps,
+        )
+        assert set(outcome.codes) == {0}, outcome.errors
+        return outcome
+
+    first = run(2, 1, 6)
+    second = run(1, 2, 10)
+    third = run(2, 1, 15)
+    expected = program.resume(make_strategy(2), str(tmp_path / "alone"), 15)
+    for outcome, start in ((first, 0), (second, 6), (third, 10)):
+        for result in outcome.results:
+            assert result["start"] == start
+            steps = len(result["losses"])
+            # The order of examples shows in every loss.
+            np.testing.assert_allclose(
+                result["losses"], expected["losses"][:steps], rtol=1e-5
+            )
+    assert third.results[0] == third.results[1]
+    assert third.results[0]["best"] == expected["best"]
+    check_that_only_the_chief_spoke(first)
+    # One file of each job: summaries have one writer.
+    assert len(list((run_dir / "summary").iterdir())) == 3
+
+
+def check_that_only_the_chief_spoke(outcome: Outcome) -> None:
+    chief, other = outcome.errors
+    assert "train | step:      6" in chief
+    assert "each of 2 processes reads its batches" in chief
+    for line in ("train |", "data |", "saving"):
+        assert line not in other
+
+
+def test_data_of_different_length_end_together_and_count_once(job):
+    lengths = [30, 13]
+    first, second = job("uneven", processes=2, devices=1, lengths=lengths)
+    assert first == second
+    numbers = [100.0 * i + np.arange(n) for i, n in enumerate(lengths)]
+    for counted in first["counted"]:
+        assert counted["count"] == sum(lengths)
+        assert counted["sum"] == sum(values.sum() for values in numbers)
+        # 4 rows each, 3 times; then 4 times process 0 alone; then 2 and 1 rows left.
+        assert counted["n"] == 9
+    assert (first["steps"], first["exhausted"]) == (3, True)
+    assert first["sum"] == sum(values[:12].sum() for values in numbers)
+    assert (first["resumed"], first["pipelines"], first["batches"]) == (2, 2, 3)
+    assert "holds the positions of 3 input pipelines" in first["refused"]
+    assert "the program has 2" in first["refused"]
+
+
+def test_whatever_differs_between_processes_is_named(job):
+    first, second = job("mismatches", processes=2, devices=1)
+    for result in (first, second):
+        assert result["seed"].startswith("PeerError: ")
+        assert "model/first/kernel: process 0 has float32 (64, 8) #" in result["seed"]
+        assert "Use the same random seed" in result["seed"]
+        assert "`train_step` is traced to different programs" in result["program"]
+        assert "process 1 of 2, from line" in result["program"]
+        assert "different data for `train_step`" in result["data"]
+        assert "process 0 of 2: 8 steps of x: float32 (2, 4)" in result["data"]
+        assert "process 1 of 2: 7 steps of x: float32 (2, 4)" in result["data"]
+        assert "this process has joined its job with" in result["again"]
+        assert result["equal"] == ""
+
+
+def test_a_stop_requested_in_one_process_stops_all_at_one_step(tmp_path: Path):
+    outcome = run_job(tmp_path, "stop", processes=2, devices=1)
+    assert outcome.codes == [0, 0], outcome.errors
+    assert outcome.results == [{"step": 6}, {"step": 6}]
+    said = "stopped at step 6: enough (requested in process 1 of 2)"
+    assert said in outcome.errors[0]
+
+
+def test_a_failure_in_one_process_ends_the_others(tmp_path: Path):
+    outcome = run_job(tmp_path, "failure", processes=2, devices=1)
+    first, second = (result["error"] for result in outcome.results)
+    assert second == "ValueError: the disk of this process is on fire"
+    assert first.startswith("PeerError: Another process has failed:")
+    assert "process 1 of 2: ValueError: the disk of this process" in first
+
+
+def test_a_strategy_made_too_late_says_so(job):
+    for result in job("late", processes=2, devices=1):
+        assert result["error"].startswith("ClusterError: ")
+        assert "after JAX's devices had been used" in result["error"]
+
+
+def test_a_job_of_one_process_is_like_a_mirrored_strategy(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    strategy = armillary.MultiWorkerMirroredStrategy()
+    assert strategy.peers is None
+    assert strategy.num_replicas_in_sync == 8
+    assert program.values(strategy)["sums"] == [56.0, 276.0]
