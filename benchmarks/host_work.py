@@ -1,26 +1,37 @@
-"""Measures the work of the host between two device programs, at 400 parameters.
+"""Measures what one loop costs the host, at 400 parameters, and who takes it.
 
     python -m benchmarks.host_work
 
-Each loop of the `Controller` is one program here, and each program is waited for inside
-its start. So what lies between the end of one start and the beginning of the next is
-all that Python does for a loop: report the last one, begin, take the next chunk, lay
-out the state. The processor time of the thread in between says how much of it is work
-where other programs disturb the clock. What the start itself takes before the device
-runs is a figure of its own, from a second run that waits for nothing.
+Each loop of the `Controller` is one program here. Counted is the processor time of the
+thread that runs the loops, from one start of a program to the next: so neither waiting
+for the device counts, nor what other programs do meanwhile. It is told apart into what
+is Armillary's own, what the user's `train_loop_begin` and `train_loop_end` take (a Flax
+metric is reset and computed), and what JAX takes to start a program.
+
+A thread that has slept, as this one does while the device runs, finds its processor
+slowed down and its caches empty: the same Python takes three to four times as long. So
+the handling of state, which is all of Armillary's work that grows with the number of
+arrays, is timed once more without programs between: finding out whether anything of the
+user's has changed, laying out the arrays, and writing them back.
+
+The optimizer is SGD, without momentum, so that there are about as many arrays as
+parameters; with `--optimizer adam` there are three times as many.
 """
 
 import argparse
+import dataclasses
+import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
 import jax
 from rich.console import Console
 
-from benchmarks.contestants.controller import ControllerContestant
+from benchmarks.contestants.controller import ControllerContestant, Trainer
 from benchmarks.programs import watch_programs
 from benchmarks.protocol import SIZES, Options
 from benchmarks.report import add_measurement
@@ -31,11 +42,43 @@ _CHUNK_STEPS = 20
 _WARM_UP_LOOPS = 20
 
 
-class _Moment(NamedTuple):
-    """A moment on the wall clock, and on that of this thread's processor time."""
+class _Shares:
+    """Processor seconds of this thread since the last start of a program, by who."""
 
-    wall: float
-    processor: float
+    def __init__(self) -> None:
+        self.loops: list[dict[str, float]] = []
+        self._now = {"yours": 0.0, "start": 0.0}
+        self._begin: float | None = None
+
+    def timed(self, who: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `call`, whose time is counted for `who`."""
+
+        def timed_call(*arguments: Any) -> Any:
+            begin = time.thread_time()
+            try:
+                return call(*arguments)
+            finally:
+                self._now[who] += time.thread_time() - begin
+
+        return timed_call
+
+    def end_loop(self) -> None:
+        """Ends a loop, with the start of its program."""
+        now = time.thread_time()
+        if self._begin is not None:
+            rest = now - self._begin - sum(self._now.values())
+            self.loops.append({**self._now, "armillary": rest})
+        self._now = dict.fromkeys(self._now, 0.0)
+        self._begin = now
+
+    def median_us(self, who: str) -> float:
+        """Returns the median over all loops, in microseconds."""
+        return 1e6 * statistics.median(loop[who] for loop in self.loops)
+
+    def quartiles_us(self, who: str) -> list[float]:
+        """Returns the first and the third quartile, in microseconds."""
+        low, _, high = statistics.quantiles([loop[who] for loop in self.loops], n=4)
+        return [1e6 * low, 1e6 * high]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,74 +86,92 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measures the host's work per loop.")
     parser.add_argument("--loops", type=int, default=300)
     parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
     parser.add_argument("--json", type=Path, metavar="PATH")
     given = parser.parse_args(arguments)
-    measurement = measure(given.loops, given.size)
-    low, high = measurement["between_quartiles_us"]
+    measurement = measure(given.loops, given.size, given.optimizer)
+    low, high = measurement["armillary_quartiles_us"]
     Console().print(
-        f"Host work between two programs: {measurement['between_us']:.0f} us, median "
-        f"of {given.loops} loops (quartiles {low:.0f} to {high:.0f}; processor time "
-        f"{measurement['between_processor_us']:.0f} us); the start of a "
-        f"program: {measurement['start_us']:.0f} us; {measurement['parameters']} "
-        "parameters.",
+        f"{measurement['parameters']} parameters, {measurement['arrays']} arrays of "
+        f"state ({given.optimizer}). Handling the state, on a warm processor: "
+        f"{measurement['handling_us']:.0f} us. In running loops, median of "
+        f"{measurement['loops']}: Armillary {measurement['armillary_us']:.0f} us "
+        f"(quartiles {low:.0f} to {high:.0f}), the metric's reset and compute "
+        f"{measurement['yours_us']:.0f} us, JAX's start of a program "
+        f"{measurement['start_us']:.0f} us.",
         soft_wrap=True,
     )
     if given.json is not None:
         add_measurement(given.json, "host_work", measurement)
 
 
-def measure(num_loops: int, size: str = "full") -> dict[str, Any]:
-    """Returns the figures, in microseconds.
+def measure(
+    num_loops: int, size: str = "full", optimizer: str = "sgd"
+) -> dict[str, Any]:
+    """Returns the figures, in microseconds of processor time.
 
     Args:
         num_loops: Loops to take the median over.
         size: Size of the task.
+        optimizer: As in `Task`.
     """
     contestant = ControllerContestant()
-    steps = _CHUNK_STEPS
-    task = make_task(_TASK, size)
-    contestant.setup(task, Options(steps_per_loop=steps))
-    contestant.run(_WARM_UP_LOOPS * steps)
-    entries: list[_Moment] = []
-    exits: list[_Moment] = []
+    task = dataclasses.replace(make_task(_TASK, size), optimizer=optimizer)
+    contestant.setup(task, Options(steps_per_loop=_CHUNK_STEPS))
+    contestant.run(_WARM_UP_LOOPS * _CHUNK_STEPS)
+    shares = _Shares()
 
-    def wait_inside(program: Any, call: Any, arguments: tuple[Any, ...]) -> Any:
+    def start(program: Any, call: Any, arguments: tuple[Any, ...]) -> Any:
         del program
-        entries.append(_now())
-        result = jax.block_until_ready(call(*arguments))
-        exits.append(_now())
+        result = shares.timed("start", call)(*arguments)
+        shares.end_loop()
         return result
 
-    def time_start(program: Any, call: Any, arguments: tuple[Any, ...]) -> Any:
-        del program
-        start = time.perf_counter()
-        result = call(*arguments)
-        starts.append(time.perf_counter() - start)
-        return result
-
-    with watch_programs(wait_inside):
-        contestant.run(num_loops * steps)
-    starts: list[float] = []
-    with watch_programs(time_start):
-        contestant.run(num_loops * steps)
-    pairs = list(zip(exits[:-1], entries[1:], strict=True))
-    between = [1e6 * (entry.wall - leave.wall) for leave, entry in pairs]
-    processor = [1e6 * (entry.processor - leave.processor) for leave, entry in pairs]
-    quartiles = statistics.quantiles(between, n=4)
+    with watch_programs(start):
+        for name in ("train_loop_begin", "train_loop_end"):
+            method = shares.timed("yours", getattr(Trainer, name))
+            mock.patch.object(Trainer, name, method).start()
+        contestant.run((num_loops + 1) * _CHUNK_STEPS)
+        mock.patch.stopall()
+    handling, num_arrays = _time_handling(contestant, num_loops)
     return {
-        "between_us": statistics.median(between),
-        "between_quartiles_us": [quartiles[0], quartiles[2]],
-        "between_processor_us": statistics.median(processor),
-        "start_us": 1e6 * statistics.median(starts),
-        "programs": len(entries),
-        "loops": num_loops,
-        "steps_per_loop": steps,
+        "handling_us": 1e6 * statistics.median(handling),
+        "arrays": num_arrays,
+        "armillary_us": shares.median_us("armillary"),
+        "armillary_quartiles_us": shares.quartiles_us("armillary"),
+        "yours_us": shares.median_us("yours"),
+        "start_us": shares.median_us("start"),
+        "loops": len(shares.loops),
+        "steps_per_loop": _CHUNK_STEPS,
         "parameters": contestant.num_parameters,
+        "optimizer": optimizer,
     }
 
 
-def _now() -> _Moment:
-    return _Moment(time.perf_counter(), time.thread_time())
+def _time_handling(
+    contestant: ControllerContestant, num_times: int
+) -> tuple[list[float], int]:
+    """Returns seconds of handling the state, and the number of its arrays."""
+    loop = contestant.trainer._train_loop
+    assert loop is not None
+    tracer, (_, step) = loop._tracer, next(iter(loop._programs.values()))
+    placement = tracer.placement
+    assert placement is not None
+    arrays = placement.arrays()
+    # A program gives new arrays each time.
+    outputs = itertools.cycle(
+        [[arrays[i].copy() for i in step.changed] for _ in range(2)]
+    )
+    jax.block_until_ready(arrays)
+    seconds = []
+    for output in itertools.islice(outputs, num_times):
+        begin = time.thread_time()
+        tracer.find_state()
+        placement.place(step.changed)
+        placement.hold(output, may_share=False)
+        placement.release()
+        seconds.append(time.thread_time() - begin)
+    return seconds, len(arrays)
 
 
 if __name__ == "__main__":

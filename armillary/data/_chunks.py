@@ -67,6 +67,8 @@ class ChunkReader:
     def next_chunk(self) -> Chunk | None:
         """Returns the next chunk, or None if no whole step is left.
 
+        The one after it is read from `read_on` on, while the device has work.
+
         Raises:
             BatchSizeError: If the batches of one step differ in shape.
         """
@@ -74,11 +76,17 @@ class ChunkReader:
             return None
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(self._builder.build_chunks(), self._prefetch)
-        chunk = next(self._prefetcher, None)
-        if chunk is None:
+        try:
+            return self._prefetcher.take()
+        except StopIteration:
             for reader in self._readers:
                 reader.commit_end()
-        return chunk
+            return None
+
+    def read_on(self) -> None:
+        """Reads the next chunk ahead, in the background."""
+        if self._prefetcher is not None:
+            self._prefetcher.read_on()
 
     def rewind(self) -> None:
         """Drops what was read ahead; it is read again, from the positions committed."""

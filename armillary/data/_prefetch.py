@@ -37,7 +37,22 @@ class Prefetcher(Generic[T]):
         return self
 
     def __next__(self) -> T:
+        item = self.take()
+        self.read_on()
+        return item
+
+    def take(self) -> T:
+        """Returns the next item, as `next` does, and leaves the thread asleep.
+
+        A thread that wakes up takes the interpreter from the one that has just got its
+        item. With `take`, the next item is read when `read_on` is called, or when an
+        item is missing.
+        """
         return self._channel.get()
+
+    def read_on(self) -> None:
+        """Wakes the thread up, to read until `size` items are there."""
+        self._channel.read_on()
 
     @property
     def is_ready(self) -> bool:
@@ -70,13 +85,18 @@ class _Channel(Generic[T]):
             self._start()
         with self._changed:
             while not (self._ready or self._has_ended or self._should_stop):
+                self._changed.notify_all()
                 self._changed.wait()
             if self._ready:
-                self._changed.notify_all()
                 return self._ready.popleft()
             if self._error is not None:
                 raise self._error
             raise StopIteration
+
+    def read_on(self) -> None:
+        with self._changed:
+            if len(self._ready) < self._size:
+                self._changed.notify_all()
 
     @property
     def is_ready(self) -> bool:

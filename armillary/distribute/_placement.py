@@ -7,11 +7,9 @@ Scalars (counters, sums of metrics) are never donated: a copy costs more than th
 
 This runs at every loop, over every array of the state, while the device may be waiting.
 So the usual case, in which nobody touched a slot since the last program, is told by
-identity and costs a few passes that Python makes in C; all else is done slot by slot.
+identity (`Access`); all else is done slot by slot.
 """
 
-import itertools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +19,7 @@ from armillary.distribute._global_arrays import check_equal, replicate
 from armillary.distribute._strategy import Strategy
 from armillary.distribute._use import Use, join
 from armillary.errors import StateStructureError
-from armillary.state import State, as_array, is_same_raw, strong
+from armillary.state import Access, State, as_array, strong
 
 
 class Placement:
@@ -30,26 +28,29 @@ class Placement:
     Args:
         state: The slots.
         strategy: Says where they belong.
+
+    Attributes:
+        is_held: Whether arrays wait here that the slots do not hold yet.
     """
 
     def __init__(self, state: State, strategy: Strategy) -> None:
-        self._state = state
+        self._state, self._access = state, Access(state)
         self._peers = strategy.peers
         self._shardings = [strategy.state_sharding(slot) for slot in state.owners]
         # What each place held when its arrays were in place; nothing is, so far.
         self._raw: list[Any] = [_NEVER] * len(state.slots)
-        self._old: list[Any] = []
+        # What each place held when `place` or `has_types` looked, and which of them
+        # held something else before.
+        self._seen: list[Any] = []
+        self._stale: list[int] | None = None
         # Arrays that are not yet what their slot holds, as the slot's is elsewhere.
         self._moved: set[int] = set()
         self._is_scalar = [type_.ndim == 0 for type_ in self.types()]
-        self._use = Use((), self._is_scalar, state)
+        self._use = Use((), self._is_scalar, self._access)
         self._use.take([None] * len(state.paths))
-        # Whether arrays wait here that the slots do not hold yet.
-        self._is_held = False
+        self.is_held = False
         # Whether an array that is donated may stand in another place too.
         self._may_share = True
-        # What `has_types` has found, for a `place` that follows at once.
-        self._stale: Sequence[int] | None = None
 
     def types(self) -> list[jax.ShapeDtypeStruct]:
         """Returns shape and dtype of the slots' arrays, for tracing."""
@@ -60,8 +61,8 @@ class Placement:
 
     def rebind(self, state: State) -> None:
         """Goes on with what a new search for the same places has found."""
-        self._state, self._stale = state, None
-        self._use = self._use.copy_for(self._use.changed, state)
+        self._state, self._access, self._stale = state, Access(state), None
+        self._use = self._use.copy_for(self._use.changed, self._access)
 
     def shardings(self, indices: Sequence[int]) -> list[Any]:
         """Returns where the arrays of `indices` belong; `None` for anywhere."""
@@ -81,10 +82,9 @@ class Placement:
         """
         if self._use.changed != changed:
             self.release()
-            self._use = self._use.copy_for(changed, self._state)
-        if not self._is_held:
+            self._use = self._use.copy_for(changed, self._access)
+        if not self.is_held:
             stale, self._stale = self._stale, None
-            self._may_share = True
             self._check_peers()
             self._refresh(self._find_stale() if stale is None else stale)
         if self._may_share and self._use.has_shared_buffers():
@@ -134,25 +134,24 @@ class Placement:
             may_share: Whether one of them may be another one, or one that was kept.
         """
         self._use.values = list(values)
-        self._old = []
+        if not self.is_held:
+            self._raw, self._seen = self._seen, []
         self._may_share = may_share
-        self._is_held = True
+        self.is_held = True
 
     def release(self) -> None:
         """Writes the outputs of the last program into the slots."""
-        if not self._is_held:
+        if not self.is_held:
             return
         if self._moved:
             # Code between loops must find them where the programs have them.
             written = self._moved.union(self._use.changed)
             self._state.write(self._use.all(), written)
             self._moved.clear()
+            self._raw = self._access.read()
         else:
-            self._use.write(self._use.values)
-        # The arrays that were taken over go once the next program runs: to free
-        # hundreds of them takes time, and the device waits for what comes before.
-        self._old, self._raw = self._raw, self._state.raw()
-        self._is_held = False
+            self._raw = self._use.write(self._use.values, self._raw)
+        self.is_held = False
 
     def update(self, values: Sequence[jax.Array]) -> None:
         """Takes over the outputs of a program, and writes them into the slots."""
@@ -174,15 +173,13 @@ class Placement:
         if pairs:
             check_equal(peers, *zip(*pairs, strict=True))
 
-    def _find_stale(self) -> Sequence[int]:
+    def _find_stale(self) -> list[int]:
         """Returns which places hold something else than when last in place."""
-        raw, last = self._state.raw(), self._raw
-        is_other = map(operator.is_not, raw, last)
-        others = itertools.compress(range(len(raw)), is_other)
-        return [part for part in others if not is_same_raw(raw[part], last[part])]
+        self._seen = self._access.read()
+        return self._access.find_changes(self._raw, self._seen)
 
     def _read(self, part: int) -> list[tuple[int, jax.Array]]:
-        slot, start, stop = self._state.raw_parts[part]
+        slot, start, stop = self._access.parts[part]
         arrays = map(as_array, slot.read())
         return list(zip(range(start, stop), arrays, strict=True))
 
@@ -196,6 +193,7 @@ class Placement:
                 may_alias = i not in use.donated
                 placed = _put(strong(leaf), self._shardings[i], may_alias)
                 use.set(i, placed)
+                self._may_share |= not self._is_scalar[i]
                 if may_alias and placed is not leaf:
                     self._moved.add(i)
 

@@ -1,11 +1,11 @@
 """Which arrays of the state a program changes, and which it takes over for that."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from armillary.state import State
+from armillary.state import Access, make_picker
 
 
 class Use:
@@ -14,34 +14,34 @@ class Use:
     Args:
         changed: Indices of the arrays that it changes.
         is_scalar: For every array, whether it is a scalar.
-        state: The slots.
+        access: Writes the slots.
 
     Attributes:
         read: The indices of the other arrays.
         donated: Those of `changed` that it takes over. Nobody else holds their buffers.
         values: The arrays of `changed`.
-        write: Puts new arrays of `changed` into their slots.
+        write: Puts new arrays of `changed` into their slots; see `Access.writer`.
     """
 
     def __init__(
-        self, changed: tuple[int, ...], is_scalar: Sequence[bool], state: State
+        self, changed: tuple[int, ...], is_scalar: Sequence[bool], access: Access
     ) -> None:
         self.changed = changed
         large, self.read, small = _divide(changed, is_scalar)
         self.donated = frozenset(large)
         self.values: list[Any] = []
-        self.write: Callable[[list[Any]], None] = state.writer(changed)
+        self.write = access.writer(changed)
         self._is_scalar = is_scalar
         self._kept: list[Any] = []
         self._kept_ids: frozenset[int] | None = None
         self._positions = {i: position for position, i in enumerate(changed)}
         self._kept_positions = {i: position for position, i in enumerate(self.read)}
-        self._large = [self._positions[i] for i in large]
-        self._small = [self._positions[i] for i in small]
+        self._pick_large = make_picker([self._positions[i] for i in large])
+        self._pick_small = make_picker([self._positions[i] for i in small])
 
-    def copy_for(self, changed: tuple[int, ...], state: State) -> "Use":
+    def copy_for(self, changed: tuple[int, ...], access: Access) -> "Use":
         """Returns the same arrays for another kind of program."""
-        use = Use(changed, self._is_scalar, state)
+        use = Use(changed, self._is_scalar, access)
         use.take(self.all())
         for i in use.donated - self.donated:
             # A step that is traced again may change what the last one only read.
@@ -62,9 +62,8 @@ class Use:
 
     def divide(self) -> tuple[list[Any], list[Any]]:
         """Returns the arrays that are donated, and the others; see `join`."""
-        values = self.values
-        small = [values[position] for position in self._small]
-        return [values[position] for position in self._large], [*self._kept, *small]
+        small = self._pick_small(self.values)
+        return self._pick_large(self.values), [*self._kept, *small]
 
     def get(self, index: int) -> Any:
         """Returns the array at an index among all."""

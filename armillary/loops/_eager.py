@@ -89,4 +89,6 @@ def _look_at(watch: LoopWatch, state: State, before: Sequence[jax.Array]) -> Non
     kept, watch.health = watch.check_eagerly(
         state, changed, [before[i] for i in changed], [after[i] for i in changed]
     )
-    state.writer(changed)(kept)
+    for i, array in zip(changed, kept, strict=True):
+        after[i] = array
+    state.write(after, set(changed))

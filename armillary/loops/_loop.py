@@ -190,8 +190,9 @@ class Loop:
         try:
             yield from self._run_chunks(num_steps, placement)
         finally:
-            with uninterrupted():
-                placement.release()
+            if placement.is_held:
+                with uninterrupted():
+                    placement.release()
 
     def _run_chunks(
         self, num_steps: int, placement: Placement
@@ -219,6 +220,7 @@ class Loop:
                 self._offset += count
                 chunk.commit(self._offset)
                 self._strategy.dispatch.started(token)
+                self._read_on(chunk)
                 if full == remaining:
                     placement.release()  # here, since Ctrl-C is kept away
             remaining -= full if remaining > 0 else 0
@@ -296,10 +298,20 @@ class Loop:
             if self._chunks is None:
                 return None
         chunk = self._chunk
-        if chunk is None or self._offset == chunk.num_steps or not chunk.is_current:
+        if chunk is None or not chunk.is_current:
             with waiting_for_data(self._chunks, self._strategy):
                 self._chunk, self._offset = self._read_chunk(self._chunks), 0
         return self._chunk
+
+    def _read_on(self, chunk: Chunk) -> None:
+        """Lets go of a chunk that is used up, and reads ahead of it.
+
+        Both take time: they are left for when the device has something to do.
+        """
+        if self._offset == chunk.num_steps:
+            self._chunk = None
+        if self._chunks is not None:
+            self._chunks.read_on()
 
     def _read_chunk(self, chunks: ChunkReader) -> Chunk | None:
         """Returns the next chunk, once all processes have one that is like it."""

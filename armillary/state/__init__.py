@@ -3,11 +3,13 @@
 The idea in one paragraph: a *slot* is a place that holds an array. `State` finds every
 slot that a trainer reaches, swaps tracers in, lets the user's method run, collects the
 new values, and puts the old ones back. `_nnx` and `_place` know the kinds of places,
-`_find` walks objects, `_lift` swaps, `_captured` reports what was missed.
+`_find` walks objects, `_lift` swaps, `_access` writes, `_captured` reports misses.
 """
 
 from typing import Any
 
+from armillary.state._access import Access as Access
+from armillary.state._access import make_picker as make_picker
 from armillary.state._captured import check_captured as check_captured
 from armillary.state._captured import find_constants as find_constants
 from armillary.state._captured import write_error as write_error
@@ -21,11 +23,11 @@ from armillary.state._nnx import is_variable as is_variable
 from armillary.state._slots import Role as Role
 from armillary.state._slots import Slot as Slot
 from armillary.state._slots import describe as describe
-from armillary.state._slots import is_same_raw as is_same_raw
 from armillary.state._step_counter import StepCounter as StepCounter
 from armillary.state._step_counter import as_step_counter as as_step_counter
 
 __all__ = [
+    "Access",
     "Role",
     "Slot",
     "State",
@@ -40,8 +42,8 @@ __all__ = [
     "has_state",
     "is_claimed",
     "is_node",
-    "is_same_raw",
     "is_variable",
+    "make_picker",
     "strong",
     "write_error",
 ]

@@ -8,7 +8,6 @@ change hands, so every reference a user holds stays good.
 
 import contextlib
 import itertools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,8 +33,7 @@ class State:
         paths: The path of each array in the flat list.
         owners: The slot of each array in the flat list.
         places: The keys of the slots.
-        raw_parts: For each object that `raw` returns: its slot, and the range of its
-            arrays in the flat list.
+        ranges: For each slot: the slot, and the range of its arrays in the flat list.
     """
 
     def __init__(self, roots: Sequence[tuple[Any, str]]) -> None:
@@ -49,20 +47,9 @@ class State:
         self.paths = tuple(path for slot in self.slots for path in slot.paths)
         self.owners = tuple(slot for slot in self.slots for _ in slot.paths)
         stops = list(itertools.accumulate(len(slot.paths) for slot in self.slots))
-        self._ranges = list(zip(self.slots, [0, *stops], stops, strict=False))
+        self.ranges = list(zip(self.slots, [0, *stops], stops, strict=False))
         self.places = frozenset(slot.key for slot in self.slots)
-        self._variables, self.raw_parts = self._order_raw()
         self._watch = Watch(search.holders, self.places)
-
-    def _order_raw(self) -> tuple[list[Any], list[tuple[Slot, int, int]]]:
-        """Puts NNX variables first, which are read all at once."""
-        is_nnx = [isinstance(slot, _nnx.NnxSlot) for slot in self.slots]
-        parts = [
-            *itertools.compress(self._ranges, is_nnx),
-            *itertools.compress(self._ranges, map(operator.not_, is_nnx)),
-        ]
-        variables = [s.variable for s in self.slots if isinstance(s, _nnx.NnxSlot)]
-        return variables, parts
 
     def _search(self) -> Search:
         search = Search()
@@ -96,17 +83,6 @@ class State:
                 changes |= slot.changes_since(before[slot.key])
         return changes
 
-    def raw(self) -> list[Any]:
-        """Returns what each place holds, for `raw_parts` in turn, in the fastest way.
-
-        Between two calls, a place was left alone exactly if `is_same_raw` says so.
-        """
-        others = itertools.islice(self.raw_parts, len(self._variables), None)
-        return [
-            *_nnx.read_raw(self._variables),
-            *[slot.raw() for slot, _, _ in others],
-        ]
-
     def read(self) -> list[Any]:
         """Returns the arrays that the slots hold."""
         return [leaf for slot in self.slots for leaf in slot.read()]
@@ -118,41 +94,9 @@ class State:
             leaves: All arrays, in the order of `paths`.
             only: Indices of those that have changed, if that is known.
         """
-        for slot, start, stop in self._ranges:
+        for slot, start, stop in self.ranges:
             if only is None or not only.isdisjoint(range(start, stop)):
                 slot.write(list(leaves[start:stop]))
-
-    def writer(self, only: Sequence[int]) -> Callable[[Sequence[Any]], None]:
-        """Returns a function that puts arrays into the slots, in the fastest way.
-
-        Args:
-            only: Indices of the arrays that it will get.
-        """
-        position_of = {index: position for position, index in enumerate(only)}
-        variables: list[Any] = []
-        positions: list[int] = []
-        others: list[tuple[Slot, list[tuple[int, int]]]] = []
-        for slot, start, stop in self._ranges:
-            pairs = [
-                (index - start, position_of[index])
-                for index in range(start, stop)
-                if index in position_of
-            ]
-            if pairs and isinstance(slot, _nnx.NnxSlot) and slot.is_leaf:
-                variables.append(slot.variable)
-                positions.append(pairs[0][1])
-            elif pairs:
-                others.append((slot, pairs))
-
-        def write(leaves: Sequence[Any]) -> None:
-            _nnx.write_raw(variables, [leaves[position] for position in positions])
-            for slot, pairs in others:
-                values = slot.read()
-                for offset, position in pairs:
-                    values[offset] = leaves[position]
-                slot.write(values)
-
-        return write
 
     @contextlib.contextmanager
     def swapped(self, leaves: Sequence[Any]) -> Iterator[None]:
@@ -225,7 +169,7 @@ class State:
         ]
 
     def _parts(self, leaves: Sequence[Any]) -> Iterator[tuple[Slot, list[Any]]]:
-        for slot, start, stop in self._ranges:
+        for slot, start, stop in self.ranges:
             yield slot, list(leaves[start:stop])
 
 

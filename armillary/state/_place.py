@@ -5,7 +5,7 @@ be any pytree (a dict of arrays, an Optax state, an Equinox module); its arrays 
 swapped, everything else in it must stay as it is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ class PlaceSlot(Slot):
         )
         self._static = [None if is_array(leaf) else leaf for _, leaf in entries]
         self._is_array = [is_array(leaf) for _, leaf in entries]
+        self._positions = [i for i, dynamic in enumerate(self._is_array) if dynamic]
         # JAX looks for leaves of its own much faster if it need not ask.
         has_objects = any(map(is_leaf, self._static))
         self._is_leaf_if_any = is_leaf if has_objects else None
@@ -119,6 +120,17 @@ class PlaceSlot(Slot):
                 for dynamic, static in zip(self._is_array, self._static, strict=True)
             )
         )
+
+    def replace(self, raw: Any, leaves: Mapping[int, Any]) -> Any:
+        if not isinstance(raw, Held):
+            self._set(leaves[0])
+            return leaves[0]
+        # To look at hundreds of leaves again would cost as much as a small step.
+        values = list(raw.leaves)
+        for index, leaf in leaves.items():
+            values[self._positions[index]] = leaf
+        self._set(raw.treedef.unflatten(values))
+        return Held(raw.treedef, values)
 
     def is_of_optimizer(self) -> list[bool]:
         def is_part(value: Any) -> bool:

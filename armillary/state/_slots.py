@@ -8,7 +8,7 @@ for tracers, and put back, while the object that owns the place stays the same o
 import enum
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +59,20 @@ class Slot(ABC):
     @abstractmethod
     def write(self, leaves: list[Any]) -> None:
         """Puts other arrays into the place, in the order of `paths`."""
+
+    def replace(self, raw: Any, leaves: Mapping[int, Any]) -> Any:
+        """Puts other arrays into the place; returns what `raw` then returns.
+
+        Args:
+            raw: What `raw` returns now.
+            leaves: The arrays, by their index in `paths`.
+        """
+        del raw
+        values = self.read()
+        for index, leaf in leaves.items():
+            values[index] = leaf
+        self.write(values)
+        return self.raw()
 
     def is_of_optimizer(self) -> list[bool]:
         """Returns, for each array, whether it is part of an optimizer's state."""

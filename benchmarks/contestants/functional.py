@@ -39,6 +39,8 @@ def make_optimizer(task: Task) -> optax.GradientTransformation:
     """Returns the task's Optax optimizer."""
     if task.optimizer == "adamw":
         return optax.adamw(task.learning_rate, weight_decay=task.weight_decay)
+    if task.optimizer == "sgd":
+        return optax.sgd(task.learning_rate)
     return optax.adam(task.learning_rate)
 
 

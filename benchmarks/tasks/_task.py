@@ -20,7 +20,8 @@ class Task(abc.ABC):
         batch_size: Examples in one step, over all devices.
         num_examples: Examples in one epoch; every epoch has an order of its own.
         num_classes: Classes, the size of the logits.
-        optimizer: `"adam"` or `"adamw"`, with the usual 0.9, 0.999 and 1e-8.
+        optimizer: `"adam"` or `"adamw"`, with the usual 0.9, 0.999 and 1e-8, or
+            `"sgd"`.
         learning_rate: The learning rate, constant.
         weight_decay: Decoupled weight decay of all parameters, for `"adamw"`.
     """

@@ -17,14 +17,17 @@ from benchmarks.tasks import make_task
 
 
 @pytest.mark.slow
-def test_host_work_sees_one_program_for_each_loop():
-    measurement = host_work.measure(20, "small")
-    assert measurement["programs"] == measurement["loops"] == 20
+@pytest.mark.parametrize(("optimizer", "num_arrays"), [("sgd", 13), ("adam", 34)])
+def test_host_work_sees_one_program_for_each_loop(optimizer, num_arrays):
+    measurement = host_work.measure(20, "small", optimizer)
+    assert measurement["loops"] == 20
     assert measurement["parameters"] == 10
-    low, high = measurement["between_quartiles_us"]
-    assert 0 < low <= measurement["between_us"] <= high
+    assert measurement["arrays"] == num_arrays
+    low, high = measurement["armillary_quartiles_us"]
+    assert 0 < low <= measurement["armillary_us"] <= high
     assert measurement["start_us"] > 0
-    assert measurement["between_processor_us"] > 0
+    assert measurement["yours_us"] > 0
+    assert measurement["handling_us"] > 0
 
 
 @pytest.mark.slow

@@ -131,3 +131,26 @@ def test_tells_whether_the_next_item_is_there():
     assert next(prefetcher) == 2
     wait_for(lambda: prefetcher.is_ready)  # The end is there.
     prefetcher.close()
+
+
+def test_take_leaves_the_thread_asleep_until_it_is_to_read_on():
+    read = []
+
+    def items():
+        for item in range(4):
+            read.append(item)
+            yield item
+
+    prefetcher = Prefetcher(items(), 1)
+    assert prefetcher.take() == 0
+    prefetcher.read_on()
+    wait_for(lambda: len(read) == 2)
+    time.sleep(0.05)  # It falls asleep.
+    assert prefetcher.take() == 1
+    time.sleep(0.05)
+    assert len(read) == 2
+    prefetcher.read_on()
+    wait_for(lambda: len(read) == 3)
+    assert [prefetcher.take(), prefetcher.take()] == [2, 3], "A missing item wakes it."
+    with pytest.raises(StopIteration):
+        prefetcher.take()

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ from flax import nnx
 
 import armillary
 from armillary import StandardTrainerOptions as Options
-from armillary.data import InputOptions, from_arrays
+from armillary.data import ChunkReader, InputOptions, from_arrays
 from armillary.errors import DatasetStateError
+from armillary.loops._program import Program
 from tests.problems import (
     CNN,
     MLP,
@@ -427,6 +429,44 @@ def test_memory_of_changed_state_is_reused():
     trainer.train(2)
 
     assert old.is_deleted()
+
+
+def test_arrays_that_a_loop_replaced_are_let_go():
+    trainer = make_classifier()
+    old = weakref.ref(trainer.model.first.kernel.get_value())
+
+    trainer.train(2)
+
+    assert old() is None
+
+
+def test_the_next_chunk_is_read_once_the_device_has_work(monkeypatch):
+    events = []
+
+    def noting(kind, name):
+        own = getattr(kind, name)
+
+        def call(self, *arguments):
+            events.append(name)
+            return own(self, *arguments)
+
+        monkeypatch.setattr(kind, name, call)
+
+    noting(Program, "__call__")
+    noting(ChunkReader, "next_chunk")
+    noting(ChunkReader, "read_on")
+    trainer = Trainer(make_dataset(), steps_per_chunk=2)
+    trainer.train(4)
+    assert events == ["next_chunk", "__call__", "read_on"] * 2
+
+
+def test_a_chunk_that_is_used_up_is_let_go():
+    trainer = Trainer(make_dataset(), steps_per_chunk=2)
+    trainer.train(3)
+    loop = trainer._train_loop
+    chunk = weakref.ref(loop._chunk)
+    trainer.train(1)
+    assert chunk() is None
 
 
 def test_a_trainer_that_is_dropped_is_collected():
