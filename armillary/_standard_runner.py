@@ -27,8 +27,9 @@ class StandardTrainerOptions:
         compile_step: Whether the step is compiled at all. Off, every operation runs
             when Python reaches it, for debugging: slow, equal up to rounding.
         steps_per_chunk: Most steps in one device program, and most batches that are
-            stacked for it. Results do not depend on it. 20 hides Python's time; more
-            delays the first step and needs more memory.
+            stacked for it. Results do not depend on it. More save time between
+            programs, but delay the first step and need more memory. `None` takes as
+            many as the first call runs, at least 20 and at most 100.
         max_chunk_bytes: Most memory of one stack of batches, in bytes. There are two or
             three at a time: one in use and those read ahead.
         on_non_finite: What to do if a step leaves more values that are infinite or not
@@ -52,13 +53,14 @@ class StandardTrainerOptions:
 
     compile_loop: bool = True
     compile_step: bool = True
-    steps_per_chunk: int = 20
+    steps_per_chunk: int | None = None
     max_chunk_bytes: int = 256 * 2**20
     on_non_finite: Literal["raise", "skip", "restore"] | None = None
     check_replicas_every: int | None = None
 
     def __post_init__(self) -> None:
-        check_positive_int("steps_per_chunk", self.steps_per_chunk)
+        if self.steps_per_chunk is not None:
+            check_positive_int("steps_per_chunk", self.steps_per_chunk)
         check_positive_int("max_chunk_bytes", self.max_chunk_bytes)
         choices = (None, "raise", "skip", "restore")
         check_one_of("on_non_finite", self.on_non_finite, choices)

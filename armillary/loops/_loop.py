@@ -40,12 +40,17 @@ from armillary.loops._program import Program, has_slow_loop
 from armillary.loops._tracer import StepTracer, owner_of
 from armillary.state import State
 
+# Programs shorter than this cost more to start than to run, where steps are small.
+_FEW_STEPS = 20
+# More steps than this gain nothing.
+_MANY_STEPS = 100
+
 
 class LoopOptions(NamedTuple):
     """How a loop runs.
 
     Attributes:
-        steps_per_chunk: Most steps in one device call.
+        steps_per_chunk: Most steps in one device call; `None` goes by the first loop.
         max_chunk_bytes: Most memory of one chunk of batches.
         compile_loop: Whether many steps are one device program.
         compile_step: Whether steps are compiled at all.
@@ -55,7 +60,7 @@ class LoopOptions(NamedTuple):
         check_replicas_every: As in `StandardTrainerOptions`.
     """
 
-    steps_per_chunk: int
+    steps_per_chunk: int | None
     max_chunk_bytes: int
     compile_loop: bool
     compile_step: bool
@@ -100,6 +105,7 @@ class Loop:
         self._chunk: Chunk | None = None
         self._offset = 0
         self._is_closed = False
+        self._steps_per_chunk = options.steps_per_chunk
         self._watch = LoopWatch(
             name, strategy, options.on_non_finite, options.check_replicas_every
         )
@@ -182,6 +188,9 @@ class Loop:
         if not self.options.compile_step:
             yield from self._run_eagerly(num_steps)
             return
+        if self._steps_per_chunk is None:
+            # Decided once: chunks of another size are other programs.
+            self._steps_per_chunk = min(max(num_steps, _FEW_STEPS), _MANY_STEPS)
         if self._tracer.find_state():
             self._programs.clear()
         placement, state = self._tracer.placement, self._tracer.state
@@ -301,12 +310,14 @@ class Loop:
         if chunk is None or not chunk.is_current:
             with waiting_for_data(self._chunks, self._strategy):
                 self._chunk, self._offset = self._read_chunk(self._chunks), 0
+            if self._strategy.dispatch.in_flight():
+                self._chunks.read_on()
         return self._chunk
 
     def _read_on(self, chunk: Chunk) -> None:
-        """Lets go of a chunk that is used up, and reads ahead of it.
+        """Lets go of a chunk that is used up, and reads ahead, if that has not begun.
 
-        Both take time: they are left for when the device has something to do.
+        Both take time, so they are left for when the device has something to do.
         """
         if self._offset == chunk.num_steps:
             self._chunk = None
@@ -340,10 +351,11 @@ class Loop:
         active = tuple(batch.num_active for batch in first if batch is not None)
         trace = self._tracer.trace(batches, active, self._layouts)
         self._batches_per_step = trace.batches_per_step
+        assert self._steps_per_chunk is not None
         return ChunkReader(
             self._readers,
             trace.batches_per_step,
-            steps_per_chunk=self.options.steps_per_chunk,
+            steps_per_chunk=self._steps_per_chunk,
             max_chunk_bytes=self.options.max_chunk_bytes,
             prefetch=self._prefetch,
         )
