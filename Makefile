@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
-	@echo "make test      install and run the tests"
+	@echo "make test      install and run the tests; about 10 minutes on 2 cores"
 	@echo "make soak      kill a training program 100 times; about 12 minutes"
 	@echo "make check     lint, types, layers and spelling"
 	@echo "make bench     measure against hand-written loops; about 45 minutes"

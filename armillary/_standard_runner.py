@@ -72,6 +72,10 @@ class StandardTrainerOptions:
 class StandardEvaluatorOptions(StandardTrainerOptions):
     """How a `StandardEvaluator` runs its steps.
 
+    Compilation and chunks are as in `StandardTrainerOptions`; with
+    `steps_per_chunk=None`, a complete evaluation counts as a call of 20 steps.
+    `on_non_finite` and `check_replicas_every` must stay `None`.
+
     Args:
         recreate_iterator_for_each_eval: Whether each call of `evaluate` begins a new
             pass over the data. Off, as in Orbit, it continues where the last one

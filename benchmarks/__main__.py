@@ -27,6 +27,24 @@ from benchmarks.report import SCHEMA, list_reasons, make_table, write_document
 from benchmarks.tasks import TASKS
 
 _DEFAULT_CONTESTANTS = ("reference-step", "reference-scan", "armillary")
+_DESCRIPTION = """\
+Measures Armillary and others against hand-written loops, all in turns. Without a
+choice of cases it measures a matrix that takes about 25 minutes on 2 cores.
+"""
+_EPILOG = """\
+One case, in a minute:
+  python -m benchmarks --tasks mlp --steps-per-loop 100 \\
+      --contestants reference-scan armillary
+
+The matrix without a choice, on CPUs:
+  every task but `bert-base` at 1, 10 and 100 steps per loop (`bert`: 1 and 10);
+  data from Grain and resident on the device for `mlp`, resident for `bert`;
+  2 and 4 virtual devices for `mlp`, 2 for `bert`;
+  `cnn` with canonical convolutions, and once without.
+Elsewhere:
+  every task at 1, 10 and 100 steps per loop, the two encoders in bfloat16 as well;
+  data resident on the device for `mlp`, and for `bert-base` in bfloat16.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -115,25 +133,44 @@ def find_peer_pythons(given: Sequence[str]) -> dict[str, str]:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description=(
-            "Measures Armillary and others against hand-written loops, all in turns. "
-            "Without a choice of cases it measures a matrix that takes about 25 "
-            "minutes on 2 cores."
-        ),
-        epilog=f"The default matrix. {default_cases.__doc__}",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--tasks", nargs="+", choices=TASKS)
     parser.add_argument("--steps-per-loop", nargs="+", type=int, metavar="K")
-    parser.add_argument("--devices", nargs="+", type=int, metavar="D")
+    parser.add_argument(
+        "--devices", nargs="+", type=int, metavar="D", help="virtual CPU devices"
+    )
     parser.add_argument("--data", nargs="+", choices=DATA_KINDS)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES)
     parser.add_argument("--convolutions", nargs="+", choices=CONVOLUTIONS)
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS)
-    parser.add_argument("--peer-python", nargs="+", default=[], metavar="NAME=PATH")
-    parser.add_argument("--rounds", type=int, help="bursts of each contestant: 5")
-    parser.add_argument("--seconds-per-burst", type=float, default=2.0)
-    parser.add_argument("--json", type=Path, metavar="PATH")
+    parser.add_argument(
+        "--contestants",
+        nargs="+",
+        choices=CONTESTANTS,
+        help=f"default: {', '.join(_DEFAULT_CONTESTANTS)} and the peers installed",
+    )
+    parser.add_argument(
+        "--peer-python",
+        nargs="+",
+        default=[],
+        metavar="NAME=PATH",
+        help="the interpreter of a peer that `make bench-peers` did not install",
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="bursts of each contestant (default: 5)"
+    )
+    parser.add_argument(
+        "--seconds-per-burst",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="where to write all measurements"
+    )
     parser.add_argument("--peak-tflops", type=float, help="of the device, in bfloat16")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="tiny tasks, for tests")

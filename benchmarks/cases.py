@@ -47,13 +47,7 @@ class Case:
 
 
 def default_cases(platform: str) -> list[Case]:
-    """Returns the matrix that `python -m benchmarks` measures.
-
-    On the CPU: every task at 1, 10 and 100 steps per loop (`bert`: 1 and 10); from
-    Grain and resident on the device for `mlp`, resident for `bert`; 2 and 4 virtual
-    devices for `mlp`, 2 for `bert`; `cnn` with canonical convolutions, and once
-    without. Elsewhere: every task, `bert-base` too, at 1, 10 and 100 steps per loop,
-    and the two encoders in bfloat16.
+    """Returns the matrix that `python -m benchmarks` measures; its `--help` tells it.
 
     Args:
         platform: JAX's name of the platform, such as `"cpu"`.

@@ -23,8 +23,8 @@ ends when the evaluation loss has not improved five times in a row::
     controller.train_and_evaluate(train_steps=100_000, eval_interval=1000)
 
 Every process of a run calls the actions with the same output, so a condition holds on
-all of them or on none. An action that writes to a shared place must therefore write in
-one process only, as `NewBestMetric(..., write_metric=jax.process_index() == 0)` does.
+all of them or on none. An action of your own that writes to a shared place must
+therefore write in one process only, where `jax.process_index() == 0`.
 """
 
 from armillary.actions._best_metric import NewBestMetric as NewBestMetric

@@ -66,7 +66,10 @@ def test_a_malformed_peer_interpreter_is_an_error(entry):
         find_peer_pythons([entry])
 
 
-def test_help_says_what_the_default_covers(capsys):
+def test_help_says_how_to_measure_one_case_and_what_the_default_covers(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert "2 and 4 virtual" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "python -m benchmarks --tasks mlp --steps-per-loop 100" in text
+    assert "2 and 4 virtual" in text
+    assert "Args:" not in text
