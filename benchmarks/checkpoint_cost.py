@@ -32,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: If a contestant failed.
     """
-    parser = argparse.ArgumentParser(description="Measures the cost of checkpoints.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.checkpoint_cost",
+        description="Measures the cost of checkpoints.",
+    )
     parser.add_argument("--task", choices=TASKS, default="bert")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--rounds", type=int, default=5)

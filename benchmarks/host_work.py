@@ -83,7 +83,10 @@ class _Shares:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description="Measures the host's work per loop.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host_work",
+        description="Measures the host's work per loop.",
+    )
     parser.add_argument("--loops", type=int, default=300)
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")

@@ -28,7 +28,10 @@ print(time.perf_counter() - start)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description="Measures the time of the import.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.import_time",
+        description="Measures the time of the import.",
+    )
     parser.add_argument("--processes", type=int, default=9)
     parser.add_argument("--json", type=Path, metavar="PATH")
     given = parser.parse_args(arguments)

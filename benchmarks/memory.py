@@ -28,7 +28,9 @@ _STEPS_PER_LOOP = 20
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description="Compares device memory.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory", description="Compares device memory."
+    )
     parser.add_argument(
         "--tasks", nargs="+", choices=TASKS, default=["mlp", "many-leaves", "bert"]
     )

@@ -31,7 +31,10 @@ _STEPS_PER_LOOP = 100
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description="Measures the start of a program.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.start_time",
+        description="Measures the start of a program.",
+    )
     parser.add_argument("--task", choices=TASKS, default="many-leaves")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--json", type=Path, metavar="PATH")
