@@ -5,13 +5,19 @@ from numbers import Integral, Real
 from typing import Any
 
 
+def is_positive_int(value: Any) -> bool:
+    """Returns whether `value` is an integer of at least 1."""
+    is_other = isinstance(value, bool) or not isinstance(value, Integral)
+    return not (is_other or value < 1)
+
+
 def check_positive_int(name: str, value: Any) -> int:
     """Returns `value` as an `int`, or raises if it is not a positive integer.
 
     Raises:
         ValueError: If `value` is not an integer of at least 1.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+    if not is_positive_int(value):
         raise ValueError(
             f"`{name}` is {value!r}, but it must be a positive integer. "
             f"Use `{name}=1` or more."

@@ -23,6 +23,7 @@ from armillary._controller_checks import (
     check_intervals,
     check_managers,
     check_runners,
+    check_steps_returned,
     check_target,
     require,
 )
@@ -469,8 +470,7 @@ class Controller:
     def _num_steps_at(self, step: int) -> int:
         if not callable(self._steps_per_loop):
             return check_positive_int("steps_per_loop", self._steps_per_loop)
-        num_steps = self._steps_per_loop(step)
-        return check_positive_int(f"steps_per_loop({step})", num_steps)
+        return check_steps_returned(self._steps_per_loop(step), step)
 
     def _next_stop(self, train_steps: int, eval_interval: int | None) -> int:
         """Returns the global step of the next evaluation, or -1 for an open end."""

@@ -9,6 +9,7 @@ from armillary._checks import (
     check_methods,
     check_num_steps,
     check_positive_int,
+    is_positive_int,
 )
 from armillary._typing import Action
 
@@ -57,6 +58,22 @@ def check_intervals(trainer: Any, steps_per_loop: Any, summary_interval: Any) ->
             f"`steps_per_loop` ({steps_per_loop}), because summaries are written "
             f"between loops. Use `summary_interval={larger}`."
         )
+
+
+def check_steps_returned(num_steps: Any, step: int) -> int:
+    """Returns what a function given as `steps_per_loop` returned, as an `int`.
+
+    Raises:
+        ValueError: If it is not an integer of at least 1.
+    """
+    if not is_positive_int(num_steps):
+        raise ValueError(
+            f"The function `steps_per_loop` returned {num_steps!r} at global step "
+            f"{step}, but it must return how many steps the next loop has, a positive "
+            "integer. Return at least 1 at every step, such as "
+            "`max(1, int(num_steps))`."
+        )
+    return int(num_steps)
 
 
 def check_hang_timeout(seconds: Any) -> None:

@@ -221,7 +221,11 @@ class StandardTrainer(_Runner, AbstractTrainer):
         """
 
     def train_loop_end(self) -> Output:
-        """Returns the loop's output, such as computed metrics; override as needed."""
+        """Returns the loop's output, such as computed metrics; override as needed.
+
+        Values are scalars. Arrays with axes reach log lines and actions too, but are an
+        error with the controller's `summary_dir`.
+        """
         return None
 
     def train(self, num_steps: int) -> Output:
@@ -360,6 +364,9 @@ class StandardEvaluator(_Runner, AbstractEvaluator):
 
     def eval_end(self, *state: Any) -> Output:
         """Returns the evaluation's output; override as needed.
+
+        Values are scalars. Arrays with axes reach log lines and actions too, but are an
+        error with the controller's `eval_summary_dir`.
 
         Args:
             *state: The last state, if `eval_begin` returned one.

@@ -10,7 +10,11 @@ Batch: TypeAlias = PyTree
 """A pytree of arrays whose leading axis counts examples."""
 
 Output: TypeAlias = dict[str, Any] | None
-"""What a loop returns: scalars by name, nested as deep as the user likes."""
+"""What a loop returns: scalars by name, nested as deep as the user likes.
+
+Arrays with axes may be among them for log lines and actions. A `SummaryManager`, which
+`summary_dir` stands for, writes scalars only and raises for anything else.
+"""
 
 Action: TypeAlias = Callable[[Output], None]
 """What the controller runs between loops, with the output of the last one."""

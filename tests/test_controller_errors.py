@@ -1,5 +1,7 @@
 """Arguments of `Controller` are checked before anything runs or is written."""
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -110,10 +112,18 @@ def test_summary_interval_fits_a_function_of_the_step():
     make_controller(steps_per_loop=lambda step: 10, summary_interval=15).train(20)
 
 
-def test_steps_per_loop_function_must_return_a_positive_integer():
-    controller = make_controller(steps_per_loop=lambda step: 0)
+@pytest.mark.parametrize("num_steps", [0, -1, 2.5, None, True])
+def test_steps_per_loop_function_must_return_a_positive_integer(num_steps):
+    controller = make_controller(
+        steps_per_loop=lambda step: 4 if step < 4 else num_steps
+    )
+    message = (
+        f"The function `steps_per_loop` returned {num_steps} at global step 4, but it "
+        "must return how many steps the next loop has, a positive integer. Return at "
+        "least 1 at every step, such as `max(1, int(num_steps))`."
+    )
 
-    with pytest.raises(ValueError, match=r"`steps_per_loop\(0\)` is 0.*positive"):
+    with pytest.raises(ValueError, match=re.escape(message)):
         controller.train(10)
 
 

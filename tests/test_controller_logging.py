@@ -56,6 +56,35 @@ def test_lines_of_a_run(caplog):
         assert re.fullmatch(pattern, message), message
 
 
+def make_arrays_controller(**options):
+    class Arrays(Loops):
+        def train(self, num_steps):
+            self.step += num_steps
+            return {"loss": 0.5, "counts": jnp.arange(3)}
+
+    loops = Arrays()
+    return Controller(
+        trainer=loops, global_step=lambda: loops.step, steps_per_loop=1, **options
+    )
+
+
+def test_arrays_reach_log_lines_and_actions(caplog):
+    caplog.set_level("INFO", "armillary")
+    seen = []
+
+    make_arrays_controller(train_actions=[seen.append]).train(1)
+
+    assert "output: {'loss': 0.5, 'counts': array([0, 1, 2]" in caplog.messages[-1]
+    np.testing.assert_array_equal(seen[0]["counts"], [0, 1, 2])
+
+
+def test_arrays_are_an_error_in_summaries(tmp_path):
+    controller = make_arrays_controller(summary_dir=tmp_path)
+
+    with pytest.raises(ValueError, match=r"(?s)counts: int32 \(3,\).*Reduce arrays"):
+        controller.train(1)
+
+
 def test_training_without_a_target_says_so(caplog):
     caplog.set_level("INFO", "armillary")
     loops = Loops()

@@ -338,9 +338,27 @@ def test_a_batch_that_replicas_cannot_share_is_an_error():
 def test_a_remainder_that_replicas_cannot_share_is_an_error_after_the_others():
     trainer = Rows(make_strategy(4), make_rows(22, 8))
 
-    with pytest.raises(BatchSizeError, match="A batch has 6 examples"):
+    with pytest.raises(
+        BatchSizeError, match="The last batch of the data has the 6 examples"
+    ):
         trainer.train(10)
     assert int(trainer.sum.count[...]) == 16
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_step_without_run_is_led_to_it(is_compiled):
+    class Plain(Rows):
+        def train_step(self, iterator):
+            self.sum.total[...] += next(iterator)["x"].max()
+
+    trainer = Plain(make_strategy(4), make_rows(8, 8), compile_step=is_compiled)
+
+    message = (
+        r"PerReplica\(4 x float32\[2\]\) was asked for `max`.* one part for each of 4 "
+        r"replicas.*`strategy\.run\(step_fn, args=\(batch,\)\)`"
+    )
+    with pytest.raises(AttributeError, match=message):
+        trainer.train(1)
 
 
 def test_a_smaller_last_batch_that_divides_runs():

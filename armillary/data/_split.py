@@ -86,7 +86,7 @@ class Splitter:
         """
         before = stream.position
         for group in self._read_groups(stream):
-            pieces = self._split_group(group, stream.full_size or group[0].num_rows)
+            pieces = self._split_group(group, stream)
             for index, (arrays, num_active) in enumerate(pieces, start=1):
                 is_last = index == len(pieces)
                 if self.local is not None:
@@ -152,9 +152,10 @@ class Splitter:
         return -(-num_rows // self._num_shares) * self._num_shares
 
     def _split_group(
-        self, group: list[SourceBatch], full_size: int
+        self, group: list[SourceBatch], stream: BatchStream
     ) -> list[tuple[PyTree, int]]:
         """Returns the pieces of one group, each with its number of active replicas."""
+        full_size = stream.full_size or group[0].num_rows
         if self.remainder == "pad":
             size = self._round_up(max(full_size, *(batch.num_rows for batch in group)))
             group = [_pad(batch, size) for batch in group]
@@ -162,19 +163,35 @@ class Splitter:
             return [(group[0].arrays, self.num_replicas)]
         if self.per_replica_batches:
             return self._split_replica_batches(group)
+        if not self.exact and group[0].num_rows % self.num_replicas:
+            raise self._unequal_shares(group[0].num_rows, full_size, stream)
         return self._split_global_batch(group[0])
+
+    def _unequal_shares(
+        self, num_rows: int, full_size: int, stream: BatchStream
+    ) -> BatchSizeError:
+        """Returns the error for a batch that the replicas cannot share equally."""
+        num_replicas = self.num_replicas
+        rule = (
+            f"which {num_replicas} replicas cannot share equally ({num_rows} % "
+            f"{num_replicas} = {num_rows % num_replicas})"
+        )
+        # A short batch says nothing against a batch size that fits.
+        if full_size % num_replicas == 0 and stream.peek() is None:
+            return BatchSizeError(
+                f"The last batch of the data has the {num_rows} examples that were "
+                f"left, {rule}; the batches before it have {full_size}. Batch the data "
+                f"with `drop_remainder=True`, or use {_OPTIONS_FIX}."
+            )
+        return BatchSizeError(
+            f"A batch has {num_rows} examples, {rule}. Use a batch size that is a "
+            f"multiple of {num_replicas}, such as "
+            f"{name_fitting_sizes(num_rows, num_replicas)}, or {_OPTIONS_FIX}."
+        )
 
     def _split_global_batch(self, batch: SourceBatch) -> list[tuple[PyTree, int]]:
         num_replicas = self.num_replicas
         share, num_left = divmod(batch.num_rows, num_replicas)
-        if num_left and not self.exact:
-            raise BatchSizeError(
-                f"A batch has {batch.num_rows} examples, which {num_replicas} replicas "
-                f"cannot share equally ({batch.num_rows} % {num_replicas} = "
-                f"{num_left}). Use a batch size that is a multiple of {num_replicas}, "
-                f"such as {name_fitting_sizes(batch.num_rows, num_replicas)}, or "
-                f"{_OPTIONS_FIX}."
-            )
         pieces: list[tuple[PyTree, int]] = []
         if share:
             rows = _take_rows(batch.arrays, 0, share * num_replicas)

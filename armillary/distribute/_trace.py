@@ -18,6 +18,7 @@ from jax.extend import core
 from armillary._typing import PyTree
 from armillary.distribute._context import lifted
 from armillary.distribute._replicas import check_branches_agree, check_reduced_once
+from armillary.distribute._value_errors import add_value_note
 from armillary.state import State, check_captured, write_error
 
 
@@ -138,6 +139,8 @@ def trace_step(
 def explained(user_fn: Callable[..., Any], state: State, owner: str) -> Iterator[None]:
     """Turns Flax's error for writing to an unlifted variable into ours.
 
+    Errors of JAX for the value of a traced array get a note that names the step.
+
     Raises:
         CapturedStateError: If the step wrote to a variable outside `state`.
         TraceContextError: If Flax raised it for another reason.
@@ -146,6 +149,7 @@ def explained(user_fn: Callable[..., Any], state: State, owner: str) -> Iterator
     try:
         yield
     except Exception as error:
+        add_value_note(error, getattr(user_fn, "__name__", "the step"), owner)
         # Not above: to import Flax takes a fifth of the time of this library's import.
         from flax.errors import TraceContextError
 

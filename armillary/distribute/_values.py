@@ -6,11 +6,12 @@ devices. Batches from a distributed dataset and results of `run` have this form;
 """
 
 import enum
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from armillary.data import Active
 
@@ -39,9 +40,20 @@ class ReduceOp(enum.Enum):
             ) from None
 
 
+def _refuse(use: str) -> Callable[..., NoReturn]:
+    """Returns a method that says what to do instead of using a value as one array."""
+
+    def method(self: "PerReplica", *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(self._explain(use))
+
+    return method
+
+
 @jax.tree_util.register_pytree_node_class
-class PerReplica:
+class PerReplica(NDArrayOperatorsMixin):
     """One value per replica.
+
+    It is no array: what arrays can do is an error that says so.
 
     Attributes:
         stacked: The values in one array of shape `(num_replicas, ...)`.
@@ -83,34 +95,44 @@ class PerReplica:
         inside = "?" if shape is None else f"{self.stacked.dtype}{list(shape[1:])}"
         return f"PerReplica({self.num_active} x {inside})"
 
-    def __jax_array__(self) -> Any:
-        """Says what to do instead of using the value as one array.
+    def _explain(self, use: str) -> str:
+        return (
+            f"{self!r} {use}, but it holds one part for each of {self.num_active} "
+            "replicas. Put the code into a function, and call that with "
+            "`strategy.run(step_fn, args=(batch,))`, or combine the parts first: "
+            "`strategy.reduce(ReduceOp.SUM, value)`, `strategy.gather(value, axis=0)`."
+        )
+
+    __jax_array__ = __array__ = _refuse("was used as one array")
+    __getitem__ = _refuse("was indexed")
+    __iter__ = _refuse("was iterated over")
+    __len__ = _refuse("was asked for its length")
+    __float__ = __int__ = _refuse("was converted to a number")
+    __bool__ = _refuse("was used as a condition")
+
+    def __array_ufunc__(self, function: np.ufunc, *_: Any, **__: Any) -> NoReturn:
+        """Says what to do instead of arithmetic; all operators lead here.
 
         Raises:
             TypeError: Always.
         """
-        raise TypeError(
-            f"{self!r} was used as one array, but it holds one for each of "
-            f"{self.num_active} replicas. Use it inside the function given to "
-            "`strategy.run(fn, args=(value,))`, or combine it first: "
-            "`strategy.reduce(ReduceOp.SUM, value)`, `strategy.gather(value, axis=0)`."
-        )
+        raise TypeError(self._explain(f"was used in `{function.__name__}`"))
+
+    # Programs look values up by identity, as they do with any object that is no array.
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in (
-            "shape",
-            "dtype",
-            "ndim",
-            "sum",
-            "mean",
-        ):
+        # What is asked for by protocol, such as `__array_interface__`, is just missing.
+        if name.startswith("_") or not hasattr(jax.Array, name):
             raise AttributeError(f"PerReplica has no attribute {name!r}")
-        raise AttributeError(
-            f"`{name}` was asked of a PerReplica, which holds one value for each of "
-            f"{self.num_active} replicas. Use it inside the function given to "
-            "`strategy.run`, or reduce it first: "
-            "`strategy.reduce(ReduceOp.SUM, value)`."
-        )
+        raise AttributeError(self._explain(f"was asked for `{name}`"))
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, bool]]:
         """Flattens into the stacked array."""

@@ -21,6 +21,9 @@ from armillary.state._place import PlaceSlot
 from armillary.state._slots import Slot, describe
 from armillary.state._watch import Watch
 
+_MADE = "made by the step, so nothing carries it to the next one"
+_NOTHING = object()
+
 
 class State:
     """The slots that `roots` reach, read and written as one flat list of arrays.
@@ -147,15 +150,22 @@ class State:
         return leaves
 
     def _new_places(self, now: Search) -> list[str]:
-        new = [slot for slot in now.slots if slot.key not in self.places]
-        for slot in new:
+        """Returns what is wrong with the slots that a step made, and unmakes them."""
+        changes: list[str] = []
+        for slot in now.slots:
+            if slot.key in self.places:
+                continue
+            if not isinstance(slot, PlaceSlot):
+                changes.append(f"{slot.path}: {_MADE}")
+                continue
+            before = self._watch.held_at(slot.key, _NOTHING)
+            changes.append(f"{slot.path}: {_describe_new(slot, before)}")
             # It holds a tracer, which would fail in another place, and say less there.
-            if isinstance(slot, PlaceSlot):
+            if before is _NOTHING or before is slot.get():
                 slot.remove()
-        return [
-            f"{slot.path}: made by the step, so nothing carries it to the next one"
-            for slot in new
-        ]
+            else:
+                slot.put(before)
+        return changes
 
     def _changed_numbers(self, now: Search) -> list[str]:
         return [
@@ -184,6 +194,19 @@ def strong(leaf: Any) -> jax.Array:
 def as_array(leaf: Any) -> jax.Array:
     """Returns `leaf` itself if it is a JAX array, so that identity tells changes."""
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+
+
+def _describe_new(slot: PlaceSlot, before: Any) -> str:
+    """Returns what a step did to a place that held no array `before`."""
+    if before is _NOTHING:
+        return _MADE
+    if before is slot.get():
+        kind = type(before).__name__
+        return f"the step put an array into this {kind}, which held none before"
+    arrays = slot.read()
+    is_one = slot.paths == (slot.path,)
+    became = describe(arrays[0]) if is_one else "a nest of arrays"
+    return f"held `{before!r:.60}` before the step, and {became} after it"
 
 
 def _message(step_name: str, changes: list[str], num_slots: int) -> str:

@@ -38,7 +38,7 @@ class PlaceSlot(Slot):
         self._is_leaf = is_leaf
         self._is_item = isinstance(owner, dict | list)
         entries, self._treedef = jax.tree_util.tree_flatten_with_path(
-            self._get(), is_leaf=is_leaf
+            self.get(), is_leaf=is_leaf
         )
         self._static = [None if is_array(leaf) else leaf for _, leaf in entries]
         self._is_array = [is_array(leaf) for _, leaf in entries]
@@ -53,10 +53,12 @@ class PlaceSlot(Slot):
             if dynamic
         )
 
-    def _get(self) -> PyTree:
+    def get(self) -> PyTree:
+        """Returns what the place holds."""
         return self.owner[self.name] if self._is_item else vars(self.owner)[self.name]
 
-    def _set(self, value: PyTree) -> None:
+    def put(self, value: PyTree) -> None:
+        """Makes the place hold `value`."""
         if self._is_item:
             self.owner[self.name] = value
         else:
@@ -74,7 +76,7 @@ class PlaceSlot(Slot):
             object.__delattr__(self.owner, self.name)
 
     def raw(self) -> Any:
-        value = self._get()
+        value = self.get()
         if isinstance(value, jax.Array):
             return value
         leaves, treedef = jax.tree.flatten(value, is_leaf=self._is_leaf_if_any)
@@ -92,7 +94,7 @@ class PlaceSlot(Slot):
         return {path for path, was, now in triples if _differs(was, now)}
 
     def read(self) -> list[jax.Array]:
-        leaves, treedef = jax.tree.flatten(self._get(), is_leaf=self._is_leaf)
+        leaves, treedef = jax.tree.flatten(self.get(), is_leaf=self._is_leaf)
         if treedef != self._treedef:
             raise StateStructureError(
                 f"{self.path}: tree structure {self._treedef} became {treedef}"
@@ -114,7 +116,7 @@ class PlaceSlot(Slot):
 
     def write(self, leaves: list[Any]) -> None:
         arrays = iter(leaves)
-        self._set(
+        self.put(
             self._treedef.unflatten(
                 next(arrays) if dynamic else static
                 for dynamic, static in zip(self._is_array, self._static, strict=True)
@@ -123,13 +125,13 @@ class PlaceSlot(Slot):
 
     def replace(self, raw: Any, leaves: Mapping[int, Any]) -> Any:
         if not isinstance(raw, Held):
-            self._set(leaves[0])
+            self.put(leaves[0])
             return leaves[0]
         # To look at hundreds of leaves again would cost as much as a small step.
         values = list(raw.leaves)
         for index, leaf in leaves.items():
             values[self._positions[index]] = leaf
-        self._set(raw.treedef.unflatten(values))
+        self.put(raw.treedef.unflatten(values))
         return Held(raw.treedef, values)
 
     def is_of_optimizer(self) -> list[bool]:
@@ -138,15 +140,15 @@ class PlaceSlot(Slot):
 
         return [
             _is_optax_state(part)
-            for part in jax.tree.leaves(self._get(), is_leaf=is_part)
+            for part in jax.tree.leaves(self.get(), is_leaf=is_part)
             for leaf in jax.tree.leaves(part, is_leaf=self._is_leaf)
             if is_array(leaf)
         ]
 
     def swap(self, leaves: list[Any]) -> Callable[[], None]:
-        old = self._get()
+        old = self.get()
         self.write(leaves)
-        return lambda: self._set(old)
+        return lambda: self.put(old)
 
 
 def is_array(leaf: Any) -> bool:

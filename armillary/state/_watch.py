@@ -59,6 +59,10 @@ class Watch:
         gone = before.keys() - now.keys()
         return changed.union(before[place][0] for place in gone)
 
+    def held_at(self, place: Any, default: Any) -> Any:
+        """Returns what a place that is no slot held at first, `default` for nothing."""
+        return self._held_by_place.get(place, (None, default))[1]
+
     def _hold(self) -> Iterator[Any]:
         """Yields what is held, and then `_END`, which no value before it is."""
         rest = [

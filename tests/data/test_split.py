@@ -154,6 +154,24 @@ def test_unequal_share_is_an_error_with_the_ways_out(split):
         split(sized(10), 4)
 
 
+def test_a_last_batch_that_cannot_be_shared_says_so(split):
+    message = (
+        "The last batch of the data has the 6 examples that were left, which 4 "
+        "replicas cannot share equally (6 % 4 = 2); the batches before it have 8. "
+        "Batch the data with `drop_remainder=True`, or use "
+        '`InputOptions(remainder="drop")` to leave examples out, or '
+        '`InputOptions(remainder="pad")` to fill up and get a `mask`.'
+    )
+    for source in [sized(8, 6), from_arrays(np.arange(22), batch_size=8)]:
+        with pytest.raises(BatchSizeError, match=re.escape(message)):
+            split(source, 4)
+
+
+def test_a_short_batch_that_is_not_the_last_is_an_error_of_its_size(split):
+    with pytest.raises(BatchSizeError, match=r"A batch has 6 .* such as `4` or `8`"):
+        split(sized(8, 6, 8), 4)
+
+
 def test_unequal_replica_batches_are_an_error(split):
     with pytest.raises(BatchSizeError, match=r"have 4, 3 examples\. Batch the data"):
         split(sized(4, 3), 2, per_replica_batches=True)

@@ -31,16 +31,48 @@ def test_a_value_is_a_pytree():
     assert repr(jax.tree.map(lambda _: None, value)) == "PerReplica(2 x ?)"
 
 
-@pytest.mark.parametrize("name", ["shape", "dtype", "ndim", "sum", "mean"])
-def test_an_attribute_of_arrays_leads_to_reduce(name):
+USES = {
+    "was asked for `shape`": lambda value: value.shape,
+    "was asked for `max`": lambda value: value.max(),
+    "was asked for `reshape`": lambda value: value.reshape(-1),
+    "was indexed": lambda value: value[0],
+    "was iterated over": sum,
+    "was asked for its length": len,
+    "was converted to a number": float,
+    "was used as a condition": lambda value: 1 if value else 0,
+    "was used as one array": np.asarray,
+    "was used in `multiply`": lambda value: 2 * value,
+    "was used in `add`": lambda value: np.ones(2) + value,
+    "was used in `matmul`": lambda value: value @ value,
+    "was used in `negative`": lambda value: -value,
+    "was used in `greater`": lambda value: value > 1,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_use_as_an_array_leads_to_run_and_reduce(use):
     value = PerReplica(jnp.ones((4, 2)), 4)
-    with pytest.raises(AttributeError) as caught:
-        getattr(value, name)
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        USES[use](value)
     assert str(caught.value) == (
-        f"`{name}` was asked of a PerReplica, which holds one value for each of 4 "
-        "replicas. Use it inside the function given to `strategy.run`, or reduce it "
-        "first: `strategy.reduce(ReduceOp.SUM, value)`."
+        f"PerReplica(4 x float32[2]) {use}, but it holds one part for each of 4 "
+        "replicas. Put the code into a function, and call that with "
+        "`strategy.run(step_fn, args=(batch,))`, or combine the parts first: "
+        "`strategy.reduce(ReduceOp.SUM, value)`, `strategy.gather(value, axis=0)`."
     )
+
+
+@pytest.mark.parametrize("use", [jnp.sin, lambda value: jnp.ones(2) * value])
+def test_use_in_jax_leads_to_run_and_reduce(use):
+    value = PerReplica(jnp.ones((4, 2)), 4)
+    with pytest.raises(TypeError, match=r"used as one array.*strategy\.run\(step_fn"):
+        use(value)
+
+
+def test_a_value_is_equal_to_itself_alone():
+    value, other = (PerReplica(jnp.ones((4, 2)), 4) for _ in range(2))
+    assert {value, value, other} == {other, value}
+    assert value != other
 
 
 def test_another_attribute_is_missing():
@@ -61,8 +93,3 @@ def test_an_unknown_operation_is_an_error(value):
         f"`reduce_op` is {value!r}, but it must be `ReduceOp.SUM` or `ReduceOp.MEAN`. "
         "Use one of these, or their names as strings."
     )
-
-
-def test_using_a_per_replica_value_as_an_array_names_the_ways_out():
-    with pytest.raises(TypeError, match=r"strategy.run\(fn, args=\(value,\)\)"):
-        jnp.sin(PerReplica(jnp.ones((2, 3)), 2))  # pyright: ignore

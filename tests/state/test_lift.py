@@ -1,4 +1,5 @@
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -381,3 +382,53 @@ def test_a_place_made_by_a_failed_step_is_removed(run_lifted):
         with pytest.raises(StateStructureError, match="fresh: made by the step"):
             run_lifted(step, root)
         assert not hasattr(root, "fresh")
+
+
+@pytest.mark.parametrize("before", [None, [], 0.0, np.zeros(3)])
+def test_a_place_that_held_no_array_says_what_it_held_and_holds_it_again(
+    run_lifted, before
+):
+    root = Holder(history=before, weight=jnp.ones(3))
+
+    def step():
+        root.history = root.weight * 2
+
+    message = (
+        "`step` changed 1 of 2 slots, and a compiled loop needs the same places with "
+        "the same shape and dtype after every step:\n"
+        f"  history: held `{before!r}` before the step, and float32 (3,) after it\n"
+        "Make every place in the constructor with its final shape and dtype"
+    )
+    for _ in range(2):
+        with pytest.raises(StateStructureError, match=re.escape(message)):
+            run_lifted(step, root)
+        assert root.history is before
+
+
+def test_a_place_that_becomes_a_nest_of_arrays_says_what_it_held(run_lifted):
+    root = Holder(history=None, weight=jnp.ones(3))
+
+    def step():
+        root.history = {"a": root.weight, "b": [root.weight]}
+
+    message = "history: held `None` before the step, and a nest of arrays after it"
+    with pytest.raises(StateStructureError, match=message):
+        run_lifted(step, root)
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "kind"),
+    [
+        ([], lambda history, array: history.append(array), "list"),
+        ({}, lambda history, array: history.update(a=array), "dict"),
+    ],
+)
+def test_an_array_put_into_a_container_is_reported(run_lifted, before, change, kind):
+    root = Holder(history=before, weight=jnp.ones(3))
+
+    def step():
+        change(root.history, root.weight * 2)
+
+    message = f"history: the step put an array into this {kind}, which held none before"
+    with pytest.raises(StateStructureError, match=message):
+        run_lifted(step, root)
