@@ -452,10 +452,10 @@ class Controller:
             goal = "the data ends" if target == -1 else f"step {target}"
             log_line("train", step, f"training until {goal}...")
         while step != target and not self._stop.is_agreed():
-            num_steps = self._num_steps_at(step)
+            full_steps = num_steps = self._num_steps_at(step)
             if target != -1:
                 num_steps = min(num_steps, target - step)
-            reached = self._loops.run(step, num_steps)
+            reached = self._loops.run(step, num_steps, full_steps)
             if reached > step and self._saving.is_due(reached):
                 self._loops.report_last()
                 self._saving.save(check_interval=True)

@@ -102,12 +102,12 @@ class LoopReport:
 
 
 def start_loop(
-    trainer: AbstractTrainer, num_steps: int
+    trainer: AbstractTrainer, num_steps: int, full_steps: int
 ) -> tuple[Output, LoopCheck | None]:
     """Runs a loop; returns its output, and what to resolve when it is looked at."""
     if can_wait(trainer):
         assert isinstance(trainer, StandardTrainer)
-        return trainer._train_unchecked(num_steps)
+        return trainer._train_unchecked(num_steps, full_steps)
     return trainer.train(num_steps), None
 
 

@@ -29,7 +29,8 @@ class StandardTrainerOptions:
         steps_per_chunk: Most steps in one device program, and most batches that are
             stacked for it. Results do not depend on it. More save time between
             programs, but delay the first step and need more memory. `None` takes as
-            many as the first call runs, at least 20 and at most 100.
+            many as `steps_per_loop` of the `Controller`, or as the first call of
+            `train` by hand, at least 20 and at most 100.
         max_chunk_bytes: Most memory of one stack of batches, in bytes. There are two or
             three at a time: one in use and those read ahead.
         on_non_finite: What to do if a step leaves more values that are infinite or not
@@ -249,16 +250,19 @@ class StandardTrainer(_Runner, AbstractTrainer):
                 `on_non_finite` is `"raise"` or `"restore"`.
             ReplicaDivergenceError: If `check_replicas_every` found copies that differ.
         """
-        output, check = self._train_unchecked(num_steps)
+        output, check = self._train_unchecked(num_steps, num_steps)
         if check is not None:
             check.resolve()
         return output
 
-    def _train_unchecked(self, num_steps: int) -> tuple[Output, LoopCheck | None]:
+    def _train_unchecked(
+        self, num_steps: int, full_steps: int
+    ) -> tuple[Output, LoopCheck | None]:
         """Runs a loop; returns its output, and what is to be resolved when it ends.
 
         The device may still be running. A caller that starts another loop first loses
         nothing by it: after a step that stops training, no step has an effect.
+        `full_steps` is what a loop has that nothing shortens.
         """
         check_positive_int("num_steps", num_steps)
         self._check_initialized("_train_data", "train_dataset")
@@ -276,7 +280,7 @@ class StandardTrainer(_Runner, AbstractTrainer):
             if self.data_exhausted:
                 return None, None
             self.train_loop_begin()
-            self.data_exhausted = loop.run(num_steps) < num_steps
+            self.data_exhausted = loop.run(num_steps, full_steps) < num_steps
             check = loop.check()
             try:
                 return loop.detach(self.train_loop_end()), check

@@ -53,11 +53,15 @@ class TrainLoops:
         self._executor = ThreadPoolExecutor(1, "armillary-report")
         weakref.finalize(self, self._executor.shutdown, wait=False)
 
-    def run(self, step: int, num_steps: int) -> int:
-        """Runs one loop from `step` on; returns the global step it reaches."""
+    def run(self, step: int, num_steps: int, full_steps: int) -> int:
+        """Runs one loop from `step` on; returns the global step it reaches.
+
+        A loop is shortened where something else is due; `full_steps` is what it would
+        have else.
+        """
         start = time.perf_counter()
         with self._goodput.phase(Category.STEPPING), self._scope():
-            output, check = start_loop(self._trainer, num_steps)
+            output, check = start_loop(self._trainer, num_steps, full_steps)
         loop = LoopReport(
             self._trainer,
             step,

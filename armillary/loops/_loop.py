@@ -153,8 +153,12 @@ class Loop:
             for reader in self._readers:
                 reader.close()
 
-    def run(self, num_steps: int) -> int:
-        """Runs up to `num_steps` steps; returns how many there was data for."""
+    def run(self, num_steps: int, full_steps: int) -> int:
+        """Runs up to `num_steps` steps; returns how many there was data for.
+
+        `full_steps` is what a loop has that nothing shortens.
+        """
+        self._set_chunk_size(full_steps)
         count = 0
         try:
             # Not `sum`: an interrupted generator expression would live on in the
@@ -180,17 +184,20 @@ class Loop:
 
         The first pieces of a batch that runs as several smaller steps do not count.
         """
+        self._set_chunk_size(num_steps)
         for _, results in self._run(num_steps):
             yield from results
+
+    def _set_chunk_size(self, num_steps: int) -> None:
+        """Decides, once, how many steps a chunk has: other sizes are other programs."""
+        if self._steps_per_chunk is None:
+            self._steps_per_chunk = min(max(num_steps, _FEW_STEPS), _MANY_STEPS)
 
     def _run(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:
         """Yields how many steps ran, and what they returned, until enough did."""
         if not self.options.compile_step:
             yield from self._run_eagerly(num_steps)
             return
-        if self._steps_per_chunk is None:
-            # Decided once: chunks of another size are other programs.
-            self._steps_per_chunk = min(max(num_steps, _FEW_STEPS), _MANY_STEPS)
         if self._tracer.find_state():
             self._programs.clear()
         placement, state = self._tracer.placement, self._tracer.state

@@ -168,7 +168,7 @@ def test_compiled_programs_are_warm_after_the_first_loop(no_retrace, caplog):
     with no_retrace(), jax.log_compiles():
         for num_steps in (1, 3, 8, 20):
             trainer.train_loop_begin()
-            trainer._train_loop.run(num_steps)
+            trainer._train_loop.run(num_steps, num_steps)
 
     assert "Compiling" not in caplog.text
 
@@ -455,6 +455,16 @@ def test_a_chunk_has_the_steps_of_the_first_loop_within_bounds(
         if trainer._train_loop._chunk is not None:
             assert trainer._train_loop._chunk.capacity == capacity
     assert len(trainer._train_loop._programs) == 1
+
+
+def test_a_loop_that_is_shortened_leaves_chunks_as_they_are():
+    dataset = from_arrays({"x": np.arange(4)}, batch_size=1, repeat=True)
+    trainer = Trainer(dataset)
+    controller = armillary.Controller(
+        trainer=trainer, global_step=trainer.num_steps, steps_per_loop=50
+    )
+    controller.train(30)
+    assert trainer._train_loop._chunk.capacity == 50
 
 
 def test_the_next_chunk_is_read_once_the_device_has_work(monkeypatch):
