@@ -24,7 +24,7 @@ from armillary.data import (
 )
 from armillary.distribute._layouts import ProcessLayout
 from armillary.distribute._mirrored import MirroredStrategy
-from armillary.distribute._same_data import check_same_data
+from armillary.distribute._same_values import check_same_data
 from armillary.distribute._strategy import ValueContext
 from armillary.distribute._values import PerReplica, ReduceOp, is_per_replica
 
