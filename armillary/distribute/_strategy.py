@@ -15,6 +15,7 @@ from jax.sharding import Mesh, Sharding
 
 from armillary._checks import check_callable
 from armillary._typing import PyTree
+from armillary.cluster import ClusterResolver
 from armillary.cluster._peers import Peers
 from armillary.data import (
     ArrayDataset,
@@ -77,6 +78,11 @@ class Strategy:
     def mesh(self) -> Mesh | None:
         """The mesh of devices; `None` for a strategy on a single device."""
         return self._mesh
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What told about the cluster; `None` for a strategy of one process."""
+        return None
 
     @property
     def layout(self) -> BatchLayout:
