@@ -31,7 +31,6 @@ from armillary._evaluation import Evaluation
 from armillary._logging import ensure_visible, logger
 from armillary._progress import log_line
 from armillary._recovery import Recovery
-from armillary._restore_check import warn_of_missing
 from armillary._runner import AbstractEvaluator, AbstractTrainer
 from armillary._saving import Saving
 from armillary._stop_request import StopRequest
@@ -158,7 +157,7 @@ class Controller:
         )
         self._stop = StopRequest()
         shared = (self._read_step, self._scope, self._goodput)
-        self._saving = Saving(checkpoint_manager, *shared)
+        self._saving = Saving(checkpoint_manager, trainer, *shared)
         self._recovery = Recovery(trainer, self._saving)
         self._loops = TrainLoops(
             trainer,
@@ -177,10 +176,7 @@ class Controller:
         ensure_visible()
         if checkpoint_manager is not None:
             checkpoint_manager.bind_step_counter(global_step)
-            restored = self.restore_checkpoint()
-            if restored is not None:
-                step = self._read_step()
-                warn_of_missing(trainer, checkpoint_manager, restored, step)
+            self.restore_checkpoint()
 
     @property
     def steps_per_loop(self) -> int | None:

@@ -126,6 +126,7 @@ def check_managers(strategy: Any, checkpoint_manager: Any) -> None:
             "sync",
             "bind_step_counter",
             "is_due",
+            "checkpoint",
         ]
         fix = "Use `armillary.CheckpointManager(checkpoint, directory)`."
         check_methods("checkpoint_manager", checkpoint_manager, methods, fix)

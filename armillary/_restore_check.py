@@ -1,5 +1,6 @@
 """Warns of what a restored checkpoint lacks, where a run would not go on as it was."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,17 +10,18 @@ from armillary._standard_runner import StandardTrainer
 from armillary.data import ArrayDataset, DistributedDataset
 
 
-def warn_of_missing(trainer: Any, manager: Any, restored: str, step: int) -> None:
+def warn_of_missing(
+    trainer: Any, objects: Mapping[str, Any], restored: str, step: int
+) -> None:
     """Warns if steps or data begin anew although a checkpoint was restored.
 
     Args:
-        trainer: Goes on from it.
-        manager: Has restored it.
-        restored: Its path.
+        trainer: Goes on from the checkpoint.
+        objects: What is in it.
+        restored: The path of the checkpoint.
         step: The global step after it.
     """
-    objects = getattr(getattr(manager, "checkpoint", None), "objects", None)
-    if not isinstance(trainer, StandardTrainer) or objects is None:
+    if not isinstance(trainer, StandardTrainer):
         return
     if step == 0 and not restored.rstrip("/").endswith("checkpoint_0"):
         logger.warning(

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from armillary._logging import logger
+from armillary._restore_check import warn_of_missing
+from armillary._runner import AbstractTrainer
 from armillary.errors import CheckpointError
 from armillary.goodput import Category, Recorder
 
@@ -19,6 +21,7 @@ class Saving:
 
     Args:
         manager: Writes and reads them.
+        trainer: Goes on from what is restored, if there is one.
         read_step: Returns the global step.
         scope: Returns what is entered around a restore.
         goodput: Accounts for the time.
@@ -30,12 +33,15 @@ class Saving:
     def __init__(
         self,
         manager: "CheckpointManager | None",
+        trainer: AbstractTrainer | None,
         read_step: Callable[[], int],
         scope: Callable[[], AbstractContextManager[Any]],
         goodput: Recorder,
     ) -> None:
         self.manager, self._read_step = manager, read_step
         self._scope, self._goodput = scope, goodput
+        # Who is still to be told what checkpoints lack; once, as all hold the same.
+        self._untold = trainer
         self._saved_step: int | None = None
 
     def is_due(self, step: int) -> bool:
@@ -121,4 +127,8 @@ class Saving:
         is_latest = restored == manager.latest_checkpoint
         self._saved_step = step if is_latest else None
         self._goodput.mark("restore", step)
+        # Where there is a note, data that does not go back is intended.
+        if not note:
+            warn_of_missing(self._untold, manager.checkpoint.objects, restored, step)
+            self._untold = None
         return restored

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from armillary._process import get_process
-from armillary.distribute import replicate
+from armillary.distribute._global_arrays import is_key, replicate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +78,6 @@ def describe_leaf(leaf: Any) -> LeafSpec:
     ):
         raise TypeError(f"{type(leaf).__name__} {leaf!r}")
     return LeafSpec(array.dtype.name, tuple(array.shape), is_host=True)
-
-
-def is_key(leaf: Any) -> bool:
-    """Returns whether `leaf` is a typed random key."""
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
-        leaf.dtype, jax.dtypes.prng_key
-    )
 
 
 def as_stored(leaf: Any) -> jax.Array | np.ndarray:

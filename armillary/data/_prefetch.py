@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+from armillary.lifeline._line import READER_THREADS
+
 T = TypeVar("T")
 
 _EXIT_TIMEOUT_SECONDS = 5.0
@@ -115,7 +117,7 @@ class _Channel(Generic[T]):
 
     def _start(self) -> None:
         self._thread = threading.Thread(
-            target=self._run, name="armillary-prefetch", daemon=True
+            target=self._run, name=READER_THREADS, daemon=True
         )
         _running.add(self)
         self._thread.start()

@@ -4,9 +4,6 @@
 compared once, by fingerprint, and batches are each process's own.
 """
 
-import hashlib
-import json
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,10 +11,6 @@ import numpy as np
 from jax.sharding import Sharding
 
 from armillary._typing import PyTree
-from armillary.cluster._peers import Peers
-from armillary.errors import PeerError
-
-_MOST_LISTED = 20
 
 
 def replicate(leaf: Any, sharding: Sharding) -> jax.Array:
@@ -28,7 +21,7 @@ def replicate(leaf: Any, sharding: Sharding) -> jax.Array:
             devices; random keys too.
         sharding: One that replicates, over devices of several processes.
     """
-    if _is_key(leaf):
+    if is_key(leaf):
         data = replicate(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)
@@ -67,7 +60,7 @@ def as_local(leaf: Any) -> Any:
     """Returns an array that is equal on all devices as one of this process alone."""
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return leaf
-    if _is_key(leaf):
+    if is_key(leaf):
         data = np.array(jax.random.key_data(leaf))
         return jax.random.wrap_key_data(
             jax.numpy.asarray(data), impl=jax.random.key_impl(leaf)
@@ -75,53 +68,8 @@ def as_local(leaf: Any) -> Any:
     return jax.numpy.asarray(np.array(leaf))
 
 
-def check_equal(peers: Peers, paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Raises if values that must be equal on all processes are not.
-
-    Args:
-        peers: The processes.
-        paths: Names of the values, for the message.
-        leaves: The values, arrays of this process.
-
-    Raises:
-        PeerError: If they differ.
-    """
-    own = dict(zip(paths, map(_fingerprint, leaves), strict=True))
-    all_prints = [json.loads(text) for text in peers.gather("state", json.dumps(own))]
-    names = list(dict.fromkeys(name for prints in all_prints for name in prints))
-    different = [
-        name for name in names if len({prints.get(name) for prints in all_prints}) > 1
-    ]
-    if not different:
-        return
-    lines = [
-        f"  {name}: "
-        + ", ".join(
-            f"process {index} has {prints.get(name, 'no such array')}"
-            for index, prints in enumerate(all_prints)
-        )
-        for name in different[:_MOST_LISTED]
-    ]
-    if len(different) > _MOST_LISTED:
-        lines.append(f"  and {len(different) - _MOST_LISTED} more")
-    raise PeerError(
-        f"{len(different)} of {len(names)} arrays of the state differ between "
-        "processes, but each process must begin with the same values:\n"
-        + "\n".join(lines)
-        + "\nUse the same random seed on all processes (`nnx.Rngs(0)`), and take "
-        "nothing into the state that depends on the process, such as the time."
-    )
-
-
-def _fingerprint(leaf: Any) -> str:
-    if _is_key(leaf):
-        leaf = jax.random.key_data(leaf)
-    host = np.ascontiguousarray(leaf)
-    digest = hashlib.blake2b(host.tobytes(), digest_size=6).hexdigest()
-    return f"{host.dtype.name} {tuple(np.shape(leaf))} #{digest}"
-
-
-def _is_key(leaf: Any) -> bool:
+def is_key(leaf: Any) -> bool:
+    """Returns whether `leaf` is a typed random key."""
     return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
         leaf.dtype, jax.dtypes.prng_key
     )

@@ -9,7 +9,6 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from armillary._checks import check_callable
 from armillary._logging import logger
 from armillary._typing import PyTree
 from armillary.cluster import ClusterResolver, CommunicationOptions, resolve_cluster
@@ -24,8 +23,7 @@ from armillary.data import (
 )
 from armillary.distribute._layouts import ProcessLayout
 from armillary.distribute._mirrored import MirroredStrategy
-from armillary.distribute._same_data import check_same_data
-from armillary.distribute._strategy import ValueContext
+from armillary.distribute._same_values import check_same_data
 from armillary.distribute._values import PerReplica, ReduceOp, is_per_replica
 
 
@@ -164,49 +162,20 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         Returns:
             A dataset to iterate with `for` or `next`, or to give to a trainer.
         """
+        dataset = super().distribute_datasets_from_function(dataset_fn, options)
         if self.peers is None:
-            dataset = super().distribute_datasets_from_function(dataset_fn, options)
             # An evaluator restores what several workers saved, and trains on nothing.
             dataset.ignores_state = (
                 not self._cluster_resolver.process_plan().is_training
             )
-            return dataset
-        check_callable("dataset_fn", dataset_fn)
-        context = InputContext(
-            num_input_pipelines=self.peers.count,
-            input_pipeline_id=self.peers.index,
-            num_replicas_in_sync=self.num_replicas_in_sync,
-        )
-        logger.info(
-            "data | a data set for each of %d processes, which reads it for its own "
-            "replicas (%s)",
-            self.peers.count,
-            self._describe_shares(),
-        )
-        return DistributedDataset(
-            dataset_fn(context), self.layout, per_replica_batches=True, options=options
-        )
-
-    def distribute_values_from_function(
-        self, value_fn: Callable[[ValueContext], Any]
-    ) -> PyTree:
-        """Returns a `PerReplica` made of one call of `value_fn` for each replica.
-
-        Each process calls it for its own replicas.
-
-        Args:
-            value_fn: See `Strategy.distribute_values_from_function`.
-
-        Returns:
-            The values, placed on the replicas' devices.
-        """
-        check_callable("value_fn", value_fn)
-        layout, count = self.layout, self.num_replicas_in_sync
-        values = [
-            value_fn(ValueContext(replica, count)) for replica in layout.local_replicas
-        ]
-        stacked = jax.tree.map(lambda *rows: np.stack(rows), *values)
-        return layout.wrap(layout.place(stacked), count)
+        else:
+            logger.info(
+                "data | a data set for each of %d processes, which reads it for its "
+                "own replicas (%s)",
+                self.peers.count,
+                self._describe_shares(),
+            )
+        return dataset
 
     def _collect(self, value: PyTree) -> PyTree:
         """Returns values of all replicas as arrays of this process."""
@@ -252,7 +221,6 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     # The base class binds these spellings to its own methods.
     experimental_distribute_dataset = distribute_dataset
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
-    experimental_distribute_values_from_function = distribute_values_from_function
     experimental_local_results = local_results
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import jax
 
-from armillary.distribute._global_arrays import check_equal, replicate
+from armillary.distribute._global_arrays import replicate
+from armillary.distribute._same_values import check_same_state
 from armillary.distribute._strategy import Strategy
 from armillary.distribute._use import Use, join
 from armillary.errors import StateStructureError
@@ -171,7 +172,7 @@ class Placement:
             if array.is_fully_addressable
         ]
         if pairs:
-            check_equal(peers, *zip(*pairs, strict=True))
+            check_same_state(peers, *zip(*pairs, strict=True))
 
     def _find_stale(self) -> list[int]:
         """Returns which places hold something else than when last in place."""

@@ -1,6 +1,7 @@
 """Strategies with one replica: the default one, and one on a chosen device."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Self
 
 import jax
@@ -10,13 +11,45 @@ from armillary._typing import PyTree
 from armillary.data import BatchLayout
 from armillary.distribute._collectives import ReplicaContext
 from armillary.distribute._context import entered, set_default
-from armillary.distribute._devices import as_device
+from armillary.distribute._devices import Device, as_device
 from armillary.distribute._layouts import SingleLayout
 from armillary.distribute._strategy import Strategy
 from armillary.state import Slot, State
 
 
-class DefaultStrategy(Strategy):
+class _SingleStrategy(Strategy):
+    """One replica, on a device or, for `None`, wherever JAX puts it."""
+
+    def __init__(self, device: Device | None = None) -> None:
+        super().__init__(mesh=None, num_replicas=1)
+        self._device = device
+        self._sharding = None if device is None else SingleDeviceSharding(device)
+
+    @property
+    def layout(self) -> BatchLayout:
+        """Batches on the device."""
+        return SingleLayout(self._sharding)
+
+    def state_sharding(self, slot: Slot) -> Sharding | None:
+        """Every slot on the device."""
+        del slot
+        return self._sharding
+
+    def _run(
+        self,
+        fn: Callable[..., PyTree],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        state: State | None,
+    ) -> PyTree:
+        del state
+        context = ReplicaContext(self, None, num_active=1)
+        place = nullcontext if self._device is None else jax.default_device
+        with entered(self, context), place(self._device):
+            return fn(*args, **kwargs)
+
+
+class DefaultStrategy(_SingleStrategy):
     """The strategy in effect where no other is: everything stays as it is.
 
     There is one instance. Under it, `run` calls the function, state and batches stay on
@@ -32,31 +65,10 @@ class DefaultStrategy(Strategy):
         return cls._instance  # pyright: ignore[reportReturnType]
 
     def __init__(self) -> None:
-        super().__init__(mesh=None, num_replicas=1)
-
-    @property
-    def layout(self) -> BatchLayout:
-        """Batches on JAX's default device."""
-        return SingleLayout(None)
-
-    def state_sharding(self, slot: Slot) -> Sharding | None:
-        """Leaves every slot where it is."""
-        del slot
-        return None
-
-    def _run(
-        self,
-        fn: Callable[..., PyTree],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        state: State | None,
-    ) -> PyTree:
-        del state
-        with entered(self, ReplicaContext(self, None, num_active=1)):
-            return fn(*args, **kwargs)
+        super().__init__()
 
 
-class OneDeviceStrategy(Strategy):
+class OneDeviceStrategy(_SingleStrategy):
     """Runs every step on one device (`tf.distribute.OneDeviceStrategy`).
 
     Args:
@@ -67,30 +79,7 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: Any) -> None:
-        self._device = as_device("device", device)
-        super().__init__(mesh=None, num_replicas=1)
-
-    @property
-    def layout(self) -> BatchLayout:
-        """Batches on the device."""
-        return SingleLayout(SingleDeviceSharding(self._device))
-
-    def state_sharding(self, slot: Slot) -> Sharding | None:
-        """Every slot on the device."""
-        del slot
-        return SingleDeviceSharding(self._device)
-
-    def _run(
-        self,
-        fn: Callable[..., PyTree],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        state: State | None,
-    ) -> PyTree:
-        del state
-        context = ReplicaContext(self, None, num_active=1)
-        with entered(self, context), jax.default_device(self._device):
-            return fn(*args, **kwargs)
+        super().__init__(as_device("device", device))
 
     def __repr__(self) -> str:
         return f"OneDeviceStrategy({self._device})"

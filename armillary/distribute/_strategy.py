@@ -15,6 +15,7 @@ from jax.sharding import Mesh, Sharding
 
 from armillary._checks import check_callable
 from armillary._typing import PyTree
+from armillary.cluster import ClusterResolver
 from armillary.cluster._peers import Peers
 from armillary.data import (
     ArrayDataset,
@@ -77,6 +78,11 @@ class Strategy:
     def mesh(self) -> Mesh | None:
         """The mesh of devices; `None` for a strategy on a single device."""
         return self._mesh
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What told about the cluster; `None` for a strategy of one process."""
+        return None
 
     @property
     def layout(self) -> BatchLayout:
@@ -291,7 +297,12 @@ class Strategy:
             A dataset to iterate with `for` or `next`, or to give to a trainer.
         """
         check_callable("dataset_fn", dataset_fn)
-        context = InputContext(num_replicas_in_sync=self.num_replicas_in_sync)
+        peers = self.peers
+        context = InputContext(
+            num_input_pipelines=1 if peers is None else peers.count,
+            input_pipeline_id=0 if peers is None else peers.index,
+            num_replicas_in_sync=self.num_replicas_in_sync,
+        )
         return DistributedDataset(
             dataset_fn(context), self.layout, per_replica_batches=True, options=options
         )
@@ -301,6 +312,8 @@ class Strategy:
     ) -> PyTree:
         """Returns a `PerReplica` made of one call of `value_fn` for each replica.
 
+        Each process calls it for its own replicas.
+
         Args:
             value_fn: Gets a `ValueContext` and returns that replica's value, a pytree
                 of arrays of the same shapes for all replicas.
@@ -309,12 +322,14 @@ class Strategy:
             The values, placed on the replicas' devices.
         """
         check_callable("value_fn", value_fn)
-        count = self.num_replicas_in_sync
-        values = [value_fn(ValueContext(replica, count)) for replica in range(count)]
-        if not self.layout.stacked:
-            return self.layout.place(values[0])
+        layout, count = self.layout, self.num_replicas_in_sync
+        values = [
+            value_fn(ValueContext(replica, count)) for replica in layout.local_replicas
+        ]
+        if not layout.stacked:
+            return layout.place(values[0])
         stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *values)
-        return self.layout.wrap(self.layout.place(stacked), count)
+        return layout.wrap(layout.place(stacked), count)
 
     def make_numpy_dataset(self, arrays: PyTree, **options: Any) -> ArrayDataset:
         """Returns a dataset of arrays in memory; see `armillary.data.from_arrays`."""

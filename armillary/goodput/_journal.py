@@ -74,7 +74,8 @@ class Journal:
 
     def _append(self, entry: Entry) -> None:
         if not self._is_begun:
-            # Not in the constructor: it would start the devices.
+            # JAX is asked because the program may have joined the processes itself; not
+            # in the constructor, as that would start the devices.
             self._is_on = jax.process_index() == 0
             if not self._is_on:
                 return

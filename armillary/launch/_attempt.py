@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from armillary._exit_code import ExitCode
 from armillary.launch._ending import Ending, name_signal
 from armillary.launch._signals import STOP_SIGNALS, as_passed_on
+from armillary.launch._stop import TERMINATE_SECONDS, Stop, find_stop_code
 from armillary.launch._worker import Worker
-
-_TERMINATE_SECONDS = 5.0
-_REPEAT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +56,7 @@ class Attempt:
         self._say = say
         self._endings: list[Ending] = []
         self._failure: Ending | None = None
-        self._stop: int | None = None
-        self._stop_time = 0.0
+        self._stop: Stop | None = None
         # What is sent to those that still run, and when; in order.
         self._plan: list[tuple[float, signal.Signals]] = []
 
@@ -95,22 +92,20 @@ class Attempt:
         due = time.monotonic() + self._grace_period
         self._plan = [
             (due, signal.SIGTERM),
-            (due + _TERMINATE_SECONDS, signal.SIGKILL),
+            (due + TERMINATE_SECONDS, signal.SIGKILL),
         ]
 
     def _pass_on(self, number: int, running: list[Worker]) -> None:
-        now = time.monotonic()
         is_stop = number in STOP_SIGNALS
         if is_stop and self._stop is not None:
-            # One request may arrive twice: `timeout` signals a process and its group.
-            if now > self._stop_time + _REPEAT_SECONDS:
+            if self._stop.ask_again([number]):
                 self._say(f"{name_signal(number)} again: ends all workers now.")
-                self._plan = [(now, signal.SIGKILL)]
+                self._plan = [(self._stop.due, signal.SIGKILL)]
             return
         text = f"{name_signal(number)}: passed on to {_name_all(running)}"
         if is_stop:
-            self._stop, self._stop_time = number, now
-            self._plan = [(now + self._grace_period, signal.SIGKILL)]
+            self._stop = Stop(number, self._grace_period)
+            self._plan = [(self._stop.due, signal.SIGKILL)]
             text += f"; SIGKILL in {self._grace_period:g} s, or after a second signal"
         self._say(f"{text}.")
         for worker in running:
@@ -132,11 +127,9 @@ class Attempt:
 
     def _conclude(self) -> Result:
         if self._stop is not None:
-            return Result(
-                cause=find_stop_code(self._stop, [e.cause for e in self._endings]),
-                failure=self._failure,
-                is_stopped=True,
-            )
+            causes = [ending.cause for ending in self._endings]
+            cause = find_stop_code(self._stop.number, causes)
+            return Result(cause=cause, failure=self._failure, is_stopped=True)
         if self._failure is not None:
             return Result(cause=self._failure.cause, failure=self._failure)
         return Result(cause=ExitCode.OK)
@@ -145,19 +138,3 @@ class Attempt:
 def _name_all(workers: Sequence[Worker]) -> str:
     numbers = (worker.label.removeprefix("worker ") for worker in workers)
     return f"worker {', '.join(numbers)}"
-
-
-def find_stop_code(number: int, causes: Sequence[ExitCode]) -> ExitCode:
-    """Returns the exit code of a job that a signal stopped.
-
-    Args:
-        number: The signal.
-        causes: How each worker ended; empty between two attempts.
-    """
-    if causes and all(cause is ExitCode.OK for cause in causes):
-        return ExitCode.OK
-    if causes and all(cause in {ExitCode.OK, ExitCode.PREEMPTED} for cause in causes):
-        return ExitCode.PREEMPTED
-    if number == signal.SIGINT:
-        return ExitCode.INTERRUPTED
-    return ExitCode.TERMINATED

@@ -13,16 +13,14 @@ from collections.abc import Callable
 
 from armillary._exit_code import ExitCode
 from armillary._training_end import VARIABLE, describe_pipe
-from armillary.launch._attempt import find_stop_code
 from armillary.launch._ending import Ending, describe_failure, name_signal
 from armillary.launch._output import Output
 from armillary.launch._restart_policy import RestartPolicy
 from armillary.launch._signals import STOP_SIGNALS, SignalInbox, as_passed_on
+from armillary.launch._stop import TERMINATE_SECONDS, Stop, find_stop_code
 from armillary.launch._worker import Worker
 
 LABEL = "evaluator"
-_TERMINATE_SECONDS = 5.0
-_REPEAT_SECONDS = 1.0
 
 
 class Evaluator:
@@ -60,7 +58,7 @@ class Evaluator:
         # When to start the process; None while it runs, and when it is not to run.
         self._due: float | None = time.monotonic()
         self._code: ExitCode | None = None
-        self._stop: int | None = None
+        self._is_stopping = False
         self._has_training_ended = False
 
     def wait(self, timeout: float | None) -> list[int]:
@@ -88,27 +86,21 @@ class Evaluator:
             due = self._look()
         return self._code
 
-    def end(self, seconds: float = _TERMINATE_SECONDS) -> None:
+    def end(self, seconds: float = TERMINATE_SECONDS) -> None:
         """Ends the process: by SIGTERM, if it got no signal yet, and then by SIGKILL.
 
         Args:
             seconds: Time between the two. A second signal to the launcher ends it.
         """
-        start = time.monotonic()
-        has_signal = self._stop is not None
-        self._stop, self._due = self._stop or signal.SIGTERM, None
+        stop = Stop(signal.SIGTERM, seconds)
+        has_signal, self._is_stopping, self._due = self._is_stopping, True, None
         self._look()
         if self._worker is not None and not has_signal:
             self._worker.send_signal(signal.SIGTERM)
         while self._worker is not None:
-            remaining = start + seconds - time.monotonic()
-            is_again = remaining > 0 and not STOP_SIGNALS.isdisjoint(
-                self._inbox.wait(remaining)
-            )
-            # One request may arrive twice: `timeout` signals a process and its group.
-            is_again = is_again and time.monotonic() > start + _REPEAT_SECONDS
+            stop.ask_again(self._inbox.wait(max(0.0, stop.due - time.monotonic())))
             self._look()
-            if self._worker is not None and (remaining <= 0 or is_again):
+            if self._worker is not None and time.monotonic() >= stop.due:
                 self._output.say("SIGKILL: sent to the evaluator, which still ran.")
                 self._kill()
 
@@ -150,7 +142,7 @@ class Evaluator:
     def _note_end(self, ending: Ending) -> None:
         self._worker = None
         self._output.drain(labels=[LABEL])
-        if self._stop is not None:
+        if self._is_stopping:
             self._code = ending.cause
             return
         self._code = self._policy.find_exit_code(ending.cause)
@@ -175,8 +167,8 @@ class Evaluator:
         for number in numbers:
             if number not in STOP_SIGNALS:
                 self._send(number)
-            elif self._stop is None:
-                self._stop, self._due = number, None
+            elif not self._is_stopping:
+                self._is_stopping, self._due = True, None
                 self._send(number)
         return numbers
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from armillary._exit_code import ExitCode
-from armillary.launch._attempt import Attempt, Result, find_stop_code
+from armillary.launch._attempt import Attempt, Result
 from armillary.launch._devices import DevicePlan
 from armillary.launch._ending import describe_failure
 from armillary.launch._environment import make_environment
@@ -17,6 +17,7 @@ from armillary.launch._ports import find_addresses
 from armillary.launch._restart_policy import RestartPolicy
 from armillary.launch._signals import STOP_SIGNALS, SignalInbox
 from armillary.launch._sink import LogFile
+from armillary.launch._stop import find_stop_code
 from armillary.launch._worker import Worker
 
 

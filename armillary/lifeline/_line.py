@@ -11,7 +11,9 @@ from types import FrameType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _COMPILER = os.path.join("jax", "_src", "compiler.py")
-_READER_THREADS = "armillary-prefetch"
+
+READER_THREADS = "armillary-prefetch"
+"""The name of the threads that read data ahead."""
 
 
 def find_line(phase: str) -> str:
@@ -29,7 +31,7 @@ def find_line(phase: str) -> str:
     lines = [_describe(_find_users(main) or main)]
     for thread in threading.enumerate() if phase == "data" else ():
         frame = frames.get(thread.ident or 0)
-        if thread.name == _READER_THREADS and frame is not None:
+        if thread.name == READER_THREADS and frame is not None:
             user = _find_users(frame)
             if user is not None:
                 lines.append(f"while a thread reads ahead at {_describe(user)}")

@@ -56,6 +56,10 @@ def test_replicas_are_counted(strategy):
     )
 
 
+def test_without_a_cluster_there_is_no_resolver(strategy):
+    assert strategy.cluster_resolver is None
+
+
 def test_run_calls_the_function_once_per_replica(strategy, ids):
     result = strategy.run(lambda x, y: x * y, args=(ids, 3.0))
     rows = [np.asarray(row).tolist() for row in strategy.local_results(result)]

@@ -1,12 +1,10 @@
 """What of `MultiWorkerMirroredStrategy` a single process can show."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import armillary
-from armillary.distribute._global_arrays import check_equal
 from armillary.distribute._same_program import check_same_program
 from armillary.errors import DatasetStateError, PeerError
 from tests.peers import run_together
@@ -46,31 +44,6 @@ def test_an_evaluator_joins_nobody_and_leaves_the_workers_positions_alone():
     assert len(list(dataset)) == 1
     with pytest.raises(DatasetStateError, match="positions of 2 input pipelines"):
         make_dataset({}).set_state(saved)
-
-
-def test_equal_state_passes_and_different_state_is_named():
-    def compare(peers):
-        same = jnp.arange(3.0)
-        check_equal(peers, ["a"], [same])
-        key = jax.random.key(peers.index)
-        check_equal(peers, ["a", "b/c", "key"], [same, same + peers.index, key])
-
-    for outcome in run_together(compare):
-        with pytest.raises(PeerError, match="2 of 3 arrays of the state differ") as e:
-            raise outcome
-        assert "  b/c: process 0 has float32 (3,) #" in str(e.value)
-        assert "  key: process 0 has uint32 (2,) #" in str(e.value)
-
-
-def test_missing_state_and_long_lists_are_reported():
-    def compare(peers):
-        paths = [f"x{i}" for i in range(30 - 5 * peers.index)]
-        values = [np.float32(peers.index)] * len(paths)
-        check_equal(peers, paths, values)
-
-    for outcome in run_together(compare):
-        with pytest.raises(PeerError, match="and 10 more"):
-            raise outcome
 
 
 def test_programs_are_compared_without_addresses():

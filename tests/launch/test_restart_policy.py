@@ -5,9 +5,9 @@ import signal
 import pytest
 
 from armillary._exit_code import ExitCode
-from armillary.launch._attempt import find_stop_code
 from armillary.launch._ending import Ending, name_signal
 from armillary.launch._restart_policy import MAX_PAUSE_SECONDS, RestartPolicy
+from armillary.launch._stop import find_stop_code
 
 RESTARTABLE = (ExitCode.FAILED, ExitCode.RESTART_REQUESTED, ExitCode.PREEMPTED)
 

@@ -1,11 +1,13 @@
-"""Arrays that all processes are to read are the same in each, or that is an error."""
+"""Data and state that all processes must share are the same, or that is an error."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from armillary.cluster._peers import Peers
 from armillary.data import from_arrays
-from armillary.distribute._same_data import check_same_data
+from armillary.distribute._same_values import check_same_data, check_same_state
 from armillary.errors import PeerError
 from tests.peers import run_together
 
@@ -52,4 +54,29 @@ def test_equal_arrays_pass():
 def test_other_rows_or_options_are_an_error_in_all(make, message):
     for outcome in compare(make):
         with pytest.raises(PeerError, match=message):
+            raise outcome
+
+
+def test_equal_state_passes_and_different_state_is_named():
+    def compare(peers):
+        same = jnp.arange(3.0)
+        check_same_state(peers, ["a"], [same])
+        key = jax.random.key(peers.index)
+        check_same_state(peers, ["a", "b/c", "key"], [same, same + peers.index, key])
+
+    for outcome in run_together(compare):
+        with pytest.raises(PeerError, match="2 of 3 arrays of the state differ") as e:
+            raise outcome
+        assert "  b/c: process 0 has float32 (3,) #" in str(e.value)
+        assert "  key: process 0 has uint32 (2,) #" in str(e.value)
+
+
+def test_missing_state_and_long_lists_are_reported():
+    def compare(peers):
+        paths = [f"x{i}" for i in range(30 - 5 * peers.index)]
+        values = [np.float32(peers.index)] * len(paths)
+        check_same_state(peers, paths, values)
+
+    for outcome in run_together(compare):
+        with pytest.raises(PeerError, match="and 10 more"):
             raise outcome
