@@ -7,12 +7,13 @@ leads nowhere, so that the error is then raised.
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from armillary._logging import logger
 from armillary._runner import AbstractTrainer
 from armillary._saving import Saving
 from armillary._standard_runner import StandardTrainer
-from armillary.errors import NonFiniteError
+from armillary.errors import CheckpointDamageError, NonFiniteError
 
 _MOST_RESTORES = 3
 
@@ -30,14 +31,17 @@ class Recovery:
         self._restores: Counter[str] = Counter()
 
     def restore_after(self, error: NonFiniteError) -> bool:
-        """Restores the latest good checkpoint, but not the position of the data.
+        """Goes back to the latest good checkpoint, but not to its position of the data.
+
+        Checkpoints of later steps, which are there if the program restored an older one
+        by hand, are passed over.
 
         Args:
             error: Why; it gets a note if there is nothing to restore.
 
         Returns:
             Whether training may go on; `False` if the trainer does not ask for it, or
-            there is no checkpoint, or this one was restored too often.
+            there is no such checkpoint, or this one was restored too often.
         """
         trainer, manager = self._trainer, self._saving.manager
         if not isinstance(trainer, StandardTrainer):
@@ -51,13 +55,15 @@ class Recovery:
             )
             return False
         self._saving.sync()
-        path = manager.latest_checkpoint
-        if path is None:
+        step = self._saving.read_step()
+        paths = _find_up_to(step, manager.checkpoints)
+        if not paths:
             error.add_note(
                 f"There is nothing to restore: {manager.directory} holds no checkpoint "
-                "yet. Set a smaller `checkpoint_interval`."
+                f"of step {step} or before. Set a smaller `checkpoint_interval`."
             )
             return False
+        path = paths[0]
         if self._restores[path] == _MOST_RESTORES:
             error.add_note(
                 f"{path} was restored {_MOST_RESTORES} times, and no later checkpoint "
@@ -69,9 +75,25 @@ class Recovery:
         reason = str(error).partition("\nThe state is")[0]
         note = f" ({times}), and went on with the data that follows, because {reason}"
         with _kept_positions(trainer):
-            # Not `path`: if the latest is damaged, the one before it will do.
-            self._saving.restore(note=note)
+            return any(self._restore_if_good(path, note) for path in paths)
+
+    def _restore_if_good(self, path: str, note: str) -> bool:
+        try:
+            self._saving.restore(path, note=note)
+        except CheckpointDamageError as error:
+            logger.warning("`%s` is damaged and was skipped: %s.", path, error.damage)
+            return False
         return True
+
+
+def _find_up_to(step: int, paths: Sequence[str]) -> list[str]:
+    """Returns the checkpoints of `step` or before, the one saved last first."""
+    from etils import epath
+
+    from armillary.checkpoint._folder import read_header
+
+    headers = [(path, read_header(epath.Path(path))) for path in reversed(paths)]
+    return [path for path, header in headers if header and header.number <= step]
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ class Saving:
         goodput: Accounts for the time.
 
     Attributes:
-        manager: As given.
+        manager: As given, like `read_step`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Saving:
         scope: Callable[[], AbstractContextManager[Any]],
         goodput: Recorder,
     ) -> None:
-        self.manager, self._read_step = manager, read_step
+        self.manager, self.read_step = manager, read_step
         self._scope, self._goodput = scope, goodput
         # Who is still to be told what checkpoints lack; once, as all hold the same.
         self._untold = trainer
@@ -55,7 +55,7 @@ class Saving:
         """Saves, if it is due; returns the path or `None`."""
         if self.manager is None:
             return None
-        step = self._read_step()
+        step = self.read_step()
         with self._goodput.phase(Category.SAVING):
             path = self.manager.save(
                 checkpoint_number=step, check_interval=check_interval
@@ -68,7 +68,7 @@ class Saving:
 
     def save_if_needed(self) -> None:
         """Saves, unless the last save was at this step."""
-        if self._saved_step != self._read_step():
+        if self._saved_step != self.read_step():
             self.save(check_interval=False)
 
     def save_and_wait(self) -> str:
@@ -86,7 +86,7 @@ class Saving:
             raise error
         if path is None:
             raise CheckpointError(
-                f"`checkpoint_manager.save` wrote nothing at step {self._read_step()} "
+                f"`checkpoint_manager.save` wrote nothing at step {self.read_step()} "
                 "although it was called with `check_interval=False`. It must return "
                 "the path of the checkpoint: use an `armillary.CheckpointManager`."
             )
@@ -123,7 +123,7 @@ class Saving:
             return None
         level = logging.WARNING if note else logging.INFO
         logger.log(level, "restored from checkpoint: %s%s", restored, note)
-        step = self._read_step()
+        step = self.read_step()
         is_latest = restored == manager.latest_checkpoint
         self._saved_step = step if is_latest else None
         self._goodput.mark("restore", step)

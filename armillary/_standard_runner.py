@@ -15,6 +15,7 @@ from armillary._runner import AbstractEvaluator, AbstractTrainer
 from armillary._typing import Output, PyTree
 from armillary.distribute import Strategy, get_strategy, has_strategy
 from armillary.loops import Loop, LoopCheck, LoopOptions
+from armillary.state._find import held_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,7 @@ class _Runner:
         if has_strategy():
             yield get_strategy()
             return
-        own = [value for value in vars(self).values() if isinstance(value, Strategy)]
+        own = [value for _, value in held_by(self) if isinstance(value, Strategy)]
         strategy = own[0] if own else get_strategy()
         with strategy.scope() if own else contextlib.nullcontext():
             yield strategy

@@ -1,8 +1,9 @@
 """One array of a checkpoint: how it is described, stored and put back.
 
 Orbax stores plain arrays. A typed random key is stored as its data and the name of its
-algorithm, and an array goes back to where the program's own array is: its sharding and
-memory kind, and whether it is bound to its devices at all.
+algorithm, and unsigned integers of less than a byte as bytes. An array goes back to
+where the program's own array is: its sharding and memory kind, and whether it is bound
+to its devices at all.
 """
 
 import dataclasses
@@ -80,10 +81,17 @@ def describe_leaf(leaf: Any) -> LeafSpec:
     return LeafSpec(array.dtype.name, tuple(array.shape), is_host=True)
 
 
+def _is_widened(leaf: Any) -> bool:
+    """Returns whether a leaf is stored as bytes: TensorStore lacks its dtype."""
+    return hasattr(leaf, "dtype") and leaf.dtype.name in ("uint2", "uint4")
+
+
 def as_stored(leaf: Any) -> jax.Array | np.ndarray:
     """Returns the plain array to store for a leaf."""
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
+    if _is_widened(leaf):
+        leaf = leaf.astype(np.uint8)
     if isinstance(leaf, jax.Array) and get_process().count == 1:
         return leaf
     # Of several processes only one writes, and Orbax refuses its own device's arrays.
@@ -108,6 +116,8 @@ def as_restored(stored: Any, target: Any) -> Any:
         stored: What was read to `stored_sharding(target)`.
         target: The leaf of the program that is going to be replaced.
     """
+    if _is_widened(target):
+        stored = stored.astype(target.dtype)
     if isinstance(target, np.ndarray) and target.dtype == stored.dtype:
         return stored
     if not isinstance(target, jax.Array):

@@ -4,8 +4,7 @@ A step takes `batches_per_step[i]` batches of reader i. A chunk holds steps whos
 batches have one structure and one shape, so that one program can run them.
 """
 
-import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -109,18 +108,19 @@ class ChunkBuilder:
         self._first_signature: Hashable = None
         self._capacity: int | None = None
 
-    def build_chunks(self) -> Iterator[Chunk]:
+    def build_chunks(self) -> Iterator[Chunk | BaseException]:
         """Yields chunks until a step lacks data.
 
         Steps that were read before an error are given out first, so that what runs
-        does not depend on the size of chunks.
+        does not depend on the size of chunks. An interrupt (Ctrl-C) while a source
+        reads is yielded: the next chunk then has what was read before it as well.
 
         Raises:
             BatchSizeError: If the batches of one step differ in shape.
         """
-        step = self._read_step()
+        step = yield from self._read_step()
         while step is not None:
-            stack, step, error = self._fill_stack(step)
+            stack, step, error = yield from self._fill_stack(step)
             chunk = self._place(stack)
             del stack  # The next chunk must not find this one's host memory still held.
             yield chunk
@@ -128,23 +128,30 @@ class ChunkBuilder:
             if error is not None:
                 raise error
             if step is None:
-                step = self._read_step()
+                step = yield from self._read_step()
 
-    def _read_step(self) -> Step | None:
+    def _read_step(self) -> Generator[BaseException, None, Step | None]:
         """Returns the batches of one step, or None if the data ends before."""
         step: Step = []
         pairs = zip(self._readers, self._batches_per_step, strict=True)
         for index, (reader, count) in enumerate(pairs):
-            batches = list(itertools.islice(reader, count))
-            if len(batches) < count:
-                return None
+            batches: list[HostBatch] = []
+            while len(batches) < count:
+                try:
+                    batches.append(next(reader))
+                except StopIteration:
+                    return None
+                except Exception:
+                    raise
+                except BaseException as error:
+                    yield error
             _check_equal_shapes(reader, batches, index)
             step.append(batches)
         return step
 
     def _fill_stack(
         self, step: Step
-    ) -> tuple["_Stack", Step | None, BaseException | None]:
+    ) -> Generator[BaseException, None, tuple["_Stack", Step | None, Exception | None]]:
         """Stacks `step` and those that fit behind it.
 
         Returns:
@@ -155,8 +162,8 @@ class ChunkBuilder:
         )
         while stack.add(step) < stack.room:
             try:
-                following = self._read_step()
-            except BaseException as error:
+                following = yield from self._read_step()
+            except Exception as error:
                 return stack, None, error
             if following is None or _get_step_signature(following) != stack.signature:
                 return stack, following, None

@@ -52,7 +52,7 @@ class ChunkReader:
             check_positive_int("steps_per_chunk", steps_per_chunk),
             check_positive_int("max_chunk_bytes", max_chunk_bytes),
         )
-        self._prefetcher: Prefetcher[Chunk] | None = None
+        self._prefetcher: Prefetcher[Chunk | BaseException] | None = None
         self._is_closed = False
         for reader in self._readers:
             reader.attach(self._stop_reading_ahead)
@@ -74,14 +74,19 @@ class ChunkReader:
         """
         if self._is_closed:
             return None
+        if self._prefetcher is not None and self._prefetcher.was_interrupted:
+            self._stop_reading_ahead()
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(self._builder.build_chunks(), self._prefetch)
         try:
-            return self._prefetcher.take()
+            chunk = self._prefetcher.take()
         except StopIteration:
             for reader in self._readers:
                 reader.commit_end()
             return None
+        if isinstance(chunk, BaseException):
+            raise chunk
+        return chunk
 
     def read_on(self) -> None:
         """Reads the next chunk ahead, in the background."""

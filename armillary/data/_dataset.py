@@ -289,6 +289,9 @@ class DistributedIterator:
         """
         if self._is_closed:
             raise StopIteration
+        if self._prefetcher is not None and self._prefetcher.was_interrupted:
+            self._stop_reading_ahead()
+            self._reader.rewind()
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(_place(self._reader), self._prefetch)
         try:
@@ -313,5 +316,6 @@ class DistributedIterator:
 
 
 def _place(reader: HostReader) -> Iterator[tuple[PyTree, HostBatch]]:
-    for batch in reader:
-        yield reader.rows.place(batch.arrays), batch
+    while (batch := reader.peek()) is not None:
+        placed = reader.rows.place(batch.arrays)
+        yield placed, next(reader)

@@ -61,6 +61,12 @@ class Prefetcher(Generic[T]):
         """Whether the next item, or the end, is there without waiting."""
         return self._channel.is_ready
 
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether an interrupt (Ctrl-C), and no error, ended `items`."""
+        error = self._channel.error
+        return error is not None and not isinstance(error, Exception)
+
     def close(self, timeout_seconds: float | None = None) -> None:
         """Ends the thread and waits for it; what was read ahead is lost."""
         self._channel.request_stop()
@@ -78,7 +84,7 @@ class _Channel(Generic[T]):
         self._thread: threading.Thread | None = None
         self._should_stop = False
         self._has_ended = False
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     def get(self) -> T:
         if not self._size:
@@ -91,8 +97,8 @@ class _Channel(Generic[T]):
                 self._changed.wait()
             if self._ready:
                 return self._ready.popleft()
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             raise StopIteration
 
     def read_on(self) -> None:
@@ -153,7 +159,7 @@ class _Channel(Generic[T]):
 
     def _end(self, error: BaseException | None) -> None:
         with self._changed:
-            self._has_ended, self._error = True, error
+            self._has_ended, self.error = True, error
             self._changed.notify_all()
 
 

@@ -42,7 +42,8 @@ class HostReader:
         reader.commit(batch.position)   # the dataset's position is now after `batch`
 
     An exception of the data source is raised again by every later `next`, since what
-    comes after it is not known.
+    comes after it is not known. After an interrupt (Ctrl-C), which is no error of the
+    source, the next call goes on behind the last batch taken.
 
     Where the data are arrays in memory, `batch.arrays` holds row numbers, which `rows`
     turns into what a step receives.
@@ -87,6 +88,7 @@ class HostReader:
         if self._agreement is not None:
             self._ahead = Prefetcher(self._pieces, self._num_ahead)
             self._pieces = self._agreement.agree(self._ahead, stream.position)
+        self._was_interrupted = False
         self._peeked: HostBatch | None = None
         self._last_position = stream.position
         self._has_ended = False
@@ -108,14 +110,30 @@ class HostReader:
         """Returns the next batch without taking it, or None at the end."""
         if self._error is not None:
             raise self._error
+        if self._was_interrupted:
+            self._resume()
         if self._peeked is None and not self._has_ended:
             try:
                 self._peeked = next(self._pieces, None)
             except BaseException as error:
-                self._error = error
+                if isinstance(error, Exception) or self._agreement is not None:
+                    self._error = error  # Other processes know of it too.
+                else:
+                    self._was_interrupted = True
                 raise
             self._has_ended = self._peeked is None
         return self._peeked
+
+    def _resume(self) -> None:
+        """Goes on behind the last batch taken: generators that were interrupted end."""
+        stream = self.stream
+        if stream is not None:
+            if stream.is_repositionable:
+                stream = self._open_stream(self._last_position)
+                stream.position = self._last_position  # Batches taken stay current.
+                self.stream = stream
+            self._peeked, self._pieces = None, self._splitter.split(stream)
+        self._was_interrupted = False
 
     def types(self, batch: Batch) -> Batch:
         """Returns the types of a host batch as a step receives it."""

@@ -114,17 +114,21 @@ class Splitter:
     def _read_groups(self, stream: BatchStream) -> Iterator[list[SourceBatch]]:
         group_size = self._num_shares if self.per_replica_batches else 1
         group: list[SourceBatch] = []
-        for batch in stream:
-            full_size = stream.full_size or batch.num_rows
-            if self.remainder == "drop":
-                if batch.num_rows < full_size:
-                    continue
-                num_rows = self._round_down(batch.num_rows, full_size)
-                batch = SourceBatch(_take_rows(batch.arrays, 0, num_rows), num_rows)
-            group.append(batch)
-            if len(group) == group_size:
-                yield group
-                group = []
+        try:
+            for batch in stream:
+                full_size = stream.full_size or batch.num_rows
+                if self.remainder == "drop":
+                    if batch.num_rows < full_size:
+                        continue
+                    num_rows = self._round_down(batch.num_rows, full_size)
+                    batch = SourceBatch(_take_rows(batch.arrays, 0, num_rows), num_rows)
+                group.append(batch)
+                if len(group) == group_size:
+                    yield group
+                    group = []
+        except (KeyboardInterrupt, SystemExit):
+            stream.give_back(group)
+            raise
         if group and self.remainder != "drop":
             yield group
 

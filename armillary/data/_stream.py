@@ -29,8 +29,12 @@ class BatchStream:
         source: Where the batches come from.
         position: Where to begin. `position.is_exhausted` gives a stream at its end.
 
+    An interrupt (Ctrl-C) while the source reads is no error of the data: the next batch
+    is read by the next call.
+
     Raises:
-        DatasetStateError: If the source does not accept the position.
+        DatasetStateError: If the source does not accept the position, or ends after an
+            interrupt.
     """
 
     def __init__(self, source: Source, position: Position) -> None:
@@ -39,6 +43,7 @@ class BatchStream:
         self.is_repositionable = source.is_repositionable
         self._peeked: list[tuple[SourceBatch, Position]] = []
         self._num_read = 0
+        self._was_interrupted = False
         self.full_size = source.full_size or position.full_size
         self.element_spec: PyTree | None = None
         """Shapes and dtypes of the first batch, once it was read."""
@@ -54,7 +59,7 @@ class BatchStream:
         batch = self.peek()
         if batch is None:
             raise StopIteration
-        self.position = self._peeked.pop()[1]
+        self.position = self._peeked.pop(0)[1]
         return batch
 
     def peek(self) -> SourceBatch | None:
@@ -63,13 +68,23 @@ class BatchStream:
             self._read()
         return self._peeked[0][0] if self._peeked else None
 
+    def give_back(self, batches: list[SourceBatch]) -> None:
+        """Takes back batches that were handed out last, to hand them out again."""
+        self._peeked[:0] = [(batch, self.position) for batch in batches]
+
     def _read(self) -> None:
         """Reads one batch; if it has rows, it is the next one to hand out."""
         try:
             raw = next(self._iterator)
         except StopIteration:
+            if self._was_interrupted:
+                raise self._ended_error() from None
             self._iterator = None
             return
+        except BaseException as error:
+            self._was_interrupted = not isinstance(error, Exception)
+            raise
+        self._was_interrupted = False
         self._num_read += 1
         arrays, num_rows = check_batch(raw, self._name_batch)
         if not num_rows:
@@ -85,6 +100,16 @@ class BatchStream:
         last = self.position
         position = Position(last.epoch, state, self.full_size, stream=last.stream)
         self._peeked.append((SourceBatch(arrays, num_rows), position))
+
+    def _ended_error(self) -> DatasetStateError:
+        return DatasetStateError(
+            f"The source ({self._source.name}) has no more batches since it was "
+            f"interrupted (Ctrl-C) while it read batch {self._num_read}, and this may "
+            "not be the end of its data: a generator ends when it is interrupted. Make "
+            "the dataset anew, or use a source that can go on, such as an iterator "
+            "with `get_state` and `set_state`, `armillary.data.from_arrays` or a Grain "
+            "dataset."
+        )
 
     def _name_batch(self) -> str:
         return f"Batch {self._num_read - 1} of the source ({self._source.name})"

@@ -1,12 +1,14 @@
 """Finds every slot that an object or a function reaches.
 
-The search follows attributes, items and pytrees, and for functions their closures and
-the globals their code names. It stops at objects that cannot hold a user's state:
-modules, classes, and instances of the standard library and of the array stack.
+The search follows attributes (those in `__slots__`, too), items and pytrees, and for
+functions their closures and the globals their code names. It stops at objects that
+cannot hold a user's state: modules, classes, and instances of the standard library and
+of the array stack.
 """
 
 import dis
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -85,7 +87,7 @@ class Search:
             self.nodes.append(value)
             if not _nnx.merges_by_sum(value):
                 self._unsummed.update(map(id, vars(value).values()))
-        for name, item in list(vars(value).items()):
+        for name, item in list(held_by(value)):
             if not _nnx.is_attribute(name):
                 continue
             self._note_constant(value, name, item, join(path, name))
@@ -147,7 +149,34 @@ def held_by(holder: Any) -> Iterable[tuple[Any, Any]]:
         return holder.items()
     if isinstance(holder, list):
         return enumerate(holder)
-    return captured(holder) if is_function(holder) else vars(holder).items()
+    if is_function(holder):
+        return captured(holder)
+    names = slot_names(type(holder))
+    if not names:
+        return vars(holder).items()
+    return [*_held_in_slots(holder, names), *getattr(holder, "__dict__", {}).items()]
+
+
+def _held_in_slots(holder: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    for name in names:
+        try:
+            # Not `getattr`, which tells `recorded_reads`, and may run the user's code.
+            yield name, object.__getattribute__(holder, name)
+        except AttributeError:  # a name that is assigned only later
+            continue
+
+
+@functools.lru_cache(maxsize=1024)
+def slot_names(kind: type) -> tuple[str, ...]:
+    """Returns the attributes that instances of a class hold in `__slots__`."""
+    return tuple(
+        name
+        for base in reversed(kind.__mro__)
+        if "__slots__" in vars(base) and not is_opaque(base)
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType)
+        and inspect.getattr_static(kind, name) is member
+    )
 
 
 def is_claimed(value: Any) -> bool:
@@ -161,7 +190,9 @@ def is_object(value: Any) -> bool:
     """Returns whether `value` is an object whose attributes may hold state."""
     if _nnx.is_node(value) or isinstance(value, types.SimpleNamespace):
         return True
-    if not hasattr(value, "__dict__") or isinstance(value, type | jax.Array):
+    if isinstance(value, type | jax.Array):
+        return False
+    if not (hasattr(value, "__dict__") or slot_names(type(value))):
         return False
     # A registered class (an Equinox module, a Flax struct) is a value made of leaves.
     return not is_opaque(type(value)) and jax.tree_util.all_leaves([value])

@@ -19,7 +19,7 @@ class PlaceSlot(Slot):
     """An attribute or item whose value is a pytree with arrays.
 
     Args:
-        owner: The object whose `__dict__` holds the attribute, or a dict or list.
+        owner: The object that has the attribute, or a dict or list.
         name: Name of the attribute, or key of the item.
         path: Where the place is.
         is_leaf: Tells which parts of a value are slots or objects of their own.
@@ -37,6 +37,9 @@ class PlaceSlot(Slot):
         self.annotations = {}
         self._is_leaf = is_leaf
         self._is_item = isinstance(owner, dict | list)
+        self._is_in_slots = not self._is_item and name not in getattr(
+            owner, "__dict__", ()
+        )
         entries, self._treedef = jax.tree_util.tree_flatten_with_path(
             self.get(), is_leaf=is_leaf
         )
@@ -55,7 +58,11 @@ class PlaceSlot(Slot):
 
     def get(self) -> PyTree:
         """Returns what the place holds."""
-        return self.owner[self.name] if self._is_item else vars(self.owner)[self.name]
+        if self._is_item:
+            return self.owner[self.name]
+        if self._is_in_slots:
+            return object.__getattribute__(self.owner, self.name)
+        return vars(self.owner)[self.name]
 
     def put(self, value: PyTree) -> None:
         """Makes the place hold `value`."""

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from armillary.state._find import held_by, is_function
+from armillary.state._find import held_by, is_function, slot_names
 from armillary.state._slots import join
 
 _END = object()
@@ -90,7 +90,9 @@ def _view(holder: Any) -> Iterable[Any] | None:
         return holder
     if isinstance(holder, dict):
         return holder.values()
-    return None if is_function(holder) else vars(holder).values()
+    if is_function(holder) or slot_names(type(holder)):
+        return None
+    return vars(holder).values()
 
 
 def _is_equal(a: Any, b: Any) -> bool:

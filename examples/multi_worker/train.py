@@ -9,6 +9,8 @@ as many processes as you like, and it resumes.
         examples/multi_worker/train.py --run-dir runs/multi_worker
 
 With `--evaluator` in front of the script, one more process evaluates every checkpoint.
+Put `--only-train` behind it then: workers do not know of that process, and would
+evaluate the last step, too.
 """
 
 import argparse
@@ -76,6 +78,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains on digits, in a cluster.")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/multi_worker"))
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument(
+        "--only-train",
+        action="store_true",
+        help="leave evaluation to `armillary launch --evaluator`",
+    )
     options = parser.parse_args()
 
     # The one line; it comes before anything that uses a device.
@@ -121,6 +128,9 @@ def main() -> None:
     if strategy.cluster_resolver.task_type == "evaluator":
         save_if_preempted.close()  # It has nothing to save: SIGTERM just ends it.
         result = controller.evaluate_continuously(until_step=options.steps)
+    elif options.only_train:
+        controller.train(options.steps)
+        return
     else:
         result = controller.train_and_evaluate(train_steps=options.steps)
     print(f"Test accuracy {result['accuracy']:.2%}")

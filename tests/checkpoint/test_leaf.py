@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from armillary.checkpoint import Checkpoint, CheckpointManager
 from armillary.checkpoint._leaf import (
     LeafSpec,
     as_restored,
@@ -101,3 +103,22 @@ def test_stored_host_arrays_are_copies() -> None:
     leaf += 1
 
     np.testing.assert_array_equal(stored, np.zeros(3))
+
+
+@pytest.mark.parametrize("dtype", ["int2", "uint2", "int4", "uint4"])
+@pytest.mark.parametrize("is_host", [False, True])
+def test_narrow_integers_are_saved_and_restored(tmp_path, dtype, is_host) -> None:
+    values = {"x": jnp.array([1, 0, 1], dtype), "y": jnp.ones((2, 2), dtype)}
+    values = jax.tree.map(np.asarray, values) if is_host else values
+    state = {"values": nnx.Variable(values)}
+    manager = CheckpointManager(Checkpoint(state=state), tmp_path)
+    path = manager.save(1)
+    state["values"].set_value(jax.tree.map(lambda value: value - value, values))
+
+    assert path is not None
+    manager.restore(path)
+
+    restored = state["values"].get_value()
+    assert restored["x"].dtype == dtype
+    assert restored["x"].tolist() == [1, 0, 1]
+    assert restored["y"].tolist() == [[1, 1], [1, 1]]

@@ -1,9 +1,27 @@
 import signal
 import threading
+from typing import Any
 
 import pytest
 
-from armillary.distribute import uninterrupted
+from armillary.distribute import _interrupts, uninterrupted
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.fixture(params=["SIGTERM", "SIGALRM", "SIGHUP"])
+def raising(request):
+    """A signal whose handler raises."""
+
+    def stop(number, frame):
+        raise StopError(number)
+
+    number = getattr(signal, request.param)
+    before = signal.signal(number, stop)
+    yield number
+    signal.signal(number, before)
 
 
 def test_an_interrupt_waits_until_the_block_is_done():
@@ -14,11 +32,54 @@ def test_an_interrupt_waits_until_the_block_is_done():
     assert done
 
 
+def test_any_handler_waits_until_the_block_is_done(raising):
+    done = []
+    with pytest.raises(StopError, match=str(int(raising))), uninterrupted():
+        signal.raise_signal(raising)
+        done.append(True)
+    assert done
+
+
+def test_none_of_several_signals_is_lost(raising):
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    with pytest.raises(StopError), uninterrupted():
+        for number in (signal.SIGINT, signal.SIGUSR1, raising, signal.SIGUSR1):
+            signal.raise_signal(number)
+        assert not heard
+    signal.signal(signal.SIGUSR1, before)
+    assert heard == [signal.SIGUSR1]
+
+
+def test_a_signal_without_a_handler_is_left_alone():
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with uninterrupted():
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    signal.signal(signal.SIGTERM, before)
+
+
 def test_the_handler_is_the_old_one_afterwards():
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(ValueError, match="from the block"), uninterrupted():
         raise ValueError("from the block")
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_that_comes_while_handlers_are_put_back_is_not_lost(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    put: Any = _interrupts.set_handler
+
+    def interrupt_first(number, handler):
+        if handler is before:
+            monkeypatch.setattr(_interrupts, "set_handler", put)
+            signal.raise_signal(signal.SIGINT)
+        return put(number, handler)
+
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        monkeypatch.setattr(_interrupts, "set_handler", interrupt_first)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
 
 def test_another_thread_is_left_alone():

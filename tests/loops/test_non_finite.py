@@ -485,6 +485,33 @@ def test_restores_the_latest_checkpoint_and_goes_on_with_other_data(tmp_path, ca
     )
 
 
+def test_restores_no_checkpoint_from_after_the_current_step(tmp_path, caplog):
+    make_controller(make_trainer(2), tmp_path).train(8)
+    trainer = make_trainer(2, data={"bad_steps": [5]}, on_non_finite="restore")
+    expected = make_trainer(2, data={"left_out": [4, 5]})
+    controller = make_controller(trainer, tmp_path)
+    controller.restore_checkpoint(tmp_path / "checkpoint_4")
+
+    controller.train(9)
+    expected.train(9)
+
+    assert "checkpoint_4 (1 of 3 times), and went on with the data" in caplog.text
+    path = "model/layer/kernel"
+    np.testing.assert_array_equal(read_state(trainer)[path], read_state(expected)[path])
+
+
+def test_only_checkpoints_from_after_the_current_step_are_nothing_to_restore(tmp_path):
+    make_controller(make_trainer(), tmp_path, checkpoint_interval=4).train(4)
+    trainer = make_trainer(data={"bad_steps": [1]}, on_non_finite="restore")
+    start = trainer.train_dataset.get_state()
+    controller = make_controller(trainer, tmp_path, checkpoint_interval=4)
+    trainer.optimizer.step[...] = jnp.zeros_like(trainer.optimizer.step[...])
+    trainer.train_dataset.set_state(start)
+
+    with pytest.raises(NonFiniteError, match="no checkpoint of step 1 or before"):
+        controller.train(4)
+
+
 def test_a_damaged_checkpoint_is_not_what_is_restored(tmp_path, caplog):
     data = {"bad_steps": [5], "num_steps": 16}
     trainer = make_trainer(2, data=data, on_non_finite="restore")
@@ -528,7 +555,7 @@ def test_nothing_to_restore_is_said_in_the_error(tmp_path):
     with pytest.raises(NonFiniteError, match="no `checkpoint_manager`"):
         make_controller(make_trainer(data=data, on_non_finite="restore")).train(4)
     trainer = make_trainer(data=data, on_non_finite="restore")
-    with pytest.raises(NonFiniteError, match=r"holds no checkpoint yet. Set a smaller"):
+    with pytest.raises(NonFiniteError, match=r"of step 0 or before. Set a smaller"):
         make_controller(trainer, Path(tmp_path)).train(4)
     trainer = make_trainer(data=data, on_non_finite="restore")
     with pytest.raises(NonFiniteError, match="at step 1 of the 4 of this loop"):

@@ -188,3 +188,49 @@ def test_two_models_with_a_shared_part_train_alike_on_any_number_of_replicas():
     assert sum(path.endswith("kernel") for path in states[0] if "opt" not in path) == 4
     for path, value in states[0].items():
         np.testing.assert_allclose(states[1][path], value, rtol=1e-4, atol=1e-6)
+
+
+class Scales:
+    __slots__ = ("factor", "total")
+
+    def __init__(self):
+        self.factor, self.total = 2.0, jnp.zeros(())
+
+
+class Slotted(armillary.StandardTrainer):
+    __slots__ = ("num_steps", "scales", "strategy")
+
+    def __init__(self, strategy):
+        data = from_arrays({"x": np.ones(8, np.float32)}, batch_size=2, repeat=True)
+        super().__init__(data)
+        self.strategy, self.scales = strategy, Scales()
+        self.num_steps = jnp.zeros((), int)
+
+    def train_step(self, iterator):
+        def step_fn(batch: Any) -> None:
+            scales = self.scales
+            scales.total = scales.total + scales.factor
+            self.num_steps = self.num_steps + 1
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+
+def test_state_in_slots_trains_and_plain_values_in_slots_are_watched(tmp_path):
+    trainer = Slotted(make_strategy(2))
+    trainer.train(3)
+    assert (float(trainer.scales.total), int(trainer.num_steps)) == (6.0, 3)
+
+    trainer.scales.factor = 10.0
+    trainer.train(2)
+    assert (float(trainer.scales.total), int(trainer.num_steps)) == (26.0, 5)
+
+    manager = armillary.CheckpointManager(
+        armillary.Checkpoint(trainer=trainer), tmp_path
+    )
+    path = manager.save(5)
+    manager.sync()
+    again = Slotted(make_strategy(1))
+    armillary.CheckpointManager(armillary.Checkpoint(trainer=again), tmp_path).restore(
+        path
+    )
+    assert (float(again.scales.total), int(again.num_steps)) == (26.0, 5)

@@ -346,3 +346,49 @@ def test_annotations_are_the_metadata_of_the_variable():
 def test_the_order_is_fixed():
     root = Holder(b=linear(0), a=jnp.ones(1), c={"z": jnp.ones(1), "y": linear(1)})
     assert find_paths(root) == find_paths(root)
+
+
+class Slotted:
+    __slots__ = ("__hidden", "model", "unset", "weight")
+
+    def __init__(self) -> None:
+        self.weight, self.model = jnp.ones(2), linear()
+        self.__hidden = jnp.ones(1)
+
+
+class SlottedAndMore(Slotted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = jnp.ones(3)
+
+
+@dataclasses.dataclass(slots=True)
+class SlottedRecord:
+    weight: Any
+
+
+def test_attributes_in_slots_are_found():
+    expected = ["_Slotted__hidden", "model/bias", "model/kernel", "weight"]
+    assert sorted(find_paths(Slotted())) == expected
+    assert sorted(find_paths(Holder(x=SlottedAndMore()), "")) == sorted(
+        f"x/{path}" for path in [*expected, "more"]
+    )
+    assert find_paths([SlottedRecord(jnp.ones(1))]) == ["0/weight"]
+    assert find_paths({"x": {"y": SlottedRecord({"w": jnp.ones(1)})}}) == [
+        "x/y/weight/w"
+    ]
+
+
+def test_a_slot_attribute_is_read_swapped_written_and_removed():
+    record = SlottedRecord((jnp.zeros(1), "name"))
+    (slot,) = find_slots(record)
+    (old,) = slot.read()
+    new = jnp.ones(1)
+    undo = slot.swap([new])
+    assert record.weight == (new, "name")
+    undo()
+    assert record.weight[0] is old
+    slot.write([new])
+    assert slot.read() == [new]
+    slot.remove()
+    assert not hasattr(record, "weight")
