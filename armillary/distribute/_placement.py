@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from armillary.distribute._global_arrays import replicate
 from armillary.distribute._same_values import check_same_state
@@ -113,7 +114,8 @@ class Placement:
             return all(
                 (array.shape, array.dtype) == (types[i].shape, types[i].dtype)
                 for part in self._stale
-                for i, array in self._read(part)
+                for i, leaf in self._read(part)
+                for array in [as_array(leaf)]
             )
         except StateStructureError:
             return False
@@ -179,23 +181,27 @@ class Placement:
         self._seen = self._access.read()
         return self._access.find_changes(self._raw, self._seen)
 
-    def _read(self, part: int) -> list[tuple[int, jax.Array]]:
+    def _read(self, part: int) -> list[tuple[int, Any]]:
         slot, start, stop = self._access.parts[part]
-        arrays = map(as_array, slot.read())
-        return list(zip(range(start, stop), arrays, strict=True))
+        return list(zip(range(start, stop), slot.read(), strict=True))
 
     def _refresh(self, stale: Sequence[int]) -> None:
         """Places what was put into the slots since the last program."""
         use = self._use
         for part in stale:
+            # If no program follows, the array that was there may come back.
+            self._raw[part] = _NEVER
             for i, leaf in self._read(part):
                 if leaf is use.get(i):
                     continue
                 may_alias = i not in use.donated
-                placed = _put(strong(leaf), self._shardings[i], may_alias)
+                array = as_array(leaf)
+                placed = _put(strong(array), self._shardings[i], may_alias)
                 use.set(i, placed)
                 self._may_share |= not self._is_scalar[i]
-                if may_alias and placed is not leaf:
+                # Identity would not tell that somebody writes into a NumPy array.
+                is_mutable = isinstance(leaf, np.ndarray)
+                if may_alias and (is_mutable or placed is not array):
                     self._moved.add(i)
 
     def _separate(self) -> None:

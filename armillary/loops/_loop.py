@@ -105,6 +105,7 @@ class Loop:
         self._chunk: Chunk | None = None
         self._offset = 0
         self._is_closed = False
+        self._is_read_cut_off = False
         self._steps_per_chunk = options.steps_per_chunk
         self._watch = LoopWatch(
             name, strategy, options.on_non_finite, options.check_replicas_every
@@ -271,10 +272,11 @@ class Loop:
             owner_of(self._name),
             watch,
         )
-        while num_steps and (outcome := next(steps, None)) is not None:
-            result, is_end = outcome
-            num_steps -= is_end if num_steps > 0 else 0
-            yield int(is_end), [result]
+        with self._reading():
+            while num_steps and (outcome := next(steps, None)) is not None:
+                result, is_end = outcome
+                num_steps -= is_end if num_steps > 0 else 0
+                yield int(is_end), [result]
 
     def _read_state(self) -> list[jax.Array]:
         """Returns the arrays of the state, on their devices."""
@@ -315,7 +317,7 @@ class Loop:
                 return None
         chunk = self._chunk
         if chunk is None or not chunk.is_current:
-            with waiting_for_data(self._chunks, self._strategy):
+            with self._reading(), waiting_for_data(self._chunks, self._strategy):
                 self._chunk, self._offset = self._read_chunk(self._chunks), 0
             if self._strategy.dispatch.in_flight():
                 self._chunks.read_on()
@@ -342,8 +344,21 @@ class Loop:
         return chunk
 
     def _peek(self) -> list[HostBatch | None]:
-        with reading():
+        with self._reading(), reading():
             return [reader.peek() for reader in self._readers]
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Reads data that Ctrl-C took away from an earlier read once more."""
+        if self._is_read_cut_off and self._strategy.peers is None:
+            self._rewind([reader.progress.position for reader in self._readers])
+        self._is_read_cut_off = True
+        try:
+            yield
+        except Exception:
+            self._is_read_cut_off = False  # It is raised again by each later read.
+            raise
+        self._is_read_cut_off = False
 
     def _open_chunks(self) -> ChunkReader | None:
         peers = self._strategy.peers

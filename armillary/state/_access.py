@@ -31,14 +31,18 @@ class Access:
     """
 
     def __init__(self, state: State) -> None:
-        # NNX variables come first: all of them are read in one go.
-        is_nnx = [isinstance(slot, _nnx.NnxSlot) for slot in state.slots]
+        # NNX variables of one array come first: all of them are read in one go.
+        is_array = [
+            isinstance(slot, _nnx.NnxSlot) and slot.is_leaf for slot in state.slots
+        ]
         self.parts: list[tuple[Slot, int, int]] = [
-            *itertools.compress(state.ranges, is_nnx),
-            *itertools.compress(state.ranges, map(operator.not_, is_nnx)),
+            *itertools.compress(state.ranges, is_array),
+            *itertools.compress(state.ranges, map(operator.not_, is_array)),
         ]
         self._variables = [
-            slot.variable for slot in state.slots if isinstance(slot, _nnx.NnxSlot)
+            slot.variable
+            for slot in itertools.compress(state.slots, is_array)
+            if isinstance(slot, _nnx.NnxSlot)
         ]
         self._others = [slot for slot, _, _ in self.parts[len(self._variables) :]]
 
@@ -78,8 +82,8 @@ class Access:
                 for index in range(start, stop)
                 if index in position_of
             ]
-            if pairs and isinstance(slot, _nnx.NnxSlot) and slot.is_leaf:
-                variables.append(slot.variable)
+            if pairs and part < len(self._variables):
+                variables.append(self._variables[part])
                 positions.append(pairs[0][1])
                 sources[part] = pairs[0][1]
             elif pairs:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from armillary.errors import StateStructureError
-from armillary.state._slots import Role, Slot, join, key_name
+from armillary.state._slots import Held, Role, Slot, join, key_name
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -37,13 +37,18 @@ class NnxSlot(Slot):
             Role.PLAIN,
         )
         self.annotations = dict(variable.get_metadata())
-        entries, self._treedef = jax.tree_util.tree_flatten_with_path(self.raw())
+        value = variable._raw_value
+        entries, self._treedef = jax.tree_util.tree_flatten_with_path(value)
         self.paths = tuple(_leaf_path(path, keys) for keys, _ in entries)
         # Nearly every variable is one array, and many are read at each loop.
         self.is_leaf = jax.tree_util.treedef_is_leaf(self._treedef)
 
     def raw(self) -> Any:
-        return self.variable._raw_value
+        value = self.variable._raw_value
+        if self.is_leaf:
+            return value
+        leaves, treedef = jax.tree.flatten(value)
+        return Held(treedef, leaves)
 
     def read(self) -> list[jax.Array]:
         value = self.variable._raw_value

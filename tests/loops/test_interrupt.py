@@ -3,20 +3,28 @@
 import signal
 import sys
 
+import grain.python as grain
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import armillary
-from armillary.data import from_arrays
+from armillary.data import ChunkReader, from_arrays
+from armillary.distribute import _placement, _use
 from armillary.loops import _loop
+from armillary.state import _access
+
+FILES = {module.__file__ for module in (_loop, _placement, _use, _access)}
 
 NUMBERS = np.arange(1, 9, dtype=np.float32)
 
 
 class Sum(armillary.StandardTrainer):
-    def __init__(self):
-        data = from_arrays({"x": NUMBERS}, batch_size=1, repeat=True)
-        super().__init__(data, armillary.StandardTrainerOptions(steps_per_chunk=2))
+    def __init__(self, data=None, **options):
+        if data is None:
+            data = from_arrays({"x": NUMBERS}, batch_size=1, repeat=True)
+        options = armillary.StandardTrainerOptions(steps_per_chunk=2, **options)
+        super().__init__(data, options)
         self.total = jnp.zeros(1)
         self.num_steps = jnp.zeros((), int)
 
@@ -34,7 +42,7 @@ def train_interrupted(trainer, num_lines):
     lines = iter(range(num_lines))
 
     def trace(frame, event, _):
-        if frame.f_code.co_filename != _loop.__file__:
+        if frame.f_code.co_filename not in FILES:
             return None
         if event == "line" and next(lines, None) is None:
             sys.settrace(None)
@@ -65,3 +73,54 @@ def test_an_interrupt_at_any_line_of_a_loop_leaves_an_exact_state():
         num_lines += 1
 
     assert num_lines > 40
+
+
+def test_an_interrupt_before_a_chunk_is_in_hand_loses_none(monkeypatch):
+    trainer = Sum()
+    trainer.train(4)
+    next_chunk = ChunkReader.next_chunk
+
+    def interrupted(reader):
+        next_chunk(reader)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ChunkReader, "next_chunk", interrupted)
+        trainer.train(4)
+    trainer.train(4)
+
+    assert trainer.is_exact()
+
+
+class Interrupted:
+    """Data that gets Ctrl-C once, while it is read."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == self.at:
+            self.at = None
+            signal.raise_signal(signal.SIGINT)
+        return {"x": NUMBERS[index : index + 1]}
+
+
+@pytest.mark.parametrize("compile_step", [True, False])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_an_interrupt_of_a_read_is_no_end_of_the_data(at, compile_step):
+    data = grain.MapDataset.source(Interrupted(at)).to_iter_dataset(
+        grain.ReadOptions(num_threads=0)
+    )
+    strategy = armillary.DefaultStrategy()
+    trainer = Sum(
+        strategy.distribute_dataset(data, armillary.InputOptions(prefetch=0)),
+        compile_step=compile_step,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(8)
+    assert trainer.is_exact()
+    trainer.train(8 - int(trainer.num_steps))
+    assert trainer.is_exact()

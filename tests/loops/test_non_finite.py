@@ -296,20 +296,29 @@ def test_a_step_of_its_own_program_ends_training_too():
     assert trainer.train_dataset.get_state() == expected.train_dataset.get_state()
 
 
-def test_data_that_cannot_be_repositioned_goes_on_behind_the_loop():
+def make_streaming_trainer(error=None, **options):
+    """Returns a trainer of six batches, of which the second is bad."""
+
     def make_batches():
         for step in range(6):
+            if step == 5 and error is not None:
+                raise error
             x = np.full((2, 64), np.nan if step == 1 else step, np.float32)
             yield {"image": x, "label": np.zeros(2, np.int32)}
 
     strategy = armillary.DefaultStrategy()
-    trainer = Classifier(
+    return Classifier(
         strategy,
         Dense(nnx.Rngs(0)),
         optax.sgd(1e-3),
         strategy.distribute_dataset(make_batches),
         on_non_finite="raise",
+        **options,
     )
+
+
+def test_data_that_cannot_be_repositioned_goes_on_behind_the_loop():
+    trainer = make_streaming_trainer()
 
     with pytest.raises(NonFiniteError, match="at step 2 of the 3"):
         trainer.train(3)
@@ -320,22 +329,8 @@ def test_data_that_cannot_be_repositioned_goes_on_behind_the_loop():
 
 
 def test_an_error_of_the_data_does_not_hide_a_bad_step():
-    def make_batches():
-        for step in range(6):
-            if step == 5:
-                raise RuntimeError("The data is on strike.")
-            x = np.full((2, 64), np.nan if step == 1 else 1, np.float32)
-            yield {"image": x, "label": np.zeros(2, np.int32)}
-
-    strategy = armillary.DefaultStrategy()
-    trainer = Classifier(
-        strategy,
-        Dense(nnx.Rngs(0)),
-        optax.sgd(1e-3),
-        strategy.distribute_dataset(make_batches),
-        on_non_finite="raise",
-        steps_per_chunk=2,
-    )
+    error = RuntimeError("The data is on strike.")
+    trainer = make_streaming_trainer(error, steps_per_chunk=2)
 
     with pytest.raises(RuntimeError, match=r"on strike(.|\n)*at step 2 of the 9"):
         trainer.train(9)
