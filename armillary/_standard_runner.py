@@ -81,7 +81,8 @@ class StandardEvaluatorOptions(StandardTrainerOptions):
     Args:
         recreate_iterator_for_each_eval: Whether each call of `evaluate` begins a new
             pass over the data. Off, as in Orbit, it continues where the last one
-            stopped, and begins anew when the data has ended.
+            stopped, and begins anew when the data has ended, or after an error or
+            Ctrl-C.
 
     Raises:
         ValueError: If a number is below 1, or an option is given that watches over
@@ -407,6 +408,8 @@ class StandardEvaluator(_Runner, AbstractEvaluator):
                 keep_results=state is not None,
             )
             recreate = self._eval_options.recreate_iterator_for_each_eval
+            # What an error or Ctrl-C left over of a pass is not all of the data.
+            recreate = recreate or loop.is_cut_off
             if loop is last and (recreate or not loop.has_data()):
                 loop.reopen()
             for step_outputs in loop.iterate(num_steps):

@@ -507,6 +507,26 @@ def test_an_evaluation_ends_with_the_data_and_the_next_begins_anew(compile_step)
     assert seen == [[1, 2, 3], [4], [1, 2, 3], [4], [1, 2, 3, 4]]
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("compile_step", [True, False])
+def test_an_evaluation_that_was_cut_off_is_not_continued(error, compile_step):
+    class Failing(Evaluator):
+        fails = True
+
+        def eval_reduce(self, state, step_outputs):
+            if self.fails and len(state) == 2:
+                raise error
+            return super().eval_reduce(state, step_outputs)
+
+    evaluator = Failing(
+        make_batches(4), StandardEvaluatorOptions(compile_step=compile_step)
+    )
+    with pytest.raises(error):
+        evaluator.evaluate(-1)
+    evaluator.fails = False
+    assert evaluator.evaluate(-1)["seen"] == [1, 2, 3, 4]
+
+
 def test_evaluation_steps_count_batches_and_not_pieces():
     strategy = make_strategy(2)
 

@@ -80,6 +80,9 @@ class Loop:
         datasets: A nest (list, dict, ...) of datasets, or one.
         strategy: The strategy in effect while the step runs.
         options: How the loop runs.
+
+    Attributes:
+        is_cut_off: Whether the last `iterate` ended before it was done.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Loop:
         self._chunk: Chunk | None = None
         self._offset = 0
         self._is_closed = False
+        self.is_cut_off = False
         self._is_read_cut_off = False
         self._steps_per_chunk = options.steps_per_chunk
         self._watch = LoopWatch(
@@ -186,8 +190,10 @@ class Loop:
         The first pieces of a batch that runs as several smaller steps do not count.
         """
         self._set_chunk_size(num_steps)
+        self.is_cut_off = True
         for _, results in self._run(num_steps):
             yield from results
+        self.is_cut_off = False
 
     def _set_chunk_size(self, num_steps: int) -> None:
         """Decides, once, how many steps a chunk has: other sizes are other programs."""

@@ -19,7 +19,7 @@ from armillary.loops._reads import recorded_reads
 from armillary.loops._step_iterator import MoreBatches, StepIterator, check_taken
 from armillary.state import State, describe
 
-_MAX_BATCHES_PER_STEP = 256
+_MAX_BATCHES_PER_STEP = 64
 
 
 class Trace(NamedTuple):

@@ -216,7 +216,6 @@ def _message(step_name: str, changes: list[str], num_slots: int) -> str:
         "loop needs the same places with the same shape and dtype after every step:\n"
         f"{lines}\n"
         "Make every place in the constructor with its final shape and dtype (an array, "
-        "`jnp.zeros(...)`, where it counts), cast before assigning "
-        "(`value.astype(jnp.float32)`), or run with `compile_step=False` to find the "
-        "line."
+        "`jnp.zeros(...)`, where it counts), and cast before assigning "
+        "(`value.astype(jnp.float32)`)."
     )

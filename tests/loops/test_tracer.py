@@ -99,7 +99,7 @@ def test_a_step_that_takes_all_data_is_an_error():
 
     with pytest.raises(
         RetraceError,
-        match=r"`train_step` took over 256 batches in one step.*Take a fixed number "
+        match=r"`train_step` took over 64 batches in one step.*Take a fixed number "
         r"with `next\(iterator\)`",
     ):
         Greedy().train(1)

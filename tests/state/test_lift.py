@@ -307,7 +307,7 @@ def test_all_changes_are_reported_at_once(run_lifted):
     assert "  moved: float32 (2, 3) became float32 (3, 2)\n" in message
     assert "  lost: tree structure" in message
     assert "  fresh: made by the step, so nothing carries it to the next one" in message
-    assert "or run with `compile_step=False` to find the line" in message
+    assert "and cast before assigning (`value.astype(jnp.float32)`)" in message
 
 
 def test_an_array_that_becomes_a_number_is_reported(run_lifted):
