@@ -413,7 +413,7 @@ class Controller:
         except BaseException as error:
             peers = get_peers()
             cause = None if peers is None else peers.explain(error)
-            for finish in (self._loops.report_last, self._finish_writes):
+            for finish in (self._loops.report, self._finish_writes):
                 try:
                     finish()
                 except Exception as later_error:
@@ -453,14 +453,14 @@ class Controller:
                 num_steps = min(num_steps, target - step)
             reached = self._loops.run(step, num_steps, full_steps)
             if reached > step and self._saving.is_due(reached):
-                self._loops.report_last()
+                self._loops.report()
                 self._saving.save(check_interval=True)
             if reached < step + num_steps:
-                self._loops.report_last()
+                self._loops.report()
                 log_line("train", reached, "the data ended, training ends here.")
                 return False
             step = reached
-        self._loops.report_last()
+        self._loops.report()
         return not self._stop.is_agreed()
 
     def _num_steps_at(self, step: int) -> int:

@@ -390,8 +390,9 @@ class StandardEvaluator(_Runner, AbstractEvaluator):
             What `eval_end` returned.
 
         Raises:
-            ValueError: If `num_steps` is neither positive nor -1, or the dataset
-                belongs to another strategy.
+            ValueError: If `num_steps` is neither positive nor -1, or -1 where the
+                dataset repeats its data for ever, or the dataset belongs to another
+                strategy.
         """
         check_num_steps("num_steps", num_steps)
         self._check_initialized("_eval_data", "eval_dataset")
@@ -407,6 +408,12 @@ class StandardEvaluator(_Runner, AbstractEvaluator):
                 exact=True,
                 keep_results=state is not None,
             )
+            if num_steps == -1 and all(data.is_endless for data in loop.datasets):
+                raise ValueError(
+                    "`num_steps` is -1, for all of the data, but `eval_dataset` "
+                    "repeats its data for ever. Make it without `repeat=True`, or "
+                    "give a number of steps."
+                )
             recreate = self._eval_options.recreate_iterator_for_each_eval
             # What an error or Ctrl-C left over of a pass is not all of the data.
             recreate = recreate or loop.is_cut_off

@@ -6,6 +6,7 @@ the loop's output, so where it can wait itself, it comes when the next loop has 
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -48,7 +49,8 @@ class TrainLoops:
         self._summary_manager = summary_manager
         self._summary_interval = summary_interval
         self._actions = actions
-        self._last: LoopReport | None = None
+        # Loops that were started, and are not yet reported.
+        self._pending: deque[LoopReport] = deque()
         self._last_end = 0.0
         self._executor = ThreadPoolExecutor(1, "armillary-report")
         weakref.finalize(self, self._executor.shutdown, wait=False)
@@ -73,21 +75,33 @@ class TrainLoops:
             check,
         )
         self._goodput.run_on_device(Category.STEPPING, loop.ended)
-        self.report_last()
-        self._last = loop
+        self._pending.append(loop)
         # The first loop is looked at before a second one runs, and so is every loop if
         # actions need its output.
         if self._last_end == 0 or self._actions or not can_wait(self._trainer):
-            self.report_last()
+            self.report()
+        else:
+            self.report(but=1)
         return loop.reached
 
-    def report_last(self) -> None:
-        """Waits for the last loop and reports it, if that was not done."""
-        loop, self._last = self._last, None
-        if loop is None:
-            return
-        with self._goodput.phase(Category.STEPPING):
-            output, steps_per_second, self._last_end = loop.fetch(self._last_end)
+    def report(self, but: int = 0) -> None:
+        """Waits for the loops that are not yet reported, and reports them.
+
+        Args:
+            but: How many of them are left out, the last ones.
+        """
+        while len(self._pending) > but:
+            self._report_first()
+
+    def _report_first(self) -> None:
+        loop = self._pending[0]
+        try:
+            with self._goodput.phase(Category.STEPPING):
+                output, steps_per_second, self._last_end = loop.fetch(self._last_end)
+        except Exception:
+            self._pending.clear()  # What was started after it has no effect.
+            raise
+        self._pending.popleft()  # Not before: Ctrl-C leaves it to be reported.
         self._goodput.mark("loop", loop.reached)
         if loop.reached == loop.step:
             return  # The data had ended before: there is nothing to report.

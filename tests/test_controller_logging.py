@@ -10,9 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from armillary import create_global_step
 from armillary._controller import Controller
+from armillary._loop_report import LoopReport
 from armillary._progress import format_output
 from armillary._runner import AbstractEvaluator, AbstractTrainer
+from armillary._standard_runner import StandardTrainer
+from armillary.data import from_arrays
 
 
 class Loops(AbstractTrainer, AbstractEvaluator):
@@ -54,6 +58,45 @@ def test_lines_of_a_run(caplog):
     assert len(caplog.messages) == len(patterns)
     for message, pattern in zip(caplog.messages, patterns, strict=True):
         assert re.fullmatch(pattern, message), message
+
+
+class Waiting(StandardTrainer):
+    """A trainer whose output is looked at while its next loop runs."""
+
+    def __init__(self):
+        super().__init__(from_arrays({"x": np.arange(4)}, batch_size=1, repeat=True))
+        self.step = create_global_step()
+
+    def train_step(self, iterator):
+        next(iterator)
+        self.step[...] += 1
+
+    def train_loop_end(self):
+        return {"step": self.step[...]}
+
+
+def test_loops_that_ctrl_c_leaves_behind_are_reported(caplog, monkeypatch):
+    caplog.set_level("INFO", "armillary")
+    trainer, own = Waiting(), LoopReport.fetch
+
+    def fetch(loop, last_end):
+        if loop.reached == 30 and trainer.step[...] == 40:
+            monkeypatch.setattr(LoopReport, "fetch", own)
+            raise KeyboardInterrupt
+        return own(loop, last_end)
+
+    monkeypatch.setattr(LoopReport, "fetch", fetch)
+    controller = Controller(
+        trainer=trainer, global_step=trainer.step, steps_per_loop=10
+    )
+    with pytest.raises(KeyboardInterrupt):
+        controller.train(60)
+    controller.train(60)
+
+    reported = [m for m in caplog.messages if "output" in m]
+    assert [re.findall(r"'step': (\d+)", m) for m in reported] == [
+        [str(step)] for step in (10, 20, 30, 40, 50, 60)
+    ]
 
 
 def make_arrays_controller(**options):

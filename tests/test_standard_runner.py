@@ -507,6 +507,18 @@ def test_an_evaluation_ends_with_the_data_and_the_next_begins_anew(compile_step)
     assert seen == [[1, 2, 3], [4], [1, 2, 3], [4], [1, 2, 3, 4]]
 
 
+def test_all_of_a_data_set_without_an_end_is_an_error():
+    data = from_arrays({"x": np.arange(4.0)}, batch_size=1, repeat=True)
+    evaluator = Evaluator(data)
+    with pytest.raises(
+        ValueError,
+        match=r"`num_steps` is -1, .* but `eval_dataset` repeats its data for ever. "
+        r"Make it without `repeat=True`, or give a number of steps",
+    ):
+        evaluator.evaluate(-1)
+    assert evaluator.evaluate(5)["seen"] == [0, 1, 2, 3, 0]
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("compile_step", [True, False])
 def test_an_evaluation_that_was_cut_off_is_not_continued(error, compile_step):

@@ -13,6 +13,7 @@ from typing import Any
 
 from armillary._typing import PyTree
 from armillary.data._agreed import Agreement
+from armillary.data._arrays import ArrayDataset
 from armillary.data._layout import BatchLayout
 from armillary.data._options import InputOptions
 from armillary.data._position import Position, decode_position, encode_position
@@ -73,6 +74,8 @@ class DistributedDataset:
         self.ignores_state = False
         """Whether `set_state` changes nothing, for a process that does not train."""
         self._source = as_source(source)
+        self.is_endless = isinstance(self._source, ArrayDataset) and self._source.repeat
+        """Whether it is known to repeat its data for ever."""
         self._is_agreed = per_replica_batches and layout.peers is not None
         self._source, self._rows = make_row_taker(self._source, layout, self.options)
         self._progress = Progress(Position())
