@@ -416,8 +416,7 @@ class StandardEvaluator(_Runner, AbstractEvaluator):
                 )
             recreate = self._eval_options.recreate_iterator_for_each_eval
             # What an error or Ctrl-C left over of a pass is not all of the data.
-            recreate = recreate or loop.is_cut_off
-            if loop is last and (recreate or not loop.has_data()):
+            if loop is last and (recreate or loop.is_cut_off or not loop.has_data()):
                 loop.reopen()
             for step_outputs in loop.iterate(num_steps):
                 if state is not None:

@@ -130,12 +130,13 @@ def measure(
         shares.end_loop()
         return result
 
-    with watch_programs(start):
-        for name in ("train_loop_begin", "train_loop_end"):
-            method = shares.timed("yours", getattr(Trainer, name))
-            mock.patch.object(Trainer, name, method).start()
+    begin = shares.timed("yours", Trainer.train_loop_begin)
+    end = shares.timed("yours", Trainer.train_loop_end)
+    with (
+        watch_programs(start),
+        mock.patch.multiple(Trainer, train_loop_begin=begin, train_loop_end=end),
+    ):
         contestant.run((num_loops + 1) * _CHUNK_STEPS)
-        mock.patch.stopall()
     handling, num_arrays = _time_handling(contestant, num_loops)
     return {
         "handling_us": 1e6 * statistics.median(handling),

@@ -24,6 +24,12 @@ def wait_for(condition):
         gc.collect()
 
 
+def note_numbers(count, read):
+    for number in range(count):
+        read.append(number)
+        yield number
+
+
 @pytest.mark.parametrize("size", [0, 1, 2, 100])
 def test_items_come_in_order_and_the_end_stays(size):
     prefetcher = Prefetcher(iter(range(20)), size)
@@ -35,13 +41,7 @@ def test_items_come_in_order_and_the_end_stays(size):
 
 def test_reads_no_further_than_size():
     read = []
-
-    def items():
-        for item in range(10):
-            read.append(item)
-            yield item
-
-    prefetcher = Prefetcher(items(), 3)
+    prefetcher = Prefetcher(note_numbers(10, read), 3)
     assert read == []
     next(prefetcher)
     wait_for(lambda: len(read) == 4)
@@ -135,13 +135,7 @@ def test_tells_whether_the_next_item_is_there():
 
 def test_take_leaves_the_thread_asleep_until_it_is_to_read_on():
     read = []
-
-    def items():
-        for item in range(4):
-            read.append(item)
-            yield item
-
-    prefetcher = Prefetcher(items(), 1)
+    prefetcher = Prefetcher(note_numbers(4, read), 1)
     assert prefetcher.take() == 0
     prefetcher.read_on()
     wait_for(lambda: len(read) == 2)
