@@ -208,27 +208,34 @@ def _cast_for(args: Sequence[Any], *programs: core.ClosedJaxpr) -> list[Any]:
 
 def _bind_custom_vjp(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
     fun, fwd, bwd = params["subfuns"]
-    if not any(map(varies, args)):
+    was_varying = list(map(varies, args))
+    if not any(was_varying):
         return _jax_bind(self, *args, **params)
 
     # Inside everything is one replica's own, and the sum of gradients is outside: JAX
     # would ask the function for a gradient that is summed already.
     def corrected(*residuals_and_cotangents: Any) -> list[Any]:
         cotangents = bwd.call_wrapped(*residuals_and_cotangents)
-        return list(map(_as_local, cotangents))
+        return [
+            _as_local(cotangent, is_own)
+            for cotangent, is_own in zip(cotangents, was_varying, strict=True)
+        ]
 
     wrapped = linear_util.wrap_init(corrected, debug_info=bwd.debug_info)
     subfuns = (fun, fwd, wrapped)
     return _jax_bind(self, *map(cast, args), **{**params, "subfuns": subfuns})
 
 
-def _as_local(cotangent: Any) -> Any:
-    """Returns a cotangent as replicas' parts, which add up to it.
+def _as_local(cotangent: Any, is_own: bool) -> Any:
+    """Returns a cotangent as this replica's part.
 
-    One that is equal on all replicas is a total: a constant, or summed by the user.
+    Of a parameter, one that is equal on all replicas is a total (a constant, or summed
+    by the user): the parts add up to it.
     """
     if not hasattr(cotangent, "dtype") or varies(cotangent):
         return cotangent
+    if is_own:
+        return cast(cotangent)
     is_first = jax.lax.axis_index(AXIS_NAME) == 0
     return jax.numpy.where(is_first, cotangent, jax.numpy.zeros_like(cotangent))
 
