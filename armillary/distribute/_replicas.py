@@ -32,8 +32,9 @@ from armillary.distribute._variables import (
     Policy,
     enter,
     leave,
-    policy_of,
+    policies_of,
 )
+from armillary.distribute._writes import aggregated_writes
 from armillary.errors import (
     BatchSizeError,
     DoubleReductionError,
@@ -79,7 +80,7 @@ def run_in_replicas(
     shared = [leaf for leaf in leaves if _is_array(leaf)]
     active = _find_active(leaves, strategy.num_replicas_in_sync)
     before = [as_array(leaf) for leaf in state.read()]
-    policies = [policy_of(*pair) for pair in zip(state.owners, before, strict=True)]
+    policies = policies_of(state, before)
     changed: list[int] = []
     outputs: list[Any] = []
 
@@ -98,7 +99,8 @@ def run_in_replicas(
             for leaf in leaves
         )
         with state.swapped(start), entered(strategy, context), cast_loop_carries():
-            result = fn(*call_args, **call_kwargs)
+            with aggregated_writes(state, context):
+                result = fn(*call_args, **call_kwargs)
             after = state.collect(start, getattr(fn, "__name__", "the step"))
         changed[:] = [
             i for i, (a, b) in enumerate(zip(start, after, strict=True)) if a is not b

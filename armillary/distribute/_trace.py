@@ -17,6 +17,7 @@ from jax.extend import core
 
 from armillary._typing import PyTree
 from armillary.distribute._context import lifted
+from armillary.distribute._legacy_keys import check_keys
 from armillary.distribute._replicas import check_branches_agree, check_reduced_once
 from armillary.distribute._value_errors import add_value_note
 from armillary.state import State, check_captured, write_error
@@ -107,6 +108,7 @@ def trace_step(
         StateStructureError: If it changes the structure of a slot.
         DoubleReductionError: If it sums over replicas twice.
         ReplicaMismatchError: If replicas may take different ways to a collective.
+        ValueError: If replicas draw the same numbers from a `jax.random.PRNGKey`.
     """
     name = getattr(user_fn, "__name__", "the step")
     changed: list[int] = []
@@ -132,6 +134,7 @@ def trace_step(
     check_captured(traced.jaxpr, state, user_fn, owner)
     check_reduced_once(traced.jaxpr)
     check_branches_agree(traced.jaxpr)
+    check_keys(traced.jaxpr, state)
     return TracedStep(traced.jaxpr, tuple(changed), *results)
 
 
