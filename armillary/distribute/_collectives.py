@@ -10,7 +10,12 @@ import numpy as np
 from armillary._typing import PyTree
 from armillary.data import Active
 from armillary.distribute._context import entered, lifted_state
-from armillary.distribute._values import PerReplica, ReduceOp, count_active
+from armillary.distribute._values import (
+    PerReplica,
+    ReduceOp,
+    count_active,
+    is_per_replica,
+)
 from armillary.errors import DoubleReductionError
 from armillary.state import is_claimed, is_variable
 
@@ -71,6 +76,8 @@ class ReplicaContext:
 
     def _all_reduce(self, op: ReduceOp, leaf: Any) -> jax.Array:
         if not varies(leaf, self._axis_name):
+            if self.num_replicas_in_sync == 1:
+                return leaf
             raise DoubleReductionError(double_reduction_message("all_reduce", ""))
         if self.num_active < self.num_replicas_in_sync:
             leaf = jnp.where(self.is_active(), leaf, jnp.zeros_like(leaf))
@@ -102,7 +109,8 @@ class ReplicaContext:
         """Runs `merge_fn(strategy, *args)` once, in cross-replica context.
 
         In it the arguments' arrays are `PerReplica` values, for `strategy.reduce`,
-        `gather` and `local_results`. Arrays that it returns reach every replica.
+        `gather`, `local_results` and `run`. Arrays that it returns reach every replica;
+        of a `PerReplica`, each replica gets its part.
 
         Args:
             merge_fn: The function. It gets the strategy first.
@@ -115,8 +123,37 @@ class ReplicaContext:
         given = (args, kwargs or {})
         if self._axis_name is not None:
             given = tuple(map(self._share_arrays, given))
-        with entered(self.strategy, None):
-            return merge_fn(self.strategy, *given[0], **given[1])
+        with entered(self.strategy, None, merging=self):
+            result = merge_fn(self.strategy, *given[0], **given[1])
+        return self._own_parts(result)
+
+    def run_merged(
+        self, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PyTree:
+        """Runs `fn` in this replica again, as `strategy.run` does inside `merge_call`.
+
+        Args:
+            fn: The function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What it returned, each array as a `PerReplica`.
+        """
+        args, kwargs = self._own_parts((args, kwargs))
+        with entered(self.strategy, self):
+            return self._share_arrays(fn(*args, **kwargs))
+
+    def _own_parts(self, value: PyTree) -> PyTree:
+        def own(leaf: Any) -> Any:
+            if not is_per_replica(leaf):
+                return leaf
+            return leaf.stacked[0 if leaf.is_shared else self.replica_id_in_sync_group]
+
+        def is_part(part: Any) -> bool:
+            return is_per_replica(part) or is_claimed(part)
+
+        return jax.tree.map(own, value, is_leaf=is_part)
 
     def _share_arrays(self, value: PyTree) -> PyTree:
         state = lifted_state()

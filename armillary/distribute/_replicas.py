@@ -69,7 +69,7 @@ def run_in_replicas(
         state: Slots that `fn` may read and write.
 
     Returns:
-        What `fn` returned, each array as a `PerReplica`.
+        What `fn` returned, each array as a `PerReplica` if there are several replicas.
 
     Raises:
         ReplicaMismatchError: If a mirrored slot ends with per-replica values.
@@ -141,8 +141,13 @@ def run_in_replicas(
     state.write(after)
     result_tree, values, is_array, is_shared = outputs
     rows = iter(stacked)
+    is_one = strategy.num_replicas_in_sync == 1
     return result_tree.unflatten(
-        PerReplica(next(rows), active, shared) if array else value
+        value
+        if not array
+        else next(rows)[0]
+        if is_one
+        else PerReplica(next(rows), active, shared)
         for value, array, shared in zip(values, is_array, is_shared, strict=True)
     )
 

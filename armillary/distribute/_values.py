@@ -6,11 +6,13 @@ devices. Batches from a distributed dataset and results of `run` have this form;
 """
 
 import enum
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from armillary.data import Active
@@ -71,11 +73,29 @@ class PerReplica(NDArrayOperatorsMixin):
         self.num_active = count_active(num_active)
         self.active_replicas = num_active
         self.is_shared = is_shared
+        _owners[id(stacked)] = self
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
-        """The value of each replica that holds one."""
-        return tuple(self.stacked[i] for i in list_active(self.active_replicas))
+        """The value of each replica of this process that holds one, on its device."""
+        return tuple(self.parts().values())
+
+    def parts(self) -> dict[int, jax.Array]:
+        """Returns `values` by the number of the replica."""
+        held = list_active(self.active_replicas)
+        if isinstance(self.stacked, Tracer) or not isinstance(self.stacked, jax.Array):
+            return {replica: self.stacked[replica] for replica in held}
+        rows: dict[int, tuple[jax.Array, int]] = {}
+        for shard in self.stacked.addressable_shards:
+            start = shard.index[0].start or 0
+            for offset in range(shard.data.shape[0]):
+                rows.setdefault(start + offset, (shard.data, offset))
+        return {
+            replica: data[offset]
+            for replica in held
+            if replica in rows
+            for data, offset in [rows[replica]]
+        }
 
     @property
     def active(self) -> jax.Array:
@@ -146,6 +166,11 @@ class PerReplica(NDArrayOperatorsMixin):
         return cls(children[0], *attributes)
 
 
+# To functions for nests, `jax.tree.map` hands the array that is inside, as if it were
+# the same on all replicas.
+_owners: weakref.WeakValueDictionary[int, PerReplica] = weakref.WeakValueDictionary()
+
+
 def count_active(active: Active) -> int:
     """Returns how many replicas have data."""
     return active if isinstance(active, int) else len(active)
@@ -154,6 +179,12 @@ def count_active(active: Active) -> int:
 def list_active(active: Active) -> Sequence[int]:
     """Returns the numbers of the replicas that have data."""
     return range(active) if isinstance(active, int) else active
+
+
+def is_inside(leaf: Any) -> bool:
+    """Returns whether `leaf` is the stacked array of a `PerReplica` that is in use."""
+    owner = _owners.get(id(leaf))
+    return owner is not None and owner.stacked is leaf
 
 
 def is_per_replica(value: Any) -> bool:

@@ -117,12 +117,25 @@ def policies_of(state: State, leaves: Sequence[jax.Array]) -> list[Policy]:
         ValueError: If the `synchronization` or `aggregation` of a variable is not one
             of the enums' members, or the two, or the dtype, do not go together.
     """
+    check_annotations(state)
     policies: list[Policy] = []
     for slot, start, stop in state.ranges:
         is_of_optimizer = slot.is_of_optimizer()
         for leaf, shared in zip(leaves[start:stop], is_of_optimizer, strict=True):
             policies.append(_policy_of(slot, leaf, shared))
     return policies
+
+
+def check_annotations(state: State) -> None:
+    """Raises if what the user set on a variable has no meaning.
+
+    Raises:
+        ValueError: If the `synchronization` or `aggregation` of a variable is not one
+            of the enums' members, or the two do not go together.
+    """
+    for slot in state.slots:
+        if slot.annotations:
+            _check_annotations(slot)
 
 
 def written_policy_of(slot: Slot) -> Policy | None:
@@ -134,7 +147,6 @@ def written_policy_of(slot: Slot) -> Policy | None:
 
 
 def _policy_of(slot: Slot, leaf: jax.Array, is_of_optimizer: bool) -> Policy:
-    _check_annotations(slot)
     policy = _BY_AGGREGATION[_aggregation_of(slot)]
     is_given = slot.annotations.get("aggregation") is not None
     if _is_key(slot, leaf):

@@ -95,9 +95,9 @@ def test_set_strategy_inside_run_is_an_error(make_mirrored):
 def test_a_scope_inside_another_strategy_is_an_error(make_mirrored):
     outer, inner = make_mirrored(2), make_mirrored(4)
     message = (
-        "`scope` of MirroredStrategy(4 x cpu) was entered inside the scope of "
+        "`strategy.scope` of MirroredStrategy(4 x cpu) was called inside the scope of "
         "MirroredStrategy(2 x cpu). One program part has one strategy: leave the other "
-        "scope first."
+        "scope first, or use its strategy (`armillary.get_strategy()`)."
     )
     with (
         outer.scope(),
