@@ -32,6 +32,7 @@ class ReplicaContext:
             and no such axis.
         num_active: Which replicas hold data in this step: the first so many, or those
             of these numbers.
+        has_own_data: Whether `run` was given values that differ between replicas.
 
     Attributes:
         strategy: The strategy whose `run` made this replica.
@@ -41,13 +42,18 @@ class ReplicaContext:
     """
 
     def __init__(
-        self, strategy: "Strategy", axis_name: str | None, num_active: Active
+        self,
+        strategy: "Strategy",
+        axis_name: str | None,
+        num_active: Active,
+        has_own_data: bool = True,
     ) -> None:
         self.strategy = strategy
         self.num_replicas_in_sync = strategy.num_replicas_in_sync
         self.num_active = count_active(num_active)
         self._active = num_active
         self._axis_name = axis_name
+        self._has_own_data = has_own_data
 
     @property
     def replica_id_in_sync_group(self) -> Any:
@@ -65,8 +71,9 @@ class ReplicaContext:
             The same pytree, with values that are equal on all replicas.
 
         Raises:
-            DoubleReductionError: If `value` is equal on all replicas already, as a
-                gradient with respect to mirrored parameters is.
+            DoubleReductionError: If there are several replicas and `value` is equal on
+                all of them, as a gradient with respect to mirrored parameters is, and
+                what is computed from a batch that was not distributed.
             ValueError: If `reduce_op` names no operation.
         """
         op = ReduceOp.of(reduce_op)
@@ -78,7 +85,9 @@ class ReplicaContext:
         if not varies(leaf, self._axis_name):
             if self.num_replicas_in_sync == 1:
                 return leaf
-            raise DoubleReductionError(double_reduction_message("all_reduce", ""))
+            raise DoubleReductionError(
+                double_reduction_message("all_reduce", "", self._has_own_data)
+            )
         if self.num_active < self.num_replicas_in_sync:
             leaf = jnp.where(self.is_active(), leaf, jnp.zeros_like(leaf))
         total = jax.lax.psum(leaf, self._axis_name)
@@ -178,7 +187,7 @@ class ReplicaContext:
             rows = jnp.broadcast_to(leaf, (self.num_replicas_in_sync, *jnp.shape(leaf)))
         else:
             rows = jax.lax.all_gather(leaf, self._axis_name, to="invarying")
-        return PerReplica(rows, self._active, is_shared)
+        return PerReplica(rows, self._active, is_shared, self._has_own_data)
 
     def is_active(self) -> jax.Array:
         """Returns whether this replica holds data; traced where there are several."""
@@ -199,13 +208,28 @@ def varies(leaf: Any, axis_name: str | None) -> bool:
     return axis_name in getattr(kind, "manual_axis_type", kind).varying
 
 
-def double_reduction_message(function: str, where: str) -> str:
-    """Returns the message for reducing what all replicas share."""
-    return (
-        f"`{function}` was given a value that is equal on all replicas{where}. Inside "
-        "`strategy.run`, gradients with respect to mirrored parameters arrive already "
-        "summed over replicas, so reducing them again makes them too large by the "
-        "number of replicas. Use the value as it is, after scaling the loss with "
+def double_reduction_message(
+    function: str, where: str, has_own_data: bool = True
+) -> str:
+    """Returns the message for reducing what all replicas share.
+
+    Args:
+        function: What reduces it.
+        where: Where in the user's program, beginning with a comma, if that is known.
+        has_own_data: Whether `run` was given values that differ between replicas.
+    """
+    start = f"`{function}` was given a value that is equal on all replicas{where}. "
+    if not has_own_data:
+        return start + (
+            "No argument of `strategy.run` is a batch of a distributed dataset, so "
+            "every replica computed the same from the same arrays. Pass batches of "
+            "`strategy.distribute_dataset(...)`, of which each replica gets its share; "
+            "if the same is meant, use the value as it is."
+        )
+    return start + (
+        "Inside `strategy.run`, gradients with respect to mirrored parameters arrive "
+        "already summed over replicas, so reducing them again makes them too large by "
+        "the number of replicas. Use the value as it is, after scaling the loss with "
         "`armillary.compute_average_loss` or by `1 / strategy.num_replicas_in_sync`; "
         "to count replicas, use `strategy.num_replicas_in_sync`."
     )

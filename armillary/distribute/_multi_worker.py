@@ -172,7 +172,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             rows = self._replicate(leaf.stacked)
             self.dispatch.started(rows)
             local = jnp.asarray(np.asarray(rows))
-            return PerReplica(local, leaf.active_replicas, leaf.is_shared)
+            return jax.tree.map(lambda _: local, leaf)
 
         return _map_global(collect, value)
 

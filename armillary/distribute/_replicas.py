@@ -87,7 +87,7 @@ def run_in_replicas(
     def replica_fn(
         slots: list[Any], split: list[Any], shared: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        context = ReplicaContext(strategy, AXIS_NAME, active)
+        context = ReplicaContext(strategy, AXIS_NAME, active, bool(split))
         start = [enter(*pair) for pair in zip(policies, slots, strict=True)]
         rows, arrays = iter(split), iter(shared)
         call_args, call_kwargs = treedef.unflatten(
@@ -141,13 +141,13 @@ def run_in_replicas(
     state.write(after)
     result_tree, values, is_array, is_shared = outputs
     rows = iter(stacked)
-    is_one = strategy.num_replicas_in_sync == 1
+    is_one, is_distributed = strategy.num_replicas_in_sync == 1, bool(split)
     return result_tree.unflatten(
         value
         if not array
         else next(rows)[0]
         if is_one
-        else PerReplica(next(rows), active, shared)
+        else PerReplica(next(rows), active, shared, is_distributed)
         for value, array, shared in zip(values, is_array, is_shared, strict=True)
     )
 

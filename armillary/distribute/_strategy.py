@@ -188,9 +188,10 @@ class Strategy:
         def reduce_leaf(leaf: Any) -> Any:
             if is_per_replica(leaf):
                 if leaf.is_shared and op is ReduceOp.SUM and leaf.num_active > 1:
-                    raise DoubleReductionError(
-                        double_reduction_message("strategy.reduce", "")
+                    message = double_reduction_message(
+                        "strategy.reduce", "", leaf.has_own_data
                     )
+                    raise DoubleReductionError(message)
                 rows, axes = leaf.active, _axes(axis, leaf.active.ndim)
                 return (
                     jnp.sum(rows, axes) if op is ReduceOp.SUM else jnp.mean(rows, axes)

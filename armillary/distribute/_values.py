@@ -64,15 +64,21 @@ class PerReplica(NDArrayOperatorsMixin):
             `stacked` mean nothing.
         active_replicas: Which ones: so many from the first, or those of these numbers.
         is_shared: Whether the values are known to be equal, as gradients are.
+        has_own_data: Whether they come from a `run` whose arguments were not all equal.
     """
 
     def __init__(
-        self, stacked: Any, num_active: Active, is_shared: bool = False
+        self,
+        stacked: Any,
+        num_active: Active,
+        is_shared: bool = False,
+        has_own_data: bool = True,
     ) -> None:
         self.stacked = stacked
         self.num_active = count_active(num_active)
         self.active_replicas = num_active
         self.is_shared = is_shared
+        self.has_own_data = has_own_data
         _owners[id(stacked)] = self
 
     @property
@@ -154,13 +160,17 @@ class PerReplica(NDArrayOperatorsMixin):
             raise AttributeError(f"PerReplica has no attribute {name!r}")
         raise AttributeError(self._explain(f"was asked for `{name}`"))
 
-    def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, bool]]:
+    def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, bool, bool]]:
         """Flattens into the stacked array."""
-        return (self.stacked,), (self.active_replicas, self.is_shared)
+        return (self.stacked,), (
+            self.active_replicas,
+            self.is_shared,
+            self.has_own_data,
+        )
 
     @classmethod
     def tree_unflatten(
-        cls, attributes: tuple[Active, bool], children: tuple[Any]
+        cls, attributes: tuple[Active, bool, bool], children: tuple[Any]
     ) -> "PerReplica":
         """Builds a value from the stacked array."""
         return cls(children[0], *attributes)

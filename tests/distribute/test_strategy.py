@@ -154,6 +154,34 @@ def test_the_sum_of_what_all_replicas_share_is_an_error(where, make_mirrored, pu
     )
 
 
+UNDISTRIBUTED = (
+    " was given a value that is equal on all replicas. No argument of `strategy.run` "
+    "is a batch of a distributed dataset, so every replica computed the same from the "
+    "same arrays. Pass batches of `strategy.distribute_dataset(...)`, of which each "
+    "replica gets its share; if the same is meant, use the value as it is."
+)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "strategy.reduce"])
+def test_the_sum_of_what_a_batch_for_all_gives_says_so(name, make_mirrored):
+    strategy, batch = make_mirrored(2), jnp.ones(4)
+
+    def step_fn(x):
+        total = jnp.sum(x)
+        if name == "all_reduce":
+            return get_replica_context().all_reduce("sum", total)
+        return get_replica_context().merge_call(
+            lambda strategy, total: strategy.reduce("sum", total), args=(total,)
+        )
+
+    with pytest.raises(DoubleReductionError) as caught:
+        strategy.run(step_fn, args=(batch,))
+    assert str(caught.value) == f"`{name}`{UNDISTRIBUTED}"
+    with pytest.raises(DoubleReductionError) as caught:
+        strategy.reduce("sum", strategy.run(jnp.sum, args=(batch,)))
+    assert str(caught.value) == f"`strategy.reduce`{UNDISTRIBUTED}"
+
+
 def test_the_mean_of_what_all_replicas_share_is_that(make_mirrored):
     strategy = make_mirrored(4)
     assert float(strategy.reduce("mean", strategy.run(lambda: jnp.float32(3)))) == 3
