@@ -193,7 +193,7 @@ def list_active(active: Active) -> Sequence[int]:
 
 def is_inside(leaf: Any) -> bool:
     """Returns whether `leaf` is the stacked array of a `PerReplica` that is in use."""
-    owner = _owners.get(id(leaf))
+    owner = _owners.get(id(leaf)) if isinstance(leaf, jax.Array) else None
     return owner is not None and owner.stacked is leaf
 
 

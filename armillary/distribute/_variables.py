@@ -10,7 +10,8 @@ with the enums of `tf.distribute`::
     sum             first replica: value, others: 0     summed over replicas
     mean            the same value on all replicas      averaged over replicas
     first replica   the same value on all replicas      the first replica's value
-    random          the replica's number is folded in   the stored key, or its successor
+    random          the stored key, with its number     the stored key, or what the
+                    folded in except on the first       first replica left
 
 With `ON_WRITE`, the last three happen at each write (`_writes`), and the slot is
 mirrored.
@@ -278,7 +279,9 @@ def _sum(value: jax.Array) -> jax.Array:
 
 def _mean(value: jax.Array, count: int) -> jax.Array:
     if not jnp.issubdtype(value.dtype, jnp.integer):
-        return (_sum(value) / count).astype(value.dtype)
+        # In half precision the sum may overflow.
+        wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+        return (_sum(wide) / count).astype(value.dtype)
     # The sum of integers may overflow, and floats may not hold them.
     wide = value if value.dtype.itemsize >= 4 else value.astype(jnp.int32)
     quotient = wide // count

@@ -267,14 +267,13 @@ def test_one_replica_returns_arrays_and_several_return_parts(strategy, ids):
 
 
 def test_each_part_lies_on_the_device_of_its_replica(strategy, ids):
-    if strategy.mesh is None:
-        pytest.skip("there is no mesh")
+    mesh = strategy.mesh
+    devices = strategy.layout.devices if mesh is None else mesh.devices.flat
     batch = strategy.distribute_values_from_function(lambda _: jnp.ones(3))
     keys = strategy.run(lambda x: (x * 2, jax.random.key(0)), args=(batch,))
     for value in (ids, batch, *keys):
         parts = strategy.local_results(value)
-        devices = [part.devices() for part in parts]
-        assert devices == [{device} for device in strategy.mesh.devices.flat]
+        assert [part.devices() for part in parts] == [{device} for device in devices]
 
 
 @pytest.mark.parametrize("is_traced", [False, True])
@@ -505,6 +504,19 @@ def test_values_from_a_function_are_nests(strategy):
 def test_the_spellings_of_the_tensorflow_guides_are_aliases(strategy, name):
     kind = type(strategy)
     assert getattr(kind, f"experimental_{name}") is getattr(kind, name)
+
+
+def test_variables_that_mean_nothing_are_refused(strategy):
+    variable = nnx.Variable(
+        jnp.zeros(()), synchronization=armillary.VariableSynchronization.NONE
+    )
+
+    @armillary.function
+    def step():
+        return strategy.run(lambda: variable[...])
+
+    with pytest.raises(ValueError, match="`synchronization` of .*variable is NONE"):
+        step()
 
 
 def test_a_step_compiled_by_function_gives_the_same(strategy, ids):

@@ -208,6 +208,15 @@ def test_integer_means_are_exact(strategy, put_rows, values):
     assert int(variable[...]) == sum(values) // 4
 
 
+def test_half_precision_means_do_not_overflow(strategy, put_rows):
+    variable = nnx.Variable(
+        jnp.zeros((), jnp.float16), aggregation=VariableAggregation.MEAN
+    )
+    rows = put_rows(strategy, np.full(4, 40000, np.float16))
+    strategy.run(lambda x: variable.set_value(x), args=(rows,))
+    assert variable[...].dtype == jnp.float16 and float(variable[...]) == 40000
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     data=st.data(),
