@@ -268,7 +268,7 @@ def test_one_replica_returns_arrays_and_several_return_parts(strategy, ids):
 
 def test_each_part_lies_on_the_device_of_its_replica(strategy, ids):
     mesh = strategy.mesh
-    devices = strategy.layout.devices if mesh is None else mesh.devices.flat
+    devices = strategy.layout.devices if mesh is None else list(mesh.devices.flat)
     batch = strategy.distribute_values_from_function(lambda _: jnp.ones(3))
     keys = strategy.run(lambda x: (x * 2, jax.random.key(0)), args=(batch,))
     for value in (ids, batch, *keys):
@@ -515,7 +515,7 @@ def test_variables_that_mean_nothing_are_refused(strategy):
     def step():
         return strategy.run(lambda: variable[...])
 
-    with pytest.raises(ValueError, match="`synchronization` of .*variable is NONE"):
+    with pytest.raises(ValueError, match=r"`synchronization` of .*variable is NONE"):
         step()
 
 
