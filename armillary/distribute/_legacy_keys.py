@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend import core
 
-from armillary.distribute._variables import AXIS_NAME
+from armillary.distribute._retype import AXIS_NAME, is_varying
 from armillary.state import Role, State
 
 _PARTS = ("slice", "squeeze", "reshape", "dynamic_slice", "gather", "pvary")
@@ -100,7 +100,9 @@ def _find_draw(jaxpr: Any, paths: _Paths, num_replicas: int) -> str:
         if array and name in _PARTS:
             arrays.update(dict.fromkeys(equation.outvars, array))
         if key or name == "random_wrap":
-            shared = [output for output in equation.outvars if not _varies(output)]
+            shared = [
+                output for output in equation.outvars if not is_varying(output.aval)
+            ]
             keys.update(dict.fromkeys(shared, key or array))
     return ""
 
@@ -111,8 +113,3 @@ def _bodies(equation: Any) -> Iterator[Any]:
             body = getattr(body, "jaxpr", body)
             if isinstance(body, core.Jaxpr) and name != "cond_jaxpr":
                 yield body
-
-
-def _varies(variable: Any) -> bool:
-    axes = getattr(variable.aval, "manual_axis_type", None)
-    return axes is not None and AXIS_NAME in axes.varying

@@ -169,7 +169,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 
         def collect(leaf: PerReplica) -> PerReplica:
             self.dispatch.wait()
-            rows = self._replicate(leaf.stacked)
+            rows = self._replicate(leaf.array)
             self.dispatch.started(rows)
             local = jnp.asarray(np.asarray(rows))
             return jax.tree.map(lambda _: local, leaf)
@@ -199,9 +199,9 @@ def _is_global(leaf: Any) -> bool:
     """Returns whether a leaf holds values that this process cannot see."""
     return (
         is_per_replica(leaf)
-        and isinstance(leaf.stacked, jax.Array)
-        and not isinstance(leaf.stacked, Tracer)
-        and not leaf.stacked.is_fully_addressable
+        and isinstance(leaf.array, jax.Array)
+        and not isinstance(leaf.array, Tracer)
+        and not leaf.array.is_fully_addressable
     )
 
 

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from armillary.data import Active
@@ -58,28 +60,41 @@ class PerReplica(NDArrayOperatorsMixin):
     It is no array: what arrays can do is an error that says so.
 
     Attributes:
-        stacked: The values in one array of shape `(num_replicas, ...)`.
+        array: The values in one array of shape `(num_replicas, ...)`, or the value that
+            all replicas share.
         num_active: How many replicas hold a value. It is the number of replicas except
             for the leftovers of a complete evaluation, where the other rows of
             `stacked` mean nothing.
         active_replicas: Which ones: so many from the first, or those of these numbers.
-        is_shared: Whether the values are known to be equal, as gradients are.
-        has_own_data: Whether they come from a `run` whose arguments were not all equal.
+        shared_by: How many replicas share one value; `None` if each has its own.
+        has_own_data: Whether it comes from a `run` whose arguments were not all equal.
     """
 
     def __init__(
         self,
-        stacked: Any,
+        array: Any,
         num_active: Active,
-        is_shared: bool = False,
+        shared_by: int | None = None,
         has_own_data: bool = True,
     ) -> None:
-        self.stacked = stacked
+        self.array = array
         self.num_active = count_active(num_active)
         self.active_replicas = num_active
-        self.is_shared = is_shared
+        self.shared_by = shared_by
         self.has_own_data = has_own_data
-        _owners[id(stacked)] = self
+        _owners[id(array)] = self
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the values are known to be equal, as gradients are."""
+        return self.shared_by is not None
+
+    @property
+    def stacked(self) -> Any:
+        """The values in one array of shape `(num_replicas, ...)`."""
+        if self.shared_by is None:
+            return self.array
+        return jnp.broadcast_to(self.array, (self.shared_by, *jnp.shape(self.array)))
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
@@ -89,10 +104,18 @@ class PerReplica(NDArrayOperatorsMixin):
     def parts(self) -> dict[int, jax.Array]:
         """Returns `values` by the number of the replica."""
         held = list_active(self.active_replicas)
-        if isinstance(self.stacked, Tracer) or not isinstance(self.stacked, jax.Array):
-            return {replica: self.stacked[replica] for replica in held}
+        if isinstance(self.array, Tracer) or not isinstance(self.array, jax.Array):
+            stacked = self.stacked
+            return {replica: stacked[replica] for replica in held}
+        if self.is_shared:
+            copies = _copies(self.array)
+            return {
+                replica: copies.get(replica, self.array)
+                for replica in held
+                if replica in copies or self.array.is_fully_addressable
+            }
         rows: dict[int, tuple[jax.Array, int]] = {}
-        for shard in self.stacked.addressable_shards:
+        for shard in self.array.addressable_shards:
             start = shard.index[0].start or 0
             for offset in range(shard.data.shape[0]):
                 rows.setdefault(start + offset, (shard.data, offset))
@@ -106,19 +129,21 @@ class PerReplica(NDArrayOperatorsMixin):
     @property
     def active(self) -> jax.Array:
         """The rows of `stacked` that mean something."""
-        if self.num_active == self.stacked.shape[0]:
-            return self.stacked
+        stacked = self.stacked
+        if self.num_active == stacked.shape[0]:
+            return stacked
         if isinstance(self.active_replicas, tuple):
-            return self.stacked[np.array(self.active_replicas)]
-        return self.stacked[: self.num_active]
+            return stacked[np.array(self.active_replicas)]
+        return stacked[: self.num_active]
 
     def holds(self, replica: int) -> bool:
         """Returns whether a replica holds a value."""
         return replica in list_active(self.active_replicas)
 
     def __repr__(self) -> str:
-        shape = getattr(self.stacked, "shape", None)
-        inside = "?" if shape is None else f"{self.stacked.dtype}{list(shape[1:])}"
+        shape = getattr(self.array, "shape", None)
+        own = slice(None) if self.is_shared else slice(1, None)
+        inside = "?" if shape is None else f"{self.array.dtype}{list(shape[own])}"
         return f"PerReplica({self.num_active} x {inside})"
 
     def _explain(self, use: str) -> str:
@@ -160,25 +185,31 @@ class PerReplica(NDArrayOperatorsMixin):
             raise AttributeError(f"PerReplica has no attribute {name!r}")
         raise AttributeError(self._explain(f"was asked for `{name}`"))
 
-    def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, bool, bool]]:
-        """Flattens into the stacked array."""
-        return (self.stacked,), (
-            self.active_replicas,
-            self.is_shared,
-            self.has_own_data,
-        )
+    def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, int | None, bool]]:
+        """Flattens into the array."""
+        return (self.array,), (self.active_replicas, self.shared_by, self.has_own_data)
 
     @classmethod
     def tree_unflatten(
-        cls, attributes: tuple[Active, bool, bool], children: tuple[Any]
+        cls, attributes: tuple[Active, int | None, bool], children: tuple[Any]
     ) -> "PerReplica":
-        """Builds a value from the stacked array."""
+        """Builds a value from the array."""
         return cls(children[0], *attributes)
 
 
 # To functions for nests, `jax.tree.map` hands the array that is inside, as if it were
 # the same on all replicas.
 _owners: weakref.WeakValueDictionary[int, PerReplica] = weakref.WeakValueDictionary()
+
+
+def _copies(array: jax.Array) -> dict[int, jax.Array]:
+    """Returns the copies of an array on a mesh in this process, by replica."""
+    if not isinstance(array.sharding, NamedSharding):
+        return {}
+    devices = list(np.ravel(array.sharding.mesh.devices))
+    return {
+        devices.index(shard.device): shard.data for shard in array.addressable_shards
+    }
 
 
 def count_active(active: Active) -> int:
@@ -192,9 +223,9 @@ def list_active(active: Active) -> Sequence[int]:
 
 
 def is_inside(leaf: Any) -> bool:
-    """Returns whether `leaf` is the stacked array of a `PerReplica` that is in use."""
+    """Returns whether `leaf` is the array inside a `PerReplica` that is in use."""
     owner = _owners.get(id(leaf)) if isinstance(leaf, jax.Array) else None
-    return owner is not None and owner.stacked is leaf
+    return owner is not None and owner.array is leaf
 
 
 def is_per_replica(value: Any) -> bool:

@@ -25,13 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from armillary.distribute._collectives import ReplicaContext, varies
+from armillary.distribute._collectives import ReplicaContext
+from armillary.distribute._retype import AXIS_NAME, cast, varies
 from armillary.state import Role, Slot, State
 
 if TYPE_CHECKING:
     from flax import nnx
 
-AXIS_NAME = "replica"
 ON_READ_SCOPE = "armillary_on_read"
 
 
@@ -218,8 +218,8 @@ def leave(
     entered: jax.Array,
     after: jax.Array,
     context: ReplicaContext,
-) -> jax.Array | None:
-    """Returns what a slot holds when the step ends, equal on all replicas.
+) -> jax.Array:
+    """Returns what a slot holds when the step ends.
 
     Args:
         policy: The slot's policy.
@@ -229,13 +229,13 @@ def leave(
         context: The replica, for its number and for which replicas hold data.
 
     Returns:
-        The new value, or `None` if the step left values that differ and the policy
-        says nothing about it.
+        The new value. It differs between replicas if the slot is mirrored and the step
+        left it so.
     """
     if policy is Policy.RANDOM:
         return before if after is entered else _key_of_first(after)
     if policy is Policy.MIRRORED:
-        return None if varies(after, AXIS_NAME) else after
+        return after
     return combine(policy, after, context, idle=entered)
 
 
@@ -253,10 +253,10 @@ def combine(
         context: The replica.
         idle: What a replica without data adds to a sum; nothing by default.
     """
-    if not varies(value, AXIS_NAME):
+    if not varies(value):
         if policy is not Policy.SUM:
             return value
-        value = jax.lax.pcast(value, AXIS_NAME, to="varying")
+        value = cast(value)
     with jax.named_scope(ON_READ_SCOPE):
         if policy is Policy.FIRST_REPLICA:
             return _sum(_masked(context.is_first(), value))
@@ -312,7 +312,7 @@ def _key_of_first(value: jax.Array) -> jax.Array:
 
     A key that the step split and assigned differs between replicas.
     """
-    if not varies(value, AXIS_NAME):
+    if not varies(value):
         return value
     data = jax.random.key_data(_as_keys(value))
     with jax.named_scope(ON_READ_SCOPE):
