@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from armillary.data import Active
@@ -206,7 +206,9 @@ def _copies(array: jax.Array) -> dict[int, jax.Array]:
     """Returns the copies of an array on a mesh in this process, by replica."""
     if not isinstance(array.sharding, NamedSharding):
         return {}
-    devices = list(np.ravel(array.sharding.mesh.devices))
+    mesh = array.sharding.mesh
+    assert isinstance(mesh, Mesh)
+    devices = list(mesh.devices.flat)
     return {
         devices.index(shard.device): shard.data for shard in array.addressable_shards
     }

@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -160,6 +161,14 @@ UNDISTRIBUTED = (
     "same arrays. Pass batches of `strategy.distribute_dataset(...)`, of which each "
     "replica gets its share; if the same is meant, use the value as it is."
 )
+
+
+def test_a_psum_of_what_a_batch_for_all_gives_says_so(make_mirrored):
+    strategy = make_mirrored(2)
+    with pytest.raises(
+        DoubleReductionError, match=r"No argument of `strategy\.run` is"
+    ):
+        strategy.run(lambda x: jax.lax.psum(x, "replica"), args=(jnp.ones(4),))
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "strategy.reduce"])
