@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from armillary._checks import (
+    answers_old_names,
     check_callable,
     check_not_negative,
     check_num_steps,
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from armillary.distribute import Strategy
 
 
+@answers_old_names(
+    enable_async_checkpointing="Leave it out: every save goes on in the background."
+)
 class Controller:
     """Runs the outer loop around a trainer and an evaluator.
 

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from armillary._logging import logger
 from armillary._typing import PyTree
@@ -64,8 +65,8 @@ def function(
     array is not a variable: hold it as an attribute.
 
     Args:
-        fn: The function. Called inside a step that is already compiled, it is part of
-            that step.
+        fn: The function. Called inside a step that is already compiled, or with a
+            module inside `nnx.grad`, it is part of that.
         strategy: Where state lives; by default the strategy in effect when called,
             else the one that the function reaches.
 
@@ -116,6 +117,9 @@ class Function:
         program = self._programs.get(key)
         if program is None or not program.is_current():
             state = State([(self._fn, ""), *((leaf, "") for leaf in _objects(leaves))])
+            if any(isinstance(leaf, Tracer) for leaf in state.read()):
+                # A transformation of NNX has lifted what the arguments hold already.
+                return self._body(*args, **kwargs)
             last = program
             program = _Program(self._fn, self._body, state, strategy, leaves, treedef)
             if last is not None:

@@ -26,9 +26,10 @@ from armillary.distribute._values import PerReplica, is_per_replica
 from armillary.distribute._variables import (
     enter,
     leave,
-    policy_of,
+    policies_of,
 )
 from armillary.distribute._varying import corrected_types
+from armillary.distribute._writes import aggregated_writes
 from armillary.errors import (
     BatchSizeError,
 )
@@ -58,7 +59,7 @@ def run_in_replicas(
         state: Slots that `fn` may read and write.
 
     Returns:
-        What `fn` returned, each array as a `PerReplica`.
+        What `fn` returned, each array as a `PerReplica` if there are several replicas.
 
     Raises:
         ReplicaMismatchError: If a mirrored slot ends with per-replica values.
@@ -74,14 +75,14 @@ def run_in_replicas(
     ]
     active = _find_active(leaves, strategy.num_replicas_in_sync)
     before = [as_array(leaf) for leaf in state.read()]
-    policies = [policy_of(*pair) for pair in zip(state.owners, before, strict=True)]
+    policies = policies_of(state, before)
     changed: list[int] = []
     outputs: list[Any] = []
 
     def replica_fn(
         slots: list[Any], split: list[Any], whole: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        context = ReplicaContext(strategy, AXIS_NAME, active)
+        context = ReplicaContext(strategy, AXIS_NAME, active, any(is_split))
         start = [enter(*pair) for pair in zip(policies, slots, strict=True)]
         rows, wholes = iter(split), iter(whole)
         call_args, call_kwargs = treedef.unflatten(
@@ -89,7 +90,8 @@ def run_in_replicas(
             for leaf, is_cut, is_one in zip(leaves, is_split, is_whole, strict=True)
         )
         with state.swapped(start), entered(strategy, context), corrected_types():
-            result = fn(*call_args, **call_kwargs)
+            with aggregated_writes(state, context):
+                result = fn(*call_args, **call_kwargs)
             after = state.collect(start, getattr(fn, "__name__", "the step"))
         changed[:] = [
             i for i, (a, b) in enumerate(zip(start, after, strict=True)) if a is not b
@@ -133,14 +135,19 @@ def run_in_replicas(
     state.write(after)
     result_tree, values, own, shared = outputs
     rows, wholes = iter(stacked), iter(equal)
-    return result_tree.unflatten(
-        PerReplica(next(rows), active)
-        if is_own
-        else PerReplica(next(wholes), active, shared_by=strategy.num_replicas_in_sync)
-        if is_shared
-        else value
-        for value, is_own, is_shared in zip(values, own, shared, strict=True)
-    )
+    num_replicas = strategy.num_replicas_in_sync
+
+    def wrap(value: Any, is_own: bool, is_shared: bool) -> Any:
+        if not (is_own or is_shared):
+            return value
+        array = next(rows if is_own else wholes)
+        if num_replicas == 1:
+            return array[0] if is_own else array
+        return PerReplica(
+            array, active, None if is_own else num_replicas, any(is_split)
+        )
+
+    return result_tree.unflatten(map(wrap, values, own, shared))
 
 
 def _is_argument(value: Any) -> bool:

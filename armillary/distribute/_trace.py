@@ -17,6 +17,7 @@ from jax.extend import core
 
 from armillary._typing import PyTree
 from armillary.distribute._context import lifted
+from armillary.distribute._legacy_keys import check_keys
 from armillary.distribute._proof import prove, proved_later
 from armillary.distribute._value_errors import add_value_note
 from armillary.state import State, check_captured, write_error
@@ -107,6 +108,7 @@ def trace_step(
         StateStructureError: If it changes the structure of a slot.
         DoubleReductionError: If it sums over replicas twice.
         ReplicaMismatchError: If replicas may take different ways to a collective.
+        ValueError: If replicas draw the same numbers from a `jax.random.PRNGKey`.
     """
     name = getattr(user_fn, "__name__", "the step")
     changed: list[int] = []
@@ -131,6 +133,7 @@ def trace_step(
         traced = jax.jit(pure).trace(list(slot_types), arguments)
     check_captured(traced.jaxpr, state, user_fn, owner)
     prove(traced.jaxpr, len(state.paths))
+    check_keys(traced.jaxpr, state)
     return TracedStep(traced.jaxpr, tuple(changed), *results)
 
 
