@@ -330,7 +330,7 @@ def test_a_batch_that_replicas_cannot_share_is_an_error():
     with pytest.raises(
         BatchSizeError,
         match=r"10 examples, which 4 replicas cannot share equally \(10 % 4 = 2\)"
-        r'.*such as `8` or `12`, or `InputOptions\(remainder="drop"\)`',
+        r'.*such as `8` or `12`, or `InputOptions\(remainder="exact"\)`',
     ):
         trainer.train(1)
 
@@ -368,8 +368,10 @@ def test_a_smaller_last_batch_that_divides_runs():
     assert trainer.data_exhausted
 
 
-@pytest.mark.parametrize(("remainder", "count"), [("drop", 16), ("pad", 22)])
-def test_a_remainder_is_dropped_or_padded(remainder, count):
+@pytest.mark.parametrize(
+    ("remainder", "count"), [("drop", 16), ("pad", 22), ("exact", 22)]
+)
+def test_a_remainder_is_dropped_or_padded_or_run_on_fewer_replicas(remainder, count):
     strategy = make_strategy(4)
     dataset = armillary.make_distributed_dataset(
         strategy, make_rows(22, 8), input_options=InputOptions(remainder=remainder)

@@ -27,6 +27,12 @@ from armillary.errors import DatasetStateError
 
 _CLOSE_TIMEOUT_SECONDS = 5.0
 _PIPELINES = "pipelines"
+_EXACT_NEEDS_ONE_DATASET = (
+    '`remainder` is "exact", but each process reads data of its own, and rows that '
+    "replicas share anew would have to travel between processes. Distribute one data "
+    "set over all of them (`strategy.distribute_dataset`), or use "
+    '`InputOptions(remainder="drop")` or `InputOptions(remainder="pad")`.'
+)
 
 
 class DistributedDataset:
@@ -114,6 +120,13 @@ class DistributedDataset:
         return self._make_reader(exact=exact, keep_finished=not exact)
 
     def _make_reader(self, *, exact: bool, keep_finished: bool) -> HostReader:
+        """Returns a reader over the next pass, or over what was saved.
+
+        Raises:
+            ValueError: If rows would have to travel between processes.
+        """
+        if self._is_agreed and self.options.remainder == "exact" and not exact:
+            raise ValueError(_EXACT_NEEDS_ONE_DATASET)
         stream, self._waiting = self._waiting, None
         if stream is not None and stream.position.is_exhausted and not keep_finished:
             stream = None
@@ -148,6 +161,7 @@ class DistributedDataset:
             remainder=self.options.remainder,
             exact=exact,
             local=None if layout.peers is None else layout.local_replicas,
+            has_peers=self._is_agreed,
         )
 
     @property
@@ -320,5 +334,5 @@ class DistributedIterator:
 
 def _place(reader: HostReader) -> Iterator[tuple[PyTree, HostBatch]]:
     while (batch := reader.peek()) is not None:
-        placed = reader.rows.place(batch.arrays)
+        placed = reader.place(batch)
         yield placed, next(reader)

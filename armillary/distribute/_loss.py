@@ -10,7 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from armillary.distribute._context import require_replica_context
+from armillary.distribute._context import (
+    get_replica_context,
+    require_replica_context,
+)
+from armillary.distribute._values import count_active
 
 
 def compute_average_loss(
@@ -54,6 +58,8 @@ def compute_average_loss(
         global_batch_size = losses.shape[0] * context.num_active
     else:
         _check_global_batch_size(global_batch_size)
+        if (context := get_replica_context()) is not None:
+            context.was_asked = True  # The divisor is right for any number of them.
     return jnp.sum(losses) / jnp.asarray(global_batch_size, losses.dtype)
 
 
@@ -74,7 +80,8 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     context = require_replica_context(
         "scale_regularization_loss", "divide by `strategy.num_replicas_in_sync` here"
     )
-    return jnp.sum(jnp.asarray(regularization_loss)) / context.num_active
+    # Not `num_active`: this says nothing about the scale of any other loss.
+    return jnp.sum(jnp.asarray(regularization_loss)) / count_active(context.active)
 
 
 def _weights(sample_weight: Any, losses: jax.Array) -> jax.Array:

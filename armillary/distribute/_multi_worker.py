@@ -21,6 +21,7 @@ from armillary.data import (
     InputOptions,
     as_source,
 )
+from armillary.data._layout import hosted_replicas
 from armillary.distribute._layouts import ProcessLayout
 from armillary.distribute._mirrored import MirroredStrategy
 from armillary.distribute._same_values import check_same_data
@@ -190,7 +191,10 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         return _map_global(collect, value)
 
     def _take_local(self, leaf: PerReplica) -> PerReplica:
-        local = self.layout.local_replicas
+        count = len(leaf.stacked)
+        local = hosted_replicas(
+            self.layout.local_replicas, self.num_replicas_in_sync, count
+        )
         rows = {
             shard.index[0].start or 0: shard.data
             for shard in leaf.stacked.addressable_shards

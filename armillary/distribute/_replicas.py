@@ -8,6 +8,7 @@ all.
 """
 
 from collections.abc import Callable
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -25,6 +26,7 @@ from armillary.distribute._collectives import (
 )
 from armillary.distribute._context import entered
 from armillary.distribute._loop_carries import cast_loop_carries
+from armillary.distribute._narrow import check_scale, narrow_mesh, take_first_copy
 from armillary.distribute._values import PerReplica, is_per_replica
 from armillary.distribute._variables import (
     AXIS_NAME,
@@ -77,16 +79,18 @@ def run_in_replicas(
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_argument)
     split = [leaf.stacked for leaf in leaves if is_per_replica(leaf)]
     shared = [leaf for leaf in leaves if _is_array(leaf)]
-    active = _find_active(leaves, strategy.num_replicas_in_sync)
+    active, num_replicas = _find_active(leaves, strategy.num_replicas_in_sync)
+    mesh = narrow_mesh(mesh, num_replicas)
     before = [as_array(leaf) for leaf in state.read()]
     policies = [policy_of(*pair) for pair in zip(state.owners, before, strict=True)]
     changed: list[int] = []
     outputs: list[Any] = []
+    name = getattr(fn, "__name__", "the step")
 
     def replica_fn(
         slots: list[Any], split: list[Any], shared: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        context = ReplicaContext(strategy, AXIS_NAME, active)
+        context = ReplicaContext(strategy, AXIS_NAME, active, num_replicas)
         start = [enter(*pair) for pair in zip(policies, slots, strict=True)]
         rows, arrays = iter(split), iter(shared)
         call_args, call_kwargs = treedef.unflatten(
@@ -99,7 +103,8 @@ def run_in_replicas(
         )
         with state.swapped(start), entered(strategy, context), cast_loop_carries():
             result = fn(*call_args, **call_kwargs)
-            after = state.collect(start, getattr(fn, "__name__", "the step"))
+            was_asked = context.was_asked
+            after = state.collect(start, name)
         changed[:] = [
             i for i, (a, b) in enumerate(zip(start, after, strict=True)) if a is not b
         ]
@@ -118,11 +123,16 @@ def run_in_replicas(
             for value, array in zip(values, is_array, strict=True)
         ]
         outputs[:] = [result_tree, values, is_array, is_shared]
-        return final, [
-            jax.numpy.asarray(value)[None]
-            for value, array in zip(values, is_array, strict=True)
-            if array
-        ]
+        if num_replicas < strategy.num_replicas_in_sync and not was_asked:
+            mirrored = [
+                value
+                for i, value in zip(changed, final, strict=True)
+                if policies[i] is Policy.MIRRORED
+            ]
+            check_scale(name, context, mirrored + list(compress(values, is_shared)))
+        arrays = [jax.numpy.asarray(value) for value in compress(values, is_array)]
+        final, arrays = take_first_copy(mesh, (final, arrays))
+        return final, [array[None] for array in arrays]
 
     mapped = jax.shard_map(
         replica_fn,
@@ -225,17 +235,26 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def _find_active(leaves: list[Any], num_replicas: int) -> Active:
-    counts = {leaf.active_replicas for leaf in leaves if is_per_replica(leaf)}
+def _find_active(leaves: list[Any], num_replicas: int) -> tuple[Active, int]:
+    """Returns which replicas hold data, and how many run the step.
+
+    Raises:
+        BatchSizeError: If that differs between the leaves.
+    """
+    counts = {
+        (leaf.active_replicas, len(leaf.stacked))
+        for leaf in leaves
+        if is_per_replica(leaf)
+    }
     if len(counts) > 1:
-        shown = sorted(counts, key=str)
+        shown = sorted((active for active, _ in counts), key=str)
         raise BatchSizeError(
             f"`args` of `strategy.run` hold data for {shown} replicas, but "
             "all arguments of one call must have data on the same replicas. Give the "
             "data sets the same number of examples, or set "
             '`InputOptions(remainder="drop")` on each.'
         )
-    return counts.pop() if counts else num_replicas
+    return counts.pop() if counts else (num_replicas, num_replicas)
 
 
 def _mismatch_message(state: State, policies: list[Policy], bad: list[int]) -> str:

@@ -375,7 +375,7 @@ class Loop:
         if any(batch is None for batch in first):
             return None
         pairs = zip(self._readers, first, strict=True)
-        batches = [reader.types(b.arrays) for reader, b in pairs if b is not None]
+        batches = [reader.types(batch) for reader, batch in pairs if batch is not None]
         active = tuple(batch.num_active for batch in first if batch is not None)
         trace = self._tracer.trace(batches, active, self._layouts)
         self._batches_per_step = trace.batches_per_step

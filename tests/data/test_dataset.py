@@ -408,7 +408,7 @@ def test_batches_can_live_on_devices():
     class DeviceLayout:
         num_replicas, stacked, peers = 2, True, None
 
-        def place(self, arrays, leading_axes=0):
+        def place(self, arrays, leading_axes=0, num_replicas=None):
             return jax.tree.map(jax.device_put, arrays)
 
         def wrap(self, arrays, num_active):
