@@ -369,14 +369,17 @@ def test_a_smaller_last_batch_that_divides_runs():
 
 
 @pytest.mark.parametrize(
-    ("remainder", "count"), [("drop", 16), ("pad", 22), ("exact", 22)]
+    ("remainder", "count", "is_compiled"),
+    [("drop", 16, True), ("pad", 22, True), ("exact", 22, True), ("exact", 22, False)],
 )
-def test_a_remainder_is_dropped_or_padded_or_run_on_fewer_replicas(remainder, count):
+def test_a_remainder_is_dropped_or_padded_or_run_on_fewer_replicas(
+    remainder, count, is_compiled
+):
     strategy = make_strategy(4)
     dataset = armillary.make_distributed_dataset(
         strategy, make_rows(22, 8), input_options=InputOptions(remainder=remainder)
     )
-    trainer = Rows(strategy, dataset)
+    trainer = Rows(strategy, dataset, compile_step=is_compiled)
 
     assert trainer.train(10) == {"sum": sum(range(count)), "count": count}
 
