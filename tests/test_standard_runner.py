@@ -130,6 +130,20 @@ def test_a_step_may_take_a_nest_of_datasets(kind):
     assert trainer.sums == (112 + 234 + 356, 3)
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_dictionary_of_lists_of_batches_is_a_nest(is_compiled):
+    class Nest(Trainer):
+        def take(self, iterator):
+            return iterator["a"].get_next()[0] + next(iterator["b"])[0]
+
+    batches = [np.asarray([float(i)]) for i in range(4)]
+    trainer = Nest({"a": batches, "b": batches[1:]}, Options(compile_step=is_compiled))
+
+    trainer.train(4)
+
+    assert trainer.sums == (0 + 1 + 1 + 2 + 2 + 3, 3)
+
+
 def test_the_shortest_dataset_ends_training():
     class Both(Trainer):
         def take(self, iterator):

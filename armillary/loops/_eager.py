@@ -34,6 +34,8 @@ class EagerIterator:
         arrays = self._reader.place(self.taken)
         return self._reader.layout.wrap(arrays, self.taken.num_active)
 
+    get_next = __next__
+
     def commit(self) -> None:
         """Marks what was taken as used."""
         if self.taken is not None:
