@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
 from armillary._typing import PyTree
-from armillary.distribute._variables import AXIS_NAME
+from armillary.distribute._retype import AXIS_NAME
 from armillary.errors import BatchSizeError
 
 if TYPE_CHECKING:
