@@ -167,6 +167,26 @@ def test_gradients_that_a_step_returns_are_looked_at_too(strategy):
         strategy.run(step_fn, args=(jnp.asarray(1.0), uneven(strategy)))
 
 
+def test_state_that_goes_in_and_comes_out_is_trained_as_on_one_replica(strategy):
+    batches = [np.arange(size, dtype=np.float32) for size in (8, 6, 8, 5)]
+
+    def step_fn(w, x):
+        def loss_fn(w):
+            return armillary.compute_average_loss((x - w) ** 2)
+
+        return w - 0.25 * jax.grad(loss_fn)(w)
+
+    w, expected = jnp.asarray(1.0), 1.0
+    exact = InputOptions(remainder="exact")
+    for batch, rows in zip(
+        strategy.distribute_dataset(batches, exact), batches, strict=True
+    ):
+        w = strategy.run(step_fn, args=(w, batch))
+        expected = expected + 0.5 * (rows - expected).mean()
+
+    np.testing.assert_allclose(strategy.reduce("mean", w), expected, rtol=1e-6)
+
+
 def test_a_step_without_gradients_needs_not_ask(strategy):
     metric, count = nnx.metrics.Average(), nnx.Variable(jnp.asarray(0))
 
