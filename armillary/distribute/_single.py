@@ -45,7 +45,7 @@ class _SingleStrategy(Strategy):
     ) -> PyTree:
         if state is not None:
             check_annotations(state)
-        context = ReplicaContext(self, None, num_active=1)
+        context = ReplicaContext(self, None, active=1)
         place = nullcontext if self._device is None else jax.default_device
         with entered(self, context), place(self._device):
             return fn(*args, **kwargs)
@@ -97,4 +97,4 @@ class OneDeviceStrategy(_SingleStrategy):
 
 
 _default = DefaultStrategy()
-set_default(_default, ReplicaContext(_default, None, num_active=1))
+set_default(_default, ReplicaContext(_default, None, active=1))

@@ -28,6 +28,7 @@ from armillary.data import (
 from armillary.distribute._collectives import double_reduction_message
 from armillary.distribute._context import (
     Scope,
+    get_running_context,
     lifted_state,
     merging_replica,
     require_cross_replica_context,
@@ -70,8 +71,13 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many copies of the step run together; divides a global batch."""
-        return self._num_replicas
+        """How many copies of the step run together; divides a global batch.
+
+        Inside `run` it is how many run this call: fewer for an uneven batch of a
+        dataset with `InputOptions(remainder="exact")`.
+        """
+        context = get_running_context(self)
+        return self._num_replicas if context is None else context.num_replicas_in_sync
 
     @property
     def mesh(self) -> Mesh | None:
