@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from armillary._checks import check_num_steps, check_one_of, check_positive_int
 from armillary._runner import AbstractEvaluator, AbstractTrainer
+from armillary._traceback import hides_frames
 from armillary._typing import Output, PyTree
 from armillary.distribute import Strategy, get_strategy, has_strategy
 from armillary.loops import Loop, LoopCheck, LoopOptions
@@ -231,6 +232,7 @@ class StandardTrainer(_Runner, AbstractTrainer):
         """
         return None
 
+    @hides_frames
     def train(self, num_steps: int) -> Output:
         """Runs `num_steps` steps, or fewer if the data ends before.
 
@@ -380,6 +382,7 @@ class StandardEvaluator(_Runner, AbstractEvaluator):
         del state
         return None
 
+    @hides_frames
     def evaluate(self, num_steps: int) -> Output:
         """Runs `num_steps` batches through `eval_step`, or all there are.
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from armillary._logging import logger
+from armillary._traceback import hides_frames
 from armillary._typing import PyTree
 from armillary.distribute._context import get_strategy, lifted_state
 from armillary.distribute._interrupts import uninterrupted
@@ -75,6 +76,7 @@ def function(
         return functools.partial(function, strategy=strategy)
     compiled = Function(fn, strategy)
 
+    @hides_frames
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         return compiled(*args, **kwargs)
