@@ -83,6 +83,7 @@ class Loop:
 
     Attributes:
         is_cut_off: Whether the last `iterate` ended before it was done.
+        num_iterated: How many steps it ran.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Loop:
         self._chunk: Chunk | None = None
         self._offset = 0
         self._is_closed = False
-        self.is_cut_off = False
+        self.is_cut_off, self.num_iterated = False, 0
         self._is_read_cut_off = False
         self._steps_per_chunk = options.steps_per_chunk
         self._watch = LoopWatch(
@@ -190,8 +191,9 @@ class Loop:
         The first pieces of a batch that runs as several smaller steps do not count.
         """
         self._set_chunk_size(num_steps)
-        self.is_cut_off = True
-        for _, results in self._run(num_steps):
+        self.is_cut_off, self.num_iterated = True, 0
+        for num_done, results in self._run(num_steps):
+            self.num_iterated += num_done
             yield from results
         self.is_cut_off = False
 
