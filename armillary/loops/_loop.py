@@ -36,6 +36,7 @@ from armillary.loops._data_wait import reading, waiting_for_data
 from armillary.loops._eager import run_eagerly
 from armillary.loops._loop_check import LoopCheck
 from armillary.loops._loop_watch import LoopWatch
+from armillary.loops._origin import find_origin
 from armillary.loops._program import Program, has_slow_loop
 from armillary.loops._tracer import StepTracer, owner_of
 from armillary.state import State
@@ -183,7 +184,7 @@ class Loop:
 
     def check(self) -> LoopCheck | None:
         """Returns what the last `run` has yet to tell, if it was watched over."""
-        return self._watch.check(self._rewind)
+        return self._watch.check(self._rewind, self._find_origin)
 
     def iterate(self, num_steps: int) -> Iterator[PyTree]:
         """Yields what each step returned; -1 runs until the data ends.
@@ -306,6 +307,34 @@ class Loop:
         else:
             for reader in self._readers:
                 reader.rewind()
+
+    def _find_origin(self, bad: Sequence[int]) -> str | None:
+        """Returns where the next step gets its bad values from, if that can be told."""
+        can_repeat = all(source.is_repositionable for source in self._sources)
+        is_next = self.options.on_non_finite == "raise" and can_repeat
+        if not is_next or not self.options.compile_step or self._strategy.peers:
+            return None
+        try:
+            return self._repeat_step(bad)
+        except Exception as error:
+            # It helps with an error that must not be lost to another one.
+            logger.warning("The bad step could not be repeated: %r", error)
+            return None
+
+    def _repeat_step(self, bad: Sequence[int]) -> str | None:
+        chunk, placement = self._next_chunk(), self._tracer.placement
+        if chunk is None or placement is None:
+            return None
+        program, step = self._program(chunk)
+        slots = placement.join(step.changed, *placement.place(step.changed))
+        batches = program.batches(chunk.inputs, self._offset)
+        paths = [
+            jax.tree_util.keystr(path[1:], simple=True, separator="/") or "values"
+            for count, types in zip(self._batches_per_step, chunk.types, strict=True)
+            for path, _ in jax.tree_util.tree_leaves_with_path([types] * count)
+        ]
+        self._strategy.dispatch.wait()
+        return find_origin(step, slots, batches, paths, bad)
 
     def _count(self, chunk: Chunk, most: int, remaining: int) -> tuple[int, int]:
         """Returns steps to run of a chunk, and how many of them end a batch."""
