@@ -119,17 +119,21 @@ class LoopReport:
             expected = min(max(self.step, reached), expected)
         if reached == expected:
             return
-        reason = "it must" if num_run == self._num_steps else "its data ended, and it must"
-        early = (
-            ""
-            if self._num_run is not None
-            else "; a trainer whose data ended early must set `self.data_exhausted = True`"
+        reason = "it must"
+        if num_run < self._num_steps:
+            reason = "its data ended, and it must"
+        fix = (
+            "Pass what every step advances by one, such as `global_step=optimizer.step`"
         )
+        if self._num_run is None:
+            fix += (
+                "; a trainer whose data ended early must set `self.data_exhausted = "
+                "True`"
+            )
         raise GlobalStepError(
             f"`trainer.train({self._num_steps})` advanced `global_step` from "
             f"{self.step} to {reached}, but {reason} advance it by {num_run}, to "
-            f"{expected}. Pass what every step advances by one, such as "
-            f"`global_step=optimizer.step`{early}."
+            f"{expected}. {fix}."
         )
 
 

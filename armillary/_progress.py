@@ -57,11 +57,10 @@ def find_non_finite(output: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             inner = find_non_finite(value)
             found |= {f"{name}/{path}": item for path, item in inner.items()}
-        elif isinstance(value, float) or jnp.issubdtype(
-            getattr(value, "dtype", object), jnp.floating
-        ):
-            if np.ndim(value) == 0 and not np.isfinite(float(value)):
-                found[str(name)] = value
+            continue
+        is_float = jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.floating)
+        if is_float and np.ndim(value) == 0 and not np.isfinite(float(value)):
+            found[str(name)] = value
     return found
 
 

@@ -6,6 +6,7 @@ shows the user's lines. `JAX_TRACEBACK_FILTERING=off`, which keeps the frames of
 keeps these as well.
 """
 
+import contextlib
 import functools
 import linecache
 import os
@@ -86,4 +87,6 @@ def _entries(trace: types.TracebackType | None) -> Iterator[types.TracebackType]
 
 
 def _is_own(entry: types.TracebackType) -> bool:
-    return entry.tb_frame.f_code.co_filename.startswith(_PACKAGE)
+    file = entry.tb_frame.f_code.co_filename
+    # Through `contextlib` run the context managers of this package.
+    return file.startswith(_PACKAGE) or file == contextlib.__file__

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
-from armillary._loop_report import LoopReport, can_wait, start_loop
 from armillary._logging import logger
+from armillary._loop_report import LoopReport, can_wait, start_loop
 from armillary._progress import find_non_finite, format_output, log_line
 from armillary._typing import Action
 from armillary.goodput import Category, Recorder

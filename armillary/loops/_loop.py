@@ -38,6 +38,7 @@ from armillary.loops._loop_check import LoopCheck
 from armillary.loops._loop_watch import LoopWatch
 from armillary.loops._origin import find_origin
 from armillary.loops._program import Program, has_slow_loop
+from armillary.loops._step_writes import check_writes
 from armillary.loops._tracer import StepTracer, owner_of
 from armillary.state import State
 
@@ -439,6 +440,8 @@ class Loop:
             check_same_program(self._strategy.peers, self._name, trace.step.program)
         placement, state = self._tracer.placement, self._tracer.state
         assert placement is not None and state is not None
+        if not self._programs:
+            check_writes(self._name, state, trace.step.changed)
         is_slow = has_slow_loop(trace.step.program, _platform(self._strategy))
         if is_slow and self.options.compile_loop and not self._programs:
             logger.info(

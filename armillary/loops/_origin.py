@@ -145,7 +145,9 @@ class _Probe:
             pairs = zip(arrays, operands, strict=True)
             inputs = [_Value(array, operand.node) for array, operand in pairs]
             results[:] = self._interpret(params["jaxpr"], inputs, inner, path)
-            return [r.array for r in results], jnp.array(list(inner.values()), bool)[None]
+            return [r.array for r in results], jnp.array(list(inner.values()), bool)[
+                None
+            ]
 
         arrays, on_replicas = jax.shard_map(
             body,

@@ -71,7 +71,9 @@ def in_a_program(batch, scale):
 
 
 def train(use, *args, **options):
-    with pytest.raises(NonFiniteError, match=r"(?s)(total|scale): .*The state is") as caught:
+    with pytest.raises(
+        NonFiniteError, match=r"(?s)(total|scale): .*The state is"
+    ) as caught:
         Trainer(use, *args, **options).train(2)
     return str(caught.value)
 
