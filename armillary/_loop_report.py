@@ -130,10 +130,17 @@ class LoopReport:
                 "; a trainer whose data ended early must set `self.data_exhausted = "
                 "True`"
             )
+        early = ""
+        if self._num_run is None:
+            early = (
+                "; a trainer whose data ended early must set `self.data_exhausted = "
+                "True`"
+            )
         raise GlobalStepError(
             f"`trainer.train({self._num_steps})` advanced `global_step` from "
             f"{self.step} to {reached}, but {reason} advance it by {num_run}, to "
-            f"{expected}. {fix}."
+            f"{expected}. Pass what every step advances by one, such as "
+            f"`global_step=optimizer.step`{early}."
         )
 
 

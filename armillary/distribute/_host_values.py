@@ -23,7 +23,7 @@ import numpy as np
 
 from armillary._logging import logger
 from armillary.errors import CapturedStateError
-from armillary.state import captured, is_claimed
+from armillary.state import captured
 
 _TIMES = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic")
 _NOT_DRAWN = ("seed", "getstate", "setstate", "get_state", "set_state", "default_rng")
@@ -36,6 +36,7 @@ _GUARDED: list[tuple[types.ModuleType, str]] = [
         if name.islower() and name not in _NOT_DRAWN
     ),
 ]
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 _LIBRARIES = (
     sysconfig.get_path("stdlib"),
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
@@ -130,26 +131,21 @@ def _find_generators(fn: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """Yields the generators that a function, or one that it calls, knows by name."""
     seen.add(id(fn))
     for name, value in captured(fn):
-        if isinstance(value, np.random.Generator | np.random.RandomState) or isinstance(
-            value, random.Random
-        ):
+        if isinstance(value, _GENERATORS):
             yield name, value
         elif isinstance(value, types.FunctionType) and id(value) not in seen:
             yield from _find_generators(value, seen)
-        elif name == "self" and is_claimed(value):
-            held = getattr(value, "__dict__", {}).items()
+        elif name == "self":
+            held = getattr(value, "__dict__", {})
             yield from (
                 (f"self.{key}", item)
-                for key, item in held
-                if isinstance(item, np.random.Generator | np.random.RandomState)
+                for key, item in held.items()
+                if isinstance(item, _GENERATORS)
             )
-            for kind in type(value).__mro__:
-                for method in vars(kind).values():
-                    if (
-                        isinstance(method, types.FunctionType)
-                        and id(method) not in seen
-                    ):
-                        yield from _find_generators(method, seen)
+            for holder in (held, *map(vars, type(value).__mro__)):
+                for item in list(holder.values()):
+                    if isinstance(item, types.FunctionType) and id(item) not in seen:
+                        yield from _find_generators(item, seen)
 
 
 def _state_of(generator: Any) -> str:

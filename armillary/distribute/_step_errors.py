@@ -89,10 +89,11 @@ def _optimizer_note(error: Exception) -> str | None:
             continue
         held = _shapes(optimizer.opt_state)
         changes = [
-            f"  {path[1:].removesuffix('/value')}: shape {held_shape} in the optimizer, {shape} in the gradient"
+            f"  {path[1:].removesuffix('/value')}: shape {there} in the optimizer, "
+            f"{shape} in the gradient"
             for path, shape in _shapes(frame.f_locals.get("grads")).items()
-            for held_shape in sorted({s for p, s in held.items() if p.endswith(path)})
-            if held_shape != shape
+            for there in sorted({s for p, s in held.items() if p.endswith(path)})
+            if there != shape
         ]
         if changes:
             return (

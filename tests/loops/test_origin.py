@@ -160,9 +160,9 @@ def test_the_search_leaves_state_and_data_as_they_were():
 
 HOW_TO_FIND = (
     "The state is as it was before that step. To find the operation, begin the program "
-    'with `jax.config.update("jax_debug_nans", True)` (`jax_debug_infs` for infinities) '
-    "and run the step with `StandardTrainerOptions(compile_step=False)` on one device. "
-    "Lower the learning "
+    'with `jax.config.update("jax_debug_nans", True)` (`jax_debug_infs` for '
+    "infinities) and run the step with `StandardTrainerOptions(compile_step=False)` on "
+    "one device. Lower the learning "
 )
 
 
