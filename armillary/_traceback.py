@@ -15,16 +15,12 @@ from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 import jax
-from jax.extend import source_info_util
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _SWITCH = "JAX_TRACEBACK_FILTERING"
 _NOTE = f"Armillary has left its own frames out. Set {_SWITCH}=off to see them."
-
-# The line that JAX names for an operation is never one of the library.
-source_info_util.register_exclusion(_PACKAGE)
 
 
 def hides_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:

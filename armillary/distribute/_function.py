@@ -24,6 +24,7 @@ from armillary.distribute._placement import Placement
 from armillary.distribute._same_program import check_same_program
 from armillary.distribute._strategy import Strategy
 from armillary.distribute._trace import TracedStep, trace_step
+from armillary.distribute._varying import corrected_types
 from armillary.state import State, captured, is_claimed
 
 _P = ParamSpec("_P")
@@ -227,7 +228,8 @@ class _Program:
         check_no_trace(self._fn, self._state)
         donated, others = self._placement.place(self._step.changed)
         self._strategy.dispatch.wait()
-        with uninterrupted():
+        # JAX traces some operations while it compiles.
+        with uninterrupted(), corrected_types():
             values, results, token = self._compiled(donated, others, arrays)
             self._placement.update(values)
             self._strategy.dispatch.started(token)

@@ -19,7 +19,7 @@ from armillary._typing import PyTree
 from armillary.distribute._context import lifted
 from armillary.distribute._host_values import guarded_host_values
 from armillary.distribute._outside_traces import check_nothing_left, is_in_trace
-from armillary.distribute._replicas import check_branches_agree, check_reduced_once
+from armillary.distribute._proof import prove, proved_later
 from armillary.distribute._step_errors import add_notes
 from armillary.errors import ArmillaryError
 from armillary.state import State, check_captured, write_error
@@ -134,13 +134,13 @@ def trace_step(
     with (
         explained(user_fn, state, owner, arguments),
         guarded_host_values(user_fn, owner),
+        proved_later(),
     ):
         traced = jax.jit(pure).trace(list(slot_types), arguments)
     if not is_in_trace():
         check_nothing_left(user_fn, owner)
     check_captured(traced.jaxpr, state, user_fn, owner)
-    check_reduced_once(traced.jaxpr)
-    check_branches_agree(traced.jaxpr)
+    prove(traced.jaxpr, len(state.paths))
     return TracedStep(traced.jaxpr, tuple(changed), *results)
 
 

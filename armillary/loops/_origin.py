@@ -5,22 +5,21 @@ for every value on the way. From an array that it leaves bad, the flags lead bac
 operand by operand, to an operation whose operands are all good, or to the batch.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core, source_info_util
+from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from armillary._jaxpr import source_line
 from armillary.distribute import TracedStep
 from armillary.loops._non_finite import is_bad
 
 # Programs that are part of the one around them.
 _CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint")
-_LIBRARIES = f"{os.sep}site-packages{os.sep}"
 
 
 class _Node(NamedTuple):
@@ -199,15 +198,8 @@ def _describe(made_by: Any) -> str:
     if isinstance(made_by, str):
         return f"They come from the batch, whose `{made_by}` holds such values."
     # What JAX traced once and used again does not know whom it was called by.
-    lines = [
-        line
-        for equation in made_by
-        for line in source_info_util.summarize(equation.source_info, 99).splitlines()
-    ]
-    own = [line for line in lines if _LIBRARIES not in line]
-    where = f", at {own[-1]}" if own else ""
-    if lines and lines[-1] not in own[-1:]:
-        where += f", in {lines[-1]}"
+    lines = [line for line in map(source_line, made_by) if line]
+    where = f", at {lines[-1]}" if lines else ""
     name = made_by[-1].primitive.name
     # JAX fills in NaN there.
     hint = " An index of it lies outside, such as a label that is no class."
