@@ -31,7 +31,7 @@ def hides_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if jax.config.jax_traceback_filtering != "off":
+            if jax.config.values["jax_traceback_filtering"] != "off":
                 _hide(error)
             # Not `raise error`, which would put this frame back.
             raise

@@ -8,7 +8,7 @@ arrays when that is done.
 from collections.abc import Callable
 from typing import Any
 
-import jax
+from jax.core import Tracer
 from jax.extend import core
 
 from armillary.errors import CapturedStateError, ReplicaContextError
@@ -52,7 +52,7 @@ def check_nothing_left(fn: Callable[..., Any], owner: str) -> None:
     left = [
         slot
         for slot in find_reached(fn)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in slot.read())
+        if any(isinstance(leaf, Tracer) for leaf in slot.read())
     ]
     if not left:
         return

@@ -85,9 +85,10 @@ def _optimizer_note(error: Exception) -> str | None:
     """Returns what does not fit, if an optimizer was made for another model."""
     for frame in _frames(error):
         optimizer = frame.f_locals.get("self")
-        if frame.f_code.co_name != "update" or not hasattr(optimizer, "opt_state"):
+        state = getattr(optimizer, "opt_state", None)
+        if frame.f_code.co_name != "update" or state is None:
             continue
-        held = _shapes(optimizer.opt_state)
+        held = _shapes(state)
         changes = [
             f"  {path[1:].removesuffix('/value')}: shape {there} in the optimizer, "
             f"{shape} in the gradient"

@@ -64,7 +64,7 @@ def find_origin(
         flags = np.asarray(jax.jit(probe.run, static_argnums=0)(step, slots, batches))
     is_flagged = dict(zip(probe.flagged, flags, strict=True))
     ends = [probe.outputs[step.changed.index(i)].node for i in bad if i in step.changed]
-    on_the_way = {node for node in ends if is_flagged.get(node)}
+    on_the_way = {node for node in ends if node is not None and is_flagged.get(node)}
     # Operands come before what is made from them, so this ends at the first of all.
     node = None
     while on_the_way:
