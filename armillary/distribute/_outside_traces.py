@@ -5,6 +5,7 @@ that put it there. State that is written under a `jax.jit` of the user would hol
 arrays when that is done.
 """
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ from jax.core import Tracer
 from jax.extend import core
 
 from armillary.errors import CapturedStateError, ReplicaContextError
-from armillary.state import State, find_reached
+from armillary.state import State
+from armillary.state._place import PlaceSlot
 
 _NO_TRACE = core.get_opaque_trace_state(convention="flax")
 
@@ -47,17 +49,22 @@ def check_nothing_left(fn: Callable[..., Any], owner: str) -> None:
 
     Raises:
         CapturedStateError: If a list, dictionary or attribute that the step knows by
-            name holds one; it is taken out of there.
+            name holds one; `None` takes its place.
     """
+    # The step may call other methods, and those may use globals of their own.
+    kinds = type(getattr(fn, "__self__", None)).__mro__
+    methods = [value for kind in kinds for value in vars(kind).values()]
+    python = [value for value in methods if isinstance(value, types.FunctionType)]
     left = [
         slot
-        for slot in find_reached(fn)
+        for slot in State([(function, "") for function in (fn, *python)]).slots
+        if isinstance(slot, PlaceSlot)
         if any(isinstance(leaf, Tracer) for leaf in slot.read())
     ]
     if not left:
         return
-    for slot in reversed(left):
-        slot.remove()
+    for slot in left:
+        slot.put(None)
     name = getattr(fn, "__name__", "the step")
     paths = sorted({slot.path.rpartition("/")[0] or slot.path for slot in left})
     shown = ", ".join(f"`{path}`" for path in paths)

@@ -34,6 +34,7 @@ from armillary.errors import RetraceError
 from armillary.loops._agree import check_same_chunk, check_same_start
 from armillary.loops._data_wait import reading, waiting_for_data
 from armillary.loops._eager import run_eagerly
+from armillary.loops._globals import Globals
 from armillary.loops._loop_check import LoopCheck
 from armillary.loops._loop_watch import LoopWatch
 from armillary.loops._origin import find_origin
@@ -105,6 +106,7 @@ class Loop:
         self._readers = self._open_readers()
         self._prefetch = min(1, *(source.prefetch for source in self._sources))
         self._tracer = StepTracer(owner, step_fn, name, self._nest, strategy)
+        self._globals = Globals(step_fn)
         self._programs: dict[Any, tuple[Program, TracedStep]] = {}
         self._batches_per_step: tuple[int, ...] = ()
         self._chunks: ChunkReader | None = None
@@ -209,6 +211,7 @@ class Loop:
         if not self.options.compile_step:
             yield from self._run_eagerly(num_steps)
             return
+        self._forget_if_changed()
         if self._tracer.find_state():
             self._programs.clear()
         placement, state = self._tracer.placement, self._tracer.state
@@ -220,6 +223,22 @@ class Loop:
             if placement.is_held:
                 with uninterrupted():
                     placement.release()
+
+    def _forget_if_changed(self) -> None:
+        """Traces anew if global values of the step's code have changed."""
+        changes = self._globals.changes()
+        if not changes:
+            return
+        logger.warning(
+            "`%s` is compiled again, because global values that its code names have "
+            "changed (%s). Hold a value that changes often in an array of %s.",
+            self._name,
+            "; ".join(changes),
+            owner_of(self._name),
+        )
+        self._tracer = StepTracer(
+            self._owner, self._step_fn, self._name, self._nest, self._strategy
+        )
 
     def _run_chunks(
         self, num_steps: int, placement: Placement

@@ -12,7 +12,6 @@ from armillary.state._access import Access as Access
 from armillary.state._access import make_picker as make_picker
 from armillary.state._captured import check_captured as check_captured
 from armillary.state._captured import find_constants as find_constants
-from armillary.state._captured import find_reached as find_reached
 from armillary.state._captured import write_error as write_error
 from armillary.state._find import captured as captured
 from armillary.state._find import is_claimed as is_claimed
@@ -39,7 +38,6 @@ __all__ = [
     "check_captured",
     "describe",
     "find_constants",
-    "find_reached",
     "find_slots",
     "has_state",
     "is_claimed",

@@ -17,7 +17,6 @@ from armillary.errors import CapturedStateError
 from armillary.state._find import Search
 from armillary.state._lift import State
 from armillary.state._nnx import NnxSlot, variable_type
-from armillary.state._place import PlaceSlot
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -84,22 +83,9 @@ def _live_variables() -> Iterator["nnx.Variable"]:
             yield value
 
 
-def find_reached(fn: Callable[..., Any]) -> list[PlaceSlot]:
-    """Returns the plain places that a step reaches by the names in its code."""
-    return [s for s in _search(fn).slots if isinstance(s, PlaceSlot)]
-
-
 def _variables_by_name(
     fn: Callable[..., Any],
 ) -> dict[int, tuple[str, "nnx.Variable"]]:
-    return {
-        id(slot.variable): (slot.path, slot.variable)
-        for slot in _search(fn).slots
-        if isinstance(slot, NnxSlot)
-    }
-
-
-def _search(fn: Callable[..., Any]) -> Search:
     search = Search()
     search.visit(fn, "")
     # The step may call other methods, and those may use globals of their own.
@@ -108,7 +94,11 @@ def _search(fn: Callable[..., Any]) -> Search:
         for method in vars(kind).values():
             if isinstance(method, types.FunctionType):
                 search.visit(method, "")
-    return search
+    return {
+        id(slot.variable): (slot.path, slot.variable)
+        for slot in search.slots
+        if isinstance(slot, NnxSlot)
+    }
 
 
 def _message(
