@@ -1,9 +1,7 @@
 """Adds to errors of a user's step what JAX, Flax and Optax cannot know.
 
-`if loss > 0:`, `float(loss)` and `numpy.log(loss)` need the value of a traced array.
-JAX names the function that it traces, which is the library's; the note names the
-user's, and what to do. Others get the shapes of the batch, and an optimizer that was
-made for another model is named.
+That is the shapes of the batch that the step was traced with, and what differs in an
+optimizer that was made for another model.
 """
 
 import types
@@ -15,30 +13,13 @@ from armillary._typing import PyTree
 from armillary.distribute._context import get_strategy
 from armillary.state import describe
 
-_VALUE_ERRORS = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-_COMPILE_STEP = (
-    " On one device, `Standard{}Options(compile_step=False)` runs the step line by "
-    "line, with values."
-)
-_READING = {
-    "the trainer": "hold it in an array of the trainer, made in the constructor, and "
-    "return that from `train_loop_end`." + _COMPILE_STEP.format("Trainer"),
-    "the evaluator": "return it from `eval_step`, for `eval_reduce`."
-    + _COMPILE_STEP.format("Evaluator"),
-    "the function": "return it, and read it after the call.",
-}
 _MOST_ARRAYS = 20
 
 
-def add_notes(
+def add_step_notes(
     error: Exception, step_name: str, owner: str, arguments: tuple[PyTree, ...]
 ) -> None:
-    """Adds a note to what a step raised, if there is something to say.
+    """Adds notes to what a step raised, if there is something to say.
 
     Args:
         error: What the step raised.
@@ -46,14 +27,6 @@ def add_notes(
         owner: What has the step: the trainer, the evaluator or the function.
         arguments: The types of its batches: for each dataset a list.
     """
-    if isinstance(error, _VALUE_ERRORS):
-        error.add_note(
-            f"`{step_name}` uses the value of an array in Python, but in a compiled "
-            "step, and on several replicas, an array has no value for Python. To "
-            "choose by it, use `jnp.where` or `jax.lax.cond`; to print it, use "
-            f"`jax.debug.print`; to read it, {_READING[owner]}"
-        )
-        return
     for note in (_optimizer_note(error), _batch_note(step_name, owner, arguments)):
         if note is not None:
             error.add_note(note)

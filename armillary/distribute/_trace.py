@@ -20,7 +20,8 @@ from armillary.distribute._context import lifted
 from armillary.distribute._host_values import guarded_host_values
 from armillary.distribute._outside_traces import check_nothing_left, is_in_trace
 from armillary.distribute._proof import prove, proved_later
-from armillary.distribute._step_errors import add_notes
+from armillary.distribute._step_errors import add_step_notes
+from armillary.distribute._value_errors import VALUE_ERRORS, add_value_note
 from armillary.errors import ArmillaryError
 from armillary.state import State, check_captured, write_error
 
@@ -165,8 +166,9 @@ def explained(
         yield
     except Exception as error:
         name = getattr(user_fn, "__name__", "the step")
-        if not isinstance(error, ArmillaryError):
-            add_notes(error, name, owner, arguments)
+        add_value_note(error, name, owner)
+        if not isinstance(error, (ArmillaryError, *VALUE_ERRORS)):
+            add_step_notes(error, name, owner, arguments)
         # Not above: to import Flax takes a fifth of the time of this library's import.
         from flax.errors import TraceContextError
 
