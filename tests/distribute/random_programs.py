@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 import armillary
 
 SIZE = 3
+NUMBER = 3
+"""Which of the first values is the number of the replica."""
 UNARY = (
     "tanh",
     "sort",
@@ -180,6 +182,8 @@ def _collect(op, value, context):
 def run_by_hand(program, replicas: list[list[Any]]) -> list[Any]:
     """Runs a program for all replicas; returns the last value of each.
 
+    The first of each one's values is what gradients are taken with respect to.
+
     Raises:
         WouldHangError: If replicas do not agree on the way to a collective.
     """
@@ -204,7 +208,7 @@ def _run_by_hand(op, rest, replicas):
     if op in COLLECTIVE:
         return _collect_by_hand(op, at(rest[0]))
     if op == "number":
-        return [jnp.full(SIZE, i, jnp.float32) for i in range(len(replicas))]
+        return at(NUMBER)
     if op == "cond":
         index, yes, no = rest
         takes = [bool(_is_large(value)) for value in at(index)]
@@ -252,7 +256,7 @@ def _run_apart(bodies, replicas, every_body):
 
 def _has_collective(program):
     return any(
-        op in (*COLLECTIVE, "grad")
+        op in COLLECTIVE  # a gradient need not depend on what is shared
         or any(_has_collective(part) for part in rest if isinstance(part, tuple))
         for op, *rest in program
     )

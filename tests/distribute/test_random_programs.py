@@ -63,14 +63,19 @@ def test_replicas_stay_equal_and_compute_what_one_would(
         program = (*program, ("mean", -1))
     state = State()
     constant = jnp.asarray(CONSTANT)
-    replicas = [[state.w[...], row, constant] for row in jnp.float32(rows)]
+    replicas = [
+        [state.w[...], row, constant, jnp.full(SIZE, number, jnp.float32)]
+        for number, row in enumerate(jnp.float32(rows))
+    ]
     try:
         expected = run_by_hand(program, replicas)
     except WouldHangError:
         expected = None
 
     def step_fn(row):
-        result = run_traced(program, [state.w[...], row, constant])
+        number = armillary.get_replica_context().replica_id_in_sync_group
+        values = [state.w[...], row, constant, jnp.full(SIZE, number, jnp.float32)]
+        result = run_traced(program, values)
         state.mean[...] = result
         state.sum[...] = state.sum[...] + result
         state.mirrored[...] = result
