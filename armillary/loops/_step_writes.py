@@ -4,6 +4,7 @@ An evaluation leaves the model as it is. Training that advances an optimizer cha
 what is trained.
 """
 
+import sys
 from collections.abc import Sequence
 
 from armillary._logging import logger
@@ -25,6 +26,8 @@ def check_writes(name: str, state: State, changed: Sequence[int]) -> None:
     Raises:
         StateStructureError: If an evaluation changes parameters or batch statistics.
     """
+    if "flax.nnx" not in sys.modules:  # It takes long to import, for nothing here.
+        return
     check = _check_evaluation if name.startswith("eval") else _check_training
     check(name, state, changed)
 
