@@ -16,9 +16,11 @@ import numpy as np
 from jax.core import Tracer
 
 from armillary._logging import logger
+from armillary._traceback import hides_frames
 from armillary._typing import PyTree
 from armillary.distribute._context import get_strategy, lifted_state
 from armillary.distribute._interrupts import uninterrupted
+from armillary.distribute._outside_traces import check_no_trace
 from armillary.distribute._placement import Placement
 from armillary.distribute._same_program import check_same_program
 from armillary.distribute._strategy import Strategy
@@ -77,6 +79,7 @@ def function(
         return functools.partial(function, strategy=strategy)
     compiled = Function(fn, strategy)
 
+    @hides_frames
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         return compiled(*args, **kwargs)
@@ -177,7 +180,7 @@ class _Program:
         treedef: Any,
     ) -> None:
         self._strategy = strategy
-        self._state = state
+        self._fn, self._state = fn, state
         self._signature = state.signature()
         self._placement = Placement(state, strategy)
         self._types = self._placement.types()
@@ -226,6 +229,7 @@ class _Program:
             self._compiled = last._compiled
 
     def __call__(self, arrays: list[Any]) -> PyTree:
+        check_no_trace(self._fn, self._state)
         donated, others = self._placement.place(self._step.changed)
         self._strategy.dispatch.wait()
         # JAX traces some operations while it compiles.

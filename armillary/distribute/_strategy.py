@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 
 from armillary._checks import check_callable
+from armillary._traceback import hides_frames
 from armillary._typing import PyTree
 from armillary.cluster import ClusterResolver
 from armillary.cluster._peers import Peers
@@ -122,6 +123,7 @@ class Strategy:
         """
         return Scope(self)
 
+    @hides_frames
     def run(
         self,
         fn: Callable[..., PyTree],
@@ -164,6 +166,7 @@ class Strategy:
             return replica.run_merged(fn, tuple(args), kwargs or {})
         return self._run(fn, tuple(args), kwargs or {}, lifted_state())
 
+    @hides_frames
     def reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None = None
     ) -> PyTree:
@@ -217,6 +220,7 @@ class Strategy:
 
         return self._outside(jax.tree.map(reduce_leaf, value, is_leaf=is_per_replica))
 
+    @hides_frames
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Joins the values of all replicas along an axis.
 
