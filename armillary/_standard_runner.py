@@ -14,8 +14,8 @@ from armillary._checks import check_num_steps, check_one_of, check_positive_int
 from armillary._runner import AbstractEvaluator, AbstractTrainer
 from armillary._typing import Output, PyTree
 from armillary.distribute import Strategy, get_strategy, has_strategy
-from armillary.loops import Loop, LoopCheck, LoopOptions
-from armillary.state._find import held_by
+from armillary.loops import Loop, LoopCheck, LoopOptions, RecordsReads
+from armillary.state import held_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class _Data:
     datasets: PyTree
 
 
-class _Runner:
+class _Runner(RecordsReads):
     """What the two runners share: a loop over a step, under the right strategy."""
 
     @contextlib.contextmanager

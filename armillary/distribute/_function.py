@@ -115,19 +115,28 @@ class Function:
         program = self._programs.get(key)
         if program is None or not program.is_current():
             state = State([(self._fn, ""), *((leaf, "") for leaf in _objects(leaves))])
-            last = program
-            program = _Program(self._fn, self._body, state, strategy, leaves, treedef)
-            if last is not None:
-                program.reuse(last)
-            self._programs[key] = program
-            self._num_compiled += 1
-            if self._num_compiled == _MANY_PROGRAMS:
-                name = getattr(self._fn, "__name__", "the function")
-                logger.warning(_MANY_PROGRAMS_MESSAGE, name, _MANY_PROGRAMS)
-            if len(self._programs) > _MAX_PROGRAMS:
-                self._programs.popitem(last=False)
+            program = self._get_program(key, state, leaves, treedef)
         self._programs.move_to_end(key)
         return program([leaf for leaf in leaves if _is_array(leaf)])
+
+    def _get_program(
+        self, key: Any, state: State, leaves: list[Any], treedef: Any
+    ) -> "_Program":
+        """Returns a program for what the function reaches by now."""
+        last = self._programs.get(key)
+        if last is not None and last.go_on_with(state):
+            return last
+        program = _Program(self._fn, self._body, state, key[0], leaves, treedef)
+        if last is not None:
+            program.reuse(last)
+        self._programs[key] = program
+        self._num_compiled += 1
+        if self._num_compiled == _MANY_PROGRAMS:
+            name = getattr(self._fn, "__name__", "the function")
+            logger.warning(_MANY_PROGRAMS_MESSAGE, name, _MANY_PROGRAMS)
+        if len(self._programs) > _MAX_PROGRAMS:
+            self._programs.popitem(last=False)
+        return program
 
 
 class Functions:
@@ -196,6 +205,10 @@ class _Program:
             owner="the function",
         )
 
+        state.watch()
+        if not state.is_current():
+            # The function set something to what it is after each of its calls.
+            self._rebind(State(state.roots))
         if strategy.peers is not None:
             name = getattr(fn, "__name__", "the function")
             check_same_program(strategy.peers, name, self._step.program)
@@ -214,6 +227,18 @@ class _Program:
     def is_current(self) -> bool:
         """Returns whether nothing that the function reaches was replaced."""
         return self._state.is_current() and self._placement.has_types(self._types)
+
+    def go_on_with(self, state: State) -> bool:
+        """Takes what a new search has found, if the program is the same for it."""
+        is_alike = self._signature == state.signature()
+        if is_alike and not state.changes_since(self._state):
+            self._rebind(state)
+            return True
+        return False
+
+    def _rebind(self, state: State) -> None:
+        self._state = state
+        self._placement.rebind(state)
 
     def reuse(self, last: "_Program") -> None:
         """Takes over what `last` has compiled, if that is the same program."""

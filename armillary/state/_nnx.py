@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from armillary.errors import StateStructureError
-from armillary.state._slots import Held, Role, Slot, join, key_name
+from armillary.state._slots import Held, Role, Slot, join_keys
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -39,9 +39,10 @@ class NnxSlot(Slot):
         self.annotations = dict(variable.get_metadata())
         value = variable._raw_value
         entries, self._treedef = jax.tree_util.tree_flatten_with_path(value)
-        self.paths = tuple(_leaf_path(path, keys) for keys, _ in entries)
+        self.paths = tuple(join_keys(path, keys) for keys, _ in entries)
         # Nearly every variable is one array, and many are read at each loop.
-        self.is_leaf = jax.tree_util.treedef_is_leaf(self._treedef)
+        # JAX also calls a node without leaves, such as `optax.MaskedNode()`, a leaf.
+        self.is_leaf = jax.tree_util.treedef_is_leaf(self._treedef) and bool(entries)
 
     def raw(self) -> Any:
         value = self.variable._raw_value
@@ -119,9 +120,14 @@ def merges_by_sum(value: Any) -> bool:
     return not isinstance(value, nnx.metrics.Welford)
 
 
-def is_attribute(name: str) -> bool:
-    """Returns whether an entry of a node's `__dict__` is the user's."""
-    return not name.startswith("_pytree__")
+def is_internal(name: Any) -> bool:
+    """Returns whether an entry of a node's `__dict__` is Flax's own."""
+    return isinstance(name, str) and name.startswith("_pytree__")
+
+
+def metadata(variable: "nnx.Variable") -> dict[str, Any]:
+    """Returns what was set on a variable, in the dictionary that holds it."""
+    return variable._var_metadata
 
 
 def swap_node(node: "nnx.Pytree") -> Callable[[], None]:
@@ -136,12 +142,6 @@ def swap_node(node: "nnx.Pytree") -> Callable[[], None]:
         object.__setattr__(node, "_pytree__state", state)
 
     return restore
-
-
-def _leaf_path(path: str, keys: tuple[Any, ...]) -> str:
-    for entry in keys:
-        path = join(path, key_name(entry))
-    return path
 
 
 class _Flax(NamedTuple):
@@ -192,6 +192,7 @@ def _check_flax() -> None:
         for path, owner, name in (
             ("nnx.Variable", variable, "_raw_value"),
             ("nnx.Variable", variable, "_trace_state"),
+            ("nnx.Variable", variable, "_var_metadata"),
             ("nnx.Pytree", node, "_pytree__state"),
             (
                 "nnx.Pytree._pytree__state",

@@ -1,0 +1,309 @@
+"""What may hold what: the kinds of objects that a walk looks into.
+
+A *holder* is an object that others can be put into: an object with attributes, a
+dictionary, a list, a function with its closure, a NumPy array. It has one `Part` for
+each way of holding, which remembers what it held when it was looked at, and can put
+that back.
+"""
+
+import collections
+import functools
+import inspect
+import operator
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from armillary.state import _nnx
+from armillary.state._functions import entries_of, is_function, join_captured
+from armillary.state._opaque import PLAIN, is_opaque, is_same_array
+from armillary.state._slots import join
+
+ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()
+"""What a place holds that is not there."""
+
+
+class Part:
+    """One way in which an object holds others, and what it held when looked at.
+
+    This one is that of tuples: only what they hold themselves can change.
+
+    Attributes:
+        source: What holds: a container, the `__dict__` of an object, a function.
+        names: The names of the places, in order.
+        values: What they held.
+        has_places: Whether an array in it is state, rather than a constant.
+        is_ordered: Whether the order of the names means something.
+    """
+
+    has_places = False
+    is_ordered = True
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.names, self.values = self.look()
+
+    def look(self) -> tuple[list[Any], list[Any]]:
+        """Returns names and values as they are now."""
+        return list(range(len(self.source))), list(self.source)
+
+    def get(self, name: Any) -> Any:
+        """Returns what a place holds, or `ABSENT`."""
+        return dict(zip(*self.look(), strict=True)).get(name, ABSENT)
+
+    def found(self, name: Any) -> Any:
+        """Returns what a place held, or `ABSENT`."""
+        return dict(zip(self.names, self.values, strict=True)).get(name, ABSENT)
+
+    def put(self, name: Any, value: Any) -> None:
+        """Makes a place hold `value`."""
+        self.source[name] = value
+
+    def is_as_found(self) -> bool:
+        """Returns whether the same names hold the same objects."""
+        names, values = self.look()
+        return names == self.names and all(map(operator.is_, values, self.values))
+
+    def restore(self) -> None:
+        """Makes the part hold what it held."""
+
+    def views(self) -> Iterable[Iterable[Any]] | None:
+        """Returns live views of what can change, if Python can go over them in C."""
+        return ()
+
+    def path(self, path: str, name: Any) -> str:
+        """Returns the path of a place, from that of the holder."""
+        return join(path, name)
+
+
+class Items(Part):
+    """The items of a dictionary."""
+
+    has_places = True
+
+    def look(self) -> tuple[list[Any], list[Any]]:
+        return list(self.source), list(self.source.values())
+
+    def get(self, name: Any) -> Any:
+        return self.source.get(name, ABSENT)
+
+    def restore(self) -> None:
+        self.source.clear()
+        self.source.update(zip(self.names, self.values, strict=True))
+
+    def views(self) -> Iterable[Iterable[Any]]:
+        return self.source, self.source.values()
+
+
+class Attributes(Items):
+    """The attributes that the `__dict__` of an object holds."""
+
+    is_ordered = False
+
+    def restore(self) -> None:
+        # One by one: other threads may be looking at the object.
+        for name in set(self.source).difference(self.names):
+            del self.source[name]
+        self.source.update(zip(self.names, self.values, strict=True))
+
+
+class Metadata(Attributes):
+    """What was set on an NNX variable."""
+
+    has_places = False
+
+
+class Sequence(Part):
+    """The items of a list or deque."""
+
+    has_places = True
+
+    def get(self, name: Any) -> Any:
+        return self.source[name] if name < len(self.source) else ABSENT
+
+    def restore(self) -> None:
+        self.source.clear()
+        self.source.extend(self.values)
+
+    def views(self) -> Iterable[Iterable[Any]]:
+        return (self.source,)
+
+
+class Elements(Part):
+    """The elements of a set, which are their own names."""
+
+    is_ordered = False
+
+    def look(self) -> tuple[list[Any], list[Any]]:
+        return list(self.source), list(self.source)
+
+    def restore(self) -> None:
+        if isinstance(self.source, set):
+            self.source.clear()
+            self.source.update(self.values)
+
+    def views(self) -> Iterable[Iterable[Any]]:
+        return (self.source,)
+
+
+class Members(Part):
+    """The attributes of an object that its class has in `__slots__`."""
+
+    has_places = True
+    is_ordered = False
+
+    def look(self) -> tuple[list[Any], list[Any]]:
+        names = [n for n in slot_names(type(self.source)) if self.get(n) is not ABSENT]
+        return names, [self.get(name) for name in names]
+
+    def get(self, name: Any) -> Any:
+        try:
+            # Not `getattr`, which may run the user's code.
+            return object.__getattribute__(self.source, name)
+        except AttributeError:  # a name that is assigned only later
+            return ABSENT
+
+    def put(self, name: Any, value: Any) -> None:
+        object.__setattr__(self.source, name, value)
+
+    def restore(self) -> None:
+        for name in set(self.look()[0]).difference(self.names):
+            object.__delattr__(self.source, name)
+        for name, value in zip(self.names, self.values, strict=True):
+            self.put(name, value)
+
+    def views(self) -> None:
+        return None
+
+
+class Captured(Part):
+    """What a function reaches by name."""
+
+    is_ordered = False
+
+    def look(self) -> tuple[list[Any], list[Any]]:
+        entries = entries_of(self.source)
+        return list(entries), [entry.value for entry in entries.values()]
+
+    def restore(self) -> None:
+        before = dict(zip(self.names, self.values, strict=True))
+        for name, entry in entries_of(self.source).items():
+            if entry.put and name in before and entry.value is not before[name]:
+                entry.put(before[name])
+
+    def views(self) -> None:
+        return None
+
+    def path(self, path: str, name: Any) -> str:
+        return join_captured(path, name)
+
+
+class Numbers(Part):
+    """The numbers in a NumPy array, as one value, once they are copied."""
+
+    copy: np.ndarray | None = None
+
+    def look(self) -> tuple[list[Any], list[Any]]:
+        return [], []
+
+    def keep(self) -> None:
+        """Copies the numbers, so that a change can be told and undone."""
+        if self.copy is None:
+            self.copy = self.source.copy()
+
+    def is_as_found(self) -> bool:
+        return self.copy is None or is_same_array(self.source, self.copy)
+
+    def restore(self) -> None:
+        if self.copy is not None:
+            np.copyto(self.source, self.copy)
+
+
+_CONTAINERS: tuple[tuple[Any, type[Part]], ...] = (
+    (dict, Items),
+    (list | collections.deque, Sequence),
+    (tuple, Part),
+    (set | frozenset, Elements),
+)
+
+
+def parts_of(value: Any) -> list[Part]:
+    """Returns how `value` holds others; nothing if it is no holder."""
+    if type(value) in PLAIN or isinstance(value, jax.Array | np.generic | type):
+        return []
+    if isinstance(value, np.ndarray):
+        return [Numbers(value)] if value.flags.writeable else []
+    if _nnx.is_variable(value):
+        return [Metadata(_nnx.metadata(value))]
+    if is_function(value):
+        return [Captured(value)]
+    parts = [part(value) for kinds, part in _CONTAINERS if isinstance(value, kinds)]
+    if not is_opaque(type(value)):
+        attributes = attributes_of(value)
+        if attributes is not None and attributes is not value:
+            parts.append(Attributes(attributes))
+        if slot_names(type(value)):
+            parts.append(Members(value))
+    return parts
+
+
+def held_by(holder: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields what a holder holds, by name."""
+    for part in parts_of(holder):
+        yield from zip(part.names, part.values, strict=True)
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Returns the `__dict__` of an object, without telling its class."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def slot_names(kind: type) -> tuple[str, ...]:
+    """Returns the attributes that instances of a class hold in `__slots__`."""
+    return tuple(
+        name
+        for base in reversed(kind.__mro__)
+        if "__slots__" in vars(base) and not is_opaque(base)
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType)
+        and inspect.getattr_static(kind, name) is member
+    )
+
+
+def is_claimed(value: Any) -> bool:
+    """Returns whether a value is looked into on its own rather than as a pytree."""
+    if type(value) in PLAIN or isinstance(value, jax.Array | np.ndarray | np.generic):
+        return False
+    if isinstance(value, Iterator):
+        return True  # It cannot be looked into, and JAX warns if told to flatten it.
+    if _nnx.is_variable(value) or _nnx.is_node(value) or is_function(value):
+        return True
+    # A registered class (an Equinox module, a Flax struct) is a value made of leaves.
+    return jax.tree_util.all_leaves([value]) and bool(parts_of(value))
+
+
+def children_of(value: Any) -> Iterable[Any]:
+    """Returns what a pytree holds at its first level; nothing for a leaf."""
+    kind = type(value)
+    if kind in (dict, collections.OrderedDict, collections.defaultdict):
+        return value.values()
+    if kind in (list, tuple):
+        return value
+    if kind in PLAIN or isinstance(value, jax.Array | np.ndarray | np.generic):
+        return ()
+    if is_claimed(value) or jax.tree_util.all_leaves([value]):
+        return ()
+    return jax.tree.leaves(value, is_leaf=lambda part: part is not value)
+
+
+def are_plain(values: Iterable[Any]) -> bool:
+    """Returns whether none of many values is a holder or an array."""
+    return PLAIN.issuperset(map(type, values))
