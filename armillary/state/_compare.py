@@ -6,6 +6,7 @@ knows none. So a metric that is made anew for every loop changes nothing, and a 
 anywhere in a nest of containers does.
 """
 
+import operator
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -138,4 +139,4 @@ def became(old: Any, new: Any) -> str:
 
 def _is_same(a: Part, b: Part) -> bool:
     """Returns whether two parts hold the same objects under the same names."""
-    return a.names == b.names and all(x is y for x, y in zip(a.values, b.values))
+    return a.names == b.names and all(map(operator.is_, a.values, b.values))

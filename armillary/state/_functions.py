@@ -11,6 +11,12 @@ import jax
 from armillary.state._opaque import is_opaque_module
 
 _COMPILED_FUNCTION = type(jax.jit(lambda: None))
+FUNCTION_TYPES = (
+    types.FunctionType,
+    types.MethodType,
+    functools.partial,
+    _COMPILED_FUNCTION,
+)
 # Where a function leads to another one, under no name of its own.
 _INNER = ("function", "wrapped")
 

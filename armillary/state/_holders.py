@@ -11,15 +11,21 @@ import functools
 import inspect
 import operator
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from armillary.state import _nnx
-from armillary.state._functions import entries_of, is_function, join_captured
-from armillary.state._opaque import PLAIN, is_opaque, is_same_array
+from armillary.state._functions import (
+    FUNCTION_TYPES,
+    entries_of,
+    is_function,
+    join_captured,
+)
+from armillary.state._opaque import PLAIN, is_array, is_opaque, is_same_array
 from armillary.state._slots import join
 
 ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()
@@ -70,9 +76,12 @@ class Part:
     def restore(self) -> None:
         """Makes the part hold what it held."""
 
-    def views(self) -> Iterable[Iterable[Any]] | None:
-        """Returns live views of what can change, if Python can go over them in C."""
-        return ()
+    def views(self) -> list[tuple[Iterable[Any], list[Any]]] | None:
+        """Returns live views of what can change, each with what it showed.
+
+        Python compares them in C; `None` if there are none.
+        """
+        return []
 
     def path(self, path: str, name: Any) -> str:
         """Returns the path of a place, from that of the holder."""
@@ -94,8 +103,8 @@ class Items(Part):
         self.source.clear()
         self.source.update(zip(self.names, self.values, strict=True))
 
-    def views(self) -> Iterable[Iterable[Any]]:
-        return self.source, self.source.values()
+    def views(self) -> list[tuple[Iterable[Any], list[Any]]]:
+        return [(self.source, self.names), (self.source.values(), self.values)]
 
 
 class Attributes(Items):
@@ -108,6 +117,13 @@ class Attributes(Items):
         for name in set(self.source).difference(self.names):
             del self.source[name]
         self.source.update(zip(self.names, self.values, strict=True))
+
+
+class NodeAttributes(Attributes):
+    """The attributes of an NNX object, which keeps a record of their names in one."""
+
+    def views(self) -> list[tuple[Iterable[Any], list[Any]]]:
+        return [(self.source.values(), self.values)]
 
 
 class Metadata(Attributes):
@@ -128,8 +144,8 @@ class Sequence(Part):
         self.source.clear()
         self.source.extend(self.values)
 
-    def views(self) -> Iterable[Iterable[Any]]:
-        return (self.source,)
+    def views(self) -> list[tuple[Iterable[Any], list[Any]]]:
+        return [(self.source, self.values)]
 
 
 class Elements(Part):
@@ -145,8 +161,8 @@ class Elements(Part):
             self.source.clear()
             self.source.update(self.values)
 
-    def views(self) -> Iterable[Iterable[Any]]:
-        return (self.source,)
+    def views(self) -> list[tuple[Iterable[Any], list[Any]]]:
+        return [(self.source, self.values)]
 
 
 class Members(Part):
@@ -232,22 +248,41 @@ _CONTAINERS: tuple[tuple[Any, type[Part]], ...] = (
 
 def parts_of(value: Any) -> list[Part]:
     """Returns how `value` holds others; nothing if it is no holder."""
-    if type(value) in PLAIN or isinstance(value, jax.Array | np.generic | type):
-        return []
-    if isinstance(value, np.ndarray):
-        return [Numbers(value)] if value.flags.writeable else []
-    if _nnx.is_variable(value):
-        return [Metadata(_nnx.metadata(value))]
-    if is_function(value):
-        return [Captured(value)]
-    parts = [part(value) for kinds, part in _CONTAINERS if isinstance(value, kinds)]
-    if not is_opaque(type(value)):
-        attributes = attributes_of(value)
-        if attributes is not None and attributes is not value:
-            parts.append(Attributes(attributes))
-        if slot_names(type(value)):
+    return _parts_fn(type(value))(value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
+    """Returns `parts_of` for values of one type."""
+    if kind in PLAIN or issubclass(kind, jax.Array | Tracer | np.generic | type):
+        return _no_parts
+    if issubclass(kind, np.ndarray):
+        return lambda value: [Numbers(value)] if value.flags.writeable else []
+    if _nnx.is_variable_type(kind):
+        return lambda value: [Metadata(_nnx.metadata(value))]
+    if issubclass(kind, FUNCTION_TYPES):
+        return lambda value: [Captured(value)] if is_function(value) else []
+    containers = [part for kinds, part in _CONTAINERS if issubclass(kind, kinds)]
+    if is_opaque(kind):
+        return lambda value: [part(value) for part in containers]
+    attributes = NodeAttributes if _nnx.is_node_type(kind) else Attributes
+    has_slots = bool(slot_names(kind))
+
+    def parts_of_object(value: Any) -> list[Part]:
+        parts = [part(value) for part in containers]
+        held = attributes_of(value)
+        if held is not None and held is not value:
+            parts.append(attributes(held))
+        if has_slots:
             parts.append(Members(value))
-    return parts
+        return parts
+
+    return parts_of_object
+
+
+def _no_parts(value: Any) -> list[Part]:
+    del value
+    return []
 
 
 def held_by(holder: Any) -> Iterator[tuple[Any, Any]]:
@@ -280,12 +315,15 @@ def slot_names(kind: type) -> tuple[str, ...]:
 
 def is_claimed(value: Any) -> bool:
     """Returns whether a value is looked into on its own rather than as a pytree."""
-    if type(value) in PLAIN or isinstance(value, jax.Array | np.ndarray | np.generic):
+    kind = type(value)
+    if kind in PLAIN or is_array(value) or issubclass(kind, np.ndarray):
         return False
-    if isinstance(value, Iterator):
-        return True  # It cannot be looked into, and JAX warns if told to flatten it.
-    if _nnx.is_variable(value) or _nnx.is_node(value) or is_function(value):
+    if _nnx.is_variable_type(kind) or _nnx.is_node_type(kind):
         return True
+    if issubclass(kind, FUNCTION_TYPES):
+        return is_function(value)
+    if issubclass(kind, Iterator):
+        return True  # It cannot be looked into, and JAX warns if told to flatten it.
     # A registered class (an Equinox module, a Flax struct) is a value made of leaves.
     return jax.tree_util.all_leaves([value]) and bool(parts_of(value))
 
@@ -297,7 +335,7 @@ def children_of(value: Any) -> Iterable[Any]:
         return value.values()
     if kind in (list, tuple):
         return value
-    if kind in PLAIN or isinstance(value, jax.Array | np.ndarray | np.generic):
+    if kind in PLAIN or is_array(value) or issubclass(kind, np.ndarray | np.generic):
         return ()
     if is_claimed(value) or jax.tree_util.all_leaves([value]):
         return ()

@@ -102,12 +102,25 @@ def variable_type() -> "type[nnx.Variable] | tuple[()]":
 
 def is_variable(value: Any) -> bool:
     """Returns whether `value` is an NNX variable."""
-    return isinstance(value, variable_type())
+    # Not `isinstance`, which runs code of Flax's for every value in a walk.
+    return is_variable_type(type(value))
 
 
 def is_node(value: Any) -> bool:
     """Returns whether `value` is an NNX object that holds variables."""
-    return isinstance(value, getattr(sys.modules.get("flax.nnx"), "Pytree", ()))
+    return is_node_type(type(value))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_variable_type(kind: type) -> bool:
+    """Returns whether instances of `kind` are NNX variables."""
+    return issubclass(kind, variable_type())
+
+
+@functools.lru_cache(maxsize=4096)
+def is_node_type(kind: type) -> bool:
+    """Returns whether instances of `kind` are NNX objects that hold variables."""
+    return issubclass(kind, getattr(sys.modules.get("flax.nnx"), "Pytree", ()))
 
 
 def merges_by_sum(value: Any) -> bool:

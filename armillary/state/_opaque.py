@@ -4,7 +4,9 @@ import functools
 import sys
 import types
 
+import jax
 import numpy as np
+from jax.core import Tracer
 
 _OPAQUE_PACKAGES = frozenset(sys.stdlib_module_names) | {
     "armillary",
@@ -61,6 +63,17 @@ def is_opaque(kind: type) -> bool:
 def is_opaque_module(name: str | None) -> bool:
     """Returns whether a module belongs to the standard library or the array stack."""
     return (name or "").partition(".")[0] in _OPAQUE_PACKAGES
+
+
+def is_array(value: object) -> bool:
+    """Returns whether a value is an array that a program can take."""
+    # JAX runs Python code to answer, which a walk asks for every value.
+    return _may_be_array(type(value)) and isinstance(value, jax.Array)
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_be_array(kind: type) -> bool:
+    return issubclass(kind, jax.Array | Tracer)
 
 
 def is_equal(a: object, b: object) -> bool:

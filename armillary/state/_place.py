@@ -13,7 +13,7 @@ import jax
 from armillary._typing import PyTree
 from armillary.errors import StateStructureError
 from armillary.state._holders import Part
-from armillary.state._opaque import is_equal
+from armillary.state._opaque import is_array, is_equal
 from armillary.state._slots import Held, Slot, describe, join_keys
 
 
@@ -133,11 +133,6 @@ class PlaceSlot(Slot):
         old = self.get()
         self.write(leaves)
         return lambda: self.put(old)
-
-
-def is_array(leaf: Any) -> bool:
-    """Returns whether a leaf of a plain place is carried as an array."""
-    return isinstance(leaf, jax.Array)
 
 
 def _is_optax_state(value: Any) -> bool:

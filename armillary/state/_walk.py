@@ -20,8 +20,8 @@ from armillary.state._holders import (
     is_claimed,
     parts_of,
 )
-from armillary.state._opaque import PLAIN
-from armillary.state._place import PlaceSlot, is_array
+from armillary.state._opaque import PLAIN, is_array
+from armillary.state._place import PlaceSlot
 from armillary.state._slots import Role, Slot
 
 # Of nests that are deeper (or reach themselves), JAX can make no tree.
@@ -98,13 +98,14 @@ class Walk:
         for part in reversed(parts):
             if are_plain(part.values):
                 continue
-            self._tasks.extend(
-                _Task(held, part.path(path, name), part, name, (id(value), name))
-                for name, held in zip(
-                    reversed(part.names), reversed(part.values), strict=True
-                )
-                if not (is_node and _nnx.is_internal(name))
-            )
+            for name, held in zip(
+                reversed(part.names), reversed(part.values), strict=True
+            ):
+                if type(held) not in PLAIN and not (is_node and _nnx.is_internal(name)):
+                    place = part.path(path, name)
+                    self._tasks.append(
+                        _Task(held, place, part, name, (id(value), name))
+                    )
 
     def _add_tree(self, task: _Task) -> bool:
         """Adds the place of a pytree with arrays; returns whether it is one."""

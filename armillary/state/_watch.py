@@ -5,12 +5,13 @@ every holder held is remembered, and compared by identity, in passes that Python
 in C. Only holders that a step may have looked at matter, and those that lead to state.
 """
 
+import collections
 import itertools
 import operator
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from armillary.state._holders import ABSENT, Numbers, Part
+from armillary.state._holders import Metadata, Numbers, Part, Sequence
 from armillary.state._walk import Walk
 
 _END = object()
@@ -25,74 +26,87 @@ class Watch:
     """
 
     def __init__(self, walk: Walk, names: Collection[str] | None) -> None:
-        slots: dict[int, set[Any]] = {}
-        for key in walk.slots:
-            if isinstance(key, tuple):
-                slots.setdefault(key[0], set()).add(key[1])
         reached, leading = walk.reached_from(names), walk.leading_to_slots()
         root = id(walk.roots[0][0]) if names is not None else None
-        # Live views of what parts without slots hold.
+        slots: dict[int, set[Any]] = collections.defaultdict(set)
+        for key in walk.slots:
+            if isinstance(key, tuple):
+                slots[key[0]].add(key[1])
+        # Live views of what parts without slots hold, and what they held.
         self._views: list[Iterable[Any]] = []
-        self._rest: list[tuple[Part, Collection[Any] | None, Collection[Any]]] = []
-        self._numbers: list[Numbers] = []
         held: list[Any] = []
-        for node in (walk.nodes[holder] for holder in walk.nodes):
-            if id(node.value) not in reached and id(node.value) not in leading:
-                continue
-            for part in node.parts:
-                views = part.views()
+        # The other parts, and under which names slots hide what they hold.
+        self._rest: list[_Look | _LookAt] = []
+        self._numbers: list[Numbers] = []
+        metadata: list[Metadata] = []
+        for holder in reached | leading:
+            for part in walk.nodes[holder].parts:
                 without = slots.get(id(part.source), ())
-                if id(node.value) == root:
-                    only = {n for n, child in walk.edges[root] if child in leading}
-                    self._rest.append((part, sorted(only.union(names or ())), without))
+                if holder == root:
+                    leads = {n for n, child in walk.edges[root] if child in leading}
+                    only = {*leads, *(names or ())}.difference(without)
+                    self._rest.append(_LookAt(part, sorted(only)))
                 elif isinstance(part, Numbers):
                     part.keep()
                     self._numbers.append(part)
-                elif without or views is None:
-                    self._rest.append((part, None, without))
+                elif isinstance(part, Metadata):
+                    metadata.append(part)
+                elif without or (views := part.views()) is None:
+                    self._rest.append(_Look(part, without))
                 else:
-                    views = list(views)
-                    self._views += views
-                    held += part.names if len(views) == 2 else ()
-                    held += part.values if views else ()
-        rest = [
-            value
-            for part, only, without in self._rest
-            for value in _pick(part.names, part.values, only, without)
-        ]
+                    self._views += [live for live, _ in views]
+                    held += itertools.chain.from_iterable(found for _, found in views)
+        rest = itertools.chain.from_iterable(look.found() for look in self._rest)
         self._held = [*held, *rest, _END]
+        self._metadata = [part.source for part in metadata]
+        self._held_metadata = [
+            dict(zip(part.names, part.values, strict=True)) for part in metadata
+        ]
 
     def is_current(self) -> bool:
         """Returns whether the holders hold what they held at first."""
-        return all(map(operator.is_, self._hold(), self._held)) and all(
-            part.is_as_found() for part in self._numbers
+        return (
+            all(map(operator.is_, self._hold(), self._held))
+            and self._metadata == self._held_metadata
+            and all(part.is_as_found() for part in self._numbers)
         )
 
     def _hold(self) -> Iterator[Any]:
         """Yields what is held, and then `_END`, which no value before it is."""
-        rest = [
-            value
-            for part, only, without in self._rest
-            for value in _pick(*part.look(), only, without)
-        ]
         return itertools.chain(
-            itertools.chain.from_iterable(self._views), rest, (_END,)
+            itertools.chain.from_iterable(self._views),
+            itertools.chain.from_iterable(look() for look in self._rest),
+            (_END,),
         )
 
 
-def _pick(
-    names: list[Any],
-    values: list[Any],
-    only: Collection[Any] | None,
-    without: Collection[Any],
-) -> Iterator[Any]:
-    """Yields the names and values of a part that count."""
-    if only is not None:
-        held = dict(zip(names, values, strict=True))
-        yield from (held.get(n, ABSENT) for n in only if n not in without)
-        return
-    for name, value in zip(names, values, strict=True):
-        if isinstance(name, str):  # numbers have no identity
-            yield name
-        if name not in without:
-            yield value
+class _Look:
+    """Looks at a part, but for its slots."""
+
+    def __init__(self, part: Part, without: Collection[Any]) -> None:
+        self._part, self._without = part, without
+
+    def __call__(self) -> list[Any]:
+        return self._pick(*self._part.look())
+
+    def found(self) -> list[Any]:
+        return self._pick(self._part.names, self._part.values)
+
+    def _pick(self, names: list[Any], values: list[Any]) -> list[Any]:
+        held = zip(names, values, strict=True)
+        kept = [value for name, value in held if name not in self._without]
+        # Numbers are the names in a list, and have no identity.
+        return kept if isinstance(self._part, Sequence) else [*names, *kept]
+
+
+class _LookAt:
+    """Looks at some names of a part only."""
+
+    def __init__(self, part: Part, names: list[Any]) -> None:
+        self._part, self._names = part, names
+
+    def __call__(self) -> list[Any]:
+        return list(map(self._part.get, self._names))
+
+    def found(self) -> list[Any]:
+        return list(map(self._part.found, self._names))
