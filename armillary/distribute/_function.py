@@ -28,6 +28,10 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _MAX_PROGRAMS = 64
 _MANY_PROGRAMS = 16
+_MANY_FUNCTIONS_MESSAGE = (
+    "`%s`, given to `strategy.run`, was compiled %d times, because what it captures "
+    "changes (%s). Pass what changes in `args`, as an array."
+)
 _MANY_PROGRAMS_MESSAGE = (
     "`%s` was compiled %d times. Each new shape or dtype of an array, each new value "
     "of another argument, and each new object among the arguments compiles it again: "
@@ -150,6 +154,8 @@ class Functions:
         self._functions: collections.OrderedDict[Any, tuple[Any, Function]] = (
             collections.OrderedDict()
         )
+        # For each code, how often it was compiled, and what it captured last.
+        self._compiled: dict[Any, tuple[int, dict[str, Any]]] = {}
 
     def get(self, fn: Callable[..., Any], strategy: Strategy) -> Function:
         """Returns the compiled function for `strategy.run(fn, ...)`."""
@@ -162,10 +168,24 @@ class Functions:
 
             # The values are kept, so that their identities stay theirs.
             self._functions[key] = (values, Function(fn, strategy, body))
+            self._count(fn, key)
             if len(self._functions) > _MAX_PROGRAMS:
                 self._functions.popitem(last=False)
         self._functions.move_to_end(key)
         return self._functions[key][1]
+
+
+    def _count(self, fn: Callable[..., Any], key: Any) -> None:
+        code, values = key
+        count, before = self._compiled.get(code, (0, {}))
+        held = dict(values)
+        self._compiled[code] = count + 1, held
+        if count + 1 == _MANY_PROGRAMS:
+            changed = sorted(n for n in held if before.get(n) != held[n])
+            name = getattr(fn, "__name__", "the function")
+            logger.warning(
+                _MANY_FUNCTIONS_MESSAGE, name, _MANY_PROGRAMS, ", ".join(changed)
+            )
 
 
 class _Program:

@@ -26,7 +26,7 @@ from armillary.state._functions import (
     join_captured,
 )
 from armillary.state._opaque import PLAIN, is_array, is_opaque, is_same_array
-from armillary.state._slots import join
+from armillary.state._slots import join, join_keys
 
 ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()
 """What a place holds that is not there."""
@@ -54,7 +54,8 @@ class Part:
 
     def look(self) -> tuple[list[Any], list[Any]]:
         """Returns names and values as they are now."""
-        return list(range(len(self.source))), list(self.source)
+        names = getattr(self.source, "_fields", range(len(self.source)))
+        return list(names), list(self.source)
 
     def get(self, name: Any) -> Any:
         """Returns what a place holds, or `ABSENT`."""
@@ -86,6 +87,16 @@ class Part:
     def path(self, path: str, name: Any) -> str:
         """Returns the path of a place, from that of the holder."""
         return join(path, name)
+
+
+class Children(Part):
+    """What JAX takes an object of a registered class to be made of."""
+
+    def look(self) -> tuple[list[Any], list[Any]]:
+        entries, _ = jax.tree_util.tree_flatten_with_path(
+            self.source, is_leaf=lambda part: part is not self.source
+        )
+        return [join_keys("", keys) for keys, _ in entries], [v for _, v in entries]
 
 
 class Items(Part):
@@ -265,11 +276,14 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
     containers = [part for kinds, part in _CONTAINERS if issubclass(kind, kinds)]
     if is_opaque(kind):
         return lambda value: [part(value) for part in containers]
-    attributes = NodeAttributes if _nnx.is_node_type(kind) else Attributes
+    is_node = _nnx.is_node_type(kind)
+    attributes = NodeAttributes if is_node else Attributes
     has_slots = bool(slot_names(kind))
 
     def parts_of_object(value: Any) -> list[Part]:
         parts = [part(value) for part in containers]
+        if not (parts or is_node or jax.tree_util.all_leaves([value])):
+            parts.append(Children(value))  # first, as its names are those of paths
         held = attributes_of(value)
         if held is not None and held is not value:
             parts.append(attributes(held))

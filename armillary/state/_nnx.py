@@ -56,11 +56,16 @@ class NnxSlot(Slot):
         if self.is_leaf and isinstance(value, jax.Array):
             return [value]
         leaves, treedef = jax.tree.flatten(value)
-        if treedef != self._treedef:
+        if treedef != self._treedef and not self._is_rewritten(value, treedef):
             raise StateStructureError(
                 f"{self.path}: tree structure {self._treedef} became {treedef}"
             )
         return leaves
+
+    def _is_rewritten(self, value: Any, treedef: Any) -> bool:
+        """Returns whether Flax made a `State` of a list, as its optimizers do."""
+        is_state = isinstance(value, _flax().state_type)
+        return is_state and treedef.num_leaves == self._treedef.num_leaves
 
     def write(self, leaves: list[Any]) -> None:
         if self.is_leaf:
@@ -164,12 +169,14 @@ class _Flax(NamedTuple):
         roles: The types of variables that have a role, with the role.
         optimizer: The types of variables in the state of an Optax transformation; the
             optimizer's own count of steps is of another type.
+        state_type: What the updates of an optimizer leave in place of a list.
         make_trace_state: Returns the state of the current trace.
         set_raw: Puts a raw value into a variable.
     """
 
     roles: tuple[tuple[type, Role], ...]
     optimizer: tuple[type, ...]
+    state_type: type
     make_trace_state: Callable[[], Any]
     set_raw: Callable[[Any, Any], None]
 
@@ -187,6 +194,7 @@ def _flax() -> _Flax:
             (nnx.RngKey, Role.RANDOM_KEY),
         ),
         optimizer=(nnx.OptArray, nnx.OptVariable),
+        state_type=nnx.State,
         make_trace_state=tracers.TraceState,
         set_raw=vars(nnx.Variable)["_raw_value"].__set__,
     )

@@ -85,6 +85,7 @@ class PlaceSlot(Slot):
             )
         changes = [
             f"{path}: {'an array' if dynamic else describe(old)} became {describe(new)}"
+            f"{_hint(old)}"
             for path, dynamic, old, new in zip(
                 self.leaf_paths, self.is_dynamic, self.static, leaves, strict=True
             )
@@ -133,6 +134,12 @@ class PlaceSlot(Slot):
         old = self.get()
         self.write(leaves)
         return lambda: self.put(old)
+
+
+def _hint(old: Any) -> str:
+    if not isinstance(old, int | float) or isinstance(old, bool):
+        return ""
+    return f", once, while the step was traced: begin with `jnp.asarray({old})`"
 
 
 def _is_optax_state(value: Any) -> bool:
