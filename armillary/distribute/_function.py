@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
 from armillary._logging import logger
 from armillary._typing import PyTree
@@ -22,10 +23,12 @@ from armillary.distribute._placement import Placement
 from armillary.distribute._same_program import check_same_program
 from armillary.distribute._strategy import Strategy
 from armillary.distribute._trace import TracedStep, trace_step
+from armillary.errors import ReplicaContextError
 from armillary.state import State, captured, is_claimed
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_NO_TRACE = get_opaque_trace_state(convention="nnx")
 _MAX_PROGRAMS = 64
 _MANY_PROGRAMS = 16
 _MANY_FUNCTIONS_MESSAGE = (
@@ -121,6 +124,8 @@ class Function:
             state = State([(self._fn, ""), *((leaf, "") for leaf in _objects(leaves))])
             program = self._get_program(key, state, leaves, treedef)
         self._programs.move_to_end(key)
+        if get_opaque_trace_state(convention="nnx") != _NO_TRACE:
+            program.check_stateless()
         return program([leaf for leaf in leaves if _is_array(leaf)])
 
     def _get_program(
@@ -173,7 +178,6 @@ class Functions:
                 self._functions.popitem(last=False)
         self._functions.move_to_end(key)
         return self._functions[key][1]
-
 
     def _count(self, fn: Callable[..., Any], key: Any) -> None:
         code, values = key
@@ -247,6 +251,22 @@ class _Program:
     def is_current(self) -> bool:
         """Returns whether nothing that the function reaches was replaced."""
         return self._state.is_current() and self._placement.has_types(self._types)
+
+    def check_stateless(self) -> None:
+        """Raises if the program writes state, which would get JAX's tracers.
+
+        Raises:
+            ReplicaContextError: If it does.
+        """
+        if self._step.changed:
+            paths = ", ".join(self._state.paths[i] for i in self._step.changed[:3])
+            raise ReplicaContextError(
+                "`strategy.run`, or a function of `armillary.function`, was called "
+                "inside `jax.jit` or another transformation of JAX, which would leave "
+                f"its tracers in {len(self._step.changed)} slots ({paths}). Compile "
+                "the outer function with `armillary.function`, and take gradients "
+                "inside the function given to `run`."
+            )
 
     def go_on_with(self, state: State) -> bool:
         """Takes what a new search has found, if the program is the same for it."""

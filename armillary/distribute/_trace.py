@@ -18,11 +18,12 @@ from armillary._typing import PyTree
 from armillary.distribute._context import lifted
 from armillary.distribute._replicas import check_branches_agree, check_reduced_once
 from armillary.distribute._value_errors import add_value_note
+from armillary.errors import StateStructureError
 from armillary.state import (
     State,
     check_captured,
     is_same_program,
-    unsettled_error,
+    unsettled_message,
     write_error,
 )
 
@@ -113,7 +114,7 @@ def trace_step(
             with state.kept() as more_changes:
                 if not traced().is_same(step) or more_changes():
                     name = getattr(user_fn, "__name__", "the step")
-                    raise unsettled_error(name, first)
+                    raise StateStructureError(unsettled_message(name, first))
     return step
 
 

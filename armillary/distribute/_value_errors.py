@@ -56,8 +56,8 @@ def explained_key_reuse() -> Iterator[None]:
         yield
     except jax.errors.KeyReuseError as error:
         error.add_note(
-            "JAX's check does not look into `strategy.run` on several devices, and takes "
-            "every key that goes in for a used one. Check the same step under "
+            "JAX's check does not look into `strategy.run` on several devices, and "
+            "takes every key that goes in for a used one. Check the same step under "
             "`armillary.DefaultStrategy()`, and switch `jax_debug_key_reuse` off here."
         )
         raise

@@ -22,13 +22,15 @@ from armillary.state import State, describe
 _MAX_BATCHES_PER_STEP = 64
 _MANY_IN_VAIN = 5
 _COMPILED_AGAIN = (
-    "`%s` is compiled again, because it read plain values that have changed (%s). Hold a "
-    "value that changes often in an array, so that it is an input of the compiled step."
+    "`%s` is compiled again, because it read plain values that have changed (%s). Hold "
+    "a value that changes often in an array, so that it is an input of the compiled "
+    "step."
 )
 _TRACED_IN_VAIN = (
-    "`%s` was traced %d times to find that it is the same program, because plain values "
-    "changed beside others that it reads (%s). That takes as long as the first trace: "
-    "hold what changes in an attribute of its own, which the step does not look at."
+    "`%s` was traced %d times to find that it is the same program, because plain "
+    "values changed beside others that it reads (%s). That takes as long as the first "
+    "trace: hold what changes in an attribute of its own, which the step does not look "
+    "at."
 )
 
 
@@ -109,7 +111,7 @@ class StepTracer:
         self._signature = state.signature()
 
     def _go_on_with(self, state: State) -> None:
-        """Takes what a new search has found, with the same slots or others like them."""
+        """Takes what a new search has found: the same slots, or others like them."""
         assert self.placement is not None
         self.state = state
         self.placement.rebind(state)

@@ -20,7 +20,7 @@ from armillary.state._holders import is_claimed as is_claimed
 from armillary.state._lift import State as State
 from armillary.state._lift import as_array as as_array
 from armillary.state._lift import strong as strong
-from armillary.state._lift import unsettled_error as unsettled_error
+from armillary.state._lift import unsettled_message as unsettled_message
 from armillary.state._nnx import is_node as is_node
 from armillary.state._nnx import is_variable as is_variable
 from armillary.state._same import find_constants as find_constants
@@ -52,7 +52,7 @@ __all__ = [
     "is_variable",
     "make_picker",
     "strong",
-    "unsettled_error",
+    "unsettled_message",
     "write_error",
 ]
 

@@ -54,8 +54,7 @@ class _Comparison:
         self._new_of: dict[int, int] = {}
         self._old_of: dict[int, int] = {}
         self._pending: list[_Pair] = [
-            (a, b, path)
-            for (a, path), (b, _) in zip(old.roots, new.roots, strict=True)
+            (a, b, path) for (a, path), (b, _) in zip(old.roots, new.roots, strict=True)
         ]
 
     def differences(self) -> Iterator[tuple[str, str]]:

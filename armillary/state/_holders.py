@@ -28,6 +28,7 @@ from armillary.state._functions import (
 from armillary.state._opaque import PLAIN, is_array, is_opaque, is_same_array
 from armillary.state._slots import join, join_keys
 
+_MANY_BYTES = 1 << 20
 ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()
 """What a place holds that is not there."""
 
@@ -105,7 +106,10 @@ class Items(Part):
     has_places = True
 
     def look(self) -> tuple[list[Any], list[Any]]:
-        return list(self.source), list(self.source.values())
+        while True:
+            names, values = list(self.source), list(self.source.values())
+            if len(names) == len(values):  # else another thread was at it
+                return names, values
 
     def get(self, name: Any) -> Any:
         return self.source.get(name, ABSENT)
@@ -160,20 +164,23 @@ class Sequence(Part):
 
 
 class Elements(Part):
-    """The elements of a set, which are their own names."""
+    """The elements of a set, which are names that hold nothing.
+
+    What they hold themselves is not looked into: they are in no order.
+    """
 
     is_ordered = False
 
     def look(self) -> tuple[list[Any], list[Any]]:
-        return list(self.source), list(self.source)
+        return list(self.source), [None] * len(self.source)
 
     def restore(self) -> None:
         if isinstance(self.source, set):
             self.source.clear()
-            self.source.update(self.values)
+            self.source.update(self.names)
 
     def views(self) -> list[tuple[Iterable[Any], list[Any]]]:
-        return [(self.source, self.values)]
+        return [(self.source, self.names)]
 
 
 class Members(Part):
@@ -236,9 +243,14 @@ class Numbers(Part):
     def look(self) -> tuple[list[Any], list[Any]]:
         return [], []
 
-    def keep(self) -> None:
-        """Copies the numbers, so that a change can be told and undone."""
-        if self.copy is None:
+    def keep(self, is_read: bool) -> None:
+        """Copies the numbers, so that a change can be told and undone.
+
+        Args:
+            is_read: Whether a step is known to look at them. If not, an array that
+                is large is taken for data, which costs too much to go over.
+        """
+        if self.copy is None and (is_read or self.source.nbytes <= _MANY_BYTES):
             self.copy = self.source.copy()
 
     def is_as_found(self) -> bool:

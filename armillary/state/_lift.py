@@ -66,9 +66,7 @@ class State:
             sorted(self._walk.slots.values(), key=lambda slot: slot.path)
         )
         self._nodes = [
-            node.value
-            for node in self._walk.nodes.values()
-            if _nnx.is_node(node.value)
+            node.value for node in self._walk.nodes.values() if _nnx.is_node(node.value)
         ]
         self.paths = tuple(path for slot in self.slots for path in slot.paths)
         self.owners = tuple(slot for slot in self.slots for _ in slot.paths)
@@ -167,7 +165,7 @@ class State:
             for holder in before.reached_from(names):
                 for part in before.nodes[holder].parts:
                     if isinstance(part, Numbers):
-                        part.keep()
+                        part.keep(is_read=names is not None)
 
     @contextlib.contextmanager
     def swapped(self, leaves: Sequence[Any]) -> Iterator[None]:
@@ -290,14 +288,14 @@ def _message(step_name: str, changes: list[str], num_slots: int) -> str:
     )
 
 
-def unsettled_error(step_name: str, changes: dict[str, str]) -> StateStructureError:
-    """Returns the error for a step that would not do the same a second time."""
+def unsettled_message(step_name: str, changes: dict[str, str]) -> str:
+    """Returns what is wrong with a step that would not do the same a second time."""
     lines = "\n".join(
         f"  {path}: {change}, once, while the step was traced"
         for path, change in sorted(changes.items())[:10]
     )
     more = f"\n  and {len(changes) - 10} more" if len(changes) > 10 else ""
-    return StateStructureError(
+    return (
         f"`{step_name}` changed plain values, so that the next step would be another "
         f"one, and a compiled loop runs Python only once:\n{lines}{more}\n"
         "Hold what a step counts or decides by in an array (`jnp.zeros(...)`, "

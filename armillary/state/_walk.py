@@ -74,16 +74,17 @@ class Walk:
         value, path, part, name, above = task
         if type(value) in PLAIN:
             return
-        has_place = part is not None and part.has_places
         if is_array(value):
-            if part is not None and has_place:
+            if part and part.has_places:
                 self._add(PlaceSlot(part, name, path, is_claimed), above)
             else:
                 self.constants.append((path, value))
             return
         if _nnx.is_variable(value) and id(value) not in self.slots:
             self._add(_nnx.NnxSlot(value, path), None)
-        elif has_place and not is_claimed(value) and self._add_tree(task):
+        elif (
+            part and part.has_places and not is_claimed(value) and self._add_tree(task)
+        ):
             return
         if above is not None:
             self.edges[above[0]].append((above[1], id(value)))
@@ -110,7 +111,7 @@ class Walk:
     def _add_tree(self, task: _Task) -> bool:
         """Adds the place of a pytree with arrays; returns whether it is one."""
         value, path, part, name, above = task
-        if not _holds_arrays(value):
+        if part is None or not _holds_arrays(value):
             return False
         try:
             slot = PlaceSlot(part, name, path, is_claimed)

@@ -27,7 +27,7 @@ class Watch:
 
     def __init__(self, walk: Walk, names: Collection[str] | None) -> None:
         reached, leading = walk.reached_from(names), walk.leading_to_slots()
-        root = id(walk.roots[0][0]) if names is not None else None
+        root = 0 if names is None else id(walk.roots[0][0])
         slots: dict[int, set[Any]] = collections.defaultdict(set)
         for key in walk.slots:
             if isinstance(key, tuple):
@@ -47,7 +47,7 @@ class Watch:
                     only = {*leads, *(names or ())}.difference(without)
                     self._rest.append(_LookAt(part, sorted(only)))
                 elif isinstance(part, Numbers):
-                    part.keep()
+                    part.keep(is_read=names is not None)
                     self._numbers.append(part)
                 elif isinstance(part, Metadata):
                     metadata.append(part)

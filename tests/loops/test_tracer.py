@@ -252,7 +252,7 @@ def test_a_plain_value_that_the_step_counts_up_is_an_error():
 
     with pytest.raises(
         StateStructureError,
-        match=r"`train_step` changed plain values(.|\n)*num_epochs: int 0 became 1, once",
+        match=r"changed plain values(.|\n)*num_epochs: int 0 became 1, once, while",
     ):
         Counts().train(1)
 
