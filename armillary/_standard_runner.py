@@ -21,8 +21,8 @@ from armillary._runner import AbstractEvaluator, AbstractTrainer
 from armillary._traceback import hides_frames
 from armillary._typing import Output, PyTree
 from armillary.distribute import Strategy, get_strategy, has_strategy
-from armillary.loops import Loop, LoopCheck, LoopOptions
-from armillary.state._find import held_by
+from armillary.loops import Loop, LoopCheck, LoopOptions, RecordsReads
+from armillary.state import held_by
 
 _OLD_OPTIONS = {
     "use_tf_function": "It is called `compile_step` here.",
@@ -126,7 +126,7 @@ class _Data:
     datasets: PyTree
 
 
-class _Runner:
+class _Runner(RecordsReads):
     """What the two runners share: a loop over a step, under the right strategy."""
 
     @contextlib.contextmanager
