@@ -122,8 +122,8 @@ class Image(Summary):
     Args:
         pixels: An array of shape `(height, width)`, `(height, width, channels)` or
             `(images, height, width, channels)`, with 1, 3 or 4 channels: gray, RGB or
-            RGBA. Floats lie between 0 and 1, and what lies outside is cut off, with a
-            warning; other pixels are of type `uint8`. Of several images, the first is
+            RGBA. Pixels are of type `uint8`, or floats from 0 to 1: what lies outside
+            is cut off with a warning, and NaN is 0. Of several images, the first is
             written as `tag/0`.
 
     Raises:
@@ -176,8 +176,8 @@ class Image(Summary):
                     "%s | step: %d | Pixels from %.4g to %.4g are cut off at 0 and 1.",
                     tag,
                     step,
-                    pixels.min(),
-                    pixels.max(),
+                    np.fmin.reduce(pixels, axis=None),
+                    np.fmax.reduce(pixels, axis=None),
                 )
             pixels = (np.clip(np.nan_to_num(pixels), 0, 1) * 255).round()
             pixels = pixels.astype(np.uint8)
