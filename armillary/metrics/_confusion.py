@@ -43,7 +43,7 @@ class ConfusionMatrix(LabeledMetric):
                 f"`threshold` is {threshold!r} of type {type(threshold).__name__}, but "
                 "it must be a number. Use `threshold=0.0`."
             )
-        if threshold is None and not (is_positive_int(num_classes) and num_classes > 1):
+        if threshold is None and (not is_positive_int(num_classes) or num_classes == 1):
             raise ValueError(
                 f"`num_classes` is {num_classes!r}, but there must be 2 or more. Use "
                 "`num_classes=2`, or `threshold=0.0` for one logit."
@@ -67,7 +67,8 @@ class ConfusionMatrix(LabeledMetric):
             TypeError: If labels are no integers, or the mask is not boolean.
             ValueError: If shapes do not belong together.
         """
-        size, has_classes = self.num_classes, self.threshold is None
+        size, threshold = self.num_classes, self.threshold
+        has_classes = threshold is None
         if has_classes and jnp.shape(logits)[-1:] != (size,):
             raise ValueError(
                 f"`logits` of `{type(self).__name__}.update` has the shape "
@@ -78,7 +79,7 @@ class ConfusionMatrix(LabeledMetric):
         scores, labels, counted = self._take(
             logits, labels, mask, has_classes=has_classes
         )
-        predicted = scores.argmax(-1) if has_classes else scores >= self.threshold
+        predicted = scores.argmax(-1) if threshold is None else scores >= threshold
         cells = jnp.where(counted, labels * size + predicted.astype(jnp.int32), size**2)
         matrix = jnp.zeros(size**2 + 1, jnp.int32).at[cells].add(1)
         self.counts.add(matrix[:-1].reshape(size, size))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 _BITS = 16
 _LOW = (1 << _BITS) - 1
@@ -41,7 +42,7 @@ class Counts(nnx.metrics.MetricState):
             TypeError: If called while JAX traces.
         """
         value = self[...]
-        if isinstance(value, jax.core.Tracer):
+        if isinstance(value, Tracer):
             raise TypeError(
                 "A metric was computed in a function that JAX traces, such as a step, "
                 "in which its counts are not known yet. Call `compute()` in "

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from armillary._checks import check_callable
 from armillary._process import get_process
@@ -186,7 +187,7 @@ def _check(problems: list[_Problem]) -> None:
 
 def _check_known(values: list[Any]) -> None:
     leaves = [leaf for value in values for leaf in jax.tree.leaves(value)]
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
         raise TypeError(
             "`write_summaries` was called in a function that JAX traces, such as a "
             "step, in which values are not known yet. Keep them in a metric or an "

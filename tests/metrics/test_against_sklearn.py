@@ -72,7 +72,7 @@ class Evaluation(armillary.StandardEvaluator):
             mask=keep,
         )
 
-    def eval_end(self):
+    def eval_end(self, *_):
         return {
             "classes": self.classes.compute(),
             "binary": self.binary.compute(),
