@@ -50,13 +50,15 @@ def test_replicas_count_on_beyond_what_floats_and_integers_hold(num_replicas, st
 def test_the_average_of_flax_stops_counting_where_these_do_not():
     average, counts = nnx.metrics.Average(), Counts.zeros()
     average.total[...] = jnp.float32(2**24)
-    counts.add(jnp.int32(2**24))
+    average.count[...] = jnp.int32(2**31 - 1)
+    counts.add(jnp.int32(2**31 - 1))
 
     average.update(values=jnp.ones(1))
     counts.add(jnp.int32(1))
 
     assert int(average.total[...]) == 2**24
-    assert int(counts.read()) == 2**24 + 1
+    assert int(average.count[...]) == -(2**31)
+    assert int(counts.read()) == 2**31
 
 
 floats = st.floats(0, 2.0**120, width=32)
