@@ -8,7 +8,7 @@ are kept and fetched as all others are::
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,6 @@ import numpy as np
 from armillary._logging import logger
 from armillary._typing import PyTree
 from armillary.distribute import PerReplica
-
-if TYPE_CHECKING:
-    from armillary.summary._writer import SummaryWriter
 
 # A bucket is what floats of 32 bits share in their first 12: the sign, the exponent and
 # three bits of the fraction. So its ends are an eighth of a power of two apart.
@@ -40,14 +37,28 @@ def count_values(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 class Summary:
-    """A value that is written by a method of its own; see the subclasses."""
+    """A value that is written by a method of its own; see the subclasses.
+
+    Attributes:
+        method: The method of a `SummaryWriter` that writes it.
+    """
 
     method: str
-    """The method of a `SummaryWriter` that writes it."""
 
-    def write(self, writer: "SummaryWriter", tag: str, step: int) -> None:
-        """Writes the value, which holds no traced arrays."""
+    def write(self, writer: Any, tag: str, step: int) -> None:
+        """Writes the value, once its arrays are known."""
         raise NotImplementedError
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        """Returns the arrays, and the names of their attributes."""
+        return tuple(vars(self).values()), tuple(vars(self))
+
+    @classmethod
+    def tree_unflatten(cls, names: Sequence[str], arrays: Sequence[Any]) -> Self:
+        """Returns the value with these arrays."""
+        self = object.__new__(cls)
+        vars(self).update(zip(names, arrays, strict=True))
+        return self
 
 
 @jax.tree_util.register_pytree_node_class
@@ -73,18 +84,7 @@ class Histogram(Summary):
     @classmethod
     def from_counts(cls, counts: Any) -> Self:
         """Returns the histogram of values that `count_values` has counted."""
-        return cls.tree_unflatten(None, (counts,))
-
-    def tree_flatten(self) -> tuple[tuple[Any], None]:
-        """Returns the counts, as JAX asks for."""
-        return (self.counts,), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[Any]) -> Self:
-        """Returns a histogram with these counts."""
-        self = object.__new__(cls)
-        (self.counts,) = children
-        return self
+        return cls.tree_unflatten(("counts",), (counts,))
 
     def write(self, writer: Any, tag: str, step: int) -> None:
         """Writes the buckets that are not empty."""
@@ -150,17 +150,6 @@ class Image(Summary):
                 "`pixels[..., None]` for several gray images."
             )
         self.pixels = pixels
-
-    def tree_flatten(self) -> tuple[tuple[Any], None]:
-        """Returns the pixels, as JAX asks for."""
-        return (self.pixels,), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[Any]) -> Self:
-        """Returns an image of these pixels."""
-        self = object.__new__(cls)
-        (self.pixels,) = children
-        return self
 
     def write(self, writer: Any, tag: str, step: int) -> None:
         """Writes each image under its own tag."""
