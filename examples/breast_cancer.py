@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 from sklearn.datasets import load_breast_cancer
 from sklearn.model_selection import train_test_split
+from sklearn.preprocessing import StandardScaler
 
 import armillary
 from armillary import metrics
@@ -81,13 +82,13 @@ def load_data() -> tuple[dict, dict]:
     """Returns training and test data; malignant tumors are labeled 1."""
     x, y = load_breast_cancer(return_X_y=True)
     x, test_x, y, test_y = train_test_split(x, 1 - y, stratify=y, random_state=0)
-    mean, deviation = x.mean(axis=0), x.std(axis=0)
-    x, test_x = (((part - mean) / deviation).astype("float32") for part in (x, test_x))
-    return {"x": x, "y": y}, {"x": test_x, "y": test_y}
+    scaler = StandardScaler().fit(x)
+    train, test = (scaler.transform(part).astype("float32") for part in (x, test_x))
+    return {"x": train, "y": y}, {"x": test, "y": test_y}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Tells tumors apart.")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/breast_cancer"))
     parser.add_argument("--devices", type=int, default=2, help="virtual CPU devices")
     options = parser.parse_args()
