@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from sklearn.datasets import load_breast_cancer
@@ -83,8 +84,8 @@ def load_data() -> tuple[dict, dict]:
     x, y = load_breast_cancer(return_X_y=True)
     x, test_x, y, test_y = train_test_split(x, 1 - y, stratify=y, random_state=0)
     scaler = StandardScaler().fit(x)
-    train, test = (scaler.transform(part).astype("float32") for part in (x, test_x))
-    return {"x": train, "y": y}, {"x": test, "y": test_y}
+    x, test_x = (np.asarray(scaler.transform(part), "float32") for part in (x, test_x))
+    return {"x": x, "y": y}, {"x": test_x, "y": test_y}
 
 
 def main() -> None:
