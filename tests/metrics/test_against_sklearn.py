@@ -150,10 +150,10 @@ def compute_expected(arrays):
 
 
 @pytest.mark.slow
-@settings(BOUNDED, max_examples=30)
+@settings(BOUNDED, max_examples=24)
 @given(
     # Few, since each size of a last batch is a program for each number of replicas.
-    num_examples=st.sampled_from([8, 13, 24, 31]),
+    num_examples=st.sampled_from([13, 24]),
     num_replicas=st.sampled_from([1, 2, 4]),
     num_levels=st.integers(1, 9),
     seed=st.integers(0, 9),
