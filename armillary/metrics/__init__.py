@@ -8,7 +8,7 @@ or in an `nnx.MultiMetric`::
     self.f1.update(logits=logits, labels=batch["label"])               # eval_step
     return {"f1": self.f1.compute()}                                   # eval_end
 
-Their state is nothing but counts, held in integers of 47 bits, so a result depends on
+Their state is nothing but counts, held in integers of 63 bits, so a result depends on
 the examples alone: not on their order, on batches, replicas or processes. `compute`
 waits for the device, works in NumPy, and raises if an update got what has no meaning.
 

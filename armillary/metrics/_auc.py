@@ -28,7 +28,7 @@ class AUC(LabeledMetric):
         curve: `"ROC"`, or `"PR"` for the average precision, the area below the steps
             of precision over recall.
         from_logits: Whether scores are logits; else they are probabilities.
-        num_buckets: How many buckets there are. They take 16 bytes each.
+        num_buckets: How many buckets there are. They take 24 bytes each.
 
     Raises:
         ValueError: If `curve` is neither, or `num_buckets` is not positive.

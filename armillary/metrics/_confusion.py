@@ -87,7 +87,7 @@ class ConfusionMatrix(LabeledMetric):
     def compute(self) -> Any:
         """Returns the counts: `[i, j]` examples of class `i` were taken for `j`.
 
-        It is an array of `int64`, exact up to 2**47.
+        It is an array of `int64`, exact up to 2**63.
 
         Raises:
             ValueError: If a label was the number of no class, or a score was NaN.

@@ -1,9 +1,9 @@
-"""State of metrics: integers of 47 bits, and sums of floats made of them.
+"""State of metrics: integers of 63 bits, and sums of floats made of them.
 
 JAX has integers of 32 bits only, unless told otherwise, and floats of 32 bits stop
 counting at 16,777,216. An epoch of images has more pixels than either can count. So an
-integer is held as `high * 2**16 + low`. Both parts are sums, so the copies of replicas
-add up part by part, whatever was carried from one to the other.
+integer is held in three parts, of 16 bits each but the last. Parts are sums, so the
+copies of replicas add up part by part, whatever was carried from one to the next.
 """
 
 import jax
@@ -17,12 +17,12 @@ _LOW = (1 << _BITS) - 1
 
 
 class Counts(nnx.metrics.MetricState):
-    """An array of integers from 0 to 2**47 - 1, all counting up from 0."""
+    """An array of integers from 0 to 2**63 - 1, all counting up from 0."""
 
     @classmethod
     def zeros(cls, *shape: int) -> "Counts":
         """Returns counts of a shape."""
-        return cls(jnp.zeros((2, *shape), jnp.int32))
+        return cls(jnp.zeros((3, *shape), jnp.int32))
 
     def reset(self) -> None:
         """Begins at 0 again."""
@@ -30,10 +30,11 @@ class Counts(nnx.metrics.MetricState):
 
     def add(self, numbers: jax.Array) -> None:
         """Adds an array of `int32` of the same shape, none of them negative."""
-        low, high = self[...]
-        # Up to 2**15 replicas have been added up here: so many low parts are no carry.
+        # The parts of up to 2**15 replicas have been added up, and fit in 32 bits.
+        low, middle, high = self[...]
         low = low + (numbers & _LOW)
-        self[...] = jnp.stack([low & _LOW, high + (numbers >> _BITS) + (low >> _BITS)])
+        middle = middle + (numbers >> _BITS) + (low >> _BITS)
+        self[...] = jnp.stack([low & _LOW, middle & _LOW, high + (middle >> _BITS)])
 
     def read(self) -> np.ndarray:
         """Returns the counts as `int64`; waits for the device.
@@ -48,8 +49,8 @@ class Counts(nnx.metrics.MetricState):
                 "in which its counts are not known yet. Call `compute()` in "
                 "`train_loop_end` or `eval_end`, which run in Python."
             )
-        low, high = np.asarray(value).astype(np.int64)
-        return (high << _BITS) + low
+        low, middle, high = np.asarray(value).astype(np.int64)
+        return (high << 2 * _BITS) + (middle << _BITS) + low
 
 
 class FloatSum(Counts):
@@ -62,7 +63,7 @@ class FloatSum(Counts):
     @classmethod
     def zero(cls) -> "FloatSum":
         """Returns the sum of nothing."""
-        return cls(jnp.zeros((2, 256), jnp.int32))
+        return cls(jnp.zeros((3, 256), jnp.int32))
 
     def add_float(self, value: jax.Array) -> None:
         """Adds a float of 32 bits."""

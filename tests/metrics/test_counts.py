@@ -28,11 +28,12 @@ def test_counts_add_up(numbers):
     assert counts.read().tolist() == [sum(numbers), sum(n // 3 for n in numbers)]
 
 
-@pytest.mark.parametrize("start", [0, *LARGE, 2**40 + 12345])
+@pytest.mark.parametrize("start", [0, *LARGE, 2**32 - 1, 2**62 + 12345])
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
 def test_replicas_count_on_beyond_what_floats_and_integers_hold(num_replicas, start):
     strategy = make_strategy(num_replicas)
-    counts = Counts(jnp.array([start % 2**16, start // 2**16], jnp.int32))
+    parts = [start % 2**16, (start >> 16) % 2**16, start >> 32]
+    counts = Counts(jnp.array(parts, jnp.int32))
 
     def step_fn(numbers):
         counts.add(numbers)
@@ -92,4 +93,4 @@ def test_counts_are_read_outside_of_traced_functions():
         return Counts(value).read()
 
     with pytest.raises(TypeError, match=r"(?s)computed in a function.*`eval_end`"):
-        jax.jit(compute)(jnp.zeros(2, jnp.int32))
+        jax.jit(compute)(jnp.zeros(3, jnp.int32))
