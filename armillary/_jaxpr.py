@@ -1,10 +1,14 @@
 """Walks a traced program and the programs nested in it."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.extend import core
+from jax.extend import core, source_info_util
+
+# Lines in these packages are not the user's.
+_LIBRARIES = ("armillary", "contextlib", "flax", "functools", "jax", "jaxlib", "optax")
 
 
 def walk_programs(program: core.ClosedJaxpr) -> Iterator[tuple[Any, list[Any]]]:
@@ -19,9 +23,32 @@ def walk_programs(program: core.ClosedJaxpr) -> Iterator[tuple[Any, list[Any]]]:
         jaxpr = getattr(current, "jaxpr", current)
         yield jaxpr, list(getattr(current, "consts", ()))
         for equation in jaxpr.eqns:
-            for parameter in equation.params.values():
-                leaves = jax.tree.leaves(parameter, is_leaf=_is_program)
-                pending.extend(leaf for leaf in leaves if _is_program(leaf))
+            pending.extend(programs_in(equation))
+
+
+def programs_in(equation: Any) -> Iterator[Any]:
+    """Yields the programs of one equation: bodies, branches, what it calls."""
+    for parameter in equation.params.values():
+        for leaf in jax.tree.leaves(parameter, is_leaf=_is_program):
+            if _is_program(leaf):
+                yield leaf
+
+
+def source_line(equation: Any) -> str:
+    """Returns the user's line that an equation comes from, as well as it is known."""
+    traceback = equation.source_info.traceback
+    libraries = _library_folders()
+    for frame in () if traceback is None else traceback.frames:
+        if not frame.file_name.startswith(libraries):
+            name = frame.function_name.rpartition(".")[2]
+            return f"{frame.file_name}:{frame.line_num} ({name})"
+    return source_info_util.summarize(equation.source_info)
+
+
+def _library_folders() -> tuple[str, ...]:
+    modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
+    files = [str(module.__file__) for module in modules]
+    return (*(file.removesuffix("__init__.py") for file in files), "<")
 
 
 def _is_program(value: Any) -> bool:

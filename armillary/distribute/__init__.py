@@ -58,6 +58,7 @@ from armillary.distribute._variables import (
     VariableSynchronization as VariableSynchronization,
 )
 from armillary.distribute._variables import create_global_step as create_global_step
+from armillary.distribute._varying import corrected_types as corrected_types
 
 __all__ = [
     "DefaultStrategy",

@@ -10,6 +10,7 @@ import numpy as np
 from armillary._typing import PyTree
 from armillary.data import Active
 from armillary.distribute._context import entered, lifted_state
+from armillary.distribute._retype import cast, varies
 from armillary.distribute._values import PerReplica, ReduceOp, count_active
 from armillary.errors import DoubleReductionError
 from armillary.state import is_claimed, is_variable
@@ -70,12 +71,33 @@ class ReplicaContext:
         return jax.tree.map(lambda leaf: self._all_reduce(op, leaf), value)
 
     def _all_reduce(self, op: ReduceOp, leaf: Any) -> jax.Array:
-        if not varies(leaf, self._axis_name):
+        if not varies(leaf):
             raise DoubleReductionError(double_reduction_message("all_reduce", ""))
         if self.num_active < self.num_replicas_in_sync:
             leaf = jnp.where(self.is_active(), leaf, jnp.zeros_like(leaf))
         total = jax.lax.psum(leaf, self._axis_name)
         return total / self.num_active if op is ReduceOp.MEAN else total
+
+    def local(self, value: PyTree) -> PyTree:
+        """Returns values as this replica's own, although they are equal on all.
+
+        Gradients with respect to them are this replica's, not summed over replicas: for
+        per-example gradients, inner loops of meta-learning and Jacobians of the
+        model. Reduce what you make of them, or differentiate through this call::
+
+            params = context.local(params)
+            grads = jax.vmap(jax.grad(loss_fn), (None, 0))(params, examples)
+            grads = context.all_reduce("sum", jax.tree.map(clip_and_sum, grads))
+
+        Args:
+            value: A pytree of arrays, or an NNX module, of which this makes a copy.
+
+        Returns:
+            The same pytree.
+        """
+        if self._axis_name is None:
+            return value
+        return jax.tree.map(cast, value)
 
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
         """Joins the values of all replicas along an axis; every replica gets it.
@@ -136,12 +158,10 @@ class ReplicaContext:
     def _shared(self, leaf: Any) -> Any:
         if self._axis_name is None:
             return leaf
-        is_shared = not varies(leaf, self._axis_name)
-        if is_shared:
-            rows = jnp.broadcast_to(leaf, (self.num_replicas_in_sync, *jnp.shape(leaf)))
-        else:
-            rows = jax.lax.all_gather(leaf, self._axis_name, to="invarying")
-        return PerReplica(rows, self._active, is_shared)
+        if not varies(leaf):
+            return PerReplica(leaf, self._active, shared_by=self.num_replicas_in_sync)
+        rows = jax.lax.all_gather(leaf, self._axis_name, to="invarying")
+        return PerReplica(rows, self._active)
 
     def is_active(self) -> jax.Array:
         """Returns whether this replica holds data; traced where there are several."""
@@ -154,12 +174,6 @@ class ReplicaContext:
         """Returns whether this is the first replica that holds data."""
         first = 0 if isinstance(self._active, int) else self._active[0]
         return self.replica_id_in_sync_group == first
-
-
-def varies(leaf: Any, axis_name: str | None) -> bool:
-    """Returns whether a traced value may differ between replicas."""
-    kind = jax.typeof(leaf)
-    return axis_name in getattr(kind, "manual_axis_type", kind).varying
 
 
 def double_reduction_message(function: str, where: str) -> str:

@@ -22,6 +22,7 @@ from armillary.distribute._placement import Placement
 from armillary.distribute._same_program import check_same_program
 from armillary.distribute._strategy import Strategy
 from armillary.distribute._trace import TracedStep, trace_step
+from armillary.distribute._varying import corrected_types
 from armillary.state import State, captured, is_claimed
 
 _P = ParamSpec("_P")
@@ -223,7 +224,8 @@ class _Program:
     def __call__(self, arrays: list[Any]) -> PyTree:
         donated, others = self._placement.place(self._step.changed)
         self._strategy.dispatch.wait()
-        with uninterrupted():
+        # JAX traces some operations while it compiles.
+        with uninterrupted(), corrected_types():
             values, results, token = self._compiled(donated, others, arrays)
             self._placement.update(values)
             self._strategy.dispatch.started(token)

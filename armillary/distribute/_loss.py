@@ -2,6 +2,8 @@
 
 Gradients arrive summed over replicas, so each replica divides its summed loss by the
 *global* batch size (`tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`).
+What is returned counts as one replica's own, even if it is equal on all of them: its
+sum over replicas is the loss, and gradients of it are summed.
 """
 
 from numbers import Integral
@@ -10,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from armillary.distribute._context import require_replica_context
+from armillary.distribute._context import get_replica_context, require_replica_context
 
 
 def compute_average_loss(
@@ -47,6 +49,7 @@ def compute_average_loss(
         losses = losses.astype(jnp.result_type(float))
     if sample_weight is not None:
         losses = losses * _weights(sample_weight, losses)
+    context = get_replica_context()
     if global_batch_size is None:
         context = require_replica_context(
             "compute_average_loss", "pass `global_batch_size=...` here"
@@ -54,7 +57,11 @@ def compute_average_loss(
         global_batch_size = losses.shape[0] * context.num_active
     else:
         _check_global_batch_size(global_batch_size)
-    return jnp.sum(losses) / jnp.asarray(global_batch_size, losses.dtype)
+    if context is not None:
+        losses = context.local(losses)
+    # In half precision a sum overflows soon, and a divisor of 65,520 is infinite.
+    total = jnp.sum(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))
+    return (total / jnp.asarray(global_batch_size, total.dtype)).astype(losses.dtype)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
@@ -74,7 +81,8 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     context = require_replica_context(
         "scale_regularization_loss", "divide by `strategy.num_replicas_in_sync` here"
     )
-    return jnp.sum(jnp.asarray(regularization_loss)) / context.num_active
+    loss = context.local(jnp.asarray(regularization_loss))
+    return jnp.sum(loss) / context.num_active
 
 
 def _weights(sample_weight: Any, losses: jax.Array) -> jax.Array:

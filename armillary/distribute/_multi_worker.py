@@ -182,27 +182,30 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 
         def collect(leaf: PerReplica) -> PerReplica:
             self.dispatch.wait()
-            rows = self._replicate(leaf.stacked)
+            rows = self._replicate(leaf.array)
             self.dispatch.started(rows)
             local = jnp.asarray(np.asarray(rows))
-            return PerReplica(local, leaf.active_replicas, leaf.is_shared)
+            return PerReplica(local, leaf.active_replicas, leaf.shared_by)
 
         return _map_global(collect, value)
 
     def _take_local(self, leaf: PerReplica) -> PerReplica:
         local = self.layout.local_replicas
+        held = [replica for replica in local if leaf.holds(replica)]
+        if leaf.is_shared:
+            value = jnp.asarray(np.asarray(leaf.array))
+            return PerReplica(value, len(held), shared_by=len(local))
         rows = {
             shard.index[0].start or 0: shard.data
-            for shard in leaf.stacked.addressable_shards
+            for shard in leaf.array.addressable_shards
         }
-        if leaf.stacked.is_fully_replicated:
-            whole = np.asarray(leaf.stacked)
+        if leaf.array.is_fully_replicated:
+            whole = np.asarray(leaf.array)
             rows = {replica: whole[replica : replica + 1] for replica in local}
-        held = [replica for replica in local if leaf.holds(replica)]
         if not held:
             return PerReplica(rows[local.start], 0)
         values = jnp.concatenate([jnp.asarray(np.asarray(rows[r])) for r in held])
-        return PerReplica(values, len(held), leaf.is_shared)
+        return PerReplica(values, len(held))
 
     def _describe_shares(self) -> str:
         assert self.peers is not None
@@ -228,9 +231,9 @@ def _is_global(leaf: Any) -> bool:
     """Returns whether a leaf holds values that this process cannot see."""
     return (
         is_per_replica(leaf)
-        and isinstance(leaf.stacked, jax.Array)
-        and not isinstance(leaf.stacked, Tracer)
-        and not leaf.stacked.is_fully_addressable
+        and isinstance(leaf.array, jax.Array)
+        and not isinstance(leaf.array, Tracer)
+        and not leaf.array.is_fully_addressable
     )
 
 

@@ -8,44 +8,34 @@ all.
 """
 
 from collections.abc import Callable
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.extend import core, source_info_util
 from jax.sharding import Mesh, PartitionSpec
 
-from armillary._jaxpr import walk_programs
 from armillary._typing import PyTree
 from armillary.data import Active
-from armillary.distribute._collectives import (
-    ReplicaContext,
-    double_reduction_message,
-    varies,
-)
+from armillary.distribute._collectives import ReplicaContext
 from armillary.distribute._context import entered
-from armillary.distribute._loop_carries import cast_loop_carries
+from armillary.distribute._proof import require_equal
+from armillary.distribute._retype import AXIS_NAME, varies
 from armillary.distribute._values import PerReplica, is_per_replica
 from armillary.distribute._variables import (
-    AXIS_NAME,
-    ON_READ_SCOPE,
-    Policy,
     enter,
     leave,
     policy_of,
 )
+from armillary.distribute._varying import corrected_types
 from armillary.errors import (
     BatchSizeError,
-    DoubleReductionError,
-    ReplicaMismatchError,
 )
 from armillary.state import State, as_array, is_claimed
 
 if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
-
-
-_COLLECTIVES = ("psum", "pmin", "pmax", "all_gather", "all_to_all", "ppermute")
 
 
 def run_in_replicas(
@@ -75,8 +65,13 @@ def run_in_replicas(
         BatchSizeError: If two arguments hold data for different numbers of replicas.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_argument)
-    split = [leaf.stacked for leaf in leaves if is_per_replica(leaf)]
-    shared = [leaf for leaf in leaves if _is_array(leaf)]
+    arrays = [leaf.array if is_per_replica(leaf) else leaf for leaf in leaves]
+    is_split = [is_per_replica(leaf) and not leaf.is_shared for leaf in leaves]
+    # What is equal on all replicas stays so when it comes back in.
+    is_whole = [
+        _is_array(array) and not is_cut
+        for array, is_cut in zip(arrays, is_split, strict=True)
+    ]
     active = _find_active(leaves, strategy.num_replicas_in_sync)
     before = [as_array(leaf) for leaf in state.read()]
     policies = [policy_of(*pair) for pair in zip(state.owners, before, strict=True)]
@@ -84,20 +79,16 @@ def run_in_replicas(
     outputs: list[Any] = []
 
     def replica_fn(
-        slots: list[Any], split: list[Any], shared: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
+        slots: list[Any], split: list[Any], whole: list[Any]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
         context = ReplicaContext(strategy, AXIS_NAME, active)
         start = [enter(*pair) for pair in zip(policies, slots, strict=True)]
-        rows, arrays = iter(split), iter(shared)
+        rows, wholes = iter(split), iter(whole)
         call_args, call_kwargs = treedef.unflatten(
-            next(rows)[0]
-            if is_per_replica(leaf)
-            else next(arrays)
-            if _is_array(leaf)
-            else leaf
-            for leaf in leaves
+            next(rows)[0] if is_cut else next(wholes) if is_one else leaf
+            for leaf, is_cut, is_one in zip(leaves, is_split, is_whole, strict=True)
         )
-        with state.swapped(start), entered(strategy, context), cast_loop_carries():
+        with state.swapped(start), entered(strategy, context), corrected_types():
             result = fn(*call_args, **call_kwargs)
             after = state.collect(start, getattr(fn, "__name__", "the step"))
         changed[:] = [
@@ -106,114 +97,50 @@ def run_in_replicas(
         final = [
             leave(policies[i], slots[i], start[i], after[i], context) for i in changed
         ]
-        differing = [
-            i for i, value in zip(changed, final, strict=True) if value is None
+        names = [
+            f"{state.paths[i]} ({state.owners[i].role.value}, {policies[i].value})"
+            for i in changed
         ]
-        if differing:
-            raise ReplicaMismatchError(_mismatch_message(state, policies, differing))
+        starts = [slots[i] for i in changed]
+        final = require_equal(final, starts, names, len(state.paths))
         values, result_tree = jax.tree.flatten(result)
-        is_array = [_is_array(value) for value in values]
-        is_shared = [
-            array and not varies(value, AXIS_NAME)
-            for value, array in zip(values, is_array, strict=True)
+        own = [_is_array(value) and varies(value) for value in values]
+        shared = [
+            _is_array(value) and not is_own
+            for value, is_own in zip(values, own, strict=True)
         ]
-        outputs[:] = [result_tree, values, is_array, is_shared]
-        return final, [
-            jax.numpy.asarray(value)[None]
-            for value, array in zip(values, is_array, strict=True)
-            if array
-        ]
+        outputs[:] = [result_tree, values, own, shared]
+        equal = list(map(jnp.asarray, compress(values, shared)))
+        names = ["what the step returns"] * len(equal)
+        equal = require_equal(equal, equal, names, len(state.paths))
+        return final, [value[None] for value in compress(values, own)], equal
 
+    whole_spec, split_spec = PartitionSpec(), PartitionSpec(AXIS_NAME)
     mapped = jax.shard_map(
         replica_fn,
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(AXIS_NAME), PartitionSpec()),
-        out_specs=(PartitionSpec(), PartitionSpec(AXIS_NAME)),
+        in_specs=(whole_spec, split_spec, whole_spec),
+        out_specs=(whole_spec, split_spec, whole_spec),
     )
     # Casting shared values to per-replica ones where they meet is what the checks read.
     with jax.auto_pcast(True):
-        final, stacked = mapped(before, split, shared)
+        final, stacked, equal = mapped(
+            before, list(compress(arrays, is_split)), list(compress(arrays, is_whole))
+        )
     after = list(before)
     for i, value in zip(changed, final, strict=True):
         after[i] = value
     state.write(after)
-    result_tree, values, is_array, is_shared = outputs
-    rows = iter(stacked)
+    result_tree, values, own, shared = outputs
+    rows, wholes = iter(stacked), iter(equal)
     return result_tree.unflatten(
-        PerReplica(next(rows), active, shared) if array else value
-        for value, array, shared in zip(values, is_array, is_shared, strict=True)
+        PerReplica(next(rows), active)
+        if is_own
+        else PerReplica(next(wholes), active, shared_by=strategy.num_replicas_in_sync)
+        if is_shared
+        else value
+        for value, is_own, is_shared in zip(values, own, shared, strict=True)
     )
-
-
-def check_reduced_once(program: core.ClosedJaxpr) -> None:
-    """Raises if a program sums over replicas what is equal on all of them.
-
-    Such a sum shows as a cast to "varying" whose only purpose is the sum. Casts that
-    JAX makes while differentiating, and those of on-read state, are meant.
-
-    Raises:
-        DoubleReductionError: At the first such sum, with the line of the user's code.
-    """
-    for jaxpr, _ in walk_programs(program):
-        casts: set[Any] = set()
-        for equation in jaxpr.eqns:
-            name = equation.primitive.name
-            if name == "pvary":
-                casts.update(equation.outvars)
-            elif name.startswith("psum") and not _is_meant(equation):
-                operands = [
-                    v for v in equation.invars if not isinstance(v, core.Literal)
-                ]
-                if not casts.isdisjoint(operands):
-                    where = source_info_util.summarize(equation.source_info)
-                    raise DoubleReductionError(
-                        double_reduction_message("psum", f", at {where}")
-                    )
-
-
-def check_branches_agree(program: core.ClosedJaxpr) -> None:
-    """Raises if replicas may take different ways to a collective.
-
-    Some would wait in it for the others, for ever, or until XLA ends the process.
-
-    Raises:
-        ReplicaMismatchError: At the first such branch or loop, with its line.
-    """
-    for jaxpr, _ in walk_programs(program):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "cond":
-                decides, bodies = equation.invars[0].aval, equation.params["branches"]
-            elif equation.primitive.name == "while":
-                decides = equation.params["cond_jaxpr"].out_avals[0]
-                bodies = (equation.params["body_jaxpr"],)
-            else:
-                continue
-            axes = getattr(decides, "manual_axis_type", None)
-            if axes is None or AXIS_NAME not in axes.varying:
-                continue
-            if any(_has_collective(body) for body in bodies):
-                where = source_info_util.summarize(equation.source_info)
-                raise ReplicaMismatchError(
-                    f"`{equation.primitive.name}` at {where} is decided by a value "
-                    "that differs between replicas, and reduces over replicas inside "
-                    "(gradients with respect to mirrored parameters do), so that some "
-                    "replicas would wait there for ever. Reduce the value that decides "
-                    "first (`get_replica_context().all_reduce`), compute gradients "
-                    "outside, or choose with `jnp.where`."
-                )
-
-
-def _has_collective(program: core.ClosedJaxpr) -> bool:
-    return any(
-        equation.primitive.name.startswith(_COLLECTIVES)
-        for jaxpr, _ in walk_programs(program)
-        for equation in jaxpr.eqns
-    )
-
-
-def _is_meant(equation: Any) -> bool:
-    stack = str(equation.source_info.name_stack)
-    return ON_READ_SCOPE in stack or "transpose" in stack
 
 
 def _is_argument(value: Any) -> bool:
@@ -236,19 +163,3 @@ def _find_active(leaves: list[Any], num_replicas: int) -> Active:
             '`InputOptions(remainder="drop")` on each.'
         )
     return counts.pop() if counts else num_replicas
-
-
-def _mismatch_message(state: State, policies: list[Policy], bad: list[int]) -> str:
-    lines = "\n".join(
-        f"  {state.paths[i]} ({state.owners[i].role.value}, {policies[i].value})"
-        for i in bad
-    )
-    return (
-        f"{len(bad)} of {len(state.paths)} slots are mirrored, so they must be equal "
-        "on all replicas, but `strategy.run` left values in them that differ:\n"
-        f"{lines}\n"
-        "They were computed from one replica's share of the batch. Reduce first "
-        "(`armillary.get_replica_context().all_reduce(ReduceOp.MEAN, value)`), or make "
-        "the variable with `aggregation=armillary.VariableAggregation.MEAN`, `SUM` or "
-        "`ONLY_FIRST_REPLICA`."
-    )

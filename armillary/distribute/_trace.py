@@ -17,7 +17,7 @@ from jax.extend import core
 
 from armillary._typing import PyTree
 from armillary.distribute._context import lifted
-from armillary.distribute._replicas import check_branches_agree, check_reduced_once
+from armillary.distribute._proof import prove, proved_later
 from armillary.distribute._value_errors import add_value_note
 from armillary.state import State, check_captured, write_error
 
@@ -127,11 +127,10 @@ def trace_step(
         arrays = [value for value in values if isinstance(value, jax.Array)]
         return [after[i] for i in changed], arrays
 
-    with explained(user_fn, state, owner):
+    with explained(user_fn, state, owner), proved_later():
         traced = jax.jit(pure).trace(list(slot_types), arguments)
     check_captured(traced.jaxpr, state, user_fn, owner)
-    check_reduced_once(traced.jaxpr)
-    check_branches_agree(traced.jaxpr)
+    prove(traced.jaxpr, len(state.paths))
     return TracedStep(traced.jaxpr, tuple(changed), *results)
 
 

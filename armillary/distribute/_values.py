@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
@@ -56,43 +57,59 @@ class PerReplica(NDArrayOperatorsMixin):
     It is no array: what arrays can do is an error that says so.
 
     Attributes:
-        stacked: The values in one array of shape `(num_replicas, ...)`.
+        array: The values in one array of shape `(num_replicas, ...)`, or the value that
+            all replicas share.
         num_active: How many replicas hold a value. It is the number of replicas except
             for the leftovers of a complete evaluation, where the other rows of
             `stacked` mean nothing.
         active_replicas: Which ones: so many from the first, or those of these numbers.
-        is_shared: Whether the values are known to be equal, as gradients are.
+        shared_by: How many replicas share one value; `None` if each has its own.
     """
 
     def __init__(
-        self, stacked: Any, num_active: Active, is_shared: bool = False
+        self, array: Any, num_active: Active, shared_by: int | None = None
     ) -> None:
-        self.stacked = stacked
+        self.array = array
         self.num_active = count_active(num_active)
         self.active_replicas = num_active
-        self.is_shared = is_shared
+        self.shared_by = shared_by
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the values are known to be equal, as gradients are."""
+        return self.shared_by is not None
+
+    @property
+    def stacked(self) -> Any:
+        """The values in one array of shape `(num_replicas, ...)`."""
+        if self.shared_by is None:
+            return self.array
+        return jnp.broadcast_to(self.array, (self.shared_by, *jnp.shape(self.array)))
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
         """The value of each replica that holds one."""
-        return tuple(self.stacked[i] for i in list_active(self.active_replicas))
+        stacked = self.stacked
+        return tuple(stacked[i] for i in list_active(self.active_replicas))
 
     @property
     def active(self) -> jax.Array:
         """The rows of `stacked` that mean something."""
-        if self.num_active == self.stacked.shape[0]:
-            return self.stacked
+        stacked = self.stacked
+        if self.num_active == stacked.shape[0]:
+            return stacked
         if isinstance(self.active_replicas, tuple):
-            return self.stacked[np.array(self.active_replicas)]
-        return self.stacked[: self.num_active]
+            return stacked[np.array(self.active_replicas)]
+        return stacked[: self.num_active]
 
     def holds(self, replica: int) -> bool:
         """Returns whether a replica holds a value."""
         return replica in list_active(self.active_replicas)
 
     def __repr__(self) -> str:
-        shape = getattr(self.stacked, "shape", None)
-        inside = "?" if shape is None else f"{self.stacked.dtype}{list(shape[1:])}"
+        shape = getattr(self.array, "shape", None)
+        own = slice(None) if self.is_shared else slice(1, None)
+        inside = "?" if shape is None else f"{self.array.dtype}{list(shape[own])}"
         return f"PerReplica({self.num_active} x {inside})"
 
     def _explain(self, use: str) -> str:
@@ -134,15 +151,15 @@ class PerReplica(NDArrayOperatorsMixin):
             raise AttributeError(f"PerReplica has no attribute {name!r}")
         raise AttributeError(self._explain(f"was asked for `{name}`"))
 
-    def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, bool]]:
-        """Flattens into the stacked array."""
-        return (self.stacked,), (self.active_replicas, self.is_shared)
+    def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, int | None]]:
+        """Flattens into the array."""
+        return (self.array,), (self.active_replicas, self.shared_by)
 
     @classmethod
     def tree_unflatten(
-        cls, attributes: tuple[Active, bool], children: tuple[Any]
+        cls, attributes: tuple[Active, int | None], children: tuple[Any]
     ) -> "PerReplica":
-        """Builds a value from the stacked array."""
+        """Builds a value from the array."""
         return cls(children[0], *attributes)
 
 

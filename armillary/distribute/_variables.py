@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from armillary.distribute._collectives import ReplicaContext, varies
+from armillary.distribute._collectives import ReplicaContext
+from armillary.distribute._retype import AXIS_NAME, varies
 from armillary.state import Role, Slot
 
 if TYPE_CHECKING:
     from flax import nnx
 
-AXIS_NAME = "replica"
 ON_READ_SCOPE = "armillary_on_read"
 
 
@@ -145,8 +145,8 @@ def leave(
     entered: jax.Array,
     after: jax.Array,
     context: ReplicaContext,
-) -> jax.Array | None:
-    """Returns what a slot holds when the step ends, equal on all replicas.
+) -> jax.Array:
+    """Returns what a slot holds when the step ends.
 
     Args:
         policy: The slot's policy.
@@ -156,8 +156,8 @@ def leave(
         context: The replica, for its number and for which replicas hold data.
 
     Returns:
-        The new value, or `None` if the step left values that differ and the policy
-        says nothing about it.
+        The new value. It differs between replicas if the slot is mirrored and the step
+        left it so.
     """
     with jax.named_scope(ON_READ_SCOPE):
         if policy is Policy.RANDOM:
@@ -165,10 +165,10 @@ def leave(
                 return before
             # A key that the step split and assigned differs between replicas: what is
             # stored moves on too, by a way that they share.
-            return _advance(before) if varies(after, AXIS_NAME) else after
+            return _advance(before) if varies(after) else after
         if policy is Policy.MIRRORED:
-            return _equal_or_none(after)
-        if not varies(after, AXIS_NAME):
+            return after
+        if not varies(after):
             if policy is not Policy.SUM:
                 return after
             after = jax.lax.pcast(after, AXIS_NAME, to="varying")
@@ -191,10 +191,6 @@ def _advance(key: jax.Array) -> jax.Array:
     return jax.vmap(lambda k: jax.random.split(k, 1)[0])(key.reshape(-1)).reshape(
         key.shape
     )
-
-
-def _equal_or_none(value: jax.Array) -> jax.Array | None:
-    return None if varies(value, AXIS_NAME) else value
 
 
 def _replica_id() -> jax.Array:

@@ -16,7 +16,7 @@ from jax.extend import core
 
 from armillary._jaxpr import walk_programs
 from armillary._typing import PyTree
-from armillary.distribute import Placement, TracedStep
+from armillary.distribute import Placement, TracedStep, corrected_types
 from armillary.loops._non_finite import Health, StepGuard
 from armillary.loops._take_batches import Gather, take_batches
 from armillary.xla._lowerings import is_canonical
@@ -106,7 +106,8 @@ class Program:
         """
         begin, count = np.int32(start), np.int32(num_steps)
         inputs = _Inputs(others, list(chunk), begin, count, health)
-        return self._compiled(donated, inputs)
+        with corrected_types():  # JAX traces some operations while it compiles
+            return self._compiled(donated, inputs)
 
     def results(self, arrays: Sequence[jax.Array], index: int) -> PyTree:
         """Returns what the step at `index` returned."""

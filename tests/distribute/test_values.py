@@ -22,13 +22,22 @@ def test_rows_without_data_are_left_out():
 
 
 def test_a_value_is_a_pytree():
-    value = PerReplica(jnp.arange(3.0), 2, is_shared=True)
+    value = PerReplica(jnp.arange(3.0), 2)
     doubled = jax.tree.map(lambda leaf: leaf * 2, value)
     assert isinstance(doubled, PerReplica) and doubled.num_active == 2
-    assert doubled.is_shared and not PerReplica(jnp.arange(3.0), 2).is_shared
+    assert not doubled.is_shared
     np.testing.assert_array_equal(doubled.stacked, [0, 2, 4])
     assert is_per_replica(value) and not is_per_replica(value.stacked)
     assert repr(jax.tree.map(lambda _: None, value)) == "PerReplica(2 x ?)"
+
+
+def test_a_shared_value_is_held_once():
+    value = PerReplica(jnp.arange(2.0), 2, shared_by=3)
+    doubled = jax.tree.map(lambda leaf: leaf * 2, value)
+    assert doubled.is_shared and repr(doubled) == "PerReplica(2 x float32[2])"
+    np.testing.assert_array_equal(doubled.stacked, [[0, 2]] * 3)
+    np.testing.assert_array_equal(doubled.active, [[0, 2]] * 2)
+    assert [part.tolist() for part in doubled.values] == [[0, 2]] * 2
 
 
 USES = {

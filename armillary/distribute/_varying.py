@@ -1,0 +1,244 @@
+"""Keeps JAX's types right where a step runs once per replica.
+
+In JAX's types a value *varies* over the replicas, or is equal on all of them. Where an
+equal value meets a varying one JAX casts it, and the transpose of that cast is the sum
+of gradients over replicas. A wrong type sums gradients in the wrong place, and some of
+JAX's rules give wrong types or refuse right programs (docs/jax_types.md lists them).
+So every operation of a replica passes through `_bind` while it is traced:
+
+- if one operand varies, the others are cast and the results vary, for every operation
+  that is not known to treat its operands apart;
+- what a branch, a loop or a custom derivative makes is cast to the type that it needs,
+  and what a varying predicate decides varies;
+- JAX's own comparisons of types leave out what is corrected here.
+
+Nothing changes outside a replica, or in other threads. This file alone replaces what
+JAX does not export.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax._src import core as jax_core  # noqa: TID251
+from jax.extend import core, linear_util, source_info_util
+
+from armillary.distribute._per_example import check_not_per_example
+from armillary.distribute._retype import (
+    AXIS_NAME,
+    as_varying,
+    cast,
+    cast_where,
+    is_varying,
+    match,
+    varies,
+)
+
+# Messages name the line of the user's operation, not ours.
+source_info_util.register_exclusion(__file__)
+
+COLLECTIVES = ("psum", "pmin", "pmax", "all_gather", "all_to_all", "ppermute")
+"""How the names of operations begin that take part in all replicas at once."""
+
+# Operations whose programs were traced for the types of their operands: a cast operand
+# would not fit them, and what they make is typed by them.
+_CALLS = frozenset(
+    {
+        "checkpoint",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_lin",
+        "custom_vmap_call",
+        "jit",
+        "linear_solve",
+        "run_state",
+        "shard_map",
+    }
+)
+# Operations that change types on purpose.
+_CASTS = ("reduced_vary", "vary_unreduced", "preduced", "axis_index", "reduce_scatter")
+
+_lock = threading.Lock()
+_local = threading.local()
+_users = 0
+_jax_bind = core.Primitive.bind
+_jax_typematch = jax_core.typematch
+
+
+@contextlib.contextmanager
+def corrected_types() -> Iterator[None]:
+    """Corrects the types of what is traced under it, in this thread."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            core.Primitive.bind = _bind
+            jax_core.typematch = _typematch
+    before = _is_active()
+    _local.active = True
+    try:
+        yield
+    finally:
+        _local.active = before
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                core.Primitive.bind = _jax_bind
+                jax_core.typematch = _jax_typematch
+
+
+def _is_active() -> bool:
+    return getattr(_local, "active", False)
+
+
+def _typematch(a: Any, b: Any, *args: Any, **kwargs: Any) -> bool:
+    if _is_active() and is_varying(a) != is_varying(b):
+        a, b = as_varying(a), as_varying(b)
+    return _jax_typematch(a, b, *args, **kwargs)
+
+
+def _bind(self: Any, *args: Any, **params: Any) -> Any:
+    if not _is_active():
+        return _jax_bind(self, *args, **params)
+    if any(map(varies, args)):
+        check_not_per_example(args)
+    rule = _RULES.get(self.name)
+    if rule is not None:
+        return rule(self, args, params)
+    if self.name in _CALLS or self.name.startswith((*COLLECTIVES, *_CASTS)):
+        return _jax_bind(self, *args, **params)
+    _let_results_vary(self)
+    return _jax_bind(self, *_cast_alike(args), **params)
+
+
+def _cast_alike(args: Sequence[Any]) -> Sequence[Any]:
+    varying = list(map(varies, args))
+    if not any(varying) or all(varying):
+        return args
+    return list(map(cast, args))
+
+
+@functools.cache
+def _let_results_vary(primitive: Any) -> None:
+    """Lets the results of an operation vary if an operand does."""
+    rule = primitive.abstract_eval
+
+    def abstract_eval(*avals: Any, **params: Any) -> Any:
+        results, effects = rule(*avals, **params)
+        if not (_is_active() and any(map(is_varying, avals))):
+            return results, effects
+        if not primitive.multiple_results:
+            return as_varying(results), effects
+        return list(map(as_varying, results)), effects
+
+    primitive.abstract_eval = abstract_eval
+
+
+def _bind_cast(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+    # A value that varies need not be cast again, whoever asks for it.
+    if params["axes"] == (AXIS_NAME,) and varies(args[0]):
+        return args[0]
+    return _jax_bind(self, *args, **params)
+
+
+def _bind_callback(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+    # Nobody knows whether a function of Python returns the same on all replicas.
+    return list(map(cast, _jax_bind(self, *args, **params)))
+
+
+def _bind_cond(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+    index, *operands = args
+    branches = params["branches"]
+    is_local = varies(index)
+    operands = _cast_for(operands, *branches)
+    if is_local:
+        # Each replica has the gradient of its own branch: the sum is outside of it.
+        operands = list(map(cast, operands))
+    varying = list(map(varies, operands))
+    branches = [match(branch, varying, ()) for branch in branches]
+    columns = zip(*(branch.out_avals for branch in branches), strict=True)
+    needed = [is_local or any(map(is_varying, column)) for column in columns]
+    branches = tuple(match(branch, varying, needed) for branch in branches)
+    return _jax_bind(self, index, *operands, **{**params, "branches": branches})
+
+
+def _bind_scan(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    program = params["jaxpr"]
+    args = _cast_for(args, program)
+    while True:
+        varying = list(map(varies, args))
+        fitting = match(program, varying, varying[first:last])
+        made = list(map(is_varying, fitting.out_avals[: last - first]))
+        if made == varying[first:last]:
+            return _jax_bind(self, *args, **{**params, "jaxpr": fitting})
+        args[first:last] = cast_where(args[first:last], made)
+
+
+def _bind_while(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+    first = params["cond_nconsts"]
+    last = first + params["body_nconsts"]
+    decide, body = params["cond_jaxpr"], params["body_jaxpr"]
+    args = [
+        *_cast_for([*args[:first], *args[last:]], decide)[:first],
+        *_cast_for(args[first:], body),
+    ]
+    while True:
+        varying = list(map(varies, args))
+        decides = match(decide, [*varying[:first], *varying[last:]], ())
+        runs = match(body, varying[first:], varying[last:])
+        # Replicas that leave a loop at different times take different values with them.
+        is_local = is_varying(decides.out_avals[0])
+        made = [is_local or is_varying(aval) for aval in runs.out_avals]
+        if made == varying[last:]:
+            programs = {"cond_jaxpr": decides, "body_jaxpr": runs}
+            return _jax_bind(self, *args, **{**params, **programs})
+        args[last:] = cast_where(args[last:], made)
+
+
+def _cast_for(args: Sequence[Any], *programs: core.ClosedJaxpr) -> list[Any]:
+    """Returns operands, cast where a program that takes them was traced for that."""
+    columns = zip(*(program.in_avals for program in programs), strict=True)
+    return cast_where(args, (any(map(is_varying, column)) for column in columns))
+
+
+def _bind_custom_vjp(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+    fun, fwd, bwd = params["subfuns"]
+    if not any(map(varies, args)):
+        return _jax_bind(self, *args, **params)
+
+    # Inside everything is one replica's own, and the sum of gradients is outside: JAX
+    # would ask the function for a gradient that is summed already.
+    def corrected(*residuals_and_cotangents: Any) -> list[Any]:
+        cotangents = bwd.call_wrapped(*residuals_and_cotangents)
+        return list(map(_as_local, cotangents))
+
+    wrapped = linear_util.wrap_init(corrected, debug_info=bwd.debug_info)
+    subfuns = (fun, fwd, wrapped)
+    return _jax_bind(self, *map(cast, args), **{**params, "subfuns": subfuns})
+
+
+def _as_local(cotangent: Any) -> Any:
+    """Returns a cotangent as replicas' parts, which add up to it.
+
+    One that is equal on all replicas is a total: a constant, or summed by the user.
+    """
+    if not hasattr(cotangent, "dtype") or varies(cotangent):
+        return cotangent
+    is_first = jax.lax.axis_index(AXIS_NAME) == 0
+    return jax.numpy.where(is_first, cotangent, jax.numpy.zeros_like(cotangent))
+
+
+_RULES = {
+    "cond": _bind_cond,
+    "custom_vjp_call": _bind_custom_vjp,
+    "io_callback": _bind_callback,
+    "pure_callback": _bind_callback,
+    "pvary": _bind_cast,
+    "scan": _bind_scan,
+    "while": _bind_while,
+}
