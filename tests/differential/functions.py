@@ -10,7 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.scipy as jsp
-import numpy as np
+import jax.scipy.cluster.vq
+import jax.scipy.interpolate
+import jax.scipy.ndimage
+import jax.scipy.optimize
+import jax.scipy.signal
+import jax.scipy.sparse.linalg
+import jax.scipy.spatial.transform
 import optax
 from flax import nnx
 
@@ -24,7 +30,7 @@ from tests.differential.harness import (
     functions,
 )
 from tests.differential.layers import KEY_NOTE
-from tests.differential.programs import squared, z
+from tests.differential.programs import z
 
 Function = Callable[..., Any]
 
@@ -148,7 +154,7 @@ OPTAX: dict[str, Losses] = {
     "losses.multiclass_perceptron_loss": _with_label(
         optax.losses.multiclass_perceptron_loss
     ),
-    "losses.multiclass_sparsemax_loss": _with_label(
+    "losses.multiclass_sparsemax_loss": _labeled(
         optax.losses.multiclass_sparsemax_loss
     ),
     "kl_divergence": _distribution(optax.kl_divergence),
@@ -188,9 +194,9 @@ OPTAX: dict[str, Losses] = {
         rows, lambda r: optax.safe_root_mean_squares(r, 0.1)[None]
     ),
     "multi_normal": lambda w, b: optax.multi_normal(w, 0 * w).log_prob(b["x"]),
-    "matrix_inverse_pth_root": each(
-        definite, lambda m: optax.matrix_inverse_pth_root(m, 2)[0]
-    ),
+    "matrix_inverse_pth_root": lambda w, b: z(w, b) * total(jax.vmap(
+        lambda m: optax.matrix_inverse_pth_root(m, 2)[0])(
+        jax.lax.stop_gradient(definite(w, b)))),
     "nnls": lambda w, b: z(w, b) * jax.lax.stop_gradient(
         jax.vmap(lambda m, y: optax.nnls(m, y, 20).sum())(definite(w, b), b["x"][:, :3])
     ),
@@ -270,7 +276,7 @@ SPECIAL: dict[str, Losses] = {
     "hyp1f1": lambda w, b: jsp.special.hyp1f1(1.5, 2.5, unit(w, b)),
     "hyp2f1": lambda w, b: jsp.special.hyp2f1(1.0, 1.5, 2.5, 0.5 * jax.lax.stop_gradient(unit(w, b))) * z(w, b),
     "kl_div": lambda w, b: jsp.special.kl_div(unit(w, b), 0.5),
-    "log_softmax": of(rows, lambda r: jsp.special.log_softmax(r, -1)),
+    "log_softmax": of(rows, lambda r: jsp.special.log_softmax(r, axis=-1)),
     "logsumexp": of(rows, lambda r: jsp.special.logsumexp(r, -1)),
     "multigammaln": lambda w, b: jsp.special.multigammaln(2 + positive(w, b), 2),
     "owens_t": lambda w, b: jsp.special.owens_t(z(w, b), 0.5),
@@ -278,14 +284,13 @@ SPECIAL: dict[str, Losses] = {
     "polygamma": lambda w, b: jsp.special.polygamma(1, positive(w, b)),
     "rel_entr": lambda w, b: jsp.special.rel_entr(unit(w, b), 0.5),
     "sici": of(positive, jsp.special.sici),
-    "softmax": of(rows, lambda r: jsp.special.softmax(r, -1)),
+    "softmax": of(rows, lambda r: jsp.special.softmax(r, axis=-1)),
     "sph_harm_y": lambda w, b: z(w, b) * jsp.special.sph_harm_y(
         jnp.array([1]), jnp.array([1]), b["y"], b["y"], n_max=1).real,
     "wofz": lambda w, b: jnp.abs(jsp.special.wofz(z(w, b) + 0.5j)),
     "xlog1py": lambda w, b: jsp.special.xlog1py(positive(w, b), unit(w, b)),
     "xlogy": lambda w, b: jsp.special.xlogy(positive(w, b), unit(w, b)),
-    "zeta": lambda w, b: jsp.special.zeta(1 + positive(w, b), 1.0) if False
-    else z(w, b) * jsp.special.zeta(2 + b["y"] ** 2, 1.0),
+    "zeta": lambda w, b: z(w, b) * jsp.special.zeta(2 + b["y"] ** 2, 1.0),
 }  # fmt: skip
 
 _AT = {"unit": unit, "positive": positive, "real": z}
@@ -296,8 +301,8 @@ STATS_ARGUMENTS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "expon": ("positive", ()),
     "gamma": ("positive", (2.0,)),
     "gennorm": ("real", (1.5,)),
-    "gumbel_l": ("real", ()),
-    "gumbel_r": ("real", ()),
+    "gumbel_l": ("real", (0.0, 1.0)),
+    "gumbel_r": ("real", (0.0, 1.0)),
     "laplace": ("real", ()),
     "logistic": ("real", ()),
     "norm": ("real", ()),
@@ -331,7 +336,7 @@ def _stats() -> dict[str, Losses]:
             argument = unit if method in {"ppf", "isf"} else _AT[kind]
             losses[f"{name}.{method}"] = lambda w, b, fn=fn, at=argument, rest=rest: fn(at(w, b), *rest)
     for name, fn in DISCRETE.items():
-        for method in {"logpmf", "pmf"} & set(_methods(name)):
+        for method in sorted({"logpmf", "pmf"} & set(_methods(name))):
             losses[f"{name}.{method}"] = lambda w, b, fn=fn, m=method: fn(m, b["label"], unit(w, b))
     losses["bernoulli.cdf"] = lambda w, b: jsp.stats.bernoulli.cdf(b["label"] % 2, unit(w, b))
     losses["bernoulli.ppf"] = lambda w, b: z(w, b) * jsp.stats.bernoulli.ppf(0.3, jax.lax.stop_gradient(unit(w, b)))
@@ -397,7 +402,7 @@ LINALG: dict[str, Losses] = {
     "solve": lambda w, b: total(jnp.linalg.solve(matrix(w, b), b["x"][:, :3, None])),
     "svd": of(matrix, lambda m: jnp.linalg.svd(m)[1]),
     "svdvals": of(matrix, jnp.linalg.svdvals),
-    "tensordot": lambda w, b: total(jnp.linalg.tensordot(matrix(w, b), w[:3], 1)),
+    "tensordot": lambda w, b: total(jnp.linalg.tensordot(matrix(w, b), w[:3], axes=1)),
     "tensorinv": each(matrix, lambda m: jnp.linalg.tensorinv(m, 1)),
     "tensorsolve": each(matrix, lambda m: jnp.linalg.tensorsolve(m, jnp.ones(3))),
     "trace": of(matrix, lambda m: jnp.linalg.trace(m)),
@@ -419,13 +424,14 @@ SCIPY_LINALG: dict[str, Losses] = {
     "hessenberg": lambda w, b: z(w, b) * total(jnp.abs(jsp.linalg.hessenberg(
         jax.lax.stop_gradient(matrix(w, b))))),
     "inv": of(matrix, jsp.linalg.inv),
-    "lu": of(matrix, lambda m: jsp.linalg.lu(m)[2]),
+    "lu": each(matrix, lambda m: jsp.linalg.lu(m)[2]),
     "lu_factor": of(matrix, lambda m: jsp.linalg.lu_factor(m)[0]),
     "lu_solve": each(matrix, lambda m: jsp.linalg.lu_solve(jsp.linalg.lu_factor(m), jnp.ones(3))),
     "polar": lambda w, b: z(w, b) * total(jax.vmap(lambda m: jsp.linalg.polar(m)[1])(
         jax.lax.stop_gradient(matrix(w, b)))),
     "qr": of(matrix, lambda m: jnp.abs(jsp.linalg.qr(m)[1])),
-    "qr_multiply": each(matrix, lambda m: jnp.abs(jsp.linalg.qr_multiply(m, jnp.eye(3))[1])),
+    "qr_multiply": lambda w, b: z(w, b) * total(jax.vmap(lambda m: jnp.abs(
+        jsp.linalg.qr_multiply(m, jnp.eye(3))[1]))(jax.lax.stop_gradient(matrix(w, b)))),
     "rsf2csf": lambda w, b: z(w, b) * total(jax.vmap(lambda m: jnp.abs(jnp.diag(
         jsp.linalg.rsf2csf(*jsp.linalg.schur(m))[0])))(jax.lax.stop_gradient(definite(w, b)))),
     "schur": lambda w, b: z(w, b) * total(jax.vmap(lambda m: jnp.diag(jsp.linalg.schur(m)[0]))(
@@ -449,7 +455,6 @@ SCIPY_LINALG: dict[str, Losses] = {
     "leslie": each(rows, lambda r: jsp.linalg.leslie(r, r[1:])),
 }  # fmt: skip
 
-IDENTITY = jnp.eye
 SCIPY: dict[str, Losses] = {
     "signal.convolve": each(rows, lambda r: jsp.signal.convolve(r, r[:3])),
     "signal.convolve2d": each(matrix, lambda m: jsp.signal.convolve2d(m, m)),
@@ -499,6 +504,9 @@ FFT: dict[str, Losses] = {
     name: of(matrix, lambda m, f=getattr(jnp.fft, name): f(m, axes=(1, 2)))
     for name in ("fft2", "ifft2", "rfft2", "irfft2", "fftn", "ifftn", "rfftn", "irfftn",
                  "fftshift", "ifftshift")
+} | {
+    name: lambda w, b, f=getattr(jnp.fft, name): total(b["x"][:, :3] * f(6)[:3] * w[:3])
+    for name in ("fftfreq", "rfftfreq")
 }  # fmt: skip
 
 ARRAYS: dict[str, Losses] = {
@@ -508,7 +516,9 @@ ARRAYS: dict[str, Losses] = {
         m, (4, 4), (0, 1), jnp.array([1.2, 0.9]), jnp.array([0.1, 0.2]), "linear")),
     **{f"jax.ops.{name}": each(rows, lambda r, f=getattr(jax.ops, name): f(
         r, jnp.array([0, 0, 1, 1, 2, 2]), 3)) for name in (
-        "segment_max", "segment_min", "segment_prod", "segment_sum")},
+        "segment_max", "segment_min", "segment_sum")},
+    "jax.ops.segment_prod": lambda w, b: z(w, b) * total(jax.vmap(lambda x: (
+        jax.ops.segment_prod(x, jnp.array([0, 0, 1, 1, 2, 2]), 3)))(b["x"])),
     "jnp.argsort (indices of parameters)": lambda w, b: total(w[jnp.argsort(b["x"], 1)] * b["x"]),
     "jnp.argsort (ranks weigh parameters)": lambda w, b: total(w * jnp.argsort(b["x"], 1)),
     "jnp.sort (of the batch)": lambda w, b: jnp.sort(b["x"], 1) @ w,
@@ -567,8 +577,9 @@ ARRAYS: dict[str, Losses] = {
     "lax.reduce": of(rows, lambda r: jax.lax.reduce(r, 0.0, jax.lax.add, (1,))),
     "lax.reduce_window": of(rows, lambda r: jax.lax.reduce_window(
         r, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID")),
-    "lax.ragged_dot": lambda w, b: total(jax.vmap(lambda x: jax.lax.ragged_dot(
-        x.reshape(3, 2), jnp.stack([w.reshape(2, 3)] * 2), jnp.array([1, 2])))(b["x"])),
+    "lax.ragged_dot": lambda w, b: total(jax.lax.ragged_dot(
+        b["x"].reshape(-1, 2), jnp.stack([w.reshape(2, 3)] * 2),
+        jnp.array([1, b["x"].size // 2 - 1])).reshape(len(b["y"]), -1)),
     "lax.linalg.triangular_solve": lambda w, b: total(jax.lax.linalg.triangular_solve(
         jnp.tril(matrix(w, b)), b["x"][:, :3, None], left_side=True, lower=True)),
     "lax.linalg.tridiagonal_solve": lambda w, b: z(w, b) * total(jax.lax.linalg.tridiagonal_solve(
@@ -670,8 +681,8 @@ RANDOM: dict[str, Callable[..., Any]] = {
     "PRNGKey (a constant key)": lambda k, s, w, b: z(w, b) * R.uniform(R.PRNGKey(3)),
 }
 
-CASES: list[Case] = [
-    *functions("optax.", OPTAX),
+OPTAX_CASES = functions("optax.", OPTAX)
+JAX_CASES: list[Case] = [
     *functions("jax.nn.", NN),
     *functions("jax.scipy.special.", SPECIAL),
     *functions("jax.scipy.stats.", STATS),
@@ -680,6 +691,6 @@ CASES: list[Case] = [
     *functions("jax.scipy.", SCIPY),
     *functions("jnp.fft.", FFT),
     *functions("", ARRAYS),
-    *(_drawing(name, draw) for name, draw in RANDOM.items()),
 ]
-del IDENTITY, np, squared
+RANDOM_CASES = [_drawing(name, draw) for name, draw in RANDOM.items()]
+CASES: list[Case] = [*OPTAX_CASES, *JAX_CASES, *RANDOM_CASES]

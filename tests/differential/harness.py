@@ -6,13 +6,17 @@ over replicas, a replica's own copy of the parameters. The state must be the sam
 end, in float64, however the steps are divided into loops, and equal on all replicas.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 import armillary
@@ -45,13 +49,13 @@ class Replica:
         """Returns the mean over replicas."""
         return armillary.get_replica_context().all_reduce("mean", value)
 
+    def gather(self, rows: Any) -> Any:
+        """Returns the rows of all replicas."""
+        return armillary.get_replica_context().all_gather(rows, 0)
+
     def local(self, tree: Any) -> Any:
         """Returns parameters whose gradient is this replica's own."""
-        context = armillary.get_replica_context()
-        if context._axis_name is None:
-            return tree
-        cast = lambda leaf: jax.lax.pcast(leaf, "replica", to="varying")
-        return jax.tree.map(cast, tree)
+        return armillary.get_replica_context().local(tree)
 
 
 class WholeBatch(Replica):
@@ -65,6 +69,9 @@ class WholeBatch(Replica):
 
     def mean(self, value: Any) -> Any:
         return value
+
+    def gather(self, rows: Any) -> Any:
+        return rows
 
     def local(self, tree: Any) -> Any:
         return tree
@@ -97,6 +104,7 @@ class Case:
         refusal: What happens in place of a result.
         tolerance: Largest relative difference. More where a library computes in float32.
         options: Sets of options of the trainer to try.
+        setting: Makes a context in which the trainer runs.
     """
 
     name: str
@@ -110,6 +118,7 @@ class Case:
     refusal: Refusal | None = None
     tolerance: float = 1e-8
     options: tuple[dict[str, Any], ...] = ({},)
+    setting: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def take_whole(self, state: Any, batch: Batch, num_replicas: int) -> None:
         """Takes a step in plain JAX."""
@@ -221,8 +230,9 @@ def _of_weights(fn: Losses) -> Losses:
 
 def can_merge(case: Case) -> bool:
     """Returns whether a case may share its program with others."""
-    is_plain = case.loops == WHOLE and case.options == ({},) and case.tolerance == 1e-8
-    return is_plain and case.between is None and case.refusal is None
+    shared = (WHOLE, ({},), 1e-8, None, None, nullcontext)
+    own = (case.loops, case.options, case.tolerance, case.between, case.refusal)
+    return (*own, case.setting) == shared
 
 
 def merge(cases: Sequence[Case]) -> Case:
@@ -237,11 +247,12 @@ def merge(cases: Sequence[Case]) -> Case:
         for case, state in zip(cases, states, strict=True):
             case.step(state, batch, replica)
 
-    def reference(states: Any, batch: Batch, num_replicas: int) -> None:
+    def by_shard(states: Any, batch: Batch, num_replicas: int) -> None:
         for case, state in zip(cases, states, strict=True):
             case.take_whole(state, batch, num_replicas)
 
     name = ", ".join(case.name for case in cases)
+    reference = by_shard if any(case.reference for case in cases) else None
     return Case(name=name, make=make, step=step, reference=reference)
 
 
@@ -265,25 +276,40 @@ class Trainer(armillary.StandardTrainer):
         self.strategy.run(step_fn, args=(next(iterator),))
 
 
-def check(case: Case, replicas: Sequence[int] = (0, 1, 2, 4)) -> None:
-    """Asserts that a case gives what plain JAX gives, or is refused as it says.
+def check(cases: Sequence[Case], replicas: Sequence[int]) -> None:
+    """Asserts that cases that share a program give what plain JAX gives.
 
     Raises:
-        AssertionError: If it does neither.
+        AssertionError: If one does not. It names all that do not.
     """
+    problems: dict[str, str] = {}
+    if len(cases) > 1:
+        with contextlib.suppress(Exception):
+            return check_case(merge(cases), replicas)
+    for case in cases:
+        try:
+            check_case(case, replicas)
+        except Exception as error:
+            problems[case.name] = f"{type(error).__name__}: {error}"
+    report = "\n".join(f"{name}: {problem}" for name, problem in problems.items())
+    assert not problems, report
+
+
+def check_case(case: Case, replicas: Sequence[int]) -> None:
+    """Asserts that a case gives what plain JAX gives, or is refused as it says."""
+    train_whole = functools.cache(functools.partial(_train_whole, case))
     for num_replicas in replicas:
         refusal = case.refusal
         if refusal is not None and num_replicas in refusal.replicas:
             _check_refused(case, refusal, num_replicas)
             continue
-        expected = _train_whole(case, num_replicas)
+        expected = train_whole(num_replicas if case.reference is not None else 0)
         for options in case.options:
-            _check_equal(case, num_replicas, options, expected)
+            with case.setting():
+                _check_equal(case, num_replicas, options, expected)
 
 
 def _check_refused(case: Case, refusal: Refusal, num_replicas: int) -> None:
-    import pytest
-
     with pytest.raises(refusal.error, match=refusal.match):
         _train(Trainer(case, _strategy(num_replicas), {}), case, case.loops[0])
 

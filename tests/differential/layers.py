@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from armillary.errors import ReplicaMismatchError
 from tests.differential.harness import (
     CLASSES,
     WIDTH,
     Batch,
     Case,
+    Refusal,
     Replica,
     by_shard,
     training,
@@ -257,12 +259,16 @@ class Measured(nnx.Module):
 
 
 def metric(
-    name: str, make: Callable[[], Any], update: Callable[[Any, Any, Batch], Any], **options: Any
+    name: str, make: Callable[[], Any], update: Callable[..., Any], **options: Any
 ) -> Case:
     """Returns a case that updates a metric."""
 
     def step(state: Any, batch: Batch, replica: Replica) -> None:
-        update(state.metric, state.model(batch["x"])[:, :CLASSES], batch)
+        logits = state.model(batch["x"])[:, :CLASSES]
+        if update.__code__.co_argcount == 4:
+            update(state.metric, logits, batch, replica)
+        else:
+            update(state.metric, logits, batch)
 
     return Case(name=name, make=lambda: Measured(make()), step=step, **options)
 
@@ -293,13 +299,20 @@ METRICS = [
            lambda m, _, b: m.update(values=b["y"])),
     metric("nnx.metrics.Average (mask)", lambda: _float64(nnx.metrics.Average()),
            lambda m, _, b: m.update(values=b["y"], mask=b["x"][:, 0] > 0)),
+    metric("nnx.metrics.Welford", lambda: _float64(nnx.metrics.Welford()),
+           lambda m, _, b: m.update(values=b["y"]),
+           refusal=Refusal(ReplicaMismatchError, "must be equal on all replicas",
+                           "it does not add up: update it with gathered values", (2, 4))),
+    metric("nnx.metrics.Welford (of gathered values)",
+           lambda: _float64(nnx.metrics.Welford()),
+           lambda m, _, b, replica: m.update(values=replica.gather(b["y"]))),
     metric("nnx.metrics.Accuracy", lambda: _float64(nnx.metrics.Accuracy()),
            _update_accuracy),
     metric("nnx.metrics.Accuracy(threshold=...)",
            lambda: _float64(nnx.metrics.Accuracy(threshold=0.5)),
            lambda m, logits, b: m.update(logits=logits[:, 0], labels=(b["label"] > 0).astype("int32"))),
-    metric("nnx.MultiMetric", lambda: _float64(nnx.MultiMetric(
-        accuracy=nnx.metrics.Accuracy(), average=nnx.metrics.Average())), _update_multi),
+    metric("nnx.MultiMetric", covers=("nnx.metrics.MultiMetric",), make=lambda: _float64(nnx.MultiMetric(
+        accuracy=nnx.metrics.Accuracy(), average=nnx.metrics.Average())), update=_update_multi),
     metric("nnx.metrics.Average (reset between loops)",
            lambda: _float64(nnx.metrics.Average()),
            lambda m, _, b: m.update(values=b["y"]), between=_reset_between,

@@ -1,5 +1,6 @@
 """Every public factory of Optax: optimizers, wrappers, schedules and their helpers."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -453,7 +454,10 @@ CASES: list[Case] = [
     *(case(f"optax.{n}", lambda n=n: _find(n)(learning_rate=RATE)) for n in RATED),
     *(case(f"optax.{n}", lambda n=n: scaled(_find(n)())) for n in SCALERS),
     *(case(f"optax.{name}", make) for name, make in WRAPPERS.items()),
-    *(case(f"optax.{name}", make) for name, make in MULTI_STEPS.items()),
+    *(
+        case(f"optax.{name}", make, covers=tuple(re.findall(r"optax.skip\w+", f"optax.{name[11:]}")))
+        for name, make in MULTI_STEPS.items()
+    ),
     *(case(f"optax.{name}", make, with_value) for name, make in VALUED.items()),
     *(case(f"optax.{name}", make, with_line_search) for name, make in SEARCHES.items()),
     *(

@@ -726,14 +726,18 @@ NNX = [
         nnx.with_attributes(m, deterministic=True, only=nnx.Dropout)(b["x"]), b),
         lambda: Network(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))),
     _grad_case("nnx.grad (argnums)", _argnums),
-    _grad_case("nnx.grad (DiffState)", _diff_state),
+    _grad_case("nnx.grad (argnums=nnx.DiffState(...))", _diff_state),
     _grad_case("nnx.value_and_grad (has_aux)", _has_aux),
 ]  # fmt: skip
 
+CONTROL_CASES = functions("", CONTROL)
+AUTODIFF_CASES = functions("", AUTODIFF)
+CALLBACK_CASES = functions("", CALLBACKS)
+SPARSE_CASES = functions("", SPARSE)
 CASES: list[Case] = [
-    *functions("", CONTROL),
-    *functions("", AUTODIFF),
-    *functions("", CALLBACKS),
-    *functions("", SPARSE),
+    *CONTROL_CASES,
+    *AUTODIFF_CASES,
+    *CALLBACK_CASES,
+    *SPARSE_CASES,
     *NNX,
 ]
