@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from armillary.distribute._context import get_replica_context, require_replica_context
+from armillary.distribute._loss_scale import mark_scaled
 
 
 def compute_average_loss(
@@ -61,7 +62,8 @@ def compute_average_loss(
         losses = context.local(losses)
     # In half precision a sum overflows soon, and a divisor of 65,520 is infinite.
     total = jnp.sum(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))
-    return (total / jnp.asarray(global_batch_size, total.dtype)).astype(losses.dtype)
+    average = total / jnp.asarray(global_batch_size, total.dtype)
+    return mark_scaled(average.astype(losses.dtype))
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
@@ -82,7 +84,7 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
         "scale_regularization_loss", "divide by `strategy.num_replicas_in_sync` here"
     )
     loss = context.local(jnp.asarray(regularization_loss))
-    return jnp.sum(loss) / context.num_active
+    return mark_scaled(jnp.sum(loss) / context.num_active)
 
 
 def _weights(sample_weight: Any, losses: jax.Array) -> jax.Array:

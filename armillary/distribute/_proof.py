@@ -18,6 +18,7 @@ from jax.extend import core
 from armillary._jaxpr import source_line, walk_programs
 from armillary.distribute._collectives import double_reduction_message
 from armillary.distribute._differences import Conflict, Differences, Reasons, mark
+from armillary.distribute._loss_scale import warn_of_scale
 from armillary.distribute._retype import AXIS_NAME, varies
 from armillary.distribute._variables import ON_READ_SCOPE
 from armillary.errors import DoubleReductionError, ReplicaMismatchError
@@ -94,6 +95,7 @@ def prove(program: core.ClosedJaxpr, num_slots: int) -> None:
         ]
         reasons = frozenset().union(*(m.reasons for m in found.mismatches.values()))
         raise ReplicaMismatchError(_mismatch_message(lines, reasons, num_slots))
+    warn_of_scale(program)
 
 
 def _check_reduced_once(program: core.ClosedJaxpr) -> None:

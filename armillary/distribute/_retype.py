@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -22,15 +23,14 @@ def varies(value: Any) -> bool:
 
 def is_varying(kind: Any) -> bool:
     """Returns whether a type is that of values that may differ between replicas."""
-    axes = getattr(kind, "manual_axis_type", None)
-    return axes is not None and AXIS_NAME in axes.varying
+    return isinstance(kind, ShapedArray) and AXIS_NAME in kind.manual_axis_type.varying
 
 
 def as_varying(kind: Any) -> Any:
     """Returns a type as that of values that may differ between replicas."""
-    axes = getattr(kind, "manual_axis_type", None)
-    if axes is None:  # a token, or a reference
+    if not isinstance(kind, ShapedArray):  # a token, or a reference
         return kind
+    axes = kind.manual_axis_type
     if kind.sharding.mesh.empty:  # as a number of Python has it
         mesh = jax.sharding.get_abstract_mesh()
         kind = kind.update(sharding=NamedSharding(mesh, PartitionSpec()))
@@ -41,7 +41,7 @@ def as_varying(kind: Any) -> Any:
 def cast(value: Any) -> Any:
     """Returns a value that is equal on all replicas, typed as if it varied."""
     kind = jax.typeof(value)
-    if is_varying(kind) or not hasattr(kind, "manual_axis_type"):
+    if is_varying(kind) or not isinstance(kind, ShapedArray):
         return value
     return jax.lax.pcast(value, AXIS_NAME, to="varying")
 

@@ -23,9 +23,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+from jax._src import api as jax_api  # noqa: TID251
 from jax._src import core as jax_core  # noqa: TID251
 from jax.extend import core, linear_util, source_info_util
 
+from armillary.distribute._loss_scale import mark_loss
 from armillary.distribute._per_example import check_not_per_example
 from armillary.distribute._retype import (
     AXIS_NAME,
@@ -67,6 +69,7 @@ _local = threading.local()
 _users = 0
 _jax_bind = core.Primitive.bind
 _jax_typematch = jax_core.typematch
+_jax_check_scalar = jax_api._check_scalar
 
 
 @contextlib.contextmanager
@@ -78,6 +81,7 @@ def corrected_types() -> Iterator[None]:
         if _users == 1:
             core.Primitive.bind = _bind
             jax_core.typematch = _typematch
+            jax_api._check_scalar = _check_scalar
     before = _is_active()
     _local.active = True
     try:
@@ -89,6 +93,7 @@ def corrected_types() -> Iterator[None]:
             if _users == 0:
                 core.Primitive.bind = _jax_bind
                 jax_core.typematch = _jax_typematch
+                jax_api._check_scalar = _jax_check_scalar
 
 
 def _is_active() -> bool:
@@ -99,6 +104,12 @@ def _typematch(a: Any, b: Any, *args: Any, **kwargs: Any) -> bool:
     if _is_active() and is_varying(a) != is_varying(b):
         a, b = as_varying(a), as_varying(b)
     return _jax_typematch(a, b, *args, **kwargs)
+
+
+def _check_scalar(loss: Any) -> None:
+    _jax_check_scalar(loss)
+    if _is_active():
+        mark_loss(loss)
 
 
 def _bind(self: Any, *args: Any, **params: Any) -> Any:
@@ -208,27 +219,34 @@ def _cast_for(args: Sequence[Any], *programs: core.ClosedJaxpr) -> list[Any]:
 
 def _bind_custom_vjp(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
     fun, fwd, bwd = params["subfuns"]
-    if not any(map(varies, args)):
+    was_varying = list(map(varies, args))
+    if not any(was_varying):
         return _jax_bind(self, *args, **params)
 
     # Inside everything is one replica's own, and the sum of gradients is outside: JAX
     # would ask the function for a gradient that is summed already.
     def corrected(*residuals_and_cotangents: Any) -> list[Any]:
         cotangents = bwd.call_wrapped(*residuals_and_cotangents)
-        return list(map(_as_local, cotangents))
+        return [
+            _as_local(cotangent, is_own)
+            for cotangent, is_own in zip(cotangents, was_varying, strict=True)
+        ]
 
     wrapped = linear_util.wrap_init(corrected, debug_info=bwd.debug_info)
     subfuns = (fun, fwd, wrapped)
     return _jax_bind(self, *map(cast, args), **{**params, "subfuns": subfuns})
 
 
-def _as_local(cotangent: Any) -> Any:
-    """Returns a cotangent as replicas' parts, which add up to it.
+def _as_local(cotangent: Any, is_own: bool) -> Any:
+    """Returns a cotangent as this replica's part.
 
-    One that is equal on all replicas is a total: a constant, or summed by the user.
+    Of a parameter, one that is equal on all replicas is a total (a constant, or summed
+    by the user): the parts add up to it.
     """
     if not hasattr(cotangent, "dtype") or varies(cotangent):
         return cotangent
+    if is_own:
+        return cast(cotangent)
     is_first = jax.lax.axis_index(AXIS_NAME) == 0
     return jax.numpy.where(is_first, cotangent, jax.numpy.zeros_like(cotangent))
 

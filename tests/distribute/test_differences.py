@@ -1,0 +1,104 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from armillary.distribute._differences import Differences, mark
+from armillary.distribute._varying import corrected_types
+
+ROW, EQUAL = PartitionSpec("replica"), PartitionSpec()
+
+
+@pytest.fixture
+def find(make_mirrored):
+    """Returns what differs in a function of a replica's value and a shared one."""
+
+    def find(fn):
+        def replica_fn(x, w):
+            with corrected_types():
+                return fn(x[0], w)[None]
+
+        with jax.auto_pcast(True):
+            mapped = jax.shard_map(
+                replica_fn,
+                mesh=make_mirrored(2).mesh,
+                in_specs=(ROW, EQUAL),
+                out_specs=ROW,
+            )
+            traced = jax.jit(mapped).trace(jnp.ones((2, 3)), jnp.ones(3))
+        return Differences(traced.jaxpr)
+
+    return find
+
+
+EQUALS = {
+    "shared": lambda x, w: w * 2,
+    "reduced": lambda x, w: jax.lax.psum(x, "replica"),
+    "gathered": lambda x, w: jax.lax.all_gather(x, "replica").sum(0),
+    "cast": lambda x, w: jax.lax.pcast(w, "replica", to="varying"),
+    "loop": lambda x, w: jax.lax.fori_loop(0, 3, lambda i, c: c + w, w),
+    "loop of reductions": lambda x, w: jax.lax.fori_loop(
+        0, 3, lambda i, c: jax.lax.pmean(c * x, "replica"), w
+    ),
+    "branch": lambda x, w: jax.lax.cond(w[0] > 0, lambda: w, lambda: -w),
+    "reference": lambda x, w: through_reference(w),
+}
+DIFFERENT = {
+    "local": (lambda x, w: x + w, "one replica's share of the batch"),
+    "number": (lambda x, w: w * jax.lax.axis_index("replica"), "the number of"),
+    "exchanged": (lambda x, w: jax.lax.ppermute(x, "replica", [(0, 1)]), "number"),
+    "late in a loop": (
+        lambda x, w: jax.lax.fori_loop(0, 3, lambda i, c: (c[1], c[2], x), (w, w, w))[
+            0
+        ],
+        "share of the batch",
+    ),
+    "nested call": (jax.jit(lambda x, w: jnp.where(x > 0, w, 0)), "share"),
+    "solved": (
+        lambda x, w: jax.lax.custom_linear_solve(
+            lambda v: v * x, w, lambda mv, b: b / x
+        ),
+        "share of the batch",
+    ),
+    "reference": (lambda x, w: through_reference(x), "share of the batch"),
+}
+
+
+def through_reference(value):
+    ref = jax.new_ref(value)
+    ref[...] = value + 1
+    return ref[...]
+
+
+@pytest.mark.parametrize("name", EQUALS)
+def test_what_is_equal(name, find):
+    assert not find(lambda x, w: mark(EQUALS[name](x, w), "state")).mismatches
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_differs_and_why(name, find):
+    fn, reason = DIFFERENT[name]
+    (mismatch,) = find(lambda x, w: mark(fn(x, w), "state")).mismatches.values()
+    assert reason in " ".join(mismatch.reasons)
+    assert "test_differences.py" in mismatch.where
+
+
+def test_a_condition_that_reduces_is_a_conflict_too(find):
+    def fn(x, w):
+        return jax.lax.while_loop(
+            lambda v: (v[0] < 3) & (jax.lax.psum(v, "replica")[0] < 9),
+            lambda v: v + 1,
+            x,
+        )
+
+    (conflict,) = find(fn).conflicts.values()
+    assert conflict.kind == "while" and "test_differences.py" in conflict.where
+
+
+def test_a_loop_that_all_leave_together_may_reduce(find):
+    def fn(x, w):
+        return jax.lax.while_loop(
+            lambda v: jax.lax.psum(v, "replica")[0] < 9, lambda v: v + 1, x
+        )
+
+    assert not find(fn).conflicts
