@@ -49,13 +49,10 @@ COLLECTIVES = ("psum", "pmin", "pmax", "all_gather", "all_to_all", "ppermute")
 # would not fit them, and what they make is typed by them.
 _CALLS = frozenset(
     {
-        "checkpoint",
-        "closed_call",
         "core_call",
         "custom_jvp_call",
         "custom_lin",
         "custom_vmap_call",
-        "jit",
         "linear_solve",
         "run_state",
         "shard_map",
@@ -156,6 +153,24 @@ def _bind_cast(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
     return _jax_bind(self, *args, **params)
 
 
+def _bind_call(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+    # Its program was traced for other types, if it is in a loop that was retyped.
+    name = next(key for key in ("jaxpr", "call_jaxpr") if key in params)
+    program = params[name]
+    is_closed = isinstance(program, core.ClosedJaxpr)
+    closed = program if is_closed else core.ClosedJaxpr(program, ())
+    args = _cast_for(args, closed)
+    fitting = match(closed, list(map(varies, args)), ())
+    if fitting is closed:
+        return _jax_bind(self, *args, **params)
+    if not is_closed:
+        inner = fitting.jaxpr
+        invars = [*inner.constvars, *inner.invars]
+        args = [*fitting.consts, *args]
+        fitting = inner.replace(constvars=[], invars=invars)
+    return _jax_bind(self, *args, **{**params, name: fitting})
+
+
 def _bind_callback(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
     # Nobody knows whether a function of Python returns the same on all replicas.
     return list(map(cast, _jax_bind(self, *args, **params)))
@@ -252,6 +267,9 @@ def _as_local(cotangent: Any, is_own: bool) -> Any:
 
 
 _RULES = {
+    "closed_call": _bind_call,
+    "jit": _bind_call,
+    "remat2": _bind_call,
     "cond": _bind_cond,
     "custom_vjp_call": _bind_custom_vjp,
     "io_callback": _bind_callback,
