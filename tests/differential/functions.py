@@ -20,12 +20,14 @@ import jax.scipy.spatial.transform
 import optax
 from flax import nnx
 
+from armillary.errors import DoubleReductionError, ReplicaMismatchError
 from tests.differential.harness import (
     CLASSES,
     WIDTH,
     Batch,
     Case,
     Losses,
+    Refusal,
     by_shard,
     functions,
 )
@@ -210,7 +212,7 @@ OPTAX: dict[str, Losses] = {
         lambda m: m[optax.assignment.base_hungarian_algorithm(m)].sum()
     )(matrix(w, b)),
     "second_order.hvp": lambda w, b: total(jax.vmap(lambda x, y: optax.second_order.hvp(
-        lambda p, x, y: jnp.sum(jnp.tanh(p * x) - y) ** 2, w, w, x, y))(b["x"], b["y"])),
+        lambda p, w, y: jnp.sum(jnp.tanh(p * w) - y) ** 2, x, x, w, y))(b["x"], b["y"])),
     "microbatch": lambda w, b: optax.microbatch(
         lambda x: x @ w, 0, 1, accumulator=optax.microbatching.AccumulationType.CONCAT
     )(b["x"]),
@@ -249,12 +251,16 @@ NN: dict[str, Losses] = {
     "logmeanexp": of(rows, lambda r: jax.nn.logmeanexp(r, -1)),
     "log1mexp": of(positive, jax.nn.log1mexp),
     "one_hot": lambda w, b: total(jax.nn.one_hot(b["label"], WIDTH) * w),
-    "dot_product_attention": lambda w, b: total(
-        jax.nn.dot_product_attention(*[rows(w, b).reshape(-1, 3, 2, 1)] * 3, is_causal=True)
-    ),
     "scaled_dot_general": lambda w, b: z(w, b) + 0 * total(jax.nn.scaled_dot_general(
         b["x"], jnp.stack([w] * 2, 1), (((1,), (0,)), ((), ())))),
 }  # fmt: skip
+
+# Computed in float32 inside.
+ATTENTION: dict[str, Losses] = {
+    "dot_product_attention": lambda w, b: total(
+        jax.nn.dot_product_attention(*[rows(w, b).reshape(-1, 3, 2, 1)] * 3, is_causal=True)
+    ),
+}
 
 UNARY_SPECIAL = """dawsn digamma entr erf erfc erfcx expi expit gammaln gammasgn i0 i0e
     i1 i1e log_ndtr loggamma ndtr spence factorial gamma exp1""".split()
@@ -285,8 +291,8 @@ SPECIAL: dict[str, Losses] = {
     "rel_entr": lambda w, b: jsp.special.rel_entr(unit(w, b), 0.5),
     "sici": of(positive, jsp.special.sici),
     "softmax": of(rows, lambda r: jsp.special.softmax(r, axis=-1)),
-    "sph_harm_y": lambda w, b: z(w, b) * jsp.special.sph_harm_y(
-        jnp.array([1]), jnp.array([1]), b["y"], b["y"], n_max=1).real,
+    "sph_harm_y": lambda w, b: z(w, b) * jax.vmap(lambda y: jsp.special.sph_harm_y(
+        jnp.array([1]), jnp.array([1]), y[None], y[None], n_max=1)[0].real)(b["y"]),
     "wofz": lambda w, b: jnp.abs(jsp.special.wofz(z(w, b) + 0.5j)),
     "xlog1py": lambda w, b: jsp.special.xlog1py(positive(w, b), unit(w, b)),
     "xlogy": lambda w, b: jsp.special.xlogy(positive(w, b), unit(w, b)),
@@ -449,7 +455,7 @@ SCIPY_LINALG: dict[str, Losses] = {
     "circulant": each(rows, jsp.linalg.circulant),
     "companion": each(lambda w, b: 1 + rows(w, b) ** 2, jsp.linalg.companion),
     "convolution_matrix": each(rows, lambda r: jsp.linalg.convolution_matrix(r, 3)),
-    "fiedler": each(rows, jsp.linalg.fiedler),
+    "fiedler": each(rows, lambda r: jsp.linalg.fiedler(r) ** 2),
     "fiedler_companion": each(lambda w, b: 1 + rows(w, b) ** 2, jsp.linalg.fiedler_companion),
     "hankel": each(rows, jsp.linalg.hankel),
     "leslie": each(rows, lambda r: jsp.linalg.leslie(r, r[1:])),
@@ -483,19 +489,34 @@ SCIPY: dict[str, Losses] = {
         jsp.fft, name): f(r) if not f.__name__.endswith("n") else f(r, axes=(1,)))
         for name in ("dct", "idct", "dctn", "idctn")},
     "optimize.minimize": lambda w, b: z(w, b) * jax.lax.stop_gradient(jax.vmap(
-        lambda x: jsp.optimize.minimize(lambda v: jnp.sum((v - x) ** 2), jnp.zeros(6),
+        lambda x: jsp.optimize.minimize(lambda v: jnp.sum((v - x) ** 2), 0 * x,
         method="BFGS").x.sum())(b["x"])),
     "sparse.linalg.cg": each(definite, lambda m: jsp.sparse.linalg.cg(
         lambda v: m @ v, jnp.ones(3))[0]),
     "sparse.linalg.bicgstab": each(definite, lambda m: jsp.sparse.linalg.bicgstab(
-        lambda v: m @ v, jnp.ones(3), tol=1e-12)[0]),
+        lambda v: m @ v, m[0], tol=1e-12)[0]),
     "sparse.linalg.gmres": each(definite, lambda m: jsp.sparse.linalg.gmres(
-        lambda v: m @ v, jnp.ones(3), tol=1e-12)[0]),
+        lambda v: m @ v, m[0], tol=1e-12)[0]),
     "sparse.linalg.cg (a system of parameters)": lambda w, b: b["x"] @ jsp.sparse.linalg.cg(
         lambda v: (2 + w**2) * v, jnp.ones(6))[0],
     "sparse.linalg.cg (of the batch)": lambda w, b: jsp.sparse.linalg.cg(
-        lambda v: v * (2 + b["y"] ** 2), z(w, b))[0],
+        lambda v: v * (2 + b["y"] ** 2), z(w, b), tol=1e-14)[0],
 }  # fmt: skip
+
+# What begins the same on all replicas has a gradient summed over them.
+_LOCAL_START = "begin with the replica's own: `get_replica_context().local(start)`"
+REFUSED = [
+    *functions("jax.scipy.", {
+        "optimize.minimize (under vmap, a shared start)": lambda w, b: z(w, b)
+        * jax.lax.stop_gradient(jax.vmap(lambda x: jsp.optimize.minimize(
+            lambda v: jnp.sum((v - x) ** 2), jnp.zeros(6), method="BFGS").x.sum())(b["x"])),
+    }, refusal=Refusal(DoubleReductionError, "gradients of single examples", _LOCAL_START)),
+    *functions("jax.scipy.", {
+        "sparse.linalg.bicgstab (a shared right-hand side)": each(
+            definite, lambda m: jsp.sparse.linalg.bicgstab(
+                lambda v: m @ v, jnp.ones(3), tol=1e-12)[0]),
+    }, refusal=Refusal(ReplicaMismatchError, "reduces over replicas inside", _LOCAL_START)),
+]  # fmt: skip
 
 FFT: dict[str, Losses] = {
     name: of(rows, lambda r, f=getattr(jnp.fft, name): f(r))
@@ -684,11 +705,13 @@ RANDOM: dict[str, Callable[..., Any]] = {
 OPTAX_CASES = functions("optax.", OPTAX)
 JAX_CASES: list[Case] = [
     *functions("jax.nn.", NN),
+    *functions("jax.nn.", ATTENTION, tolerance=1e-5),
     *functions("jax.scipy.special.", SPECIAL),
     *functions("jax.scipy.stats.", STATS),
     *functions("jnp.linalg.", LINALG),
     *functions("jax.scipy.linalg.", SCIPY_LINALG),
     *functions("jax.scipy.", SCIPY),
+    *REFUSED,
     *functions("jnp.fft.", FFT),
     *functions("", ARRAYS),
 ]

@@ -17,7 +17,6 @@ from tests.differential.programs import CASES as PROGRAMS
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"compile_loop": False},
-    {"compile_step": False},
     {"steps_per_chunk": 2},
     {"on_non_finite": "skip"},
     {"check_replicas_every": 1},
@@ -38,10 +37,16 @@ def describe(options: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
+EAGER = {"compile_step": False}
 OPTION_CASES = [
     replace(NAMED[name], name=f"{name} with {describe(options)}", options=(options,))
     for options in OPTIONS
     for name in CHEAP
+] + [
+    replace(
+        NAMED[name], name=f"{name} with {describe(EAGER)}", options=(EAGER,), loops=((2, 1),)
+    )
+    for name in ("nnx.metrics.Average", "lax.scan", "optax.sgd")
 ]
 
 
@@ -49,7 +54,7 @@ def _setting(
     name: str, setting: Callable[[], contextlib.AbstractContextManager[Any]]
 ) -> list[Case]:
     return [
-        replace(NAMED[case], name=f"{name}: {case}", setting=setting)
+        replace(NAMED[case], name=f"{name}: {case}", setting=setting, loops=((2, 1),))
         for case in ("nnx.BatchNorm and nnx.Dropout", "optax.adam", "lax.scan")
     ]
 
