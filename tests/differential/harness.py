@@ -95,6 +95,8 @@ class Case:
         name: What it is, for the table.
         make: Makes the state: an NNX object.
         step: Changes the state, given a batch and the replica.
+        program: Trains and compares by itself, given the strategy and the number of
+            replicas, in place of `make` and `step`.
         reference: The step on the whole batch, given the number of replicas, where it
             is not `step`.
         between: Called after every loop with the state and the steps done so far.
@@ -108,8 +110,9 @@ class Case:
     """
 
     name: str
-    make: Callable[[], Any]
-    step: Callable[[Any, Batch, Replica], None]
+    make: Callable[[], Any] = nnx.Dict
+    step: Callable[[Any, Batch, Replica], None] = lambda state, batch, replica: None
+    program: Callable[[Any, int], None] | None = None
     reference: Callable[[Any, Batch, int], None] | None = None
     between: Callable[[Any, int], None] | None = None
     loops: tuple[tuple[int, ...], ...] = WHOLE
@@ -232,7 +235,7 @@ def can_merge(case: Case) -> bool:
     """Returns whether a case may share its program with others."""
     shared = (WHOLE, ({},), 1e-8, None, None, nullcontext)
     own = (case.loops, case.options, case.tolerance, case.between, case.refusal)
-    return (*own, case.setting) == shared
+    return (*own, case.setting) == shared and case.program is None
 
 
 def merge(cases: Sequence[Case]) -> Case:
@@ -299,6 +302,9 @@ def check_case(case: Case, replicas: Sequence[int]) -> None:
     """Asserts that a case gives what plain JAX gives, or is refused as it says."""
     train_whole = functools.cache(functools.partial(_train_whole, case))
     for num_replicas in replicas:
+        if case.program is not None:
+            case.program(_strategy(num_replicas), num_replicas)
+            continue
         refusal = case.refusal
         if refusal is not None and num_replicas in refusal.replicas:
             _check_refused(case, refusal, num_replicas)

@@ -1,17 +1,30 @@
 """Ways to run a step: options of the trainer, JAX's tools for debugging, own state."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
 from flax import nnx
 
+import armillary
 from armillary.errors import ReplicaMismatchError
-from tests.differential.harness import Batch, Case, Refusal, Replica, replace
-from tests.differential.layers import LAYERS, METRICS, Network, error
+from tests.differential.harness import (
+    DATA,
+    ROWS,
+    STEPS,
+    WHOLE,
+    WIDTH,
+    Batch,
+    Case,
+    Refusal,
+    Replica,
+    replace,
+    shard,
+)
+from tests.differential.layers import LAYERS, METRICS, Network
 from tests.differential.optimizers import CASES as OPTIMIZERS
 from tests.differential.programs import CASES as PROGRAMS
 
@@ -71,16 +84,84 @@ TOOLS = [
 
 
 class Remembering(nnx.Module):
-    """A model with a row of memory for each replica, in one array."""
+    """A model that remembers what it saw."""
 
-    def __init__(self, num_rows: int = 4) -> None:
+    def __init__(self) -> None:
         self.model = Network()
-        self.memory = nnx.Variable(jnp.zeros((num_rows, 4)))
+        self.memory = nnx.Variable(jnp.zeros(4))
 
 
 def _remember(state: Any, batch: Batch, replica: Replica) -> None:
     """Keeps the mean activation of a replica, which differs from the others'."""
-    state.memory[...] = state.memory[...].at[0].set(state.model.first(batch["x"]).mean(0))
+    state.memory[...] = state.model.first(batch["x"]).mean(0)
+
+
+class OwnState(armillary.StandardTrainer):
+    """Keeps a value of each replica's own between steps."""
+
+    def __init__(self, strategy: Any, make_own: Callable[[], Any], step: Any) -> None:
+        source = armillary.data.from_arrays(DATA, batch_size=ROWS, repeat=True)
+        super().__init__(
+            strategy.distribute_dataset(source, armillary.InputOptions(prefetch=0))
+        )
+        self.strategy, self.step = strategy, step
+        self.own = strategy.distribute_values_from_function(lambda _: make_own())
+        self.w = jnp.ones(WIDTH)
+
+    def train_step(self, iterator: Any) -> None:
+        def step_fn(batch: Batch, own: Any) -> Any:
+            def loss_fn(w: Any) -> Any:
+                losses, new = self.step(w, batch, own)
+                return armillary.compute_average_loss(losses), new
+
+            grads, new = jax.grad(loss_fn, has_aux=True)(self.w)
+            self.w = self.w - 0.1 * grads
+            return new
+
+        self.own = self.strategy.run(step_fn, args=(next(iterator), self.own))
+
+
+def own_state(name: str, make_own: Callable[[], Any], step: Any) -> Case:
+    """Returns a case in which every replica has a state of its own.
+
+    The reference trains on the shards in turn, each with its own state.
+    """
+
+    def program(strategy: Any, num_replicas: int) -> None:
+        count = max(num_replicas, 1)
+        w, owns = jnp.ones(WIDTH), [make_own() for _ in range(count)]
+        for i in range(STEPS):
+            batch = {n: jnp.asarray(a[i * ROWS : (i + 1) * ROWS]) for n, a in DATA.items()}
+
+            def loss_fn(w: Any, batch: Batch = batch, owns: Any = tuple(owns)) -> Any:
+                parts = [step(w, shard(batch, r, count), own) for r, own in enumerate(owns)]
+                return sum(losses.sum() for losses, _ in parts) / ROWS, [p[1] for p in parts]
+
+            grads, owns = jax.jit(jax.grad(loss_fn, has_aux=True))(w)
+            w = w - 0.1 * grads
+        for loops in WHOLE:
+            trainer = OwnState(strategy, make_own, step)
+            for num_steps in loops:
+                trainer.train(num_steps)
+            np.testing.assert_allclose(trainer.w, w, 1e-8)
+            for actual, own in zip(strategy.local_results(trainer.own), owns, strict=True):
+                jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-8), actual, own)
+
+    note = "a value of `distribute_values_from_function`, given to `run` and returned"
+    return Case(name=name, program=program, note=note)
+
+
+def _environment(w: Any, batch: Batch, own: Any) -> Any:
+    """Moves an environment, and learns from where it is."""
+    position, velocity = own["position"], own["velocity"]
+    velocity = 0.9 * velocity + jax.lax.stop_gradient(batch["x"].mean(0) @ w)
+    position = position + velocity
+    losses = (batch["x"] @ w - batch["y"] - 0.01 * position) ** 2
+    return losses, {"position": position, "velocity": velocity}
+
+
+def _make_environment() -> Any:
+    return {"position": jnp.zeros(()), "velocity": jnp.ones(())}
 
 
 STATE = [
@@ -91,10 +172,10 @@ STATE = [
         refusal=Refusal(
             ReplicaMismatchError,
             "must be equal on all replicas",
-            "keep a row for each replica, and gather the rows at the end of the step",
-            (1, 2, 4),
+            "keep it in a value of `strategy.distribute_values_from_function`, give it "
+            "to `run` as an argument and assign what `run` returns",
         ),
     ),
+    own_state("state of a replica's own (an environment)", _make_environment, _environment),
 ]
 CASES: list[Case] = [*OPTION_CASES, *TOOLS, *STATE]
-del optax, error
