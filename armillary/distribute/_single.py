@@ -13,6 +13,7 @@ from armillary.distribute._collectives import ReplicaContext
 from armillary.distribute._context import entered, set_default
 from armillary.distribute._devices import Device, as_device
 from armillary.distribute._layouts import SingleLayout
+from armillary.distribute._outside_traces import add_trace_note
 from armillary.distribute._strategy import Strategy
 from armillary.state import Slot, State
 
@@ -42,11 +43,15 @@ class _SingleStrategy(Strategy):
         kwargs: dict[str, Any],
         state: State | None,
     ) -> PyTree:
-        del state
         context = ReplicaContext(self, None, num_active=1)
         place = nullcontext if self._device is None else jax.default_device
         with entered(self, context), place(self._device):
-            return fn(*args, **kwargs)
+            try:
+                return fn(*args, **kwargs)
+            except Exception as error:
+                if state is None:
+                    add_trace_note(error)
+                raise
 
 
 class DefaultStrategy(_SingleStrategy):
