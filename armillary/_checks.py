@@ -1,8 +1,11 @@
 """One function for each kind of argument check, so each sentence is written once."""
 
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
+
+_C = TypeVar("_C", bound=type)
 
 
 def is_positive_int(value: Any) -> bool:
@@ -125,3 +128,32 @@ def check_not_negative_int(name: str, value: Any) -> int:
             f"Use `{name}=0` or more."
         )
     return int(value)
+
+
+def answers_old_names(**answers: str) -> Callable[[_C], _C]:
+    """Returns a class decorator that answers keywords of Orbit and `tf.distribute`.
+
+    Args:
+        **answers: What to do instead, by keyword; a sentence.
+
+    Raises:
+        TypeError: If an object is made with one of the keywords.
+    """
+
+    def decorate(cls: _C) -> _C:
+        init = cls.__init__
+
+        @functools.wraps(init)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            for name in answers:
+                if name in kwargs:
+                    raise TypeError(
+                        f"`{name}` is {kwargs[name]!r}, but `{cls.__name__}` has no "
+                        f"such argument. {answers[name]}"
+                    )
+            init(self, *args, **kwargs)
+
+        cls.__init__ = __init__
+        return cls
+
+    return decorate

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from armillary._checks import (
+    answers_old_names,
     check_callable,
     check_not_negative,
     check_num_steps,
@@ -49,7 +50,17 @@ if TYPE_CHECKING:
     from armillary.checkpoint import CheckpointManager
     from armillary.distribute import Strategy
 
+_DATA_ENDED = "the data ended, training ends here."
+_DATA_ENDED_BEFORE = (
+    "the data had ended before, and a trainer goes through it once. For several "
+    "epochs, repeat it in the data set (`from_arrays(..., repeat=True)`) and train up "
+    "to a step, or assign a new data set to `trainer.train_dataset`."
+)
 
+
+@answers_old_names(
+    enable_async_checkpointing="Leave it out: every save goes on in the background."
+)
 class Controller:
     """Runs the outer loop around a trainer and an evaluator.
 
@@ -449,7 +460,7 @@ class Controller:
                     raise
 
     def _train_unless_bad(self, target: int) -> bool:
-        step = self._read_step()
+        start = step = self._read_step()
         if step == target:
             log_line("train", step, f"already at step {target}, nothing to train.")
         else:
@@ -465,7 +476,8 @@ class Controller:
                 self._saving.save(check_interval=True)
             if reached < step + num_steps:
                 self._loops.report()
-                log_line("train", reached, "the data ended, training ends here.")
+                message = _DATA_ENDED if reached > start else _DATA_ENDED_BEFORE
+                log_line("train", reached, message)
                 return False
             step = reached
         self._loops.report()

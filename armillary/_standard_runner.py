@@ -10,16 +10,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from armillary._checks import check_num_steps, check_one_of, check_positive_int
+from armillary._checks import (
+    answers_old_names,
+    check_num_steps,
+    check_one_of,
+    check_positive_int,
+)
 from armillary._logging import logger
 from armillary._runner import AbstractEvaluator, AbstractTrainer
 from armillary._traceback import hides_frames
 from armillary._typing import Output, PyTree
 from armillary.distribute import Strategy, get_strategy, has_strategy
-from armillary.loops import Loop, LoopCheck, LoopOptions
-from armillary.state._find import held_by
+from armillary.loops import Loop, LoopCheck, LoopOptions, RecordsReads
+from armillary.state import held_by
+
+_OLD_OPTIONS = {
+    "use_tf_function": "It is called `compile_step` here.",
+    "use_tf_while_loop": "It is called `compile_loop` here.",
+    "use_tpu_summary_optimization": "Leave it out: summaries are written between "
+    "loops, so that nothing is to be optimized.",
+}
 
 
+@answers_old_names(**_OLD_OPTIONS)
 @dataclass(frozen=True, kw_only=True)
 class StandardTrainerOptions:
     """How a `StandardTrainer` runs its steps.
@@ -72,6 +85,7 @@ class StandardTrainerOptions:
             check_positive_int("check_replicas_every", self.check_replicas_every)
 
 
+@answers_old_names(**_OLD_OPTIONS)
 @dataclass(frozen=True, kw_only=True)
 class StandardEvaluatorOptions(StandardTrainerOptions):
     """How a `StandardEvaluator` runs its steps.
@@ -112,7 +126,7 @@ class _Data:
     datasets: PyTree
 
 
-class _Runner:
+class _Runner(RecordsReads):
     """What the two runners share: a loop over a step, under the right strategy."""
 
     @contextlib.contextmanager

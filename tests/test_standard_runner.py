@@ -130,6 +130,20 @@ def test_a_step_may_take_a_nest_of_datasets(kind):
     assert trainer.sums == (112 + 234 + 356, 3)
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_dictionary_of_lists_of_batches_is_a_nest(is_compiled):
+    class Nest(Trainer):
+        def take(self, iterator):
+            return iterator["a"].get_next()[0] + next(iterator["b"])[0]
+
+    batches = [np.asarray([float(i)]) for i in range(4)]
+    trainer = Nest({"a": batches, "b": batches[1:]}, Options(compile_step=is_compiled))
+
+    trainer.train(4)
+
+    assert trainer.sums == (0 + 1 + 1 + 2 + 2 + 3, 3)
+
+
 def test_the_shortest_dataset_ends_training():
     class Both(Trainer):
         def take(self, iterator):
@@ -330,7 +344,7 @@ def test_a_batch_that_replicas_cannot_share_is_an_error():
     with pytest.raises(
         BatchSizeError,
         match=r"10 examples, which 4 replicas cannot share equally \(10 % 4 = 2\)"
-        r'.*such as `8` or `12`, or `InputOptions\(remainder="drop"\)`',
+        r'.*such as `8` or `12`, or `InputOptions\(remainder="exact"\)`',
     ):
         trainer.train(1)
 
@@ -368,13 +382,18 @@ def test_a_smaller_last_batch_that_divides_runs():
     assert trainer.data_exhausted
 
 
-@pytest.mark.parametrize(("remainder", "count"), [("drop", 16), ("pad", 22)])
-def test_a_remainder_is_dropped_or_padded(remainder, count):
+@pytest.mark.parametrize(
+    ("remainder", "count", "is_compiled"),
+    [("drop", 16, True), ("pad", 22, True), ("exact", 22, True), ("exact", 22, False)],
+)
+def test_a_remainder_is_dropped_or_padded_or_run_on_fewer_replicas(
+    remainder, count, is_compiled
+):
     strategy = make_strategy(4)
     dataset = armillary.make_distributed_dataset(
         strategy, make_rows(22, 8), input_options=InputOptions(remainder=remainder)
     )
-    trainer = Rows(strategy, dataset)
+    trainer = Rows(strategy, dataset, compile_step=is_compiled)
 
     assert trainer.train(10) == {"sum": sum(range(count)), "count": count}
 

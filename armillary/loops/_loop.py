@@ -426,7 +426,7 @@ class Loop:
         if any(batch is None for batch in first):
             return None
         pairs = zip(self._readers, first, strict=True)
-        batches = [reader.types(b.arrays) for reader, b in pairs if b is not None]
+        batches = [reader.types(batch) for reader, batch in pairs if batch is not None]
         active = tuple(batch.num_active for batch in first if batch is not None)
         trace = self._tracer.trace(batches, active, self._layouts)
         self._batches_per_step = trace.batches_per_step
@@ -490,14 +490,19 @@ class Loop:
 
 
 def _flatten(datasets: PyTree) -> tuple[list[Any], Any]:
-    """Flattens a nest of datasets; a nest of arrays is the batches of one dataset."""
-    # JAX warns of iterators that it is not told to be leaves.
-    leaves, nest = jax.tree.flatten(
-        datasets, is_leaf=lambda value: isinstance(value, Iterator)
-    )
+    """Flattens a nest of datasets; a list that holds arrays is one, of its batches."""
+    leaves, nest = jax.tree.flatten(datasets, is_leaf=_is_dataset)
     if not leaves or any(hasattr(leaf, "dtype") for leaf in leaves):
         return [datasets], jax.tree.structure(0)
     return leaves, nest
+
+
+def _is_dataset(value: Any) -> bool:
+    if not isinstance(value, list | tuple):
+        # JAX warns of iterators that it is not told to be leaves.
+        return isinstance(value, Iterator)
+    leaves = jax.tree.leaves(value, is_leaf=lambda part: isinstance(part, Iterator))
+    return any(hasattr(leaf, "dtype") for leaf in leaves)
 
 
 def _distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from armillary._checks import check_callable
+from armillary._checks import answers_old_names, check_callable
 from armillary._process import get_process
 from armillary._typing import Output
 from armillary.summary._tensorboard import TensorBoardWriter
@@ -17,6 +17,10 @@ from armillary.summary._writer import SummaryWriter
 _NUMBERS = (np.bool_, np.integer, np.floating)
 
 
+@answers_old_names(
+    summary_fn="Use `writer_fn`, which makes the writer of each directory.",
+    global_step="Leave it out: `write_summaries(output, step=...)` takes the step.",
+)
 class SummaryManager:
     """Writes scalars below one directory.
 
