@@ -75,8 +75,12 @@ def format_output(output: Mapping[str, Any], indent: int = 4) -> str:
 def _as_numpy(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _as_numpy(item) for name, item in value.items()}
+    return jax.tree.map(_fetch_leaf, value)
+
+
+def _fetch_leaf(leaf: Any) -> Any:
     # Indexing with `()` turns an array without axes into a NumPy scalar.
-    return np.asarray(value)[()] if isinstance(value, jax.Array | np.ndarray) else value
+    return np.asarray(leaf)[()] if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
 
 def _rounded(value: Any) -> Any:

@@ -242,8 +242,9 @@ class StandardTrainer(_Runner, AbstractTrainer):
     def train_loop_end(self) -> Output:
         """Returns the loop's output, such as computed metrics; override as needed.
 
-        Values are scalars. Arrays with axes reach log lines and actions too, but are an
-        error with the controller's `summary_dir`.
+        Values are scalars, or a `Histogram`, an `Image` or a `Text` of
+        `armillary.summary`. Arrays with axes reach log lines and actions too, but are
+        an error with the controller's `summary_dir`.
         """
         return None
 
@@ -389,8 +390,8 @@ class StandardEvaluator(_Runner, AbstractEvaluator):
     def eval_end(self, *state: Any) -> Output:
         """Returns the evaluation's output; override as needed.
 
-        Values are scalars. Arrays with axes reach log lines and actions too, but are an
-        error with the controller's `eval_summary_dir`.
+        Values are as for `train_loop_end`: arrays with axes reach log lines and actions
+        too, but are an error with the controller's `eval_summary_dir`.
 
         Args:
             *state: The last state, if `eval_begin` returned one.
