@@ -20,9 +20,9 @@ from armillary.distribute._proof import prove, proved_later
 from armillary.distribute._value_errors import add_value_note
 from armillary.errors import StateStructureError
 from armillary.state import (
+    Fingerprint,
     State,
     check_captured,
-    is_same_program,
     unsettled_message,
     write_error,
 )
@@ -37,12 +37,14 @@ class TracedStep(NamedTuple):
         changed: Indices of the slot arrays that the step changes.
         result_tree: Structure of the results; not arrays, see `results`.
         static_results: Results that are not arrays, and `ARRAY` for those that are.
+        fingerprint: Tells the program from others.
     """
 
     program: core.ClosedJaxpr
     changed: tuple[int, ...]
     result_tree: Any
     static_results: tuple[Any, ...]
+    fingerprint: Fingerprint
 
     def call(
         self, slots: Sequence[Any], arguments: Sequence[Any]
@@ -57,7 +59,7 @@ class TracedStep(NamedTuple):
             self.changed == other.changed
             and self.result_tree == other.result_tree
             and self.static_results == other.static_results
-            and is_same_program(self.program, other.program)
+            and self.fingerprint.is_same(other.fingerprint)
         )
 
     def results(self, arrays: Sequence[Any]) -> PyTree:
@@ -149,7 +151,8 @@ def _trace_once(
         traced = jax.jit(pure).trace(list(slot_types), arguments)
     check_captured(traced.jaxpr, state, user_fn, owner)
     prove(traced.jaxpr, len(state.paths))
-    return TracedStep(traced.jaxpr, tuple(changed), *results)
+    fingerprint = Fingerprint(traced.jaxpr)
+    return TracedStep(traced.jaxpr, tuple(changed), *results, fingerprint)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """What holds under every strategy, whatever the number of replicas."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +18,7 @@ from armillary import (
     in_cross_replica_context,
 )
 from armillary.data import InputContext
+from tests.problems import Notes
 
 MAKERS = {
     "default": DefaultStrategy,
@@ -221,7 +220,7 @@ def test_the_scope_is_cross_replica_context(strategy):
 
 
 def test_run_is_replica_context(strategy):
-    seen: list[Any] = []
+    seen = Notes()
 
     def fn():
         context = get_replica_context()
@@ -229,7 +228,7 @@ def test_run_is_replica_context(strategy):
         return context.replica_id_in_sync_group + jnp.zeros((), jnp.int32)
 
     result = strategy.run(fn)
-    found, is_cross, context = seen[0]
+    found, is_cross, context = list(seen)[0]
     assert found is strategy and not is_cross and context.strategy is strategy
     assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
     ids = [int(row) for row in strategy.local_results(result)]
