@@ -228,7 +228,7 @@ def test_run_is_replica_context(strategy):
         return context.replica_id_in_sync_group + jnp.zeros((), jnp.int32)
 
     result = strategy.run(fn)
-    found, is_cross, context = list(seen)[0]
+    found, is_cross, context = next(iter(seen))
     assert found is strategy and not is_cross and context.strategy is strategy
     assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
     ids = [int(row) for row in strategy.local_results(result)]
