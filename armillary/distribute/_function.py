@@ -13,23 +13,23 @@ from typing import Any, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import get_opaque_trace_state
+from jax.core import Tracer
 
 from armillary._logging import logger
+from armillary._traceback import hides_frames
 from armillary._typing import PyTree
 from armillary.distribute._context import get_strategy, lifted_state
 from armillary.distribute._interrupts import uninterrupted
+from armillary.distribute._outside_traces import check_no_trace
 from armillary.distribute._placement import Placement
 from armillary.distribute._same_program import check_same_program
 from armillary.distribute._strategy import Strategy
 from armillary.distribute._trace import TracedStep, trace_step
 from armillary.distribute._varying import corrected_types
-from armillary.errors import ReplicaContextError
 from armillary.state import State, captured, is_claimed
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_NO_TRACE = get_opaque_trace_state(convention="nnx")
 _MAX_PROGRAMS = 64
 _MANY_PROGRAMS = 16
 _MANY_FUNCTIONS_MESSAGE = (
@@ -71,8 +71,8 @@ def function(
     array is not a variable: hold it as an attribute.
 
     Args:
-        fn: The function. Called inside a step that is already compiled, it is part of
-            that step.
+        fn: The function. Called inside a step that is already compiled, or with a
+            module inside `nnx.grad`, it is part of that.
         strategy: Where state lives; by default the strategy in effect when called,
             else the one that the function reaches.
 
@@ -83,6 +83,7 @@ def function(
         return functools.partial(function, strategy=strategy)
     compiled = Function(fn, strategy)
 
+    @hides_frames
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         return compiled(*args, **kwargs)
@@ -123,10 +124,12 @@ class Function:
         program = self._programs.get(key)
         if program is None or not program.is_current():
             state = State([(self._fn, ""), *((leaf, "") for leaf in _objects(leaves))])
+            is_lifted = any(isinstance(leaf, Tracer) for leaf in state.read())
+            if is_lifted and self._body is self._fn:
+                # A transformation of NNX has lifted what the arguments hold already.
+                return self._body(*args, **kwargs)
             program = self._get_program(key, state, leaves, treedef)
         self._programs.move_to_end(key)
-        if get_opaque_trace_state(convention="nnx") != _NO_TRACE:
-            program.check_stateless()
         return program([leaf for leaf in leaves if _is_array(leaf)])
 
     def _get_program(
@@ -206,7 +209,7 @@ class _Program:
         treedef: Any,
     ) -> None:
         self._strategy = strategy
-        self._state = state
+        self._fn, self._state = fn, state
         self._signature = state.signature()
         self._placement = Placement(state, strategy)
         self._types = self._placement.types()
@@ -253,22 +256,6 @@ class _Program:
         """Returns whether nothing that the function reaches was replaced."""
         return self._state.is_current() and self._placement.has_types(self._types)
 
-    def check_stateless(self) -> None:
-        """Raises if the program writes state, which would get JAX's tracers.
-
-        Raises:
-            ReplicaContextError: If it does.
-        """
-        if self._step.changed:
-            paths = ", ".join(self._state.paths[i] for i in self._step.changed[:3])
-            raise ReplicaContextError(
-                "`strategy.run`, or a function of `armillary.function`, was called "
-                "inside `jax.jit` or another transformation of JAX, which would leave "
-                f"its tracers in {len(self._step.changed)} slots ({paths}). Compile "
-                "the outer function with `armillary.function`, and take gradients "
-                "inside the function given to `run`."
-            )
-
     def go_on_with(self, state: State) -> bool:
         """Takes what a new search has found, if the program is the same for it."""
         is_alike = self._signature == state.signature()
@@ -287,6 +274,7 @@ class _Program:
             self._compiled = last._compiled
 
     def __call__(self, arrays: list[Any]) -> PyTree:
+        check_no_trace(self._fn, self._state)
         donated, others = self._placement.place(self._step.changed)
         self._strategy.dispatch.wait()
         # JAX traces some operations while it compiles.

@@ -16,9 +16,13 @@ from jax.extend import core
 
 from armillary._typing import PyTree
 from armillary.distribute._context import lifted
+from armillary.distribute._host_values import guarded_host_values
+from armillary.distribute._legacy_keys import check_keys
+from armillary.distribute._outside_traces import check_nothing_left, is_in_trace
 from armillary.distribute._proof import prove, proved_later
-from armillary.distribute._value_errors import add_value_note
-from armillary.errors import StateStructureError
+from armillary.distribute._step_errors import add_step_notes
+from armillary.distribute._value_errors import VALUE_ERRORS, add_value_note
+from armillary.errors import ArmillaryError, StateStructureError
 from armillary.state import (
     Fingerprint,
     State,
@@ -100,11 +104,13 @@ def trace_step(
         The traced step.
 
     Raises:
-        CapturedStateError: If the step uses variables outside `state`.
+        CapturedStateError: If the step uses variables outside `state`, draws random
+            numbers of the host, or leaves arrays in places outside `state`.
         StateStructureError: If it changes the structure of a slot, or plain values
             so that the next step would be another one.
         DoubleReductionError: If it sums over replicas twice.
         ReplicaMismatchError: If replicas may take different ways to a collective.
+        ValueError: If replicas draw the same numbers from a `jax.random.PRNGKey`.
     """
     traced = functools.partial(
         _trace_once, fn, state, slot_types, arguments, user_fn, owner
@@ -147,19 +153,32 @@ def _trace_once(
         arrays = [value for value in values if isinstance(value, jax.Array)]
         return [after[i] for i in changed], arrays
 
-    with explained(user_fn, state, owner), proved_later():
+    with (
+        explained(user_fn, state, owner, arguments),
+        guarded_host_values(user_fn, owner),
+        proved_later(),
+    ):
         traced = jax.jit(pure).trace(list(slot_types), arguments)
+    if not is_in_trace():
+        check_nothing_left(user_fn, owner)
     check_captured(traced.jaxpr, state, user_fn, owner)
     prove(traced.jaxpr, len(state.paths))
+    check_keys(traced.jaxpr, state)
     fingerprint = Fingerprint(traced.jaxpr)
     return TracedStep(traced.jaxpr, tuple(changed), *results, fingerprint)
 
 
 @contextlib.contextmanager
-def explained(user_fn: Callable[..., Any], state: State, owner: str) -> Iterator[None]:
+def explained(
+    user_fn: Callable[..., Any],
+    state: State,
+    owner: str,
+    arguments: tuple[PyTree, ...] = (),
+) -> Iterator[None]:
     """Turns Flax's error for writing to an unlifted variable into ours.
 
-    Errors of JAX for the value of a traced array get a note that names the step.
+    Errors of JAX for the value of a traced array get a note that names the step, other
+    ones a note on the batches that a step was traced with.
 
     Raises:
         CapturedStateError: If the step wrote to a variable outside `state`.
@@ -169,7 +188,10 @@ def explained(user_fn: Callable[..., Any], state: State, owner: str) -> Iterator
     try:
         yield
     except Exception as error:
-        add_value_note(error, getattr(user_fn, "__name__", "the step"), owner)
+        name = getattr(user_fn, "__name__", "the step")
+        add_value_note(error, name, owner)
+        if not isinstance(error, (ArmillaryError, *VALUE_ERRORS)):
+            add_step_notes(error, name, owner, arguments)
         # Not above: to import Flax takes a fifth of the time of this library's import.
         from flax.errors import TraceContextError
 

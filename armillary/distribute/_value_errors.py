@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import jax
 
-_VALUE_ERRORS = (
+VALUE_ERRORS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerArrayConversionError,
@@ -36,7 +36,7 @@ def add_value_note(error: Exception, step_name: str, owner: str) -> None:
         step_name: Name of the user's function.
         owner: What has the step: the trainer, the evaluator or the function.
     """
-    if isinstance(error, _VALUE_ERRORS):
+    if isinstance(error, VALUE_ERRORS):
         error.add_note(
             f"`{step_name}` uses the value of an array in Python, but in a compiled "
             "step, and on several replicas, an array has no value for Python. To "

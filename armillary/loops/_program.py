@@ -115,13 +115,14 @@ class Program:
         """Returns what the step at `index` returned."""
         return self._step.results([array[index] for array in arrays])
 
-    def _batches(self, chunk: Sequence[PyTree], index: Any) -> list[Any]:
+    def batches(self, chunk: Sequence[PyTree], index: Any) -> list[Any]:
+        """Returns the arrays of the batches of one step."""
         return take_batches(chunk, self._batches_per_step, self._gathers, index)
 
     def _one_step(
         self, slots: list[Any], chunk: Sequence[PyTree], index: Any, health: Any
     ) -> tuple[list[Any], list[Any], Any]:
-        new, results = self._step.call(slots, self._batches(chunk, index))
+        new, results = self._step.call(slots, self.batches(chunk, index))
         if self._guard is not None:
             old = [slots[i] for i in self._step.changed]
             new, health = self._guard.check(old, new, health)

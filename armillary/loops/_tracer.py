@@ -282,4 +282,4 @@ def _compare(first: PyTree, batch: PyTree, axis: int) -> list[str]:
 
 
 def _without(leaf: Any, axis: int) -> tuple[Any, ...]:
-    return (*leaf.shape[:axis], *leaf.shape[axis + 1 :], str(leaf.dtype))
+    return (*leaf.shape[axis + 1 :], str(leaf.dtype))
