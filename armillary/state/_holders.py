@@ -280,7 +280,7 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
     if kind in PLAIN or issubclass(kind, jax.Array | Tracer | np.generic | type):
         return _no_parts
     if issubclass(kind, np.ndarray):
-        return lambda value: [Numbers(value)] if value.flags.writeable else []
+        return lambda value: [Numbers(value)] if value.flags["W"] else []
     if _nnx.is_variable_type(kind):
         return lambda value: [Metadata(_nnx.metadata(value))]
     if issubclass(kind, FUNCTION_TYPES):
