@@ -526,6 +526,24 @@ def test_an_evaluation_ends_with_the_data_and_the_next_begins_anew(compile_step)
     assert seen == [[1, 2, 3], [4], [1, 2, 3], [4], [1, 2, 3, 4]]
 
 
+def test_an_evaluation_that_finds_fewer_steps_says_so(caplog):
+    evaluator = Evaluator(make_batches(4))
+
+    evaluator.evaluate(4)
+    evaluator.evaluate(3)
+    assert not caplog.records
+    evaluator.evaluate(3)
+
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "`evaluate(3)` ran 1 steps, because the data ended: the last evaluation had "
+        "taken what came before, or there is no more. The next one begins anew. Use "
+        "`evaluate(-1)` for all of the data, or "
+        "`StandardEvaluatorOptions(recreate_iterator_for_each_eval=True)` to begin "
+        "anew each time."
+    )
+
+
 def test_all_of_a_data_set_without_an_end_is_an_error():
     data = from_arrays({"x": np.arange(4.0)}, batch_size=1, repeat=True)
     evaluator = Evaluator(data)

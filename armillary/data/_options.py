@@ -3,11 +3,18 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from armillary._checks import check_not_negative_int, check_one_of
+from armillary._checks import answers_old_names, check_not_negative_int, check_one_of
 
 Remainder: TypeAlias = Literal["exact", "drop", "pad"] | None
 
 
+@answers_old_names(
+    experimental_fetch_to_device="Leave it out: batches are always on the devices.",
+    experimental_per_replica_buffer_size="It is called `prefetch` here.",
+    experimental_place_dataset_on_device="It is called `place_on_device` here.",
+    experimental_replication_mode="Leave it out: a function with an `input_context` "
+    "makes one data set for each process.",
+)
 @dataclass(frozen=True, kw_only=True)
 class InputOptions:
     """Options of a distributed dataset.

@@ -28,9 +28,10 @@ from armillary.distribute._variables import (
     Policy,
     enter,
     leave,
-    policy_of,
+    policies_of,
 )
 from armillary.distribute._varying import corrected_types
+from armillary.distribute._writes import aggregated_writes
 from armillary.errors import (
     BatchSizeError,
 )
@@ -60,7 +61,7 @@ def run_in_replicas(
         state: Slots that `fn` may read and write.
 
     Returns:
-        What `fn` returned, each array as a `PerReplica`.
+        What `fn` returned, each array as a `PerReplica` if there are several replicas.
 
     Raises:
         ReplicaMismatchError: If a mirrored slot ends with per-replica values.
@@ -78,14 +79,16 @@ def run_in_replicas(
     mesh = narrow_mesh(mesh, num_replicas)
     name = getattr(fn, "__name__", "the step")
     before = [as_array(leaf) for leaf in state.read()]
-    policies = [policy_of(*pair) for pair in zip(state.owners, before, strict=True)]
+    policies = policies_of(state, before)
     changed: list[int] = []
     outputs: list[Any] = []
 
     def replica_fn(
         slots: list[Any], split: list[Any], whole: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        context = ReplicaContext(strategy, AXIS_NAME, active, num_replicas)
+        context = ReplicaContext(
+            strategy, AXIS_NAME, active, num_replicas, any(is_split)
+        )
         start = [enter(*pair) for pair in zip(policies, slots, strict=True)]
         rows, wholes = iter(split), iter(whole)
         call_args, call_kwargs = treedef.unflatten(
@@ -93,7 +96,8 @@ def run_in_replicas(
             for leaf, is_cut, is_one in zip(leaves, is_split, is_whole, strict=True)
         )
         with state.swapped(start), entered(strategy, context), corrected_types():
-            result = fn(*call_args, **call_kwargs)
+            with aggregated_writes(state, context):
+                result = fn(*call_args, **call_kwargs)
             was_asked = context.was_asked
             after = state.collect(start, name)
         changed[:] = [
@@ -142,14 +146,18 @@ def run_in_replicas(
     state.write(after)
     result_tree, values, own, shared = outputs
     rows, wholes = iter(stacked), iter(equal)
-    return result_tree.unflatten(
-        PerReplica(next(rows), active)
-        if is_own
-        else PerReplica(next(wholes), active, shared_by=num_replicas)
-        if is_shared
-        else value
-        for value, is_own, is_shared in zip(values, own, shared, strict=True)
-    )
+
+    def wrap(value: Any, is_own: bool, is_shared: bool) -> Any:
+        if not (is_own or is_shared):
+            return value
+        array = next(rows if is_own else wholes)
+        if strategy.num_replicas_in_sync == 1:
+            return array[0] if is_own else array
+        return PerReplica(
+            array, active, None if is_own else num_replicas, any(is_split)
+        )
+
+    return result_tree.unflatten(map(wrap, values, own, shared))
 
 
 def _is_argument(value: Any) -> bool:

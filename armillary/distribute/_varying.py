@@ -49,14 +49,10 @@ COLLECTIVES = ("psum", "pmin", "pmax", "all_gather", "all_to_all", "ppermute")
 # would not fit them, and what they make is typed by them.
 _CALLS = frozenset(
     {
-        "checkpoint",
-        "closed_call",
         "core_call",
         "custom_jvp_call",
         "custom_lin",
         "custom_vmap_call",
-        "jit",
-        "linear_solve",
         "run_state",
         "shard_map",
     }
@@ -156,6 +152,24 @@ def _bind_cast(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
     return _jax_bind(self, *args, **params)
 
 
+def _bind_call(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+    # Its program was traced for other types, if it is in a loop that was retyped.
+    name = next(key for key in ("jaxpr", "call_jaxpr") if key in params)
+    program = params[name]
+    is_closed = isinstance(program, core.ClosedJaxpr)
+    closed = program if is_closed else core.ClosedJaxpr(program, ())
+    args = _cast_for(args, closed)
+    fitting = match(closed, list(map(varies, args)), ())
+    if fitting is closed:
+        return _jax_bind(self, *args, **params)
+    if not is_closed:
+        inner = fitting.jaxpr
+        invars = [*inner.constvars, *inner.invars]
+        args = [*fitting.consts, *args]
+        fitting = inner.replace(constvars=[], invars=invars)
+    return _jax_bind(self, *args, **{**params, name: fitting})
+
+
 def _bind_callback(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
     # Nobody knows whether a function of Python returns the same on all replicas.
     return list(map(cast, _jax_bind(self, *args, **params)))
@@ -220,21 +234,28 @@ def _cast_for(args: Sequence[Any], *programs: core.ClosedJaxpr) -> list[Any]:
 def _bind_custom_vjp(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
     fun, fwd, bwd = params["subfuns"]
     was_varying = list(map(varies, args))
-    if not any(was_varying):
-        return _jax_bind(self, *args, **params)
+    if any(was_varying):
+        # Inside everything is one replica's own, and the sum of gradients is outside:
+        # JAX would ask the function for a gradient that is summed already.
+        args = list(map(cast, args))
 
-    # Inside everything is one replica's own, and the sum of gradients is outside: JAX
-    # would ask the function for a gradient that is summed already.
     def corrected(*residuals_and_cotangents: Any) -> list[Any]:
         cotangents = bwd.call_wrapped(*residuals_and_cotangents)
         return [
-            _as_local(cotangent, is_own)
+            _as_local(cotangent, is_own) if any(was_varying) else _as_total(cotangent)
             for cotangent, is_own in zip(cotangents, was_varying, strict=True)
         ]
 
     wrapped = linear_util.wrap_init(corrected, debug_info=bwd.debug_info)
     subfuns = (fun, fwd, wrapped)
-    return _jax_bind(self, *map(cast, args), **{**params, "subfuns": subfuns})
+    return _jax_bind(self, *args, **{**params, "subfuns": subfuns})
+
+
+def _as_total(cotangent: Any) -> Any:
+    """Returns a cotangent of what is equal on all replicas."""
+    if not hasattr(cotangent, "dtype") or not varies(cotangent):
+        return cotangent
+    return jax.lax.psum(cotangent, AXIS_NAME)
 
 
 def _as_local(cotangent: Any, is_own: bool) -> Any:
@@ -252,6 +273,9 @@ def _as_local(cotangent: Any, is_own: bool) -> Any:
 
 
 _RULES = {
+    "closed_call": _bind_call,
+    "jit": _bind_call,
+    "remat2": _bind_call,
     "cond": _bind_cond,
     "custom_vjp_call": _bind_custom_vjp,
     "io_callback": _bind_callback,
