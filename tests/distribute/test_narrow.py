@@ -33,6 +33,12 @@ def test_a_batch_has_one_part_for_each_of_fewer_replicas(strategy):
         [0, 1, 2],
         [3, 4, 5],
     ]
+    own = strategy.run(
+        lambda x: (x, get_replica_context().all_reduce("sum", x)), (batch,)
+    )
+    for value in own:
+        devices = [part.devices() for part in strategy.local_results(value)]
+        assert devices == [{strategy.mesh.devices[index]} for index in (0, 2)]
     np.testing.assert_array_equal(strategy.gather(batch, axis=0), ROWS)
     assert float(strategy.reduce("mean", batch, axis=0)) == ROWS.mean()
 
