@@ -1,8 +1,11 @@
 """One function for each kind of argument check, so each sentence is written once."""
 
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
+
+_C = TypeVar("_C", bound=type)
 
 
 def is_positive_int(value: Any) -> bool:
@@ -20,9 +23,15 @@ def check_positive_int(name: str, value: Any) -> int:
     if not is_positive_int(value):
         raise ValueError(
             f"`{name}` is {value!r}, but it must be a positive integer. "
-            f"Use `{name}=1` or more."
+            f"Use `{name}=1` or more{_as_int(name, value)}."
         )
     return int(value)
+
+
+def _as_int(name: str, value: Any) -> str:
+    """Returns how to go on with a number that came out of an array."""
+    is_array = getattr(value, "shape", None) == () and not isinstance(value, Integral)
+    return f"; `{name}=int(...)` takes the value out of an array" if is_array else ""
 
 
 def check_not_negative(name: str, value: Any) -> float:
@@ -75,7 +84,8 @@ def check_num_steps(name: str, value: Any) -> int:
     if not is_integer or (value < 1 and value != -1):
         raise ValueError(
             f"`{name}` is {value!r}, but it must be a positive integer, or -1 to run "
-            f"until the data ends. Use `{name}=1` or more, or `{name}=-1`."
+            f"until the data ends. Use `{name}=1` or more, or `{name}=-1`"
+            f"{_as_int(name, value)}."
         )
     return int(value)
 
@@ -118,3 +128,32 @@ def check_not_negative_int(name: str, value: Any) -> int:
             f"Use `{name}=0` or more."
         )
     return int(value)
+
+
+def answers_old_names(**answers: str) -> Callable[[_C], _C]:
+    """Returns a class decorator that answers keywords of Orbit and `tf.distribute`.
+
+    Args:
+        **answers: What to do instead, by keyword; a sentence.
+
+    Raises:
+        TypeError: If an object is made with one of the keywords.
+    """
+
+    def decorate(cls: _C) -> _C:
+        init = cls.__init__
+
+        @functools.wraps(init)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            for name in answers:
+                if name in kwargs:
+                    raise TypeError(
+                        f"`{name}` is {kwargs[name]!r}, but `{cls.__name__}` has no "
+                        f"such argument. {answers[name]}"
+                    )
+            init(self, *args, **kwargs)
+
+        cls.__init__ = __init__
+        return cls
+
+    return decorate

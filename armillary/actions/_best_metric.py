@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from armillary._checks import answers_old_names
 from armillary._process import get_process
 from armillary._typing import Output
 from armillary.actions._metric import (
@@ -17,6 +18,9 @@ from armillary.actions._metric import (
 )
 
 
+@answers_old_names(
+    filename="Use `directory`, in which it makes a file named for the metric."
+)
 class NewBestMetric:
     """Holds when the metric of an output is strictly better than all before.
 

@@ -3,6 +3,7 @@
 import sys
 from typing import NoReturn
 
+from armillary._checks import answers_old_names
 from armillary._exit_code import ExitCode
 from armillary._logging import logger
 from armillary._typing import Output
@@ -14,6 +15,11 @@ from armillary.cluster._preemption_notice import PreemptionNotice
 from armillary.errors import CheckpointError
 
 
+@answers_old_names(
+    cluster_resolver="Leave it out: the processes are those that the strategy has "
+    "joined.",
+    checkpoint_number="Leave it out: it is that of the manager's step counter.",
+)
 class SaveCheckpointIfPreempted:
     """Saves after SIGTERM, in all processes at the same step, and ends the program.
 

@@ -8,7 +8,12 @@ from collections.abc import Callable
 from numbers import Integral
 from typing import Any, Literal
 
-from armillary._checks import check_callable, check_not_negative, check_positive_int
+from armillary._checks import (
+    answers_old_names,
+    check_callable,
+    check_not_negative,
+    check_positive_int,
+)
 from armillary._process import get_process
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._directory import as_absolute, find_problem
@@ -19,6 +24,9 @@ from armillary.errors import CheckpointError
 from armillary.state import as_step_counter
 
 
+@answers_old_names(
+    checkpoint_name="Leave it out: each checkpoint is a folder named for its step."
+)
 class CheckpointManager:
     """Saves and restores a `Checkpoint` below one directory.
 

@@ -11,7 +11,12 @@ from armillary._typing import PyTree
 from armillary.data import Active
 from armillary.distribute._context import entered, lifted_state
 from armillary.distribute._retype import cast, varies
-from armillary.distribute._values import PerReplica, ReduceOp, count_active
+from armillary.distribute._values import (
+    PerReplica,
+    ReduceOp,
+    count_active,
+    is_per_replica,
+)
 from armillary.errors import DoubleReductionError
 from armillary.state import is_claimed, is_variable
 
@@ -26,24 +31,47 @@ class ReplicaContext:
         strategy: The strategy whose `run` made this replica.
         axis_name: The mesh axis that counts replicas, or `None` if there is one replica
             and no such axis.
-        num_active: Which replicas hold data in this step: the first so many, or those
-            of these numbers.
+        active: Which replicas hold data in this step: the first so many, or those of
+            these numbers.
+        num_replicas: Replicas that run this step; by default those of the strategy.
+        has_own_data: Whether `run` was given values that differ between replicas.
 
     Attributes:
         strategy: The strategy whose `run` made this replica.
-        num_replicas_in_sync: Replicas that run this step together.
-        num_active: Those of them that hold data. Fewer only in the last steps of a
-            complete evaluation.
+        active: Which replicas hold data in this step.
+        was_asked: Whether the step has used the number of replicas in any way.
     """
 
     def __init__(
-        self, strategy: "Strategy", axis_name: str | None, num_active: Active
+        self,
+        strategy: "Strategy",
+        axis_name: str | None,
+        active: Active,
+        num_replicas: int | None = None,
+        has_own_data: bool = True,
     ) -> None:
         self.strategy = strategy
-        self.num_replicas_in_sync = strategy.num_replicas_in_sync
-        self.num_active = count_active(num_active)
-        self._active = num_active
+        self.active = active
+        self.was_asked = False
+        self._num_replicas = num_replicas or strategy.num_replicas_in_sync
         self._axis_name = axis_name
+        self._has_own_data = has_own_data
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas that run this step together.
+
+        Fewer than those of the strategy only for an uneven batch of a dataset with
+        `InputOptions(remainder="exact")`.
+        """
+        self.was_asked = True
+        return self._num_replicas
+
+    @property
+    def num_active(self) -> int:
+        """Replicas that hold data; fewer only at the end of a complete evaluation."""
+        self.was_asked = True
+        return count_active(self.active)
 
     @property
     def replica_id_in_sync_group(self) -> Any:
@@ -61,8 +89,9 @@ class ReplicaContext:
             The same pytree, with values that are equal on all replicas.
 
         Raises:
-            DoubleReductionError: If `value` is equal on all replicas already, as a
-                gradient with respect to mirrored parameters is.
+            DoubleReductionError: If there are several replicas and `value` is equal on
+                all of them, as a gradient with respect to mirrored parameters is, and
+                what is computed from a batch that was not distributed.
             ValueError: If `reduce_op` names no operation.
         """
         op = ReduceOp.of(reduce_op)
@@ -72,7 +101,11 @@ class ReplicaContext:
 
     def _all_reduce(self, op: ReduceOp, leaf: Any) -> jax.Array:
         if not varies(leaf):
-            raise DoubleReductionError(double_reduction_message("all_reduce", ""))
+            if self.num_replicas_in_sync == 1:
+                return leaf
+            raise DoubleReductionError(
+                double_reduction_message("all_reduce", "", self._has_own_data)
+            )
         if self.num_active < self.num_replicas_in_sync:
             leaf = jnp.where(self.is_active(), leaf, jnp.zeros_like(leaf))
         total = jax.lax.psum(leaf, self._axis_name)
@@ -124,7 +157,8 @@ class ReplicaContext:
         """Runs `merge_fn(strategy, *args)` once, in cross-replica context.
 
         In it the arguments' arrays are `PerReplica` values, for `strategy.reduce`,
-        `gather` and `local_results`. Arrays that it returns reach every replica.
+        `gather`, `local_results` and `run`. Arrays that it returns reach every replica;
+        of a `PerReplica`, each replica gets its part.
 
         Args:
             merge_fn: The function. It gets the strategy first.
@@ -137,8 +171,39 @@ class ReplicaContext:
         given = (args, kwargs or {})
         if self._axis_name is not None:
             given = tuple(map(self._share_arrays, given))
-        with entered(self.strategy, None):
-            return merge_fn(self.strategy, *given[0], **given[1])
+        with entered(self.strategy, None, merging=self):
+            result = merge_fn(self.strategy, *given[0], **given[1])
+        return self._own_parts(result)
+
+    def run_merged(
+        self, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PyTree:
+        """Runs `fn` in this replica again, as `strategy.run` does inside `merge_call`.
+
+        Args:
+            fn: The function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What it returned, each array as a `PerReplica`.
+        """
+        args, kwargs = self._own_parts((args, kwargs))
+        with entered(self.strategy, self):
+            return self._share_arrays(fn(*args, **kwargs))
+
+    def _own_parts(self, value: PyTree) -> PyTree:
+        def own(leaf: Any) -> Any:
+            if not is_per_replica(leaf):
+                return leaf
+            if leaf.is_shared:
+                return leaf.array
+            return leaf.array[self.replica_id_in_sync_group]
+
+        def is_part(part: Any) -> bool:
+            return is_per_replica(part) or is_claimed(part)
+
+        return jax.tree.map(own, value, is_leaf=is_part)
 
     def _share_arrays(self, value: PyTree) -> PyTree:
         state = lifted_state()
@@ -158,31 +223,46 @@ class ReplicaContext:
     def _shared(self, leaf: Any) -> Any:
         if self._axis_name is None:
             return leaf
-        if not varies(leaf):
-            return PerReplica(leaf, self._active, shared_by=self.num_replicas_in_sync)
-        rows = jax.lax.all_gather(leaf, self._axis_name, to="invarying")
-        return PerReplica(rows, self._active)
+        shared_by = None if varies(leaf) else self.num_replicas_in_sync
+        if shared_by is None:
+            leaf = jax.lax.all_gather(leaf, self._axis_name, to="invarying")
+        return PerReplica(leaf, self.active, shared_by, self._has_own_data)
 
     def is_active(self) -> jax.Array:
         """Returns whether this replica holds data; traced where there are several."""
         replica = self.replica_id_in_sync_group
-        if isinstance(self._active, int):
-            return replica < self._active
-        return jnp.any(replica == np.array(self._active))
+        if isinstance(self.active, int):
+            return replica < self.active
+        return jnp.any(replica == np.array(self.active))
 
     def is_first(self) -> jax.Array:
         """Returns whether this is the first replica that holds data."""
-        first = 0 if isinstance(self._active, int) else self._active[0]
+        first = 0 if isinstance(self.active, int) else self.active[0]
         return self.replica_id_in_sync_group == first
 
 
-def double_reduction_message(function: str, where: str) -> str:
-    """Returns the message for reducing what all replicas share."""
-    return (
-        f"`{function}` was given a value that is equal on all replicas{where}. Inside "
-        "`strategy.run`, gradients with respect to mirrored parameters arrive already "
-        "summed over replicas, so reducing them again makes them too large by the "
-        "number of replicas. Use the value as it is, after scaling the loss with "
+def double_reduction_message(
+    function: str, where: str, has_own_data: bool = True
+) -> str:
+    """Returns the message for reducing what all replicas share.
+
+    Args:
+        function: What reduces it.
+        where: Where in the user's program, beginning with a comma, if that is known.
+        has_own_data: Whether `run` was given values that differ between replicas.
+    """
+    start = f"`{function}` was given a value that is equal on all replicas{where}. "
+    if not has_own_data:
+        return start + (
+            "No argument of `strategy.run` is a batch of a distributed dataset, so "
+            "every replica computed the same from the same arrays. Pass batches of "
+            "`strategy.distribute_dataset(...)`, of which each replica gets its share; "
+            "if the same is meant, use the value as it is."
+        )
+    return start + (
+        "Inside `strategy.run`, gradients with respect to mirrored parameters arrive "
+        "already summed over replicas, so reducing them again makes them too large by "
+        "the number of replicas. Use the value as it is, after scaling the loss with "
         "`armillary.compute_average_loss` or by `1 / strategy.num_replicas_in_sync`; "
         "to count replicas, use `strategy.num_replicas_in_sync`."
     )

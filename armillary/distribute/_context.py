@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class _Frame(NamedTuple):
     strategy: "Strategy"
     replica_context: "ReplicaContext | None"
+    merging: "ReplicaContext | None" = None
 
 
 class _Ambient(threading.local):
@@ -62,6 +63,14 @@ def get_replica_context() -> "ReplicaContext | None":
     return _frame().replica_context
 
 
+def get_running_context(strategy: "Strategy") -> "ReplicaContext | None":
+    """Returns the context of the `run` of a strategy that the code is called from."""
+    for frame in reversed(_ambient.frames):
+        if frame.strategy is strategy and frame.replica_context is not None:
+            return frame.replica_context
+    return None
+
+
 def in_cross_replica_context() -> bool:
     """Returns whether the caller is in cross-replica context."""
     return _frame().replica_context is None
@@ -84,19 +93,56 @@ def set_strategy(strategy: "Strategy | None") -> None:
             "which already decide the strategy. Call it before, at the top of the "
             "program."
         )
-    _ambient.chosen = strategy
+    _ambient.chosen = None if strategy is _default_frame[0].strategy else strategy
+
+
+class Scope:
+    """A strategy's scope, which may be entered again and again.
+
+    Args:
+        strategy: The strategy.
+    """
+
+    def __init__(self, strategy: "Strategy") -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> "Strategy":
+        """Puts the strategy in effect, in cross-replica context."""
+        require_scope(self._strategy)
+        _ambient.frames.append(_Frame(self._strategy, None))
+        return self._strategy
+
+    def __exit__(self, *_: object) -> None:
+        """Leaves it."""
+        _ambient.frames.pop()
 
 
 @contextlib.contextmanager
 def entered(
-    strategy: "Strategy", replica_context: "ReplicaContext | None"
+    strategy: "Strategy",
+    replica_context: "ReplicaContext | None",
+    merging: "ReplicaContext | None" = None,
 ) -> Iterator[None]:
-    """Puts a strategy, and a side of `run`, in effect for a while."""
-    _ambient.frames.append(_Frame(strategy, replica_context))
+    """Puts a strategy, and a side of `run`, in effect for a while.
+
+    Args:
+        strategy: The strategy.
+        replica_context: The replica; `None` for cross-replica context.
+        merging: The replica that is in a `merge_call`.
+    """
+    _ambient.frames.append(_Frame(strategy, replica_context, merging))
     try:
         yield
     finally:
         _ambient.frames.pop()
+
+
+def merging_replica() -> "ReplicaContext | None":
+    """Returns the replica whose `merge_call` the caller is in, if it is in one."""
+    for frame in reversed(_ambient.frames):
+        if frame.merging is not None or frame.replica_context is not None:
+            return frame.merging
+    return None
 
 
 @contextlib.contextmanager
@@ -130,11 +176,18 @@ def require_replica_context(function: str, instead: str) -> Any:
     return context
 
 
-def require_cross_replica_context(function: str, instead: str) -> None:
-    """Raises if called inside `Strategy.run`.
+def require_cross_replica_context(
+    function: str, instead: str, strategy: "Strategy"
+) -> None:
+    """Raises if called inside `Strategy.run`, or in another strategy's scope.
+
+    Args:
+        function: What was called, for messages.
+        instead: What to do inside `run`.
+        strategy: Whose function it is.
 
     Raises:
-        ReplicaContextError: In the replica context of a strategy.
+        ReplicaContextError: If so.
     """
     if _ambient.frames and _ambient.frames[-1].replica_context is not None:
         raise ReplicaContextError(
@@ -142,3 +195,19 @@ def require_cross_replica_context(function: str, instead: str) -> None:
             f"only its own values. Move the call out of the function given to "
             f"`strategy.run`, or {instead}."
         )
+    if has_strategy() and get_strategy() is not strategy:
+        raise ReplicaContextError(
+            f"`{function}` of {strategy!r} was called inside the scope of "
+            f"{get_strategy()!r}. One program part has one strategy: leave the other "
+            "scope first, or use its strategy (`armillary.get_strategy()`)."
+        )
+
+
+def require_scope(strategy: "Strategy") -> None:
+    """Raises where `strategy.scope()` cannot be entered.
+
+    Raises:
+        ReplicaContextError: Inside `run`, or inside another strategy's scope.
+    """
+    instead = "enter the scope around `run`"
+    require_cross_replica_context("strategy.scope", instead, strategy)

@@ -102,19 +102,6 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         """
         return super().gather(self._collect(value), axis)
 
-    def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
-        """Returns the values of this process's replicas, one entry for each.
-
-        Args:
-            value: A pytree of `PerReplica` values; other leaves are in every entry.
-
-        Returns:
-            One pytree for each replica of this process that holds data.
-        """
-        if not any(map(_is_global, jax.tree.leaves(value, is_leaf=is_per_replica))):
-            return super().local_results(value)
-        return super().local_results(_map_global(self._take_local, value))
-
     def distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
     ) -> DistributedDataset:
@@ -185,27 +172,9 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             rows = self._replicate(leaf.array)
             self.dispatch.started(rows)
             local = jnp.asarray(np.asarray(rows))
-            return PerReplica(local, leaf.active_replicas, leaf.shared_by)
+            return jax.tree.map(lambda _: local, leaf)
 
         return _map_global(collect, value)
-
-    def _take_local(self, leaf: PerReplica) -> PerReplica:
-        local = self.layout.local_replicas
-        held = [replica for replica in local if leaf.holds(replica)]
-        if leaf.is_shared:
-            value = jnp.asarray(np.asarray(leaf.array))
-            return PerReplica(value, len(held), shared_by=len(local))
-        rows = {
-            shard.index[0].start or 0: shard.data
-            for shard in leaf.array.addressable_shards
-        }
-        if leaf.array.is_fully_replicated:
-            whole = np.asarray(leaf.array)
-            rows = {replica: whole[replica : replica + 1] for replica in local}
-        if not held:
-            return PerReplica(rows[local.start], 0)
-        values = jnp.concatenate([jnp.asarray(np.asarray(rows[r])) for r in held])
-        return PerReplica(values, len(held))
 
     def _describe_shares(self) -> str:
         assert self.peers is not None
@@ -224,7 +193,6 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     # The base class binds these spellings to its own methods.
     experimental_distribute_dataset = distribute_dataset
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
-    experimental_local_results = local_results
 
 
 def _is_global(leaf: Any) -> bool:

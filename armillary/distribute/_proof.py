@@ -107,10 +107,13 @@ def _check_reduced_once(program: core.ClosedJaxpr) -> None:
     Raises:
         DoubleReductionError: At the first such sum.
     """
+    has_own_data = False
     for jaxpr, _ in walk_programs(program):
         casts: set[Any] = set()
         for equation in jaxpr.eqns:
             name = equation.primitive.name
+            if name == "shard_map":
+                has_own_data |= AXIS_NAME in str(equation.params["in_specs"])
             if name == "pvary":
                 casts.update(equation.outvars)
             elif name.startswith("psum") and not _is_meant(equation):
@@ -119,7 +122,8 @@ def _check_reduced_once(program: core.ClosedJaxpr) -> None:
                 ]
                 if not casts.isdisjoint(operands):
                     where = f", at {source_line(equation)}"
-                    raise DoubleReductionError(double_reduction_message("psum", where))
+                    message = double_reduction_message("psum", where, has_own_data)
+                    raise DoubleReductionError(message)
 
 
 def _is_meant(equation: Any) -> bool:

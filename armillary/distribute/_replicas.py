@@ -20,15 +20,18 @@ from armillary._typing import PyTree
 from armillary.data import Active
 from armillary.distribute._collectives import ReplicaContext
 from armillary.distribute._context import entered
+from armillary.distribute._narrow import check_scale, narrow_mesh, take_first_copy
 from armillary.distribute._proof import require_equal
 from armillary.distribute._retype import AXIS_NAME, varies
 from armillary.distribute._values import PerReplica, is_per_replica
 from armillary.distribute._variables import (
+    Policy,
     enter,
     leave,
-    policy_of,
+    policies_of,
 )
 from armillary.distribute._varying import corrected_types
+from armillary.distribute._writes import aggregated_writes
 from armillary.errors import (
     BatchSizeError,
 )
@@ -58,7 +61,7 @@ def run_in_replicas(
         state: Slots that `fn` may read and write.
 
     Returns:
-        What `fn` returned, each array as a `PerReplica`.
+        What `fn` returned, each array as a `PerReplica` if there are several replicas.
 
     Raises:
         ReplicaMismatchError: If a mirrored slot ends with per-replica values.
@@ -72,16 +75,20 @@ def run_in_replicas(
         _is_array(array) and not is_cut
         for array, is_cut in zip(arrays, is_split, strict=True)
     ]
-    active = _find_active(leaves, strategy.num_replicas_in_sync)
+    active, num_replicas = _find_active(leaves, strategy.num_replicas_in_sync)
+    mesh = narrow_mesh(mesh, num_replicas)
+    name = getattr(fn, "__name__", "the step")
     before = [as_array(leaf) for leaf in state.read()]
-    policies = [policy_of(*pair) for pair in zip(state.owners, before, strict=True)]
+    policies = policies_of(state, before)
     changed: list[int] = []
     outputs: list[Any] = []
 
     def replica_fn(
         slots: list[Any], split: list[Any], whole: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        context = ReplicaContext(strategy, AXIS_NAME, active)
+        context = ReplicaContext(
+            strategy, AXIS_NAME, active, num_replicas, any(is_split)
+        )
         start = [enter(*pair) for pair in zip(policies, slots, strict=True)]
         rows, wholes = iter(split), iter(whole)
         call_args, call_kwargs = treedef.unflatten(
@@ -89,8 +96,10 @@ def run_in_replicas(
             for leaf, is_cut, is_one in zip(leaves, is_split, is_whole, strict=True)
         )
         with state.swapped(start), entered(strategy, context), corrected_types():
-            result = fn(*call_args, **call_kwargs)
-            after = state.collect(start, getattr(fn, "__name__", "the step"))
+            with aggregated_writes(state, context):
+                result = fn(*call_args, **call_kwargs)
+            was_asked = context.was_asked
+            after = state.collect(start, name)
         changed[:] = [
             i for i, (a, b) in enumerate(zip(start, after, strict=True)) if a is not b
         ]
@@ -113,7 +122,11 @@ def run_in_replicas(
         equal = list(map(jnp.asarray, compress(values, shared)))
         names = ["what the step returns"] * len(equal)
         equal = require_equal(equal, equal, names, len(state.paths))
-        return final, [value[None] for value in compress(values, own)], equal
+        if num_replicas < strategy.num_replicas_in_sync and not was_asked:
+            is_mirrored = [policies[i] is Policy.MIRRORED for i in changed]
+            check_scale(name, context, [*compress(final, is_mirrored), *equal])
+        rows = [value[None] for value in compress(values, own)]
+        return take_first_copy(mesh, (final, rows, equal))
 
     whole_spec, split_spec = PartitionSpec(), PartitionSpec(AXIS_NAME)
     mapped = jax.shard_map(
@@ -133,14 +146,18 @@ def run_in_replicas(
     state.write(after)
     result_tree, values, own, shared = outputs
     rows, wholes = iter(stacked), iter(equal)
-    return result_tree.unflatten(
-        PerReplica(next(rows), active)
-        if is_own
-        else PerReplica(next(wholes), active, shared_by=strategy.num_replicas_in_sync)
-        if is_shared
-        else value
-        for value, is_own, is_shared in zip(values, own, shared, strict=True)
-    )
+
+    def wrap(value: Any, is_own: bool, is_shared: bool) -> Any:
+        if not (is_own or is_shared):
+            return value
+        array = next(rows if is_own else wholes)
+        if strategy.num_replicas_in_sync == 1:
+            return array[0] if is_own else array
+        return PerReplica(
+            array, active, None if is_own else num_replicas, any(is_split)
+        )
+
+    return result_tree.unflatten(map(wrap, values, own, shared))
 
 
 def _is_argument(value: Any) -> bool:
@@ -152,14 +169,23 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def _find_active(leaves: list[Any], num_replicas: int) -> Active:
-    counts = {leaf.active_replicas for leaf in leaves if is_per_replica(leaf)}
+def _find_active(leaves: list[Any], num_replicas: int) -> tuple[Active, int]:
+    """Returns which replicas hold data, and how many run the step.
+
+    Raises:
+        BatchSizeError: If that differs between the leaves.
+    """
+    counts = {
+        (leaf.active_replicas, len(leaf.array))
+        for leaf in leaves
+        if is_per_replica(leaf) and not leaf.is_shared
+    }
     if len(counts) > 1:
-        shown = sorted(counts, key=str)
+        shown = sorted((active for active, _ in counts), key=str)
         raise BatchSizeError(
             f"`args` of `strategy.run` hold data for {shown} replicas, but "
             "all arguments of one call must have data on the same replicas. Give the "
             "data sets the same number of examples, or set "
             '`InputOptions(remainder="drop")` on each.'
         )
-    return counts.pop() if counts else num_replicas
+    return counts.pop() if counts else (num_replicas, num_replicas)

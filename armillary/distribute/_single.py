@@ -1,7 +1,7 @@
 """Strategies with one replica: the default one, and one on a chosen device."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import jax
@@ -10,10 +10,11 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from armillary._typing import PyTree
 from armillary.data import BatchLayout
 from armillary.distribute._collectives import ReplicaContext
-from armillary.distribute._context import entered, set_default
+from armillary.distribute._context import entered, require_scope, set_default
 from armillary.distribute._devices import Device, as_device
 from armillary.distribute._layouts import SingleLayout
 from armillary.distribute._strategy import Strategy
+from armillary.distribute._variables import check_annotations
 from armillary.state import Slot, State
 
 
@@ -42,8 +43,9 @@ class _SingleStrategy(Strategy):
         kwargs: dict[str, Any],
         state: State | None,
     ) -> PyTree:
-        del state
-        context = ReplicaContext(self, None, num_active=1)
+        if state is not None:
+            check_annotations(state)
+        context = ReplicaContext(self, None, active=1)
         place = nullcontext if self._device is None else jax.default_device
         with entered(self, context), place(self._device):
             return fn(*args, **kwargs)
@@ -67,6 +69,15 @@ class DefaultStrategy(_SingleStrategy):
     def __init__(self) -> None:
         super().__init__()
 
+    def scope(self) -> AbstractContextManager[Strategy]:
+        """Changes nothing: this strategy is in effect where no other is.
+
+        Raises:
+            ReplicaContextError: Inside `run`, or inside another strategy's scope.
+        """
+        require_scope(self)
+        return nullcontext(self)
+
 
 class OneDeviceStrategy(_SingleStrategy):
     """Runs every step on one device (`tf.distribute.OneDeviceStrategy`).
@@ -86,4 +97,4 @@ class OneDeviceStrategy(_SingleStrategy):
 
 
 _default = DefaultStrategy()
-set_default(_default, ReplicaContext(_default, None, num_active=1))
+set_default(_default, ReplicaContext(_default, None, active=1))

@@ -5,8 +5,8 @@ A strategy decides three things: where a step runs (`_run`), where state lives
 written here once, on top of these.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 
 from armillary._checks import check_callable
+from armillary._traceback import hides_frames
 from armillary._typing import PyTree
 from armillary.cluster import ClusterResolver
 from armillary.cluster._peers import Peers
@@ -27,15 +28,15 @@ from armillary.data import (
 )
 from armillary.distribute._collectives import double_reduction_message
 from armillary.distribute._context import (
-    entered,
-    get_strategy,
-    has_strategy,
+    Scope,
+    get_running_context,
     lifted_state,
+    merging_replica,
     require_cross_replica_context,
 )
 from armillary.distribute._dispatch import Dispatch
-from armillary.distribute._values import ReduceOp, is_per_replica
-from armillary.errors import DoubleReductionError, ReplicaContextError
+from armillary.distribute._values import ReduceOp, is_inside, is_per_replica
+from armillary.errors import DoubleReductionError
 from armillary.state import Slot, State
 
 
@@ -71,8 +72,13 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many copies of the step run together; divides a global batch."""
-        return self._num_replicas
+        """How many copies of the step run together; divides a global batch.
+
+        Inside `run` it is how many run this call: fewer for an uneven batch of a
+        dataset with `InputOptions(remainder="exact")`.
+        """
+        context = get_running_context(self)
+        return self._num_replicas if context is None else context.num_replicas_in_sync
 
     @property
     def mesh(self) -> Mesh | None:
@@ -103,27 +109,21 @@ class Strategy:
         """Runs `fn` once per replica; `state` is what an enclosing step has lifted."""
         raise NotImplementedError
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator["Strategy"]:
+    def scope(self) -> AbstractContextManager["Strategy"]:
         """Puts this strategy in effect: a context manager.
 
         Code under it is in cross-replica context, and `get_strategy()` returns this
         strategy. Variables may be made inside or outside; they are placed on the
-        strategy's devices when a step first uses them.
+        strategy's devices when a step first uses them. It may be entered more than
+        once.
 
         Raises:
-            ReplicaContextError: Inside `run`, or inside another strategy's scope.
+            ReplicaContextError: If entered inside `run`, or inside another strategy's
+                scope.
         """
-        require_cross_replica_context("strategy.scope", "enter the scope around `run`")
-        if has_strategy() and get_strategy() is not self:
-            raise ReplicaContextError(
-                f"`scope` of {self!r} was entered inside the scope of "
-                f"{get_strategy()!r}. One program part has one strategy: leave the "
-                "other scope first."
-            )
-        with entered(self, None):
-            yield self
+        return Scope(self)
 
+    @hides_frames
     def run(
         self,
         fn: Callable[..., PyTree],
@@ -144,11 +144,11 @@ class Strategy:
             kwargs: Keyword arguments, likewise.
 
         Returns:
-            What `fn` returned, each array as a `PerReplica` (as it is, if there is a
-            single replica without a mesh).
+            What `fn` returned, each array as a `PerReplica`; as it is, if there is a
+            single replica.
 
         Raises:
-            ReplicaContextError: If called inside `run`.
+            ReplicaContextError: If called inside `run`, or in another strategy's scope.
             ReplicaMismatchError: If `fn` leaves a per-replica value in a mirrored slot.
             DoubleReductionError: If `fn` reduces a value that is equal on all replicas.
             TypeError: If `fn` cannot be called, or `args` is no tuple.
@@ -160,9 +160,13 @@ class Strategy:
                 "tuple of arguments. Write `strategy.run(fn, args=(batch,))`, with the "
                 "comma."
             )
-        require_cross_replica_context("strategy.run", "call `fn` directly")
+        require_cross_replica_context("strategy.run", "call `fn` directly", self)
+        replica = merging_replica()
+        if replica is not None:
+            return replica.run_merged(fn, tuple(args), kwargs or {})
         return self._run(fn, tuple(args), kwargs or {}, lifted_state())
 
+    @hides_frames
     def reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None = None
     ) -> PyTree:
@@ -178,27 +182,30 @@ class Strategy:
             The same pytree with one array for each `PerReplica`.
 
         Raises:
-            ReplicaContextError: In replica context.
+            ReplicaContextError: In replica context, or in another strategy's scope.
             DoubleReductionError: If SUM is asked of values that `run` returned equal on
                 all replicas, such as gradients.
             ValueError: If a leaf is not a `PerReplica` and `reduce_op` is SUM, where a
-                sum over several replicas would mean nothing.
+                sum over several replicas would mean nothing; or if it is the array
+                inside one.
         """
         require_cross_replica_context(
-            "strategy.reduce", "use `get_replica_context().all_reduce` there"
+            "strategy.reduce", "use `get_replica_context().all_reduce` there", self
         )
         op = ReduceOp.of(reduce_op)
 
         def reduce_leaf(leaf: Any) -> Any:
             if is_per_replica(leaf):
                 if leaf.is_shared and op is ReduceOp.SUM and leaf.num_active > 1:
-                    raise DoubleReductionError(
-                        double_reduction_message("strategy.reduce", "")
+                    message = double_reduction_message(
+                        "strategy.reduce", "", leaf.has_own_data
                     )
+                    raise DoubleReductionError(message)
                 rows, axes = leaf.active, _axes(axis, leaf.active.ndim)
                 return (
                     jnp.sum(rows, axes) if op is ReduceOp.SUM else jnp.mean(rows, axes)
                 )
+            _check_whole("strategy.reduce", leaf)
             if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
                 if isinstance(leaf, int | float) and leaf == 0:
                     return leaf
@@ -213,6 +220,7 @@ class Strategy:
 
         return self._outside(jax.tree.map(reduce_leaf, value, is_leaf=is_per_replica))
 
+    @hides_frames
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Joins the values of all replicas along an axis.
 
@@ -224,15 +232,17 @@ class Strategy:
             The same pytree with one array for each `PerReplica`.
 
         Raises:
-            ReplicaContextError: In replica context.
-            ValueError: If a value has no such axis.
+            ReplicaContextError: In replica context, or in another strategy's scope.
+            ValueError: If a value has no such axis, or is the array inside a
+                `PerReplica`.
         """
         require_cross_replica_context(
-            "strategy.gather", "use `get_replica_context().all_gather` there"
+            "strategy.gather", "use `get_replica_context().all_gather` there", self
         )
 
         def gather_leaf(leaf: Any) -> Any:
             if not is_per_replica(leaf):
+                _check_whole("strategy.gather", leaf)
                 return leaf
             rows, shape = leaf.active, leaf.active.shape[1:]
             if not -len(shape) <= axis < len(shape):
@@ -249,15 +259,22 @@ class Strategy:
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """Returns the values of this process's replicas, one entry for each.
 
+        Each replica's part of a `PerReplica` lies on that replica's device. To compute
+        with several of them, use `reduce` or `gather`, or fetch them
+        (`jax.device_get`).
+
         Args:
             value: A pytree of `PerReplica` values; other leaves are in every entry.
 
         Returns:
-            One pytree per replica that holds data.
+            One pytree for each replica of this process that holds data.
+
+        Raises:
+            ValueError: If a leaf is the array inside a `PerReplica`.
         """
         leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
-        counts = [leaf.num_active for leaf in leaves if is_per_replica(leaf)]
-        rows = [leaf.values if is_per_replica(leaf) else None for leaf in leaves]
+        rows = [self._local_parts(leaf) for leaf in leaves]
+        counts = [len(row) for row in rows if row is not None]
         return tuple(
             treedef.unflatten(
                 leaf if row is None else row[replica]
@@ -265,6 +282,14 @@ class Strategy:
             )
             for replica in range(min(counts, default=1))
         )
+
+    def _local_parts(self, leaf: Any) -> list[Any] | None:
+        if not is_per_replica(leaf):
+            _check_whole("strategy.local_results", leaf)
+            return None
+        parts, peers = leaf.parts(), self.peers
+        local = parts if peers is None else self.layout.local_replicas
+        return [part for replica, part in parts.items() if replica in local]
 
     def distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
@@ -349,6 +374,16 @@ class Strategy:
     experimental_distribute_values_from_function = distribute_values_from_function
     experimental_local_results = local_results
     experimental_make_numpy_dataset = make_numpy_dataset
+
+
+def _check_whole(function: str, leaf: Any) -> None:
+    if is_inside(leaf):
+        raise ValueError(
+            f"`{function}` was given the array inside a `PerReplica`, which "
+            "`jax.tree.map` takes apart. It takes a whole nest: write "
+            f"`{function}(..., nest)`, or add `is_leaf=armillary.distribute."
+            "is_per_replica` to `jax.tree.map`."
+        )
 
 
 def _axes(axis: int | None, ndim: int) -> tuple[int, ...]:

@@ -6,12 +6,15 @@ devices. Batches from a distributed dataset and results of `run` have this form;
 """
 
 import enum
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from armillary.data import Active
@@ -64,15 +67,22 @@ class PerReplica(NDArrayOperatorsMixin):
             `stacked` mean nothing.
         active_replicas: Which ones: so many from the first, or those of these numbers.
         shared_by: How many replicas share one value; `None` if each has its own.
+        has_own_data: Whether it comes from a `run` whose arguments were not all equal.
     """
 
     def __init__(
-        self, array: Any, num_active: Active, shared_by: int | None = None
+        self,
+        array: Any,
+        num_active: Active,
+        shared_by: int | None = None,
+        has_own_data: bool = True,
     ) -> None:
         self.array = array
         self.num_active = count_active(num_active)
         self.active_replicas = num_active
         self.shared_by = shared_by
+        self.has_own_data = has_own_data
+        _owners[id(array)] = self
 
     @property
     def is_shared(self) -> bool:
@@ -88,9 +98,33 @@ class PerReplica(NDArrayOperatorsMixin):
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
-        """The value of each replica that holds one."""
-        stacked = self.stacked
-        return tuple(stacked[i] for i in list_active(self.active_replicas))
+        """The value of each replica of this process that holds one, on its device."""
+        return tuple(self.parts().values())
+
+    def parts(self) -> dict[int, jax.Array]:
+        """Returns `values` by the number of the replica."""
+        held = list_active(self.active_replicas)
+        if isinstance(self.array, Tracer) or not isinstance(self.array, jax.Array):
+            stacked = self.stacked
+            return {replica: stacked[replica] for replica in held}
+        if self.is_shared:
+            copies = _copies(self.array)
+            return {
+                replica: copies.get(replica, self.array)
+                for replica in held
+                if replica in copies or self.array.is_fully_addressable
+            }
+        rows: dict[int, tuple[jax.Array, int]] = {}
+        for shard in self.array.addressable_shards:
+            start = shard.index[0].start or 0
+            for offset in range(shard.data.shape[0]):
+                rows.setdefault(start + offset, (shard.data, offset))
+        return {
+            replica: data[offset]
+            for replica in held
+            if replica in rows
+            for data, offset in [rows[replica]]
+        }
 
     @property
     def active(self) -> jax.Array:
@@ -151,16 +185,33 @@ class PerReplica(NDArrayOperatorsMixin):
             raise AttributeError(f"PerReplica has no attribute {name!r}")
         raise AttributeError(self._explain(f"was asked for `{name}`"))
 
-    def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, int | None]]:
+    def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, int | None, bool]]:
         """Flattens into the array."""
-        return (self.array,), (self.active_replicas, self.shared_by)
+        return (self.array,), (self.active_replicas, self.shared_by, self.has_own_data)
 
     @classmethod
     def tree_unflatten(
-        cls, attributes: tuple[Active, int | None], children: tuple[Any]
+        cls, attributes: tuple[Active, int | None, bool], children: tuple[Any]
     ) -> "PerReplica":
         """Builds a value from the array."""
         return cls(children[0], *attributes)
+
+
+# To functions for nests, `jax.tree.map` hands the array that is inside, as if it were
+# the same on all replicas.
+_owners: weakref.WeakValueDictionary[int, PerReplica] = weakref.WeakValueDictionary()
+
+
+def _copies(array: jax.Array) -> dict[int, jax.Array]:
+    """Returns the copies of an array on a mesh in this process, by replica."""
+    if not isinstance(array.sharding, NamedSharding):
+        return {}
+    mesh = array.sharding.mesh
+    assert isinstance(mesh, Mesh)
+    devices = list(mesh.devices.flat)
+    return {
+        devices.index(shard.device): shard.data for shard in array.addressable_shards
+    }
 
 
 def count_active(active: Active) -> int:
@@ -171,6 +222,12 @@ def count_active(active: Active) -> int:
 def list_active(active: Active) -> Sequence[int]:
     """Returns the numbers of the replicas that have data."""
     return range(active) if isinstance(active, int) else active
+
+
+def is_inside(leaf: Any) -> bool:
+    """Returns whether `leaf` is the array inside a `PerReplica` that is in use."""
+    owner = _owners.get(id(leaf)) if isinstance(leaf, jax.Array) else None
+    return owner is not None and owner.array is leaf
 
 
 def is_per_replica(value: Any) -> bool:

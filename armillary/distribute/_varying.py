@@ -53,7 +53,6 @@ _CALLS = frozenset(
         "custom_jvp_call",
         "custom_lin",
         "custom_vmap_call",
-        "linear_solve",
         "run_state",
         "shard_map",
     }
@@ -235,21 +234,28 @@ def _cast_for(args: Sequence[Any], *programs: core.ClosedJaxpr) -> list[Any]:
 def _bind_custom_vjp(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
     fun, fwd, bwd = params["subfuns"]
     was_varying = list(map(varies, args))
-    if not any(was_varying):
-        return _jax_bind(self, *args, **params)
+    if any(was_varying):
+        # Inside everything is one replica's own, and the sum of gradients is outside:
+        # JAX would ask the function for a gradient that is summed already.
+        args = list(map(cast, args))
 
-    # Inside everything is one replica's own, and the sum of gradients is outside: JAX
-    # would ask the function for a gradient that is summed already.
     def corrected(*residuals_and_cotangents: Any) -> list[Any]:
         cotangents = bwd.call_wrapped(*residuals_and_cotangents)
         return [
-            _as_local(cotangent, is_own)
+            _as_local(cotangent, is_own) if any(was_varying) else _as_total(cotangent)
             for cotangent, is_own in zip(cotangents, was_varying, strict=True)
         ]
 
     wrapped = linear_util.wrap_init(corrected, debug_info=bwd.debug_info)
     subfuns = (fun, fwd, wrapped)
-    return _jax_bind(self, *map(cast, args), **{**params, "subfuns": subfuns})
+    return _jax_bind(self, *args, **{**params, "subfuns": subfuns})
+
+
+def _as_total(cotangent: Any) -> Any:
+    """Returns a cotangent of what is equal on all replicas."""
+    if not hasattr(cotangent, "dtype") or not varies(cotangent):
+        return cotangent
+    return jax.lax.psum(cotangent, AXIS_NAME)
 
 
 def _as_local(cotangent: Any, is_own: bool) -> Any:

@@ -218,10 +218,10 @@ WRAPPERS: dict[str, Make] = {
     "clip_by_block_rms": lambda: scaled(optax.clip_by_block_rms(0.1)),
     "clip_by_global_norm": lambda: scaled(optax.clip_by_global_norm(0.1)),
     "conditionally_mask": lambda: optax.conditionally_mask(
-        adam(), lambda step: step % 2 == 0
+        adam(), lambda step: jnp.mod(step, 2) == 0
     ),
     "conditionally_transform": lambda: optax.conditionally_transform(
-        adam(), lambda step: step % 2 == 0
+        adam(), lambda step: jnp.mod(step, 2) == 0
     ),
     "ema": lambda: scaled(optax.ema(0.9)),
     "flatten": lambda: optax.flatten(adam()),
@@ -257,7 +257,7 @@ WRAPPERS: dict[str, Make] = {
         lambda updates, params: jax.tree.map(lambda u: -RATE * u, updates)
     ),
     "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(
-        lambda update, param: -RATE * update * param
+        lambda update, param: -RATE * jnp.multiply(update, param)
     ),
     "trace": lambda: scaled(optax.trace(0.9, nesterov=True)),
     "with_extra_args_support": lambda: optax.with_extra_args_support(adam()),

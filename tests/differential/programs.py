@@ -532,7 +532,7 @@ def nnx_case(
 def _ensemble() -> Any:
     @nnx.split_rngs(splits=3)
     @nnx.vmap
-    def make(rngs: nnx.Rngs) -> Network:
+    def make(rngs: nnx.Rngs) -> Any:
         return Stackable(rngs)
 
     return make(nnx.Rngs(0))
@@ -552,7 +552,7 @@ class Stackable(nnx.Module):
 def _dropout_stack() -> Any:
     @nnx.split_rngs(splits=3)
     @nnx.vmap
-    def make(rngs: nnx.Rngs) -> Network:
+    def make(rngs: nnx.Rngs) -> Any:
         return Stackable(rngs, 0.5)
 
     return make(nnx.Rngs(0))
@@ -640,7 +640,8 @@ _doubled.defvjp(_doubled_forward, _doubled_backward)
 
 
 def _nnx_vjp(model: Any, b: Batch) -> Any:
-    out, pullback = nnx.vjp(lambda x: model(x), b["x"], graph_updates=False)
+    result: Any = nnx.vjp(lambda x: model(x), b["x"], graph_updates=False)
+    out, pullback = result
     return error(out + pullback(jnp.ones_like(out))[0].sum(1, keepdims=True), b)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,7 +22,6 @@ from tests.differential.harness import (
     Case,
     Refusal,
     Replica,
-    replace,
     shard,
 )
 from tests.differential.layers import LAYERS, METRICS, Network

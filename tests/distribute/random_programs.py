@@ -32,7 +32,21 @@ UNARY = (
     "custom_vjp",
     "shift_scan",
 )
-BINARY = ("add", "multiply", "where", "take", "select_cond", "vmap_cond", "dot")
+BINARY = (
+    "add",
+    "multiply",
+    "where",
+    "take",
+    "select_cond",
+    "vmap_cond",
+    "dot",
+    "jit_pair",
+    "checkpoint_pair",
+    "custom_vjp_pair",
+    "custom_jvp_pair",
+    "scan_of_jit",
+    "scan_of_checkpoint",
+)
 COLLECTIVE = ("mean", "max", "gather")
 
 
@@ -46,6 +60,30 @@ def _scaled(x):
 
 
 _scaled.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+
+
+@jax.custom_vjp
+def _product(a, b):
+    return a * b
+
+
+_product.defvjp(lambda a, b: (a * b, (a, b)), lambda res, g: (g * res[1], g * res[0]))
+
+
+@jax.custom_jvp
+def _sum(a, b):
+    return a + 2 * b
+
+
+_sum.defjvp(lambda args, dots: (_sum(*args), dots[0] + 2 * dots[1]))
+
+
+def _scan_of(body):
+    def run(a, b):
+        return jax.lax.scan(lambda c, y: (body(c, a, y), None), jnp.zeros(SIZE), b)[0]
+
+    return run
+
 
 _UNARY = {
     "tanh": jnp.tanh,
@@ -81,6 +119,12 @@ _BINARY = {
         lambda y: jax.lax.cond(y > 0.1, lambda: jnp.sum(a), lambda: y)
     )(b),
     "dot": lambda a, b: a * (a @ b),
+    "jit_pair": jax.jit(lambda a, b: jnp.sin(a) * b),
+    "checkpoint_pair": jax.checkpoint(lambda a, b: jnp.sin(a) * b),
+    "custom_vjp_pair": _product,
+    "custom_jvp_pair": _sum,
+    "scan_of_jit": _scan_of(jax.jit(lambda c, a, y: 0.5 * c + a * y)),
+    "scan_of_checkpoint": _scan_of(jax.checkpoint(lambda c, a, y: 0.5 * c + a * y)),
 }
 
 

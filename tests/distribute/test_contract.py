@@ -20,6 +20,8 @@ from armillary import (
     in_cross_replica_context,
 )
 from armillary.data import InputContext
+from armillary.distribute import PerReplica, is_per_replica
+from armillary.errors import ReplicaContextError
 
 MAKERS = {
     "default": DefaultStrategy,
@@ -215,9 +217,92 @@ def test_the_scope_is_cross_replica_context(strategy):
     assert not in_cross_replica_context() and get_replica_context() is not None
     with strategy.scope() as entered, strategy.scope():
         assert entered is strategy and get_strategy() is strategy
-        assert in_cross_replica_context() and get_replica_context() is None
-        assert has_strategy() == (strategy is not DefaultStrategy())
+        is_default = strategy is DefaultStrategy()
+        assert in_cross_replica_context() != is_default
+        assert (get_replica_context() is None) != is_default
+        assert has_strategy() != is_default
     assert get_strategy() is DefaultStrategy() and not has_strategy()
+
+
+def test_a_scope_may_be_entered_again(strategy):
+    scope = strategy.scope()
+    for _ in range(2):
+        with scope, scope:
+            assert get_strategy() is strategy
+        assert get_strategy() is DefaultStrategy()
+
+
+def test_strategies_are_not_mixed(strategy, ids):
+    other = MirroredStrategy(jax.devices()[:3])
+    calls = {
+        "run": lambda: strategy.run(lambda: None),
+        "reduce": lambda: strategy.reduce("mean", ids),
+        "gather": lambda: strategy.gather(ids, axis=0),
+        "scope": lambda: strategy.scope().__enter__(),
+    }
+    for name, call in calls.items():
+        with other.scope(), pytest.raises(ReplicaContextError) as caught:
+            call()
+        assert str(caught.value) == (
+            f"`strategy.{name}` of {strategy!r} was called inside the scope of "
+            "MirroredStrategy(3 x cpu). One program part has one strategy: leave the "
+            "other scope first, or use its strategy (`armillary.get_strategy()`)."
+        )
+    assert get_strategy() is DefaultStrategy()
+
+
+def test_one_replica_returns_arrays_and_several_return_parts(strategy, ids):
+    result = strategy.run(lambda x: {"x": x + 1, "n": 3}, args=(ids,))
+    is_one = strategy.num_replicas_in_sync == 1
+    assert isinstance(result["x"], jax.Array if is_one else PerReplica)
+    assert isinstance(strategy.reduce("sum", result["x"]), jax.Array)
+    assert isinstance(strategy.gather(result["x"], axis=0), jax.Array)
+    for part in strategy.local_results(result):
+        assert isinstance(part["x"], jax.Array) and part["n"] == 3
+    again = strategy.run(
+        lambda x: get_replica_context().all_reduce("mean", x), args=(result["x"],)
+    )
+    mean = 1 + (strategy.num_replicas_in_sync - 1) / 2
+    np.testing.assert_array_equal(strategy.reduce("mean", again), [mean, mean])
+
+
+def test_each_part_lies_on_the_device_of_its_replica(strategy, ids):
+    mesh = strategy.mesh
+    devices = strategy.layout.devices if mesh is None else list(mesh.devices.flat)
+    batch = strategy.distribute_values_from_function(lambda _: jnp.ones(3))
+    keys = strategy.run(lambda x: (x * 2, jax.random.key(0)), args=(batch,))
+    for value in (ids, batch, *keys):
+        parts = strategy.local_results(value)
+        assert [part.devices() for part in parts] == [{device} for device in devices]
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_nest_of_values_is_taken_whole(strategy, ids, is_traced):
+    nest = {"x": ids}
+    calls = {
+        "reduce": lambda leaf: strategy.reduce("mean", leaf),
+        "gather": lambda leaf: strategy.gather(leaf, 0),
+        "local_results": strategy.local_results,
+    }
+    for name, call in calls.items():
+
+        def map_over(nest, call=call):
+            return jax.tree.map(call, nest)
+
+        run = armillary.function(map_over) if is_traced else map_over
+        if strategy.mesh is None:
+            run(nest)
+            continue
+        with pytest.raises(ValueError) as caught:
+            run(nest)
+        assert str(caught.value) == (
+            f"`strategy.{name}` was given the array inside a `PerReplica`, which "
+            "`jax.tree.map` takes apart. It takes a whole nest: write "
+            f"`strategy.{name}(..., nest)`, or add "
+            "`is_leaf=armillary.distribute.is_per_replica` to `jax.tree.map`."
+        )
+        whole = jax.tree.map(call, nest, is_leaf=is_per_replica)
+        assert isinstance(whole["x"], jax.Array | tuple)
 
 
 def test_run_is_replica_context(strategy):
@@ -240,7 +325,9 @@ def test_run_is_replica_context(strategy):
 def test_set_strategy_lasts_until_it_is_undone(strategy):
     armillary.set_strategy(strategy)
     try:
-        assert get_strategy() is strategy and in_cross_replica_context()
+        is_default = strategy is DefaultStrategy()
+        assert get_strategy() is strategy
+        assert in_cross_replica_context() != is_default
         with strategy.scope():
             assert get_strategy() is strategy
     finally:
@@ -297,6 +384,65 @@ def test_merge_call(strategy, ids):
     for replica, (value, joined) in enumerate(results):
         np.testing.assert_array_equal(value, [replica + sum(range(n))] * 2)
         np.testing.assert_array_equal(joined, np.repeat(np.arange(n), 2))
+
+
+def test_run_inside_merge_call(strategy, ids):
+    count = nnx.Variable(jnp.zeros(()), aggregation=armillary.VariableAggregation.SUM)
+
+    def inner(x, shared, *, scale):
+        assert not in_cross_replica_context()
+        assert get_replica_context().strategy is strategy
+        count[...] = count[...] + 1
+        return {"x": x * scale + shared, "tag": "text"}
+
+    def merge_fn(merged_strategy, x):
+        with merged_strategy.scope():
+            result = merged_strategy.run(inner, (x, jnp.ones(2)), {"scale": 10.0})
+        again = merged_strategy.run(inner, (result["x"], 0.0), {"scale": 1.0})
+        assert again["tag"] == "text"
+        return merged_strategy.reduce("sum", again["x"]), again
+
+    def fn(x):
+        total, again = get_replica_context().merge_call(merge_fn, args=(x,))
+        return total, again["x"]
+
+    n = strategy.num_replicas_in_sync
+    results = strategy.local_results(strategy.run(fn, args=(ids,)))
+    for replica, (total, own) in enumerate(results):
+        np.testing.assert_array_equal(own, [replica * 10 + 1] * 2)
+        np.testing.assert_array_equal(total, [10 * sum(range(n)) + n] * 2)
+    assert float(count[...]) == 2 * n
+
+
+class CountedLinear(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        self.calls = armillary.create_global_step()
+
+    def __call__(self, x):
+        self.calls[...] = self.calls[...] + 1
+        return self.linear(x)[:, 0]
+
+
+def test_a_stateful_function_inside_a_gradient(strategy):
+    model = CountedLinear()
+
+    @armillary.function
+    def loss(model, x):
+        return armillary.compute_average_loss(model(x))
+
+    def step_fn(x):
+        return nnx.grad(lambda model: loss(model, x))(model)["linear"]["kernel"][...]
+
+    def value_fn(context):
+        return jnp.full((3, 2), context.replica_id_in_sync_group + 1, jnp.float32)
+
+    n = strategy.num_replicas_in_sync
+    batch = strategy.distribute_values_from_function(value_fn)
+    gradients = strategy.local_results(strategy.run(step_fn, args=(batch,)))
+    for gradient in gradients:
+        np.testing.assert_allclose(gradient, [[(n + 1) / 2]] * 2)
+    assert int(model.calls[...]) == 1
 
 
 def test_a_global_batch_is_split(strategy):
@@ -358,6 +504,19 @@ def test_values_from_a_function_are_nests(strategy):
 def test_the_spellings_of_the_tensorflow_guides_are_aliases(strategy, name):
     kind = type(strategy)
     assert getattr(kind, f"experimental_{name}") is getattr(kind, name)
+
+
+def test_variables_that_mean_nothing_are_refused(strategy):
+    variable = nnx.Variable(
+        jnp.zeros(()), synchronization=armillary.VariableSynchronization.NONE
+    )
+
+    @armillary.function
+    def step():
+        return strategy.run(lambda: variable[...])
+
+    with pytest.raises(ValueError, match=r"`synchronization` of .*variable is NONE"):
+        step()
 
 
 def test_a_step_compiled_by_function_gives_the_same(strategy, ids):

@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -95,9 +96,9 @@ def test_set_strategy_inside_run_is_an_error(make_mirrored):
 def test_a_scope_inside_another_strategy_is_an_error(make_mirrored):
     outer, inner = make_mirrored(2), make_mirrored(4)
     message = (
-        "`scope` of MirroredStrategy(4 x cpu) was entered inside the scope of "
+        "`strategy.scope` of MirroredStrategy(4 x cpu) was called inside the scope of "
         "MirroredStrategy(2 x cpu). One program part has one strategy: leave the other "
-        "scope first."
+        "scope first, or use its strategy (`armillary.get_strategy()`)."
     )
     with (
         outer.scope(),
@@ -152,6 +153,42 @@ def test_the_sum_of_what_all_replicas_share_is_an_error(where, make_mirrored, pu
     assert str(caught.value).startswith(
         "`strategy.reduce` was given a value that is equal on all replicas. Inside "
     )
+
+
+UNDISTRIBUTED = (
+    " was given a value that is equal on all replicas. No argument of `strategy.run` "
+    "is a batch of a distributed dataset, so every replica computed the same from the "
+    "same arrays. Pass batches of `strategy.distribute_dataset(...)`, of which each "
+    "replica gets its share; if the same is meant, use the value as it is."
+)
+
+
+def test_a_psum_of_what_a_batch_for_all_gives_says_so(make_mirrored):
+    strategy = make_mirrored(2)
+    with pytest.raises(
+        DoubleReductionError, match=r"No argument of `strategy\.run` is"
+    ):
+        strategy.run(lambda x: jax.lax.psum(x, "replica"), args=(jnp.ones(4),))
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "strategy.reduce"])
+def test_the_sum_of_what_a_batch_for_all_gives_says_so(name, make_mirrored):
+    strategy, batch = make_mirrored(2), jnp.ones(4)
+
+    def step_fn(x):
+        total = jnp.sum(x)
+        if name == "all_reduce":
+            return get_replica_context().all_reduce("sum", total)
+        return get_replica_context().merge_call(
+            lambda strategy, total: strategy.reduce("sum", total), args=(total,)
+        )
+
+    with pytest.raises(DoubleReductionError) as caught:
+        strategy.run(step_fn, args=(batch,))
+    assert str(caught.value) == f"`{name}`{UNDISTRIBUTED}"
+    with pytest.raises(DoubleReductionError) as caught:
+        strategy.reduce("sum", strategy.run(jnp.sum, args=(batch,)))
+    assert str(caught.value) == f"`strategy.reduce`{UNDISTRIBUTED}"
 
 
 def test_the_mean_of_what_all_replicas_share_is_that(make_mirrored):

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import armillary
 from armillary import (
@@ -149,7 +151,8 @@ def test_the_global_step_advances_by_one(strategy):
     ],
 )
 @pytest.mark.parametrize(
-    "synchronization", [None, VariableSynchronization.AUTO, *VariableSynchronization]
+    "synchronization",
+    [None, VariableSynchronization.AUTO, VariableSynchronization.ON_READ],
 )
 def test_aggregation(strategy, ids, aggregation, synchronization, expected):
     variable = nnx.Variable(
@@ -195,11 +198,236 @@ def test_integer_means_keep_their_dtype(strategy, put_rows):
     assert variable[...].dtype == jnp.int32 and int(variable[...]) == 4
 
 
-def test_on_read_without_aggregation_is_an_error(strategy):
+@pytest.mark.parametrize("values", [[2**24 + 1] * 4, [2**31 - 1, 2**31 - 1, 1, 0]])
+def test_integer_means_are_exact(strategy, put_rows, values):
+    variable = nnx.Variable(
+        jnp.asarray(0, jnp.int32), aggregation=VariableAggregation.MEAN
+    )
+    rows = put_rows(strategy, np.asarray(values, np.int32))
+    strategy.run(lambda x: add(variable, x), args=(rows,))
+    assert int(variable[...]) == sum(values) // 4
+
+
+def test_half_precision_means_do_not_overflow(strategy, put_rows):
+    variable = nnx.Variable(
+        jnp.zeros((), jnp.float16), aggregation=VariableAggregation.MEAN
+    )
+    rows = put_rows(strategy, np.full(4, 40000, np.float16))
+    strategy.run(lambda x: variable.set_value(x), args=(rows,))
+    assert variable[...].dtype == jnp.float16 and float(variable[...]) == 40000
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    data=st.data(),
+    dtype=st.sampled_from([np.int8, np.uint8, np.int16, np.int32, np.uint32]),
+)
+def test_integer_means_are_rounded_down(data, dtype):
+    info = np.iinfo(dtype)
+    integers = st.integers(int(info.min), int(info.max))
+    values = data.draw(st.lists(integers, min_size=4, max_size=4))
+    num_active = data.draw(st.integers(1, 4))
+    strategy = MirroredStrategy(jax.devices()[:4])
+    variable = nnx.Variable(jnp.zeros((), dtype), aggregation=VariableAggregation.MEAN)
+    layout = strategy.layout
+    rows = layout.wrap(layout.place(np.asarray(values, dtype)), num_active)
+    strategy.run(lambda x: variable.set_value(x), args=(rows,))
+    assert variable[...].dtype == dtype
+    assert int(variable[...]) == sum(values[:num_active]) // num_active
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_flags_of_the_first_replica_are_flags(strategy, put_rows, first):
+    variable = nnx.Variable(
+        jnp.asarray(not first), aggregation=VariableAggregation.ONLY_FIRST_REPLICA
+    )
+    rows = put_rows(strategy, np.asarray([first, not first, not first, not first]))
+    strategy.run(lambda x: variable.set_value(x), args=(rows,))
+    assert variable[...].dtype == bool and bool(variable[...]) is first
+
+
+@pytest.mark.parametrize(
+    ("value", "what", "instead"),
+    [
+        (jnp.zeros((), bool), "bool", "ONLY_FIRST_REPLICA"),
+        (jax.random.key(0), "a random key", "NONE"),
+    ],
+    ids=["bool", "key"],
+)
+@pytest.mark.parametrize("name", ["SUM", "MEAN"])
+def test_what_cannot_be_added_is_an_error(strategy, value, what, instead, name):
+    variable = nnx.Variable(value, aggregation=VariableAggregation[name])
+    with pytest.raises(ValueError) as caught:
+        strategy.run(lambda: variable[...])
+    assert str(caught.value) == (
+        f"`aggregation` of variable is {name}, but it holds {what}, of which there is "
+        f"no {name.lower()}. Use `VariableAggregation.{instead}`, or hold an array of "
+        "integers or floats."
+    )
+
+
+def test_a_flag_of_a_metric_must_be_equal_on_all_replicas(strategy):
+    class Count(nnx.Module):
+        def __init__(self):
+            self.value = nnx.metrics.MetricState(jnp.asarray(5))
+            self.is_used = nnx.metrics.MetricState(jnp.asarray(False))
+
+    count = Count()
+
+    def step_fn():
+        add(count.value, 2)
+        count.is_used[...] = jnp.asarray(True)
+
+    strategy.run(step_fn)
+    assert int(count.value[...]) == 5 + 4 * 2 and bool(count.is_used[...])
+
+
+def on_write(name, value=100.0):
+    return nnx.Variable(
+        jnp.asarray(value),
+        synchronization=VariableSynchronization.ON_WRITE,
+        aggregation=VariableAggregation[name],
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("SUM", 10), ("MEAN", 2.5), ("ONLY_FIRST_REPLICA", 1)]
+)
+def test_on_write_copies_are_equal_at_every_read(strategy, ids, name, expected):
+    variable = on_write(name)
+
+    def step_fn(x):
+        variable[...] = x
+        return variable[...]
+
+    for _ in range(2):
+        reads = strategy.local_results(strategy.run(step_fn, args=(ids,)))
+        assert [float(read) for read in reads] == [expected] * 4
+        assert float(variable[...]) == expected
+    assert "on_set_value" not in variable.get_metadata()
+
+
+@pytest.mark.parametrize("name", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+def test_on_write_variables_read_the_same_on_all_replicas(strategy, name):
+    variable = on_write(name)
+    reads = strategy.local_results(strategy.run(lambda: variable[...]))
+    assert [float(read) for read in reads] == [100.0] * 4
+
+
+@pytest.mark.parametrize(("name", "expected"), [("MEAN", 105), ("SUM", 20)])
+def test_on_write_may_happen_more_than_once(strategy, ids, name, expected):
+    variable = on_write(name)
+
+    def step_fn(x):
+        if name == "MEAN":
+            add(variable, x)
+        else:
+            variable[...] = x * 7
+            variable[...] = x
+        variable.set_value(variable.get_value() + x if name == "MEAN" else 2 * x)
+
+    strategy.run(step_fn, args=(ids,))
+    assert float(variable[...]) == expected
+
+
+def test_on_write_holds_inside_transformations(strategy, ids):
+    class Holder(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.asarray(3.0))
+            self.seen = on_write("MEAN")
+
+    holder = Holder()
+
+    def step_fn(x):
+        def loss_fn(holder):
+            holder.seen[...] = x
+            return holder.w[...] * holder.seen[...]
+
+        grads = nnx.grad(loss_fn)(holder)
+        nnx.jit(lambda holder: add(holder.seen, x))(holder)
+        return holder.seen[...], grads["w"][...]
+
+    result = strategy.run(step_fn, args=(ids,))
+    seen, gradient = strategy.local_results(result)[3]
+    assert (float(seen), float(gradient)) == (5.0, 2.5)
+    assert float(holder.seen[...]) == 5.0
+
+
+def test_on_write_aggregates_items(strategy, ids):
+    variable = on_write("SUM", [100.0, 200.0])
+
+    def step_fn(x):
+        variable[1] = x
+
+    strategy.run(step_fn, args=(ids,))
+    assert variable[...].tolist() == [100, 10]
+
+
+def test_on_write_leaves_replicas_without_data_out(strategy, put_rows):
+    rows = put_rows(strategy, [1.0, 2.0, np.nan, np.nan], num_active=2)
+    for name, expected in (("SUM", 3), ("MEAN", 1.5), ("ONLY_FIRST_REPLICA", 1)):
+        variable = on_write(name)
+        strategy.run(lambda x, v: v.set_value(x), args=(rows, variable))
+        assert float(variable[...]) == expected
+
+
+def test_a_sum_on_write_of_what_was_read_is_an_error(strategy, ids):
+    variable = on_write("SUM")
+    with pytest.raises(ValueError) as caught:
+        strategy.run(lambda x: add(variable, x), args=(ids,))
+    assert str(caught.value) == (
+        "`synchronization` of variable is ON_WRITE and its `aggregation` is SUM, so "
+        "that a write sums what the replicas assign, but this step has read it before: "
+        "`variable[...] += x` would count the old value once for each replica. Leave "
+        "`synchronization` out, so that each replica's addition counts, or write "
+        "before you read."
+    )
+    assert "on_set_value" not in variable.get_metadata()
+
+
+def test_on_write_without_aggregation_is_mirrored(strategy, ids):
+    variable = on_write("NONE")
+    strategy.run(lambda: add(variable, 1))
+    assert float(variable[...]) == 101
+    with pytest.raises(ReplicaMismatchError, match=r"variable \(plain, mirrored\)"):
+        strategy.run(lambda x: add(variable, x), args=(ids,))
+
+
+def test_what_a_replica_reads_of_a_sum_is_its_share(strategy, ids):
+    seen = nnx.Variable(jnp.asarray(2.0), aggregation=VariableAggregation.SUM)
+
+    def step_fn(x):
+        before = seen[...]
+        add(seen, x)
+        total = get_replica_context().all_reduce("sum", seen[...])
+        return before, seen[...], total
+
+    before, after, total = strategy.run(step_fn, args=(ids,))
+    assert before.stacked.tolist() == [2, 0, 0, 0]
+    assert after.stacked.tolist() == [3, 2, 3, 4]
+    assert total.stacked.tolist() == [12, 12, 12, 12]
+    assert float(strategy.reduce("sum", after)) == float(seen[...]) == 12
+
+
+def test_no_synchronization_is_an_error(strategy):
+    variable = nnx.Variable(
+        jnp.asarray(0.0), synchronization=VariableSynchronization.NONE
+    )
+    with pytest.raises(ValueError) as caught:
+        strategy.run(lambda: variable[...])
+    assert str(caught.value) == (
+        "`synchronization` of variable is NONE, but what replicas write to a variable "
+        "must become one value. Use `VariableSynchronization.ON_READ` with an "
+        "aggregation, `ON_WRITE`, or leave it out."
+    )
+
+
+@pytest.mark.parametrize("aggregation", [None, VariableAggregation.NONE])
+def test_on_read_without_aggregation_is_an_error(strategy, aggregation):
     variable = nnx.Variable(
         jnp.asarray(0.0),
         synchronization=VariableSynchronization.ON_READ,
-        aggregation=VariableAggregation.NONE,
+        aggregation=aggregation,
     )
     with pytest.raises(ValueError) as caught:
         strategy.run(lambda: add(variable, 1))

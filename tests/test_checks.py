@@ -1,0 +1,59 @@
+"""Keywords of Orbit and tf.distribute that have another name are answered with it."""
+
+import inspect
+
+import pytest
+
+import armillary
+from armillary import actions, cluster, summary
+
+RENAMED = {
+    armillary.StandardTrainerOptions: {
+        "use_tf_function": "It is called `compile_step` here.",
+        "use_tf_while_loop": "It is called `compile_loop` here.",
+        "use_tpu_summary_optimization": "Leave it out: summaries are written between ",
+    },
+    armillary.StandardEvaluatorOptions: {
+        "use_tf_function": "It is called `compile_step` here.",
+        "use_tf_while_loop": "It is called `compile_loop` here.",
+    },
+    armillary.InputOptions: {
+        "experimental_fetch_to_device": "Leave it out: batches are always on ",
+        "experimental_per_replica_buffer_size": "It is called `prefetch` here.",
+        "experimental_place_dataset_on_device": "It is called `place_on_device` here.",
+        "experimental_replication_mode": "Leave it out: a function with an ",
+    },
+    actions.NewBestMetric: {"filename": "Use `directory`, in which it makes a file "},
+    actions.SaveCheckpointIfPreempted: {
+        "cluster_resolver": "Leave it out: the processes are those that ",
+        "checkpoint_number": "Leave it out: it is that of the manager's step counter.",
+    },
+    cluster.TerminationConfig: {
+        "termination_watcher_fn": "It is called `watcher` here.",
+        "save_fn": "Leave it out: the checkpoint manager saves.",
+    },
+    armillary.CheckpointManager: {
+        "checkpoint_name": "Leave it out: each checkpoint is a folder named for its ",
+    },
+    summary.SummaryManager: {
+        "summary_fn": "Use `writer_fn`, which makes the writer of each directory.",
+        "global_step": "Leave it out: `write_summaries(output, step=...)` takes the ",
+    },
+    armillary.Controller: {
+        "enable_async_checkpointing": "Leave it out: every save goes on in the ",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", RENAMED)
+def test_an_old_keyword_is_answered_with_the_new_one(kind):
+    for name, answer in RENAMED[kind].items():
+        with pytest.raises(TypeError) as caught:
+            kind(**{name: True})
+        start = f"`{name}` is True, but `{kind.__name__}` has no such argument. "
+        assert str(caught.value).startswith(start + answer)
+        # What an answer names exists, and what it answers does not.
+        parameters = inspect.signature(kind).parameters
+        assert name not in parameters
+        if "called" in answer:
+            assert answer.split("`")[1] in parameters
