@@ -165,7 +165,8 @@ def _trace_once(
     prove(traced.jaxpr, len(state.paths))
     check_keys(traced.jaxpr, state)
     fingerprint = Fingerprint(traced.jaxpr)
-    return TracedStep(traced.jaxpr, tuple(changed), *results, fingerprint)
+    tree, static = results
+    return TracedStep(traced.jaxpr, tuple(changed), tree, static, fingerprint)
 
 
 @contextlib.contextmanager

@@ -151,7 +151,7 @@ def _program_of(args: Sequence[Any], params: dict[str, Any]) -> str | None:
     for name, value in params.items():
         if isinstance(value, core.ClosedJaxpr | core.Jaxpr):
             invars = getattr(value, "jaxpr", value).invars
-            if [variable.aval.shape for variable in invars] == list(
+            if [np.shape(variable.aval) for variable in invars] == list(
                 map(np.shape, args)
             ):
                 return name
