@@ -150,10 +150,11 @@ def _program_of(args: Sequence[Any], params: dict[str, Any]) -> str | None:
     """Returns which parameter is a program that an operation runs on its operands."""
     for name, value in params.items():
         if isinstance(value, core.ClosedJaxpr | core.Jaxpr):
-            invars = getattr(value, "jaxpr", value).invars
-            if [np.shape(variable.aval) for variable in invars] == list(
-                map(np.shape, args)
-            ):
+            avals = [
+                variable.aval for variable in getattr(value, "jaxpr", value).invars
+            ]
+            shapes = [getattr(aval, "shape", None) for aval in avals]
+            if shapes == list(map(np.shape, args)):
                 return name
     return None
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.errors import KeyReuseError
 
 import armillary
 from armillary.loops._program import has_slow_loop
@@ -74,6 +75,6 @@ def test_a_step_runs_under_what_jax_has_for_debugging(option, num_replicas):
 def test_the_check_for_used_keys_says_where_it_works():
     with jax.debug_key_reuse(True):
         Trainer(armillary.DefaultStrategy()).train(5)
-        with pytest.raises(jax.errors.KeyReuseError) as caught:
+        with pytest.raises(KeyReuseError) as caught:
             Trainer(make_strategy(2)).train(5)
     assert "does not look into `strategy.run`" in "".join(caught.value.__notes__)
