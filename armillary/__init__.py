@@ -29,6 +29,9 @@ it::
     controller.train(steps=5000)
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from armillary import actions as actions
 from armillary import cluster as cluster
 from armillary import data as data
@@ -72,6 +75,9 @@ from armillary.distribute import make_distributed_dataset as make_distributed_da
 from armillary.distribute import scale_regularization_loss as scale_regularization_loss
 from armillary.distribute import set_strategy as set_strategy
 
+if TYPE_CHECKING:
+    from armillary import metrics as metrics
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -109,8 +115,20 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "make_distributed_dataset",
+    "metrics",
     "scale_regularization_loss",
     "set_strategy",
     "summary",
     "xla",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `armillary.metrics`, and so Flax NNX, when it is first used.
+
+    Raises:
+        AttributeError: For any other name.
+    """
+    if name == "metrics":
+        return importlib.import_module("armillary.metrics")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,9 +23,15 @@ def check_positive_int(name: str, value: Any) -> int:
     if not is_positive_int(value):
         raise ValueError(
             f"`{name}` is {value!r}, but it must be a positive integer. "
-            f"Use `{name}=1` or more."
+            f"Use `{name}=1` or more{_as_int(name, value)}."
         )
     return int(value)
+
+
+def _as_int(name: str, value: Any) -> str:
+    """Returns how to go on with a number that came out of an array."""
+    is_array = getattr(value, "shape", None) == () and not isinstance(value, Integral)
+    return f"; `{name}=int(...)` takes the value out of an array" if is_array else ""
 
 
 def check_not_negative(name: str, value: Any) -> float:
@@ -78,7 +84,8 @@ def check_num_steps(name: str, value: Any) -> int:
     if not is_integer or (value < 1 and value != -1):
         raise ValueError(
             f"`{name}` is {value!r}, but it must be a positive integer, or -1 to run "
-            f"until the data ends. Use `{name}=1` or more, or `{name}=-1`."
+            f"until the data ends. Use `{name}=1` or more, or `{name}=-1`"
+            f"{_as_int(name, value)}."
         )
     return int(value)
 

@@ -35,6 +35,7 @@ from armillary._recovery import Recovery
 from armillary._runner import AbstractEvaluator, AbstractTrainer
 from armillary._saving import Saving
 from armillary._stop_request import StopRequest
+from armillary._traceback import hides_frames
 from armillary._train_loops import TrainLoops
 from armillary._typing import Action, Output
 from armillary._watch import restore_if_good, watch_checkpoints
@@ -48,6 +49,13 @@ from armillary.summary import NoopSummaryManager, SummaryManager
 if TYPE_CHECKING:
     from armillary.checkpoint import CheckpointManager
     from armillary.distribute import Strategy
+
+_DATA_ENDED = "the data ended, training ends here."
+_DATA_ENDED_BEFORE = (
+    "the data had ended before, and a trainer goes through it once. For several "
+    "epochs, repeat it in the data set (`from_arrays(..., repeat=True)`) and train up "
+    "to a step, or assign a new data set to `trainer.train_dataset`."
+)
 
 
 @answers_old_names(
@@ -114,6 +122,7 @@ class Controller:
         TypeError: If an argument lacks the methods that the controller calls.
     """
 
+    @hides_frames
     def __init__(
         self,
         *,
@@ -189,6 +198,7 @@ class Controller:
             return None
         return self._num_steps_at(self._read_step())
 
+    @hides_frames
     def train(self, steps: int = -1, checkpoint_at_completion: bool = True) -> None:
         """Trains up to a global step, until the data ends or a stop is requested.
 
@@ -215,6 +225,7 @@ class Controller:
             if checkpoint_at_completion or self._stop.is_agreed():
                 self._saving.save_if_needed()
 
+    @hides_frames
     def evaluate(self, steps: int = -1) -> Output:
         """Evaluates once, at the current state.
 
@@ -232,6 +243,7 @@ class Controller:
         with self._watch():
             return self._evaluation.run(steps)
 
+    @hides_frames
     def train_and_evaluate(
         self, train_steps: int, eval_steps: int = -1, eval_interval: int | None = None
     ) -> Output:
@@ -282,6 +294,7 @@ class Controller:
             self._saving.save_if_needed()
         return output
 
+    @hides_frames
     def evaluate_continuously(
         self,
         steps: int = -1,
@@ -344,6 +357,7 @@ class Controller:
         self._stop.log(self._read_step)
         return output
 
+    @hides_frames
     def save_checkpoint(self) -> str:
         """Saves a checkpoint now and waits until it is on disk.
 
@@ -357,6 +371,7 @@ class Controller:
         require(self, "checkpoint_manager", for_method="save_checkpoint")
         return self._saving.save_and_wait()
 
+    @hides_frames
     def restore_checkpoint(
         self, path: str | os.PathLike[str] | None = None
     ) -> str | None:
@@ -445,7 +460,7 @@ class Controller:
                     raise
 
     def _train_unless_bad(self, target: int) -> bool:
-        step = self._read_step()
+        start = step = self._read_step()
         if step == target:
             log_line("train", step, f"already at step {target}, nothing to train.")
         else:
@@ -461,7 +476,8 @@ class Controller:
                 self._saving.save(check_interval=True)
             if reached < step + num_steps:
                 self._loops.report()
-                log_line("train", reached, "the data ended, training ends here.")
+                message = _DATA_ENDED if reached > start else _DATA_ENDED_BEFORE
+                log_line("train", reached, message)
                 return False
             step = reached
         self._loops.report()

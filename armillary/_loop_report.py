@@ -8,7 +8,7 @@ each loop has ended.
 
 import time
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, NamedTuple
 
 from armillary._progress import fetch_output
 from armillary._runner import AbstractTrainer
@@ -19,6 +19,20 @@ from armillary.loops import LoopCheck
 from armillary.state import StepCounter
 
 
+class StartedLoop(NamedTuple):
+    """What a trainer returned of a loop, which may still run on the device.
+
+    Attributes:
+        output: The user's output.
+        check: What is to be resolved of the loop, if anything.
+        num_run: For how many steps there was data, if that is known.
+    """
+
+    output: Output
+    check: LoopCheck | None = None
+    num_run: int | None = None
+
+
 class LoopReport:
     """One loop of training, from the outside.
 
@@ -26,11 +40,10 @@ class LoopReport:
         trainer: The trainer that ran it.
         step: The global step before it.
         num_steps: How many steps it was asked for.
-        output: What it returned.
+        started: What it returned.
         counter: Gives the global step.
         start: The time before it, by `time.perf_counter`.
         executor: Has a thread to wait in.
-        check: What is to be resolved of the loop, if anything.
 
     Attributes:
         step: The global step before it.
@@ -42,15 +55,15 @@ class LoopReport:
         trainer: AbstractTrainer,
         step: int,
         num_steps: int,
-        output: Any,
+        started: StartedLoop,
         counter: StepCounter,
         start: float,
         executor: Executor,
-        check: LoopCheck | None = None,
     ) -> None:
         self.step = step
-        self._check = check
         self._num_steps, self._start = num_steps, start
+        output, self._check, self._num_run = started
+        check = self._check
         self._data_ended = bool(getattr(trainer, "data_exhausted", False))
         read_step = counter.snapshot()
 
@@ -61,7 +74,10 @@ class LoopReport:
             return fetched, read_step(), time.perf_counter()
 
         self._outcome = executor.submit(wait)
-        self.reached = read_step() if self._data_ended else step + num_steps
+        if self._num_run is not None:
+            self.reached = step + self._num_run
+        else:
+            self.reached = read_step() if self._data_ended else step + num_steps
 
     def ended(self) -> float | None:
         """Returns when the device had run it, `None` before, and 0 if that failed."""
@@ -87,28 +103,55 @@ class LoopReport:
         output, reached, end = self._outcome.result()
         if self._check is not None:
             self._check.resolve(self.step)
-        expected = self.step + self._num_steps
-        is_short = self._data_ended and self.step <= reached < expected
-        if reached != expected and not is_short:
-            raise GlobalStepError(
-                f"`trainer.train({self._num_steps})` advanced `global_step` from "
-                f"{self.step} to {reached}, but it must advance it by "
-                f"{self._num_steps}, to {expected}. Pass what every step advances by "
-                "one, such as `global_step=optimizer.step`; a trainer whose data ended "
-                "early must set `self.data_exhausted = True`."
-            )
+        self._check_step(reached)
         seconds = end - max(self._start, last_end)
         return output, (reached - self.step) / seconds, end
+
+    def _check_step(self, reached: int) -> None:
+        """Raises if the global step is not where the steps that ran have taken it.
+
+        Raises:
+            GlobalStepError: If it is not.
+        """
+        num_run = self._num_steps if self._num_run is None else self._num_run
+        expected = self.step + num_run
+        if self._num_run is None and self._data_ended:
+            expected = min(max(self.step, reached), expected)
+        if reached == expected:
+            return
+        reason = "it must"
+        if num_run < self._num_steps:
+            reason = "its data ended, and it must"
+        fix = (
+            "Pass what every step advances by one, such as `global_step=optimizer.step`"
+        )
+        if self._num_run is None:
+            fix += (
+                "; a trainer whose data ended early must set `self.data_exhausted = "
+                "True`"
+            )
+        early = ""
+        if self._num_run is None:
+            early = (
+                "; a trainer whose data ended early must set `self.data_exhausted = "
+                "True`"
+            )
+        raise GlobalStepError(
+            f"`trainer.train({self._num_steps})` advanced `global_step` from "
+            f"{self.step} to {reached}, but {reason} advance it by {num_run}, to "
+            f"{expected}. Pass what every step advances by one, such as "
+            f"`global_step=optimizer.step`{early}."
+        )
 
 
 def start_loop(
     trainer: AbstractTrainer, num_steps: int, full_steps: int
-) -> tuple[Output, LoopCheck | None]:
-    """Runs a loop; returns its output, and what to resolve when it is looked at."""
+) -> StartedLoop:
+    """Runs a loop, and returns without waiting for the device where it can."""
     if can_wait(trainer):
         assert isinstance(trainer, StandardTrainer)
-        return trainer._train_unchecked(num_steps, full_steps)
-    return trainer.train(num_steps), None
+        return StartedLoop(*trainer._train_unchecked(num_steps, full_steps))
+    return StartedLoop(trainer.train(num_steps))
 
 
 def can_wait(trainer: AbstractTrainer) -> bool:

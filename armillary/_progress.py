@@ -50,6 +50,20 @@ def fetch_output(output: Any, source: str) -> dict[str, Any]:
     return _as_numpy(output)
 
 
+def find_non_finite(output: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the scalars among fetched values that are not finite, by path."""
+    found = {}
+    for name, value in output.items():
+        if isinstance(value, Mapping):
+            inner = find_non_finite(value)
+            found |= {f"{name}/{path}": item for path, item in inner.items()}
+            continue
+        is_float = jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.floating)
+        if is_float and np.ndim(value) == 0 and not np.isfinite(float(value)):
+            found[str(name)] = value
+    return found
+
+
 def format_output(output: Mapping[str, Any], indent: int = 4) -> str:
     """Returns `output` on one line, or indented on several if it does not fit."""
     lines = pprint.pformat(_rounded(output), sort_dicts=False).splitlines()
@@ -61,8 +75,12 @@ def format_output(output: Mapping[str, Any], indent: int = 4) -> str:
 def _as_numpy(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _as_numpy(item) for name, item in value.items()}
+    return jax.tree.map(_fetch_leaf, value)
+
+
+def _fetch_leaf(leaf: Any) -> Any:
     # Indexing with `()` turns an array without axes into a NumPy scalar.
-    return np.asarray(value)[()] if isinstance(value, jax.Array | np.ndarray) else value
+    return np.asarray(leaf)[()] if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
 
 def _rounded(value: Any) -> Any:

@@ -16,11 +16,13 @@ from armillary._checks import (
     check_one_of,
     check_positive_int,
 )
+from armillary._logging import logger
 from armillary._runner import AbstractEvaluator, AbstractTrainer
+from armillary._traceback import hides_frames
 from armillary._typing import Output, PyTree
 from armillary.distribute import Strategy, get_strategy, has_strategy
-from armillary.loops import Loop, LoopCheck, LoopOptions
-from armillary.state._find import held_by
+from armillary.loops import Loop, LoopCheck, LoopOptions, RecordsReads
+from armillary.state import held_by
 
 _OLD_OPTIONS = {
     "use_tf_function": "It is called `compile_step` here.",
@@ -124,7 +126,7 @@ class _Data:
     datasets: PyTree
 
 
-class _Runner:
+class _Runner(RecordsReads):
     """What the two runners share: a loop over a step, under the right strategy."""
 
     @contextlib.contextmanager
@@ -240,11 +242,13 @@ class StandardTrainer(_Runner, AbstractTrainer):
     def train_loop_end(self) -> Output:
         """Returns the loop's output, such as computed metrics; override as needed.
 
-        Values are scalars. Arrays with axes reach log lines and actions too, but are an
-        error with the controller's `summary_dir`.
+        Values are scalars, or a `Histogram`, an `Image` or a `Text` of
+        `armillary.summary`. Arrays with axes reach log lines and actions too, but are
+        an error with the controller's `summary_dir`.
         """
         return None
 
+    @hides_frames
     def train(self, num_steps: int) -> Output:
         """Runs `num_steps` steps, or fewer if the data ends before.
 
@@ -266,15 +270,15 @@ class StandardTrainer(_Runner, AbstractTrainer):
                 `on_non_finite` is `"raise"` or `"restore"`.
             ReplicaDivergenceError: If `check_replicas_every` found copies that differ.
         """
-        output, check = self._train_unchecked(num_steps, num_steps)
+        output, check, _ = self._train_unchecked(num_steps, num_steps)
         if check is not None:
             check.resolve()
         return output
 
     def _train_unchecked(
         self, num_steps: int, full_steps: int
-    ) -> tuple[Output, LoopCheck | None]:
-        """Runs a loop; returns its output, and what is to be resolved when it ends.
+    ) -> tuple[Output, LoopCheck | None, int]:
+        """Runs a loop; returns its output, what is to be resolved, and its steps.
 
         The device may still be running. A caller that starts another loop first loses
         nothing by it: after a step that stops training, no step has an effect.
@@ -294,12 +298,13 @@ class StandardTrainer(_Runner, AbstractTrainer):
             )
             self.data_exhausted = not loop.has_data()
             if self.data_exhausted:
-                return None, None
+                return None, None, 0
             self.train_loop_begin()
-            self.data_exhausted = loop.run(num_steps, full_steps) < num_steps
+            num_run = loop.run(num_steps, full_steps)
+            self.data_exhausted = num_run < num_steps
             check = loop.check()
             try:
-                return loop.detach(self.train_loop_end()), check
+                return loop.detach(self.train_loop_end()), check, num_run
             except BaseException as error:
                 loop.fail(error)
                 raise
@@ -385,8 +390,8 @@ class StandardEvaluator(_Runner, AbstractEvaluator):
     def eval_end(self, *state: Any) -> Output:
         """Returns the evaluation's output; override as needed.
 
-        Values are scalars. Arrays with axes reach log lines and actions too, but are an
-        error with the controller's `eval_summary_dir`.
+        Values are as for `train_loop_end`: arrays with axes reach log lines and actions
+        too, but are an error with the controller's `eval_summary_dir`.
 
         Args:
             *state: The last state, if `eval_begin` returned one.
@@ -394,6 +399,7 @@ class StandardEvaluator(_Runner, AbstractEvaluator):
         del state
         return None
 
+    @hides_frames
     def evaluate(self, num_steps: int) -> Output:
         """Runs `num_steps` batches through `eval_step`, or all there are.
 
@@ -435,6 +441,16 @@ class StandardEvaluator(_Runner, AbstractEvaluator):
             for step_outputs in loop.iterate(num_steps):
                 if state is not None:
                     state = self.eval_reduce(state, step_outputs)
+            if loop.num_iterated < num_steps:
+                logger.warning(
+                    "`evaluate(%d)` ran %d steps, because the data ended: the last "
+                    "evaluation had taken what came before, or there is no more. The "
+                    "next one begins anew. Use `evaluate(-1)` for all of the data, or "
+                    "`StandardEvaluatorOptions(recreate_iterator_for_each_eval=True)` "
+                    "to begin anew each time.",
+                    num_steps,
+                    loop.num_iterated,
+                )
             output = self.eval_end() if state is None else self.eval_end(state)
             return loop.detach(output)
 

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
+from armillary._logging import logger
 from armillary._loop_report import LoopReport, can_wait, start_loop
-from armillary._progress import format_output, log_line
+from armillary._progress import find_non_finite, format_output, log_line
 from armillary._typing import Action
 from armillary.goodput import Category, Recorder
 from armillary.state import StepCounter
@@ -52,6 +53,7 @@ class TrainLoops:
         # Loops that were started, and are not yet reported.
         self._pending: deque[LoopReport] = deque()
         self._last_end = 0.0
+        self._is_warned = False
         self._executor = ThreadPoolExecutor(1, "armillary-report")
         weakref.finalize(self, self._executor.shutdown, wait=False)
 
@@ -63,16 +65,15 @@ class TrainLoops:
         """
         start = time.perf_counter()
         with self._goodput.phase(Category.STEPPING), self._scope():
-            output, check = start_loop(self._trainer, num_steps, full_steps)
+            started = start_loop(self._trainer, num_steps, full_steps)
         loop = LoopReport(
             self._trainer,
             step,
             num_steps,
-            output,
+            started,
             self._read_step,
             start,
             self._executor,
-            check,
         )
         self._goodput.run_on_device(Category.STEPPING, loop.ended)
         self._pending.append(loop)
@@ -111,6 +112,7 @@ class TrainLoops:
             f"steps/sec: {steps_per_second: 6.1f}",
             f"output: {format_output(output)}",
         )
+        self._warn_once(loop.reached, find_non_finite(output))
         # A loop may start anywhere after a restore, so what counts is passing a
         # multiple of the interval, not ending on one.
         interval = self._summary_interval
@@ -121,3 +123,18 @@ class TrainLoops:
         with self._scope():
             for action in self._actions:
                 action(output)
+
+    def _warn_once(self, step: int, bad: dict[str, Any]) -> None:
+        if not bad or self._is_warned:
+            return
+        self._is_warned = True
+        shown = ", ".join(f"`{path}` is {float(value)}" for path, value in bad.items())
+        logger.warning(
+            "At step %d, %s. To find the first such step, and the operation that made "
+            "the value, start again with `StandardTrainerOptions(on_non_finite="
+            '"raise")`. Frequent causes: a learning rate that is too high, the '
+            "logarithm of 0 or a division by it, and labels that are not among the "
+            "classes (negative, or as many as there are or more).",
+            step,
+            shown,
+        )

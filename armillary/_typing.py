@@ -12,8 +12,9 @@ Batch: TypeAlias = PyTree
 Output: TypeAlias = dict[str, Any] | None
 """What a loop returns: scalars by name, nested as deep as the user likes.
 
-Arrays with axes may be among them for log lines and actions. A `SummaryManager`, which
-`summary_dir` stands for, writes scalars only and raises for anything else.
+A `Histogram`, an `Image` or a `Text` of `armillary.summary` may be among them. So may
+arrays with axes, for log lines and actions; a `SummaryManager`, which `summary_dir`
+stands for, raises for these.
 """
 
 Action: TypeAlias = Callable[[Output], None]

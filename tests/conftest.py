@@ -18,6 +18,8 @@ if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT_FLAG}=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
+# A failing test shows where in the library it fails.
+os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 # One cache for all workers and all runs: most of the suite's time is compilation.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".pytest_cache" / "jax")

@@ -124,6 +124,19 @@ def test_end_of_data_ends_training(caplog):
     assert "train | step:      6 | the data ended" in caplog.text
 
 
+def test_training_after_the_end_of_the_data_says_what_to_do(caplog):
+    caplog.set_level("INFO", "armillary")
+    controller = make_controller(Trainer(num_batches=2))
+
+    for _ in range(3):
+        controller.train(-1)
+
+    assert controller.trainer.step.get_value() == 2
+    assert caplog.text.count("the data ended, training ends here.") == 1
+    assert caplog.text.count("the data had ended before, and a trainer goes") == 2
+    assert "`from_arrays(..., repeat=True)`" in caplog.text
+
+
 def test_train_without_a_target_runs_until_the_data_ends():
     outputs = []
     controller = make_controller(Trainer(num_batches=8), train_actions=[outputs.append])

@@ -142,6 +142,19 @@ def test_steps_are_positive_or_minus_one(steps):
     assert controller.trainer.step.get_value() == 0
 
 
+def test_steps_out_of_an_array_are_converted():
+    controller = make_controller()
+    steps = jnp.int32(20)
+
+    with pytest.raises(
+        ValueError, match=r"`steps=int\(...\)` takes the value out of an"
+    ):
+        controller.train(steps)
+    with pytest.raises(ValueError, match=r"`eval_interval=int\(...\)` takes the value"):
+        controller.train_and_evaluate(20, eval_interval=steps)
+    controller.train(int(steps))
+
+
 def test_eval_interval_is_positive():
     with pytest.raises(ValueError, match=r"`eval_interval` is 0.*positive integer"):
         make_controller().train_and_evaluate(10, eval_interval=0)

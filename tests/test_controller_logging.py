@@ -128,6 +128,48 @@ def test_arrays_are_an_error_in_summaries(tmp_path):
         controller.train(1)
 
 
+def train_with_output(output):
+    class Fixed(Loops):
+        def train(self, num_steps):
+            super().train(num_steps)
+            return output
+
+    loops = Fixed()
+    Controller(trainer=loops, global_step=lambda: loops.step, steps_per_loop=4).train(
+        12
+    )
+
+
+@pytest.mark.parametrize(
+    ("output", "shown"),
+    [
+        ({"loss": jnp.float32("nan")}, "`loss` is nan"),
+        ({"a": 1.0, "b": {"c": float("inf")}}, "`b/c` is inf"),
+        ({"d": np.float64("nan"), "e": -np.inf}, "`d` is nan, `e` is -inf"),
+    ],
+)
+def test_an_output_that_is_not_finite_is_a_warning_once(output, shown, caplog):
+    train_with_output(output)
+
+    (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert record.getMessage() == (
+        f"At step 4, {shown}. To find the first such step, and the operation that made "
+        'the value, start again with `StandardTrainerOptions(on_non_finite="raise")`. '
+        "Frequent causes: a learning rate that is too high, the logarithm of 0 or a "
+        "division by it, and labels that are not among the classes (negative, or as "
+        "many as there are or more)."
+    )
+
+
+@pytest.mark.parametrize(
+    "output", [{"a": 1, "b": True, "c": 0.5}, {"d": np.array([np.nan])}, None]
+)
+def test_other_outputs_are_no_warning(output, caplog):
+    train_with_output(output)
+
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
 def test_training_without_a_target_says_so(caplog):
     caplog.set_level("INFO", "armillary")
     loops = Loops()

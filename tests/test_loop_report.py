@@ -199,3 +199,21 @@ def test_a_train_method_put_into_the_trainer_is_waited_for():
 
     own = [event for event in events if event != "begin"]
     assert own == ["train", (2, 2), "train", (4, 4), "train", (6, 6)]
+
+
+def test_a_wrong_step_is_noticed_where_the_data_ends_in_the_first_loop():
+    events = []
+    x = np.ones((20, 1), np.float32)
+    trainer = Counting(events, from_arrays({"x": x}, batch_size=4))
+    trainer.by = jnp.int32(0)
+    controller = armillary.Controller(
+        trainer=trainer, global_step=lambda: trainer.step, steps_per_loop=10
+    )
+
+    with pytest.raises(
+        GlobalStepError,
+        match=r"`trainer.train\(10\)` advanced `global_step` from 0 to 0, but its data "
+        r"ended, and it must advance it by 5, to 5\. Pass what every step advances by "
+        r"one, such as `global_step=optimizer.step`\.$",
+    ):
+        controller.train(100)

@@ -130,6 +130,20 @@ def test_a_step_may_take_a_nest_of_datasets(kind):
     assert trainer.sums == (112 + 234 + 356, 3)
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_dictionary_of_lists_of_batches_is_a_nest(is_compiled):
+    class Nest(Trainer):
+        def take(self, iterator):
+            return iterator["a"].get_next()[0] + next(iterator["b"])[0]
+
+    batches = [np.asarray([float(i)]) for i in range(4)]
+    trainer = Nest({"a": batches, "b": batches[1:]}, Options(compile_step=is_compiled))
+
+    trainer.train(4)
+
+    assert trainer.sums == (0 + 1 + 1 + 2 + 2 + 3, 3)
+
+
 def test_the_shortest_dataset_ends_training():
     class Both(Trainer):
         def take(self, iterator):
@@ -330,7 +344,7 @@ def test_a_batch_that_replicas_cannot_share_is_an_error():
     with pytest.raises(
         BatchSizeError,
         match=r"10 examples, which 4 replicas cannot share equally \(10 % 4 = 2\)"
-        r'.*such as `8` or `12`, or `InputOptions\(remainder="drop"\)`',
+        r'.*such as `8` or `12`, or `InputOptions\(remainder="exact"\)`',
     ):
         trainer.train(1)
 
@@ -368,13 +382,18 @@ def test_a_smaller_last_batch_that_divides_runs():
     assert trainer.data_exhausted
 
 
-@pytest.mark.parametrize(("remainder", "count"), [("drop", 16), ("pad", 22)])
-def test_a_remainder_is_dropped_or_padded(remainder, count):
+@pytest.mark.parametrize(
+    ("remainder", "count", "is_compiled"),
+    [("drop", 16, True), ("pad", 22, True), ("exact", 22, True), ("exact", 22, False)],
+)
+def test_a_remainder_is_dropped_or_padded_or_run_on_fewer_replicas(
+    remainder, count, is_compiled
+):
     strategy = make_strategy(4)
     dataset = armillary.make_distributed_dataset(
         strategy, make_rows(22, 8), input_options=InputOptions(remainder=remainder)
     )
-    trainer = Rows(strategy, dataset)
+    trainer = Rows(strategy, dataset, compile_step=is_compiled)
 
     assert trainer.train(10) == {"sum": sum(range(count)), "count": count}
 
@@ -505,6 +524,24 @@ def test_an_evaluation_ends_with_the_data_and_the_next_begins_anew(compile_step)
     seen = [evaluator.evaluate(num_steps)["seen"] for num_steps in (3, 3, 3, -1, -1)]
 
     assert seen == [[1, 2, 3], [4], [1, 2, 3], [4], [1, 2, 3, 4]]
+
+
+def test_an_evaluation_that_finds_fewer_steps_says_so(caplog):
+    evaluator = Evaluator(make_batches(4))
+
+    evaluator.evaluate(4)
+    evaluator.evaluate(3)
+    assert not caplog.records
+    evaluator.evaluate(3)
+
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "`evaluate(3)` ran 1 steps, because the data ended: the last evaluation had "
+        "taken what came before, or there is no more. The next one begins anew. Use "
+        "`evaluate(-1)` for all of the data, or "
+        "`StandardEvaluatorOptions(recreate_iterator_for_each_eval=True)` to begin "
+        "anew each time."
+    )
 
 
 def test_all_of_a_data_set_without_an_end_is_an_error():

@@ -21,8 +21,8 @@ from armillary.data._batch import describe_shapes as describe_shapes
 from armillary.data._chunk_builder import Chunk as Chunk
 from armillary.data._chunks import ChunkReader as ChunkReader
 from armillary.data._dataset import DistributedDataset as DistributedDataset
-from armillary.data._dataset import DistributedIterator as DistributedIterator
 from armillary.data._input_context import InputContext as InputContext
+from armillary.data._iterator import DistributedIterator as DistributedIterator
 from armillary.data._layout import Active as Active
 from armillary.data._layout import BatchLayout as BatchLayout
 from armillary.data._layout import Peers as Peers

@@ -123,7 +123,7 @@ class Agreement:
                     position, arrays = last.position, last.arrays
                 else:
                     arrays = _copy_rows((last or waiting[0]).arrays, turn.offer)
-                yield HostBatch(arrays, turn.active, position, turn.is_last)
+                yield HostBatch(arrays, turn.active, starts[-1], position, turn.is_last)
             if not turns:
                 return
 

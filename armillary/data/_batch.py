@@ -1,5 +1,6 @@
 """What counts as a batch: a pytree of arrays whose first axis counts examples."""
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -9,12 +10,15 @@ import numpy as np
 from armillary._typing import Batch, PyTree
 from armillary.errors import BatchSizeError
 
+_MOST_LISTED = 10
+
 
 def check_batch(batch: Batch, get_name: Callable[[], str]) -> tuple[PyTree, int]:
     """Returns `batch` with NumPy leaves, and its number of examples.
 
     Args:
-        batch: Pytree of NumPy or JAX arrays.
+        batch: Pytree of NumPy or JAX arrays, or of what NumPy makes arrays of, such as
+            tensors of PyTorch and TensorFlow.
         get_name: Returns what the batch is called in messages.
 
     Raises:
@@ -22,18 +26,30 @@ def check_batch(batch: Batch, get_name: Callable[[], str]) -> tuple[PyTree, int]
         BatchSizeError: If a leaf has no axis, or the leading sizes differ.
     """
     leaves, treedef = jax.tree.flatten(batch)
+    leaves = [as_array(leaf) for leaf in leaves]
     num_rows = -1
     # One pass, since this runs for every batch: what is wrong is found out later.
     for leaf in leaves:
         shape = leaf.shape if _is_numeric_array(leaf) else ()
         if not shape or num_rows not in (-1, shape[0]):
-            error = _find_problem(batch, leaves, get_name())
+            error = _find_problem(treedef.unflatten(leaves), leaves, get_name())
             raise error
         num_rows = shape[0]
     if not leaves:
         error = _find_problem(batch, leaves, get_name())
         raise error
-    return jax.tree.unflatten(treedef, [np.asarray(leaf) for leaf in leaves]), num_rows
+    return treedef.unflatten(np.asarray(leaf) for leaf in leaves), num_rows
+
+
+def as_array(leaf: Any) -> Any:
+    """Returns an array of another library as a NumPy array, and anything else as is."""
+    is_foreign = not isinstance(leaf, np.ndarray | np.generic | jax.Array)
+    if is_foreign and hasattr(leaf, "__array__"):
+        try:
+            return np.asarray(leaf)
+        except (TypeError, ValueError, RuntimeError):
+            pass  # Such as a tensor on a GPU: the message shows it as it is.
+    return leaf
 
 
 def _find_problem(batch: Batch, leaves: list[Any], name: str) -> Exception:
@@ -48,17 +64,22 @@ def _find_problem(batch: Batch, leaves: list[Any], name: str) -> Exception:
     if not all(np.ndim(leaf) for leaf in leaves):
         paths = [path for path, leaf in _named_leaves(batch) if not np.ndim(leaf)]
         return BatchSizeError(
-            f"{name} has leaves without a batch axis: {', '.join(paths)}. Every leaf "
-            "needs the examples on its first axis. Batch the data set, or repeat the "
-            "value for every example, as in `np.full(batch_size, value)`."
+            f"{name} has leaves without a batch axis: {', '.join(_first(paths))}. "
+            "Every leaf needs the examples on its first axis. Batch the data set, or "
+            "repeat the value for every example, as in `np.full(batch_size, value)`."
         )
-    sizes = "\n".join(
+    counts = Counter(leaf.shape[0] for leaf in leaves)
+    sizes = [
         f"  {path}: {leaf.shape[0]} examples, shape {leaf.shape}"
-        for path, leaf in _named_leaves(batch)
-    )
+        # Of many leaves, those of a rare size are the ones to see.
+        for path, leaf in sorted(
+            _named_leaves(batch), key=lambda named: counts[named[1].shape[0]]
+        )
+    ]
+    shown = "\n".join(_first(sizes))
     return BatchSizeError(
         f"{name} has leaves of different leading sizes, but the first axis of all "
-        f"must count the same examples:\n{sizes}\nGive all leaves one size."
+        f"must count the same examples:\n{shown}\nGive all leaves one size."
     )
 
 
@@ -74,11 +95,12 @@ def get_signature(arrays: PyTree) -> Hashable:
 
 
 def describe_shapes(arrays: PyTree) -> str:
-    """Returns the paths, dtypes and shapes of all leaves, in one line."""
-    return ", ".join(
+    """Returns the paths, dtypes and shapes of the first leaves, in one line."""
+    shapes = [
         f"{path}: {canonical_dtype(leaf)} {leaf.shape}"
         for path, leaf in _named_leaves(arrays)
-    )
+    ]
+    return ", ".join(_first(shapes))
 
 
 def _is_numeric_array(leaf: Any) -> bool:
@@ -93,26 +115,43 @@ def _is_numeric_array(leaf: Any) -> bool:
 
 
 def _named_leaves(batch: PyTree) -> list[tuple[str, Any]]:
+    """Returns the leaves with their paths; a list of numbers is shown as one."""
+    leaves = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_list_of_numbers)
     return [
         (jax.tree_util.keystr(path, simple=True, separator="/") or "(root)", leaf)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]
+        for path, leaf in leaves[0]
     ]
 
 
+def _is_list_of_numbers(value: Any) -> bool:
+    leaves = jax.tree.leaves(value) if isinstance(value, list) else []
+    return bool(leaves) and all(isinstance(leaf, int | float) for leaf in leaves)
+
+
+def _first(items: list[str]) -> list[str]:
+    """Returns the first items, and one that says how many there are besides."""
+    num_hidden = len(items) - _MOST_LISTED
+    return items if num_hidden < 1 else [*items[:-num_hidden], f"and {num_hidden} more"]
+
+
 def _describe_non_arrays(batch: PyTree, name: str) -> str:
-    found = "\n".join(
+    found = [
         f"  {path}: {_describe_type(leaf)}"
         for path, leaf in _named_leaves(batch)
         if not _is_numeric_array(leaf)
-    )
+    ]
+    shown = "\n".join(_first(found))
     return (
-        f"{name} has leaves that are not arrays of numbers, but every leaf must be a "
-        f"NumPy or JAX array with the examples on its first axis:\n{found}\n"
+        f"{name} has leaves that are not arrays of numbers, but every leaf must be an "
+        f"array with the examples on its first axis:\n{shown}\n"
         "Convert them in the data set, as in `np.asarray(values)`, or leave them out."
     )
 
 
 def _describe_type(leaf: Any) -> str:
+    if isinstance(leaf, list):
+        kinds = sorted({type(item).__name__ for item in leaf})
+        return f"list of {len(leaf)} x {' or '.join(kinds)}"
     dtype = getattr(leaf, "dtype", None)
     if dtype is not None:
         return f"{type(leaf).__name__} of dtype {dtype}"

@@ -182,7 +182,7 @@ class ChunkBuilder:
         num_bytes = sum(
             len(batches) * leaf.size * leaf.dtype.itemsize
             for reader, batches in zip(self._readers, step, strict=True)
-            for leaf in jax.tree.leaves(reader.sent_types(batches[0].arrays))
+            for leaf in jax.tree.leaves(reader.sent_types(batches[0]))
         )
         num_steps = self._max_chunk_bytes // max(1, num_bytes)
         return max(1, min(self._steps_per_chunk, num_steps))
@@ -194,9 +194,9 @@ class ChunkBuilder:
             # data ended inside it.
             self._capacity = capacity = self._capacity or stack.num_steps
         placed = [
-            reader.layout.place(reader.rows.prepare(arrays), leading_axes=1)
-            for reader, arrays in zip(
-                self._readers, stack.finish(capacity), strict=True
+            reader.layout.place(reader.rows.prepare(arrays), 1, num_replicas)
+            for reader, arrays, num_replicas in zip(
+                self._readers, stack.finish(capacity), stack.num_replicas, strict=True
             )
         ]
         return Chunk(
@@ -227,8 +227,9 @@ class _Stack:
         self.num_steps = 0
         self.signature = _get_step_signature(step)
         self.num_active = tuple(batches[0].num_active for batches in step)
+        self.num_replicas = [batches[0].num_replicas for batches in step]
         self.types = [
-            reader.types(batches[0].arrays)
+            reader.types(batches[0])
             for reader, batches in zip(readers, step, strict=True)
         ]
         self.positions: list[tuple[Position, ...]] = []
@@ -276,7 +277,12 @@ class _Stack:
 
 def _get_step_signature(step: Step) -> Hashable:
     return tuple(
-        (get_signature(batches[0].arrays), batches[0].num_active) for batches in step
+        (
+            get_signature(batches[0].arrays),
+            batches[0].num_active,
+            batches[0].num_replicas,
+        )
+        for batches in step
     )
 
 
@@ -285,16 +291,13 @@ def _check_equal_shapes(
 ) -> None:
     first = batches[0]
     for batch in batches[1:]:
-        if (
-            get_signature(batch.arrays) != get_signature(first.arrays)
-            or batch.num_active != first.num_active
-        ):
+        if _get_step_signature([[batch]]) != _get_step_signature([[first]]):
             raise BatchSizeError(
                 f"One step takes {len(batches)} batches of dataset {index}, and they "
                 "must have one shape, but they differ:\n"
-                f"  {describe_shapes(reader.types(first.arrays))} on "
+                f"  {describe_shapes(reader.types(first))} on "
                 f"{first.num_active} replicas\n"
-                f"  {describe_shapes(reader.types(batch.arrays))} on "
+                f"  {describe_shapes(reader.types(batch))} on "
                 f"{batch.num_active} replicas\n"
                 "Use `drop_remainder=True` in the data set, or "
                 '`InputOptions(remainder="drop")` or `InputOptions(remainder="pad")`.'

@@ -8,25 +8,29 @@ import dataclasses
 import functools
 import json
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 from armillary._typing import PyTree
 from armillary.data._agreed import Agreement
 from armillary.data._arrays import ArrayDataset
+from armillary.data._iterator import DistributedIterator
 from armillary.data._layout import BatchLayout
 from armillary.data._options import InputOptions
 from armillary.data._position import Position, decode_position, encode_position
-from armillary.data._prefetch import Prefetcher
 from armillary.data._reader import HostReader, Progress
 from armillary.data._resident import make_row_taker
 from armillary.data._source import as_source
-from armillary.data._split import HostBatch, Splitter
+from armillary.data._split import Splitter
 from armillary.data._stream import BatchStream
 from armillary.errors import DatasetStateError
 
-_CLOSE_TIMEOUT_SECONDS = 5.0
 _PIPELINES = "pipelines"
+_EXACT_NEEDS_ONE_DATASET = (
+    '`remainder` is "exact", but each process reads data of its own, and rows that '
+    "replicas share anew would have to travel between processes. Distribute one data "
+    "set over all of them (`strategy.distribute_dataset`), or use "
+    '`InputOptions(remainder="drop")` or `InputOptions(remainder="pad")`.'
+)
 
 
 class DistributedDataset:
@@ -85,7 +89,7 @@ class DistributedDataset:
         self._reader: weakref.ref[HostReader] | None = None
         self._element_spec: PyTree | None = None
 
-    def __iter__(self) -> "DistributedIterator":
+    def __iter__(self) -> DistributedIterator:
         """Returns an iterator over the next pass.
 
         After `set_state` without a living iterator, it continues the pass that was
@@ -114,6 +118,13 @@ class DistributedDataset:
         return self._make_reader(exact=exact, keep_finished=not exact)
 
     def _make_reader(self, *, exact: bool, keep_finished: bool) -> HostReader:
+        """Returns a reader over the next pass, or over what was saved.
+
+        Raises:
+            ValueError: If rows would have to travel between processes.
+        """
+        if self._is_agreed and self.options.remainder == "exact" and not exact:
+            raise ValueError(_EXACT_NEEDS_ONE_DATASET)
         stream, self._waiting = self._waiting, None
         if stream is not None and stream.position.is_exhausted and not keep_finished:
             stream = None
@@ -148,6 +159,7 @@ class DistributedDataset:
             remainder=self.options.remainder,
             exact=exact,
             local=None if layout.peers is None else layout.local_replicas,
+            has_peers=self._is_agreed,
         )
 
     @property
@@ -264,61 +276,3 @@ class DistributedDataset:
                 "number."
             )
         return states[peers.index]
-
-
-class DistributedIterator:
-    """One pass over a `DistributedDataset`, read ahead by a background thread.
-
-    The thread ends with the pass, with `close`, and when nobody holds the iterator.
-    """
-
-    def __init__(self, reader: HostReader, prefetch: int) -> None:
-        self._reader = reader
-        self._prefetch = prefetch
-        self._prefetcher: Prefetcher[tuple[PyTree, HostBatch]] | None = None
-        self._is_closed = False
-        reader.attach(self._stop_reading_ahead)
-        weakref.finalize(self, reader.close)
-
-    def __iter__(self) -> "DistributedIterator":
-        return self
-
-    def __next__(self) -> PyTree:
-        """Returns the next batch as the layout wraps it.
-
-        Raises:
-            StopIteration: If the data has ended, again at every call.
-            BatchSizeError: If the replicas cannot share the batch equally.
-        """
-        if self._is_closed:
-            raise StopIteration
-        if self._prefetcher is not None and self._prefetcher.was_interrupted:
-            self._stop_reading_ahead()
-            self._reader.rewind()
-        if self._prefetcher is None:
-            self._prefetcher = Prefetcher(_place(self._reader), self._prefetch)
-        try:
-            arrays, batch = next(self._prefetcher)
-        except StopIteration:
-            self._reader.commit_end()
-            raise
-        self._reader.commit(batch.position)
-        return self._reader.layout.wrap(arrays, batch.num_active)
-
-    def close(self) -> None:
-        """Ends the pass and its thread; the dataset keeps the position reached."""
-        self._is_closed = True
-        if self._prefetcher is not None:
-            self._prefetcher.close(_CLOSE_TIMEOUT_SECONDS)
-        self._reader.close()
-
-    def _stop_reading_ahead(self) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-            self._prefetcher = None
-
-
-def _place(reader: HostReader) -> Iterator[tuple[PyTree, HostBatch]]:
-    while (batch := reader.peek()) is not None:
-        placed = reader.rows.place(batch.arrays)
-        yield placed, next(reader)

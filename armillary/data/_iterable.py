@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from armillary._typing import Batch
+from armillary.data._batch import as_array
 from armillary.errors import DatasetStateError
 
 
@@ -71,7 +72,7 @@ class IteratorSource:
         """
         if self._is_used and not self.is_repositionable:
             raise DatasetStateError(
-                f"`source` is an iterator of type {type(self._iterator).__name__}, "
+                f"The data set is an iterator of type {type(self._iterator).__name__}, "
                 "which gives its batches once, and a second pass was asked for. Pass "
                 "the function that makes it (`make_batches`, not `make_batches()`), "
                 "or an object that can be iterated over again."
@@ -87,16 +88,13 @@ class IteratorSource:
 
 
 class CopyingIterator:
-    """Copies NumPy batches, since user code often fills one buffer again and again."""
+    """Copies batches on the host, since user code often fills one buffer repeatedly."""
 
     def __init__(self, iterator: Iterator[Batch]) -> None:
         self._iterator: Any = iterator
 
     def __next__(self) -> Batch:
-        return jax.tree.map(
-            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf,
-            next(self._iterator),
-        )
+        return jax.tree.map(_copy, next(self._iterator))
 
     def get_state(self) -> Any:
         """Returns a copy of the state, since many iterators return the live object."""
@@ -105,6 +103,11 @@ class CopyingIterator:
     def set_state(self, state: Any) -> None:
         """Goes to a position."""
         self._iterator.set_state(state)
+
+
+def _copy(leaf: Any) -> Any:
+    array = as_array(leaf)
+    return array.copy() if isinstance(array, np.ndarray) else array
 
 
 def has_position(iterator: Any) -> bool:
@@ -121,9 +124,9 @@ def from_function(function: Callable[[], Any]) -> IterableSource:
         made = function()
         if not isinstance(made, Iterable):
             raise TypeError(
-                f"`source` is the function {function!r}, which returned {made!r:.80} "
-                f"of type {type(made).__name__}, but it must return an iterator over "
-                "batches. Write it with `yield`."
+                f"The data set is the function {function!r}, which returned "
+                f"{made!r:.80} of type {type(made).__name__}, but it must return an "
+                "iterator over batches. Write it with `yield`."
             )
         return iter(made)
 

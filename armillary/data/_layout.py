@@ -63,7 +63,9 @@ class BatchLayout(Protocol):
         """
         ...
 
-    def place(self, arrays: PyTree, leading_axes: int = 0) -> PyTree:
+    def place(
+        self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
+    ) -> PyTree:
         """Returns host arrays as device arrays.
 
         It is called from background threads too.
@@ -72,6 +74,8 @@ class BatchLayout(Protocol):
             arrays: Pytree of NumPy arrays, with the rows of `local_replicas`. Nobody
                 writes to them afterwards, so the result may share their memory.
             leading_axes: Axes before those of a batch: 0 for one batch, 1 for a chunk.
+            num_replicas: A number that divides the layout's, for a batch that so many
+                share. The arrays then have the rows of `hosted_replicas`.
         """
         ...
 
@@ -112,3 +116,13 @@ class BatchLayout(Protocol):
                 must have no effect.
         """
         ...
+
+
+def hosted_replicas(local: range, num_devices: int, num_replicas: int) -> range:
+    """Returns which of fewer replicas the devices `local` of all of them run.
+
+    Each replica is on as many devices in a row: with 4 devices, devices 0 and 1 run the
+    first of 2 replicas, and devices 2 and 3 the second.
+    """
+    num_copies = num_devices // num_replicas
+    return range(local.start // num_copies, -(-local.stop // num_copies))

@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 
 from armillary._checks import answers_old_names, check_not_negative_int, check_one_of
 
-Remainder: TypeAlias = Literal["drop", "pad"] | None
+Remainder: TypeAlias = Literal["exact", "drop", "pad"] | None
 
 
 @answers_old_names(
@@ -25,13 +25,22 @@ class InputOptions:
 
             - `None`: it is a `BatchSizeError`. Complete evaluations (`eval_steps=-1`)
               do not need equal shares: they run every example exactly once.
+            - `"exact"`: it is one step all the same, with the gradient and the metrics
+              that one replica would have. It runs on as many replicas as can share it
+              equally and divide the devices, each on several devices that do the same
+              work: 42 examples on 4 devices are 2 replicas of 21, and 41 examples are 1
+              replica. Such a step takes longer and needs more memory. The loss must be
+              scaled in the step, by `compute_average_loss` or by the
+              `num_replicas_in_sync` that is read there. In a complete evaluation it is
+              the same as `None`.
             - `"drop"`: a batch smaller than the full size is dropped whole. Of any
               other, the last rows that do not fill an equal share are dropped. Shapes
               never change, and some examples are not seen.
-            - `"pad"`: batches must be dictionaries. Every batch gets a boolean leaf
-              `mask` of shape `(batch,)`, and a batch smaller than the full size
-              (rounded up to equal shares) is filled with copies of its last row, where
-              `mask` is False. Shapes never change, and every example is seen.
+            - `"pad"`: every batch gets a boolean leaf of shape `(batch,)`: the entry
+              `mask` of a dictionary, the last item of a tuple or a list. A batch
+              smaller than the full size (rounded up to equal shares) is filled with
+              copies of its last row, where the mask is False. Shapes never change, and
+              every example is seen.
 
             With datasets from a function, the full size is that of one replica's batch.
             When the data ends before every replica has one, `"drop"` leaves that group
@@ -55,6 +64,6 @@ class InputOptions:
     place_on_device: bool = False
 
     def __post_init__(self) -> None:
-        check_one_of("remainder", self.remainder, (None, "drop", "pad"))
+        check_one_of("remainder", self.remainder, (None, "exact", "drop", "pad"))
         check_not_negative_int("prefetch", self.prefetch)
         check_one_of("place_on_device", self.place_on_device, (True, False))

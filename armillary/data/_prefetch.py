@@ -9,7 +9,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import jax
 
 from armillary.lifeline._line import READER_THREADS
 
@@ -21,9 +23,10 @@ _EXIT_TIMEOUT_SECONDS = 5.0
 class Prefetcher(Generic[T]):
     """Iterates over `items`, reading up to `size` of them ahead.
 
-    The thread starts with the first `next`. An exception in `items` is raised by the
-    `next` that would have returned the item, with its traceback, and again by every
-    later one.
+    The thread starts with the first `next`, and has the JAX settings that hold there:
+    those of `with jax.enable_x64(True):` belong to one thread. An exception in `items`
+    is raised by the `next` that would have returned the item, with its traceback, and
+    again by every later one.
 
     Args:
         items: Iterator that only this object uses from now on.
@@ -122,13 +125,21 @@ class _Channel(Generic[T]):
             thread.join(timeout_seconds)
 
     def _start(self) -> None:
+        config: Any = jax.config
         self._thread = threading.Thread(
-            target=self._run, name=READER_THREADS, daemon=True
+            target=self._run,
+            args=(config.jax_enable_x64, config.jax_default_device),
+            name=READER_THREADS,
+            daemon=True,
         )
         _running.add(self)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, enable_x64: bool, default_device: Any) -> None:
+        with jax.enable_x64(enable_x64), jax.default_device(default_device):
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
         while True:
             with self._changed:
                 while len(self._ready) >= self._size and not self._should_stop:

@@ -135,23 +135,27 @@ class HostReader:
             self._peeked, self._pieces = None, self._splitter.split(stream)
         self._was_interrupted = False
 
-    def types(self, batch: Batch) -> Batch:
+    def types(self, batch: HostBatch) -> Batch:
         """Returns the types of a host batch as a step receives it."""
         return self.rows.types(self._global_types(batch))
 
-    def sent_types(self, batch: Batch) -> Batch:
+    def sent_types(self, batch: HostBatch) -> Batch:
         """Returns the types of a host batch as it travels to the device."""
         return self.rows.sent_types(self._global_types(batch))
 
-    def _global_types(self, batch: Batch) -> Batch:
+    def place(self, batch: HostBatch) -> Batch:
+        """Returns a host batch on the devices, as a step receives it."""
+        return self.rows.place(batch.arrays, batch.num_replicas)
+
+    def _global_types(self, batch: HostBatch) -> Batch:
         """Returns the types of a host batch with the rows of all processes."""
         if self.layout.peers is None:
-            return _types(batch)
+            return _types(batch.arrays)
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
-                (self.layout.num_replicas, *leaf.shape[1:]), canonical_dtype(leaf)
+                (batch.num_replicas, *leaf.shape[1:]), canonical_dtype(leaf)
             ),
-            batch,
+            batch.arrays,
         )
 
     def commit(self, position: Position) -> None:

@@ -76,9 +76,9 @@ class ResidentArrays:
         """
         return _gather(self._layout, resident, batch)
 
-    def place(self, batch: Batch) -> Batch:
+    def place(self, batch: Batch, num_replicas: int) -> Batch:
         """Returns the rows of a batch of row numbers that is still on the host."""
-        placed = self._layout.place(batch)
+        placed = self._layout.place(batch, num_replicas=num_replicas)
         return _compiled_gather(self._layout, self.resident, placed)
 
     def prepare(self, batch: Batch) -> Batch:

@@ -58,8 +58,11 @@ class RowTaker(Protocol):
         """Returns a host batch, or a chunk of them, as it travels to the device."""
         ...
 
-    def place(self, batch: Batch) -> Batch:
-        """Returns a host batch on the device, as a step receives it."""
+    def place(self, batch: Batch, num_replicas: int) -> Batch:
+        """Returns a host batch on the device, as a step receives it.
+
+        `num_replicas` is how many share it, as for `BatchLayout.place`.
+        """
         ...
 
     def sent_types(self, batch: Batch) -> Batch:
@@ -92,9 +95,9 @@ class WholeRows:
         """Returns the batch itself."""
         return batch
 
-    def place(self, batch: Batch) -> Batch:
+    def place(self, batch: Batch, num_replicas: int) -> Batch:
         """Returns a host batch on the device."""
-        return self._layout.place(self.prepare(batch))
+        return self._layout.place(self.prepare(batch), num_replicas=num_replicas)
 
     def sent_types(self, batch: Batch) -> Batch:
         """Returns the types of what travels to the device."""

@@ -72,13 +72,13 @@ def as_source(source: Any) -> Source:
         return grain_source
     if _is_arrays(source):
         raise TypeError(
-            f"`source` is a {type(source).__name__} of arrays, but it must give "
+            f"The data set is a {type(source).__name__} of arrays, but it must give "
             "batches. Use `armillary.data.from_arrays(arrays, batch_size=...)`."
         )
     if hasattr(source, "make_reader"):
         raise TypeError(
-            "`source` is a distributed dataset already. Pass the data set that it was "
-            "made from, or use it as it is."
+            "The data set is a distributed dataset already. Pass the data set that it "
+            "was made from, or use it as it is."
         )
     if isinstance(source, Iterator):
         return IteratorSource(source)
@@ -87,9 +87,9 @@ def as_source(source: Any) -> Source:
     if isinstance(source, Callable):
         return from_function(source)
     raise TypeError(
-        f"`source` is {source!r:.80} of type {type(source).__name__}, but it must give "
-        "batches. Pass the result of `armillary.data.from_arrays`, a Grain dataset or "
-        "loader, an iterable of batches, or a generator function."
+        f"The data set is {source!r:.80} of type {type(source).__name__}, but it must "
+        "give batches. Pass the result of `armillary.data.from_arrays`, a Grain "
+        "dataset or loader, an iterable of batches, or a generator function."
     )
 
 

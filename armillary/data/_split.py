@@ -2,30 +2,36 @@
 
 A *group* is what becomes one distributed batch: one global batch, or one batch for each
 replica. A group that fits becomes one piece. What happens to any other follows from
-`InputOptions.remainder`, or, in exact mode, it becomes several smaller pieces::
+`InputOptions.remainder`. With `"exact"` it is one piece for fewer replicas, each on
+several devices; in an evaluation, where steps add up, it is several smaller pieces::
 
-    global batch of 10 rows on 4 replicas      piece 1: rows 0-7, 2 for each replica
+    global batch of 10 rows on 4 replicas      5 rows for each of 2 replicas
+      in an evaluation                         piece 1: rows 0-7, 2 for each replica
                                                piece 2: rows 8-9, 1 for replicas 0 and 1
-    replica batches of 8, 8 and 3 rows         piece 1: 8 rows for replicas 0 and 1
-      (then the data ends)                     piece 2: 3 rows for replica 0
+    replica batches of 8, 8 and 3 rows         19 rows for 1 replica
+      (then the data ends), in an evaluation   piece 1: 8 rows for replicas 0 and 1
+                                               piece 2: 3 rows for replica 0
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
+from armillary._logging import logger
 from armillary._typing import PyTree
 from armillary.data._input_context import name_fitting_sizes
-from armillary.data._layout import Active
+from armillary.data._layout import Active, hosted_replicas
 from armillary.data._options import Remainder
 from armillary.data._position import Position
 from armillary.data._stream import BatchStream, SourceBatch
 from armillary.errors import BatchSizeError
 
 MASK = "mask"
-_OPTIONS_FIX = (
+_EXACT_FIX = '`InputOptions(remainder="exact")` to run it on fewer replicas, '
+_OTHER_FIXES = (
     '`InputOptions(remainder="drop")` to leave examples out, or '
     '`InputOptions(remainder="pad")` to fill up and get a `mask`'
 )
@@ -40,12 +46,15 @@ class HostBatch:
             replicas of this process.
         num_active: Replicas that have data. The rows of the others are copies, so that
             all values are finite.
+        num_replicas: Replicas that share it: those of the layout, or a number that
+            divides theirs.
         position: To be given to `HostReader.commit` once the batch was used.
         is_last: Whether it is the last piece of its group.
     """
 
     arrays: PyTree
     num_active: Active
+    num_replicas: int
     position: Position
     is_last: bool
 
@@ -59,9 +68,10 @@ class Splitter:
         stacked: Whether pieces get a replica axis. Without one, any size fits.
         per_replica_batches: Whether a source batch is one replica's, not a global one.
         remainder: As in `InputOptions`.
-        exact: Whether groups that do not fit become several pieces, where `remainder`
-            does not say otherwise.
+        exact: Whether groups that do not fit become several pieces, unless `remainder`
+            is `"drop"` or `"pad"`.
         local: The replicas whose rows are wanted, `None` for all.
+        has_peers: Whether other processes give the rows of other replicas.
     """
 
     num_replicas: int
@@ -70,10 +80,20 @@ class Splitter:
     remainder: Remainder
     exact: bool
     local: range | None = None
+    has_peers: bool = False
 
     @property
     def _num_shares(self) -> int:
         return self.num_replicas if self.stacked else 1
+
+    @property
+    def _narrows(self) -> bool:
+        """Whether a group that does not fit is one piece for fewer replicas."""
+        return self.stacked and self.remainder == "exact" and not self.exact
+
+    @property
+    def _group_size(self) -> int:
+        return self._num_shares if self.per_replica_batches else 1
 
     def split(self, stream: BatchStream) -> Iterator[HostBatch]:
         """Yields all pieces of `stream`.
@@ -84,16 +104,20 @@ class Splitter:
         Raises:
             BatchSizeError: If a group does not fit and no rule applies.
         """
-        before = stream.position
+        before, is_first = stream.position, True
         for group in self._read_groups(stream):
             pieces = self._split_group(group, stream)
+            if is_first and self._narrows:
+                self._warn_of_waste(group, pieces, stream)
+            is_first = False
             for index, (arrays, num_active) in enumerate(pieces, start=1):
                 is_last = index == len(pieces)
+                count = _num_rows(arrays) if self.stacked else self.num_replicas
                 if self.local is not None:
-                    arrays = _take_rows(arrays, self.local.start, self.local.stop)
-                yield HostBatch(
-                    arrays, num_active, stream.position if is_last else before, is_last
-                )
+                    own = hosted_replicas(self.local, self.num_replicas, count)
+                    arrays = _take_rows(arrays, own.start, own.stop)
+                position = stream.position if is_last else before
+                yield HostBatch(arrays, num_active, count, position, is_last)
             before = stream.position
 
     def get_global_spec(self, spec: PyTree, full_size: int) -> PyTree:
@@ -112,7 +136,6 @@ class Splitter:
         )
 
     def _read_groups(self, stream: BatchStream) -> Iterator[list[SourceBatch]]:
-        group_size = self._num_shares if self.per_replica_batches else 1
         group: list[SourceBatch] = []
         try:
             for batch in stream:
@@ -123,7 +146,7 @@ class Splitter:
                     num_rows = self._round_down(batch.num_rows, full_size)
                     batch = SourceBatch(_take_rows(batch.arrays, 0, num_rows), num_rows)
                 group.append(batch)
-                if len(group) == group_size:
+                if len(group) == self._group_size:
                     yield group
                     group = []
         except (KeyboardInterrupt, SystemExit):
@@ -162,9 +185,13 @@ class Splitter:
         full_size = stream.full_size or group[0].num_rows
         if self.remainder == "pad":
             size = self._round_up(max(full_size, *(batch.num_rows for batch in group)))
-            group = [_pad(batch, size) for batch in group]
+            num_missing = self._group_size - len(group)
+            empty = [_pad(group[-1], size, 0)] * num_missing
+            group = [_pad(batch, size, batch.num_rows) for batch in group] + empty
         if not self.stacked:
             return [(group[0].arrays, self.num_replicas)]
+        if self._narrows:
+            return [self._share(group)]
         if self.per_replica_batches:
             return self._split_replica_batches(group)
         if not self.exact and group[0].num_rows % self.num_replicas:
@@ -184,14 +211,46 @@ class Splitter:
         if full_size % num_replicas == 0 and stream.peek() is None:
             return BatchSizeError(
                 f"The last batch of the data has the {num_rows} examples that were "
-                f"left, {rule}; the batches before it have {full_size}. Batch the data "
-                f"with `drop_remainder=True`, or use {_OPTIONS_FIX}."
+                f"left, {rule}; the batches before it have {full_size}. Use "
+                f"{self._fixes}, or batch the data with `drop_remainder=True`."
             )
         return BatchSizeError(
             f"A batch has {num_rows} examples, {rule}. Use a batch size that is a "
             f"multiple of {num_replicas}, such as "
-            f"{name_fitting_sizes(num_rows, num_replicas)}, or {_OPTIONS_FIX}."
+            f"{name_fitting_sizes(num_rows, num_replicas)}, or {self._fixes}."
         )
+
+    @property
+    def _fixes(self) -> str:
+        return _OTHER_FIXES if self.has_peers else f"{_EXACT_FIX}{_OTHER_FIXES}"
+
+    def _share(self, group: list[SourceBatch]) -> tuple[PyTree, int]:
+        """Returns all rows of a group as one piece, for as many replicas as can be."""
+        arrays = group[0].arrays
+        if len(group) > 1:
+            parts = [batch.arrays for batch in group]
+            arrays = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+        num_sharing = math.gcd(_num_rows(arrays), self.num_replicas)
+        return _add_replica_axis(arrays, num_sharing), num_sharing
+
+    def _warn_of_waste(
+        self,
+        group: list[SourceBatch],
+        pieces: list[tuple[PyTree, int]],
+        stream: BatchStream,
+    ) -> None:
+        """Tells if not the last batches, but all, run on fewer replicas."""
+        num_rows, num_sharing = group[0].num_rows, pieces[0][1]
+        if num_sharing < self.num_replicas and num_rows == stream.full_size:
+            logger.warning(
+                "Batches of %d examples run on %d of %d replicas, and the other "
+                "devices do the same work again. With a batch size that is a multiple "
+                "of %d, all would share it.",
+                num_rows,
+                num_sharing,
+                self.num_replicas,
+                self.num_replicas,
+            )
 
     def _split_global_batch(self, batch: SourceBatch) -> list[tuple[PyTree, int]]:
         num_replicas = self.num_replicas
@@ -210,10 +269,6 @@ class Splitter:
         self, group: list[SourceBatch]
     ) -> list[tuple[PyTree, int]]:
         num_replicas = self.num_replicas
-        if self.remainder == "pad":
-            empty = group[-1].arrays | {MASK: np.zeros_like(group[-1].arrays[MASK])}
-            num_missing = num_replicas - len(group)
-            group = group + [SourceBatch(empty, group[-1].num_rows)] * num_missing
         by_size: dict[int, list[PyTree]] = {}
         for batch in group:
             by_size.setdefault(batch.num_rows, []).append(batch.arrays)
@@ -224,12 +279,16 @@ class Splitter:
                 f"batches have {sizes} examples"
                 f"{' and the data ends there' if len(group) < num_replicas else ''}. "
                 "Batch the data with `drop_remainder=True` and a number of batches "
-                f"that is a multiple of {num_replicas}, or use {_OPTIONS_FIX}."
+                f"that is a multiple of {num_replicas}, or use {self._fixes}."
             )
         return [
             (_stack(batches, num_replicas), len(batches))
             for batches in by_size.values()
         ]
+
+
+def _num_rows(arrays: PyTree) -> int:
+    return len(jax.tree.leaves(arrays)[0])
 
 
 def _take_rows(arrays: PyTree, start: int, stop: int) -> PyTree:
@@ -251,33 +310,35 @@ def _stack(batches: Sequence[PyTree], num_replicas: int) -> PyTree:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *filled)
 
 
-def _pad(batch: SourceBatch, size: int) -> SourceBatch:
-    """Fills `batch` with copies of its last row and adds the mask."""
+def _pad(batch: SourceBatch, size: int, num_seen: int) -> SourceBatch:
+    """Fills `batch` with copies of its last row; the mask shows `num_seen` rows."""
     arrays = batch.arrays
     if batch.num_rows < size:
         rows = np.minimum(np.arange(size), batch.num_rows - 1)
         arrays = jax.tree.map(lambda leaf: np.take(leaf, rows, axis=0), arrays)
-    return SourceBatch(add_mask(arrays, np.arange(size) < batch.num_rows), size)
+    return SourceBatch(add_mask(arrays, np.arange(size) < num_seen), size)
 
 
 def add_mask(batch: PyTree, mask: object) -> PyTree:
     """Returns `batch` with the leaf that `remainder="pad"` adds.
 
     Raises:
-        TypeError: If `batch` is not a dictionary.
+        TypeError: If `batch` is neither a dictionary nor a tuple nor a list.
         ValueError: If it has such a leaf.
     """
+    if type(batch) in (tuple, list):
+        return type(batch)([*batch, mask])
     if not isinstance(batch, dict):
         raise TypeError(
-            'The batches are not dictionaries, but `InputOptions(remainder="pad")` '
-            f"adds a leaf `{MASK}` to each, and these are of type "
-            f"{type(batch).__name__}. Return dictionaries from the data set, or use "
-            '`remainder="drop"`.'
+            f"The batches are of type {type(batch).__name__}, but "
+            '`InputOptions(remainder="pad")` adds a mask to each, as the entry '
+            f"`{MASK}` of a dictionary or as the last item of a tuple. Return one of "
+            'these from the data set, or use `remainder="exact"` or `"drop"`.'
         )
     if MASK in batch:
         raise ValueError(
             f"The batches have a leaf `{MASK}` already, which `InputOptions(remainder="
             '"pad")` adds to each. Rename it in the data set, or use '
-            '`remainder="drop"`.'
+            '`remainder="exact"` or `"drop"`.'
         )
     return {**batch, MASK: mask}

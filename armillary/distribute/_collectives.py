@@ -31,30 +31,47 @@ class ReplicaContext:
         strategy: The strategy whose `run` made this replica.
         axis_name: The mesh axis that counts replicas, or `None` if there is one replica
             and no such axis.
-        num_active: Which replicas hold data in this step: the first so many, or those
-            of these numbers.
+        active: Which replicas hold data in this step: the first so many, or those of
+            these numbers.
+        num_replicas: Replicas that run this step; by default those of the strategy.
         has_own_data: Whether `run` was given values that differ between replicas.
 
     Attributes:
         strategy: The strategy whose `run` made this replica.
-        num_replicas_in_sync: Replicas that run this step together.
-        num_active: Those of them that hold data. Fewer only in the last steps of a
-            complete evaluation.
+        active: Which replicas hold data in this step.
+        was_asked: Whether the step has used the number of replicas in any way.
     """
 
     def __init__(
         self,
         strategy: "Strategy",
         axis_name: str | None,
-        num_active: Active,
+        active: Active,
+        num_replicas: int | None = None,
         has_own_data: bool = True,
     ) -> None:
         self.strategy = strategy
-        self.num_replicas_in_sync = strategy.num_replicas_in_sync
-        self.num_active = count_active(num_active)
-        self._active = num_active
+        self.active = active
+        self.was_asked = False
+        self._num_replicas = num_replicas or strategy.num_replicas_in_sync
         self._axis_name = axis_name
         self._has_own_data = has_own_data
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas that run this step together.
+
+        Fewer than those of the strategy only for an uneven batch of a dataset with
+        `InputOptions(remainder="exact")`.
+        """
+        self.was_asked = True
+        return self._num_replicas
+
+    @property
+    def num_active(self) -> int:
+        """Replicas that hold data; fewer only at the end of a complete evaluation."""
+        self.was_asked = True
+        return count_active(self.active)
 
     @property
     def replica_id_in_sync_group(self) -> Any:
@@ -209,18 +226,18 @@ class ReplicaContext:
         shared_by = None if varies(leaf) else self.num_replicas_in_sync
         if shared_by is None:
             leaf = jax.lax.all_gather(leaf, self._axis_name, to="invarying")
-        return PerReplica(leaf, self._active, shared_by, self._has_own_data)
+        return PerReplica(leaf, self.active, shared_by, self._has_own_data)
 
     def is_active(self) -> jax.Array:
         """Returns whether this replica holds data; traced where there are several."""
         replica = self.replica_id_in_sync_group
-        if isinstance(self._active, int):
-            return replica < self._active
-        return jnp.any(replica == np.array(self._active))
+        if isinstance(self.active, int):
+            return replica < self.active
+        return jnp.any(replica == np.array(self.active))
 
     def is_first(self) -> jax.Array:
         """Returns whether this is the first replica that holds data."""
-        first = 0 if isinstance(self._active, int) else self._active[0]
+        first = 0 if isinstance(self.active, int) else self.active[0]
         return self.replica_id_in_sync_group == first
 
 

@@ -63,6 +63,14 @@ def get_replica_context() -> "ReplicaContext | None":
     return _frame().replica_context
 
 
+def get_running_context(strategy: "Strategy") -> "ReplicaContext | None":
+    """Returns the context of the `run` of a strategy that the code is called from."""
+    for frame in reversed(_ambient.frames):
+        if frame.strategy is strategy and frame.replica_context is not None:
+            return frame.replica_context
+    return None
+
+
 def in_cross_replica_context() -> bool:
     """Returns whether the caller is in cross-replica context."""
     return _frame().replica_context is None

@@ -16,9 +16,11 @@ import numpy as np
 from jax.core import Tracer
 
 from armillary._logging import logger
+from armillary._traceback import hides_frames
 from armillary._typing import PyTree
 from armillary.distribute._context import get_strategy, lifted_state
 from armillary.distribute._interrupts import uninterrupted
+from armillary.distribute._outside_traces import check_no_trace
 from armillary.distribute._placement import Placement
 from armillary.distribute._same_program import check_same_program
 from armillary.distribute._strategy import Strategy
@@ -30,6 +32,10 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _MAX_PROGRAMS = 64
 _MANY_PROGRAMS = 16
+_MANY_FUNCTIONS_MESSAGE = (
+    "`%s`, given to `strategy.run`, was compiled %d times, because what it captures "
+    "changes (%s). Pass what changes in `args`, as an array."
+)
 _MANY_PROGRAMS_MESSAGE = (
     "`%s` was compiled %d times. Each new shape or dtype of an array, each new value "
     "of another argument, and each new object among the arguments compiles it again: "
@@ -77,6 +83,7 @@ def function(
         return functools.partial(function, strategy=strategy)
     compiled = Function(fn, strategy)
 
+    @hides_frames
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         return compiled(*args, **kwargs)
@@ -117,22 +124,32 @@ class Function:
         program = self._programs.get(key)
         if program is None or not program.is_current():
             state = State([(self._fn, ""), *((leaf, "") for leaf in _objects(leaves))])
-            if any(isinstance(leaf, Tracer) for leaf in state.read()):
+            is_lifted = any(isinstance(leaf, Tracer) for leaf in state.read())
+            if is_lifted and self._body is self._fn:
                 # A transformation of NNX has lifted what the arguments hold already.
                 return self._body(*args, **kwargs)
-            last = program
-            program = _Program(self._fn, self._body, state, strategy, leaves, treedef)
-            if last is not None:
-                program.reuse(last)
-            self._programs[key] = program
-            self._num_compiled += 1
-            if self._num_compiled == _MANY_PROGRAMS:
-                name = getattr(self._fn, "__name__", "the function")
-                logger.warning(_MANY_PROGRAMS_MESSAGE, name, _MANY_PROGRAMS)
-            if len(self._programs) > _MAX_PROGRAMS:
-                self._programs.popitem(last=False)
+            program = self._get_program(key, state, leaves, treedef)
         self._programs.move_to_end(key)
         return program([leaf for leaf in leaves if _is_array(leaf)])
+
+    def _get_program(
+        self, key: Any, state: State, leaves: list[Any], treedef: Any
+    ) -> "_Program":
+        """Returns a program for what the function reaches by now."""
+        last = self._programs.get(key)
+        if last is not None and last.go_on_with(state):
+            return last
+        program = _Program(self._fn, self._body, state, key[0], leaves, treedef)
+        if last is not None:
+            program.reuse(last)
+        self._programs[key] = program
+        self._num_compiled += 1
+        if self._num_compiled == _MANY_PROGRAMS:
+            name = getattr(self._fn, "__name__", "the function")
+            logger.warning(_MANY_PROGRAMS_MESSAGE, name, _MANY_PROGRAMS)
+        if len(self._programs) > _MAX_PROGRAMS:
+            self._programs.popitem(last=False)
+        return program
 
 
 class Functions:
@@ -146,6 +163,8 @@ class Functions:
         self._functions: collections.OrderedDict[Any, tuple[Any, Function]] = (
             collections.OrderedDict()
         )
+        # For each code, how often it was compiled, and what it captured last.
+        self._compiled: dict[Any, tuple[int, dict[str, Any]]] = {}
 
     def get(self, fn: Callable[..., Any], strategy: Strategy) -> Function:
         """Returns the compiled function for `strategy.run(fn, ...)`."""
@@ -158,10 +177,23 @@ class Functions:
 
             # The values are kept, so that their identities stay theirs.
             self._functions[key] = (values, Function(fn, strategy, body))
+            self._count(fn, key)
             if len(self._functions) > _MAX_PROGRAMS:
                 self._functions.popitem(last=False)
         self._functions.move_to_end(key)
         return self._functions[key][1]
+
+    def _count(self, fn: Callable[..., Any], key: Any) -> None:
+        code, values = key
+        count, before = self._compiled.get(code, (0, {}))
+        held = dict(values)
+        self._compiled[code] = count + 1, held
+        if count + 1 == _MANY_PROGRAMS:
+            changed = sorted(n for n in held if before.get(n) != held[n])
+            name = getattr(fn, "__name__", "the function")
+            logger.warning(
+                _MANY_FUNCTIONS_MESSAGE, name, _MANY_PROGRAMS, ", ".join(changed)
+            )
 
 
 class _Program:
@@ -177,7 +209,7 @@ class _Program:
         treedef: Any,
     ) -> None:
         self._strategy = strategy
-        self._state = state
+        self._fn, self._state = fn, state
         self._signature = state.signature()
         self._placement = Placement(state, strategy)
         self._types = self._placement.types()
@@ -201,6 +233,10 @@ class _Program:
             owner="the function",
         )
 
+        state.watch()
+        if not state.is_current():
+            # The function set something to what it is after each of its calls.
+            self._rebind(State(state.roots))
         if strategy.peers is not None:
             name = getattr(fn, "__name__", "the function")
             check_same_program(strategy.peers, name, self._step.program)
@@ -220,12 +256,25 @@ class _Program:
         """Returns whether nothing that the function reaches was replaced."""
         return self._state.is_current() and self._placement.has_types(self._types)
 
+    def go_on_with(self, state: State) -> bool:
+        """Takes what a new search has found, if the program is the same for it."""
+        is_alike = self._signature == state.signature()
+        if is_alike and not state.changes_since(self._state):
+            self._rebind(state)
+            return True
+        return False
+
+    def _rebind(self, state: State) -> None:
+        self._state = state
+        self._placement.rebind(state)
+
     def reuse(self, last: "_Program") -> None:
         """Takes over what `last` has compiled, if that is the same program."""
         if self._signature == last._signature and self._step.is_same(last._step):
             self._compiled = last._compiled
 
     def __call__(self, arrays: list[Any]) -> PyTree:
+        check_no_trace(self._fn, self._state)
         donated, others = self._placement.place(self._step.changed)
         self._strategy.dispatch.wait()
         # JAX traces some operations while it compiles.

@@ -9,7 +9,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from armillary._typing import PyTree
 from armillary.data import Active, Peers
+from armillary.data._layout import hosted_replicas
 from armillary.distribute._global_arrays import replicate, split
+from armillary.distribute._narrow import narrow_mesh
 from armillary.distribute._values import PerReplica
 from armillary.distribute._variables import AXIS_NAME
 
@@ -29,9 +31,11 @@ class SingleLayout:
     stacked = False
     peers = None
 
-    def place(self, arrays: PyTree, leading_axes: int = 0) -> PyTree:
+    def place(
+        self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
+    ) -> PyTree:
         """Returns host arrays as device arrays."""
-        del leading_axes
+        del leading_axes, num_replicas
         return jax.device_put(arrays, self.sharding)
 
     @property
@@ -85,10 +89,15 @@ class ReplicaLayout:
         """One replica for each device."""
         return self.mesh.shape[AXIS_NAME]
 
-    def place(self, arrays: PyTree, leading_axes: int = 0) -> PyTree:
+    def place(
+        self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
+    ) -> PyTree:
         """Returns host arrays as device arrays, split over replicas."""
+        return jax.device_put(arrays, self._sharding(leading_axes, num_replicas))
+
+    def _sharding(self, leading_axes: int, num_replicas: int | None) -> NamedSharding:
         spec = PartitionSpec(*[None] * leading_axes, AXIS_NAME)
-        return jax.device_put(arrays, NamedSharding(self.mesh, spec))
+        return NamedSharding(narrow_mesh(self.mesh, num_replicas), spec)
 
     @property
     def devices(self) -> Collection[Any]:
@@ -104,7 +113,7 @@ class ReplicaLayout:
         # Left to itself, the partitioner may choose to gather with collectives.
         local_take = jax.shard_map(
             _take,
-            mesh=self.mesh,
+            mesh=narrow_mesh(self.mesh, len(rows)),
             in_specs=(PartitionSpec(), PartitionSpec(AXIS_NAME)),
             out_specs=PartitionSpec(AXIS_NAME),
         )
@@ -143,12 +152,13 @@ class ProcessLayout(ReplicaLayout):
         start = owners.index(self.processes.index)
         return range(start, start + owners.count(self.processes.index))
 
-    def place(self, arrays: PyTree, leading_axes: int = 0) -> PyTree:
+    def place(
+        self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
+    ) -> PyTree:
         """Returns this process's rows as device arrays that span all processes."""
-        sharding = NamedSharding(
-            self.mesh, PartitionSpec(*[None] * leading_axes, AXIS_NAME)
-        )
-        rows, count = self.local_replicas, self.num_replicas
+        count = num_replicas or self.num_replicas
+        rows = hosted_replicas(self.local_replicas, self.num_replicas, count)
+        sharding = self._sharding(leading_axes, count)
         return split(arrays, sharding, leading_axes, rows, count)
 
     def replicate(self, arrays: PyTree) -> PyTree:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from armillary.distribute._context import get_replica_context, require_replica_context
 from armillary.distribute._loss_scale import mark_scaled
+from armillary.distribute._values import count_active
 
 
 def compute_average_loss(
@@ -59,6 +60,7 @@ def compute_average_loss(
     else:
         _check_global_batch_size(global_batch_size)
     if context is not None:
+        context.was_asked = True  # Any divisor here is one for all replicas.
         losses = context.local(losses)
     # In half precision a sum overflows soon, and a divisor of 65,520 is infinite.
     total = jnp.sum(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))
@@ -84,7 +86,8 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
         "scale_regularization_loss", "divide by `strategy.num_replicas_in_sync` here"
     )
     loss = context.local(jnp.asarray(regularization_loss))
-    return mark_scaled(jnp.sum(loss) / context.num_active)
+    # Not `num_active`: this says nothing about the scale of any other loss.
+    return mark_scaled(jnp.sum(loss) / count_active(context.active))
 
 
 def _weights(sample_weight: Any, losses: jax.Array) -> jax.Array:

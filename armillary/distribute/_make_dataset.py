@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from armillary.data import DistributedDataset, InputContext, InputOptions
+from armillary.distribute._context import get_strategy
 from armillary.distribute._strategy import Strategy
 
 
 def make_distributed_dataset(
-    strategy: Strategy,
+    strategy: Strategy | None,
     dataset_or_fn: Any,
     *args: Any,
     input_options: InputOptions | None = None,
@@ -26,10 +27,12 @@ def make_distributed_dataset(
 
     where the last function takes an `input_context`, by which it knows its share, and
     returns batches of the *per-replica* size
-    (`input_context.get_per_replica_batch_size(batch_size)`).
+    (`input_context.get_per_replica_batch_size(batch_size)`). In Orbit the batches of
+    every function are of the per-replica size; here those of one without an
+    `input_context` are global ones.
 
     Args:
-        strategy: The strategy.
+        strategy: The strategy, or `None` for the one in effect (`get_strategy()`).
         dataset_or_fn: Anything `armillary.data.as_source` takes, batched with the
             global batch size; or a function that returns such a data set.
         *args: Positional arguments for the function.
@@ -43,6 +46,8 @@ def make_distributed_dataset(
         TypeError: If arguments are given without a function to pass them to, or do not
             fit the function.
     """
+    if strategy is None:
+        strategy = get_strategy()
     if not _is_function(dataset_or_fn):
         if args or kwargs:
             given = [*(repr(arg) for arg in args), *kwargs]

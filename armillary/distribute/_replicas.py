@@ -20,10 +20,12 @@ from armillary._typing import PyTree
 from armillary.data import Active
 from armillary.distribute._collectives import ReplicaContext
 from armillary.distribute._context import entered
+from armillary.distribute._narrow import check_scale, narrow_mesh, take_first_copy
 from armillary.distribute._proof import require_equal
 from armillary.distribute._retype import AXIS_NAME, varies
 from armillary.distribute._values import PerReplica, is_per_replica
 from armillary.distribute._variables import (
+    Policy,
     enter,
     leave,
     policies_of,
@@ -73,7 +75,9 @@ def run_in_replicas(
         _is_array(array) and not is_cut
         for array, is_cut in zip(arrays, is_split, strict=True)
     ]
-    active = _find_active(leaves, strategy.num_replicas_in_sync)
+    active, num_replicas = _find_active(leaves, strategy.num_replicas_in_sync)
+    mesh = narrow_mesh(mesh, num_replicas)
+    name = getattr(fn, "__name__", "the step")
     before = [as_array(leaf) for leaf in state.read()]
     policies = policies_of(state, before)
     changed: list[int] = []
@@ -82,7 +86,9 @@ def run_in_replicas(
     def replica_fn(
         slots: list[Any], split: list[Any], whole: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        context = ReplicaContext(strategy, AXIS_NAME, active, any(is_split))
+        context = ReplicaContext(
+            strategy, AXIS_NAME, active, num_replicas, any(is_split)
+        )
         start = [enter(*pair) for pair in zip(policies, slots, strict=True)]
         rows, wholes = iter(split), iter(whole)
         call_args, call_kwargs = treedef.unflatten(
@@ -92,7 +98,8 @@ def run_in_replicas(
         with state.swapped(start), entered(strategy, context), corrected_types():
             with aggregated_writes(state, context):
                 result = fn(*call_args, **call_kwargs)
-            after = state.collect(start, getattr(fn, "__name__", "the step"))
+            was_asked = context.was_asked
+            after = state.collect(start, name)
         changed[:] = [
             i for i, (a, b) in enumerate(zip(start, after, strict=True)) if a is not b
         ]
@@ -115,7 +122,11 @@ def run_in_replicas(
         equal = list(map(jnp.asarray, compress(values, shared)))
         names = ["what the step returns"] * len(equal)
         equal = require_equal(equal, equal, names, len(state.paths))
-        return final, [value[None] for value in compress(values, own)], equal
+        if num_replicas < strategy.num_replicas_in_sync and not was_asked:
+            is_mirrored = [policies[i] is Policy.MIRRORED for i in changed]
+            check_scale(name, context, [*compress(final, is_mirrored), *equal])
+        rows = [value[None] for value in compress(values, own)]
+        return take_first_copy(mesh, (final, rows, equal))
 
     whole_spec, split_spec = PartitionSpec(), PartitionSpec(AXIS_NAME)
     mapped = jax.shard_map(
@@ -135,13 +146,12 @@ def run_in_replicas(
     state.write(after)
     result_tree, values, own, shared = outputs
     rows, wholes = iter(stacked), iter(equal)
-    num_replicas = strategy.num_replicas_in_sync
 
     def wrap(value: Any, is_own: bool, is_shared: bool) -> Any:
         if not (is_own or is_shared):
             return value
         array = next(rows if is_own else wholes)
-        if num_replicas == 1:
+        if strategy.num_replicas_in_sync == 1:
             return array[0] if is_own else array
         return PerReplica(
             array, active, None if is_own else num_replicas, any(is_split)
@@ -159,14 +169,23 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def _find_active(leaves: list[Any], num_replicas: int) -> Active:
-    counts = {leaf.active_replicas for leaf in leaves if is_per_replica(leaf)}
+def _find_active(leaves: list[Any], num_replicas: int) -> tuple[Active, int]:
+    """Returns which replicas hold data, and how many run the step.
+
+    Raises:
+        BatchSizeError: If that differs between the leaves.
+    """
+    counts = {
+        (leaf.active_replicas, len(leaf.array))
+        for leaf in leaves
+        if is_per_replica(leaf) and not leaf.is_shared
+    }
     if len(counts) > 1:
-        shown = sorted(counts, key=str)
+        shown = sorted((active for active, _ in counts), key=str)
         raise BatchSizeError(
             f"`args` of `strategy.run` hold data for {shown} replicas, but "
             "all arguments of one call must have data on the same replicas. Give the "
             "data sets the same number of examples, or set "
             '`InputOptions(remainder="drop")` on each.'
         )
-    return counts.pop() if counts else num_replicas
+    return counts.pop() if counts else (num_replicas, num_replicas)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 
 from armillary._checks import check_callable
+from armillary._traceback import hides_frames
 from armillary._typing import PyTree
 from armillary.cluster import ClusterResolver
 from armillary.cluster._peers import Peers
@@ -28,6 +29,7 @@ from armillary.data import (
 from armillary.distribute._collectives import double_reduction_message
 from armillary.distribute._context import (
     Scope,
+    get_running_context,
     lifted_state,
     merging_replica,
     require_cross_replica_context,
@@ -70,8 +72,13 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many copies of the step run together; divides a global batch."""
-        return self._num_replicas
+        """How many copies of the step run together; divides a global batch.
+
+        Inside `run` it is how many run this call: fewer for an uneven batch of a
+        dataset with `InputOptions(remainder="exact")`.
+        """
+        context = get_running_context(self)
+        return self._num_replicas if context is None else context.num_replicas_in_sync
 
     @property
     def mesh(self) -> Mesh | None:
@@ -116,6 +123,7 @@ class Strategy:
         """
         return Scope(self)
 
+    @hides_frames
     def run(
         self,
         fn: Callable[..., PyTree],
@@ -158,6 +166,7 @@ class Strategy:
             return replica.run_merged(fn, tuple(args), kwargs or {})
         return self._run(fn, tuple(args), kwargs or {}, lifted_state())
 
+    @hides_frames
     def reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None = None
     ) -> PyTree:
@@ -211,6 +220,7 @@ class Strategy:
 
         return self._outside(jax.tree.map(reduce_leaf, value, is_leaf=is_per_replica))
 
+    @hides_frames
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Joins the values of all replicas along an axis.
 

@@ -7,20 +7,29 @@ that changed shape.
 """
 
 import contextlib
-import re
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.extend import core
 
 from armillary._typing import PyTree
 from armillary.distribute._context import lifted
+from armillary.distribute._host_values import guarded_host_values
 from armillary.distribute._legacy_keys import check_keys
+from armillary.distribute._outside_traces import check_nothing_left, is_in_trace
 from armillary.distribute._proof import prove, proved_later
-from armillary.distribute._value_errors import add_value_note
-from armillary.state import State, check_captured, write_error
+from armillary.distribute._step_errors import add_step_notes
+from armillary.distribute._value_errors import VALUE_ERRORS, add_value_note
+from armillary.errors import ArmillaryError, StateStructureError
+from armillary.state import (
+    Fingerprint,
+    State,
+    check_captured,
+    unsettled_message,
+    write_error,
+)
 
 
 class TracedStep(NamedTuple):
@@ -32,12 +41,14 @@ class TracedStep(NamedTuple):
         changed: Indices of the slot arrays that the step changes.
         result_tree: Structure of the results; not arrays, see `results`.
         static_results: Results that are not arrays, and `ARRAY` for those that are.
+        fingerprint: Tells the program from others.
     """
 
     program: core.ClosedJaxpr
     changed: tuple[int, ...]
     result_tree: Any
     static_results: tuple[Any, ...]
+    fingerprint: Fingerprint
 
     def call(
         self, slots: Sequence[Any], arguments: Sequence[Any]
@@ -48,13 +59,11 @@ class TracedStep(NamedTuple):
 
     def is_same(self, other: "TracedStep") -> bool:
         """Returns whether two traces are the same program."""
-        a, b = self.program, other.program
         return (
             self.changed == other.changed
             and self.result_tree == other.result_tree
-            and _print(a) == _print(b)
-            and len(a.consts) == len(b.consts)
-            and all(map(_is_equal, a.consts, b.consts))
+            and self.static_results == other.static_results
+            and self.fingerprint.is_same(other.fingerprint)
         )
 
     def results(self, arrays: Sequence[Any]) -> PyTree:
@@ -63,15 +72,6 @@ class TracedStep(NamedTuple):
         return self.result_tree.unflatten(
             next(rest) if value is ARRAY else value for value in self.static_results
         )
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    return a is b or bool(np.array_equal(np.asarray(a), np.asarray(b)))
-
-
-def _print(program: core.ClosedJaxpr) -> str:
-    # Functions inside a program print with their address, which is new in each trace.
-    return re.sub(r"0x[0-9a-f]+", "", str(program))
 
 
 # What `nnx.grad` says of a module that belongs to another trace.
@@ -104,12 +104,36 @@ def trace_step(
         The traced step.
 
     Raises:
-        CapturedStateError: If the step uses variables outside `state`.
-        StateStructureError: If it changes the structure of a slot.
+        CapturedStateError: If the step uses variables outside `state`, draws random
+            numbers of the host, or leaves arrays in places outside `state`.
+        StateStructureError: If it changes the structure of a slot, or plain values
+            so that the next step would be another one.
         DoubleReductionError: If it sums over replicas twice.
         ReplicaMismatchError: If replicas may take different ways to a collective.
         ValueError: If replicas draw the same numbers from a `jax.random.PRNGKey`.
     """
+    traced = functools.partial(
+        _trace_once, fn, state, slot_types, arguments, user_fn, owner
+    )
+    with state.kept() as changes:
+        step = traced()
+        if first := changes():
+            # A flag that is set in each step, or a value that is cached, does no harm.
+            with state.kept() as more_changes:
+                if not traced().is_same(step) or more_changes():
+                    name = getattr(user_fn, "__name__", "the step")
+                    raise StateStructureError(unsettled_message(name, first))
+    return step
+
+
+def _trace_once(
+    fn: Callable[..., PyTree],
+    state: State,
+    slot_types: Sequence[Any],
+    arguments: PyTree,
+    user_fn: Callable[..., Any],
+    owner: str,
+) -> TracedStep:
     name = getattr(user_fn, "__name__", "the step")
     changed: list[int] = []
     results: list[Any] = []
@@ -129,19 +153,32 @@ def trace_step(
         arrays = [value for value in values if isinstance(value, jax.Array)]
         return [after[i] for i in changed], arrays
 
-    with explained(user_fn, state, owner), proved_later():
+    with (
+        explained(user_fn, state, owner, arguments),
+        guarded_host_values(user_fn, owner),
+        proved_later(),
+    ):
         traced = jax.jit(pure).trace(list(slot_types), arguments)
+    if not is_in_trace():
+        check_nothing_left(user_fn, owner)
     check_captured(traced.jaxpr, state, user_fn, owner)
     prove(traced.jaxpr, len(state.paths))
     check_keys(traced.jaxpr, state)
-    return TracedStep(traced.jaxpr, tuple(changed), *results)
+    fingerprint = Fingerprint(traced.jaxpr)
+    return TracedStep(traced.jaxpr, tuple(changed), *results, fingerprint)
 
 
 @contextlib.contextmanager
-def explained(user_fn: Callable[..., Any], state: State, owner: str) -> Iterator[None]:
+def explained(
+    user_fn: Callable[..., Any],
+    state: State,
+    owner: str,
+    arguments: tuple[PyTree, ...] = (),
+) -> Iterator[None]:
     """Turns Flax's error for writing to an unlifted variable into ours.
 
-    Errors of JAX for the value of a traced array get a note that names the step.
+    Errors of JAX for the value of a traced array get a note that names the step, other
+    ones a note on the batches that a step was traced with.
 
     Raises:
         CapturedStateError: If the step wrote to a variable outside `state`.
@@ -151,7 +188,10 @@ def explained(user_fn: Callable[..., Any], state: State, owner: str) -> Iterator
     try:
         yield
     except Exception as error:
-        add_value_note(error, getattr(user_fn, "__name__", "the step"), owner)
+        name = getattr(user_fn, "__name__", "the step")
+        add_value_note(error, name, owner)
+        if not isinstance(error, (ArmillaryError, *VALUE_ERRORS)):
+            add_step_notes(error, name, owner, arguments)
         # Not above: to import Flax takes a fifth of the time of this library's import.
         from flax.errors import TraceContextError
 

@@ -4,9 +4,12 @@
 that it traces, which is the library's; the note names the user's, and what to do.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import jax
 
-_VALUE_ERRORS = (
+VALUE_ERRORS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerArrayConversionError,
@@ -33,10 +36,28 @@ def add_value_note(error: Exception, step_name: str, owner: str) -> None:
         step_name: Name of the user's function.
         owner: What has the step: the trainer, the evaluator or the function.
     """
-    if isinstance(error, _VALUE_ERRORS):
+    if isinstance(error, VALUE_ERRORS):
         error.add_note(
             f"`{step_name}` uses the value of an array in Python, but in a compiled "
             "step, and on several replicas, an array has no value for Python. To "
             "choose by it, use `jnp.where` or `jax.lax.cond`; to print it, use "
             f"`jax.debug.print`; to read it, {_READING[owner]}"
         )
+
+
+@contextlib.contextmanager
+def explained_key_reuse() -> Iterator[None]:
+    """Adds a note to what `jax_debug_key_reuse` says of a step on several replicas.
+
+    Raises:
+        KeyReuseError: If JAX raised it.
+    """
+    try:
+        yield
+    except jax.errors.KeyReuseError as error:
+        error.add_note(
+            "JAX's check does not look into `strategy.run` on several devices, and "
+            "takes every key that goes in for a used one. Check the same step under "
+            "`armillary.DefaultStrategy()`, and switch `jax_debug_key_reuse` off here."
+        )
+        raise

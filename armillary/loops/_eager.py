@@ -31,8 +31,10 @@ class EagerIterator:
     def __next__(self) -> PyTree:
         """Returns the next batch, placed on its devices."""
         self.taken = next(self._reader)
-        arrays = self._reader.rows.place(self.taken.arrays)
+        arrays = self._reader.place(self.taken)
         return self._reader.layout.wrap(arrays, self.taken.num_active)
+
+    get_next = __next__
 
     def commit(self) -> None:
         """Marks what was taken as used."""

@@ -34,9 +34,12 @@ from armillary.errors import RetraceError
 from armillary.loops._agree import check_same_chunk, check_same_start
 from armillary.loops._data_wait import reading, waiting_for_data
 from armillary.loops._eager import run_eagerly
+from armillary.loops._globals import Globals
 from armillary.loops._loop_check import LoopCheck
 from armillary.loops._loop_watch import LoopWatch
+from armillary.loops._origin import find_origin
 from armillary.loops._program import Program, has_slow_loop
+from armillary.loops._step_writes import check_writes
 from armillary.loops._tracer import StepTracer, owner_of
 from armillary.state import State
 
@@ -83,6 +86,7 @@ class Loop:
 
     Attributes:
         is_cut_off: Whether the last `iterate` ended before it was done.
+        num_iterated: How many steps it ran.
     """
 
     def __init__(
@@ -102,13 +106,14 @@ class Loop:
         self._readers = self._open_readers()
         self._prefetch = min(1, *(source.prefetch for source in self._sources))
         self._tracer = StepTracer(owner, step_fn, name, self._nest, strategy)
+        self._globals = Globals(step_fn)
         self._programs: dict[Any, tuple[Program, TracedStep]] = {}
         self._batches_per_step: tuple[int, ...] = ()
         self._chunks: ChunkReader | None = None
         self._chunk: Chunk | None = None
         self._offset = 0
         self._is_closed = False
-        self.is_cut_off = False
+        self.is_cut_off, self.num_iterated = False, 0
         self._is_read_cut_off = False
         self._steps_per_chunk = options.steps_per_chunk
         self._watch = LoopWatch(
@@ -182,7 +187,7 @@ class Loop:
 
     def check(self) -> LoopCheck | None:
         """Returns what the last `run` has yet to tell, if it was watched over."""
-        return self._watch.check(self._rewind)
+        return self._watch.check(self._rewind, self._find_origin)
 
     def iterate(self, num_steps: int) -> Iterator[PyTree]:
         """Yields what each step returned; -1 runs until the data ends.
@@ -190,8 +195,9 @@ class Loop:
         The first pieces of a batch that runs as several smaller steps do not count.
         """
         self._set_chunk_size(num_steps)
-        self.is_cut_off = True
-        for _, results in self._run(num_steps):
+        self.is_cut_off, self.num_iterated = True, 0
+        for num_done, results in self._run(num_steps):
+            self.num_iterated += num_done
             yield from results
         self.is_cut_off = False
 
@@ -205,6 +211,7 @@ class Loop:
         if not self.options.compile_step:
             yield from self._run_eagerly(num_steps)
             return
+        self._forget_if_changed()
         if self._tracer.find_state():
             self._programs.clear()
         placement, state = self._tracer.placement, self._tracer.state
@@ -216,6 +223,22 @@ class Loop:
             if placement.is_held:
                 with uninterrupted():
                     placement.release()
+
+    def _forget_if_changed(self) -> None:
+        """Traces anew if global values of the step's code have changed."""
+        changes = self._globals.changes()
+        if not changes:
+            return
+        logger.warning(
+            "`%s` is compiled again, because global values that its code names have "
+            "changed (%s). Hold a value that changes often in an array of %s.",
+            self._name,
+            "; ".join(changes),
+            owner_of(self._name),
+        )
+        self._tracer = StepTracer(
+            self._owner, self._step_fn, self._name, self._nest, self._strategy
+        )
 
     def _run_chunks(
         self, num_steps: int, placement: Placement
@@ -305,6 +328,34 @@ class Loop:
             for reader in self._readers:
                 reader.rewind()
 
+    def _find_origin(self, bad: Sequence[int]) -> str | None:
+        """Returns where the next step gets its bad values from, if that can be told."""
+        can_repeat = all(source.is_repositionable for source in self._sources)
+        is_next = self.options.on_non_finite == "raise" and can_repeat
+        if not is_next or not self.options.compile_step or self._strategy.peers:
+            return None
+        try:
+            return self._repeat_step(bad)
+        except Exception as error:
+            # It helps with an error that must not be lost to another one.
+            logger.warning("The bad step could not be repeated: %r", error)
+            return None
+
+    def _repeat_step(self, bad: Sequence[int]) -> str | None:
+        chunk, placement = self._next_chunk(), self._tracer.placement
+        if chunk is None or placement is None:
+            return None
+        program, step = self._program(chunk)
+        slots = placement.join(step.changed, *placement.place(step.changed))
+        batches = program.batches(chunk.inputs, self._offset)
+        paths = [
+            jax.tree_util.keystr(path[1:], simple=True, separator="/") or "values"
+            for count, types in zip(self._batches_per_step, chunk.types, strict=True)
+            for path, _ in jax.tree_util.tree_leaves_with_path([types] * count)
+        ]
+        self._strategy.dispatch.wait()
+        return find_origin(step, slots, batches, paths, bad)
+
     def _count(self, chunk: Chunk, most: int, remaining: int) -> tuple[int, int]:
         """Returns steps to run of a chunk, and how many of them end a batch."""
         count = full = 0
@@ -375,7 +426,7 @@ class Loop:
         if any(batch is None for batch in first):
             return None
         pairs = zip(self._readers, first, strict=True)
-        batches = [reader.types(b.arrays) for reader, b in pairs if b is not None]
+        batches = [reader.types(batch) for reader, batch in pairs if batch is not None]
         active = tuple(batch.num_active for batch in first if batch is not None)
         trace = self._tracer.trace(batches, active, self._layouts)
         self._batches_per_step = trace.batches_per_step
@@ -408,6 +459,8 @@ class Loop:
             check_same_program(self._strategy.peers, self._name, trace.step.program)
         placement, state = self._tracer.placement, self._tracer.state
         assert placement is not None and state is not None
+        if not self._programs:
+            check_writes(self._name, state, trace.step.changed)
         is_slow = has_slow_loop(trace.step.program, _platform(self._strategy))
         if is_slow and self.options.compile_loop and not self._programs:
             logger.info(
@@ -437,14 +490,19 @@ class Loop:
 
 
 def _flatten(datasets: PyTree) -> tuple[list[Any], Any]:
-    """Flattens a nest of datasets; a nest of arrays is the batches of one dataset."""
-    # JAX warns of iterators that it is not told to be leaves.
-    leaves, nest = jax.tree.flatten(
-        datasets, is_leaf=lambda value: isinstance(value, Iterator)
-    )
+    """Flattens a nest of datasets; a list that holds arrays is one, of its batches."""
+    leaves, nest = jax.tree.flatten(datasets, is_leaf=_is_dataset)
     if not leaves or any(hasattr(leaf, "dtype") for leaf in leaves):
         return [datasets], jax.tree.structure(0)
     return leaves, nest
+
+
+def _is_dataset(value: Any) -> bool:
+    if not isinstance(value, list | tuple):
+        # JAX warns of iterators that it is not told to be leaves.
+        return isinstance(value, Iterator)
+    leaves = jax.tree.leaves(value, is_leaf=lambda part: isinstance(part, Iterator))
+    return any(hasattr(leaf, "dtype") for leaf in leaves)
 
 
 def _distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:

@@ -19,6 +19,11 @@ from armillary.errors import NonFiniteError
 from armillary.loops._non_finite import Health
 
 _MOST_LINES = 20
+_HOW_TO_FIND = (
+    "To find the operation, begin the program with "
+    '`jax.config.update("jax_debug_nans", True)` (`jax_debug_infs` for infinities) and '
+    "run the step with `StandardTrainerOptions(compile_step=False)` on one device."
+)
 
 
 class Positions:
@@ -70,6 +75,8 @@ class LoopCheck:
         watched: What is known on the device.
         num_steps: Steps that the loop was to run.
         halt: Called with the number of good steps if a step has ended training.
+        find_origin: Called after that with the indices of the arrays that the step left
+            bad; returns a sentence on where that comes from, if it is known.
     """
 
     def __init__(
@@ -79,11 +86,12 @@ class LoopCheck:
         watched: Watched,
         num_steps: int,
         halt: Callable[[int], None],
+        find_origin: Callable[[Sequence[int]], str | None],
     ) -> None:
         self._name, self._paths = name, paths
         self._watched = watched
         self._num_steps = num_steps
-        self._halt = halt
+        self._halt, self._find_origin = halt, find_origin
 
     def fetch(self) -> None:
         """Waits for the loop; may run in another thread than `resolve`, before it."""
@@ -125,12 +133,12 @@ class LoopCheck:
             )
             return
         self._halt(first)
+        origin = self._find_origin(np.flatnonzero(health.counts).tolist())
         raise NonFiniteError(
             f"`{self._name}` left values that are not finite in {len(leaves)} of "
             f"{len(self._paths)} arrays, at {where}:\n{_list(leaves)}\n"
-            "The state is as it was before that step. Look for the operation with "
-            '`jax.config.update("jax_debug_nans", True)` and one more step, lower the '
-            'learning rate, clip gradients, or set `on_non_finite="skip"` to leave '
+            f"The state is as it was before that step. {origin or _HOW_TO_FIND} Lower "
+            'the learning rate, clip gradients, or set `on_non_finite="skip"` to leave '
             "such steps out.",
             step=None if step is None else step + first + 1,
             leaves=leaves,

@@ -128,11 +128,16 @@ class LoopWatch:
         except Exception as earlier:
             error.add_note(f"Before that, {earlier}")
 
-    def check(self, rewind: Callable[[Sequence[Position]], None]) -> LoopCheck | None:
+    def check(
+        self,
+        rewind: Callable[[Sequence[Position]], None],
+        find_origin: Callable[[Sequence[int]], str | None] = lambda bad: None,
+    ) -> LoopCheck | None:
         """Returns what is to be resolved of the loop that ended last, if anything.
 
         Args:
             rewind: Moves the data to positions that were read in the loop.
+            find_origin: As in `LoopCheck`; the next step is the bad one.
         """
         if self.health is None and self._checksums is None:
             return None
@@ -144,4 +149,6 @@ class LoopWatch:
             rewind(positions.after(num_good + is_left_out))
 
         watched = Watched(self.health, self._checksums)
-        return LoopCheck(self._name, self._paths, watched, self._num_asked, halt)
+        return LoopCheck(
+            self._name, self._paths, watched, self._num_asked, halt, find_origin
+        )

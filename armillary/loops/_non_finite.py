@@ -157,17 +157,18 @@ def _fenced(fn: Any, arrays: list[Any], index: Any) -> Any:
 
 
 def _has_bad(arrays: Sequence[Any]) -> Any:
-    bad = [jnp.any(_is_bad(array)) for array in arrays]
+    bad = [jnp.any(is_bad(array)) for array in arrays]
     return jnp.any(jnp.stack(bad)).astype(jnp.int32)
 
 
 def _count_bad(arrays: Sequence[Any]) -> Any:
     if not arrays:
         return jnp.zeros(0, jnp.int32)
-    return jnp.stack([jnp.sum(_is_bad(array), dtype=jnp.int32) for array in arrays])
+    return jnp.stack([jnp.sum(is_bad(array), dtype=jnp.int32) for array in arrays])
 
 
-def _is_bad(array: Any) -> Any:
+def is_bad(array: Any) -> Any:
+    """Returns which values are infinite or not a number."""
     # Types of one byte lack operations on some devices; all of them fit into these.
     is_small = array.dtype.itemsize == 1
     return ~jnp.isfinite(array.astype(jnp.float32) if is_small else array)

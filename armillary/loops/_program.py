@@ -17,6 +17,7 @@ from jax.extend import core
 from armillary._jaxpr import walk_programs
 from armillary._typing import PyTree
 from armillary.distribute import Placement, TracedStep, corrected_types
+from armillary.distribute._value_errors import explained_key_reuse
 from armillary.loops._non_finite import Health, StepGuard
 from armillary.loops._take_batches import Gather, take_batches
 from armillary.xla._lowerings import is_canonical
@@ -106,20 +107,22 @@ class Program:
         """
         begin, count = np.int32(start), np.int32(num_steps)
         inputs = _Inputs(others, list(chunk), begin, count, health)
-        with corrected_types():  # JAX traces some operations while it compiles
+        # JAX traces some operations while it compiles.
+        with explained_key_reuse(), corrected_types():
             return self._compiled(donated, inputs)
 
     def results(self, arrays: Sequence[jax.Array], index: int) -> PyTree:
         """Returns what the step at `index` returned."""
         return self._step.results([array[index] for array in arrays])
 
-    def _batches(self, chunk: Sequence[PyTree], index: Any) -> list[Any]:
+    def batches(self, chunk: Sequence[PyTree], index: Any) -> list[Any]:
+        """Returns the arrays of the batches of one step."""
         return take_batches(chunk, self._batches_per_step, self._gathers, index)
 
     def _one_step(
         self, slots: list[Any], chunk: Sequence[PyTree], index: Any, health: Any
     ) -> tuple[list[Any], list[Any], Any]:
-        new, results = self._step.call(slots, self._batches(chunk, index))
+        new, results = self._step.call(slots, self.batches(chunk, index))
         if self._guard is not None:
             old = [slots[i] for i in self._step.changed]
             new, health = self._guard.check(old, new, health)
@@ -137,7 +140,8 @@ class Program:
     ) -> tuple[list[Any], list[Any], Any, Any]:
         _, chunk, start, num_steps, health = inputs
         new, results, health = self._one_step(slots, chunk, start, health)
-        return new, [result[None] for result in results], start + num_steps, health
+        stop = jnp.asarray(start + num_steps)
+        return new, [result[None] for result in results], stop, health
 
     def _run_many(
         self, slots: list[Any], inputs: _Inputs
@@ -147,7 +151,7 @@ class Program:
         results = [
             jnp.zeros((self._capacity, *shape.shape), shape.dtype) for shape in shapes
         ]
-        stop = start + num_steps
+        stop = jnp.asarray(start + num_steps)
 
         def goes_on(carry: tuple[Any, ...]) -> Any:
             index, _, _, health = carry

@@ -6,49 +6,33 @@ program.
 """
 
 import contextlib
-import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from armillary.state import is_node
+_recorders: dict[int, Callable[[str], None]] = {}
 
-_lock = threading.Lock()
+
+class RecordsReads:
+    """An object that tells which of its attributes are looked at, if someone asks."""
+
+    if not TYPE_CHECKING:  # as a type checker would take every attribute to exist
+
+        def __getattribute__(self, name: str) -> Any:
+            if _recorders and (record := _recorders.get(id(self))) is not None:
+                record(name)
+            return super().__getattribute__(name)
 
 
 @contextlib.contextmanager
-def recorded_reads(owner: Any) -> Iterator[set[str]]:
-    """Yields a set that fills with the names of attributes read from `owner`.
+def recorded_reads(owner: Any, record: Callable[[str], None]) -> Iterator[None]:
+    """Calls `record` with the name of each attribute that is read from `owner`.
 
-    For the time being `owner` gets a subclass of its class; code in its methods cannot
-    tell, except by comparing `type(self)`.
+    An owner that does not tell counts as one of which everything is read.
     """
-    kind = type(owner)
-    names: set[str] = set()
-
-    def record(self: Any, name: str) -> Any:
-        names.add(name)
-        return kind.__getattribute__(self, name)  # pyright: ignore[reportCallIssue]
-
-    members = {"__getattribute__": record, "__module__": kind.__module__}
-    # JAX must know the classes of NNX objects.
-    with contextlib.nullcontext() if is_node(owner) else _unannounced(kind):
-        reader = type(kind.__name__, (kind,), members)
-    object.__setattr__(owner, "__class__", reader)
+    if not isinstance(owner, RecordsReads):
+        record("__dict__")
+    _recorders[id(owner)] = record
     try:
-        yield names
+        yield
     finally:
-        object.__setattr__(owner, "__class__", kind)
-
-
-@contextlib.contextmanager
-def _unannounced(kind: type) -> Iterator[None]:
-    """Keeps a class from hearing of a subclass: it may keep a list of them."""
-    with _lock:
-        own = vars(kind).get("__init_subclass__")
-        type.__setattr__(kind, "__init_subclass__", classmethod(lambda _: None))
-        try:
-            yield
-        finally:
-            type.__delattr__(kind, "__init_subclass__")
-            if own is not None:
-                type.__setattr__(kind, "__init_subclass__", own)
+        del _recorders[id(owner)]

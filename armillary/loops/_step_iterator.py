@@ -47,6 +47,8 @@ class StepIterator:
         self.num_taken += 1
         return self._batches[self.num_taken - 1]
 
+    get_next = __next__
+
     def __getitem__(self, key: Any) -> Any:
         """Says what to write instead.
 

@@ -5,7 +5,7 @@ batches, and the plain Python values (flags, rates, names) that were read on the
 New places or values are noticed between loops; batches may only get smaller.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,18 @@ from armillary.loops._step_iterator import MoreBatches, StepIterator, check_take
 from armillary.state import State, describe
 
 _MAX_BATCHES_PER_STEP = 64
+_MANY_IN_VAIN = 5
+_COMPILED_AGAIN = (
+    "`%s` is compiled again, because it read plain values that have changed (%s). Hold "
+    "a value that changes often in an array, so that it is an input of the compiled "
+    "step."
+)
+_TRACED_IN_VAIN = (
+    "`%s` was traced %d times to find that it is the same program, because plain "
+    "values changed beside others that it reads (%s). That takes as long as the first "
+    "trace: hold what changes in an attribute of its own, which the step does not look "
+    "at."
+)
 
 
 class Trace(NamedTuple):
@@ -66,7 +78,9 @@ class StepTracer:
         self._nest, self._strategy = nest, strategy
         self._traces: dict[Any, _Entry] = {}
         self._first_batches: list[PyTree] | None = None
+        # The attributes of the owner that steps looked at; shared with the state.
         self._reads: set[str] = set()
+        self._num_in_vain = 0
         self._types: list[jax.ShapeDtypeStruct] = []
         self._signature: Any = None
         self.state: State | None = None
@@ -76,25 +90,19 @@ class StepTracer:
         """Finds the state as it is now; returns whether programs are out of date."""
         old = self.state
         if old is None or self.placement is None:
-            self._adopt(State([(self._owner, "")]))
+            self._adopt(State([(self._owner, "")], self._reads))
             return True
         if old.is_current() and self.placement.has_types(self._types):
             return False
-        found = State([(self._owner, "")])
+        found = State([(self._owner, "")], self._reads)
         # That of `old` as it was: its places may have another structure by now.
-        is_other = found.signature() != self._signature
-        if is_other or found.places != old.places:
+        if found.signature() != self._signature:
             self._adopt(found)
-        else:
-            self.state = found
-            self.placement.rebind(found)
-        if is_other:
             self._traces.clear()
             return True
+        self._go_on_with(found)
         changes = found.changes_since(old)
-        # A list that grows in an attribute that no step reads is none of its business.
-        read = {path for path in changes if path.partition("/")[0] in self._reads}
-        return bool(read) and self._trace_again(read)
+        return bool(changes) and self._trace_again(changes)
 
     def _adopt(self, state: State) -> None:
         self.state = state
@@ -102,13 +110,20 @@ class StepTracer:
         self._types = self.placement.types()
         self._signature = state.signature()
 
-    def _trace_again(self, changed: set[str]) -> bool:
+    def _go_on_with(self, state: State) -> None:
+        """Takes what a new search has found: the same slots, or others like them."""
+        assert self.placement is not None
+        self.state = state
+        self.placement.rebind(state)
+
+    def _trace_again(self, changes: Collection[str]) -> bool:
         """Traces again where plain values changed; returns whether that made a change.
 
         A step may look at any of them while it is traced, such as at a flag of a
         module. Whether it does shows in the program.
         """
         old, self._traces = self._traces, {}
+        shown = ", ".join(sorted(changes)[:5])
         for entry in old.values():
             try:
                 again = self.trace(entry.batches, entry.active, entry.layouts)
@@ -120,15 +135,12 @@ class StepTracer:
                 again.batches_per_step != entry.trace.batches_per_step
                 or not again.step.is_same(entry.trace.step)
             ):
-                logger.warning(
-                    "`%s` is compiled again, because it read plain values that have "
-                    "changed (%s). Hold a value that changes often in an array, so "
-                    "that it is an input of the compiled step.",
-                    self._name,
-                    ", ".join(sorted(changed)),
-                )
+                logger.warning(_COMPILED_AGAIN, self._name, shown)
                 return True
         self._traces = old
+        self._num_in_vain += 1
+        if self._num_in_vain == _MANY_IN_VAIN:
+            logger.warning(_TRACED_IN_VAIN, self._name, _MANY_IN_VAIN, shown)
         return False
 
     def trace(
@@ -185,18 +197,21 @@ class StepTracer:
     ) -> tuple[TracedStep, list[int]]:
         """Traces the step with so many batches to take; returns how many it took."""
         assert self.state is not None and self.placement is not None
-        iterators: list[StepIterator] = []
+        taken: list[int] = []
 
         def fn(*arguments: Any) -> PyTree:
-            iterators[:] = [
+            iterators = [
                 StepIterator(
                     i, [layouts[i].wrap(batch, active[i]) for batch in offered]
                 )
                 for i, offered in enumerate(arguments)
             ]
-            return self._step_fn(self._nest.unflatten(iterators))
+            result = self._step_fn(self._nest.unflatten(iterators))
+            taken[:] = [iterator.num_taken for iterator in iterators]
+            return result
 
-        with recorded_reads(self._owner) as reads:
+        was_current = self.state.is_current()
+        with recorded_reads(self._owner, self.state.note_read):
             step = trace_step(
                 fn,
                 self.state,
@@ -208,8 +223,11 @@ class StepTracer:
                 user_fn=self._step_fn,
                 owner=owner_of(self._name),
             )
-        self._reads |= reads
-        return step, [iterator.num_taken for iterator in iterators]
+        self.state.watch()
+        if was_current and not self.state.is_current():
+            # The step set something to what it is after each of its runs.
+            self._go_on_with(State(self.state.roots, self._reads))
+        return step, taken
 
     def _check_batches(self, batches: list[PyTree]) -> None:
         """Checks that batches differ from the first ones in their size only.
@@ -264,4 +282,4 @@ def _compare(first: PyTree, batch: PyTree, axis: int) -> list[str]:
 
 
 def _without(leaf: Any, axis: int) -> tuple[Any, ...]:
-    return (*leaf.shape[:axis], *leaf.shape[axis + 1 :], str(leaf.dtype))
+    return (*leaf.shape[axis + 1 :], str(leaf.dtype))

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from jax.extend import core
 
-from armillary._jaxpr import walk_programs
 from armillary.errors import CapturedStateError
-from armillary.state._find import Search
 from armillary.state._lift import State
 from armillary.state._nnx import NnxSlot, variable_type
+from armillary.state._same import find_constants
+from armillary.state._walk import Walk
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -65,16 +65,6 @@ def write_error(
     return CapturedStateError(_message(unlifted, named, fn, owner, "writes"))
 
 
-def find_constants(program: core.ClosedJaxpr) -> Iterator[Any]:
-    """Yields the constants of a program and of every program nested in it."""
-    for jaxpr, constants in walk_programs(program):
-        yield from constants
-        for equation in jaxpr.eqns:
-            for operand in equation.invars:
-                if isinstance(operand, core.Literal):
-                    yield operand.val
-
-
 def _live_variables() -> Iterator["nnx.Variable"]:
     kind = variable_type()
     for value in gc.get_objects():
@@ -86,17 +76,17 @@ def _live_variables() -> Iterator["nnx.Variable"]:
 def _variables_by_name(
     fn: Callable[..., Any],
 ) -> dict[int, tuple[str, "nnx.Variable"]]:
-    search = Search()
-    search.visit(fn, "")
     # The step may call other methods, and those may use globals of their own.
     owner = getattr(fn, "__self__", None)
-    for kind in type(owner).__mro__ if owner is not None else ():
-        for method in vars(kind).values():
-            if isinstance(method, types.FunctionType):
-                search.visit(method, "")
+    methods = [
+        (method, "")
+        for kind in (type(owner).__mro__ if owner is not None else ())
+        for method in vars(kind).values()
+        if isinstance(method, types.FunctionType)
+    ]
     return {
         id(slot.variable): (slot.path, slot.variable)
-        for slot in search.slots
+        for slot in Walk([(fn, ""), *methods]).slots.values()
         if isinstance(slot, NnxSlot)
     }
 

@@ -7,22 +7,36 @@ change hands, so every reference a user holds stays good.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from armillary.errors import StateStructureError
 from armillary.state import _nnx
-from armillary.state._find import Search
+from armillary.state._compare import compare
+from armillary.state._holders import ABSENT, Numbers
 from armillary.state._place import PlaceSlot
 from armillary.state._slots import Slot, describe
+from armillary.state._walk import Walk
 from armillary.state._watch import Watch
 
 _MADE = "made by the step, so nothing carries it to the next one"
-_NOTHING = object()
+_MADE_ANEW = (
+    "in a new object that the step made, while the loop carries what the old one "
+    "holds: assign to that (`variable[...] = value`, `setattr`), or make its class a "
+    "pytree (`jax.tree_util.register_dataclass`), so that a new value takes its place"
+)
+
+
+_LOST = (
+    "the step put an array into a name, a tuple or a function, which nothing carries "
+    "to the next step: hold it in an attribute or a variable"
+)
 
 
 class State:
@@ -30,6 +44,8 @@ class State:
 
     Args:
         roots: Pairs of an object (or function) to search, and its path.
+        reads: The attributes of the first root that steps have looked at so far, which
+            grows with them. `None` if nobody keeps count: then everything matters.
 
     Attributes:
         slots: The slots, each place once.
@@ -39,29 +55,44 @@ class State:
         ranges: For each slot: the slot, and the range of its arrays in the flat list.
     """
 
-    def __init__(self, roots: Sequence[tuple[Any, str]]) -> None:
-        self.roots = tuple(roots)
-        search = self._search()
+    def __init__(
+        self, roots: Sequence[tuple[Any, str]], reads: set[str] | None = None
+    ) -> None:
+        self.roots, self._reads = tuple(roots), reads
+        self._walk = Walk(self.roots)
+        # What the objects held when the code began that runs on other arrays now.
+        self._before: list[Walk] = []
         self.slots: tuple[Slot, ...] = tuple(
-            sorted(search.slots, key=lambda slot: slot.path)
+            sorted(self._walk.slots.values(), key=lambda slot: slot.path)
         )
-        self._nodes = search.nodes
-        self._constants = search.constants
+        self._nodes = [
+            node.value for node in self._walk.nodes.values() if _nnx.is_node(node.value)
+        ]
         self.paths = tuple(path for slot in self.slots for path in slot.paths)
         self.owners = tuple(slot for slot in self.slots for _ in slot.paths)
         stops = list(itertools.accumulate(len(slot.paths) for slot in self.slots))
         self.ranges = list(zip(self.slots, [0, *stops], stops, strict=False))
         self.places = frozenset(slot.key for slot in self.slots)
-        self._watch = Watch(search.holders, self.places)
 
-    def _search(self) -> Search:
-        search = Search()
-        for root, path in self.roots:
-            search.visit(root, path)
-        return search
+    @property
+    def _names(self) -> set[str] | None:
+        """The attributes of the first root that matter; `None` for all."""
+        return None if "__dict__" in (self._reads or ()) else self._reads
+
+    @functools.cached_property
+    def _watch(self) -> Watch:
+        return Watch(self._walk, self._names)
+
+    def watch(self) -> None:
+        """Begins to watch what the steps have looked at by now."""
+        self.__dict__.pop("_watch", None)
+        _ = self._watch
 
     def is_current(self) -> bool:
-        """Returns whether a new search would find the same; much faster than one."""
+        """Returns whether a new search would find the same; much faster than one.
+
+        What no step has looked at may differ.
+        """
         return self._watch.is_current()
 
     def signature(self) -> tuple[Any, ...]:
@@ -77,14 +108,9 @@ class State:
             for slot in self.slots
         )
 
-    def changes_since(self, old: "State") -> set[str]:
-        """Returns the paths of what is another than in `old`, but for arrays."""
-        before = {s.key: s for s in old.slots if isinstance(s, PlaceSlot)}
-        changes = self._watch.changes_since(old._watch)
-        for slot in self.slots:
-            if isinstance(slot, PlaceSlot) and slot.key in before:
-                changes |= slot.changes_since(before[slot.key])
-        return changes
+    def changes_since(self, old: "State") -> dict[str, str]:
+        """Returns, by path, what is another than in `old`, but for arrays."""
+        return compare(old._walk, self._walk, self._names)
 
     def read(self) -> list[Any]:
         """Returns the arrays that the slots hold."""
@@ -102,20 +128,66 @@ class State:
                 slot.write(list(leaves[start:stop]))
 
     @contextlib.contextmanager
-    def swapped(self, leaves: Sequence[Any]) -> Iterator[None]:
-        """Holds `leaves` in the slots for a while, in the current trace."""
-        undo: list[Callable[[], None]] = []
+    def kept(self) -> Iterator[Callable[[], dict[str, str]]]:
+        """Makes the objects hold what they held, if the code inside raises.
+
+        Yields:
+            A function that returns what differs by now, by path, but for arrays.
+        """
+        before = Walk(self.roots)
+        self._before.append(before)
+        if self._reads is None:
+            self._keep_numbers(None)
+
+        def changes() -> dict[str, str]:
+            names = self._names
+            if names is not None:
+                names = names.union(_rebound(before))
+            fixed = before.leading_to_slots()
+            return compare(before, Walk(self.roots), names, fixed)
+
         try:
-            for slot, part in self._parts(leaves):
-                undo.append(slot.swap(part))
-            undo.extend(_nnx.swap_node(node) for node in self._nodes)
-            yield
+            yield changes
+        except BaseException:
+            before.restore(before.reached_from(self._names))
+            raise
         finally:
-            for restore in reversed(undo):
-                restore()
+            self._before.pop()
+
+    def note_read(self, name: str) -> None:
+        """Hears that a step is about to look at an attribute of the first root."""
+        if self._reads is not None and name not in self._reads:
+            self._reads.add(name)
+            self._keep_numbers({name})
+
+    def _keep_numbers(self, names: set[str] | None) -> None:
+        for before in self._before:
+            for holder in before.reached_from(names):
+                for part in before.nodes[holder].parts:
+                    if isinstance(part, Numbers):
+                        part.keep(is_read=names is not None)
+
+    @contextlib.contextmanager
+    def swapped(self, leaves: Sequence[Any]) -> Iterator[None]:
+        """Holds `leaves` in the slots for a while, in the current trace.
+
+        Plain values that change meanwhile stay changed, unless the code inside raises.
+        """
+        undo: list[Callable[[], None]] = []
+        with self.kept():
+            try:
+                for slot, part in self._parts(leaves):
+                    undo.append(slot.swap(part))
+                undo.extend(_nnx.swap_node(node) for node in self._nodes)
+                yield
+            finally:
+                for restore in reversed(undo):
+                    restore()
 
     def collect(self, before: Sequence[Any], step_name: str) -> list[Any]:
         """Returns what the slots hold after a step that began with `before`.
+
+        Called inside `swapped`.
 
         Args:
             before: The arrays that `swapped` put in.
@@ -126,7 +198,7 @@ class State:
 
         Raises:
             StateStructureError: If the step changed a shape, a dtype, the structure of
-                a slot or a plain number, or made a new slot. All changes are listed.
+                a slot, or made a new slot. All changes are listed.
         """
         changes: list[str] = []
         leaves: list[Any] = []
@@ -141,42 +213,39 @@ class State:
                 if (a.shape, a.dtype) != (b.shape, b.dtype):
                     changes.append(f"{path}: {describe(a)} became {describe(b)}")
             leaves.extend(strong(leaf) for leaf in new)
-        now = self._search()
-        beyond_slots = [*self._new_places(now), *self._changed_numbers(now)]
-        if changes or beyond_slots:
-            num_places = len(self.paths) + len(beyond_slots)
-            changes.extend(beyond_slots)
+        new_places = self._new_places()
+        if changes or new_places:
+            num_places = len(self.paths) + len(new_places)
+            changes.extend(new_places)
             raise StateStructureError(_message(step_name, changes, num_places))
         return leaves
 
-    def _new_places(self, now: Search) -> list[str]:
-        """Returns what is wrong with the slots that a step made, and unmakes them."""
-        changes: list[str] = []
-        for slot in now.slots:
-            if slot.key in self.places:
-                continue
-            if not isinstance(slot, PlaceSlot):
-                changes.append(f"{slot.path}: {_MADE}")
-                continue
-            before = self._watch.held_at(slot.key, _NOTHING)
-            changes.append(f"{slot.path}: {_describe_new(slot, before)}")
-            # It holds a tracer, which would fail in another place, and say less there.
-            if before is _NOTHING or before is slot.get():
-                slot.remove()
-            else:
-                slot.put(before)
-        return changes
-
-    def _changed_numbers(self, now: Search) -> list[str]:
-        return [
-            f"{path}: {type(old).__name__} {old} became {now.constants[key][2]}, once, "
-            "while the step was traced"
-            for key, (path, _, old) in self._constants.items()
-            # Flags and names are set, not counted: once is as good as every time.
-            if isinstance(old, int | float) and not isinstance(old, bool)
-            if key in now.constants and now.constants[key][2] is not old
-            if now.constants[key][2] != old
+    def _new_places(self) -> list[str]:
+        """Returns what is wrong with the places that a step put arrays into."""
+        now = Walk(self.roots)
+        made = [slot for key, slot in now.slots.items() if key not in self.places]
+        lost = [path for path, array in now.constants if isinstance(array, Tracer)]
+        return [f"{slot.path}: {self._describe_new(slot)}" for slot in made] + [
+            f"{path}: {_LOST}" for path in lost
         ]
+
+    def _describe_new(self, slot: Slot) -> str:
+        """Returns what a step did to make a slot."""
+        if slot.path in {old.path for old in self.slots}:
+            return _MADE_ANEW
+        if not isinstance(slot, PlaceSlot):
+            return _MADE
+        part = self._before[-1].part_of(slot.part.source)
+        before = ABSENT if part is None else part.found(slot.name)
+        if before is ABSENT:
+            return _MADE
+        if before is slot.get():
+            kind = type(before).__name__
+            return f"the step put an array into this {kind}, which held none before"
+        arrays = slot.read()
+        is_one = slot.paths == (slot.path,)
+        became = describe(arrays[0]) if is_one else "a nest of arrays"
+        return f"held `{before!r:.60}` before the step, and {became} after it"
 
     def _parts(self, leaves: Sequence[Any]) -> Iterator[tuple[Slot, list[Any]]]:
         for slot, start, stop in self.ranges:
@@ -196,17 +265,15 @@ def as_array(leaf: Any) -> jax.Array:
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 
-def _describe_new(slot: PlaceSlot, before: Any) -> str:
-    """Returns what a step did to a place that held no array `before`."""
-    if before is _NOTHING:
-        return _MADE
-    if before is slot.get():
-        kind = type(before).__name__
-        return f"the step put an array into this {kind}, which held none before"
-    arrays = slot.read()
-    is_one = slot.paths == (slot.path,)
-    became = describe(arrays[0]) if is_one else "a nest of arrays"
-    return f"held `{before!r:.60}` before the step, and {became} after it"
+def _rebound(before: Walk) -> Iterator[str]:
+    """Yields the attributes of the first root that hold another object by now."""
+    for part in before.nodes[id(before.roots[0][0])].parts:
+        names, values = part.look()
+        now = dict(zip(names, values, strict=True))
+        for name, value in zip(part.names, part.values, strict=True):
+            if now.pop(name, ABSENT) is not value:
+                yield name
+        yield from now
 
 
 def _message(step_name: str, changes: list[str], num_slots: int) -> str:
@@ -218,4 +285,19 @@ def _message(step_name: str, changes: list[str], num_slots: int) -> str:
         "Make every place in the constructor with its final shape and dtype (an array, "
         "`jnp.zeros(...)`, where it counts), and cast before assigning "
         "(`value.astype(jnp.float32)`)."
+    )
+
+
+def unsettled_message(step_name: str, changes: dict[str, str]) -> str:
+    """Returns what is wrong with a step that would not do the same a second time."""
+    lines = "\n".join(
+        f"  {path}: {change}, once, while the step was traced"
+        for path, change in sorted(changes.items())[:10]
+    )
+    more = f"\n  and {len(changes) - 10} more" if len(changes) > 10 else ""
+    return (
+        f"`{step_name}` changed plain values, so that the next step would be another "
+        f"one, and a compiled loop runs Python only once:\n{lines}{more}\n"
+        "Hold what a step counts or decides by in an array (`jnp.zeros(...)`, "
+        "`jnp.where`), and set what is set once in `__init__` or `train_loop_begin`."
     )

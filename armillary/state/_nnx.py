@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from armillary.errors import StateStructureError
-from armillary.state._slots import Held, Role, Slot, join, key_name
+from armillary.state._slots import Held, Role, Slot, join_keys
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -39,9 +39,10 @@ class NnxSlot(Slot):
         self.annotations = dict(variable.get_metadata())
         value = variable._raw_value
         entries, self._treedef = jax.tree_util.tree_flatten_with_path(value)
-        self.paths = tuple(_leaf_path(path, keys) for keys, _ in entries)
+        self.paths = tuple(join_keys(path, keys) for keys, _ in entries)
         # Nearly every variable is one array, and many are read at each loop.
-        self.is_leaf = jax.tree_util.treedef_is_leaf(self._treedef)
+        # JAX also calls a node without leaves, such as `optax.MaskedNode()`, a leaf.
+        self.is_leaf = jax.tree_util.treedef_is_leaf(self._treedef) and bool(entries)
 
     def raw(self) -> Any:
         value = self.variable._raw_value
@@ -55,11 +56,16 @@ class NnxSlot(Slot):
         if self.is_leaf and isinstance(value, jax.Array):
             return [value]
         leaves, treedef = jax.tree.flatten(value)
-        if treedef != self._treedef:
+        if treedef != self._treedef and not self._is_rewritten(value, treedef):
             raise StateStructureError(
                 f"{self.path}: tree structure {self._treedef} became {treedef}"
             )
         return leaves
+
+    def _is_rewritten(self, value: Any, treedef: Any) -> bool:
+        """Returns whether Flax made a `State` of a list, as its optimizers do."""
+        is_state = isinstance(value, _flax().state_type)
+        return is_state and treedef.num_leaves == self._treedef.num_leaves
 
     def write(self, leaves: list[Any]) -> None:
         if self.is_leaf:
@@ -101,12 +107,25 @@ def variable_type() -> "type[nnx.Variable] | tuple[()]":
 
 def is_variable(value: Any) -> bool:
     """Returns whether `value` is an NNX variable."""
-    return isinstance(value, variable_type())
+    # Not `isinstance`, which runs code of Flax's for every value in a walk.
+    return is_variable_type(type(value))
 
 
 def is_node(value: Any) -> bool:
     """Returns whether `value` is an NNX object that holds variables."""
-    return isinstance(value, getattr(sys.modules.get("flax.nnx"), "Pytree", ()))
+    return is_node_type(type(value))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_variable_type(kind: type) -> bool:
+    """Returns whether instances of `kind` are NNX variables."""
+    return issubclass(kind, variable_type())
+
+
+@functools.lru_cache(maxsize=4096)
+def is_node_type(kind: type) -> bool:
+    """Returns whether instances of `kind` are NNX objects that hold variables."""
+    return issubclass(kind, getattr(sys.modules.get("flax.nnx"), "Pytree", ()))
 
 
 def merges_by_sum(value: Any) -> bool:
@@ -119,9 +138,14 @@ def merges_by_sum(value: Any) -> bool:
     return not isinstance(value, nnx.metrics.Welford)
 
 
-def is_attribute(name: str) -> bool:
-    """Returns whether an entry of a node's `__dict__` is the user's."""
-    return not name.startswith("_pytree__")
+def is_internal(name: Any) -> bool:
+    """Returns whether an entry of a node's `__dict__` is Flax's own."""
+    return isinstance(name, str) and name.startswith("_pytree__")
+
+
+def metadata(variable: "nnx.Variable") -> dict[str, Any]:
+    """Returns what was set on a variable, in the dictionary that holds it."""
+    return variable._var_metadata
 
 
 def swap_node(node: "nnx.Pytree") -> Callable[[], None]:
@@ -138,12 +162,6 @@ def swap_node(node: "nnx.Pytree") -> Callable[[], None]:
     return restore
 
 
-def _leaf_path(path: str, keys: tuple[Any, ...]) -> str:
-    for entry in keys:
-        path = join(path, key_name(entry))
-    return path
-
-
 class _Flax(NamedTuple):
     """What lifting needs of NNX.
 
@@ -151,12 +169,14 @@ class _Flax(NamedTuple):
         roles: The types of variables that have a role, with the role.
         optimizer: The types of variables in the state of an Optax transformation; the
             optimizer's own count of steps is of another type.
+        state_type: What the updates of an optimizer leave in place of a list.
         make_trace_state: Returns the state of the current trace.
         set_raw: Puts a raw value into a variable.
     """
 
     roles: tuple[tuple[type, Role], ...]
     optimizer: tuple[type, ...]
+    state_type: type
     make_trace_state: Callable[[], Any]
     set_raw: Callable[[Any, Any], None]
 
@@ -174,6 +194,7 @@ def _flax() -> _Flax:
             (nnx.RngKey, Role.RANDOM_KEY),
         ),
         optimizer=(nnx.OptArray, nnx.OptVariable),
+        state_type=nnx.State,
         make_trace_state=tracers.TraceState,
         set_raw=vars(nnx.Variable)["_raw_value"].__set__,
     )
@@ -192,6 +213,7 @@ def _check_flax() -> None:
         for path, owner, name in (
             ("nnx.Variable", variable, "_raw_value"),
             ("nnx.Variable", variable, "_trace_state"),
+            ("nnx.Variable", variable, "_var_metadata"),
             ("nnx.Pytree", node, "_pytree__state"),
             (
                 "nnx.Pytree._pytree__state",

@@ -8,7 +8,7 @@ for tracers, and put back, while the object that owns the place stays the same o
 import enum
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +33,7 @@ class Slot(ABC):
         paths: One path per array of the place. Most places hold one array, and then
             this is `(path,)`; an attribute that holds a pytree has one for each leaf.
         key: Equal for two slots exactly if they are the same place.
+        holder: The `id` of the object that has the place; `None` for a variable.
         role: What the slot is for.
         annotations: What the user set on the variable, such as `aggregation`.
     """
@@ -40,6 +41,7 @@ class Slot(ABC):
     path: str
     paths: tuple[str, ...]
     key: Hashable
+    holder: int | None = None
     role: Role = Role.PLAIN
     annotations: dict[str, Any]
 
@@ -102,16 +104,22 @@ def join(path: str, name: object) -> str:
     return f"{path}/{name}" if path else str(name)
 
 
-def key_name(entry: Any) -> str:
-    """Returns how one entry of a `jax.tree_util` key path is written in a path."""
-    for attribute in ("key", "idx", "name"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    return str(entry)
+def join_keys(path: str, keys: Iterable[Any]) -> str:
+    """Returns the path of a leaf, from the keys that JAX gives it, below `path`."""
+    for entry in keys:
+        names = (
+            getattr(entry, attribute)
+            for attribute in ("key", "idx", "name")
+            if hasattr(entry, attribute)
+        )
+        path = join(path, next(names, entry))
+    return path
 
 
 def describe(leaf: PyTree) -> str:
     """Returns dtype and shape of an array, or the type of anything else."""
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return f"{leaf.dtype} {tuple(leaf.shape)}"
-    return f"{type(leaf).__name__} {leaf!r}"
+    # The module `jax.numpy` has both names as well.
+    if isinstance(getattr(leaf, "shape", None), tuple) and hasattr(leaf, "dtype"):
+        return f"{leaf.dtype} {leaf.shape}"
+    shown = repr(leaf)
+    return f"{type(leaf).__name__} {shown[:60]}{'...' if len(shown) > 60 else ''}"

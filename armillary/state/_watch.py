@@ -1,101 +1,112 @@
 """Notices, between two loops, that the user's objects hold something new.
 
-A search takes long, and hardly ever finds anything that the last one did not. So what
-every searched object held is remembered, and compared by identity.
+A walk takes long, and hardly ever finds anything that the last one did not. So what
+every holder held is remembered, and compared by identity, in passes that Python makes
+in C. Only holders that a step may have looked at matter, and those that lead to state.
 """
 
+import collections
 import itertools
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from armillary.state._find import held_by, is_function, slot_names
-from armillary.state._slots import join
+from armillary.state._holders import Metadata, Numbers, Part, Sequence
+from armillary.state._walk import Walk
 
 _END = object()
 
 
 class Watch:
-    """Watches the objects that a search went through, except for their slots.
+    """Watches the holders that a walk found, except for their slots.
 
     Args:
-        holders: The objects, functions and containers, with their paths.
-        places: The keys of slots; arrays in them are replaced by every step.
+        walk: The walk.
+        names: The attributes of the first root that matter; `None` for all.
     """
 
-    def __init__(
-        self, holders: Sequence[tuple[Any, str]], places: Collection[Any]
-    ) -> None:
-        self._holders: list[tuple[Any, str, set[Any]]] = []
-        # Views of the attributes and items of objects without slots: Python compares
-        # them in C, whatever their number.
+    def __init__(self, walk: Walk, names: Collection[str] | None) -> None:
+        reached, leading = walk.reached_from(names), walk.leading_to_slots()
+        root = 0 if names is None else id(walk.roots[0][0])
+        slots: dict[int, set[Any]] = collections.defaultdict(set)
+        for key in walk.slots:
+            if isinstance(key, tuple):
+                slots[key[0]].add(key[1])
+        # Live views of what parts without slots hold, and what they held.
         self._views: list[Iterable[Any]] = []
-        self._rest: list[tuple[Any, set[Any]]] = []
-        for holder, path in holders:
-            slots = {
-                name for name, _ in held_by(holder) if (id(holder), name) in places
-            }
-            self._holders.append((holder, path, slots))
-            view = None if slots else _view(holder)
-            if view is None:
-                self._rest.append((holder, slots))
-            else:
-                self._views.append(view)
-        self._held = list(self._hold())
-        self._held_by_place = self._hold_by_place()
+        held: list[Any] = []
+        # The other parts, and under which names slots hide what they hold.
+        self._rest: list[_Look | _LookAt] = []
+        self._numbers: list[Numbers] = []
+        metadata: list[Metadata] = []
+        for holder in reached | leading:
+            for part in walk.nodes[holder].parts:
+                without = slots.get(id(part.source), ())
+                if holder == root:
+                    leads = {n for n, child in walk.edges[root] if child in leading}
+                    only = {*leads, *(names or ())}.difference(without)
+                    self._rest.append(_LookAt(part, sorted(only)))
+                elif isinstance(part, Numbers):
+                    part.keep(is_read=names is not None)
+                    self._numbers.append(part)
+                elif isinstance(part, Metadata):
+                    metadata.append(part)
+                elif without or (views := part.views()) is None:
+                    self._rest.append(_Look(part, without))
+                else:
+                    self._views += [live for live, _ in views]
+                    held += itertools.chain.from_iterable(found for _, found in views)
+        rest = itertools.chain.from_iterable(look.found() for look in self._rest)
+        self._held = [*held, *rest, _END]
+        self._metadata = [part.source for part in metadata]
+        self._held_metadata = [
+            dict(zip(part.names, part.values, strict=True)) for part in metadata
+        ]
 
     def is_current(self) -> bool:
-        """Returns whether the objects hold what they held at first."""
-        return all(map(operator.is_, self._hold(), self._held))
-
-    def changes_since(self, old: "Watch") -> set[str]:
-        """Returns the paths of what differs from what `old` held, or is gone."""
-        before, now = old._held_by_place, self._held_by_place
-        changed = {
-            path
-            for place, (path, value) in now.items()
-            if place not in before or not _is_equal(before[place][1], value)
-        }
-        gone = before.keys() - now.keys()
-        return changed.union(before[place][0] for place in gone)
-
-    def held_at(self, place: Any, default: Any) -> Any:
-        """Returns what a place that is no slot held at first, `default` for nothing."""
-        return self._held_by_place.get(place, (None, default))[1]
+        """Returns whether the holders hold what they held at first."""
+        return (
+            all(map(operator.is_, self._hold(), self._held))
+            and self._metadata == self._held_metadata
+            and all(part.is_as_found() for part in self._numbers)
+        )
 
     def _hold(self) -> Iterator[Any]:
         """Yields what is held, and then `_END`, which no value before it is."""
-        rest = [
-            value
-            for holder, slots in self._rest
-            for name, value in held_by(holder)
-            if name not in slots
-        ]
         return itertools.chain(
-            itertools.chain.from_iterable(self._views), rest, (_END,)
+            itertools.chain.from_iterable(self._views),
+            itertools.chain.from_iterable(look() for look in self._rest),
+            (_END,),
         )
 
-    def _hold_by_place(self) -> dict[tuple[int, Any], tuple[str, Any]]:
-        return {
-            (id(holder), name): (join(path, name), value)
-            for holder, path, slots in self._holders
-            for name, value in held_by(holder)
-            if name not in slots
-        }
+
+class _Look:
+    """Looks at a part, but for its slots."""
+
+    def __init__(self, part: Part, without: Collection[Any]) -> None:
+        self._part, self._without = part, without
+
+    def __call__(self) -> list[Any]:
+        return self._pick(*self._part.look())
+
+    def found(self) -> list[Any]:
+        return self._pick(self._part.names, self._part.values)
+
+    def _pick(self, names: list[Any], values: list[Any]) -> list[Any]:
+        held = zip(names, values, strict=True)
+        kept = [value for name, value in held if name not in self._without]
+        # Numbers are the names in a list, and have no identity.
+        return kept if isinstance(self._part, Sequence) else [*names, *kept]
 
 
-def _view(holder: Any) -> Iterable[Any] | None:
-    """Returns a live view of what an object or container holds, if it has one."""
-    if isinstance(holder, list):
-        return holder
-    if isinstance(holder, dict):
-        return holder.values()
-    if is_function(holder) or slot_names(type(holder)):
-        return None
-    return vars(holder).values()
+class _LookAt:
+    """Looks at some names of a part only."""
 
+    def __init__(self, part: Part, names: list[Any]) -> None:
+        self._part, self._names = part, names
 
-def _is_equal(a: Any, b: Any) -> bool:
-    """Returns whether two held values make no difference to a program."""
-    is_plain = isinstance(a, str | int | float) and type(a) is type(b)
-    return a is b or (is_plain and a == b)
+    def __call__(self) -> list[Any]:
+        return list(map(self._part.get, self._names))
+
+    def found(self) -> list[Any]:
+        return list(map(self._part.found, self._names))

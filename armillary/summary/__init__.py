@@ -1,4 +1,4 @@
-"""Scalars over steps, in files that TensorBoard reads.
+"""Values over steps, in files that TensorBoard reads.
 
 A `SummaryManager` writes what a loop returned. A nested dictionary is a hierarchy of
 directories, and TensorBoard shows each directory as a run of its own, so the same tag
@@ -15,6 +15,13 @@ can be compared between runs::
     runs/digits/train/events...         loss
     runs/digits/validation/events...    loss
 
+A value is a number, or a `Histogram`, an `Image` or a `Text` made where it is put into
+the dictionary. A loop's output is written in the same way, so these may be in what
+`train_loop_end` and `eval_end` return::
+
+    def train_loop_end(self):
+        return {"loss": self.loss.compute(), "kernel": Histogram(self.model.kernel)}
+
 `NoopSummaryManager` has the same methods and writes nothing. Another file format is one
 class with the methods of `SummaryWriter`, given as `writer_fn`.
 """
@@ -22,11 +29,17 @@ class with the methods of `SummaryWriter`, given as `writer_fn`.
 from armillary.summary._manager import NoopSummaryManager as NoopSummaryManager
 from armillary.summary._manager import SummaryManager as SummaryManager
 from armillary.summary._tensorboard import TensorBoardWriter as TensorBoardWriter
+from armillary.summary._values import Histogram as Histogram
+from armillary.summary._values import Image as Image
+from armillary.summary._values import Text as Text
 from armillary.summary._writer import SummaryWriter as SummaryWriter
 
 __all__ = [
+    "Histogram",
+    "Image",
     "NoopSummaryManager",
     "SummaryManager",
     "SummaryWriter",
     "TensorBoardWriter",
+    "Text",
 ]

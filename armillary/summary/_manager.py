@@ -7,11 +7,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from armillary._checks import answers_old_names, check_callable
 from armillary._process import get_process
 from armillary._typing import Output
+from armillary.distribute import PerReplica
 from armillary.summary._tensorboard import TensorBoardWriter
+from armillary.summary._values import Summary
 from armillary.summary._writer import SummaryWriter
 
 _NUMBERS = (np.bool_, np.integer, np.floating)
@@ -22,10 +25,10 @@ _NUMBERS = (np.bool_, np.integer, np.floating)
     global_step="Leave it out: `write_summaries(output, step=...)` takes the step.",
 )
 class SummaryManager:
-    """Writes scalars below one directory.
+    """Writes summaries below one directory.
 
     Args:
-        summary_dir: The directory of the outermost scalars. Nothing is made before the
+        summary_dir: The directory of the outermost values. Nothing is made before the
             first value is written.
         writer_fn: Function from a directory to a `SummaryWriter`, called on the first
             value of each directory. TensorBoard event files by default.
@@ -61,30 +64,37 @@ class SummaryManager:
 
     @property
     def summary_dir(self) -> str:
-        """The directory of the outermost scalars."""
+        """The directory of the outermost values."""
         return self._summary_dir
 
     def write_summaries(self, values: Output, *, step: int) -> None:
-        """Writes every scalar of `values`; of several processes, the chief does.
+        """Writes all of `values`; of several processes, the chief does.
 
         Args:
-            values: Numbers or arrays of shape `()` by tag, or `None` for nothing. A
-                nested dictionary goes to the subdirectory of its name. Infinities and
-                NaN are written too.
+            values: Numbers or arrays of shape `()` by tag, or each a `Histogram`, an
+                `Image` or a `Text`; `None` for nothing. A nested dictionary goes to the
+                subdirectory of its name. Infinities and NaN are written too.
             step: The step that the values belong to.
 
         Raises:
-            TypeError: If a key is not a string or a value is not numeric.
-            ValueError: If a value has more than one element, or the name of a nested
-                dictionary leaves `summary_dir`. All bad values are listed, and then
-                none is written.
+            TypeError: If a key is not a string or a value is not numeric, if this is
+                called in a step, or if a writer has no method for a kind of value.
+            ValueError: If an array has more than one element, a key is empty, or the
+                name of a nested dictionary leaves `summary_dir`. All bad values are
+                listed, and then none is written.
         """
         entries = list(_find_values(values or {}, ()))
+        _check_known([step, *(value for *_, value, _ in entries)])
         _check([problem for *_, problem in entries if problem is not None])
         if not get_process().is_chief:
             return
         for parents, tag, value, _ in entries:
-            self._writer(parents).scalar(tag, float(np.asarray(value)), int(step))
+            writer = self._writer(parents)
+            if isinstance(value, Summary):
+                _check_writer(writer, tag, value)
+                value.write(writer, tag, int(step))
+            else:
+                writer.scalar(tag, float(np.asarray(value)), int(step))
 
     def flush(self) -> None:
         """Brings everything written so far onto the disk."""
@@ -136,6 +146,8 @@ def _find_values(
             kind = type(key).__name__
             problem = (TypeError, f"{path}: the key {key!r} is of type {kind}")
             yield parents, path, value, problem
+        elif not key and not isinstance(value, Mapping):
+            yield parents, path, value, (ValueError, f"{path}: the key is empty")
         elif not isinstance(value, Mapping):
             yield parents, key, value, _find_problem(path, value)
         elif key.startswith("/") or not key or ".." in key.split("/"):
@@ -146,8 +158,10 @@ def _find_values(
 
 
 def _find_problem(path: str, value: Any) -> _Problem | None:
-    if isinstance(value, int | float):
+    if isinstance(value, int | float | Summary):
         return None
+    if isinstance(value, PerReplica):
+        return TypeError, f"{path}: {value!r}"
     if not isinstance(value, jax.Array) and hasattr(value, "__array__"):
         value = np.asarray(value)
     if not hasattr(value, "dtype"):
@@ -166,8 +180,30 @@ def _check(problems: list[_Problem]) -> None:
     kind = TypeError if any(kind is TypeError for kind, _ in problems) else ValueError
     lines = "\n".join(f"  {line}" for _, line in problems)
     raise kind(
-        f"`values` has {len(problems)} entries that are not scalars, and a summary is "
-        f"a number of shape () under a string:\n{lines}\n"
-        "Reduce arrays (`value.mean()`), convert what is not a number, or leave the "
-        "entry out."
+        f"`values` has {len(problems)} entries that are no summaries: one is a number "
+        "of shape (), a `Histogram`, an `Image` or a `Text`, under a string:\n"
+        f"{lines}\n"
+        "Reduce arrays (`value.mean()`), wrap them "
+        "(`armillary.summary.Histogram(value)`), reduce per-replica values "
+        "(`strategy.reduce`), or leave the entry out."
     )
+
+
+def _check_known(values: list[Any]) -> None:
+    leaves = [leaf for value in values for leaf in jax.tree.leaves(value)]
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        raise TypeError(
+            "`write_summaries` was called in a function that JAX traces, such as a "
+            "step, in which values are not known yet. Keep them in a metric or an "
+            "attribute of the trainer, and return them from `train_loop_end` or "
+            "`eval_end`, which run in Python."
+        )
+
+
+def _check_writer(writer: SummaryWriter, tag: str, value: Summary) -> None:
+    if not hasattr(writer, value.method):
+        raise TypeError(
+            f"{tag!r} is {value!r}, but `{type(writer).__name__}`, which `writer_fn` "
+            f"returned, has no method `{value.method}` to write it. Give it one, as "
+            "`armillary.summary.TensorBoardWriter` has, or leave the entry out."
+        )

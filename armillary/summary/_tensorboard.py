@@ -9,9 +9,13 @@ it resumes.
 import importlib
 import itertools
 import os
+import struct
 import time
+import zlib
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 _file_numbers = itertools.count()
 
@@ -37,13 +41,60 @@ class TensorBoardWriter:
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Writes one value, which may be infinite or not a number."""
-        # Generated modules, whose names no type checker sees.
-        events: Any = importlib.import_module("tensorboardX.proto.event_pb2")
-        summaries: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
-        entry = summaries.Summary.Value(tag=tag, simple_value=value)
-        summary = summaries.Summary(value=[entry])
+        self._write(tag, step, simple_value=value)
+
+    def histogram(
+        self, tag: str, edges: np.ndarray, counts: np.ndarray, step: int
+    ) -> None:
+        """Writes how many values lie between each two neighbors of `edges`.
+
+        Args:
+            tag: The name.
+            edges: One more than there are counts, in ascending order. The first and the
+                last count are not 0.
+            counts: How many values lie between two edges.
+            step: The step that they belong to.
+        """
+        # Of buckets that are empty, one in a row is enough.
+        kept = (counts > 0) | np.append(counts[1:] > 0, True)
+        middles = (edges[:-1] + edges[1:]) / 2
+        histogram = _proto("summary").HistogramProto(
+            min=edges[0],
+            max=edges[-1],
+            num=counts.sum(),
+            sum=counts @ middles,
+            sum_squares=counts @ middles**2,
+            bucket_limit=edges[1:][kept],
+            bucket=counts[kept],
+        )
+        self._write(tag, step, histo=histogram)
+
+    def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
+        """Writes an image: `uint8`, of shape `(height, width, channels)`."""
+        height, width, channels = pixels.shape
+        image = _proto("summary").Summary.Image(
+            height=height,
+            width=width,
+            colorspace=channels,
+            encoded_image_string=_as_png(pixels),
+        )
+        self._write(tag, step, image=image)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Writes text, which TensorBoard shows as Markdown."""
+        metadata = _proto("summary").SummaryMetadata(
+            plugin_data={"plugin_name": "text"}
+        )
+        tensor = _proto("tensor").TensorProto(
+            dtype="DT_STRING", string_val=[text.encode()]
+        )
+        self._write(tag, step, metadata=metadata, tensor=tensor)
+
+    def _write(self, tag: str, step: int, **content: Any) -> None:
+        summaries = _proto("summary")
+        summary = summaries.Summary(value=[summaries.Summary.Value(tag=tag, **content)])
         self._events.write_event(
-            events.Event(wall_time=time.time(), step=step, summary=summary)
+            _proto("event").Event(wall_time=time.time(), step=step, summary=summary)
         )
 
     def flush(self) -> None:
@@ -53,3 +104,27 @@ class TensorBoardWriter:
     def close(self) -> None:
         """Flushes and closes the file."""
         self._events.close()
+
+
+def _proto(name: str) -> Any:
+    """Returns a generated module, whose names no type checker sees."""
+    return importlib.import_module(f"tensorboardX.proto.{name}_pb2")
+
+
+def _as_png(pixels: np.ndarray) -> bytes:
+    height, width, channels = pixels.shape
+    color_type = {1: 0, 3: 2, 4: 6}[channels]
+    # Each row begins with the number of its filter: 0 for none.
+    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))
+    chunks = {
+        b"IHDR": struct.pack(">2I5B", width, height, 8, color_type, 0, 0, 0),
+        b"IDAT": zlib.compress(rows.tobytes()),
+        b"IEND": b"",
+    }
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data))
+        + kind
+        + data
+        + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks.items()
+    )

@@ -5,10 +5,11 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class SummaryWriter(Protocol):
-    """Writes the scalars of one directory.
+    """Writes the summaries of one directory.
 
-    A `SummaryManager` makes one writer for each directory, on its first scalar, and
-    calls it from one thread.
+    A `SummaryManager` makes one writer for each directory, on its first value, and
+    calls it from one thread. A writer that is to write a `Histogram`, an `Image` or a
+    `Text` has `histogram`, `image` or `text` too, as `TensorBoardWriter` does.
     """
 
     def scalar(self, tag: str, value: float, step: int) -> None:

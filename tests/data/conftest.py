@@ -28,10 +28,12 @@ class HostLayout:
         self.peers = None
         self.stacked = stacked
 
-    def place(self, arrays: PyTree, leading_axes: int = 0) -> PyTree:
+    def place(
+        self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
+    ) -> PyTree:
         if self.stacked:
             for leaf in jax.tree.leaves(arrays):
-                assert leaf.shape[leading_axes] == self.num_replicas
+                assert leaf.shape[leading_axes] == (num_replicas or self.num_replicas)
         return arrays
 
     def wrap(self, arrays: PyTree, num_active: int) -> HostValues:

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from armillary.data import as_source
 from armillary.data._batch import check_batch, get_signature
 from armillary.errors import BatchSizeError
 
@@ -57,6 +58,71 @@ def test_unequal_leading_sizes_are_listed():
     assert "different leading sizes" in str(caught.value)
     assert "\n  x: 3 examples, shape (3, 2)\n" in str(caught.value)
     assert "\n  y: 4 examples, shape (4,)\n" in str(caught.value)
+
+
+def test_lists_of_numbers_are_one_line_each():
+    batch = {"image": np.zeros((64, 64)).tolist(), "label": [1, 2.5]}
+    with pytest.raises(TypeError) as caught:
+        check_batch(batch, lambda: "Batch 0")
+    assert str(caught.value) == (
+        "Batch 0 has leaves that are not arrays of numbers, but every leaf must be an "
+        "array with the examples on its first axis:\n"
+        "  image: list of 64 x list\n"
+        "  label: list of 2 x float or int\n"
+        "Convert them in the data set, as in `np.asarray(values)`, or leave them out."
+    )
+
+
+@pytest.mark.parametrize("leaf", ["text", np.float32(1), np.zeros(2)])
+def test_of_many_leaves_the_first_ten_are_listed(leaf):
+    batch = {"x": np.zeros(3)} | {f"y{i:03}": leaf for i in range(100)}
+    with pytest.raises((TypeError, BatchSizeError)) as caught:
+        check_batch(batch, lambda: "Batch 0")
+    message = str(caught.value)
+    num_hidden = 91 if isinstance(leaf, np.ndarray) else 90
+    assert f"and {num_hidden} more" in message
+    assert "y012" not in message
+    assert len(message) < 900
+    if isinstance(leaf, np.ndarray):
+        assert "  x: 3 examples" in message
+
+
+class Tensor:
+    """An array of another library."""
+
+    def __init__(self, values, is_on_host=True):
+        self.values, self.is_on_host = values, is_on_host
+
+    def __array__(self, dtype=None, copy=None):
+        if not self.is_on_host:
+            raise TypeError("It is elsewhere.")
+        return np.asarray(self.values)
+
+    def __repr__(self):
+        return "Tensor(...)"
+
+
+def test_arrays_of_other_libraries_become_numpy():
+    arrays, num_rows = check_batch({"x": Tensor([1.0, 2.0])}, lambda: "A batch")
+    assert num_rows == 2
+    assert arrays["x"].tolist() == [1, 2]
+    with pytest.raises(TypeError, match=r"x: Tensor Tensor\(\.\.\.\)"):
+        check_batch({"x": Tensor([1.0], is_on_host=False)}, lambda: "A batch")
+    with pytest.raises(BatchSizeError, match="leaves without a batch axis: x"):
+        check_batch({"x": Tensor(1.0), "y": np.zeros(1)}, lambda: "A batch")
+
+
+def test_arrays_of_other_libraries_are_copied_as_they_are_read():
+    buffer = np.zeros(2)
+
+    def fill():
+        for value in range(3):
+            buffer[:] = value
+            yield Tensor(buffer)
+
+    iterator = as_source(fill).make_iterator(0)
+    read = [next(iterator) for _ in range(3)]
+    assert [batch.tolist() for batch in read] == [[0, 0], [1, 1], [2, 2]]
 
 
 def test_a_bare_array_is_named_root():

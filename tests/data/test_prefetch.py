@@ -2,6 +2,8 @@ import gc
 import threading
 import time
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from armillary.data._prefetch import Prefetcher
@@ -148,3 +150,14 @@ def test_take_leaves_the_thread_asleep_until_it_is_to_read_on():
     assert [prefetcher.take(), prefetcher.take()] == [2, 3], "A missing item wakes it."
     with pytest.raises(StopIteration):
         prefetcher.take()
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_jax_settings_of_the_caller_hold_while_items_are_read(size):
+    device = jax.devices()[1]
+    items = (jnp.asarray([2**40 + number]) for number in range(3))
+    prefetcher = Prefetcher(items, size)
+    with jax.enable_x64(True), jax.default_device(device):
+        arrays = list(prefetcher)
+    assert [int(array[0]) - 2**40 for array in arrays] == [0, 1, 2]
+    assert all(array.devices() == {device} for array in arrays)

@@ -141,10 +141,8 @@ def test_leftovers_of_an_exact_pass_are_those_of_the_host(strategy):
             expected.num_active,
             expected.is_last,
         )
-        assert resident.types(actual.arrays) == host.types(expected.arrays)
-        assert_same(
-            resident.rows.place(actual.arrays), host.rows.place(expected.arrays)
-        )
+        assert resident.types(actual) == host.types(expected)
+        assert_same(resident.place(actual), host.place(expected))
     assert num_pieces == (9 if strategy.num_replicas_in_sync == 4 else 5)
 
 
@@ -382,7 +380,7 @@ def test_arrays_that_a_device_has_no_room_for_are_an_error():
         r"device, and device 7 has 3999 of 5000 bytes free\. Use smaller arrays or "
         "dtypes, or leave `place_on_device` out",
     ):
-        reader.rows.place(next(reader).arrays)
+        reader.place(next(reader))
     assert reader.layout.num_replicated == 0
 
 
@@ -405,10 +403,10 @@ def test_the_default_device_may_be_chosen():
         assert list(armillary.DefaultStrategy().layout.devices) == [jax.devices()[3]]
 
 
-def test_masks_need_dictionaries_without_one():
+def test_masks_need_a_place_of_their_own():
     options = InputOptions(place_on_device=True, remainder="pad")
     strategy = armillary.DefaultStrategy()
-    with pytest.raises(TypeError, match=r"not dictionaries.*adds a leaf `mask`"):
+    with pytest.raises(TypeError, match=r"type ndarray.*adds a mask"):
         strategy.distribute_dataset(from_arrays(np.zeros(4), batch_size=2), options)
     masked = from_arrays({"mask": np.zeros(4)}, batch_size=2)
     with pytest.raises(ValueError, match="have a leaf `mask` already"):

@@ -143,14 +143,16 @@ def test_unbatched_arrays_point_to_from_arrays(make_layout):
         with pytest.raises(TypeError, match="of arrays, but it must give batches"):
             as_source(arrays)
     dataset = DistributedDataset(make_list(), make_layout())
-    with pytest.raises(TypeError, match="`source` is a distributed dataset already"):
+    with pytest.raises(
+        TypeError, match="The data set is a distributed dataset already"
+    ):
         as_source(dataset)
 
 
 @pytest.mark.parametrize("value", [3, None, "data.csv", b"x"])
 def test_other_types_are_errors(value):
     with pytest.raises(
-        TypeError, match=r"`source` is .*it must give batches. Pass the"
+        TypeError, match=r"The data set is .*it must give batches. Pass the"
     ):
         as_source(value)
 

@@ -143,10 +143,51 @@ def test_batches_without_rows_are_left_out(split):
     assert [b.arrays["x"].shape for b in split(sized(0, 4, 0, 4), 2)] == [(2, 2)] * 2
 
 
+def test_the_exact_option_runs_a_batch_on_as_many_replicas_as_can_share_it(split):
+    batches = split(sized(8, 6, 5), 4, remainder="exact")
+    assert [b.arrays["x"].tolist() for b in batches] == [
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[8, 9, 10], [11, 12, 13]],
+        [[14, 15, 16, 17, 18]],
+    ]
+    assert [(b.num_active, b.num_replicas) for b in batches] == [(4, 4), (2, 2), (1, 1)]
+    assert all(b.is_last for b in batches)
+
+
+def test_the_exact_option_joins_replica_batches(split):
+    batches = split(
+        sized(2, 2, 2, 1, 3), 2, remainder="exact", per_replica_batches=True
+    )
+    assert [b.arrays["x"].tolist() for b in batches] == [
+        [[0, 1], [2, 3]],
+        [[4, 5, 6]],
+        [[7, 8, 9]],
+    ]
+
+
+def test_the_exact_option_means_smaller_pieces_in_an_evaluation(split):
+    pieces = split(sized(10), 4, remainder="exact", exact=True)
+    assert [b.num_active for b in pieces] == [4, 2]
+    assert [b.num_replicas for b in pieces] == [4, 4]
+
+
+@pytest.mark.parametrize(("sizes", "count"), [((6, 6, 6), 1), ((8, 8, 6), 0)])
+def test_batches_that_all_run_on_fewer_replicas_are_told_of(
+    split, caplog, sizes, count
+):
+    split(sized(*sizes), 4, remainder="exact")
+    message = (
+        "Batches of 6 examples run on 2 of 4 replicas, and the other devices do the "
+        "same work again. With a batch size that is a multiple of 4, all would share"
+    )
+    assert caplog.text.count(message) == count
+
+
 def test_unequal_share_is_an_error_with_the_ways_out(split):
     message = (
         "A batch has 10 examples, which 4 replicas cannot share equally (10 % 4 = 2). "
         "Use a batch size that is a multiple of 4, such as `8` or `12`, or "
+        '`InputOptions(remainder="exact")` to run it on fewer replicas, '
         '`InputOptions(remainder="drop")` to leave examples out, or '
         '`InputOptions(remainder="pad")` to fill up and get a `mask`.'
     )
@@ -158,9 +199,10 @@ def test_a_last_batch_that_cannot_be_shared_says_so(split):
     message = (
         "The last batch of the data has the 6 examples that were left, which 4 "
         "replicas cannot share equally (6 % 4 = 2); the batches before it have 8. "
-        "Batch the data with `drop_remainder=True`, or use "
+        'Use `InputOptions(remainder="exact")` to run it on fewer replicas, '
         '`InputOptions(remainder="drop")` to leave examples out, or '
-        '`InputOptions(remainder="pad")` to fill up and get a `mask`.'
+        '`InputOptions(remainder="pad")` to fill up and get a `mask`, or batch the '
+        "data with `drop_remainder=True`."
     )
     for source in [sized(8, 6), from_arrays(np.arange(22), batch_size=8)]:
         with pytest.raises(BatchSizeError, match=re.escape(message)):
@@ -173,7 +215,7 @@ def test_a_short_batch_that_is_not_the_last_is_an_error_of_its_size(split):
 
 
 def test_unequal_replica_batches_are_an_error(split):
-    with pytest.raises(BatchSizeError, match=r"have 4, 3 examples\. Batch the data"):
+    with pytest.raises(BatchSizeError, match=r"have 4, 3 examples\. Batch.*\"exact\""):
         split(sized(4, 3), 2, per_replica_batches=True)
     with pytest.raises(BatchSizeError, match="have 4, 4 examples and the data ends th"):
         split(sized(4, 4), 3, per_replica_batches=True)
@@ -227,9 +269,20 @@ def test_pad_gives_replicas_without_data_only_copies(split):
     assert last.arrays["mask"].tolist() == [[True, False], [False, False]]
 
 
-def test_pad_needs_dictionaries(split):
-    with pytest.raises(TypeError, match=r'are not dictionaries.*"pad".*type tuple'):
-        split([(np.arange(4),)], 2, remainder="pad")
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_pad_adds_the_mask_as_the_last_item(split, kind):
+    source = [kind([np.arange(size), np.ones(size)]) for size in (4, 3)]
+    _, last = split(source, 2, remainder="pad")
+    assert type(last.arrays) is kind
+    rows, ones, mask = last.arrays
+    assert rows.tolist() == [[0, 1], [2, 2]]
+    assert ones.shape == mask.shape
+    assert mask.tolist() == [[True, True], [True, False]]
+
+
+def test_pad_needs_a_place_for_the_mask(split):
+    with pytest.raises(TypeError, match=r'type ndarray, .*"pad".*entry `mask` of a di'):
+        split([np.arange(4)], 2, remainder="pad")
     with pytest.raises(ValueError, match=r"have a leaf `mask` already.*Rename it"):
         split([{"x": np.arange(2), "mask": np.ones(2)}], 2, remainder="pad")
 
@@ -239,6 +292,7 @@ def test_pad_needs_dictionaries(split):
     [
         ({}, {"x": (8, 3)}),
         ({"per_replica_batches": True}, {"x": (16, 3)}),
+        ({"remainder": "exact", "num_replicas": 3}, {"x": (8, 3)}),
         ({"remainder": "drop", "num_replicas": 3}, {"x": (6, 3)}),
         ({"remainder": "pad", "num_replicas": 3}, {"x": (9, 3), "mask": (9,)}),
     ],

@@ -1,7 +1,5 @@
 """What holds under every strategy, whatever the number of replicas."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +20,7 @@ from armillary import (
 from armillary.data import InputContext
 from armillary.distribute import PerReplica, is_per_replica
 from armillary.errors import ReplicaContextError
+from tests.problems import Notes
 
 MAKERS = {
     "default": DefaultStrategy,
@@ -306,7 +305,7 @@ def test_a_nest_of_values_is_taken_whole(strategy, ids, is_traced):
 
 
 def test_run_is_replica_context(strategy):
-    seen: list[Any] = []
+    seen = Notes()
 
     def fn():
         context = get_replica_context()
@@ -314,7 +313,7 @@ def test_run_is_replica_context(strategy):
         return context.replica_id_in_sync_group + jnp.zeros((), jnp.int32)
 
     result = strategy.run(fn)
-    found, is_cross, context = seen[0]
+    found, is_cross, context = next(iter(seen))
     assert found is strategy and not is_cross and context.strategy is strategy
     assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
     ids = [int(row) for row in strategy.local_results(result)]

@@ -1,4 +1,3 @@
-import collections
 import functools
 import threading
 import types
@@ -13,7 +12,11 @@ from flax import nnx
 
 import armillary
 from armillary.distribute import _function
-from armillary.errors import CapturedStateError, StateStructureError
+from armillary.errors import (
+    CapturedStateError,
+    StateStructureError,
+)
+from tests.problems import Notes
 
 global_counter = nnx.Variable(jnp.asarray(0))
 
@@ -25,12 +28,8 @@ class Holder:
 
 @pytest.fixture
 def traces():
-    """Notes how often Python runs the code of a function.
-
-    A deque is not searched for state, so that filling it does not change what a
-    function depends on.
-    """
-    return collections.deque()
+    """Notes how often Python runs the code of a function."""
+    return Notes()
 
 
 def add(variable, amount=1):
@@ -601,3 +600,52 @@ def test_a_function_that_is_compiled_over_and_over_says_so(caplog):
     for label in range(20):
         double(jnp.ones(()), label)
     assert caplog.text.count("`double` was compiled 16 times") == 1
+
+
+def test_a_lambda_that_captures_what_changes_is_named_once(caplog, make_mirrored):
+    strategy = make_mirrored(2)
+    for rate in range(20):
+        strategy.run(lambda x: x * rate, args=(jnp.ones(()),))  # noqa: B023
+    assert (
+        caplog.text.count("`<lambda>`, given to `strategy.run`, was compiled 16") == 1
+    )
+    assert "what it captures changes (rate). Pass what changes in `args`" in caplog.text
+
+
+def test_objects_made_anew_are_the_same_function(traces):
+    holder = Holder(config={"rate": 2.0}, total=jnp.zeros(()))
+
+    @armillary.function
+    def step():
+        traces.append("fn")
+        holder.total = holder.total + holder.config["rate"]
+
+    for rate in (2.0, 2.0, 3.0):
+        holder.config = {"rate": rate}
+        step()
+    assert float(holder.total) == 7 and len(traces) == 2
+
+
+def test_a_small_numpy_array_in_a_closure_is_watched():
+    table = np.ones(3, np.float32)
+
+    @armillary.function
+    def step(x):
+        return x * table
+
+    step(jnp.ones(3))
+    table[:] = 5
+    assert step(jnp.ones(3)).tolist() == [5, 5, 5]
+
+
+def test_a_global_that_is_rebound_is_named_and_bound_again():
+    before = global_counter
+
+    @armillary.function
+    def step():
+        global global_counter
+        global_counter = jnp.ones(())
+
+    with pytest.raises(StateStructureError, match="global_counter: "):
+        step()
+    assert global_counter is before

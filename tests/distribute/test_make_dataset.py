@@ -82,3 +82,14 @@ def test_the_default_strategy_takes_batches_as_they_are():
     strategy = armillary.DefaultStrategy()
     (batch,) = make_distributed_dataset(strategy, [np.arange(4)])
     assert batch.tolist() == [0, 1, 2, 3]
+
+
+def test_without_a_strategy_it_is_the_one_in_effect(strategy):
+    source = from_arrays(np.arange(8), batch_size=4)
+    with strategy.scope():
+        dataset = make_distributed_dataset(None, source)
+    assert rows_of(dataset, strategy) == EXPECTED
+    assert [b.tolist() for b in make_distributed_dataset(None, source)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]

@@ -64,6 +64,27 @@ def test_custom_loop_learns(tmp_path):
 
 
 @pytest.mark.slow
+def test_breast_cancer_shows_metrics_and_summaries(tmp_path):
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    output = run_well("breast_cancer.py", "--devices", 2, "--run-dir", tmp_path).stdout
+    scores = re.findall(r"ROC curve ([\d.]+), F1 ([\d.]+)", output)[0]
+    assert float(scores[0]) > 0.98
+    assert float(scores[1]) > 0.9
+
+    found = {}
+    for split in ("train", "eval"):
+        events = event_accumulator.EventAccumulator(str(tmp_path / split))
+        events.Reload()
+        found[split] = events.Tags()
+    assert found["train"]["histograms"] == ["gradients", "weights"]
+    assert found["eval"]["scalars"] == ["f1", "area"]
+    assert found["eval"]["images"] == ["matrix"]
+    assert found["eval"]["tensors"] == ["missed"]
+
+
+@pytest.mark.slow
 def test_fashion_mnist_learns_from_the_shared_sample(tmp_path, shared_data):
     output = run_well(
         "fashion_mnist.py",

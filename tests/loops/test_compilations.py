@@ -20,7 +20,13 @@ class Evaluator(armillary.StandardEvaluator):
     """Counts right answers over data whose last batch is smaller, or is not."""
 
     def __init__(self, trainer: Classifier, num_examples: int) -> None:
-        self.strategy, self.model = trainer.strategy, trainer.model
+        self.strategy = trainer.strategy
+        self.model = nnx.view(
+            trainer.model,
+            deterministic=True,
+            use_running_average=True,
+            raise_if_not_found=False,
+        )
         source = from_arrays(make_digits(num_examples), batch_size=16)
         super().__init__(self.strategy.distribute_dataset(source))
         self.accuracy = nnx.metrics.Accuracy()

@@ -59,6 +59,15 @@ def test_import_adds_nothing_but_itself_to_jax_and_flax(module, adds):
     assert bool(others) == adds, others
 
 
+def test_metrics_are_imported_when_they_are_first_used():
+    result = run_python(
+        "import sys, armillary\n"
+        "before = 'flax' in sys.modules\n"
+        "print(before, armillary.metrics.AUC.__name__, 'flax.nnx' in sys.modules)"
+    )
+    assert result.stdout == "False AUC True\n", result.stdout + result.stderr
+
+
 def test_a_program_without_nnx_never_loads_it():
     result = run_python(
         "import sys, jax, jax.numpy as jnp, numpy as np, armillary\n"

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import itertools
 import pkgutil
 from types import ModuleType
 
@@ -19,9 +20,14 @@ PACKAGES = ["armillary", *(module.name for module in MODULES if module.ispkg)]
 
 
 def list_public_names(module: ModuleType) -> list[str]:
-    """Returns the names that `module` binds, without its imports from elsewhere."""
+    """Returns the names that `module` binds, without its imports from elsewhere.
+
+    What a type checker alone imports, the module imports when it is asked for.
+    """
     names: set[str] = set()
-    for node in ast.parse(inspect.getsource(module)).body:
+    nodes = ast.parse(inspect.getsource(module)).body
+    late = [node.body for node in nodes if isinstance(node, ast.If)]
+    for node in itertools.chain(nodes, *late):
         if isinstance(node, ast.ImportFrom):
             if (node.module or "").partition(".")[0] == "armillary":
                 names |= {alias.asname or alias.name for alias in node.names}

@@ -247,6 +247,37 @@ def uneven(strategy: Any, lengths: list[int]) -> dict[str, Any]:
     }
 
 
+def odd(strategy: Any) -> dict[str, Any]:
+    """Trains on batches of 10, 10 and 9 examples, which 4 replicas cannot share."""
+    exact = armillary.InputOptions(remainder="exact")
+    digits = from_arrays(make_digits(29), batch_size=10, shuffle_seed=3)
+    trainer = Classifier(
+        strategy,
+        CNN(nnx.Rngs(0)),
+        optax.sgd(0.1),
+        strategy.distribute_dataset(digits, exact),
+    )
+    trainer.train(10)
+    numbers = from_arrays({"x": np.arange(29, dtype=np.float32)}, batch_size=10)
+    gathered, local = [], []
+    for batch in strategy.distribute_dataset(numbers, exact):
+        doubled = strategy.run(lambda x: 2 * x, args=(batch["x"],))
+        gathered.append(np.asarray(strategy.gather(doubled, axis=0)).tolist())
+        local.append([row.tolist() for row in local_rows(strategy, doubled)])
+    resident = armillary.InputOptions(remainder="exact", place_on_device=True)
+    adder = Adder(strategy, strategy.distribute_dataset(numbers, resident))
+    adder.train(10)
+    own = strategy.distribute_datasets_from_function(lambda _: numbers, exact)
+    return {
+        "losses": np.asarray(trainer.losses[:3]).tolist(),
+        "sums": [float(np.sum(value)) for value in read_state(trainer).values()],
+        "gathered": gathered,
+        "local": local,
+        "resident": [float(adder.total), int(adder.num_steps)],
+        "refused": "" if strategy.peers is None else catch(lambda: iter(own)),
+    }
+
+
 class Adder(armillary.StandardTrainer):
     """Adds up the examples of all replicas."""
 

@@ -136,6 +136,22 @@ def check_uneven(results: list[Any], lengths: list[int], num_eval_steps: int) ->
         assert f"the program has {len(lengths)}" in result["refused"]
 
 
+def test_uneven_batches_run_on_fewer_replicas(job):
+    results = job("odd", processes=2, devices=2)
+    expected = program.odd(make_strategy(4))
+    for result in results:
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-6)
+        np.testing.assert_allclose(result["sums"], expected["sums"], rtol=1e-5)
+        assert result["gathered"] == expected["gathered"]
+        assert result["resident"] == [sum(range(29)), 3]
+        assert '`remainder` is "exact", but each process reads' in result["refused"]
+    # 2 replicas, one in each process; then the last batch on 1, in both.
+    first, second = (result["local"] for result in results)
+    for batch, (mine, other) in enumerate(zip(first[:2], second[:2], strict=True)):
+        assert [mine[0] + other[0]] == [expected["gathered"][batch]]
+    assert first[2] == second[2] == [expected["gathered"][2]]
+
+
 def test_whatever_differs_between_processes_is_named(job):
     check_mismatches(job("mismatches", processes=2, devices=1))
 

@@ -1,11 +1,11 @@
-"""What the tests of state share: a step lifted by hand, with nothing but JAX."""
+"""What the tests of state share: a step lifted by hand, and run as a program."""
 
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import pytest
 
+from armillary.distribute import trace_step
 from armillary.state import State
 
 RunLifted = Callable[..., State]
@@ -17,13 +17,12 @@ def run_lifted() -> RunLifted:
 
     def run(step: Callable[[], Any], root: Any, path: str = "") -> State:
         state = State([(root, path)])
-
-        def pure(leaves: list[Any]) -> list[Any]:
-            with state.swapped(leaves):
-                step()
-                return state.collect(leaves, "step")
-
-        state.write(jax.jit(pure)(state.read()))
+        before = state.read()
+        traced = trace_step(step, state, before, (), user_fn=step, owner="the test")
+        after = list(before)
+        for i, value in zip(traced.changed, traced.call(before, ())[0], strict=True):
+            after[i] = value
+        state.write(after)
         return state
 
     return run

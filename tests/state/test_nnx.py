@@ -13,7 +13,7 @@ def test_a_flax_without_a_private_attribute_is_named(monkeypatch):
     class Renamed:
         def __init__(self, value):
             self.value = value
-            self._trace_state = None
+            self._trace_state = self._var_metadata = None
 
     monkeypatch.setattr(nnx, "Variable", Renamed)
     with pytest.raises(ImportError) as caught:

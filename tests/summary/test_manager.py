@@ -8,7 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from armillary.summary import NoopSummaryManager, SummaryManager, SummaryWriter
+from armillary.summary import (
+    Histogram,
+    NoopSummaryManager,
+    SummaryManager,
+    SummaryWriter,
+)
 
 
 class RecordingWriter:
@@ -216,3 +221,17 @@ def test_noop_manager_writes_nothing(
 
     assert manager.summary_dir is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_are_not_the_chief_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Mock(is_chief=False)
+    monkeypatch.setattr("armillary.summary._manager.get_process", lambda: process)
+    manager = SummaryManager(tmp_path, writer_fn=Recorder())
+
+    manager.write_summaries({"x": 1.0, "h": Histogram(np.ones(2))}, step=0)
+    with pytest.raises(ValueError, match="x: float64"):
+        manager.write_summaries({"x": np.ones(2)}, step=0)
+
+    assert not manager._writers

@@ -1,0 +1,39 @@
+"""Metrics that add up: over steps, over replicas, and over examples, exactly.
+
+They are `nnx.metrics`, so they are updated in a step and computed after the loop, alone
+or in an `nnx.MultiMetric`::
+
+    self.f1 = armillary.metrics.F1Score(num_classes=10)                # constructor
+    self.f1.reset()                                                    # eval_begin
+    self.f1.update(logits=logits, labels=batch["label"])               # eval_step
+    return {"f1": self.f1.compute()}                                   # eval_end
+
+Their state is nothing but counts, held in integers of 63 bits, so a result depends on
+the examples alone: not on their order, on batches, replicas or processes. `compute`
+waits for the device, works in NumPy, and raises if an update got what has no meaning.
+
+This package imports Flax NNX, which `import armillary` alone does not: it is loaded
+when `armillary.metrics` is first used.
+"""
+
+from armillary.metrics._auc import AUC as AUC
+from armillary.metrics._confusion import ConfusionMatrix as ConfusionMatrix
+from armillary.metrics._confusion import F1Score as F1Score
+from armillary.metrics._confusion import Precision as Precision
+from armillary.metrics._confusion import Recall as Recall
+from armillary.metrics._distribution import Distribution as Distribution
+from armillary.metrics._error import MeanAbsoluteError as MeanAbsoluteError
+from armillary.metrics._error import MeanSquaredError as MeanSquaredError
+from armillary.metrics._top_k import TopKAccuracy as TopKAccuracy
+
+__all__ = [
+    "AUC",
+    "ConfusionMatrix",
+    "Distribution",
+    "F1Score",
+    "MeanAbsoluteError",
+    "MeanSquaredError",
+    "Precision",
+    "Recall",
+    "TopKAccuracy",
+]

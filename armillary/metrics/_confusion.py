@@ -1,0 +1,176 @@
+"""The confusion matrix, and what follows from it: precision, recall and F1."""
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from armillary._checks import check_one_of, is_positive_int
+from armillary.metrics._counts import Counts
+from armillary.metrics._labeled import LabeledMetric
+
+
+class ConfusionMatrix(LabeledMetric):
+    """Counts how often each class was taken for each other.
+
+    Exactly one of the arguments is given.
+
+    Args:
+        num_classes: The number of classes, at least 2. The class predicted is the one
+            with the highest score.
+        threshold: For two classes with one score: class 1 is predicted for a score of
+            at least this much, such as 0.0 for logits and 0.5 for probabilities.
+
+    Raises:
+        ValueError: If both or none of the arguments are given, or `num_classes` is not
+            an integer of at least 2.
+        TypeError: If `threshold` is not a number.
+    """
+
+    def __init__(
+        self, num_classes: int | None = None, *, threshold: float | None = None
+    ) -> None:
+        if (num_classes is None) == (threshold is None):
+            raise ValueError(
+                f"`num_classes` is {num_classes!r} and `threshold` is {threshold!r}, "
+                "but one of them must be given. Use `num_classes=10` for scores of "
+                "classes, or `threshold=0.0` for one logit."
+            )
+        if threshold is not None and (
+            isinstance(threshold, bool) or not isinstance(threshold, int | float)
+        ):
+            raise TypeError(
+                f"`threshold` is {threshold!r} of type {type(threshold).__name__}, but "
+                "it must be a number. Use `threshold=0.0`."
+            )
+        if threshold is None and (not is_positive_int(num_classes) or num_classes == 1):
+            raise ValueError(
+                f"`num_classes` is {num_classes!r}, but there must be 2 or more. Use "
+                "`num_classes=2`, or `threshold=0.0` for one logit."
+            )
+        super().__init__()
+        self.num_classes = num_classes or 2
+        self.threshold = threshold
+        self.counts = Counts.zeros(self.num_classes, self.num_classes)
+
+    def update(self, *, logits: Any, labels: Any, mask: Any = None, **_: Any) -> None:
+        """Counts the examples of a batch.
+
+        Args:
+            logits: Scores of shape `(..., num_classes)`; `(...)` with a `threshold`.
+            labels: Numbers of classes, of shape `(...)`.
+            mask: Booleans of the shape of `labels`, or of its first axes: which
+                examples count. `None` for all.
+            **_: What an `nnx.MultiMetric` has for other metrics.
+
+        Raises:
+            TypeError: If labels are no integers, or the mask is not boolean.
+            ValueError: If shapes do not belong together.
+        """
+        size, threshold = self.num_classes, self.threshold
+        has_classes = threshold is None
+        if has_classes and jnp.shape(logits)[-1:] != (size,):
+            raise ValueError(
+                f"`logits` of `{type(self).__name__}.update` has the shape "
+                f"{jnp.shape(logits)}, but its last axis must be the {size} classes. "
+                "Pass the scores of all classes, or make the metric with "
+                "`threshold=0.0` for one logit."
+            )
+        scores, labels, counted = self._take(
+            logits, labels, mask, has_classes=has_classes
+        )
+        predicted = scores.argmax(-1) if threshold is None else scores >= threshold
+        cells = jnp.where(counted, labels * size + predicted.astype(jnp.int32), size**2)
+        matrix = jnp.zeros(size**2 + 1, jnp.int32).at[cells].add(1)
+        self.counts.add(matrix[:-1].reshape(size, size))
+
+    def compute(self) -> Any:
+        """Returns the counts: `[i, j]` examples of class `i` were taken for `j`.
+
+        It is an array of `int64`, exact up to 2**63.
+
+        Raises:
+            ValueError: If a label was the number of no class, or a score was NaN.
+            TypeError: If called while JAX traces.
+        """
+        self._check()
+        return self.counts.read()
+
+
+class _Score(ConfusionMatrix):
+    """A number between 0 and 1 for each class, or their mean."""
+
+    def __init__(
+        self,
+        num_classes: int | None = None,
+        *,
+        threshold: float | None = None,
+        average: Literal["macro", "weighted"] | None = "macro",
+    ) -> None:
+        check_one_of("average", average, ("macro", "weighted", None))
+        super().__init__(num_classes, threshold=threshold)
+        self.average = average
+
+    def compute(self) -> Any:
+        """Returns the score, in floats of 64 bits.
+
+        It is 0 for a class for which it would be 0 / 0, as in scikit-learn, and NaN if
+        there was no example.
+
+        Raises:
+            ValueError: If a label was the number of no class, or a score was NaN.
+            TypeError: If called while JAX traces.
+        """
+        matrix = super().compute()
+        right, predicted, labeled = matrix.diagonal(), matrix.sum(0), matrix.sum(1)
+        whole = self._whole(predicted, labeled)
+        scores = np.where(matrix.any(), right / np.maximum(whole, 1), np.nan)
+        if self.threshold is not None:
+            return scores[1]
+        if self.average is None:
+            return scores
+        present = (predicted + labeled > 0).astype(np.int64)
+        weights = present if self.average == "macro" else labeled
+        return scores @ weights / max(weights.sum(), 1)
+
+    def _whole(self, predicted: np.ndarray, labeled: np.ndarray) -> np.ndarray:
+        """Returns what the right predictions are a share of."""
+        raise NotImplementedError
+
+
+class Precision(_Score):
+    """The share of the predictions of a class that are right.
+
+    Arguments are as in `F1Score`, and so is what `compute` returns.
+    """
+
+    def _whole(self, predicted: np.ndarray, labeled: np.ndarray) -> np.ndarray:
+        return predicted
+
+
+class Recall(_Score):
+    """The share of the examples of a class that were found.
+
+    Arguments are as in `F1Score`, and so is what `compute` returns.
+    """
+
+    def _whole(self, predicted: np.ndarray, labeled: np.ndarray) -> np.ndarray:
+        return labeled
+
+
+class F1Score(_Score):
+    """The harmonic mean of precision and recall, for each class or on average.
+
+    Args:
+        num_classes: As in `ConfusionMatrix`.
+        threshold: As in `ConfusionMatrix`. The score is then that of class 1.
+        average: `"macro"` is the mean over the classes that are among labels or
+            predictions, `"weighted"` weighs each by its labels, and `None` gives an
+            array of all classes. The other average, `"micro"`, is the accuracy.
+
+    Raises:
+        ValueError: As in `ConfusionMatrix`, or if `average` is none of its values.
+    """
+
+    def _whole(self, predicted: np.ndarray, labeled: np.ndarray) -> np.ndarray:
+        return (predicted + labeled) / 2

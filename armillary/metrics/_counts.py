@@ -1,0 +1,85 @@
+"""State of metrics: integers of 63 bits, and sums of floats made of them.
+
+JAX has integers of 32 bits only, unless told otherwise, and floats of 32 bits stop
+counting at 16,777,216. An epoch of images has more pixels than either can count. So an
+integer is held in three parts, of 16 bits each but the last. Parts are sums, so the
+copies of replicas add up part by part, whatever was carried from one to the next.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+_BITS = 16
+_LOW = (1 << _BITS) - 1
+
+
+class Counts(nnx.metrics.MetricState):
+    """An array of integers from 0 to 2**63 - 1, all counting up from 0."""
+
+    @classmethod
+    def zeros(cls, *shape: int) -> "Counts":
+        """Returns counts of a shape."""
+        return cls(jnp.zeros((3, *shape), jnp.int32))
+
+    def reset(self) -> None:
+        """Begins at 0 again."""
+        self[...] = jnp.zeros(self[...].shape, jnp.int32)
+
+    def add(self, numbers: jax.Array) -> None:
+        """Adds an array of `int32` of the same shape, none of them negative."""
+        # The parts of up to 2**15 replicas have been added up, and fit in 32 bits.
+        low, middle, high = self[...]
+        low = low + (numbers & _LOW)
+        middle = middle + (numbers >> _BITS) + (low >> _BITS)
+        self[...] = jnp.stack([low & _LOW, middle & _LOW, high + (middle >> _BITS)])
+
+    def read(self) -> np.ndarray:
+        """Returns the counts as `int64`; waits for the device.
+
+        Raises:
+            TypeError: If called while JAX traces.
+        """
+        value = self[...]
+        if isinstance(value, Tracer):
+            raise TypeError(
+                "A metric was computed in a function that JAX traces, such as a step, "
+                "in which its counts are not known yet. Call `compute()` in "
+                "`train_loop_end` or `eval_end`, which run in Python."
+            )
+        low, middle, high = np.asarray(value).astype(np.int64)
+        return (high << 2 * _BITS) + (middle << _BITS) + low
+
+
+class FloatSum(Counts):
+    """The sum of floats that are not negative, the same in whatever order they come.
+
+    A float of 32 bits is an integer of 24 bits times a power of two, of which there are
+    256: the integers of each are added up.
+    """
+
+    @classmethod
+    def zero(cls) -> "FloatSum":
+        """Returns the sum of nothing."""
+        return cls(jnp.zeros((3, 256), jnp.int32))
+
+    def add_float(self, value: jax.Array) -> None:
+        """Adds a float of 32 bits."""
+        bits = jax.lax.bitcast_convert_type(value, jnp.int32) & 0x7FFFFFFF
+        power, integer = bits >> 23, bits & 0x7FFFFF
+        integer = integer + ((power > 0).astype(jnp.int32) << 23)
+        self.add(jnp.where(jnp.arange(256) == power, integer, 0))
+
+    def read_float(self) -> float:
+        """Returns the sum; NaN if something was infinite or NaN. Waits for the device.
+
+        Raises:
+            TypeError: If called while JAX traces.
+        """
+        integers = self.read()
+        if integers[255]:
+            return float("nan")
+        powers = np.maximum(np.arange(256), 1) - 150
+        return float(np.ldexp(integers.astype(np.float64), powers).sum())

@@ -1,0 +1,243 @@
+"""What a summary holds besides a number: a distribution, images, text.
+
+Each stands in an output where a number may stand, and is a pytree, so that arrays in it
+are kept and fetched as all others are::
+
+    {"loss": 0.7, "kernel": Histogram(kernel), "first": Image(images[:4])}
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from armillary._logging import logger
+from armillary._typing import PyTree
+from armillary.distribute import PerReplica
+
+# A bucket is what floats of 32 bits share in their first 12: the sign, the exponent and
+# three bits of the fraction. So its ends are an eighth of a power of two apart.
+_SHIFT = 20
+_NUM_FINITE = 0x7F8  # Those that follow hold infinities and NaN.
+NUM_BUCKETS = 1 << (32 - _SHIFT)
+
+
+@jax.jit
+def count_values(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns how many elements of all arrays lie in each bucket."""
+    counts = jnp.zeros(NUM_BUCKETS, jnp.int32)
+    for array in arrays:
+        floats = jnp.asarray(array, jnp.float32).ravel()
+        bits = jax.lax.bitcast_convert_type(floats, jnp.uint32)
+        counts = counts.at[bits >> _SHIFT].add(1)
+    return counts
+
+
+class Summary:
+    """A value that is written by a method of its own; see the subclasses.
+
+    Attributes:
+        method: The method of a `SummaryWriter` that writes it.
+    """
+
+    method: str
+
+    def write(self, writer: Any, tag: str, step: int) -> None:
+        """Writes the value, once its arrays are known."""
+        raise NotImplementedError
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        """Returns the arrays, and the names of their attributes."""
+        return tuple(vars(self).values()), tuple(vars(self))
+
+    @classmethod
+    def tree_unflatten(cls, names: Sequence[str], arrays: Sequence[Any]) -> Self:
+        """Returns the value with these arrays."""
+        self = object.__new__(cls)
+        vars(self).update(zip(names, arrays, strict=True))
+        return self
+
+
+@jax.tree_util.register_pytree_node_class
+class Histogram(Summary):
+    """How many values lie where, whatever their size: weights, gradients, activations.
+
+    Values are counted on their device, in buckets that are an eighth of a power of two
+    wide. Those that are not finite are left out, and the log says so.
+
+    Args:
+        values: A pytree of arrays; all their elements are counted together.
+
+    Raises:
+        TypeError: If a leaf is no array of numbers, or is a `PerReplica`.
+        ValueError: If there is nothing to count.
+    """
+
+    method = "histogram"
+
+    def __init__(self, values: PyTree) -> None:
+        self.counts: Any = count_values(as_arrays("values", values))
+
+    @classmethod
+    def from_counts(cls, counts: Any) -> Self:
+        """Returns the histogram of values that `count_values` has counted."""
+        return cls.tree_unflatten(("counts",), (counts,))
+
+    def write(self, writer: Any, tag: str, step: int) -> None:
+        """Writes the buckets that are not empty."""
+        counts = np.asarray(self.counts, np.int64)
+        positive, negative = counts.reshape(2, -1)
+        finite = np.concatenate([negative[:_NUM_FINITE][::-1], positive[:_NUM_FINITE]])
+        if num_left_out := counts.sum() - finite.sum():
+            logger.warning(
+                "%s | step: %d | %d of %d values are not finite, and are left out of "
+                "the histogram.",
+                tag,
+                step,
+                num_left_out,
+                counts.sum(),
+            )
+        ends = np.arange(_NUM_FINITE + 1, dtype=np.uint32) << _SHIFT
+        sizes = ends.view(np.float32).astype(np.float64)
+        sizes[-1] = np.finfo(np.float32).max
+        edges = np.concatenate([-sizes[:0:-1], sizes])
+        filled = np.flatnonzero(finite)
+        if filled.size:
+            first, last = filled[0], filled[-1] + 1
+            writer.histogram(tag, edges[first : last + 1], finite[first:last], step)
+
+    def __repr__(self) -> str:
+        counts = self.counts
+        count = f"{counts.sum()} values" if isinstance(counts, np.ndarray) else "..."
+        return f"Histogram({count})"
+
+
+@jax.tree_util.register_pytree_node_class
+class Image(Summary):
+    """One image, or several of one size.
+
+    Args:
+        pixels: An array of shape `(height, width)`, `(height, width, channels)` or
+            `(images, height, width, channels)`, with 1, 3 or 4 channels: gray, RGB or
+            RGBA. Pixels are of type `uint8`, or floats from 0 to 1: what lies outside
+            is cut off with a warning, and NaN is 0. Of several images, the first is
+            written as `tag/0`.
+
+    Raises:
+        TypeError: If `pixels` is no array of floats or of `uint8`.
+        ValueError: If its shape is another.
+    """
+
+    method = "image"
+
+    def __init__(self, pixels: Any) -> None:
+        pixels = _as_array("pixels", pixels)
+        shape = tuple(pixels.shape)
+        if not jnp.issubdtype(pixels.dtype, jnp.floating) and pixels.dtype != np.uint8:
+            raise TypeError(
+                f"`pixels` has the dtype {pixels.dtype}, but images are floats from 0 "
+                "to 1, or `uint8` from 0 to 255. Convert them: "
+                "`pixels.astype('uint8')`, or `pixels / pixels.max()`."
+            )
+        if len(shape) not in (2, 3, 4) or 0 in shape or shape[2:][-1:] not in _CHANNELS:
+            raise ValueError(
+                f"`pixels` has the shape {shape}, but images have (height, width), "
+                "(height, width, channels) or (images, height, width, channels), with "
+                "1, 3 or 4 channels and at least one pixel. Write "
+                "`pixels[..., None]` for several gray images."
+            )
+        self.pixels = pixels
+
+    def write(self, writer: Any, tag: str, step: int) -> None:
+        """Writes each image under its own tag."""
+        for suffix, image in self._split(tag, step):
+            writer.image(tag + suffix, image, step)
+
+    def _split(self, tag: str, step: int) -> Iterator[tuple[str, np.ndarray]]:
+        pixels = np.asarray(self.pixels)
+        if pixels.dtype != np.uint8:
+            pixels = pixels.astype(np.float32)
+            if not ((pixels >= 0) & (pixels <= 1)).all():
+                logger.warning(
+                    "%s | step: %d | Pixels from %.4g to %.4g are cut off at 0 and 1.",
+                    tag,
+                    step,
+                    np.fmin.reduce(pixels, axis=None),
+                    np.fmax.reduce(pixels, axis=None),
+                )
+            pixels = (np.clip(np.nan_to_num(pixels), 0, 1) * 255).round()
+            pixels = pixels.astype(np.uint8)
+        if pixels.ndim < 4:
+            yield "", pixels.reshape(*pixels.shape[:2], -1)
+            return
+        for index, image in enumerate(pixels):
+            yield f"/{index}", image
+
+    def __repr__(self) -> str:
+        return f"Image({tuple(getattr(self.pixels, 'shape', ()))})"
+
+
+_CHANNELS = ((), (1,), (3,), (4,))
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Text(Summary):
+    """Text, which TensorBoard shows as Markdown.
+
+    Args:
+        text: The text.
+
+    Raises:
+        TypeError: If `text` is not a string.
+    """
+
+    text: str
+
+    method = "text"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise TypeError(
+                f"`text` is {self.text!r} of type {type(self.text).__name__}, but it "
+                "must be a string. Write `Text(str(value))`."
+            )
+
+    def write(self, writer: Any, tag: str, step: int) -> None:
+        """Writes the text."""
+        writer.text(tag, self.text, step)
+
+
+def as_arrays(name: str, values: PyTree) -> list[Any]:
+    """Returns the arrays of a pytree of arrays, or of variables that hold them.
+
+    Raises:
+        TypeError: If a leaf is something else, or holds no real numbers.
+        ValueError: If the arrays have no elements.
+    """
+    leaves = jax.tree.leaves(values, is_leaf=lambda leaf: isinstance(leaf, PerReplica))
+    arrays = [_as_array(name, leaf) for leaf in leaves]
+    if not any(array.size for array in arrays):
+        raise ValueError(
+            f"`{name}` is {values!r}, which has no elements. Pass an array that has "
+            "some, or a pytree of such arrays."
+        )
+    return arrays
+
+
+def _as_array(name: str, value: Any) -> Any:
+    arrays = jax.Array | np.ndarray | np.generic
+    if not isinstance(value, arrays) and hasattr(value, "__jax_array__"):
+        value = value.__jax_array__()  # A variable; a `PerReplica` raises.
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    if not isinstance(value, arrays) or not any(
+        jnp.issubdtype(value.dtype, kind) for kind in kinds
+    ):
+        raise TypeError(
+            f"`{name}` holds {value!r} of type {type(value).__name__}, but it must be "
+            "an array of real numbers. Convert it: `jnp.asarray(value)`."
+        )
+    return value

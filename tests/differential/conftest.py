@@ -1,0 +1,19 @@
+"""The differential suite computes in float64, as its references do."""
+
+import warnings
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """Computes in float64, with the promotion of ranks that libraries rely on.
+
+    What a library deprecates has a case for as long as it exists.
+    """
+    x64, ranks = jax.enable_x64(True), jax.numpy_rank_promotion("allow")
+    with x64, ranks, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield

@@ -1,0 +1,72 @@
+"""Writes docs/compatibility.md from the cases: `python -m tests.differential.page`."""
+
+from pathlib import Path
+
+from tests.differential.harness import Case
+from tests.differential.suite import CASES, SECTIONS, count_configurations
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+HEAD = """\
+# What works inside a step
+
+<!-- Written by `make differential`. Change the cases in tests/differential instead. -->
+
+Each construct below is trained inside a step on no strategy, and on 1, 2 and 4 replicas,
+in loops of three steps, of one, and of two and one. Every time the state must equal, in
+float64, that of plain JAX or NNX on one device with the whole batch, and all replicas
+must hold the same copy of it. `make differential` runs all of it; the default run of the
+tests takes a sample on two replicas. A test fails if a public factory of Optax, layer or
+transformation of NNX, or function of the listed modules of JAX has no case.
+
+| | |
+| --- | --- |
+| constructs | {cases} |
+| trainings compared | {configurations} |
+| equal | {equal} |
+| of these with a note | {noted} |
+| refused with a clear error | {refused} |
+
+Where a note says so, equal means equal to what each replica does by itself, worked out by
+hand: with its share of the batch, and its own random key.
+"""
+
+
+def render() -> str:
+    """Returns the page."""
+    refused = [case for case in CASES if case.refusal]
+    head = HEAD.format(
+        cases=len(CASES),
+        configurations=count_configurations(CASES),
+        equal=len(CASES) - len(refused),
+        noted=sum(bool(case.note) for case in CASES if not case.refusal),
+        refused=len(refused),
+    )
+    return "\n".join([head, *map(_section, SECTIONS, SECTIONS.values())])
+
+
+def _section(title: str, cases: list[Case]) -> str:
+    plain = [case for case in cases if not (case.note or case.refusal)]
+    rows = [_row(case) for case in cases if case.note or case.refusal]
+    parts = [f"## {title}\n"]
+    if plain:
+        names = ", ".join(f"`{case.name}`" for case in plain)
+        parts.append(f"Equal, without more to say ({len(plain)}): {names}.\n")
+    if rows:
+        parts.append("\n".join(["| construct | result |", "| --- | --- |", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def _row(case: Case) -> str:
+    if case.refusal is None:
+        return f"| `{case.name}` | equal: {case.note} |"
+    where = " and ".join(_place(count) for count in case.refusal.replicas)
+    error = f"`{case.refusal.error.__name__}`"
+    return f"| `{case.name}` | {error} {where}: {case.refusal.way_out} |"
+
+
+def _place(num_replicas: int) -> str:
+    return f"on {num_replicas}" if num_replicas else "without a strategy"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())

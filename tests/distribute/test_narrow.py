@@ -1,0 +1,227 @@
+"""Steps on fewer replicas than devices: everything is as under so many replicas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import armillary
+from armillary import InputOptions, VariableAggregation, get_replica_context
+from armillary.distribute._narrow import narrow_mesh, take_first_copy
+from armillary.errors import BatchSizeError
+
+ROWS = np.arange(6, dtype=np.float32)
+
+
+@pytest.fixture
+def strategy(make_mirrored):
+    return make_mirrored(4)
+
+
+def uneven(strategy, rows=ROWS):
+    """Returns a batch that two of four replicas share."""
+    (batch,) = strategy.distribute_dataset([rows], InputOptions(remainder="exact"))
+    return batch
+
+
+def test_a_batch_has_one_part_for_each_of_fewer_replicas(strategy):
+    batch = uneven(strategy)
+
+    assert repr(batch) == "PerReplica(2 x float32[3])"
+    assert [part.tolist() for part in strategy.local_results(batch)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+    ]
+    np.testing.assert_array_equal(strategy.gather(batch, axis=0), ROWS)
+    assert float(strategy.reduce("mean", batch, axis=0)) == ROWS.mean()
+
+
+def test_inside_run_there_are_so_many_replicas(strategy):
+    counts = []
+
+    def step_fn(x):
+        context = get_replica_context()
+        counts.append(strategy.num_replicas_in_sync)
+        counts.append(context.num_replicas_in_sync)
+        counts.append(context.num_active)
+        counts.append(context.merge_call(lambda s: s.num_replicas_in_sync))
+        return context.replica_id_in_sync_group, jax.lax.psum(1, "replica")
+
+    ids, size = strategy.run(step_fn, args=(uneven(strategy),))
+
+    assert counts == [2] * 4
+    assert strategy.num_replicas_in_sync == 4
+    assert [int(i) for i in ids.values] == [0, 1]
+    assert size == 2
+
+
+def test_collectives_are_over_so_many_replicas(strategy):
+    def step_fn(x):
+        context = get_replica_context()
+        return {
+            "sum": context.all_reduce("sum", x),
+            "mean": context.all_reduce("mean", x),
+            "pmean": jax.lax.pmean(x, "replica"),
+            "gathered": context.all_gather(x, 0),
+            "lax": jax.lax.all_gather(x, "replica", tiled=True),
+        }
+
+    values = strategy.run(step_fn, args=(uneven(strategy),))
+
+    for name, expected in {
+        "sum": [3, 5, 7],
+        "mean": [1.5, 2.5, 3.5],
+        "pmean": [1.5, 2.5, 3.5],
+        "gathered": ROWS,
+        "lax": ROWS,
+    }.items():
+        for value in strategy.local_results(values[name]):
+            np.testing.assert_array_equal(value, expected)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        (VariableAggregation.SUM, 10 + 15),
+        (VariableAggregation.MEAN, (10 + 3 + 10 + 12) / 2),
+        (VariableAggregation.ONLY_FIRST_REPLICA, 10 + 3),
+    ],
+)
+def test_variables_are_brought_together_over_so_many(strategy, aggregation, expected):
+    variable = nnx.Variable(jnp.asarray(10.0), aggregation=aggregation)
+
+    def step_fn(x):
+        variable[...] = variable[...] + jnp.sum(x)
+
+    strategy.run(step_fn, args=(uneven(strategy),))
+
+    assert float(variable[...]) == expected
+    for shard in variable[...].addressable_shards:
+        assert float(shard.data) == expected
+
+
+def test_random_numbers_are_those_of_the_first_replicas(strategy):
+    def draw(batch):
+        rngs = nnx.Rngs(0)
+        drawn = strategy.run(
+            lambda x: x[:1] * 0 + jax.random.uniform(rngs.params()), args=(batch,)
+        )
+        return [float(part[0]) for part in strategy.local_results(drawn)]
+
+    assert draw(uneven(strategy)) == draw(uneven(strategy, np.zeros(8, np.float32)))[:2]
+
+
+LOSSES = {
+    "the average": lambda s, x, w: armillary.compute_average_loss(x * w),
+    "with a batch size": lambda s, x, w: armillary.compute_average_loss(
+        x * w, global_batch_size=6
+    ),
+    "a mean by hand": lambda s, x, w: jnp.mean(x * w) / s.num_replicas_in_sync,
+    "reduced": lambda s, x, w: (
+        jnp.sum(x * w) / get_replica_context().all_reduce("sum", jnp.sum(x * 0 + 1))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_scaled_in_the_step_has_the_gradient_of_one_replica(
+    strategy, name
+):
+    weight = nnx.Param(jnp.asarray(1.0))
+
+    def step_fn(x):
+        grad = nnx.grad(lambda w: LOSSES[name](strategy, x, w[...]))(weight)
+        weight[...] = weight[...] - grad[...]
+
+    strategy.run(step_fn, args=(uneven(strategy),))
+
+    assert float(weight[...]) == 1 - ROWS.mean()
+
+
+def test_a_loss_that_is_scaled_by_a_number_from_elsewhere_is_an_error(strategy):
+    weight, number = nnx.Param(jnp.asarray(1.0)), strategy.num_replicas_in_sync
+
+    def step_fn(x):
+        def loss_fn(w):
+            loss = jnp.mean(x * w[...]) / number
+            return loss + armillary.scale_regularization_loss(w[...])
+
+        weight[...] = weight[...] - nnx.grad(loss_fn)(weight)[...]
+
+    message = (
+        r"`step_fn` runs on 2 of 4 replicas, since more cannot share its batch "
+        r"equally.*`armillary\.compute_average_loss\(losses\)`"
+    )
+    with pytest.raises(BatchSizeError, match=message):
+        strategy.run(step_fn, args=(uneven(strategy),))
+
+    assert float(weight[...]) == 1
+
+
+def test_gradients_that_a_step_returns_are_looked_at_too(strategy):
+    def step_fn(w, x):
+        return jax.grad(lambda w: jnp.mean(x * w) / 4)(w)
+
+    with pytest.raises(BatchSizeError, match="`step_fn` runs on 2 of 4 replicas"):
+        strategy.run(step_fn, args=(jnp.asarray(1.0), uneven(strategy)))
+
+
+def test_state_that_goes_in_and_comes_out_is_trained_as_on_one_replica(strategy):
+    batches = [np.arange(size, dtype=np.float32) for size in (8, 6, 8, 5)]
+
+    def step_fn(w, x):
+        def loss_fn(w):
+            return armillary.compute_average_loss((x - w) ** 2)
+
+        return w - 0.25 * jax.grad(loss_fn)(w)
+
+    w, expected = jnp.asarray(1.0), 1.0
+    exact = InputOptions(remainder="exact")
+    for batch, rows in zip(
+        strategy.distribute_dataset(batches, exact), batches, strict=True
+    ):
+        w = strategy.run(step_fn, args=(w, batch))
+        expected = expected + 0.5 * (rows - expected).mean()
+
+    np.testing.assert_allclose(strategy.reduce("mean", w), expected, rtol=1e-6)
+
+
+def test_a_step_without_gradients_needs_not_ask(strategy):
+    metric, count = nnx.metrics.Average(), nnx.Variable(jnp.asarray(0))
+
+    def step_fn(x):
+        metric.update(values=x)
+        count[...] = count[...] + 1
+
+    strategy.run(step_fn, args=(uneven(strategy),))
+
+    assert (float(metric.total[...]), int(metric.count[...])) == (15, 6)
+    assert int(count[...]) == 1
+
+
+def test_arguments_for_other_numbers_of_replicas_do_not_mix(strategy, put_rows):
+    four = put_rows(strategy, np.zeros((4, 3)))
+
+    with pytest.raises(BatchSizeError, match=r"hold data for \[2, 4\] replicas"):
+        strategy.run(lambda x, y: x + y, args=(uneven(strategy), four))
+
+
+def test_copies_that_differ_end_with_the_first_one(strategy):
+    mesh = narrow_mesh(strategy.mesh, 2)
+    spec = jax.sharding.PartitionSpec
+
+    def on_replica():
+        number = jax.lax.axis_index("replica") * 2 + jax.lax.axis_index("copy")
+        key = jax.random.key(0)
+        values = take_first_copy(mesh, {"int": number, "bool": number == 2, "key": key})
+        assert values["key"] is key
+        return values["int"][None], values["bool"][None]
+
+    run = jax.shard_map(on_replica, mesh=mesh, in_specs=(), out_specs=spec("replica"))
+    numbers, flags = jax.jit(run)()
+
+    for shard in numbers.addressable_shards:
+        assert int(shard.data[0]) == 2 * (shard.index[0].start or 0)
+    assert flags.tolist() == [False, True]
+    assert flags.dtype == bool

@@ -1,0 +1,119 @@
+"""Errors in a step come with what JAX, Flax and Optax cannot know."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from tests.problems import make_strategy
+
+
+class Trainer(armillary.StandardTrainer):
+    def __init__(self, strategy, use):
+        super().__init__([{"x": np.ones(4, np.float32)}] * 2)
+        self.strategy, self.use = strategy, use
+        self.total = jnp.zeros(())
+
+    def train_step(self, iterator):
+        def step_fn(batch):
+            self.use(batch["x"])
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+
+def find_note(error, start):
+    return next(note for note in error.__notes__ if note.startswith(start))
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "expected"),
+    [
+        (1, "`train_step` was traced with on each replica: x: float32 (4,)."),
+        (2, "`train_step` was traced with on each replica: x: float32 (2,)."),
+        (None, "`train_step` was traced with: x: float32 (4,)."),
+    ],
+)
+def test_an_error_comes_with_the_shapes_of_the_batch(num_replicas, expected):
+    strategy = armillary.DefaultStrategy()
+    if num_replicas is not None:
+        strategy = make_strategy(num_replicas)
+
+    with pytest.raises(TypeError, match="incompatible shapes") as caught:
+        Trainer(strategy, lambda x: x + jnp.ones(3)).train(1)
+    assert find_note(caught.value, "The batch that") == "The batch that " + expected
+
+
+def test_the_arrays_of_several_datasets_are_numbered():
+    class Several(armillary.StandardTrainer):
+        def __init__(self):
+            data = {"b": [np.ones(3, np.int32)], "a": [{"y": np.ones((2, 1))}]}
+            super().__init__(
+                {
+                    name: lambda batches=batches: iter(batches)
+                    for name, batches in data.items()
+                }
+            )
+
+        def train_step(self, iterator):
+            next(iterator["a"])["z"]
+
+    with pytest.raises(KeyError, match="z") as caught:
+        Several().train(1)
+    assert find_note(caught.value, "The batch") == (
+        "The batch that `train_step` was traced with: 0/y: float32 (2, 1), 1: int32 "
+        "(3,)."
+    )
+
+
+def test_a_batch_of_many_arrays_is_cut_short():
+    class Many(Trainer):
+        def __init__(self):
+            super().__init__(armillary.DefaultStrategy(), None)
+            self.train_dataset = [{f"x{i:02}": np.ones(1) for i in range(30)}]
+
+    with pytest.raises(KeyError, match="x") as caught:
+        Many().train(1)
+    note = find_note(caught.value, "The batch that")
+    assert note.endswith("x19: float32 (1,), and 10 more.")
+
+
+def test_what_the_library_raises_gets_no_note():
+    class Outside(Trainer):
+        def train_step(self, iterator):
+            next(iterator)
+            self.strategy.run(lambda: self.strategy.run(lambda: None))
+
+    strategy = make_strategy(2)
+    with pytest.raises(armillary.errors.ReplicaContextError) as caught:
+        Outside(strategy, None).train(1)
+    assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("transform", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9)])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_an_optimizer_of_another_model_is_named(transform, num_replicas):
+    class Wrong(Trainer):
+        def __init__(self):
+            super().__init__(make_strategy(num_replicas), self.update)
+            rngs = nnx.Rngs(0)
+            self.model = nnx.Linear(4, 3, rngs=rngs)
+            other = nnx.Linear(4, 5, rngs=rngs)
+            self.optimizer = nnx.Optimizer(other, transform, wrt=nnx.Param)
+
+        def update(self, x):
+            gradients = nnx.grad(lambda model: model(jnp.ones((2, 4))).sum())(
+                self.model
+            )
+            self.optimizer.update(self.model, gradients)
+
+    with pytest.raises(TypeError, match="incompatible shapes") as caught:
+        Wrong().train(1)
+    assert find_note(caught.value, "The optimizer") == (
+        "The optimizer was made for another model than the one it was to update:\n"
+        "  bias: shape (5,) in the optimizer, (3,) in the gradient\n"
+        "  kernel: shape (4, 5) in the optimizer, (4, 3) in the gradient\n"
+        "Make it of the model that is trained: `nnx.Optimizer(model, transform, "
+        "wrt=nnx.Param)`."
+    )

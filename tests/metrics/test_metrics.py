@@ -1,0 +1,309 @@
+"""What each metric takes, refuses and returns."""
+
+import logging
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn.metrics import average_precision_score, roc_auc_score
+
+import armillary
+from armillary import metrics
+from armillary.data import from_arrays
+from armillary.state import find_slots
+from tests.problems import make_strategy
+
+LOGITS = jnp.array([[0.1, 0.9, 0.0], [0.5, 0.2, 0.3], [0.2, 0.2, 0.6]])
+LABELS = jnp.array([1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("metric", "empty"),
+    [
+        (metrics.ConfusionMatrix(3), np.zeros((3, 3), int)),
+        (metrics.Precision(3), math.nan),
+        (metrics.Recall(3, average=None), np.full(3, math.nan)),
+        (metrics.F1Score(threshold=0.0), math.nan),
+        (metrics.TopKAccuracy(2), math.nan),
+        (metrics.AUC(), math.nan),
+        (metrics.AUC("PR"), math.nan),
+        (metrics.MeanAbsoluteError(), math.nan),
+    ],
+)
+def test_what_saw_no_example_has_no_value(metric, empty):
+    np.testing.assert_array_equal(metric.compute(), empty)
+
+
+def test_reset_forgets_examples_and_what_was_refused():
+    metric = metrics.Precision(3)
+    metric.update(logits=LOGITS, labels=LABELS + 9)
+    metric.reset()
+    metric.update(logits=LOGITS, labels=LABELS)
+
+    assert metric.compute() == pytest.approx((1 + 1 + 0) / 3)
+
+
+def test_a_mask_of_examples_holds_for_all_their_elements():
+    metric = metrics.MeanSquaredError()
+    targets = jnp.arange(6.0).reshape(3, 2)
+
+    metric.update(
+        predictions=targets.at[2].set(jnp.nan) + 2,
+        targets=targets,
+        mask=jnp.array([True, True, False]),
+    )
+
+    assert metric.compute() == 4.0
+
+
+def test_top_k_ranks_equal_scores_as_argmax_does():
+    same = metrics.TopKAccuracy(2)
+    same.update(logits=jnp.zeros((4, 4)), labels=jnp.arange(4))
+    assert same.compute() == 0.5
+
+
+def test_labels_may_have_several_axes():
+    flat, nested = metrics.ConfusionMatrix(3), metrics.ConfusionMatrix(3)
+    logits = np.random.default_rng(0).normal(size=(2, 5, 3))
+    labels = np.random.default_rng(1).integers(0, 3, (2, 5))
+
+    flat.update(logits=logits.reshape(10, 3), labels=labels.reshape(10))
+    nested.update(logits=logits, labels=labels)
+
+    np.testing.assert_array_equal(flat.compute(), nested.compute())
+
+
+@pytest.mark.parametrize(
+    ("make", "labels", "logits", "counted"),
+    [
+        (lambda: metrics.ConfusionMatrix(3), LABELS.at[0].set(3), LOGITS, (1, 0)),
+        (lambda: metrics.TopKAccuracy(2), LABELS.at[0].set(-1), LOGITS, (1, 0)),
+        (lambda: metrics.Recall(3), LABELS, LOGITS.at[:2, 1].set(jnp.nan), (0, 2)),
+        (lambda: metrics.AUC(), LABELS + 1, LOGITS[:, 0], (2, 0)),
+        (lambda: metrics.AUC(from_logits=False), LABELS, LOGITS[:, 0] * 2.5, (0, 1)),
+        (
+            lambda: metrics.F1Score(threshold=0.5),
+            jnp.array([1, 2**31 + 1, 0], jnp.uint32),
+            LOGITS[:, 0],
+            (1, 0),
+        ),
+    ],
+)
+def test_examples_without_a_meaning_are_an_error(make, labels, logits, counted):
+    metric = make()
+    metric.update(logits=logits, labels=labels)
+
+    with pytest.raises(
+        ValueError,
+        match=rf"`{type(metric).__name__}` has no value.*{counted[0]} labels.*"
+        rf"{counted[1]} examples.*mask",
+    ):
+        metric.compute()
+
+
+def test_masked_examples_need_no_meaning():
+    metric = metrics.ConfusionMatrix(3)
+    metric.update(
+        logits=LOGITS.at[0].set(jnp.nan),
+        labels=LABELS.at[0].set(-1),
+        mask=jnp.array([False, True, True]),
+    )
+    assert metric.compute().sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ({}, "`num_classes` is None and `threshold` is None"),
+        ({"num_classes": 3, "threshold": 0.5}, "`num_classes` is 3 and `threshold`"),
+        ({"num_classes": 1}, "`num_classes` is 1, but there must be 2"),
+        ({"num_classes": 2.5}, r"`num_classes` is 2\.5"),
+        ({"num_classes": 3, "average": "micro"}, "`average` is 'micro'.*'macro'"),
+    ],
+)
+def test_wrong_arguments_of_scores_are_an_error(kind, match):
+    with pytest.raises(ValueError, match=match):
+        metrics.Precision(**kind)
+
+
+def test_wrong_arguments_of_others_are_an_error():
+    with pytest.raises(TypeError, match="`threshold` is True of type bool"):
+        metrics.ConfusionMatrix(threshold=True)
+    with pytest.raises(ValueError, match="`k` is 0"):
+        metrics.TopKAccuracy(0)
+    with pytest.raises(ValueError, match=r"`curve` is 'roc'.*'ROC', 'PR'"):
+        metrics.AUC("roc")
+    with pytest.raises(ValueError, match=r"`num_buckets` is 0"):
+        metrics.AUC(num_buckets=0)
+
+
+@pytest.mark.parametrize(
+    ("metric", "arguments", "kind", "match"),
+    [
+        (
+            metrics.Precision(3),
+            {"logits": LOGITS, "labels": LABELS.astype("float32")},
+            TypeError,
+            r"`labels` of `Precision.update` has the dtype float32.*argmax",
+        ),
+        (
+            metrics.Precision(3),
+            {"logits": LOGITS, "labels": LABELS[:2]},
+            ValueError,
+            r"`logits` of `Precision.update` has the shape \(3, 3\), and `labels` \(2,",
+        ),
+        (
+            metrics.Precision(4),
+            {"logits": LOGITS, "labels": LABELS},
+            ValueError,
+            r"shape \(3, 3\), but its last axis must be the 4 classes",
+        ),
+        (
+            metrics.AUC(),
+            {"logits": LOGITS[:, :2], "labels": LABELS},
+            ValueError,
+            r"has the shape of `labels`\. Index.*`logits\[\.\.\., 1\]`",
+        ),
+        (
+            metrics.TopKAccuracy(4),
+            {"logits": LOGITS, "labels": LABELS},
+            ValueError,
+            r"has 3 classes, but `k` is 4",
+        ),
+        (
+            metrics.Recall(3),
+            {"logits": LOGITS, "labels": LABELS, "mask": jnp.ones(3)},
+            TypeError,
+            r"`mask` of `Recall.update` has the dtype float32.*`mask > 0`",
+        ),
+        (
+            metrics.Recall(3),
+            {"logits": LOGITS, "labels": LABELS, "mask": jnp.ones(2, bool)},
+            ValueError,
+            r"`mask` of `Recall.update` has the shape \(2,\).* \(3,\)",
+        ),
+        (
+            metrics.MeanSquaredError(),
+            {"predictions": jnp.ones((3, 1)), "targets": jnp.ones(3)},
+            ValueError,
+            r"`predictions` of `MeanSquaredError.update` has the shape \(3, 1\), and "
+            r"`targets` \(3,\)",
+        ),
+        (
+            metrics.MeanAbsoluteError(),
+            {"predictions": LABELS, "targets": LABELS, "mask": LABELS},
+            TypeError,
+            r"`mask` of `MeanAbsoluteError.update` has the dtype int32",
+        ),
+        (
+            metrics.Distribution(),
+            {"values": {"a": [1.0]}},
+            TypeError,
+            r"`values` holds 1.0 of type float",
+        ),
+        (
+            metrics.Distribution(),
+            {"values": jnp.zeros(0)},
+            ValueError,
+            "has no elements",
+        ),
+    ],
+)
+def test_inputs_that_do_not_belong_together_are_an_error(
+    metric, arguments, kind, match
+):
+    with pytest.raises(kind, match=match):
+        metric.update(**arguments)
+
+
+@pytest.mark.parametrize("curve", ["ROC", "PR"])
+def test_the_area_of_continuous_scores_is_within_its_buckets(curve, caplog):
+    rng = np.random.default_rng(0)
+    labels = (rng.uniform(size=20_000) < 0.02).astype(np.int32)
+    logits = (rng.normal(size=20_000) + 1.5 * labels - 5).astype(np.float32)
+    metric, other = metrics.AUC(curve), metrics.AUC(curve, from_logits=False)
+
+    metric.update(logits=logits, labels=labels)
+    other.update(logits=jax.nn.sigmoid(logits), labels=labels)
+
+    score = {"ROC": roc_auc_score, "PR": average_precision_score}[curve]
+    assert metric.compute() == pytest.approx(score(labels, logits), abs=1e-3)
+    assert other.compute() == pytest.approx(metric.compute(), abs=1e-3)
+    assert not caplog.records
+
+
+def test_scores_in_few_buckets_are_told(caplog):
+    labels = np.arange(100) % 2
+    logits = (np.arange(100) / 1e4).astype(np.float32)
+    coarse, fine = metrics.AUC(num_buckets=1000), metrics.AUC(num_buckets=100_000)
+
+    with caplog.at_level(logging.WARNING, "armillary"):
+        for metric in (coarse, fine):
+            metric.update(logits=logits, labels=labels)
+        coarse.compute()
+    assert "100.0 % of the pairs" in caplog.text
+    assert "`AUC(num_buckets=10000)`" in caplog.text
+    assert abs(coarse.compute() - roc_auc_score(labels, logits)) <= 0.5
+    assert fine.compute() == pytest.approx(roc_auc_score(labels, logits), abs=0.03)
+
+
+class Trainer(armillary.StandardTrainer):
+    def __init__(self, strategy, **options):
+        rng = np.random.default_rng(0)
+        data = {
+            "logits": rng.normal(size=(40, 3)).astype(np.float32),
+            "label": rng.integers(0, 3, 40).astype(np.int32),
+        }
+        source = from_arrays(data, batch_size=8, shuffle_seed=0, repeat=True)
+        super().__init__(
+            strategy.distribute_dataset(source),
+            armillary.StandardTrainerOptions(**options),
+        )
+        self.strategy = strategy
+        self.matrix, self.auc = metrics.ConfusionMatrix(3), metrics.AUC()
+        self.error, self.top = metrics.MeanSquaredError(), metrics.TopKAccuracy(1)
+
+    def train_step(self, iterator):
+        def step_fn(batch):
+            logits, label = batch["logits"], batch["label"]
+            for metric in (self.matrix, self.top):
+                metric.update(logits=logits, labels=label)
+            self.auc.update(logits=logits[:, 0], labels=label == 0)
+            self.error.update(predictions=logits, targets=jnp.zeros_like(logits))
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "options"),
+    [(2, {}), (4, {"steps_per_chunk": 3}), (1, {"compile_loop": False})],
+)
+def test_steps_on_replicas_leave_the_same_counts(num_replicas, options):
+    one, other = (
+        Trainer(make_strategy(1)),
+        Trainer(make_strategy(num_replicas), **options),
+    )
+    one.train(10)
+    for num_steps in (3, 7):
+        other.train(num_steps)
+
+    for name in ("matrix", "auc", "top"):
+        np.testing.assert_array_equal(
+            getattr(one, name).counts.read(), getattr(other, name).counts.read()
+        )
+    assert one.error.compute() == pytest.approx(other.error.compute(), rel=1e-7)
+    assert one.top.compute() == one.matrix.compute().trace() / 80
+
+
+def test_state_is_nothing_but_small_integers():
+    slots = find_slots(Trainer(make_strategy(1)))
+    assert {leaf.dtype for slot in slots for leaf in slot.read()} == {
+        jnp.dtype("int32")
+    }
+
+
+def test_other_names_of_the_package_do_not_exist():
+    with pytest.raises(AttributeError, match="'armillary' has no attribute 'metric'"):
+        _ = armillary.metric

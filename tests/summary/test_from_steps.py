@@ -1,0 +1,183 @@
+"""What a step sees reaches the event files, the same on any number of replicas."""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.summary import Histogram, Image, Text
+from tests.problems import CNN, Classifier, make_strategy
+
+event_accumulator = pytest.importorskip(
+    "tensorboard.backend.event_processing.event_accumulator",
+    reason="These tests need TensorBoard: pip install tensorboard.",
+)
+
+
+class Trainer(Classifier):
+    """Looks at labels and images of all replicas, and at those of the first one."""
+
+    def __init__(self, strategy: Any, **options: Any) -> None:
+        super().__init__(strategy, CNN(nnx.Rngs(0)), optax.sgd(0.1), **options)
+        self.pixels = armillary.metrics.Distribution()
+        self.first = nnx.Variable(
+            jnp.zeros((2, 8, 8, 1)),
+            aggregation=armillary.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+        self.norm, self.label = jnp.zeros(()), jnp.zeros((), jnp.int32)
+
+    def train_loop_begin(self) -> None:
+        self.pixels.reset()
+
+    def train_step(self, iterator: Any) -> None:
+        batch = next(iterator)
+
+        def look(batch: Any) -> Any:
+            self.pixels.update(values=batch["image"])
+            self.first[...] = batch["image"][:2]
+            return batch["label"]
+
+        labels = self.strategy.run(look, args=(batch,))
+        super().train_step(iter([batch]))
+        self.label = self.strategy.gather(labels, axis=0)[0]
+        self.norm = optax.tree.norm(nnx.state(self.model, nnx.Param))
+
+    def train_loop_end(self) -> dict[str, Any]:
+        return {
+            "norm": self.norm,
+            "pixels": self.pixels.compute(),
+            "kernel": Histogram(self.model.dense.kernel),
+            "deep": {"first": Image(self.first[...])},
+            "label": Text(f"The last batch began with class {int(self.label)}."),
+        }
+
+
+def train(run_dir: Path, num_replicas: int, steps: int, **options: Any) -> None:
+    strategy = make_strategy(num_replicas)
+    trainer = Trainer(strategy, **options)
+    controller = armillary.Controller(
+        trainer=trainer,
+        global_step=trainer.optimizer.step,
+        strategy=strategy,
+        steps_per_loop=2,
+        summary_interval=4,
+        summary_dir=run_dir / "summaries",
+        checkpoint_manager=armillary.CheckpointManager(
+            armillary.Checkpoint(trainer=trainer, data=trainer.train_dataset),
+            run_dir / "checkpoints",
+        ),
+    )
+    controller.train(steps)
+    controller.summary_manager.close()
+
+
+def read_events(folder: Path) -> Any:
+    guidance = dict.fromkeys(event_accumulator.DEFAULT_SIZE_GUIDANCE, 0)
+    events = event_accumulator.EventAccumulator(str(folder), guidance)
+    events.Reload()
+    return events
+
+
+def read(run_dir: Path) -> dict[str, list[Any]]:
+    """Returns what was written at which step, but for times."""
+    found: dict[str, list[Any]] = {}
+    for folder in ("summaries", "summaries/deep"):
+        events = read_events(run_dir / folder)
+        tags = events.Tags()
+        for tag in tags["scalars"]:
+            found[tag] = [(e.step, e.value) for e in events.Scalars(tag)]
+        for tag in tags["histograms"]:
+            found[tag] = [(e.step, e.histogram_value) for e in events.Histograms(tag)]
+        for tag in tags["images"]:
+            found[tag] = [(e.step, e.encoded_image_string) for e in events.Images(tag)]
+        for tag in tags["tensors"]:
+            found[tag] = [
+                (e.step, e.tensor_proto.string_val[0]) for e in events.Tensors(tag)
+            ]
+    del found["steps_per_second"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    run_dir = tmp_path_factory.mktemp("run")
+    train(run_dir, 1, 8)
+    return read(run_dir)
+
+
+def test_all_steps_of_a_loop_are_in_a_distribution(expected):
+    assert expected.keys() == {
+        "norm",
+        "pixels",
+        "kernel",
+        "first/0",
+        "first/1",
+        "label",
+    }
+    for points in expected.values():
+        assert [step for step, _ in points] == [4, 8]
+    # Loops have two steps, of 16 images.
+    assert [values.num for _, values in expected["pixels"]] == [2 * 16 * 64] * 2
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "options"),
+    [(2, {}), (4, {"compile_loop": False})],
+)
+def test_replicas_write_the_same(tmp_path, expected, num_replicas, options):
+    train(tmp_path, num_replicas, 8, **options)
+
+    actual = read(tmp_path)
+    for tag in ("pixels", "first/0", "first/1", "label"):
+        assert actual[tag] == expected[tag]
+    np.testing.assert_allclose(actual["norm"], expected["norm"], rtol=1e-5)
+
+
+def test_a_resumed_run_writes_what_one_run_does(tmp_path, expected):
+    train(tmp_path, 1, 4)
+    train(tmp_path, 1, 8)
+
+    assert read(tmp_path) == expected
+
+
+def test_values_of_one_replica_in_a_plain_attribute_are_refused_by_name():
+    class Wrong(Trainer):
+        def train_step(self, iterator: Any) -> None:
+            def step_fn(batch: Any) -> None:
+                self.norm = jnp.sum(batch["image"])
+
+            self.strategy.run(step_fn, args=(next(iterator),))
+
+    with pytest.raises(armillary.errors.ReplicaMismatchError, match="norm"):
+        Wrong(make_strategy(2)).train(1)
+
+
+def test_actions_write_through_the_manager_of_the_controller(tmp_path):
+    strategy = make_strategy(2)
+    trainer = Trainer(strategy)
+
+    def write(output: Any) -> None:
+        controller.summary_manager.write_summaries(
+            {"conv": Histogram(trainer.model.conv.kernel)}, step=controller_step()
+        )
+
+    def controller_step() -> int:
+        return int(trainer.optimizer.step[...])
+
+    controller = armillary.Controller(
+        trainer=trainer,
+        global_step=trainer.optimizer.step,
+        strategy=strategy,
+        steps_per_loop=2,
+        summary_dir=tmp_path,
+        train_actions=[write],
+    )
+    controller.train(4)
+
+    events = read_events(tmp_path)
+    assert [event.step for event in events.Histograms("conv")] == [2, 4]

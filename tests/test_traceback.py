@@ -1,0 +1,112 @@
+"""Tracebacks show the user's lines, and not those of the library."""
+
+import traceback
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.errors import CapturedStateError
+from tests.problems import make_strategy
+
+unreached = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+SWITCH = "JAX_TRACEBACK_FILTERING"
+
+
+@pytest.fixture(autouse=True)
+def filtering() -> Iterator[None]:
+    """Hides frames, as for users; the tests of the library see all of them."""
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "auto")
+    yield
+    jax.config.update("jax_traceback_filtering", before)
+
+
+class Trainer(armillary.StandardTrainer):
+    def __init__(self, strategy, use):
+        super().__init__([np.ones((4, 3), np.float32)] * 2)
+        self.strategy, self.use = strategy, use
+        self.step = jnp.zeros((), jnp.int32)
+
+    def train_step(self, iterator):
+        self.step = self.step + 1
+        self.strategy.run(self.use, args=(next(iterator),))
+
+
+def make_controller(num_replicas, use):
+    trainer = Trainer(make_strategy(num_replicas), use)
+    return armillary.Controller(
+        trainer=trainer, global_step=lambda: trainer.step, steps_per_loop=1
+    )
+
+
+def multiply(x):
+    return x @ jnp.ones((4, 3))
+
+
+def find_own_frames(error):
+    folder = armillary.__file__.removesuffix("__init__.py")
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if frame.filename.startswith(folder)]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_mistake_in_a_step_shows_the_lines_of_the_user_only(num_replicas):
+    with pytest.raises(TypeError, match="contracting dimensions") as caught:
+        make_controller(num_replicas, multiply).train(2)
+
+    assert not find_own_frames(caught.value)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names.index("train_step") < names.index("multiply")
+    notes = [note for note in caught.value.__notes__ if SWITCH in note]
+    assert len(notes) == 1
+
+
+def test_the_switch_of_jax_shows_all_frames():
+    jax.config.update("jax_traceback_filtering", "off")
+
+    with pytest.raises(TypeError, match="contracting dimensions") as caught:
+        make_controller(2, multiply).train(2)
+    assert len(find_own_frames(caught.value)) > 10
+    assert not [n for n in getattr(caught.value, "__notes__", ()) if SWITCH in n]
+
+
+def test_what_led_to_an_error_is_shortened_as_well():
+    def write(_):
+        unreached.bias[...] = unreached.bias[...] + 1
+
+    class Writer(Trainer):
+        def train_step(self, iterator):
+            write(next(iterator))
+
+    with pytest.raises(CapturedStateError, match="writes 2 variables") as caught:
+        Writer(armillary.DefaultStrategy(), None).train(1)
+    assert not find_own_frames(caught.value)
+    assert caught.value.__cause__ is not None
+    assert not find_own_frames(caught.value.__cause__)
+
+
+def test_a_message_of_the_library_stands_alone():
+    with pytest.raises(ValueError, match="`steps` is 0") as caught:
+        make_controller(1, multiply).train(0)
+    assert not find_own_frames(caught.value)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_an_error_from_within_the_library_says_where_its_frames_are():
+    def fail():
+        raise KeyError("inside")
+
+    with pytest.raises(KeyError) as caught:
+        armillary.Controller(
+            evaluator=type("Evaluator", (), {"evaluate": lambda *_: fail()})(),
+            global_step=lambda: 0,
+        ).evaluate()
+    assert caught.value.__notes__ == [
+        "Armillary has left its own frames out. Set JAX_TRACEBACK_FILTERING=off to see "
+        "them."
+    ]
