@@ -8,11 +8,12 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-peers test soak check lint format types layers spelling clean
+.PHONY: help setup demo bench bench-peers test differential soak check lint format types layers spelling clean
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
 	@echo "make test      install and run the tests; about 10 minutes on 2 cores"
+	@echo "make differential  compare 850 constructs with plain JAX; about 25 minutes"
 	@echo "make soak      kill a training program 100 times; about 12 minutes"
 	@echo "make check     lint, types, layers and spelling"
 	@echo "make bench     measure against hand-written loops; about 45 minutes"
@@ -68,6 +69,12 @@ bench-peers: $(foreach peer,keras orbit lightning,.venv-bench-$(peer)/installed)
 
 test: .venv/dev-installed
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+# Each construct on 0, 1, 2 and 4 replicas; then docs/compatibility.md is written anew.
+differential: .venv/dev-installed
+	ARMILLARY_DIFFERENTIAL=all $(BIN)/python -m pytest -n $(WORKERS) tests/differential \
+	  --deselect tests/differential/test_complete.py::test_the_page_lists_the_cases
+	$(BIN)/python -m tests.differential.page
 
 soak: .venv/dev-installed
 	ARMILLARY_SOAK_KILLS=$(KILLS) ARMILLARY_SOAK_SEED=$(SEED) \

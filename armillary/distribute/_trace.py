@@ -164,10 +164,9 @@ def _trace_once(
     check_captured(traced.jaxpr, state, user_fn, owner)
     prove(traced.jaxpr, len(state.paths))
     check_keys(traced.jaxpr, state)
+    fingerprint = Fingerprint(traced.jaxpr)
     tree, static = results
-    return TracedStep(
-        traced.jaxpr, tuple(changed), tree, static, Fingerprint(traced.jaxpr)
-    )
+    return TracedStep(traced.jaxpr, tuple(changed), tree, static, fingerprint)
 
 
 @contextlib.contextmanager

@@ -286,9 +286,10 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
     if issubclass(kind, FUNCTION_TYPES):
         return lambda value: [Captured(value)] if is_function(value) else []
     containers = [part for kinds, part in _CONTAINERS if issubclass(kind, kinds)]
-    if is_opaque(kind):
-        return lambda value: [part(value) for part in containers]
     is_node = _nnx.is_node_type(kind)
+    # The metrics of this library are objects of NNX like any other.
+    if is_opaque(kind) and not is_node:
+        return lambda value: [part(value) for part in containers]
     attributes = NodeAttributes if is_node else Attributes
     has_slots = bool(slot_names(kind))
 

@@ -4,19 +4,12 @@ Each loss uses its function on something made of the parameters and the batch, s
 both the values and the gradients through it must be right.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.scipy as jsp
-import jax.scipy.cluster.vq
-import jax.scipy.interpolate
-import jax.scipy.ndimage
-import jax.scipy.optimize
-import jax.scipy.signal
-import jax.scipy.sparse.linalg
-import jax.scipy.spatial.transform
 import optax
 from flax import nnx
 
@@ -72,10 +65,11 @@ def logits(w: Any, b: Batch) -> Any:
 def total(value: Any) -> Any:
     """Returns one real number per example, of any real or complex arrays."""
     parts = [
-        jnp.abs(leaf).reshape(len(leaf), -1).sum(1) if jnp.iscomplexobj(leaf)
+        jnp.abs(leaf).reshape(len(leaf), -1).sum(1)
+        if jnp.iscomplexobj(leaf)
         else jnp.asarray(leaf, "float64").reshape(len(leaf), -1).sum(1)
         for leaf in jax.tree.leaves(value)
-    ]  # fmt: skip
+    ]
     return sum(parts)
 
 
@@ -103,7 +97,9 @@ def _binary(fn: Function) -> Losses:
 
 
 def _distribution(fn: Function) -> Losses:
-    return lambda w, b: fn(jax.nn.log_softmax(logits(w, b)), jax.nn.softmax(b["x"][:, 3:]))
+    return lambda w, b: fn(
+        jax.nn.log_softmax(logits(w, b)), jax.nn.softmax(b["x"][:, 3:])
+    )
 
 
 def _labeled(fn: Function) -> Losses:
@@ -113,7 +109,9 @@ def _labeled(fn: Function) -> Losses:
 def _ctc(w: Any, b: Batch) -> Any:
     scores = jnp.stack([logits(w, b)] * 4, 1)
     labels = jnp.stack([b["label"], b["label"]], 1)
-    return optax.ctc_loss(scores, jnp.zeros(scores.shape[:2]), labels, jnp.zeros(labels.shape))
+    return optax.ctc_loss(
+        scores, jnp.zeros(scores.shape[:2]), labels, jnp.zeros(labels.shape)
+    )
 
 
 def _ctc_forward(w: Any, b: Batch) -> Any:
@@ -127,6 +125,11 @@ def _ctc_forward(w: Any, b: Batch) -> Any:
 def _with_label(fn: Function) -> Losses:
     """Applies a function of one vector of scores and one label to each example."""
     return lambda w, b: jax.vmap(fn)(logits(w, b), b["label"])
+
+
+def named(module: Any, names: Sequence[str]) -> list[tuple[str, Function]]:
+    """Returns functions of a module, with their names."""
+    return [(name, getattr(module, name)) for name in names]
 
 
 OPTAX: dict[str, Losses] = {
@@ -182,7 +185,9 @@ OPTAX: dict[str, Losses] = {
         lambda p, t: optax.losses.binary_dice_loss(p[None], t[None]).sum()
     )(logits(w, b), targets(b)),
     "losses.multiclass_generalized_dice_loss": lambda w, b: jax.vmap(
-        lambda p, t: optax.losses.multiclass_generalized_dice_loss(p[None], t[None]).sum()
+        lambda p, t: optax.losses.multiclass_generalized_dice_loss(
+            p[None], t[None]
+        ).sum()
     )(logits(w, b), targets(b)),
     "losses.make_fenchel_young_loss": lambda w, b: jax.vmap(
         optax.losses.make_fenchel_young_loss(jax.nn.logsumexp)
@@ -196,51 +201,116 @@ OPTAX: dict[str, Losses] = {
         rows, lambda r: optax.safe_root_mean_squares(r, 0.1)[None]
     ),
     "multi_normal": lambda w, b: optax.multi_normal(w, 0 * w).log_prob(b["x"]),
-    "matrix_inverse_pth_root": lambda w, b: z(w, b) * total(jax.vmap(
-        lambda m: optax.matrix_inverse_pth_root(m, 2)[0])(
-        jax.lax.stop_gradient(definite(w, b)))),
-    "nnls": lambda w, b: z(w, b) * jax.lax.stop_gradient(
-        jax.vmap(lambda m, y: optax.nnls(m, y, 20).sum())(definite(w, b), b["x"][:, :3])
+    "matrix_inverse_pth_root": lambda w, b: (
+        z(w, b)
+        * total(
+            jax.vmap(lambda m: optax.matrix_inverse_pth_root(m, 2)[0])(
+                jax.lax.stop_gradient(definite(w, b))
+            )
+        )
     ),
-    "power_iteration": lambda w, b: z(w, b) * jax.lax.stop_gradient(
-        jax.vmap(lambda m: optax.power_iteration(m)[0])(definite(w, b))
+    "nnls": lambda w, b: (
+        z(w, b)
+        * jax.lax.stop_gradient(
+            jax.vmap(lambda m, y: optax.nnls(m, y, 20).sum())(
+                definite(w, b), b["x"][:, :3]
+            )
+        )
     ),
-    "assignment.hungarian_algorithm": lambda w, b: z(w, b) + jax.vmap(
-        lambda m: m[optax.assignment.hungarian_algorithm(m)].sum()
-    )(matrix(w, b)),
-    "assignment.base_hungarian_algorithm": lambda w, b: z(w, b) + jax.vmap(
-        lambda m: m[optax.assignment.base_hungarian_algorithm(m)].sum()
-    )(matrix(w, b)),
-    "second_order.hvp": lambda w, b: total(jax.vmap(lambda x, y: optax.second_order.hvp(
-        lambda p, w, y: jnp.sum(jnp.tanh(p * w) - y) ** 2, x, x, w, y))(b["x"], b["y"])),
+    "power_iteration": lambda w, b: (
+        z(w, b)
+        * jax.lax.stop_gradient(
+            jax.vmap(lambda m: optax.power_iteration(m)[0])(definite(w, b))
+        )
+    ),
+    "assignment.hungarian_algorithm": lambda w, b: (
+        z(w, b)
+        + jax.vmap(lambda m: m[optax.assignment.hungarian_algorithm(m)].sum())(
+            matrix(w, b)
+        )
+    ),
+    "assignment.base_hungarian_algorithm": lambda w, b: (
+        z(w, b)
+        + jax.vmap(lambda m: m[optax.assignment.base_hungarian_algorithm(m)].sum())(
+            matrix(w, b)
+        )
+    ),
+    "second_order.hvp": lambda w, b: total(
+        jax.vmap(
+            lambda x, y: optax.second_order.hvp(
+                lambda p, w, y: jnp.sum(jnp.tanh(p * w) - y) ** 2, x, x, w, y
+            )
+        )(b["x"], b["y"])
+    ),
     "microbatch": lambda w, b: optax.microbatch(
         lambda x: x @ w, 0, 1, accumulator=optax.microbatching.AccumulationType.CONCAT
     )(b["x"]),
-    "perturbations.make_perturbed_fun": lambda w, b: total(
-        optax.perturbations.make_perturbed_fun(
-            lambda v: jax.nn.one_hot(jnp.argmax(v, -1), CLASSES), 10, 0.5
-        )(jax.random.key(0), logits(w, b))
-    ) * 0 + z(w, b),
+    "perturbations.make_perturbed_fun": lambda w, b: (
+        total(
+            optax.perturbations.make_perturbed_fun(
+                lambda v: jax.nn.one_hot(jnp.argmax(v, -1), CLASSES), 10, 0.5
+            )(jax.random.key(0), logits(w, b))
+        )
+        * 0
+        + z(w, b)
+    ),
     **{
-        f"projections.{name}": each(rows, lambda r, f=getattr(optax.projections, name): f(r))
-        for name in (
-            "projection_non_negative", "projection_simplex", "projection_l1_ball",
-            "projection_l1_sphere", "projection_l2_ball", "projection_l2_sphere",
-            "projection_linf_ball",
+        f"projections.{name}": each(rows, lambda r, f=f: f(r))
+        for name, f in named(
+            optax.projections,
+            (
+                "projection_non_negative",
+                "projection_simplex",
+                "projection_l1_ball",
+                "projection_l1_sphere",
+                "projection_l2_ball",
+                "projection_l2_sphere",
+                "projection_linf_ball",
+            ),
         )
     },
     "projections.projection_box": of(
         rows, lambda r: optax.projections.projection_box(r, 0.0, 1.0)
     ),
-    "projections.projection_hypercube": of(rows, optax.projections.projection_hypercube),
-    "projections.projection_halfspace": lambda w, b: total(jax.vmap(
-        lambda r: optax.projections.projection_halfspace(r, jnp.ones(WIDTH), 0.5))(rows(w, b))),
-    "projections.projection_hyperplane": lambda w, b: total(jax.vmap(
-        lambda r: optax.projections.projection_hyperplane(r, jnp.ones(WIDTH), 0.5))(rows(w, b))),
-}  # fmt: skip
-ACTIVATIONS = """celu elu gelu hard_sigmoid hard_silu hard_swish hard_tanh identity
-    leaky_relu log_sigmoid mish relu relu6 selu sigmoid silu soft_sign softplus
-    sparse_plus sparse_sigmoid squareplus swish tanh""".split()
+    "projections.projection_hypercube": of(
+        rows, optax.projections.projection_hypercube
+    ),
+    "projections.projection_halfspace": lambda w, b: total(
+        jax.vmap(
+            lambda r: optax.projections.projection_halfspace(r, jnp.ones(WIDTH), 0.5)
+        )(rows(w, b))
+    ),
+    "projections.projection_hyperplane": lambda w, b: total(
+        jax.vmap(
+            lambda r: optax.projections.projection_hyperplane(r, jnp.ones(WIDTH), 0.5)
+        )(rows(w, b))
+    ),
+}
+ACTIVATIONS = [
+    "celu",
+    "elu",
+    "gelu",
+    "hard_sigmoid",
+    "hard_silu",
+    "hard_swish",
+    "hard_tanh",
+    "identity",
+    "leaky_relu",
+    "log_sigmoid",
+    "mish",
+    "relu",
+    "relu6",
+    "selu",
+    "sigmoid",
+    "silu",
+    "soft_sign",
+    "softplus",
+    "sparse_plus",
+    "sparse_sigmoid",
+    "squareplus",
+    "swish",
+    "tanh",
+]
 NN: dict[str, Losses] = {
     **{name: of(z, getattr(jax.nn, name)) for name in ACTIVATIONS},
     **{
@@ -251,22 +321,55 @@ NN: dict[str, Losses] = {
     "logmeanexp": of(rows, lambda r: jax.nn.logmeanexp(r, -1)),
     "log1mexp": of(positive, jax.nn.log1mexp),
     "one_hot": lambda w, b: total(jax.nn.one_hot(b["label"], WIDTH) * w),
-    "scaled_dot_general": lambda w, b: z(w, b) + 0 * total(jax.nn.scaled_dot_general(
-        b["x"], jnp.stack([w] * 2, 1), (((1,), (0,)), ((), ())))),
-}  # fmt: skip
+    "scaled_dot_general": lambda w, b: (
+        z(w, b)
+        + 0
+        * total(
+            jax.nn.scaled_dot_general(
+                b["x"], jnp.stack([w] * 2, 1), (((1,), (0,)), ((), ()))
+            )
+        )
+    ),
+}
 
 # Computed in float32 inside.
 ATTENTION: dict[str, Losses] = {
     "dot_product_attention": lambda w, b: total(
-        jax.nn.dot_product_attention(*[rows(w, b).reshape(-1, 3, 2, 1)] * 3, is_causal=True)
+        jax.nn.dot_product_attention(
+            *[rows(w, b).reshape(-1, 3, 2, 1)] * 3, is_causal=True
+        )
     ),
 }
 
-UNARY_SPECIAL = """dawsn digamma entr erf erfc erfcx expi expit gammaln gammasgn i0 i0e
-    i1 i1e log_ndtr loggamma ndtr spence factorial gamma exp1""".split()
+UNARY_SPECIAL = [
+    "dawsn",
+    "digamma",
+    "entr",
+    "erf",
+    "erfc",
+    "erfcx",
+    "expi",
+    "expit",
+    "gammaln",
+    "gammasgn",
+    "i0",
+    "i0e",
+    "i1",
+    "i1e",
+    "log_ndtr",
+    "loggamma",
+    "ndtr",
+    "spence",
+    "factorial",
+    "gamma",
+    "exp1",
+]
 SPECIAL: dict[str, Losses] = {
     **{name: of(positive, getattr(jsp.special, name)) for name in UNARY_SPECIAL},
-    **{name: of(unit, getattr(jsp.special, name)) for name in ("logit", "ndtri", "erfinv")},
+    **{
+        name: of(unit, getattr(jsp.special, name))
+        for name in ("logit", "ndtri", "erfinv")
+    },
     "bernoulli": lambda w, b: z(w, b) * jsp.special.bernoulli(4)[2],
     "bessel_jn": lambda w, b: z(w, b) * jsp.special.bessel_jn(1 + b["y"] ** 2, v=2)[1],
     "beta": lambda w, b: jsp.special.beta(positive(w, b), 2.0),
@@ -280,7 +383,10 @@ SPECIAL: dict[str, Losses] = {
     "gammainc": lambda w, b: jsp.special.gammainc(2.0, positive(w, b)),
     "gammaincc": lambda w, b: jsp.special.gammaincc(2.0, positive(w, b)),
     "hyp1f1": lambda w, b: jsp.special.hyp1f1(1.5, 2.5, unit(w, b)),
-    "hyp2f1": lambda w, b: jsp.special.hyp2f1(1.0, 1.5, 2.5, 0.5 * jax.lax.stop_gradient(unit(w, b))) * z(w, b),
+    "hyp2f1": lambda w, b: (
+        jsp.special.hyp2f1(1.0, 1.5, 2.5, 0.5 * jax.lax.stop_gradient(unit(w, b)))
+        * z(w, b)
+    ),
     "kl_div": lambda w, b: jsp.special.kl_div(unit(w, b), 0.5),
     "log_softmax": of(rows, lambda r: jsp.special.log_softmax(r, axis=-1)),
     "logsumexp": of(rows, lambda r: jsp.special.logsumexp(r, -1)),
@@ -291,13 +397,21 @@ SPECIAL: dict[str, Losses] = {
     "rel_entr": lambda w, b: jsp.special.rel_entr(unit(w, b), 0.5),
     "sici": of(positive, jsp.special.sici),
     "softmax": of(rows, lambda r: jsp.special.softmax(r, axis=-1)),
-    "sph_harm_y": lambda w, b: z(w, b) * jax.vmap(lambda y: jsp.special.sph_harm_y(
-        jnp.array([1]), jnp.array([1]), y[None], y[None], n_max=1)[0].real)(b["y"]),
+    "sph_harm_y": lambda w, b: (
+        z(w, b)
+        * jax.vmap(
+            lambda y: (
+                jsp.special.sph_harm_y(
+                    jnp.array([1]), jnp.array([1]), y[None], y[None], n_max=1
+                )[0].real
+            )
+        )(b["y"])
+    ),
     "wofz": lambda w, b: jnp.abs(jsp.special.wofz(z(w, b) + 0.5j)),
     "xlog1py": lambda w, b: jsp.special.xlog1py(positive(w, b), unit(w, b)),
     "xlogy": lambda w, b: jsp.special.xlogy(positive(w, b), unit(w, b)),
     "zeta": lambda w, b: z(w, b) * jsp.special.zeta(2 + b["y"] ** 2, 1.0),
-}  # fmt: skip
+}
 
 _AT = {"unit": unit, "positive": positive, "real": z}
 STATS_ARGUMENTS: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -321,7 +435,9 @@ STATS_ARGUMENTS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 DISCRETE: dict[str, Function] = {
     "bernoulli": lambda name, k, p: getattr(jsp.stats.bernoulli, name)(k % 2, p),
-    "betabinom": lambda name, k, p: getattr(jsp.stats.betabinom, name)(k, 3, 1 + p, 2.0),
+    "betabinom": lambda name, k, p: getattr(jsp.stats.betabinom, name)(
+        k, 3, 1 + p, 2.0
+    ),
     "binom": lambda name, k, p: getattr(jsp.stats.binom, name)(k, 3, p),
     "geom": lambda name, k, p: getattr(jsp.stats.geom, name)(k + 1, p),
     "nbinom": lambda name, k, p: getattr(jsp.stats.nbinom, name)(k, 2.0, p),
@@ -331,7 +447,11 @@ DISCRETE: dict[str, Function] = {
 
 def _methods(distribution: str) -> list[str]:
     module = getattr(jsp.stats, distribution)
-    return [name for name in dir(module) if callable(getattr(module, name)) and name[0] != "_"]
+    return [
+        name
+        for name in dir(module)
+        if callable(getattr(module, name)) and name[0] != "_"
+    ]
 
 
 def _stats() -> dict[str, Losses]:
@@ -340,13 +460,23 @@ def _stats() -> dict[str, Losses]:
         for method in _methods(name):
             fn = getattr(getattr(jsp.stats, name), method)
             argument = unit if method in {"ppf", "isf"} else _AT[kind]
-            losses[f"{name}.{method}"] = lambda w, b, fn=fn, at=argument, rest=rest: fn(at(w, b), *rest)
+            losses[f"{name}.{method}"] = lambda w, b, fn=fn, at=argument, rest=rest: fn(
+                at(w, b), *rest
+            )
     for name, fn in DISCRETE.items():
         for method in sorted({"logpmf", "pmf"} & set(_methods(name))):
-            losses[f"{name}.{method}"] = lambda w, b, fn=fn, m=method: fn(m, b["label"], unit(w, b))
-    losses["bernoulli.cdf"] = lambda w, b: jsp.stats.bernoulli.cdf(b["label"] % 2, unit(w, b))
-    losses["bernoulli.ppf"] = lambda w, b: z(w, b) * jsp.stats.bernoulli.ppf(0.3, jax.lax.stop_gradient(unit(w, b)))
-    losses["poisson.cdf"] = lambda w, b: jsp.stats.poisson.cdf(b["label"], positive(w, b))
+            losses[f"{name}.{method}"] = lambda w, b, fn=fn, m=method: fn(
+                m, b["label"], unit(w, b)
+            )
+    losses["bernoulli.cdf"] = lambda w, b: jsp.stats.bernoulli.cdf(
+        b["label"] % 2, unit(w, b)
+    )
+    losses["bernoulli.ppf"] = lambda w, b: (
+        z(w, b) * jsp.stats.bernoulli.ppf(0.3, jax.lax.stop_gradient(unit(w, b)))
+    )
+    losses["poisson.cdf"] = lambda w, b: jsp.stats.poisson.cdf(
+        b["label"], positive(w, b)
+    )
     losses["poisson.entropy"] = lambda w, b: jsp.stats.poisson.entropy(positive(w, b))
     return losses
 
@@ -356,31 +486,33 @@ STATS: dict[str, Losses] = {
     **{
         f"dirichlet.{name}": each(
             lambda w, b: jax.nn.softmax(logits(w, b)),
-            lambda p, f=getattr(jsp.stats.dirichlet, name): f(p, jnp.ones(3) * 2)[None],
+            lambda p, f=f: f(p, jnp.ones(3) * 2)[None],
         )
-        for name in ("logpdf", "pdf")
+        for name, f in named(jsp.stats.dirichlet, ("logpdf", "pdf"))
     },
     **{
         f"multinomial.{name}": each(
             lambda w, b: jax.nn.softmax(logits(w, b)),
-            lambda p, f=getattr(jsp.stats.multinomial, name): f(jnp.array([1, 0, 1]), 2, p)[None],
+            lambda p, f=f: f(jnp.array([1, 0, 1]), 2, p)[None],
         )
-        for name in ("logpmf", "pmf")
+        for name, f in named(jsp.stats.multinomial, ("logpmf", "pmf"))
     },
     **{
         f"multivariate_normal.{name}": of(
             logits,
-            lambda v, f=getattr(jsp.stats.multivariate_normal, name): f(v, jnp.zeros(3), jnp.eye(3)),
+            lambda v, f=f: f(v, jnp.zeros(3), jnp.eye(3)),
         )
-        for name in ("logpdf", "pdf")
+        for name, f in named(jsp.stats.multivariate_normal, ("logpdf", "pdf"))
     },
     "gaussian_kde": lambda w, b: jax.vmap(
-        lambda r: jsp.stats.gaussian_kde(r)(jnp.zeros(1))[0])(rows(w, b)),
-    "mode": lambda w, b: z(w, b) * jax.vmap(
-        lambda x: jsp.stats.mode(jnp.round(x)).mode)(b["x"]),
+        lambda r: jsp.stats.gaussian_kde(r)(jnp.zeros(1))[0]
+    )(rows(w, b)),
+    "mode": lambda w, b: (
+        z(w, b) * jax.vmap(lambda x: jsp.stats.mode(jnp.round(x)).mode)(b["x"])
+    ),
     "rankdata": lambda w, b: total(jsp.stats.rankdata(b["x"], axis=1) * w),
     "sem": of(rows, lambda r: jsp.stats.sem(r, axis=1)),
-}  # fmt: skip
+}
 
 LINALG: dict[str, Losses] = {
     "cholesky": of(definite, jnp.linalg.cholesky),
@@ -388,9 +520,14 @@ LINALG: dict[str, Losses] = {
     "cross": lambda w, b: total(jnp.linalg.cross(logits(w, b), b["x"][:, 3:])),
     "det": of(matrix, jnp.linalg.det),
     "diagonal": of(matrix, jnp.linalg.diagonal),
-    "eig": each(matrix, lambda m: jnp.abs(jnp.linalg.eig(jax.lax.stop_gradient(m))[0]) * m.sum()),
+    "eig": each(
+        matrix, lambda m: jnp.abs(jnp.linalg.eig(jax.lax.stop_gradient(m))[0]) * m.sum()
+    ),
     "eigh": each(definite, lambda m: jnp.linalg.eigh(m)[0] ** 2),
-    "eigvals": each(matrix, lambda m: jnp.abs(jnp.linalg.eigvals(jax.lax.stop_gradient(m))) * m.sum()),
+    "eigvals": each(
+        matrix,
+        lambda m: jnp.abs(jnp.linalg.eigvals(jax.lax.stop_gradient(m))) * m.sum(),
+    ),
     "eigvalsh": of(definite, lambda m: jnp.linalg.eigvalsh(m) ** 2),
     "inv": of(matrix, jnp.linalg.inv),
     "lstsq": each(matrix, lambda m: jnp.linalg.lstsq(m, jnp.ones(3))[0]),
@@ -414,52 +551,110 @@ LINALG: dict[str, Losses] = {
     "trace": of(matrix, lambda m: jnp.linalg.trace(m)),
     "vecdot": lambda w, b: jnp.linalg.vecdot(rows(w, b), b["x"]),
     "vector_norm": of(rows, lambda r: jnp.linalg.vector_norm(r, axis=1)),
-}  # fmt: skip
+}
 
 SCIPY_LINALG: dict[str, Losses] = {
     "block_diag": each(matrix, lambda m: jsp.linalg.block_diag(m, m)),
-    "cho_factor": of(definite, lambda m: jnp.tril(jsp.linalg.cho_factor(m, lower=True)[0])),
-    "cho_solve": each(definite, lambda m: jsp.linalg.cho_solve(jsp.linalg.cho_factor(m), jnp.ones(3))),
+    "cho_factor": of(
+        definite, lambda m: jnp.tril(jsp.linalg.cho_factor(m, lower=True)[0])
+    ),
+    "cho_solve": each(
+        definite, lambda m: jsp.linalg.cho_solve(jsp.linalg.cho_factor(m), jnp.ones(3))
+    ),
     "cholesky": of(definite, jsp.linalg.cholesky),
     "det": of(matrix, jsp.linalg.det),
     "eigh": of(definite, lambda m: jsp.linalg.eigh(m, eigvals_only=True)),
-    "eigh_tridiagonal": lambda w, b: z(w, b) * jax.vmap(lambda x: jsp.linalg.eigh_tridiagonal(
-        x, x[1:], eigvals_only=True)[0])(b["x"]),
+    "eigh_tridiagonal": lambda w, b: (
+        z(w, b)
+        * jax.vmap(
+            lambda x: jsp.linalg.eigh_tridiagonal(x, x[1:], eigvals_only=True)[0]
+        )(b["x"])
+    ),
     "expm": of(matrix, lambda m: jsp.linalg.expm(0.1 * m)),
     "expm_frechet": each(matrix, lambda m: jsp.linalg.expm_frechet(0.1 * m, m)),
-    "hessenberg": lambda w, b: z(w, b) * total(jnp.abs(jsp.linalg.hessenberg(
-        jax.lax.stop_gradient(matrix(w, b))))),
+    "hessenberg": lambda w, b: (
+        z(w, b)
+        * total(jnp.abs(jsp.linalg.hessenberg(jax.lax.stop_gradient(matrix(w, b)))))
+    ),
     "inv": of(matrix, jsp.linalg.inv),
     "lu": each(matrix, lambda m: jsp.linalg.lu(m)[2]),
     "lu_factor": of(matrix, lambda m: jsp.linalg.lu_factor(m)[0]),
-    "lu_solve": each(matrix, lambda m: jsp.linalg.lu_solve(jsp.linalg.lu_factor(m), jnp.ones(3))),
-    "polar": lambda w, b: z(w, b) * total(jax.vmap(lambda m: jsp.linalg.polar(m)[1])(
-        jax.lax.stop_gradient(matrix(w, b)))),
+    "lu_solve": each(
+        matrix, lambda m: jsp.linalg.lu_solve(jsp.linalg.lu_factor(m), jnp.ones(3))
+    ),
+    "polar": lambda w, b: (
+        z(w, b)
+        * total(
+            jax.vmap(lambda m: jsp.linalg.polar(m)[1])(
+                jax.lax.stop_gradient(matrix(w, b))
+            )
+        )
+    ),
     "qr": of(matrix, lambda m: jnp.abs(jsp.linalg.qr(m)[1])),
-    "qr_multiply": lambda w, b: z(w, b) * total(jax.vmap(lambda m: jnp.abs(
-        jsp.linalg.qr_multiply(m, jnp.eye(3))[1]))(jax.lax.stop_gradient(matrix(w, b)))),
-    "rsf2csf": lambda w, b: z(w, b) * total(jax.vmap(lambda m: jnp.abs(jnp.diag(
-        jsp.linalg.rsf2csf(*jsp.linalg.schur(m))[0])))(jax.lax.stop_gradient(definite(w, b)))),
-    "schur": lambda w, b: z(w, b) * total(jax.vmap(lambda m: jnp.diag(jsp.linalg.schur(m)[0]))(
-        jax.lax.stop_gradient(definite(w, b)))),
+    "qr_multiply": lambda w, b: (
+        z(w, b)
+        * total(
+            jax.vmap(lambda m: jnp.abs(jsp.linalg.qr_multiply(m, jnp.eye(3))[1]))(
+                jax.lax.stop_gradient(matrix(w, b))
+            )
+        )
+    ),
+    "rsf2csf": lambda w, b: (
+        z(w, b)
+        * total(
+            jax.vmap(
+                lambda m: jnp.abs(jnp.diag(jsp.linalg.rsf2csf(*jsp.linalg.schur(m))[0]))
+            )(jax.lax.stop_gradient(definite(w, b)))
+        )
+    ),
+    "schur": lambda w, b: (
+        z(w, b)
+        * total(
+            jax.vmap(lambda m: jnp.diag(jsp.linalg.schur(m)[0]))(
+                jax.lax.stop_gradient(definite(w, b))
+            )
+        )
+    ),
     "solve": each(matrix, lambda m: jsp.linalg.solve(m, jnp.ones(3))),
-    "solve_sylvester": lambda w, b: z(w, b) * total(jax.vmap(lambda m: jsp.linalg.solve_sylvester(
-        m, m, jnp.eye(3)))(jax.lax.stop_gradient(definite(w, b)))),
-    "solve_triangular": each(matrix, lambda m: jsp.linalg.solve_triangular(m, jnp.ones(3))),
-    "sqrtm": lambda w, b: z(w, b) * total(jax.vmap(lambda m: jnp.abs(jsp.linalg.sqrtm(m)))(
-        jax.lax.stop_gradient(definite(w, b)))),
-    "funm": lambda w, b: z(w, b) * total(jax.vmap(lambda m: jnp.abs(jsp.linalg.funm(m, jnp.exp)))(
-        jax.lax.stop_gradient(0.1 * matrix(w, b)))),
+    "solve_sylvester": lambda w, b: (
+        z(w, b)
+        * total(
+            jax.vmap(lambda m: jsp.linalg.solve_sylvester(m, m, jnp.eye(3)))(
+                jax.lax.stop_gradient(definite(w, b))
+            )
+        )
+    ),
+    "solve_triangular": each(
+        matrix, lambda m: jsp.linalg.solve_triangular(m, jnp.ones(3))
+    ),
+    "sqrtm": lambda w, b: (
+        z(w, b)
+        * total(
+            jax.vmap(lambda m: jnp.abs(jsp.linalg.sqrtm(m)))(
+                jax.lax.stop_gradient(definite(w, b))
+            )
+        )
+    ),
+    "funm": lambda w, b: (
+        z(w, b)
+        * total(
+            jax.vmap(lambda m: jnp.abs(jsp.linalg.funm(m, jnp.exp)))(
+                jax.lax.stop_gradient(0.1 * matrix(w, b))
+            )
+        )
+    ),
     "svd": of(matrix, lambda m: jsp.linalg.svd(m, compute_uv=False)),
     "toeplitz": each(rows, jsp.linalg.toeplitz),
     "circulant": each(rows, jsp.linalg.circulant),
     "companion": each(lambda w, b: 1 + rows(w, b) ** 2, jsp.linalg.companion),
     "convolution_matrix": each(rows, lambda r: jsp.linalg.convolution_matrix(r, 3)),
     "fiedler": each(rows, lambda r: jsp.linalg.fiedler(r) ** 2),
-    "fiedler_companion": each(lambda w, b: 1 + rows(w, b) ** 2, jsp.linalg.fiedler_companion),
+    "fiedler_companion": each(
+        lambda w, b: 1 + rows(w, b) ** 2, jsp.linalg.fiedler_companion
+    ),
     "hankel": each(rows, jsp.linalg.hankel),
     "leslie": each(rows, lambda r: jsp.linalg.leslie(r, r[1:])),
-}  # fmt: skip
+}
 
 SCIPY: dict[str, Losses] = {
     "signal.convolve": each(rows, lambda r: jsp.signal.convolve(r, r[:3])),
@@ -471,106 +666,212 @@ SCIPY: dict[str, Losses] = {
     "signal.csd": of(rows, lambda r: jsp.signal.csd(r, r, nperseg=4)[1]),
     "signal.welch": of(rows, lambda r: jsp.signal.welch(r, nperseg=4)[1]),
     "signal.stft": of(rows, lambda r: jsp.signal.stft(r, nperseg=4)[2]),
-    "signal.istft": of(rows, lambda r: jsp.signal.istft(
-        jsp.signal.stft(r, nperseg=4)[2], nperseg=4)[1]),
-    "ndimage.map_coordinates": each(rows, lambda r: jsp.ndimage.map_coordinates(
-        r, [jnp.array([0.5, 1.5])], order=1)),
-    "interpolate.RegularGridInterpolator": each(rows, lambda r: (
-        jsp.interpolate.RegularGridInterpolator((jnp.arange(6.0),), r)(jnp.array([[0.5]])))),
+    "signal.istft": of(
+        rows, lambda r: jsp.signal.istft(jsp.signal.stft(r, nperseg=4)[2], nperseg=4)[1]
+    ),
+    "ndimage.map_coordinates": each(
+        rows, lambda r: jsp.ndimage.map_coordinates(r, [jnp.array([0.5, 1.5])], order=1)
+    ),
+    "interpolate.RegularGridInterpolator": each(
+        rows,
+        lambda r: jsp.interpolate.RegularGridInterpolator((jnp.arange(6.0),), r)(
+            jnp.array([[0.5]])
+        ),
+    ),
     "integrate.trapezoid": of(rows, lambda r: jsp.integrate.trapezoid(r, axis=1)),
-    "spatial.transform.Rotation": each(logits, lambda v: (
-        jsp.spatial.transform.Rotation.from_rotvec(v).as_matrix())),
-    "spatial.transform.Slerp": lambda w, b: z(w, b) + 0 * total(jax.vmap(lambda v: (
-        jsp.spatial.transform.Slerp.init(jnp.array([0.0, 1.0]),
-        jsp.spatial.transform.Rotation.from_rotvec(jnp.stack([v, v + 0.1])))(
-        jnp.array([0.5])).as_quat()))(b["x"][:, :3])),
+    "spatial.transform.Rotation": each(
+        logits, lambda v: jsp.spatial.transform.Rotation.from_rotvec(v).as_matrix()
+    ),
+    "spatial.transform.Slerp": lambda w, b: (
+        z(w, b)
+        + 0
+        * total(
+            jax.vmap(
+                lambda v: jsp.spatial.transform.Slerp.init(
+                    jnp.array([0.0, 1.0]),
+                    jsp.spatial.transform.Rotation.from_rotvec(jnp.stack([v, v + 0.1])),
+                )(jnp.array([0.5])).as_quat()
+            )(b["x"][:, :3])
+        )
+    ),
     "cluster.vq.vq": lambda w, b: z(w, b) * jsp.cluster.vq.vq(b["x"], jnp.eye(6))[1],
-    **{f"fft.{name}": of(rows if not name.endswith("n") else rows, lambda r, f=getattr(
-        jsp.fft, name): f(r) if not f.__name__.endswith("n") else f(r, axes=(1,)))
-        for name in ("dct", "idct", "dctn", "idctn")},
-    "optimize.minimize": lambda w, b: z(w, b) * jax.lax.stop_gradient(jax.vmap(
-        lambda x: jsp.optimize.minimize(lambda v: jnp.sum((v - x) ** 2), 0 * x,
-        method="BFGS").x.sum())(b["x"])),
-    "sparse.linalg.cg": each(definite, lambda m: jsp.sparse.linalg.cg(
-        lambda v: m @ v, jnp.ones(3))[0]),
-    "sparse.linalg.bicgstab": each(definite, lambda m: jsp.sparse.linalg.bicgstab(
-        lambda v: m @ v, m[0], tol=1e-12)[0]),
-    "sparse.linalg.gmres": each(definite, lambda m: jsp.sparse.linalg.gmres(
-        lambda v: m @ v, m[0], tol=1e-12)[0]),
-    "sparse.linalg.cg (a system of parameters)": lambda w, b: b["x"] @ jsp.sparse.linalg.cg(
-        lambda v: (2 + w**2) * v, jnp.ones(6))[0],
+    **{
+        f"fft.{name}": each(rows, fn)
+        for name, fn in named(jsp.fft, ("dct", "idct", "dctn", "idctn"))
+    },
+    "optimize.minimize": lambda w, b: (
+        z(w, b)
+        * jax.lax.stop_gradient(
+            jax.vmap(
+                lambda x: jsp.optimize.minimize(
+                    lambda v: jnp.sum((v - x) ** 2), 0 * x, method="BFGS"
+                ).x.sum()
+            )(b["x"])
+        )
+    ),
+    "sparse.linalg.cg": each(
+        definite, lambda m: jsp.sparse.linalg.cg(lambda v: m @ v, jnp.ones(3))[0]
+    ),
+    "sparse.linalg.bicgstab": each(
+        definite,
+        lambda m: jsp.sparse.linalg.bicgstab(lambda v: m @ v, m[0], tol=1e-12)[0],
+    ),
+    "sparse.linalg.gmres": each(
+        definite, lambda m: jsp.sparse.linalg.gmres(lambda v: m @ v, m[0], tol=1e-12)[0]
+    ),
+    "sparse.linalg.cg (a system of parameters)": lambda w, b: (
+        b["x"] @ jsp.sparse.linalg.cg(lambda v: (2 + w**2) * v, jnp.ones(6))[0]
+    ),
     "sparse.linalg.cg (of the batch)": lambda w, b: jsp.sparse.linalg.cg(
-        lambda v: v * (2 + b["y"] ** 2), z(w, b), tol=1e-14)[0],
-}  # fmt: skip
+        lambda v: v * (2 + b["y"] ** 2), z(w, b), tol=1e-14
+    )[0],
+}
 
 # What begins the same on all replicas has a gradient summed over them.
 _LOCAL_START = "begin with the replica's own: `get_replica_context().local(start)`"
 REFUSED = [
-    *functions("jax.scipy.", {
-        "optimize.minimize (under vmap, a shared start)": lambda w, b: z(w, b)
-        * jax.lax.stop_gradient(jax.vmap(lambda x: jsp.optimize.minimize(
-            lambda v: jnp.sum((v - x) ** 2), jnp.zeros(6), method="BFGS").x.sum())(b["x"])),
-    }, refusal=Refusal(DoubleReductionError, "gradients of single examples", _LOCAL_START)),
-    *functions("jax.scipy.", {
-        "sparse.linalg.bicgstab (a shared right-hand side)": each(
-            definite, lambda m: jsp.sparse.linalg.bicgstab(
-                lambda v: m @ v, jnp.ones(3), tol=1e-12)[0]),
-    }, refusal=Refusal(ReplicaMismatchError, "reduces over replicas inside", _LOCAL_START)),
-]  # fmt: skip
+    *functions(
+        "jax.scipy.",
+        {
+            "optimize.minimize (under vmap, a shared start)": lambda w, b: (
+                z(w, b)
+                * jax.lax.stop_gradient(
+                    jax.vmap(
+                        lambda x: jsp.optimize.minimize(
+                            lambda v: jnp.sum((v - x) ** 2), jnp.zeros(6), method="BFGS"
+                        ).x.sum()
+                    )(b["x"])
+                )
+            ),
+        },
+        refusal=Refusal(
+            DoubleReductionError, "gradients of single examples", _LOCAL_START
+        ),
+    ),
+    *functions(
+        "jax.scipy.",
+        {
+            "sparse.linalg.bicgstab (a shared right-hand side)": each(
+                definite,
+                lambda m: jsp.sparse.linalg.bicgstab(
+                    lambda v: m @ v, jnp.ones(3), tol=1e-12
+                )[0],
+            ),
+        },
+        refusal=Refusal(
+            ReplicaMismatchError, "reduces over replicas inside", _LOCAL_START
+        ),
+    ),
+]
 
-FFT: dict[str, Losses] = {
-    name: of(rows, lambda r, f=getattr(jnp.fft, name): f(r))
-    for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
-} | {
-    name: of(matrix, lambda m, f=getattr(jnp.fft, name): f(m, axes=(1, 2)))
-    for name in ("fft2", "ifft2", "rfft2", "irfft2", "fftn", "ifftn", "rfftn", "irfftn",
-                 "fftshift", "ifftshift")
-} | {
-    name: lambda w, b, f=getattr(jnp.fft, name): total(b["x"][:, :3] * f(6)[:3] * w[:3])
-    for name in ("fftfreq", "rfftfreq")
-}  # fmt: skip
+FFT: dict[str, Losses] = (
+    {
+        name: of(rows, lambda r, f=f: f(r))
+        for name, f in named(jnp.fft, ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"))
+    }
+    | {
+        name: of(matrix, lambda m, f=f: f(m, axes=(1, 2)))
+        for name, f in named(
+            jnp.fft,
+            (
+                "fft2",
+                "ifft2",
+                "rfft2",
+                "irfft2",
+                "fftn",
+                "ifftn",
+                "rfftn",
+                "irfftn",
+                "fftshift",
+                "ifftshift",
+            ),
+        )
+    }
+    | {
+        name: lambda w, b, f=f: total(b["x"][:, :3] * f(6)[:3] * w[:3])
+        for name, f in named(jnp.fft, ("fftfreq", "rfftfreq"))
+    }
+)
 
 ARRAYS: dict[str, Losses] = {
-    "jax.image.resize": of(lambda w, b: rows(w, b).reshape(-1, 3, 2), lambda m: jax.image.resize(
-        m, (len(m), 6, 4), "cubic")),
-    "jax.image.scale_and_translate": each(matrix, lambda m: jax.image.scale_and_translate(
-        m, (4, 4), (0, 1), jnp.array([1.2, 0.9]), jnp.array([0.1, 0.2]), "linear")),
-    **{f"jax.ops.{name}": each(rows, lambda r, f=getattr(jax.ops, name): f(
-        r, jnp.array([0, 0, 1, 1, 2, 2]), 3)) for name in (
-        "segment_max", "segment_min", "segment_sum")},
-    "jax.ops.segment_prod": lambda w, b: z(w, b) * total(jax.vmap(lambda x: (
-        jax.ops.segment_prod(x, jnp.array([0, 0, 1, 1, 2, 2]), 3)))(b["x"])),
-    "jnp.argsort (indices of parameters)": lambda w, b: total(w[jnp.argsort(b["x"], 1)] * b["x"]),
-    "jnp.argsort (ranks weigh parameters)": lambda w, b: total(w * jnp.argsort(b["x"], 1)),
+    "jax.image.resize": of(
+        lambda w, b: rows(w, b).reshape(-1, 3, 2),
+        lambda m: jax.image.resize(m, (len(m), 6, 4), "cubic"),
+    ),
+    "jax.image.scale_and_translate": each(
+        matrix,
+        lambda m: jax.image.scale_and_translate(
+            m, (4, 4), (0, 1), jnp.array([1.2, 0.9]), jnp.array([0.1, 0.2]), "linear"
+        ),
+    ),
+    **{
+        f"jax.ops.{name}": each(
+            rows,
+            lambda r, f=f: f(r, jnp.array([0, 0, 1, 1, 2, 2]), 3),
+        )
+        for name, f in named(jax.ops, ("segment_max", "segment_min", "segment_sum"))
+    },
+    "jax.ops.segment_prod": lambda w, b: (
+        z(w, b)
+        * total(
+            jax.vmap(
+                lambda x: jax.ops.segment_prod(x, jnp.array([0, 0, 1, 1, 2, 2]), 3)
+            )(b["x"])
+        )
+    ),
+    "jnp.argsort (indices of parameters)": lambda w, b: total(
+        w[jnp.argsort(b["x"], 1)] * b["x"]
+    ),
+    "jnp.argsort (ranks weigh parameters)": lambda w, b: total(
+        w * jnp.argsort(b["x"], 1)
+    ),
     "jnp.sort (of the batch)": lambda w, b: jnp.sort(b["x"], 1) @ w,
     "jnp.sort (of activations)": of(rows, lambda r: jnp.sort(r, 1) * jnp.arange(6)),
-    "jnp.lexsort": lambda w, b: total(jax.vmap(lambda x: w[jnp.lexsort((x, -x))])(b["x"])
-        * jnp.arange(6)),
-    "lax.sort (several operands)": lambda w, b: total(jax.lax.sort(
-        (b["x"], rows(w, b)), dimension=1, num_keys=1)[1] * jnp.arange(6)),
-    "lax.sort_key_val": lambda w, b: total(jax.lax.sort_key_val(b["x"], rows(w, b))[1]
-        * jnp.arange(6)),
+    "jnp.lexsort": lambda w, b: total(
+        jax.vmap(lambda x: w[jnp.lexsort((x, -x))])(b["x"]) * jnp.arange(6)
+    ),
+    "lax.sort (several operands)": lambda w, b: total(
+        jax.lax.sort((b["x"], rows(w, b)), dimension=1, num_keys=1)[1] * jnp.arange(6)
+    ),
+    "lax.sort_key_val": lambda w, b: total(
+        jax.lax.sort_key_val(b["x"], rows(w, b))[1] * jnp.arange(6)
+    ),
     "lax.top_k": of(rows, lambda r: jax.lax.top_k(r, 2)[0]),
-    "lax.top_k (indices of parameters)": lambda w, b: total(w[jax.lax.top_k(b["x"], 2)[1]]),
+    "lax.top_k (indices of parameters)": lambda w, b: total(
+        w[jax.lax.top_k(b["x"], 2)[1]]
+    ),
     "lax.approx_max_k": of(rows, lambda r: jax.lax.approx_max_k(r, 2)[0]),
     "jnp.argmax (index of a parameter)": lambda w, b: w[jnp.argmax(b["x"], 1)] * b["y"],
     "jnp.argpartition": lambda w, b: total(w[jnp.argpartition(b["x"], 2, 1)] * b["x"]),
     "jnp.partition": of(rows, lambda r: jnp.partition(r, 2, 1)[:, :2]),
-    "jnp.searchsorted": lambda w, b: w[jnp.clip(jnp.searchsorted(
-        jnp.arange(6.0), b["y"]), 0, 5)],
-    "jnp.searchsorted (method=sort)": lambda w, b: w[jnp.clip(jnp.searchsorted(
-        jnp.arange(6.0), b["y"], method="sort"), 0, 5)] * b["y"],
+    "jnp.searchsorted": lambda w, b: w[
+        jnp.clip(jnp.searchsorted(jnp.arange(6.0), b["y"]), 0, 5)
+    ],
+    "jnp.searchsorted (method=sort)": lambda w, b: (
+        w[jnp.clip(jnp.searchsorted(jnp.arange(6.0), b["y"], method="sort"), 0, 5)]
+        * b["y"]
+    ),
     "jnp.digitize": lambda w, b: w[jnp.digitize(b["y"], jnp.arange(5.0))],
-    "jnp.unique (size)": lambda w, b: total(jax.vmap(lambda x: jnp.unique(
-        jnp.round(x), size=6))(b["x"]) * w),
+    "jnp.unique (size)": lambda w, b: total(
+        jax.vmap(lambda x: jnp.unique(jnp.round(x), size=6))(b["x"]) * w
+    ),
     "jnp.percentile": of(rows, lambda r: jnp.percentile(r, 30, axis=1)),
     "jnp.median": of(rows, lambda r: jnp.median(r, axis=1)),
-    "jnp.quantile": of(rows, lambda r: jnp.quantile(r, jnp.array([0.2, 0.7]), axis=1).T),
-    "jnp.histogram": lambda w, b: total(jax.vmap(lambda x: jnp.histogram(x, 6)[0])(b["x"]) * w),
-    "jnp.bincount": lambda w, b: total(jax.vmap(lambda x: jnp.bincount(x, length=6))(
-        jnp.stack([b["label"], b["label"] + 1], 1)) * w),
-    "jnp.nonzero (size)": lambda w, b: total(jax.vmap(lambda x: w[jnp.nonzero(
-        x > 0, size=6, fill_value=0)[0]])(b["x"])),
+    "jnp.quantile": of(
+        rows, lambda r: jnp.quantile(r, jnp.array([0.2, 0.7]), axis=1).T
+    ),
+    "jnp.histogram": lambda w, b: total(
+        jax.vmap(lambda x: jnp.histogram(x, 6)[0])(b["x"]) * w
+    ),
+    "jnp.bincount": lambda w, b: total(
+        jax.vmap(lambda x: jnp.bincount(x, length=6))(
+            jnp.stack([b["label"], b["label"] + 1], 1)
+        )
+        * w
+    ),
+    "jnp.nonzero (size)": lambda w, b: total(
+        jax.vmap(lambda x: w[jnp.nonzero(x > 0, size=6, fill_value=0)[0]])(b["x"])
+    ),
     "jnp.cumsum": of(rows, lambda r: jnp.cumsum(r, 1)),
     "jnp.cumprod": of(rows, lambda r: jnp.cumprod(r, 1)),
     "lax.cummax": of(rows, lambda r: jax.lax.cummax(r, 1)),
@@ -578,44 +879,94 @@ ARRAYS: dict[str, Losses] = {
     "jnp.interp": lambda w, b: jnp.interp(b["y"], jnp.arange(6.0), w),
     "jnp.einsum": lambda w, b: jnp.einsum("bi,bj,i,j->b", b["x"], b["x"], w, w),
     "jnp.convolve": each(rows, lambda r: jnp.convolve(r, r)),
-    "jnp.polyfit": lambda w, b: total(jax.vmap(lambda r: jnp.polyfit(jnp.arange(6.0), r, 1))(rows(w, b))),
+    "jnp.polyfit": lambda w, b: total(
+        jax.vmap(lambda r: jnp.polyfit(jnp.arange(6.0), r, 1))(rows(w, b))
+    ),
     "jnp.polyval": lambda w, b: jnp.polyval(w, b["y"] * 0.1),
     "jnp.kron": each(rows, lambda r: jnp.kron(r, r)),
     "jnp.gradient": of(rows, lambda r: jnp.gradient(r, axis=1)),
     "jnp.roll": of(rows, lambda r: jnp.roll(r, 1, 1) * jnp.arange(6)),
     "jnp.take": lambda w, b: jnp.take(w, b["label"]) * b["y"],
-    "jnp.take_along_axis": lambda w, b: jnp.take_along_axis(rows(w, b), b["label"][:, None], 1)[:, 0],
-    "array.at[].add (of parameters)": lambda w, b: total(jax.vmap(lambda i, y: w.at[i].add(y))(
-        b["label"], b["y"]) ** 2),
-    "array.at[].set (of activations)": lambda w, b: total(rows(w, b).at[:, 1].set(b["y"])),
+    "jnp.take_along_axis": lambda w, b: jnp.take_along_axis(
+        rows(w, b), b["label"][:, None], 1
+    )[:, 0],
+    "array.at[].add (of parameters)": lambda w, b: total(
+        jax.vmap(lambda i, y: w.at[i].add(y))(b["label"], b["y"]) ** 2
+    ),
+    "array.at[].set (of activations)": lambda w, b: total(
+        rows(w, b).at[:, 1].set(b["y"])
+    ),
     "array.at[].max": lambda w, b: total(rows(w, b).at[:, 1].max(b["y"])),
-    "lax.dynamic_slice": lambda w, b: total(jax.vmap(lambda i: jax.lax.dynamic_slice(
-        w, (i,), (2,)))(b["label"])),
-    "lax.dynamic_update_slice": lambda w, b: total(jax.vmap(lambda i, x: (
-        jax.lax.dynamic_update_slice(w, x[:2], (i,))))(b["label"], b["x"])),
-    "lax.conv_general_dilated": lambda w, b: total(jax.lax.conv_general_dilated(
-        b["x"][:, None], w.reshape(1, 1, 6)[..., :3], (1,), "SAME")),
+    "lax.dynamic_slice": lambda w, b: total(
+        jax.vmap(lambda i: jax.lax.dynamic_slice(w, (i,), (2,)))(b["label"])
+    ),
+    "lax.dynamic_update_slice": lambda w, b: total(
+        jax.vmap(lambda i, x: jax.lax.dynamic_update_slice(w, x[:2], (i,)))(
+            b["label"], b["x"]
+        )
+    ),
+    "lax.conv_general_dilated": lambda w, b: total(
+        jax.lax.conv_general_dilated(
+            b["x"][:, None], w.reshape(1, 1, 6)[..., :3], (1,), "SAME"
+        )
+    ),
     "lax.reduce": of(rows, lambda r: jax.lax.reduce(r, 0.0, jax.lax.add, (1,))),
-    "lax.reduce_window": of(rows, lambda r: jax.lax.reduce_window(
-        r, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID")),
-    "lax.ragged_dot": lambda w, b: total(jax.lax.ragged_dot(
-        b["x"].reshape(-1, 2), jnp.stack([w.reshape(2, 3)] * 2),
-        jnp.array([1, b["x"].size // 2 - 1])).reshape(len(b["y"]), -1)),
-    "lax.linalg.triangular_solve": lambda w, b: total(jax.lax.linalg.triangular_solve(
-        jnp.tril(matrix(w, b)), b["x"][:, :3, None], left_side=True, lower=True)),
-    "lax.linalg.tridiagonal_solve": lambda w, b: z(w, b) * total(jax.lax.linalg.tridiagonal_solve(
-        b["x"], 9 + b["x"], b["x"], b["x"][..., None])),
-    "lax.rng_bit_generator": lambda w, b: z(w, b) + 0 * jax.lax.rng_bit_generator(
-        jnp.zeros(4, "uint32"), (2,))[1][0].astype("float64"),
-    "jnp.nan_to_num": lambda w, b: jnp.nan_to_num(jnp.where(b["y"] > 0, z(w, b), jnp.nan)),
+    "lax.reduce_window": of(
+        rows,
+        lambda r: jax.lax.reduce_window(
+            r, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID"
+        ),
+    ),
+    "lax.ragged_dot": lambda w, b: total(
+        jax.lax.ragged_dot(
+            b["x"].reshape(-1, 2),
+            jnp.stack([w.reshape(2, 3)] * 2),
+            jnp.array([1, b["x"].size // 2 - 1]),
+        ).reshape(len(b["y"]), -1)
+    ),
+    "lax.linalg.triangular_solve": lambda w, b: total(
+        jax.lax.linalg.triangular_solve(
+            jnp.tril(matrix(w, b)), b["x"][:, :3, None], left_side=True, lower=True
+        )
+    ),
+    "lax.linalg.tridiagonal_solve": lambda w, b: (
+        z(w, b)
+        * total(
+            jax.lax.linalg.tridiagonal_solve(
+                b["x"], 9 + b["x"], b["x"], b["x"][..., None]
+            )
+        )
+    ),
+    "lax.rng_bit_generator": lambda w, b: (
+        z(w, b)
+        + 0
+        * jax.lax.rng_bit_generator(jnp.zeros(4, "uint32"), (2,))[1][0].astype(
+            "float64"
+        )
+    ),
+    "jnp.nan_to_num": lambda w, b: jnp.nan_to_num(
+        jnp.where(b["y"] > 0, z(w, b), jnp.nan)
+    ),
     "complex numbers": lambda w, b: jnp.abs(z(w, b) * jnp.exp(1j * b["y"])) ** 2,
-    "bfloat16 and back": lambda w, b: (z(w, b) * 0 + b["y"]).astype("bfloat16").astype(
-        "float64") * z(w, b),
-    "expert choice (argsort over experts)": lambda w, b: total(jax.vmap(lambda x: (
-        w[jnp.argsort(-x)[:2]] * jax.nn.softmax(x)[:2]))(b["x"])),
-    "Sinkhorn iterations (scan)": each(matrix, lambda m: jax.lax.scan(lambda c, _: (
-        c / c.sum(0) / c.sum(1, keepdims=True), None), jnp.exp(0.1 * m), None, 3)[0] ** 2),
-}  # fmt: skip
+    "bfloat16 and back": lambda w, b: (
+        (z(w, b) * 0 + b["y"]).astype("bfloat16").astype("float64") * z(w, b)
+    ),
+    "expert choice (argsort over experts)": lambda w, b: total(
+        jax.vmap(lambda x: w[jnp.argsort(-x)[:2]] * jax.nn.softmax(x)[:2])(b["x"])
+    ),
+    "Sinkhorn iterations (scan)": each(
+        matrix,
+        lambda m: (
+            jax.lax.scan(
+                lambda c, _: (c / c.sum(0) / c.sum(1, keepdims=True), None),
+                jnp.exp(0.1 * m),
+                None,
+                3,
+            )[0]
+            ** 2
+        ),
+    ),
+}
 
 
 class Chancy(nnx.Module):
@@ -635,7 +986,9 @@ def _drawing(name: str, draw: Callable[[Any, Any, Any, Batch], Any]) -> Case:
 
 def _sampled(sample: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     """Weighs parameters by numbers of the replica's own."""
-    return lambda key, shape, w, b: z(w, b) * jnp.asarray(sample(key, shape), "float64") + z(w, b)
+    return lambda key, shape, w, b: (
+        z(w, b) * jnp.asarray(sample(key, shape), "float64") + z(w, b)
+    )
 
 
 R = jax.random
@@ -661,8 +1014,12 @@ SAMPLERS: dict[str, Callable[[Any, Any], Any]] = {
     "logistic": lambda k, s: R.logistic(k, s),
     "lognormal": lambda k, s: R.lognormal(k, shape=s),
     "maxwell": lambda k, s: R.maxwell(k, s),
-    "multinomial": lambda k, s: R.multinomial(k, 5, jnp.ones(3) / 3, shape=(*s, 3))[:, 0],
-    "multivariate_normal": lambda k, s: R.multivariate_normal(k, jnp.zeros(2), jnp.eye(2), s)[:, 0],
+    "multinomial": lambda k, s: R.multinomial(k, 5, jnp.ones(3) / 3, shape=(*s, 3))[
+        :, 0
+    ],
+    "multivariate_normal": lambda k, s: R.multivariate_normal(
+        k, jnp.zeros(2), jnp.eye(2), s
+    )[:, 0],
     "normal": lambda k, s: R.normal(k, s),
     "orthogonal": lambda k, s: R.orthogonal(k, 2, s)[:, 0, 0],
     "pareto": lambda k, s: R.pareto(k, 3.0, s),
@@ -691,14 +1048,17 @@ RANDOM: dict[str, Callable[..., Any]] = {
         w[R.permutation(k, WIDTH)] * b["x"]
     ),
     "permutation (of parameters)": lambda k, s, w, b: R.permutation(k, w) @ b["x"].T,
-    "choice (negative samples of parameters)": lambda k, s, w, b: z(w, b)
-    + w[R.choice(k, WIDTH, (3,), replace=False)].sum(),
+    "choice (negative samples of parameters)": lambda k, s, w, b: (
+        z(w, b) + w[R.choice(k, WIDTH, (3,), replace=False)].sum()
+    ),
     "categorical (of learned logits, REINFORCE)": lambda k, s, w, b: jax.nn.log_softmax(
         rows(w, b)
     )[jnp.arange(s[0]), R.categorical(k, jax.lax.stop_gradient(rows(w, b)))],
     "gamma (reparameterized)": lambda k, s, w, b: R.gamma(k, positive(w, b)),
     "normal (reparameterized)": lambda k, s, w, b: z(w, b) * R.normal(k, s) + z(w, b),
-    "key (a constant key)": lambda k, s, w, b: z(w, b) * (R.uniform(R.key(3)) + 0 * b["y"]),
+    "key (a constant key)": lambda k, s, w, b: (
+        z(w, b) * (R.uniform(R.key(3)) + 0 * b["y"])
+    ),
     "PRNGKey (a constant key)": lambda k, s, w, b: z(w, b) * R.uniform(R.PRNGKey(3)),
 }
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -104,7 +104,7 @@ class Case:
         covers: Public names that have a case by this one.
         note: What equal means, where it is not obvious.
         refusal: What happens in place of a result.
-        tolerance: Largest relative difference. More where a library computes in float32.
+        tolerance: Largest relative difference: more if a library computes in float32.
         options: Sets of options of the trainer to try.
         setting: Makes a context in which the trainer runs.
     """
@@ -176,7 +176,9 @@ def by_shard(
         def loss_fn(params: Any) -> Any:
             results = []
             for i in range(max(num_replicas, 1)):
-                folded = jax.tree.map(lambda key, i=i: _fold(key, i, num_replicas), keys)
+                folded = jax.tree.map(
+                    lambda key, i=i: _fold(key, i, num_replicas), keys
+                )
                 parts = (params, statistics, folded, others)
                 replica = nnx.merge(graph, *parts, copy=True)
                 own_batch = shard(batch, i, num_replicas)
@@ -388,5 +390,9 @@ def _compare(
         copies = [np.asarray(part.data) for part in actual[path].addressable_shards]
         for replica, copy in enumerate(copies):
             np.testing.assert_allclose(
-                copy, value, tolerance, tolerance / 100, err_msg=f"{where}: {path}, copy {replica}"
+                copy,
+                value,
+                tolerance,
+                tolerance / 100,
+                err_msg=f"{where}: {path}, copy {replica}",
             )

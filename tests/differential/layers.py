@@ -120,7 +120,9 @@ def _decode(model: Any, x: Any) -> Any:
 
 def _rnn(cell: Any, **options: Any) -> Callable[..., Any]:
     def make(**kwargs: Any) -> Any:
-        return nnx.RNN(cell(2, 3, dtype=jnp.float64, **kwargs), rngs=kwargs["rngs"], **options)
+        return nnx.RNN(
+            cell(2, 3, dtype=jnp.float64, **kwargs), rngs=kwargs["rngs"], **options
+        )
 
     return make
 
@@ -185,70 +187,162 @@ def _sow_losses(model: Any, batch: Batch) -> Any:
 
 LAYERS = [
     layer("nnx.Linear", nnx.Linear, WIDTH, 4),
-    layer("nnx.LinearGeneral", nnx.LinearGeneral, (3, 2), (2, 2), axis=(-2, -1),
-          see=sequence),
+    layer(
+        "nnx.LinearGeneral",
+        nnx.LinearGeneral,
+        (3, 2),
+        (2, 2),
+        axis=(-2, -1),
+        see=sequence,
+    ),
     layer("nnx.Einsum", nnx.Einsum, "bi,ij->bj", (WIDTH, 4), (4,)),
     layer("nnx.Conv", nnx.Conv, 1, 2, (2, 2), see=image),
-    layer("nnx.Conv (1-D, strides, dilation, groups)", nnx.Conv, 2, 4, (2,), see=sequence,
-          strides=1, kernel_dilation=2, feature_group_count=2),
+    layer(
+        "nnx.Conv (1-D, strides, dilation, groups)",
+        nnx.Conv,
+        2,
+        4,
+        (2,),
+        see=sequence,
+        strides=1,
+        kernel_dilation=2,
+        feature_group_count=2,
+    ),
     layer("nnx.Conv (causal)", nnx.Conv, 2, 4, (2,), see=sequence, padding="CAUSAL"),
     layer("nnx.ConvTranspose", nnx.ConvTranspose, 1, 2, (2, 2), see=image),
-    training("nnx.Embed", lambda: nnx.Embed(CLASSES, 4, rngs=_rngs()), _embed_losses,
-             tolerance=1e-5),
+    training(
+        "nnx.Embed",
+        lambda: nnx.Embed(CLASSES, 4, rngs=_rngs()),
+        _embed_losses,
+        tolerance=1e-5,
+    ),
     layer("nnx.PReLU", lambda **_: Network(nnx.PReLU(param_dtype=jnp.float64))),
-    layer("nnx.Sequential", lambda **_: nnx.Sequential(
-        _linear(), nnx.relu, nnx.Linear(4, 1, param_dtype=jnp.float64, rngs=_rngs()))),
+    layer(
+        "nnx.Sequential",
+        lambda **_: nnx.Sequential(
+            _linear(), nnx.relu, nnx.Linear(4, 1, param_dtype=jnp.float64, rngs=_rngs())
+        ),
+    ),
     layer("nnx.List", lambda **_: Network(nnx.relu, nnx.tanh)),
-    layer("nnx.Dict", lambda **_: nnx.Dict(a=_linear(), b=_linear(nnx.Rngs(1))),
-          call=lambda model, x: model["a"](x) * model["b"](x)),
+    layer(
+        "nnx.Dict",
+        lambda **_: nnx.Dict(a=_linear(), b=_linear(nnx.Rngs(1))),
+        call=lambda model, x: model["a"](x) * model["b"](x),
+    ),
     layer("nnx.LayerNorm", lambda **_: Network(nnx.LayerNorm(4, rngs=_rngs()))),
     layer("nnx.RMSNorm", lambda **_: Network(nnx.RMSNorm(4, rngs=_rngs()))),
     layer("nnx.GroupNorm", lambda **_: Network(nnx.GroupNorm(4, 2, rngs=_rngs()))),
-    layer("nnx.InstanceNorm", lambda **_: nnx.InstanceNorm(2, rngs=_rngs()), see=sequence),
-    layer("nnx.BatchNorm", lambda **_: Network(nnx.BatchNorm(4, rngs=_rngs())),
-          build=by_shard, note=MEAN_NOTE),
-    layer("nnx.BatchNorm(use_running_average=True)", lambda **_: Network(
-        nnx.BatchNorm(4, use_running_average=True, rngs=_rngs()))),
-    layer("nnx.SpectralNorm", lambda **_: nnx.SpectralNorm(_linear(), rngs=_rngs()),
-          call=lambda model, x: model(x, update_stats=True)),
+    layer(
+        "nnx.InstanceNorm", lambda **_: nnx.InstanceNorm(2, rngs=_rngs()), see=sequence
+    ),
+    layer(
+        "nnx.BatchNorm",
+        lambda **_: Network(nnx.BatchNorm(4, rngs=_rngs())),
+        build=by_shard,
+        note=MEAN_NOTE,
+    ),
+    layer(
+        "nnx.BatchNorm(use_running_average=True)",
+        lambda **_: Network(nnx.BatchNorm(4, use_running_average=True, rngs=_rngs())),
+    ),
+    layer(
+        "nnx.SpectralNorm",
+        lambda **_: nnx.SpectralNorm(_linear(), rngs=_rngs()),
+        call=lambda model, x: model(x, update_stats=True),
+    ),
     layer("nnx.WeightNorm", lambda **_: nnx.WeightNorm(_linear(), rngs=_rngs())),
-    layer("nnx.Dropout", lambda **_: Network(nnx.Dropout(0.5, rngs=_rngs())),
-          build=by_shard, note=KEY_NOTE),
-    layer("nnx.Dropout(deterministic=True)", lambda **_: Network(
-        nnx.Dropout(0.5, deterministic=True, rngs=_rngs()))),
-    layer("nnx.BatchNorm and nnx.Dropout", lambda **_: Network(
-        nnx.BatchNorm(4, rngs=_rngs()), nnx.Dropout(0.5, rngs=nnx.Rngs(1))),
-        build=by_shard, note=f"{MEAN_NOTE}; {KEY_NOTE}"),
+    layer(
+        "nnx.Dropout",
+        lambda **_: Network(nnx.Dropout(0.5, rngs=_rngs())),
+        build=by_shard,
+        note=KEY_NOTE,
+    ),
+    layer(
+        "nnx.Dropout(deterministic=True)",
+        lambda **_: Network(nnx.Dropout(0.5, deterministic=True, rngs=_rngs())),
+    ),
+    layer(
+        "nnx.BatchNorm and nnx.Dropout",
+        lambda **_: Network(
+            nnx.BatchNorm(4, rngs=_rngs()), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        ),
+        build=by_shard,
+        note=f"{MEAN_NOTE}; {KEY_NOTE}",
+    ),
     layer("nnx.LoRA", nnx.LoRA, WIDTH, 2, 4, base_module=None),
-    layer("nnx.LoRA(base_module=...)", lambda **_: nnx.LoRA(
-        WIDTH, 2, 4, base_module=_linear(), param_dtype=jnp.float64, rngs=_rngs())),
+    layer(
+        "nnx.LoRA(base_module=...)",
+        lambda **_: nnx.LoRA(
+            WIDTH, 2, 4, base_module=_linear(), param_dtype=jnp.float64, rngs=_rngs()
+        ),
+    ),
     layer("nnx.LoRALinear", nnx.LoRALinear, WIDTH, 4, lora_rank=2),
-    layer("nnx.MultiHeadAttention", lambda **_: _attention(), see=sequence, tolerance=1e-5),
-    layer("nnx.MultiHeadAttention (masked, cross)", lambda **_: _attention(), see=sequence, tolerance=1e-5,
-          call=_attend_causally),
-    layer("nnx.MultiHeadAttention (grouped queries)", lambda **_: _attention(
-        num_heads=4, qkv_features=8, num_kv_heads=2), see=sequence, tolerance=1e-5),
-    layer("nnx.MultiHeadAttention (dropout)", lambda **_: _attention(
-        dropout_rate=0.5, broadcast_dropout=False, deterministic=False, decode=False), see=sequence, tolerance=1e-5, build=by_shard,
-        note=KEY_NOTE),
-    layer("nnx.MultiHeadAttention (decoding within a step)", lambda **_: _attention(),
-          see=sequence, call=_decode, tolerance=1e-5, note="on a copy of the model made in the step"),
-    layer("nnx.dot_product_attention", nnx.Linear, WIDTH, 12, tolerance=1e-5, call=lambda model, x:
-          nnx.dot_product_attention(*jnp.split(model(x).reshape(-1, 2, 2, 3), 3, -1))),
+    layer(
+        "nnx.MultiHeadAttention", lambda **_: _attention(), see=sequence, tolerance=1e-5
+    ),
+    layer(
+        "nnx.MultiHeadAttention (masked, cross)",
+        lambda **_: _attention(),
+        see=sequence,
+        tolerance=1e-5,
+        call=_attend_causally,
+    ),
+    layer(
+        "nnx.MultiHeadAttention (grouped queries)",
+        lambda **_: _attention(num_heads=4, qkv_features=8, num_kv_heads=2),
+        see=sequence,
+        tolerance=1e-5,
+    ),
+    layer(
+        "nnx.MultiHeadAttention (dropout)",
+        lambda **_: _attention(
+            dropout_rate=0.5, broadcast_dropout=False, deterministic=False, decode=False
+        ),
+        see=sequence,
+        tolerance=1e-5,
+        build=by_shard,
+        note=KEY_NOTE,
+    ),
+    layer(
+        "nnx.MultiHeadAttention (decoding within a step)",
+        lambda **_: _attention(),
+        see=sequence,
+        call=_decode,
+        tolerance=1e-5,
+        note="on a copy of the model made in the step",
+    ),
+    layer(
+        "nnx.dot_product_attention",
+        nnx.Linear,
+        WIDTH,
+        12,
+        tolerance=1e-5,
+        call=lambda model, x: nnx.dot_product_attention(
+            *jnp.split(model(x).reshape(-1, 2, 2, 3), 3, -1)
+        ),
+    ),
     layer("nnx.SimpleCell", _rnn(nnx.SimpleCell), see=sequence),
     layer("nnx.GRUCell", _rnn(nnx.GRUCell), see=sequence),
     layer("nnx.LSTMCell", _rnn(nnx.LSTMCell), see=sequence),
     layer("nnx.OptimizedLSTMCell", _rnn(nnx.OptimizedLSTMCell), see=sequence),
-    layer("nnx.RNN (reverse, unrolled)", _rnn(nnx.GRUCell, reverse=True, unroll=3),
-          see=sequence),
-    layer("nnx.RNN (seq_lengths)", _rnn(nnx.GRUCell, return_carry=True), see=sequence,
-          call=lambda model, x: model(
-              x, seq_lengths=1 + (x[:, 0, 0] > 0).astype("int32"))[0]),
+    layer(
+        "nnx.RNN (reverse, unrolled)",
+        _rnn(nnx.GRUCell, reverse=True, unroll=3),
+        see=sequence,
+    ),
+    layer(
+        "nnx.RNN (seq_lengths)",
+        _rnn(nnx.GRUCell, return_carry=True),
+        see=sequence,
+        call=lambda model, x: model(
+            x, seq_lengths=1 + (x[:, 0, 0] > 0).astype("int32")
+        )[0],
+    ),
     layer("nnx.Bidirectional", _birnn, see=sequence),
     *(_pooling(fn) for fn in (nnx.avg_pool, nnx.max_pool, nnx.min_pool, _pool)),
     layer("a layer used under two names", lambda **_: Tied()),
     training("nnx.Module.sow and nnx.pop", Sower, _sow_losses),
-]  # fmt: skip
+]
 
 
 class Measured(nnx.Module):
@@ -295,29 +389,62 @@ def _float64(metric: Any) -> Any:
 
 
 METRICS = [
-    metric("nnx.metrics.Average", lambda: _float64(nnx.metrics.Average()),
-           lambda m, _, b: m.update(values=b["y"])),
-    metric("nnx.metrics.Average (mask)", lambda: _float64(nnx.metrics.Average()),
-           lambda m, _, b: m.update(values=b["y"], mask=b["x"][:, 0] > 0)),
-    metric("nnx.metrics.Welford", lambda: _float64(nnx.metrics.Welford()),
-           lambda m, _, b: m.update(values=b["y"]),
-           refusal=Refusal(ReplicaMismatchError, "must be equal on all replicas",
-                           "it does not add up: update it with gathered values", (2, 4))),
-    metric("nnx.metrics.Welford (of gathered values)",
-           lambda: _float64(nnx.metrics.Welford()),
-           lambda m, _, b, replica: m.update(values=replica.gather(b["y"]))),
-    metric("nnx.metrics.Accuracy", lambda: _float64(nnx.metrics.Accuracy()),
-           _update_accuracy),
-    metric("nnx.metrics.Accuracy(threshold=...)",
-           lambda: _float64(nnx.metrics.Accuracy(threshold=0.5)),
-           lambda m, logits, b: m.update(logits=logits[:, 0], labels=(b["label"] > 0).astype("int32"))),
-    metric("nnx.MultiMetric", covers=("nnx.metrics.MultiMetric",), make=lambda: _float64(nnx.MultiMetric(
-        accuracy=nnx.metrics.Accuracy(), average=nnx.metrics.Average())), update=_update_multi),
-    metric("nnx.metrics.Average (reset between loops)",
-           lambda: _float64(nnx.metrics.Average()),
-           lambda m, _, b: m.update(values=b["y"]), between=_reset_between,
-           loops=AT_TWO),
-]  # fmt: skip
+    metric(
+        "nnx.metrics.Average",
+        lambda: _float64(nnx.metrics.Average()),
+        lambda m, _, b: m.update(values=b["y"]),
+    ),
+    metric(
+        "nnx.metrics.Average (mask)",
+        lambda: _float64(nnx.metrics.Average()),
+        lambda m, _, b: m.update(values=b["y"], mask=b["x"][:, 0] > 0),
+    ),
+    metric(
+        "nnx.metrics.Welford",
+        lambda: _float64(nnx.metrics.Welford()),
+        lambda m, _, b: m.update(values=b["y"]),
+        refusal=Refusal(
+            ReplicaMismatchError,
+            "must be equal on all replicas",
+            "it does not add up: update it with gathered values",
+            (2, 4),
+        ),
+    ),
+    metric(
+        "nnx.metrics.Welford (of gathered values)",
+        lambda: _float64(nnx.metrics.Welford()),
+        lambda m, _, b, replica: m.update(values=replica.gather(b["y"])),
+    ),
+    metric(
+        "nnx.metrics.Accuracy",
+        lambda: _float64(nnx.metrics.Accuracy()),
+        _update_accuracy,
+    ),
+    metric(
+        "nnx.metrics.Accuracy(threshold=...)",
+        lambda: _float64(nnx.metrics.Accuracy(threshold=0.5)),
+        lambda m, logits, b: m.update(
+            logits=logits[:, 0], labels=(b["label"] > 0).astype("int32")
+        ),
+    ),
+    metric(
+        "nnx.MultiMetric",
+        covers=("nnx.metrics.MultiMetric",),
+        make=lambda: _float64(
+            nnx.MultiMetric(
+                accuracy=nnx.metrics.Accuracy(), average=nnx.metrics.Average()
+            )
+        ),
+        update=_update_multi,
+    ),
+    metric(
+        "nnx.metrics.Average (reset between loops)",
+        lambda: _float64(nnx.metrics.Average()),
+        lambda m, _, b: m.update(values=b["y"]),
+        between=_reset_between,
+        loops=AT_TWO,
+    ),
+]
 
 
 class Surgical(nnx.Module):
@@ -351,9 +478,12 @@ def surgery(name: str, change: Callable[[Any], None], *between: Any) -> Case:
         return Surgical(*(part() for part in between))
 
     return Case(
-        name=f"between loops: {name}", make=make, step=step, between=after,
+        name=f"between loops: {name}",
+        make=make,
+        step=step,
+        between=after,
         loops=AT_TWO,
-    )  # fmt: skip
+    )
 
 
 def _replace(state: Any) -> None:
@@ -378,9 +508,11 @@ def _freeze(state: Any) -> None:
 
 def _freeze_by_metadata(state: Any) -> None:
     state.model.first.kernel.set_metadata(trainable=False)
-    state.restart(lambda path, value: (
-        isinstance(value, nnx.Param) and value.get_metadata().get("trainable", True)
-    ))  # fmt: skip
+    state.restart(
+        lambda path, value: (
+            isinstance(value, nnx.Param) and value.get_metadata().get("trainable", True)
+        )
+    )
 
 
 def _swap_values(state: Any) -> None:
@@ -389,9 +521,13 @@ def _swap_values(state: Any) -> None:
 
 def _lora(state: Any) -> None:
     state.model.first = nnx.LoRA(
-        WIDTH, 2, 4, base_module=state.model.first, param_dtype=jnp.float64,
+        WIDTH,
+        2,
+        4,
+        base_module=state.model.first,
+        param_dtype=jnp.float64,
         rngs=nnx.Rngs(5),
-    )  # fmt: skip
+    )
     state.restart(nnx.LoRAParam)
 
 
@@ -423,7 +559,9 @@ def _switch_mode(name: str, make: Callable[[], Any]) -> Case:
 SWITCHES = [
     _switch_mode(
         "between loops: model.eval() with BatchNorm and Dropout",
-        lambda **_: Network(nnx.BatchNorm(4, rngs=_rngs()), nnx.Dropout(0.5, rngs=_rngs())),
+        lambda **_: Network(
+            nnx.BatchNorm(4, rngs=_rngs()), nnx.Dropout(0.5, rngs=_rngs())
+        ),
     ),
 ]
 CASES: list[Case] = [*LAYERS, *METRICS, *SURGERY, *SWITCHES]

@@ -9,14 +9,15 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 HEAD = """\
 # What works inside a step
 
-<!-- Written by `make differential`. Change the cases in tests/differential instead. -->
+<!-- Written by `make differential` from tests/differential. -->
 
-Each construct below is trained inside a step on no strategy, and on 1, 2 and 4 replicas,
-in loops of three steps, of one, and of two and one. Every time the state must equal, in
-float64, that of plain JAX or NNX on one device with the whole batch, and all replicas
-must hold the same copy of it. `make differential` runs all of it; the default run of the
-tests takes a sample on two replicas. A test fails if a public factory of Optax, layer or
-transformation of NNX, or function of the listed modules of JAX has no case.
+Each construct below is trained inside a step without a strategy, and on 1, 2 and 4
+replicas, in one loop of three steps, in three of one, and in two and one. The state must
+equal, in float64, that of plain JAX or NNX on one device with the whole batch, and all
+replicas must hold the same copy of it. `make differential` runs all of it; the default
+run of the tests takes a sample, on two replicas. A test fails if a public factory of
+Optax, a layer or transformation of NNX, or a function of the listed modules of JAX has
+no case.
 
 | | |
 | --- | --- |
@@ -26,8 +27,8 @@ transformation of NNX, or function of the listed modules of JAX has no case.
 | of these with a note | {noted} |
 | refused with a clear error | {refused} |
 
-Where a note says so, equal means equal to what each replica does by itself, worked out by
-hand: with its share of the batch, and its own random key.
+Where a note says so, equal means equal to what each replica does by itself, worked out
+by hand: with its share of the batch, and its own random key.
 """
 
 
@@ -52,7 +53,9 @@ def _section(title: str, cases: list[Case]) -> str:
         names = ", ".join(f"`{case.name}`" for case in plain)
         parts.append(f"Equal, without more to say ({len(plain)}): {names}.\n")
     if rows:
-        parts.append("\n".join(["| construct | result |", "| --- | --- |", *rows]) + "\n")
+        parts.append(
+            "\n".join(["| construct | result |", "| --- | --- |", *rows]) + "\n"
+        )
     return "\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Transformations of Flax NNX and JAX inside a step: control flow, derivatives, calls."""
+"""Transformations of Flax NNX and JAX in a step: control flow, derivatives, calls."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,6 @@ from tests.differential.harness import (
     Batch,
     Case,
     Losses,
-    Refusal,
     Replica,
     by_shard,
     functions,
@@ -94,7 +93,10 @@ def _scan_of_params(w: Any, b: Batch) -> Any:
 
 
 def _scan_of_nothing(w: Any, b: Batch) -> Any:
-    return jax.lax.scan(lambda c, x: (c + b["y"].sum() * x, x), w, jnp.zeros(0))[0] @ b["x"].T
+    return (
+        jax.lax.scan(lambda c, x: (c + b["y"].sum() * x, x), w, jnp.zeros(0))[0]
+        @ b["x"].T
+    )
 
 
 def _prefix(w: Any, b: Batch) -> Any:
@@ -108,14 +110,15 @@ CONTROL = {
     "lax.cond (shared predicate, one branch a constant)": lambda w, b: jax.lax.cond(
         is_shared(w), lambda: squared(w, b), lambda: jnp.zeros_like(b["y"])
     ),
-    "lax.cond (shared predicate, the other a constant)": lambda w, b: squared(
-        w, b
-    ) + jax.lax.cond(jnp.sum(w) < -100, lambda: z(w, b).sum(), lambda: 0.0),
+    "lax.cond (shared predicate, the other a constant)": lambda w, b: (
+        squared(w, b)
+        + jax.lax.cond(jnp.sum(w) < -100, lambda: z(w, b).sum(), lambda: 0.0)
+    ),
     "lax.cond (local predicate of local branches)": lambda w, b: jax.lax.cond(
         is_local(b), lambda: squared(w, b), lambda: z(w, b)
     ),
-    "lax.cond (local predicate of shared branches)": lambda w, b: b["x"] @ jax.lax.cond(
-        is_local(b), lambda: jnp.sin(w), lambda: w
+    "lax.cond (local predicate of shared branches)": lambda w, b: (
+        b["x"] @ jax.lax.cond(is_local(b), lambda: jnp.sin(w), lambda: w)
     ),
     "lax.cond (local predicate, one shared branch)": lambda w, b: jax.lax.cond(
         is_local(b), lambda: z(w, b), lambda: jnp.zeros_like(b["y"])
@@ -130,8 +133,8 @@ CONTROL = {
         is_shared(w).astype("int32"),
         [lambda: jnp.zeros_like(b["y"]), lambda: squared(w, b), lambda: z(w, b)],
     ),
-    "lax.switch (local index)": lambda w, b: b["x"] @ jax.lax.switch(
-        count_locally(b), [lambda w: w, jnp.sin, jnp.cos], w
+    "lax.switch (local index)": lambda w, b: (
+        b["x"] @ jax.lax.switch(count_locally(b), [lambda w: w, jnp.sin, jnp.cos], w)
     ),
     "lax.switch under vmap (per example)": lambda w, b: jax.vmap(
         lambda i, x: jax.lax.switch(i, [jnp.sum, lambda w: w @ x, lambda w: 0.0], w)
@@ -145,12 +148,24 @@ CONTROL = {
     "lax.while_loop (a local count times a parameter)": lambda w, b: z(
         w * jax.lax.while_loop(lambda i: i < count_locally(b), lambda i: i + 1, 0), b
     ),
-    "lax.while_loop under vmap (per example)": lambda w, b: z(w, b)
-    * jax.vmap(lambda y: jax.lax.while_loop(lambda s: s < 2, lambda s: s + 1, y))(b["y"]),
-    "lax.while_loop (jvp)": lambda w, b: jax.jvp(
-        lambda y: jax.lax.while_loop(lambda s: s.sum() < 9, lambda s: s + 1.5 * y**2, y),
-        (b["y"],), (b["y"],),
-    )[1] * z(w, b) * 0 + z(w, b),
+    "lax.while_loop under vmap (per example)": lambda w, b: (
+        z(w, b)
+        * jax.vmap(lambda y: jax.lax.while_loop(lambda s: s < 2, lambda s: s + 1, y))(
+            b["y"]
+        )
+    ),
+    "lax.while_loop (jvp)": lambda w, b: (
+        jax.jvp(
+            lambda y: jax.lax.while_loop(
+                lambda s: s.sum() < 9, lambda s: s + 1.5 * y**2, y
+            ),
+            (b["y"],),
+            (b["y"],),
+        )[1]
+        * z(w, b)
+        * 0
+        + z(w, b)
+    ),
     "lax.fori_loop (fixed)": lambda w, b: _fori(w, b, 3),
     "lax.fori_loop (shared trip count)": _without_gradient(
         lambda w, b: 1 + is_shared(w).astype("int32"), _fori
@@ -178,7 +193,9 @@ CONTROL = {
     "jnp.piecewise": lambda w, b: jnp.piecewise(
         z(w, b), [b["y"] > 0], [lambda v: v**2, 1.0]
     ),
-    "jnp.select": lambda w, b: jnp.select([b["y"] > 1, b["y"] > 0], [z(w, b), squared(w, b)]),
+    "jnp.select": lambda w, b: jnp.select(
+        [b["y"] > 1, b["y"] > 0], [z(w, b), squared(w, b)]
+    ),
     "jnp.vectorize": lambda w, b: jnp.vectorize(
         lambda w, x: w @ x, signature="(n),(n)->()"
     )(w, b["x"]),
@@ -188,7 +205,7 @@ CONTROL = {
     "lax.optimization_barrier": lambda w, b: jax.lax.optimization_barrier(z(w, b)),
     "lax.stop_gradient": lambda w, b: z(w, b) * jax.lax.stop_gradient(z(w, b)),
     "lax.reduce_precision": lambda w, b: jax.lax.reduce_precision(z(w, b), 8, 23),
-}  # fmt: skip
+}
 
 
 @jax.custom_vjp
@@ -244,7 +261,9 @@ def _smooth(v: Any) -> Any:
     return jnp.abs(v)
 
 
-_smooth.defjvp(lambda primals, tangents: (_smooth(*primals), jnp.tanh(primals[0]) * tangents[0]))
+_smooth.defjvp(
+    lambda primals, tangents: (_smooth(*primals), jnp.tanh(primals[0]) * tangents[0])
+)
 
 
 @jax.custom_gradient
@@ -257,9 +276,7 @@ def _root(w: Any, b: Batch) -> Any:
         return v**3 + v - z(w, b)
 
     def solve(f: Any, start: Any) -> Any:
-        return jax.lax.fori_loop(
-            0, 20, lambda _, v: v - f(v) / (3 * v**2 + 1), start
-        )
+        return jax.lax.fori_loop(0, 20, lambda _, v: v - f(v) / (3 * v**2 + 1), start)
 
     def tangent_solve(g: Any, y: Any) -> Any:
         return y / g(jnp.ones_like(y))
@@ -277,7 +294,8 @@ def _linear_solve(w: Any, b: Batch) -> Any:
         return rhs / diagonal
 
     solved = [
-        jax.lax.custom_linear_solve(matvec, row, solve, symmetric=True) for row in b["x"]
+        jax.lax.custom_linear_solve(matvec, row, solve, symmetric=True)
+        for row in b["x"]
     ]
     return jnp.stack(solved).sum(1)
 
@@ -319,7 +337,9 @@ def _closure(w: Any, b: Batch) -> Any:
 
 
 def _odeint(w: Any, b: Batch) -> Any:
-    path = ode.odeint(lambda y, t, w: -y * w.sum() * 0.1, b["y"], jnp.array([0.0, 0.5]), w)
+    path = ode.odeint(
+        lambda y, t, w: -y * w.sum() * 0.1, b["y"], jnp.array([0.0, 0.5]), w
+    )
     return path[-1] * z(w, b)
 
 
@@ -344,7 +364,9 @@ def _transpose(w: Any, b: Batch) -> Any:
 
 
 def _per_row_jacobian(jacobian: Any) -> Losses:
-    return lambda w, b: jax.vmap(lambda x: jacobian(lambda x: jnp.sin(x * w))(x).sum())(b["x"])
+    return lambda w, b: jax.vmap(lambda x: jacobian(lambda x: jnp.sin(x * w))(x).sum())(
+        b["x"]
+    )
 
 
 def _ref(w: Any, b: Batch) -> Any:
@@ -367,7 +389,9 @@ AUTODIFF = {
     "jax.jacfwd": _per_row_jacobian(jax.jacfwd),
     "jax.jacrev": _per_row_jacobian(jax.jacrev),
     "jax.jacobian": _per_row_jacobian(jax.jacobian),
-    "jax.hessian": _per_row(lambda w, x, y: jax.hessian(lambda x: jnp.tanh(x @ w))(x).sum()),
+    "jax.hessian": _per_row(
+        lambda w, x, y: jax.hessian(lambda x: jnp.tanh(x @ w))(x).sum()
+    ),
     "jax.hessian (times a vector)": _hvp,
     "jax.linearize": _linearize,
     "jax.linear_transpose": _transpose,
@@ -389,9 +413,9 @@ AUTODIFF = {
     "jax.vmap (nested)": lambda w, b: jax.vmap(
         jax.vmap(lambda x, w: jnp.sin(x * w)), (0, None)
     )(b["x"], w).sum(1),
-    "jax.vmap (out_axes)": lambda w, b: jax.vmap(
-        lambda x: x * w, out_axes=1
-    )(b["x"]).sum(0),
+    "jax.vmap (out_axes)": lambda w, b: jax.vmap(lambda x: x * w, out_axes=1)(
+        b["x"]
+    ).sum(0),
     "jax.eval_shape": lambda w, b: z(w, b) * len(jax.eval_shape(z, w, b).shape),
     "jax.make_jaxpr": lambda w, b: z(w, b) * len(jax.make_jaxpr(z)(w, b).out_avals),
     "jax.new_ref": _ref,
@@ -400,9 +424,10 @@ AUTODIFF = {
     "fixed point with an implicit gradient": _fixed_point,
     "jax.experimental.ode.odeint": _odeint,
     "jax.experimental.jet": _jet,
-    "straight-through estimator": lambda w, b: z(w, b)
-    + jax.lax.stop_gradient(jnp.round(z(w, b)) - z(w, b)),
-}  # fmt: skip
+    "straight-through estimator": lambda w, b: (
+        z(w, b) + jax.lax.stop_gradient(jnp.round(z(w, b)) - z(w, b))
+    ),
+}
 
 
 def _in_scope(w: Any, b: Batch) -> Any:
@@ -456,17 +481,19 @@ def _checked(w: Any, b: Batch) -> Any:
 
 CALLBACKS = {
     "jax.pure_callback (of the batch)": lambda w, b: z(w, b) * _pure(b["y"]),
-    "jax.pure_callback (times a parameter)": lambda w, b: (w * _pure(b["y"]).sum()).sum()
-    * 0 + z(w, b),
-    "jax.pure_callback under vmap": lambda w, b: z(w, b)
-    * jax.vmap(lambda y: _pure(y, vmap_method="sequential"))(b["y"]),
+    "jax.pure_callback (times a parameter)": lambda w, b: (
+        (w * _pure(b["y"]).sum()).sum() * 0 + z(w, b)
+    ),
+    "jax.pure_callback under vmap": lambda w, b: (
+        z(w, b) * jax.vmap(lambda y: _pure(y, vmap_method="sequential"))(b["y"])
+    ),
     "jax.pure_callback (with a gradient by custom_vjp)": lambda w, b: _on_host(z(w, b)),
-    "jax.pure_callback (of parameters, with a gradient)": lambda w, b: b["x"] @ _on_host(w),
+    "jax.pure_callback (of parameters, with a gradient)": lambda w, b: (
+        b["x"] @ _on_host(w)
+    ),
     "jax.experimental.io_callback": lambda w, b: z(w, b) * _io(b["y"]),
     "jax.debug.callback": _debugged(lambda v: jax.debug.callback(lambda v: None, v)),
-    "jax.debug.print": _debugged(
-        lambda v: jax.debug.print("{}", jnp.sum(v) * 0)
-    ),
+    "jax.debug.print": _debugged(lambda v: jax.debug.print("{}", jnp.sum(v) * 0)),
     "jax.experimental.checkify": _checked,
 }
 
@@ -477,14 +504,17 @@ def _bcoo(b: Batch) -> Any:
 
 SPARSE = {
     "sparse.BCOO (of the batch, times a parameter)": lambda w, b: _bcoo(b) @ w,
-    "sparse.BCOO (of parameters)": lambda w, b: b["x"]
-    @ (sparse.BCOO.fromdense(jnp.diag(w), nse=WIDTH) @ jnp.ones(WIDTH)),
+    "sparse.BCOO (of parameters)": lambda w, b: (
+        b["x"] @ (sparse.BCOO.fromdense(jnp.diag(w), nse=WIDTH) @ jnp.ones(WIDTH))
+    ),
     "sparse.bcoo_todense": lambda w, b: _bcoo(b).todense() @ w,
     "sparse.bcoo_dot_general": lambda w, b: sparse.bcoo_dot_general(
         _bcoo(b), w, dimension_numbers=(((1,), (0,)), ((), ()))
     ),
     "sparse.BCSR": lambda w, b: sparse.BCSR.fromdense(b["x"], nse=b["x"].size) @ w,
-    "sparse.sparsify": lambda w, b: sparse.sparsify(lambda m, w: (m * 2.0) @ w)(_bcoo(b), w),
+    "sparse.sparsify": lambda w, b: sparse.sparsify(lambda m, w: (m * 2.0) @ w)(
+        _bcoo(b), w
+    ),
 }
 
 
@@ -492,7 +522,9 @@ def _model() -> Network:
     return Network()
 
 
-def nnx_case(name: str, losses: Losses, make: Callable[[], Any] = _model, **options: Any) -> Case:
+def nnx_case(
+    name: str, losses: Losses, make: Callable[[], Any] = _model, **options: Any
+) -> Case:
     """Returns a case that applies a transformation of NNX to a model."""
     return training(name, make, losses, **options)
 
@@ -500,7 +532,7 @@ def nnx_case(name: str, losses: Losses, make: Callable[[], Any] = _model, **opti
 def _ensemble() -> Any:
     @nnx.split_rngs(splits=3)
     @nnx.vmap
-    def make(rngs: nnx.Rngs) -> Network:
+    def make(rngs: nnx.Rngs) -> Any:
         return Stackable(rngs)
 
     return make(nnx.Rngs(0))
@@ -520,7 +552,7 @@ class Stackable(nnx.Module):
 def _dropout_stack() -> Any:
     @nnx.split_rngs(splits=3)
     @nnx.vmap
-    def make(rngs: nnx.Rngs) -> Network:
+    def make(rngs: nnx.Rngs) -> Any:
         return Stackable(rngs, 0.5)
 
     return make(nnx.Rngs(0))
@@ -547,7 +579,11 @@ def _nnx_cond(predicate: Callable[[Any, Batch], Any]) -> Losses:
     def losses(model: Any, b: Batch) -> Any:
         return error(
             nnx.cond(
-                predicate(model, b), lambda m, x: m(x), lambda m, x: x[:, :1], model, b["x"]
+                predicate(model, b),
+                lambda m, x: m(x),
+                lambda m, x: x[:, :1],
+                model,
+                b["x"],
             ),
             b,
         )
@@ -604,12 +640,15 @@ _doubled.defvjp(_doubled_forward, _doubled_backward)
 
 
 def _nnx_vjp(model: Any, b: Batch) -> Any:
-    out, pullback = nnx.vjp(lambda x: model(x), b["x"], graph_updates=False)
+    result: Any = nnx.vjp(lambda x: model(x), b["x"], graph_updates=False)
+    out, pullback = result
     return error(out + pullback(jnp.ones_like(out))[0].sum(1, keepdims=True), b)
 
 
 def _nnx_jvp(model: Any, b: Batch) -> Any:
-    return error(nnx.jvp(lambda x: model(x), (b["x"],), (b["x"],), graph_updates=False)[1], b)
+    return error(
+        nnx.jvp(lambda x: model(x), (b["x"],), (b["x"],), graph_updates=False)[1], b
+    )
 
 
 def _nnx_split(model: Any, b: Batch) -> Any:
@@ -693,19 +732,33 @@ def _partially(bind: Any) -> Losses:
 NNX = [
     nnx_case("nnx.jit", _apply(nnx.jit)),
     nnx_case("nnx.jit (changing state)", _apply(nnx.jit), Counted),
-    nnx_case("nnx.jit_partial", _partially(functools.partial(
-        nnx.jit_partial, graph=False, graph_updates=False))),
-    nnx_case("nnx.cached_partial", _partially(
-        lambda f, model: nnx.cached_partial(nnx.jit(f), model))),
+    nnx_case(
+        "nnx.jit_partial",
+        _partially(
+            functools.partial(nnx.jit_partial, graph=False, graph_updates=False)
+        ),
+    ),
+    nnx_case(
+        "nnx.cached_partial",
+        _partially(lambda f, model: nnx.cached_partial(nnx.jit(f), model)),
+    ),
     nnx_case("nnx.remat", _apply(nnx.remat)),
     nnx_case("nnx.remat (changing state)", _apply(nnx.remat), Counted),
-    nnx_case("nnx.vmap (over examples)", lambda model, b: error(nnx.vmap(
-        lambda m, x: m(x[None])[0], in_axes=(None, 0))(model, b["x"]), b)),
+    nnx_case(
+        "nnx.vmap (over examples)",
+        lambda model, b: error(
+            nnx.vmap(lambda m, x: m(x[None])[0], in_axes=(None, 0))(model, b["x"]), b
+        ),
+    ),
     nnx_case("nnx.vmap (an ensemble)", _vmap_losses, _ensemble),
     nnx_case("nnx.scan (over layers)", _scan_losses(False), _ensemble),
     nnx_case("nnx.scan (over rematerialized layers)", _scan_losses(True), _ensemble),
-    by_shard("nnx.scan (over layers with dropout)", _dropout_stack, _scan_losses(False),
-             note=KEY_NOTE),
+    by_shard(
+        "nnx.scan (over layers with dropout)",
+        _dropout_stack,
+        _scan_losses(False),
+        note=KEY_NOTE,
+    ),
     nnx_case("nnx.cond (shared predicate)", _nnx_cond(_shared_predicate)),
     nnx_case("nnx.cond (local predicate)", _nnx_cond(lambda m, b: is_local(b))),
     nnx_case("nnx.switch", _nnx_switch),
@@ -719,16 +772,24 @@ NNX = [
     nnx_case("nnx.eval_shape", _nnx_eval_shape),
     by_shard("nnx.Rngs (given to a call)", _with_rngs, _rngs_losses, note=KEY_NOTE),
     nnx_case("nnx.clone", lambda m, b: error(nnx.clone(m)(b["x"]) + m(b["x"]), b)),
-    nnx_case("nnx.view", lambda m, b: error(
-        nnx.view(m, deterministic=True, only=nnx.Dropout)(b["x"]), b),
-        lambda: Network(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))),
-    nnx_case("nnx.with_attributes", lambda m, b: error(
-        nnx.with_attributes(m, deterministic=True, only=nnx.Dropout)(b["x"]), b),
-        lambda: Network(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))),
+    nnx_case(
+        "nnx.view",
+        lambda m, b: error(
+            nnx.view(m, deterministic=True, only=nnx.Dropout)(b["x"]), b
+        ),
+        lambda: Network(nnx.Dropout(0.5, rngs=nnx.Rngs(0))),
+    ),
+    nnx_case(
+        "nnx.with_attributes",
+        lambda m, b: error(
+            nnx.with_attributes(m, deterministic=True, only=nnx.Dropout)(b["x"]), b
+        ),
+        lambda: Network(nnx.Dropout(0.5, rngs=nnx.Rngs(0))),
+    ),
     _grad_case("nnx.grad (argnums)", _argnums),
     _grad_case("nnx.grad (argnums=nnx.DiffState(...))", _diff_state),
     _grad_case("nnx.value_and_grad (has_aux)", _has_aux),
-]  # fmt: skip
+]
 
 CONTROL_CASES = functions("", CONTROL)
 AUTODIFF_CASES = functions("", AUTODIFF)

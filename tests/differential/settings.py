@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,7 +22,6 @@ from tests.differential.harness import (
     Case,
     Refusal,
     Replica,
-    replace,
     shard,
 )
 from tests.differential.layers import LAYERS, METRICS, Network
@@ -57,7 +57,10 @@ OPTION_CASES = [
     for name in CHEAP
 ] + [
     replace(
-        NAMED[name], name=f"{name} with {describe(EAGER)}", options=(EAGER,), loops=((2, 1),)
+        NAMED[name],
+        name=f"{name} with {describe(EAGER)}",
+        options=(EAGER,),
+        loops=((2, 1),),
     )
     for name in ("nnx.metrics.Average", "lax.scan", "optax.sgd")
 ]
@@ -78,9 +81,11 @@ TOOLS = [
     *_setting("jax.debug_nans", lambda: jax.debug_nans(True)),
     *_setting("jax.debug_infs", lambda: jax.debug_infs(True)),
     *_setting("jax.debug_key_reuse", lambda: jax.debug_key_reuse(True)),
-    *_setting("jax.default_matmul_precision", lambda: jax.default_matmul_precision("highest")),
+    *_setting(
+        "jax.default_matmul_precision", lambda: jax.default_matmul_precision("highest")
+    ),
     *_setting("jax.transfer_guard", lambda: jax.transfer_guard("log")),
-]  # fmt: skip
+]
 
 
 class Remembering(nnx.Module):
@@ -131,11 +136,17 @@ def own_state(name: str, make_own: Callable[[], Any], step: Any) -> Case:
         count = max(num_replicas, 1)
         w, owns = jnp.ones(WIDTH), [make_own() for _ in range(count)]
         for i in range(STEPS):
-            batch = {n: jnp.asarray(a[i * ROWS : (i + 1) * ROWS]) for n, a in DATA.items()}
+            batch = {
+                n: jnp.asarray(a[i * ROWS : (i + 1) * ROWS]) for n, a in DATA.items()
+            }
 
             def loss_fn(w: Any, batch: Batch = batch, owns: Any = tuple(owns)) -> Any:
-                parts = [step(w, shard(batch, r, count), own) for r, own in enumerate(owns)]
-                return sum(losses.sum() for losses, _ in parts) / ROWS, [p[1] for p in parts]
+                parts = [
+                    step(w, shard(batch, r, count), own) for r, own in enumerate(owns)
+                ]
+                return sum(losses.sum() for losses, _ in parts) / ROWS, [
+                    p[1] for p in parts
+                ]
 
             grads, owns = jax.jit(jax.grad(loss_fn, has_aux=True))(w)
             w = w - 0.1 * grads
@@ -144,8 +155,12 @@ def own_state(name: str, make_own: Callable[[], Any], step: Any) -> Case:
             for num_steps in loops:
                 trainer.train(num_steps)
             np.testing.assert_allclose(trainer.w, w, 1e-8)
-            for actual, own in zip(strategy.local_results(trainer.own), owns, strict=True):
-                jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-8), actual, own)
+            for actual, own in zip(
+                strategy.local_results(trainer.own), owns, strict=True
+            ):
+                jax.tree.map(
+                    lambda a, b: np.testing.assert_allclose(a, b, 1e-8), actual, own
+                )
 
     note = "a value of `distribute_values_from_function`, given to `run` and returned"
     return Case(name=name, program=program, note=note)
@@ -176,6 +191,8 @@ STATE = [
             "to `run` as an argument and assign what `run` returns",
         ),
     ),
-    own_state("state of a replica's own (an environment)", _make_environment, _environment),
+    own_state(
+        "state of a replica's own (an environment)", _make_environment, _environment
+    ),
 ]
 CASES: list[Case] = [*OPTION_CASES, *TOOLS, *STATE]

@@ -20,7 +20,9 @@ COVERED = {
     for name in (*re.findall(r"[A-Za-z_][\w.]*", case.name), *case.covers)
 }
 
-ABOUT_TREES = "works on pytrees outside a step, or is what other cases call all the time"
+ABOUT_TREES = (
+    "works on pytrees outside a step, or is what other cases call all the time"
+)
 ABOUT_DEVICES = "is about devices, arrays of several devices or the process"
 ABOUT_TYPES = "is a type or describes one"
 SETTING = "is a setting of the process, and changes no step"
@@ -31,56 +33,122 @@ NNX_CORE = "is how NNX itself splits and merges models, in every case with a mod
 
 REASONS: dict[str, str] = {
     **dict.fromkeys(
-        """optax.bias_correction optax.global_norm optax.init_empty_state
-        optax.safe_increment optax.safe_int32_increment optax.tree_map_params
-        optax.update_infinity_moment optax.update_moment
-        optax.update_moment_per_elem_norm optax.MaskOrFn optax.OptState optax.Params
-        optax.ScalarOrSchedule optax.Updates optax.Schedule""".split(),
+        [
+            "optax.bias_correction",
+            "optax.global_norm",
+            "optax.init_empty_state",
+            "optax.safe_increment",
+            "optax.safe_int32_increment",
+            "optax.tree_map_params",
+            "optax.update_infinity_moment",
+            "optax.update_moment",
+            "optax.update_moment_per_elem_norm",
+            "optax.MaskOrFn",
+            "optax.OptState",
+            "optax.Params",
+            "optax.ScalarOrSchedule",
+            "optax.Updates",
+            "optax.Schedule",
+        ],
         ABOUT_TREES,
     ),
     "optax.value_and_grad_from_state": (
         "reuses the loss of a line search, which sees the loss of one replica"
     ),
-    "optax.projections.projection_vector": "divides by a norm, and has a case of its kind",
-    "optax.second_order.fisher_diag": "sums over its whole batch, which a replica lacks",
-    "optax.second_order.hessian_diag": "sums over its whole batch, which a replica lacks",
+    "optax.projections.projection_vector": "is like the other projections",
+    "optax.second_order.fisher_diag": "needs the whole batch at once",
+    "optax.second_order.hessian_diag": "needs the whole batch at once",
     "optax.perturbations.Gumbel": ABOUT_TYPES,
     "optax.perturbations.Normal": ABOUT_TYPES,
     **dict.fromkeys(
-        """jax.Array jax.Device jax.NamedSharding jax.P jax.Ref jax.ShapeDtypeStruct
-        jax.Shard jax.typeof jax.ds""".split(),
+        [
+            "jax.Array",
+            "jax.Device",
+            "jax.NamedSharding",
+            "jax.P",
+            "jax.Ref",
+            "jax.ShapeDtypeStruct",
+            "jax.Shard",
+            "jax.typeof",
+            "jax.ds",
+        ],
         ABOUT_TYPES,
     ),
     **dict.fromkeys(
-        """jax.block_until_ready jax.clear_caches jax.copy_to_host_async
-        jax.default_backend jax.default_device jax.device_count jax.device_get
-        jax.device_put jax.devices jax.effects_barrier jax.host_count jax.host_id
-        jax.host_ids jax.live_arrays jax.local_device_count jax.local_devices
-        jax.make_array_from_callback jax.make_array_from_process_local_data
-        jax.make_array_from_single_device_arrays jax.make_mesh jax.process_count
-        jax.process_index jax.process_indices jax.print_environment_info
-        jax.array_garbage_collection_guard jax.thread_guard""".split(),
+        [
+            "jax.block_until_ready",
+            "jax.clear_caches",
+            "jax.copy_to_host_async",
+            "jax.default_backend",
+            "jax.default_device",
+            "jax.device_count",
+            "jax.device_get",
+            "jax.device_put",
+            "jax.devices",
+            "jax.effects_barrier",
+            "jax.host_count",
+            "jax.host_id",
+            "jax.host_ids",
+            "jax.live_arrays",
+            "jax.local_device_count",
+            "jax.local_devices",
+            "jax.make_array_from_callback",
+            "jax.make_array_from_process_local_data",
+            "jax.make_array_from_single_device_arrays",
+            "jax.make_mesh",
+            "jax.process_count",
+            "jax.process_index",
+            "jax.process_indices",
+            "jax.print_environment_info",
+            "jax.array_garbage_collection_guard",
+            "jax.thread_guard",
+        ],
         ABOUT_DEVICES,
     ),
     **dict.fromkeys(
-        """jax.pmap jax.shard_map jax.smap jax.reshard jax.set_mesh nnx.shard_map
-        nnx.pmap nnx.StateSharding nnx.transform_metadata""".split(),
+        [
+            "jax.pmap",
+            "jax.shard_map",
+            "jax.smap",
+            "jax.reshard",
+            "jax.set_mesh",
+            "nnx.shard_map",
+            "nnx.pmap",
+            "nnx.StateSharding",
+            "nnx.transform_metadata",
+        ],
         ON_MESHES,
     ),
     **dict.fromkeys(
-        """jax.allow_f16_reductions jax.auto_pcast jax.check_tracer_leaks
-        jax.default_prng_impl jax.enable_checks jax.enable_custom_prng jax.enable_x64
-        jax.ensure_compile_time_eval jax.explain_cache_misses jax.legacy_prng_key
-        jax.jax2tf_associative_scan_reductions jax.log_compiles jax.make_user_context
-        jax.no_execution jax.no_tracing jax.numpy_dtype_promotion
-        jax.numpy_rank_promotion jax.remove_size_one_mesh_axis_from_type
-        jax.softmax_custom_jvp jax.threefry_partitionable
-        jax.transfer_guard_device_to_device jax.transfer_guard_device_to_host
-        jax.transfer_guard_host_to_device""".split(),
+        [
+            "jax.allow_f16_reductions",
+            "jax.auto_pcast",
+            "jax.check_tracer_leaks",
+            "jax.default_prng_impl",
+            "jax.enable_checks",
+            "jax.enable_custom_prng",
+            "jax.enable_x64",
+            "jax.ensure_compile_time_eval",
+            "jax.explain_cache_misses",
+            "jax.legacy_prng_key",
+            "jax.jax2tf_associative_scan_reductions",
+            "jax.log_compiles",
+            "jax.make_user_context",
+            "jax.no_execution",
+            "jax.no_tracing",
+            "jax.numpy_dtype_promotion",
+            "jax.numpy_rank_promotion",
+            "jax.remove_size_one_mesh_axis_from_type",
+            "jax.softmax_custom_jvp",
+            "jax.threefry_partitionable",
+            "jax.transfer_guard_device_to_device",
+            "jax.transfer_guard_device_to_host",
+            "jax.transfer_guard_host_to_device",
+        ],
         SETTING,
     ),
     **dict.fromkeys(
-        "jax.empty_ref jax.free_ref jax.freeze jax.fwd_and_bwd".split(),
+        ["jax.empty_ref", "jax.free_ref", "jax.freeze", "jax.fwd_and_bwd"],
         "is a part of `jax.new_ref` or `jax.vjp`",
     ),
     "jax.nn.get_scaled_dot_general_config": SETTING,
@@ -90,11 +158,27 @@ REASONS: dict[str, str] = {
     "jax.scipy.optimize.OptimizeResults": ABOUT_TYPES,
     **{
         f"jax.scipy.linalg.{name}": "makes a constant matrix of a given size"
-        for name in "dft hadamard helmert hilbert invhilbert invpascal pascal".split()
+        for name in [
+            "dft",
+            "hadamard",
+            "helmert",
+            "hilbert",
+            "invhilbert",
+            "invpascal",
+            "pascal",
+        ]
     },
     **dict.fromkeys(
-        """nnx.Module nnx.RNNCellBase nnx.Carry nnx.StateAxes nnx.metrics.Metric
-        nnx.metrics.MetricState nnx.metrics.Pytree nnx.metrics.Variable""".split(),
+        [
+            "nnx.Module",
+            "nnx.RNNCellBase",
+            "nnx.Carry",
+            "nnx.StateAxes",
+            "nnx.metrics.Metric",
+            "nnx.metrics.MetricState",
+            "nnx.metrics.Pytree",
+            "nnx.metrics.Variable",
+        ],
         ABOUT_TYPES,
     ),
     "nnx.metrics.Statistics": "is what `Welford.compute` returns",
@@ -131,7 +215,7 @@ def _factories(module: Any) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",
-    "contrib losses projections second_order assignment perturbations".split(),
+    ["contrib", "losses", "projections", "second_order", "assignment", "perturbations"],
 )
 def test_every_factory_of_a_module_of_optax_has_a_case(name):
     own = [n for n in _factories(getattr(optax, name)) if not hasattr(optax, n)]
@@ -146,7 +230,8 @@ def test_every_layer_of_nnx_has_a_case():
     layers = [
         name
         for name in public(nnx)
-        if inspect.isclass(getattr(nnx, name)) and issubclass(getattr(nnx, name), nnx.Module)
+        if inspect.isclass(getattr(nnx, name))
+        and issubclass(getattr(nnx, name), nnx.Module)
     ]
     assert not missing("nnx", layers)
 
@@ -162,7 +247,11 @@ def test_every_transformation_of_nnx_has_a_case():
 
 
 def test_every_metric_of_nnx_has_a_case():
-    names = [name for name in public(nnx.metrics) if inspect.isclass(getattr(nnx.metrics, name))]
+    names = [
+        name
+        for name in public(nnx.metrics)
+        if inspect.isclass(getattr(nnx.metrics, name))
+    ]
     assert not missing("nnx.metrics", names)
 
 
@@ -172,10 +261,25 @@ def test_every_transformation_of_jax_has_a_case():
 
 @pytest.mark.parametrize(
     "name",
-    """jax.nn jax.random jax.ops jax.numpy.linalg jax.numpy.fft jax.scipy.special
-    jax.scipy.linalg jax.scipy.signal jax.scipy.ndimage jax.scipy.stats jax.scipy.fft
-    jax.scipy.optimize jax.scipy.sparse.linalg jax.scipy.interpolate
-    jax.scipy.integrate jax.scipy.cluster.vq jax.scipy.spatial.transform""".split(),
+    [
+        "jax.nn",
+        "jax.random",
+        "jax.ops",
+        "jax.numpy.linalg",
+        "jax.numpy.fft",
+        "jax.scipy.special",
+        "jax.scipy.linalg",
+        "jax.scipy.signal",
+        "jax.scipy.ndimage",
+        "jax.scipy.stats",
+        "jax.scipy.fft",
+        "jax.scipy.optimize",
+        "jax.scipy.sparse.linalg",
+        "jax.scipy.interpolate",
+        "jax.scipy.integrate",
+        "jax.scipy.cluster.vq",
+        "jax.scipy.spatial.transform",
+    ],
 )
 def test_every_function_of_a_module_of_jax_has_a_case(name):
     prefix = name.replace("jax.numpy", "jnp")
@@ -193,4 +297,6 @@ def test_a_reason_is_given_only_where_there_is_no_case():
 
 
 def test_the_page_lists_the_cases():
-    assert PAGE.read_text() == render(), "Run `make differential` to write the page anew."
+    assert PAGE.read_text() == render(), (
+        "Run `make differential` to write the page anew."
+    )
