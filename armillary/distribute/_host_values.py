@@ -23,7 +23,7 @@ import numpy as np
 
 from armillary._logging import logger
 from armillary.errors import CapturedStateError
-from armillary.state import captured
+from armillary.state import captured, held_by
 
 _TIMES = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic")
 _NOT_DRAWN = ("seed", "getstate", "setstate", "get_state", "set_state", "default_rng")
@@ -136,7 +136,7 @@ def _find_generators(fn: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, types.FunctionType) and id(value) not in seen:
             yield from _find_generators(value, seen)
         elif name == "self":
-            held = getattr(value, "__dict__", {})
+            held = dict(held_by(value))
             yield from (
                 (f"self.{key}", item)
                 for key, item in held.items()

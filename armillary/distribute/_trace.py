@@ -21,7 +21,11 @@ from armillary.distribute._legacy_keys import check_keys
 from armillary.distribute._outside_traces import check_nothing_left, is_in_trace
 from armillary.distribute._proof import prove, proved_later
 from armillary.distribute._step_errors import add_step_notes
-from armillary.distribute._value_errors import VALUE_ERRORS, add_value_note
+from armillary.distribute._value_errors import (
+    VALUE_ERRORS,
+    add_key_note,
+    add_value_note,
+)
 from armillary.errors import ArmillaryError, StateStructureError
 from armillary.state import (
     Fingerprint,
@@ -190,6 +194,7 @@ def explained(
         yield
     except Exception as error:
         name = getattr(user_fn, "__name__", "the step")
+        add_key_note(error)
         add_value_note(error, name, owner)
         if not isinstance(error, (ArmillaryError, *VALUE_ERRORS)):
             add_step_notes(error, name, owner, arguments)

@@ -4,10 +4,9 @@
 that it traces, which is the library's; the note names the user's, and what to do.
 """
 
-import contextlib
-from collections.abc import Iterator
-
 import jax
+
+from armillary.distribute._context import get_strategy
 
 VALUE_ERRORS = (
     jax.errors.ConcretizationTypeError,
@@ -45,19 +44,12 @@ def add_value_note(error: Exception, step_name: str, owner: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def explained_key_reuse() -> Iterator[None]:
-    """Adds a note to what `jax_debug_key_reuse` says of a step on several replicas.
-
-    Raises:
-        KeyReuseError: If JAX raised it.
-    """
-    try:
-        yield
-    except jax.errors.KeyReuseError as error:
+def add_key_note(error: Exception) -> None:
+    """Adds a note to what `jax_debug_key_reuse` says of a step on several devices."""
+    is_on_mesh = get_strategy().mesh is not None
+    if is_on_mesh and isinstance(error, jax.errors.KeyReuseError):
         error.add_note(
             "JAX's check does not look into `strategy.run` on several devices, and "
             "takes every key that goes in for a used one. Check the same step under "
             "`armillary.DefaultStrategy()`, and switch `jax_debug_key_reuse` off here."
         )
-        raise

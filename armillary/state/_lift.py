@@ -99,6 +99,7 @@ class State:
         """Returns what a compiled program depends on, but for plain values."""
         return tuple(
             (
+                type(slot),
                 slot.paths,
                 slot.role,
                 slot.annotations.get("aggregation"),
