@@ -1,5 +1,7 @@
 """Small models, data and trainers that several test modules train."""
 
+import queue
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -214,3 +216,16 @@ def assert_identical(
     """Asserts that two states are equal bit for bit."""
     different = find_changed(expected, actual)
     assert not different, f"Different: {', '.join(sorted(different))}"
+
+
+class Notes(queue.SimpleQueue):
+    """A list that no search looks into, so that a step may add to it while traced."""
+
+    append = queue.SimpleQueue.put
+    __len__ = queue.SimpleQueue.qsize
+
+    def __iter__(self) -> Iterator[Any]:
+        held = [self.get() for _ in range(len(self))]
+        for note in held:
+            self.put(note)
+        return iter(held)

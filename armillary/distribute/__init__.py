@@ -79,6 +79,7 @@ __all__ = [
     "check_equal",
     "check_same_program",
     "compute_average_loss",
+    "corrected_types",
     "create_global_step",
     "entered",
     "explained",

@@ -12,8 +12,8 @@ they return, and may not reduce.
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
+from jax.extend.core import primitives
 
 from armillary._jaxpr import programs_in, source_line, walk_programs
 from armillary.distribute._retype import AXIS_NAME
@@ -70,7 +70,7 @@ class Conflict(NamedTuple):
 
 def mark(value: Any, name: str) -> Any:
     """Marks a value that must be equal on all replicas, for `find_differences`."""
-    return checkpoint_name(value, _MARK + name)
+    return primitives.name_p.bind(value, name=_MARK + name)
 
 
 class Differences:

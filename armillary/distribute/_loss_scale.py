@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
+from jax.extend.core import primitives
 
 from armillary._jaxpr import programs_in, source_line, walk_programs
 from armillary._logging import logger
@@ -40,12 +40,12 @@ _said: set[str] = set()
 
 def mark_loss(loss: Any) -> None:
     """Marks a value as a loss that is differentiated, for `warn_of_scale`."""
-    checkpoint_name(loss, _LOSS)
+    primitives.name_p.bind(loss, name=_LOSS)
 
 
 def mark_scaled(loss: Any) -> Any:
     """Marks a value as a loss that the library has scaled."""
-    return checkpoint_name(loss, _SCALED)
+    return primitives.name_p.bind(loss, name=_SCALED)
 
 
 def warn_of_scale(program: core.ClosedJaxpr) -> None:

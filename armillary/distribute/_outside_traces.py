@@ -16,6 +16,11 @@ from armillary.errors import CapturedStateError, ReplicaContextError
 from armillary.state import State
 from armillary.state._place import PlaceSlot
 
+_INSTEAD = (
+    "Decorate the function that calls `strategy.run` with `@armillary.function` in "
+    "place of `jax.jit`; inside the function that `strategy.run` gets, `nnx.jit` and "
+    "the others work."
+)
 _NO_TRACE = core.get_opaque_trace_state(convention="flax")
 
 
@@ -38,10 +43,14 @@ def check_no_trace(fn: Callable[..., Any], state: State) -> None:
     raise ReplicaContextError(
         f"`{name}` reads or writes variables ({paths}{more}), and was called inside "
         "`jax.jit`, `nnx.jit` or another transformation of JAX, which would leave its "
-        "own values in them. Decorate the function that calls `strategy.run` with "
-        "`@armillary.function` in place of `jax.jit`; inside the function that "
-        "`strategy.run` gets, `nnx.jit` and the others work."
+        f"own values in them. {_INSTEAD}"
     )
+
+
+def add_trace_note(error: Exception) -> None:
+    """Adds a note to Flax's error for variables from outside of a transformation."""
+    if is_in_trace() and "different trace level" in str(error):
+        error.add_note(_INSTEAD)
 
 
 def check_nothing_left(fn: Callable[..., Any], owner: str) -> None:

@@ -13,6 +13,7 @@ from armillary.distribute._collectives import ReplicaContext
 from armillary.distribute._context import entered, require_scope, set_default
 from armillary.distribute._devices import Device, as_device
 from armillary.distribute._layouts import SingleLayout
+from armillary.distribute._outside_traces import add_trace_note
 from armillary.distribute._strategy import Strategy
 from armillary.distribute._variables import check_annotations
 from armillary.state import Slot, State
@@ -48,7 +49,12 @@ class _SingleStrategy(Strategy):
         context = ReplicaContext(self, None, active=1)
         place = nullcontext if self._device is None else jax.default_device
         with entered(self, context), place(self._device):
-            return fn(*args, **kwargs)
+            try:
+                return fn(*args, **kwargs)
+            except Exception as error:
+                if state is None:
+                    add_trace_note(error)
+                raise
 
 
 class DefaultStrategy(_SingleStrategy):

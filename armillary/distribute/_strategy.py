@@ -26,6 +26,7 @@ from armillary.data import (
     InputOptions,
     from_arrays,
 )
+from armillary.data._layout import hosted_replicas
 from armillary.distribute._collectives import double_reduction_message
 from armillary.distribute._context import (
     Scope,
@@ -288,7 +289,11 @@ class Strategy:
             _check_whole("strategy.local_results", leaf)
             return None
         parts, peers = leaf.parts(), self.peers
-        local = parts if peers is None else self.layout.local_replicas
+        if peers is None:
+            return list(parts.values())
+        count = leaf.shared_by or len(leaf.array)
+        own = self.layout.local_replicas
+        local = hosted_replicas(own, self._num_replicas, count)
         return [part for replica, part in parts.items() if replica in local]
 
     def distribute_dataset(

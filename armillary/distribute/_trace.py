@@ -24,9 +24,9 @@ from armillary.distribute._step_errors import add_step_notes
 from armillary.distribute._value_errors import VALUE_ERRORS, add_value_note
 from armillary.errors import ArmillaryError, StateStructureError
 from armillary.state import (
+    Fingerprint,
     State,
     check_captured,
-    is_same_program,
     unsettled_message,
     write_error,
 )
@@ -41,12 +41,14 @@ class TracedStep(NamedTuple):
         changed: Indices of the slot arrays that the step changes.
         result_tree: Structure of the results; not arrays, see `results`.
         static_results: Results that are not arrays, and `ARRAY` for those that are.
+        fingerprint: Tells the program from others.
     """
 
     program: core.ClosedJaxpr
     changed: tuple[int, ...]
     result_tree: Any
     static_results: tuple[Any, ...]
+    fingerprint: Fingerprint
 
     def call(
         self, slots: Sequence[Any], arguments: Sequence[Any]
@@ -61,7 +63,7 @@ class TracedStep(NamedTuple):
             self.changed == other.changed
             and self.result_tree == other.result_tree
             and self.static_results == other.static_results
-            and is_same_program(self.program, other.program)
+            and self.fingerprint.is_same(other.fingerprint)
         )
 
     def results(self, arrays: Sequence[Any]) -> PyTree:
@@ -162,7 +164,9 @@ def _trace_once(
     check_captured(traced.jaxpr, state, user_fn, owner)
     prove(traced.jaxpr, len(state.paths))
     check_keys(traced.jaxpr, state)
-    return TracedStep(traced.jaxpr, tuple(changed), *results)
+    fingerprint = Fingerprint(traced.jaxpr)
+    tree, static = results
+    return TracedStep(traced.jaxpr, tuple(changed), tree, static, fingerprint)
 
 
 @contextlib.contextmanager

@@ -107,8 +107,8 @@ class PerReplica(NDArrayOperatorsMixin):
         if isinstance(self.array, Tracer) or not isinstance(self.array, jax.Array):
             stacked = self.stacked
             return {replica: stacked[replica] for replica in held}
-        if self.is_shared:
-            copies = _copies(self.array)
+        if self.shared_by is not None:
+            copies = _copies(self.array, self.shared_by)
             return {
                 replica: copies.get(replica, self.array)
                 for replica in held
@@ -202,16 +202,21 @@ class PerReplica(NDArrayOperatorsMixin):
 _owners: weakref.WeakValueDictionary[int, PerReplica] = weakref.WeakValueDictionary()
 
 
-def _copies(array: jax.Array) -> dict[int, jax.Array]:
-    """Returns the copies of an array on a mesh in this process, by replica."""
+def _copies(array: jax.Array, num_replicas: int) -> dict[int, jax.Array]:
+    """Returns the copies of an array on a mesh in this process, by replica.
+
+    Fewer replicas than devices are on several of them each, the same number in a row.
+    """
     if not isinstance(array.sharding, NamedSharding):
         return {}
     mesh = array.sharding.mesh
     assert isinstance(mesh, Mesh)
     devices = list(mesh.devices.flat)
-    return {
-        devices.index(shard.device): shard.data for shard in array.addressable_shards
-    }
+    copies: dict[int, jax.Array] = {}
+    for shard in array.addressable_shards:
+        replica = devices.index(shard.device) * num_replicas // len(devices)
+        copies.setdefault(replica, shard.data)
+    return copies
 
 
 def count_active(active: Active) -> int:

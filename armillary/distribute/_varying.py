@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import api as jax_api  # noqa: TID251
 from jax._src import core as jax_core  # noqa: TID251
 from jax.extend import core, linear_util, source_info_util
@@ -45,18 +46,8 @@ source_info_util.register_exclusion(__file__)
 COLLECTIVES = ("psum", "pmin", "pmax", "all_gather", "all_to_all", "ppermute")
 """How the names of operations begin that take part in all replicas at once."""
 
-# Operations whose programs were traced for the types of their operands: a cast operand
-# would not fit them, and what they make is typed by them.
-_CALLS = frozenset(
-    {
-        "core_call",
-        "custom_jvp_call",
-        "custom_lin",
-        "custom_vmap_call",
-        "run_state",
-        "shard_map",
-    }
-)
+# Operations that treat each operand by its own type.
+_APART = frozenset({"custom_jvp_call", "custom_lin", "run_state", "shard_map"})
 # Operations that change types on purpose.
 _CASTS = ("reduced_vary", "vary_unreduced", "preduced", "axis_index", "reduce_scatter")
 
@@ -116,8 +107,11 @@ def _bind(self: Any, *args: Any, **params: Any) -> Any:
     rule = _RULES.get(self.name)
     if rule is not None:
         return rule(self, args, params)
-    if self.name in _CALLS or self.name.startswith((*COLLECTIVES, *_CASTS)):
+    if self.name in _APART or self.name.startswith((*COLLECTIVES, *_CASTS)):
         return _jax_bind(self, *args, **params)
+    name = _program_of(args, params)
+    if name is not None:
+        return _bind_call(self, args, params, name)
     _let_results_vary(self)
     return _jax_bind(self, *_cast_alike(args), **params)
 
@@ -152,9 +146,23 @@ def _bind_cast(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
     return _jax_bind(self, *args, **params)
 
 
-def _bind_call(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
-    # Its program was traced for other types, if it is in a loop that was retyped.
-    name = next(key for key in ("jaxpr", "call_jaxpr") if key in params)
+def _program_of(args: Sequence[Any], params: dict[str, Any]) -> str | None:
+    """Returns which parameter is a program that an operation runs on its operands."""
+    for name, value in params.items():
+        if isinstance(value, core.ClosedJaxpr | core.Jaxpr):
+            avals = [
+                variable.aval for variable in getattr(value, "jaxpr", value).invars
+            ]
+            shapes = [getattr(aval, "shape", None) for aval in avals]
+            if shapes == list(map(np.shape, args)):
+                return name
+    return None
+
+
+def _bind_call(
+    self: Any, args: Sequence[Any], params: dict[str, Any], name: str
+) -> Any:
+    # The program was traced for other types, if it is in a loop that was retyped.
     program = params[name]
     is_closed = isinstance(program, core.ClosedJaxpr)
     closed = program if is_closed else core.ClosedJaxpr(program, ())
@@ -273,9 +281,6 @@ def _as_local(cotangent: Any, is_own: bool) -> Any:
 
 
 _RULES = {
-    "closed_call": _bind_call,
-    "jit": _bind_call,
-    "remat2": _bind_call,
     "cond": _bind_cond,
     "custom_vjp_call": _bind_custom_vjp,
     "io_callback": _bind_callback,

@@ -14,7 +14,8 @@ import jax
 
 from armillary.distribute._collectives import ReplicaContext
 from armillary.distribute._variables import Policy, combine, written_policy_of
-from armillary.state import Slot, State
+from armillary.state import State
+from armillary.state._nnx import NnxSlot
 
 _HOOKS = ("on_get_value", "on_set_value")
 
@@ -34,7 +35,7 @@ def aggregated_writes(state: State, context: ReplicaContext) -> Iterator[None]:
     try:
         for slot in state.slots:
             policy = written_policy_of(slot)
-            if policy is not None:
+            if policy is not None and isinstance(slot, NnxSlot):
                 undo.append(_hook(slot, policy, context))
         yield
     finally:
@@ -42,9 +43,9 @@ def aggregated_writes(state: State, context: ReplicaContext) -> Iterator[None]:
             restore()
 
 
-def _hook(slot: Slot, policy: Policy, context: ReplicaContext) -> Callable[[], None]:
-    variable = getattr(slot, "variable")  # noqa: B009
-    old = variable.get_metadata()
+def _hook(slot: NnxSlot, policy: Policy, context: ReplicaContext) -> Callable[[], None]:
+    variable = slot.variable
+    old = {name: variable.get_metadata(name, None) for name in _HOOKS}
     reads: list[None] = []
 
     def note_read(_: Any, value: Any) -> Any:
@@ -62,12 +63,20 @@ def _hook(slot: Slot, policy: Policy, context: ReplicaContext) -> Callable[[], N
             )
         return jax.tree.map(lambda leaf: combine(policy, leaf, context), value)
 
-    before, after = (_as_tuple(old.get(name, ())) for name in _HOOKS)
-    variable.set_metadata(
-        on_get_value=(*before, note_read), on_set_value=(*after, aggregate)
-    )
-    return lambda: variable.set_metadata(old)
+    for name, hook in zip(_HOOKS, (note_read, aggregate), strict=True):
+        variable.set_metadata(name, (*_as_tuple(old[name]), hook))
+
+    def restore() -> None:
+        for name, hooks in old.items():
+            if hooks is None:
+                variable.del_metadata(name)
+            else:
+                variable.set_metadata(name, hooks)
+
+    return restore
 
 
 def _as_tuple(hooks: Any) -> tuple[Any, ...]:
+    if hooks is None:
+        return ()
     return hooks if isinstance(hooks, tuple) else (hooks,)

@@ -23,8 +23,8 @@ from armillary.state._lift import strong as strong
 from armillary.state._lift import unsettled_message as unsettled_message
 from armillary.state._nnx import is_node as is_node
 from armillary.state._nnx import is_variable as is_variable
+from armillary.state._same import Fingerprint as Fingerprint
 from armillary.state._same import find_constants as find_constants
-from armillary.state._same import is_same_program as is_same_program
 from armillary.state._slots import Role as Role
 from armillary.state._slots import Slot as Slot
 from armillary.state._slots import describe as describe
@@ -33,6 +33,7 @@ from armillary.state._step_counter import as_step_counter as as_step_counter
 
 __all__ = [
     "Access",
+    "Fingerprint",
     "Role",
     "Slot",
     "State",
@@ -48,7 +49,6 @@ __all__ = [
     "held_by",
     "is_claimed",
     "is_node",
-    "is_same_program",
     "is_variable",
     "make_picker",
     "strong",

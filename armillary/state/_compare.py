@@ -88,9 +88,10 @@ class _Comparison:
                 if kept is not b.source and not is_same_array(kept, b.source):
                     yield path, "its numbers changed"
             elif id(old.value) == self._root and self._names is not None:
-                yield from self._compare_parts(a, b, path, self._names)
+                yield from self._compare_parts(a, b, path, sorted(self._names))
             elif not (_is_same(a, b) and are_plain(a.values)):
-                yield from self._compare_parts(a, b, path, {*a.names, *b.names})
+                names = dict.fromkeys([*a.names, *b.names])
+                yield from self._compare_parts(a, b, path, names)
                 if a.is_ordered and a.names != b.names and len(a.names) == len(b.names):
                     yield path, "the order of its keys changed"
 
@@ -99,6 +100,7 @@ class _Comparison:
     ) -> Iterator[tuple[str, str]]:
         before = dict(zip(a.names, a.values, strict=True))
         now = dict(zip(b.names, b.values, strict=True))
+        below: list[_Pair] = []
         for name in names:
             was, is_now = before.get(name, ABSENT), now.get(name, ABSENT)
             if was is is_now and (type(was) in PLAIN or was is ABSENT):
@@ -113,7 +115,8 @@ class _Comparison:
             elif (old is None) != (new is None) or was is ABSENT or is_now is ABSENT:
                 yield place, became(was, is_now)
             else:
-                self._pending.append((was, is_now, place))
+                below.append((was, is_now, place))
+        self._pending += reversed(below)  # the first name of an object is its name
 
     def _compare_slots(
         self, old: PlaceSlot, new: PlaceSlot, path: str

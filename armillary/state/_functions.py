@@ -46,7 +46,7 @@ def captured(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
 
 def join_captured(path: str, name: str) -> str:
     """Returns the path of what a function at `path` captured."""
-    name = "" if name in _INNER else name.partition(" #")[0]
+    name = "" if name in (*_INNER, "code") else name.partition(" #")[0]
     return f"{path}/{name}" if path and name else path or name
 
 
@@ -109,7 +109,7 @@ def _global_names(code: types.CodeType) -> frozenset[str]:
     names = {
         str(instruction.argval)
         for instruction in dis.get_instructions(code)
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
     }
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

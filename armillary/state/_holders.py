@@ -280,15 +280,16 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
     if kind in PLAIN or issubclass(kind, jax.Array | Tracer | np.generic | type):
         return _no_parts
     if issubclass(kind, np.ndarray):
-        return lambda value: [Numbers(value)] if value.flags.writeable else []
+        return lambda value: [Numbers(value)] if value.flags["W"] else []
     if _nnx.is_variable_type(kind):
         return lambda value: [Metadata(_nnx.metadata(value))]
     if issubclass(kind, FUNCTION_TYPES):
         return lambda value: [Captured(value)] if is_function(value) else []
     containers = [part for kinds, part in _CONTAINERS if issubclass(kind, kinds)]
-    if is_opaque(kind):
-        return lambda value: [part(value) for part in containers]
     is_node = _nnx.is_node_type(kind)
+    # The metrics of this library are objects of NNX like any other.
+    if is_opaque(kind) and not is_node:
+        return lambda value: [part(value) for part in containers]
     attributes = NodeAttributes if is_node else Attributes
     has_slots = bool(slot_names(kind))
 

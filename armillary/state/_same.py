@@ -1,7 +1,7 @@
 """Tells whether two traced programs are the same, down to their constants."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -13,13 +13,29 @@ from armillary.state._functions import entries_of, is_function
 from armillary.state._opaque import is_equal
 
 
-def is_same_program(a: core.ClosedJaxpr, b: core.ClosedJaxpr) -> bool:
-    """Returns whether two programs do the same, given the same arrays."""
-    return (
-        _print(a) == _print(b)
-        and _are_all(_is_same_constant, find_constants(a), find_constants(b))
-        and _are_all(_is_same_callback, _find_callbacks(a), _find_callbacks(b))
-    )
+class Fingerprint:
+    """What a program is, kept for comparison with one that is traced later.
+
+    Args:
+        program: The program.
+    """
+
+    def __init__(self, program: core.ClosedJaxpr) -> None:
+        self._program = program
+        # Others may write into a NumPy array that the program holds.
+        self._constants = [
+            constant.copy() if isinstance(constant, np.ndarray) else constant
+            for constant in find_constants(program)
+        ]
+
+    def is_same(self, other: "Fingerprint") -> bool:
+        """Returns whether two programs do the same, given the same arrays."""
+        a, b = self._program, other._program
+        return (
+            _print(a) == _print(b)
+            and _are_all(_is_same_constant, self._constants, other._constants)
+            and _are_all(_is_same_callback, _find_callbacks(a), _find_callbacks(b))
+        )
 
 
 def find_constants(program: core.ClosedJaxpr) -> Iterator[Any]:
@@ -40,7 +56,7 @@ def _find_callbacks(program: core.ClosedJaxpr) -> Iterator[Any]:
 
 
 def _are_all(
-    is_same: Callable[[Any, Any], bool], a: Iterator[Any], b: Iterator[Any]
+    is_same: Callable[[Any, Any], bool], a: Iterable[Any], b: Iterable[Any]
 ) -> bool:
     first, second = list(a), list(b)
     return len(first) == len(second) and all(map(is_same, first, second))
@@ -68,16 +84,18 @@ def _is_same_callback(a: Any, b: Any) -> bool:
     if isinstance(a, jax.Array):
         return _is_same_constant(a, b)
     if isinstance(a, tuple | list):
-        return _are_all(_is_same_callback, iter(a), iter(b))
+        return _are_all(_is_same_callback, a, b)
     first, second = _held_by(a), _held_by(b)
     return (
-        bool(first)
+        (bool(first) or isinstance(a, dict))
         and first.keys() == second.keys()
         and all(_is_same_callback(first[name], second[name]) for name in first)
     )
 
 
-def _held_by(callback: Any) -> dict[str, Any]:
+def _held_by(callback: Any) -> dict[Any, Any]:
+    if isinstance(callback, dict):
+        return callback
     if is_function(callback):
         return {name: entry.value for name, entry in entries_of(callback).items()}
     if hasattr(callback, "__code__"):  # one of JAX, around the user's

@@ -118,7 +118,8 @@ def join_keys(path: str, keys: Iterable[Any]) -> str:
 
 def describe(leaf: PyTree) -> str:
     """Returns dtype and shape of an array, or the type of anything else."""
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return f"{leaf.dtype} {tuple(leaf.shape)}"
+    # The module `jax.numpy` has both names as well.
+    if isinstance(getattr(leaf, "shape", None), tuple) and hasattr(leaf, "dtype"):
+        return f"{leaf.dtype} {leaf.shape}"
     shown = repr(leaf)
     return f"{type(leaf).__name__} {shown[:60]}{'...' if len(shown) > 60 else ''}"

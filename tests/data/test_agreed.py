@@ -115,6 +115,21 @@ def test_training_batches_of_different_sizes_are_shown():
             raise outcome
 
 
+def test_uneven_batches_of_data_of_its_own_are_refused_with_what_helps():
+    message = r'`remainder` is "exact", but each process reads.*`InputOptions'
+    outcomes = read(lambda i: batches_of(4, 3), exact=False, remainder="exact")
+    for outcome in outcomes:
+        with pytest.raises(ValueError, match=message):
+            raise outcome
+    evaluation = read(lambda i: batches_of(4, 3), exact=True, remainder="exact")
+    assert [batch[:2] for batch in evaluation[0]] == [(4, 2), (3, 2)]
+    uneven = read(lambda i: batches_of(4, 3), exact=False, num_own=2)
+    with pytest.raises(
+        BatchSizeError, match=r', or use `InputOptions\(remainder="drop'
+    ):
+        raise uneven[0]
+
+
 def test_batches_of_different_structure_are_shown():
     outcomes = read(lambda i: [np.zeros((4, 2)) if i else np.zeros((4, 3))], exact=True)
     for outcome in outcomes:

@@ -1,7 +1,5 @@
 """What holds under every strategy, whatever the number of replicas."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +20,7 @@ from armillary import (
 from armillary.data import InputContext
 from armillary.distribute import PerReplica, is_per_replica
 from armillary.errors import ReplicaContextError
+from tests.problems import Notes
 
 MAKERS = {
     "default": DefaultStrategy,
@@ -306,7 +305,7 @@ def test_a_nest_of_values_is_taken_whole(strategy, ids, is_traced):
 
 
 def test_run_is_replica_context(strategy):
-    seen: list[Any] = []
+    seen = Notes()
 
     def fn():
         context = get_replica_context()
@@ -314,7 +313,7 @@ def test_run_is_replica_context(strategy):
         return context.replica_id_in_sync_group + jnp.zeros((), jnp.int32)
 
     result = strategy.run(fn)
-    found, is_cross, context = seen[0]
+    found, is_cross, context = next(iter(seen))
     assert found is strategy and not is_cross and context.strategy is strategy
     assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
     ids = [int(row) for row in strategy.local_results(result)]
@@ -504,6 +503,39 @@ def test_values_from_a_function_are_nests(strategy):
 def test_the_spellings_of_the_tensorflow_guides_are_aliases(strategy, name):
     kind = type(strategy)
     assert getattr(kind, f"experimental_{name}") is getattr(kind, name)
+
+
+@pytest.mark.parametrize("name", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+def test_a_variable_on_write_reads_the_same_everywhere(strategy, ids, name):
+    variable = nnx.Variable(
+        jnp.full((2,), 7.0),
+        synchronization=armillary.VariableSynchronization.ON_WRITE,
+        aggregation=armillary.VariableAggregation[name],
+    )
+
+    def step_fn(x):
+        variable[...] = x + 1
+        return variable[...] * 2
+
+    n = strategy.num_replicas_in_sync
+    total = n * (n + 1) / 2
+    expected = {"SUM": total, "MEAN": total / n, "ONLY_FIRST_REPLICA": 1}[name]
+    for read in strategy.local_results(strategy.run(step_fn, args=(ids,))):
+        np.testing.assert_allclose(read, [2 * expected] * 2)
+    np.testing.assert_allclose(variable[...], [expected] * 2)
+
+
+def test_the_reduced_shares_of_a_sum_are_its_value(strategy):
+    seen = nnx.Variable(jnp.asarray(2.0), aggregation=armillary.VariableAggregation.SUM)
+
+    def step_fn():
+        seen[...] = seen[...] + 3
+        return get_replica_context().all_reduce("sum", seen[...])
+
+    n = strategy.num_replicas_in_sync
+    for total in strategy.local_results(strategy.run(step_fn)):
+        assert float(total) == 2 + 3 * n
+    assert float(seen[...]) == 2 + 3 * n
 
 
 def test_variables_that_mean_nothing_are_refused(strategy):

@@ -1,5 +1,4 @@
 import functools
-import queue
 import threading
 import types
 from typing import Any
@@ -13,7 +12,11 @@ from flax import nnx
 
 import armillary
 from armillary.distribute import _function
-from armillary.errors import CapturedStateError, StateStructureError
+from armillary.errors import (
+    CapturedStateError,
+    StateStructureError,
+)
+from tests.problems import Notes
 
 global_counter = nnx.Variable(jnp.asarray(0))
 
@@ -23,20 +26,10 @@ class Holder:
         vars(self).update(attributes)
 
 
-class Traces(queue.SimpleQueue):
-    """A list that no search looks into, so that it may grow while tracing."""
-
-    append = queue.SimpleQueue.put
-    __len__ = queue.SimpleQueue.qsize
-
-    def __iter__(self):
-        return iter([self.get() for _ in range(len(self))])
-
-
 @pytest.fixture
 def traces():
     """Notes how often Python runs the code of a function."""
-    return Traces()
+    return Notes()
 
 
 def add(variable, amount=1):
@@ -607,3 +600,52 @@ def test_a_function_that_is_compiled_over_and_over_says_so(caplog):
     for label in range(20):
         double(jnp.ones(()), label)
     assert caplog.text.count("`double` was compiled 16 times") == 1
+
+
+def test_a_lambda_that_captures_what_changes_is_named_once(caplog, make_mirrored):
+    strategy = make_mirrored(2)
+    for rate in range(20):
+        strategy.run(lambda x: x * rate, args=(jnp.ones(()),))  # noqa: B023
+    assert (
+        caplog.text.count("`<lambda>`, given to `strategy.run`, was compiled 16") == 1
+    )
+    assert "what it captures changes (rate). Pass what changes in `args`" in caplog.text
+
+
+def test_objects_made_anew_are_the_same_function(traces):
+    holder = Holder(config={"rate": 2.0}, total=jnp.zeros(()))
+
+    @armillary.function
+    def step():
+        traces.append("fn")
+        holder.total = holder.total + holder.config["rate"]
+
+    for rate in (2.0, 2.0, 3.0):
+        holder.config = {"rate": rate}
+        step()
+    assert float(holder.total) == 7 and len(traces) == 2
+
+
+def test_a_small_numpy_array_in_a_closure_is_watched():
+    table = np.ones(3, np.float32)
+
+    @armillary.function
+    def step(x):
+        return x * table
+
+    step(jnp.ones(3))
+    table[:] = 5
+    assert step(jnp.ones(3)).tolist() == [5, 5, 5]
+
+
+def test_a_global_that_is_rebound_is_named_and_bound_again():
+    before = global_counter
+
+    @armillary.function
+    def step():
+        global global_counter
+        global_counter = jnp.ones(())
+
+    with pytest.raises(StateStructureError, match="global_counter: "):
+        step()
+    assert global_counter is before

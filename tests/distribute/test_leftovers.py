@@ -1,7 +1,5 @@
 """The last pieces of a complete evaluation, where some replicas hold no data."""
 
-import collections
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +7,7 @@ from flax import nnx
 
 import armillary
 from armillary import ReduceOp, VariableAggregation, get_replica_context
+from tests.problems import Notes
 
 # What is in the rows without data must not matter.
 ROWS = np.asarray([[1, 2], [3, 5], [np.nan, np.inf], [np.nan, np.nan]], np.float32)
@@ -106,7 +105,7 @@ def test_local_results_ignore_replicas_without_data(strategy, rows):
 
 
 def test_the_context_tells_how_many_replicas_hold_data(strategy, rows):
-    seen = []
+    seen = Notes()
 
     def step_fn(x):
         context = get_replica_context()
@@ -114,11 +113,11 @@ def test_the_context_tells_how_many_replicas_hold_data(strategy, rows):
         return x
 
     strategy.run(step_fn, args=(rows,))
-    assert seen == [(2, 4)]
+    assert list(seen) == [(2, 4)]
 
 
 def test_a_full_batch_and_leftovers_are_two_programs(strategy, put_rows, rows):
-    metric, traced = nnx.metrics.Average(), collections.deque()
+    metric, traced = nnx.metrics.Average(), Notes()
     full = put_rows(strategy, np.ones((4, 2), np.float32))
 
     @armillary.function

@@ -33,27 +33,33 @@ def test_a_batch_has_one_part_for_each_of_fewer_replicas(strategy):
         [0, 1, 2],
         [3, 4, 5],
     ]
+    own = strategy.run(
+        lambda x: (x, get_replica_context().all_reduce("sum", x)), (batch,)
+    )
+    for value in own:
+        devices = [part.devices() for part in strategy.local_results(value)]
+        assert devices == [{strategy.mesh.devices[index]} for index in (0, 2)]
     np.testing.assert_array_equal(strategy.gather(batch, axis=0), ROWS)
     assert float(strategy.reduce("mean", batch, axis=0)) == ROWS.mean()
 
 
 def test_inside_run_there_are_so_many_replicas(strategy):
-    counts = []
-
     def step_fn(x):
         context = get_replica_context()
-        counts.append(strategy.num_replicas_in_sync)
-        counts.append(context.num_replicas_in_sync)
-        counts.append(context.num_active)
-        counts.append(context.merge_call(lambda s: s.num_replicas_in_sync))
-        return context.replica_id_in_sync_group, jax.lax.psum(1, "replica")
+        counts = [
+            strategy.num_replicas_in_sync,
+            context.num_replicas_in_sync,
+            context.num_active,
+            context.merge_call(lambda s: s.num_replicas_in_sync),
+            jax.lax.psum(1, "replica"),
+        ]
+        return context.replica_id_in_sync_group, counts
 
-    ids, size = strategy.run(step_fn, args=(uneven(strategy),))
+    ids, counts = strategy.run(step_fn, args=(uneven(strategy),))
 
-    assert counts == [2] * 4
+    assert counts == [2] * 5
     assert strategy.num_replicas_in_sync == 4
     assert [int(i) for i in ids.values] == [0, 1]
-    assert size == 2
 
 
 def test_collectives_are_over_so_many_replicas(strategy):

@@ -59,8 +59,8 @@ def test_values_that_are_no_arrays_may_be_left():
     history.clear()
 
 
-def make_step(num_replicas=2):
-    strategy = make_strategy(num_replicas)
+def make_step(strategy=None):
+    strategy = strategy or make_strategy(2)
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
@@ -94,6 +94,18 @@ def test_jit_around_run_is_an_error_before_anything_is_written(transform, is_war
 
     armillary.function(step)(x)
     assert (np.array(model.kernel[...]) != before).all()
+
+
+@pytest.mark.parametrize("transform", [jax.jit, nnx.jit])
+def test_on_one_device_the_error_of_flax_says_what_to_write(transform):
+    _, step = make_step(armillary.OneDeviceStrategy("cpu:0"))
+
+    with pytest.raises(ValueError, match="different trace level") as caught:
+        transform(step)(jnp.ones((4, 2)))
+    assert caught.value.__notes__[0].startswith(
+        "Decorate the function that calls `strategy.run` with `@armillary.function` in "
+        "place of `jax.jit`; "
+    )
 
 
 def test_run_without_variables_works_under_jit():

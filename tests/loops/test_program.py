@@ -2,9 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
+from jax.errors import KeyReuseError
 
+import armillary
 from armillary.loops._program import has_slow_loop
+from tests.problems import make_strategy
 
 
 def convolve(x):
@@ -34,3 +39,42 @@ def test_convolutions_on_a_cpu_are_slow_in_loops(fn, platform, expected):
     program = jax.make_jaxpr(fn)(jnp.ones((1, 1, 4, 4)))
 
     assert has_slow_loop(program, platform) is expected
+
+
+class Trainer(armillary.StandardTrainer):
+    def __init__(self, strategy):
+        options = armillary.StandardTrainerOptions(steps_per_chunk=3)
+        super().__init__([np.ones((4, 2), np.float32)] * 20, options)
+        self.strategy, self.count = strategy, jnp.zeros(())
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def train_step(self, iterator):
+        def step_fn(batch):
+            self.dropout(batch)
+            self.count = self.count + 1
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+
+@pytest.mark.parametrize("num_replicas", [None, 2])
+@pytest.mark.parametrize("option", ["jax_disable_jit", "jax_check_tracer_leaks"])
+def test_a_step_runs_under_what_jax_has_for_debugging(option, num_replicas):
+    strategy = (
+        make_strategy(num_replicas) if num_replicas else armillary.DefaultStrategy()
+    )
+    jax.config.update(option, True)
+    try:
+        trainer = Trainer(strategy)
+        trainer.train(5)
+        trainer.train(4)
+    finally:
+        jax.config.update(option, False)
+    assert int(trainer.count) == 9
+
+
+def test_the_check_for_used_keys_says_where_it_works():
+    with jax.debug_key_reuse(True):
+        Trainer(armillary.DefaultStrategy()).train(5)
+        with pytest.raises(KeyReuseError) as caught:
+            Trainer(make_strategy(2)).train(5)
+    assert "does not look into `strategy.run`" in "".join(caught.value.__notes__)

@@ -1,7 +1,10 @@
 """Tests of what makes a step be traced again, and of what may not change."""
 
+import collections
 import queue
+import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -11,6 +14,7 @@ from flax import nnx
 import armillary
 from armillary.data import from_arrays
 from armillary.errors import CapturedStateError, RetraceError, StateStructureError
+from armillary.loops import Loop
 from tests.problems import MLP, Classifier, make_strategy
 
 
@@ -307,3 +311,151 @@ def test_sizes_are_compared_behind_the_replica_axis():
     ):
         trainer.train(3)
     assert float(trainer.total) == 36
+
+
+@pytest.mark.parametrize("order", ["model first", "model last"])
+def test_a_flag_of_a_model_that_two_attributes_lead_to_is_seen(order):
+    class Shared(Trainer):
+        def __init__(self):
+            super().__init__()
+            model = nnx.BatchNorm(1, momentum=0.0, rngs=nnx.Rngs(0))
+            if order == "model first":
+                self.model = model
+            self.wrapper = types.SimpleNamespace(inner=[model])
+            self.model = model
+
+        def train_step(self, iterator):
+            self.total = self.total + 1
+            self.wrapper.inner[0](self.total + next(iterator)["x"][:, None])
+
+    trainer = Shared()
+    trainer.train(2)
+    mean = float(trainer.model.mean[...][0])
+    trainer.model.eval()
+    trainer.train(2)
+
+    assert mean == 3
+    assert float(trainer.model.mean[...][0]) == mean
+
+
+def test_a_parameter_that_is_frozen_by_its_metadata_between_loops_stays(caplog):
+    def is_trainable(path, value):
+        del path
+        return isinstance(value, nnx.Param) and not hasattr(value, "frozen")
+
+    class Selective(Trainer):
+        def __init__(self):
+            super().__init__()
+            self.model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+
+        def train_step(self, iterator):
+            x = next(iterator)["x"][:, None]
+            gradients = nnx.grad(
+                lambda model: model(x).sum(), argnums=nnx.DiffState(0, is_trainable)
+            )(self.model)
+            params = nnx.state(self.model, is_trainable)
+            nnx.update(self.model, jax.tree.map(jnp.subtract, params, gradients))
+
+    trainer = Selective()
+    trainer.train(1)
+    trainer.model.kernel.set_metadata(frozen=True)
+    kernel, bias = np.array(trainer.model.kernel[...]), trainer.model.bias[...].copy()
+    trainer.train(1)
+
+    np.testing.assert_array_equal(trainer.model.kernel[...], kernel)
+    assert trainer.model.bias[...][0] != bias[0]
+    assert "(model/kernel/frozen)" in caplog.text
+
+
+def test_a_metric_made_anew_for_every_loop_is_the_same_to_a_program(no_retrace):
+    class Anew(Trainer):
+        def train_loop_begin(self):
+            self.loss = nnx.metrics.Average("loss")
+
+        def train_step(self, iterator):
+            super().train_step(iterator)
+            self.loss.update(loss=self.total)
+
+        def train_loop_end(self):
+            return {"loss": self.loss.compute()}
+
+    trainer = Anew()
+    losses = [float(trainer.train(2)["loss"])]
+    with no_retrace():
+        losses += [float(trainer.train(2)["loss"]) for _ in range(3)]
+
+    assert losses == [3, 7, 11, 15]
+    assert trainer.traces.qsize() == 1
+
+
+def test_values_that_change_beside_others_that_are_read_are_named_once(caplog):
+    class Crowded(Trainer):
+        def __init__(self):
+            super().__init__()
+            self.config = {"scale": 1.0, "epoch": 0}
+
+        def train_loop_begin(self):
+            self.config["epoch"] += 1
+
+        def train_step(self, iterator):
+            self.total = self.total + self.config["scale"] * next(iterator)["x"].sum()
+
+    trainer = Crowded()
+    for _ in range(12):
+        trainer.train(1)
+
+    assert caplog.text.count("`train_step` was traced 5 times to find that it is") == 1
+    assert "(config/epoch). That takes as long as the first trace" in caplog.text
+
+
+def test_what_no_step_reads_is_not_looked_at():
+    class Untouchable(collections.UserDict):
+        pass
+
+    trainer = Trainer()
+    trainer.vocabulary = Untouchable({str(i): i for i in range(1000)})
+    trainer.train(1)
+    (loop,) = (held for held in vars(trainer).values() if isinstance(held, Loop))
+    state = loop._tracer.state
+    assert state is not None
+
+    trainer.vocabulary["new"] = 1
+    trainer.history.append(1)
+    assert state.is_current()
+    trainer.scale = 2.0
+    assert not state.is_current()
+
+
+def test_a_trace_that_was_cut_off_leaves_nothing_behind():
+    class Stacks(Trainer):
+        def __init__(self):
+            super().__init__()
+            self.names, self.stack = [], []
+
+        def train_step(self, iterator):
+            first = next(iterator)["x"].sum()
+            self.names.append("one")
+            self.stack.append(first)
+            second = next(iterator)["x"].sum()
+            self.total = self.total + len(self.names) * (self.stack.pop() + second)
+            self.names.clear()
+
+    trainer = Stacks()
+    trainer.train(3)
+
+    assert float(trainer.total) == 12
+    assert trainer.names == trainer.stack == []
+
+
+def test_a_step_that_looks_at_all_attributes_sees_all_changes():
+    class Looks(Trainer):
+        def train_step(self, iterator):
+            self.total = self.total + len(vars(self)) * next(iterator)["x"].sum()
+
+    trainer = Looks()
+    trainer.train(1)
+    count, total = len(vars(trainer)), float(trainer.total)
+    trainer.another = 1
+    trainer.train(1)
+
+    assert float(trainer.total) == total + 2 * (count + 1)

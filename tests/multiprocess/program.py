@@ -247,6 +247,11 @@ def uneven(strategy: Any, lengths: list[int]) -> dict[str, Any]:
     }
 
 
+def double_and_add(x: Any) -> Any:
+    """Returns a value that each replica has of its own, and one that all share."""
+    return 2 * x, armillary.get_replica_context().all_reduce("sum", x.sum())
+
+
 def odd(strategy: Any) -> dict[str, Any]:
     """Trains on batches of 10, 10 and 9 examples, which 4 replicas cannot share."""
     exact = armillary.InputOptions(remainder="exact")
@@ -259,10 +264,11 @@ def odd(strategy: Any) -> dict[str, Any]:
     )
     trainer.train(10)
     numbers = from_arrays({"x": np.arange(29, dtype=np.float32)}, batch_size=10)
-    gathered, local = [], []
+    gathered, local, totals = [], [], []
     for batch in strategy.distribute_dataset(numbers, exact):
-        doubled = strategy.run(lambda x: 2 * x, args=(batch["x"],))
+        doubled, total = strategy.run(double_and_add, args=(batch["x"],))
         gathered.append(np.asarray(strategy.gather(doubled, axis=0)).tolist())
+        totals += [row.tolist() for row in local_rows(strategy, total)]
         local.append([row.tolist() for row in local_rows(strategy, doubled)])
     resident = armillary.InputOptions(remainder="exact", place_on_device=True)
     adder = Adder(strategy, strategy.distribute_dataset(numbers, resident))
@@ -273,6 +279,7 @@ def odd(strategy: Any) -> dict[str, Any]:
         "sums": [float(np.sum(value)) for value in read_state(trainer).values()],
         "gathered": gathered,
         "local": local,
+        "totals": totals,
         "resident": [float(adder.total), int(adder.num_steps)],
         "refused": "" if strategy.peers is None else catch(lambda: iter(own)),
     }

@@ -144,6 +144,11 @@ def test_uneven_batches_run_on_fewer_replicas(job):
         np.testing.assert_allclose(result["sums"], expected["sums"], rtol=1e-5)
         assert result["gathered"] == expected["gathered"]
         assert result["resident"] == [sum(range(29)), 3]
+        assert result["totals"] == [
+            sum(range(10)),
+            sum(range(10, 20)),
+            sum(range(20, 29)),
+        ]
         assert '`remainder` is "exact", but each process reads' in result["refused"]
     # 2 replicas, one in each process; then the last batch on 1, in both.
     first, second = (result["local"] for result in results)

@@ -1,4 +1,9 @@
+import argparse
+import collections
+import contextlib
+import copy
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -9,6 +14,7 @@ import optax
 import pytest
 from flax import nnx
 
+import armillary
 from armillary.errors import StateStructureError
 from armillary.state import State, as_array, strong
 
@@ -432,3 +438,251 @@ def test_an_array_put_into_a_container_is_reported(run_lifted, before, change, k
     message = f"history: the step put an array into this {kind}, which held none before"
     with pytest.raises(StateStructureError, match=message):
         run_lifted(step, root)
+
+
+def test_a_step_that_fails_leaves_nothing_behind_in_any_container(run_lifted):
+    root = Holder(
+        last=None,
+        queue=collections.deque([1]),
+        space=argparse.Namespace(items=[{"a": 1}]),
+        user=collections.UserDict(a=1),
+        names={"a"},
+        table=np.zeros(2),
+        weight=jnp.ones(2),
+        model=linear(),
+    )
+
+    def step():
+        root.last = root.weight.sum()
+        root.queue.append(root.weight)
+        root.space.items[0]["b"] = root.weight
+        root.space.items.append("more")
+        root.user["a"] = root.weight
+        root.names.add("b")
+        root.table[0] = 5
+        root.model.extra = nnx.Param(root.weight)
+        root.model.kernel.set_metadata(frozen=True)
+        del root.weight
+        raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        run_lifted(step, root)
+    assert root.last is None and list(root.queue) == [1] and root.names == {"a"}
+    assert root.space.items == [{"a": 1}] and root.user == {"a": 1}
+    assert root.table.tolist() == [0, 0] and root.weight.tolist() == [1, 1]
+    assert not hasattr(root.model, "extra")
+    assert "frozen" not in root.model.kernel.get_metadata()
+    root.model.extra = nnx.Param(jnp.ones(1))
+
+
+def test_an_error_in_run_that_the_step_handles_leaves_no_tracers(run_lifted):
+    strategy = armillary.MirroredStrategy(jax.devices("cpu")[:2])
+    root = Holder(last=None, weight=jnp.ones(2))
+
+    def fail():
+        root.last = root.weight * 2
+        raise KeyError("handled")
+
+    def step():
+        with contextlib.suppress(KeyError):
+            strategy.run(fail)
+        assert root.last is None
+        root.weight = root.weight + 1
+
+    run_lifted(step, root)
+    assert root.weight.tolist() == [2, 2]
+
+
+def test_a_name_that_a_step_rebinds_to_an_array_is_named_and_bound_again(run_lifted):
+    weight = before = jnp.ones(2)
+
+    def step():
+        nonlocal weight
+        weight = weight + 1
+
+    with pytest.raises(
+        StateStructureError, match=r"weight: the step put an array into a name.*hold it"
+    ):
+        run_lifted(step, step)
+    assert weight is before
+
+
+def test_an_object_that_a_step_makes_anew_is_told_what_to_do(run_lifted):
+    @dataclasses.dataclass(frozen=True)
+    class Frozen:
+        weight: Any
+
+    root = Holder(frozen=(before := Frozen(jnp.ones(2))))
+
+    def step():
+        root.frozen = Frozen(root.frozen.weight + 1)
+
+    with pytest.raises(
+        StateStructureError,
+        match=r"frozen/weight: in a new object that the step made.*register_dataclass",
+    ):
+        run_lifted(step, root)
+    assert root.frozen is before
+
+
+def test_a_number_in_a_tree_of_arrays_is_told_to_be_an_array(run_lifted):
+    root = Holder(state={"step": 0, "w": jnp.ones(1)})
+
+    def step():
+        root.state = {"step": root.state["step"] + 1, "w": root.state["w"]}
+
+    with pytest.raises(
+        StateStructureError,
+        match=r"state/step: int 0 became int 1, once.*begin with `jnp.asarray\(0\)`",
+    ):
+        run_lifted(step, root)
+
+
+@pytest.mark.parametrize("kind", ["deque", "UserDict", "mixed keys", "cycle"])
+def test_arrays_in_containers_that_are_no_pytrees_are_state(run_lifted, kind):
+    containers: dict[str, Any] = {
+        "deque": collections.deque([jnp.zeros(())]),
+        "UserDict": collections.UserDict({0: jnp.zeros(())}),
+        "mixed keys": {0: jnp.zeros(()), "a": 1},
+        "cycle": [jnp.zeros(())],
+    }
+    held = containers[kind]
+    if kind == "cycle":
+        held.append(held)
+    root = Holder(held=held)
+
+    def step():
+        root.held[0] = root.held[0] + 1
+
+    for _ in range(3):
+        run_lifted(step, root)
+    assert root.held is held and float(held[0]) == 3
+
+
+def test_a_queue_of_arrays_may_move_on(run_lifted):
+    root = Holder(recent=collections.deque([jnp.zeros(()), jnp.ones(())], maxlen=2))
+
+    def step():
+        root.recent.append(root.recent[0] + root.recent[1])
+
+    for _ in range(4):
+        run_lifted(step, root)
+    assert list(map(float, root.recent)) == [3, 5]
+
+
+def test_what_a_step_sets_every_time_is_set(run_lifted):
+    root = Holder(model=nnx.Dropout(0.5, rngs=nnx.Rngs(0)), w=jnp.ones(2), mode=None)
+    root.model.eval()
+
+    def step():
+        root.model.train()
+        root.mode = "train"
+        root.w = root.model(root.w) + root.w
+
+    run_lifted(step, root)
+    assert root.mode == "train" and root.model.deterministic is False
+
+
+def test_what_a_step_caches_is_kept(run_lifted):
+    class Cached(Holder):
+        @functools.cached_property
+        def scale(self):
+            return 2.0
+
+    root = Holder(part=Cached(), w=jnp.ones(2))
+
+    def step():
+        root.w = root.w * root.part.scale
+
+    run_lifted(step, root)
+    assert vars(root.part) == {"scale": 2.0}
+
+
+def test_a_flag_that_makes_the_next_step_another_one_is_refused(run_lifted):
+    root = Holder(started=False, total=jnp.full((), 100.0))
+
+    def step():
+        if not root.started:
+            root.total, root.started = jnp.zeros(()), True
+        root.total = root.total + 1
+
+    with pytest.raises(
+        StateStructureError,
+        match=r"`step` changed plain values, so that the next step would be another one"
+        r"(.|\n)*  started: bool False became True, once, while the step was traced\n"
+        r"Hold what a step counts or decides by in an array",
+    ):
+        run_lifted(step, root)
+    assert root.started is False and float(root.total) == 100
+
+
+def test_objects_that_change_places_are_refused(run_lifted):
+    root = Holder(a=Holder(w=jnp.ones(1)), b=Holder(w=jnp.zeros(1)))
+
+    def step():
+        root.a, root.b = root.b, root.a
+
+    with pytest.raises(StateStructureError, match="changed plain values"):
+        run_lifted(step, root)
+    assert root.a.w.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("before", "change"),
+    [
+        ({"x": {"n": 0}}, lambda r: r.held["x"].update(n=r.held["x"]["n"] + 1)),
+        (np.int64(0), lambda r: setattr(r, "held", r.held + 1)),
+        ((0,), lambda r: setattr(r, "held", (r.held[0] + 1,))),
+        (argparse.Namespace(n=0), lambda r: setattr(r.held, "n", r.held.n + 1)),
+        (np.zeros(2), lambda r: r.held.__iadd__(1)),
+        (["a"], lambda r: r.held.append("b")),
+        ({"a"}, lambda r: r.held.add(len(r.held))),
+    ],
+    ids=["nested", "NumPy scalar", "tuple", "Namespace", "NumPy", "list", "set"],
+)  # fmt: skip
+def test_a_plain_value_that_a_step_counts_is_refused_anywhere(
+    run_lifted, before, change
+):
+    untouched = copy.deepcopy(before)
+    root = Holder(held=before, w=jnp.ones(1))
+
+    def step():
+        change(root)
+
+    with pytest.raises(StateStructureError, match=r"\n  held.*, once, while the step"):
+        run_lifted(step, root)
+    assert root.held is before
+    np.testing.assert_array_equal(
+        *[vars(x) if hasattr(x, "n") else x for x in (root.held, untouched)]
+    )
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        optax.masked(
+            optax.adam(0.1), lambda params: jax.tree.map(lambda a: a.ndim > 1, params)
+        ),
+        optax.sm3(0.1),
+        optax.contrib.muon(0.1),
+    ],
+    ids=["masked", "sm3", "muon"],
+)
+def test_an_optimizer_whose_state_is_no_plain_tree_of_arrays_trains(
+    run_lifted, transform
+):
+    def make() -> Any:
+        model = linear()
+        return Holder(m=model, o=nnx.Optimizer(model, transform, wrt=nnx.Param))
+
+    def update(root: Any) -> None:
+        gradients = nnx.grad(lambda model: jnp.sum(model(jnp.ones((1, 2))) ** 2))(
+            root.m
+        )
+        root.o.update(root.m, gradients)
+
+    root, eager = make(), make()
+    for _ in range(3):
+        run_lifted(lambda: update(root), root)
+        update(eager)
+    np.testing.assert_allclose(root.m.kernel[...], eager.m.kernel[...], rtol=1e-5)

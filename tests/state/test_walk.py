@@ -1,3 +1,4 @@
+import argparse
 import collections
 import dataclasses
 import functools
@@ -15,6 +16,7 @@ from flax import nnx
 
 import armillary
 from armillary.state import Role, find_slots, has_state
+from armillary.state._walk import Walk
 
 GLOBAL_MODULE = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
@@ -389,3 +391,56 @@ def test_a_slot_attribute_is_read_swapped_and_written():
     assert record.weight[0] is old
     slot.write([new])
     assert slot.read() == [new]
+
+
+def make_cycle() -> dict[str, Any]:
+    cycle: dict[str, Any] = {"weight": jnp.ones(1), "children": []}
+    cycle["children"].append({"parent": cycle})
+    return cycle
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (collections.deque([1, jnp.ones(1)]), "1"),
+        (collections.UserDict(w=jnp.ones(1)), "data/w"),
+        (argparse.Namespace(w=jnp.ones(1)), "w"),
+        ({0: "a", "w": jnp.ones(1)}, "w"),
+        ({"x": {0: "a", "w": jnp.ones(1)}}, "x/w"),
+        (make_cycle(), "weight"),
+        ({"x": collections.deque([{"w": jnp.ones(1)}])}, "x/0/w"),
+        ((collections.Counter(w=jnp.ones(1)), 3), "0/w"),
+    ],
+    ids=[
+        "deque", "UserDict", "Namespace", "mixed keys", "mixed keys below", "cycle",
+        "dict in deque", "Counter",
+    ],
+)  # fmt: skip
+def test_an_array_in_a_container_that_is_no_pytree_has_a_place(value, path):
+    (slot,) = find_slots(Holder(place=value))
+    assert slot.paths == (f"place/{path}",)
+
+
+def test_no_nest_is_too_deep():
+    chain: Any = Holder(weight=jnp.ones(1))
+    nest: Any = {"weight": jnp.ones(1)}
+    for _ in range(3000):
+        chain, nest = Holder(next=chain), {"next": [nest]}
+    assert len(find_slots(chain)) == 1
+    assert len(find_slots(Holder(nest=nest))) == 1
+    assert jax.tree.leaves({"a": 1}) == [1]
+
+
+def test_a_module_that_two_attributes_lead_to_is_reached_from_both():
+    model = linear()
+    walk = Walk([(root := Holder(first=model, second=Holder(inner=[model])), "")])
+    for name in ("first", "second"):
+        assert {id(model), id(model.kernel)} <= walk.reached_from({name})
+    assert id(model) not in walk.reached_from({"third"})
+    assert {id(root), id(root.second)} <= walk.leading_to_slots()
+
+
+@pytest.mark.parametrize("value", [None, (), {}, optax.MaskedNode()])
+def test_a_variable_without_arrays_is_a_slot_without_arrays(value):
+    (slot,) = find_slots(Holder(v=nnx.Variable(value)))
+    assert slot.paths == () and slot.read() == []
