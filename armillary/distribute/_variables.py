@@ -299,8 +299,9 @@ def _fold_replica_in(value: jax.Array) -> jax.Array:
 
     def fold(key: jax.Array) -> jax.Array:
         other = jax.random.fold_in(key, _OTHER_REPLICAS)
-        other = jax.random.fold_in(other, _replica_id())
-        return jnp.where(_replica_id() == 0, key, other)
+        other = jax.random.key_data(jax.random.fold_in(other, _replica_id()))
+        data = jnp.where(_replica_id() == 0, jax.random.key_data(key), other)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
     # NNX splits a stream into an array of keys for layers that are scanned over.
     folded = jax.vmap(fold)(keys.reshape(-1)).reshape(keys.shape)

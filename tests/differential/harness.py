@@ -28,6 +28,7 @@ DATA = {
     "y": _numbers.normal(size=STEPS * ROWS),
     "label": _numbers.integers(0, CLASSES, STEPS * ROWS),
 }
+OTHER_REPLICAS = 0xA5B111A2
 WHOLE = ((3,), (1, 1, 1), (2, 1))
 
 Batch = dict[str, Any]
@@ -176,9 +177,7 @@ def by_shard(
         def loss_fn(params: Any) -> Any:
             results = []
             for i in range(max(num_replicas, 1)):
-                folded = jax.tree.map(
-                    lambda key, i=i: _fold(key, i, num_replicas), keys
-                )
+                folded = jax.tree.map(lambda key, i=i: _fold(key, i), keys)
                 parts = (params, statistics, folded, others)
                 replica = nnx.merge(graph, *parts, copy=True)
                 own_batch = shard(batch, i, num_replicas)
@@ -204,11 +203,15 @@ def _is_rest(path: Any, value: Any) -> bool:
     return not isinstance(value, nnx.Param) and not _is_key(path, value)
 
 
-def _fold(keys: Any, replica: int, num_replicas: int) -> Any:
-    if not num_replicas:
+def _fold(keys: Any, replica: int) -> Any:
+    """Returns the keys of a replica: those of the first one are the stored ones."""
+    if replica == 0:
         return keys
-    fold = jax.vmap(lambda key: jax.random.fold_in(key, replica))
-    return fold(keys.reshape(-1)).reshape(keys.shape)
+
+    def fold(key: Any) -> Any:
+        return jax.random.fold_in(jax.random.fold_in(key, OTHER_REPLICAS), replica)
+
+    return jax.vmap(fold)(keys.reshape(-1)).reshape(keys.shape)
 
 
 def shard(batch: Batch, index: int, num_replicas: int) -> Batch:

@@ -98,8 +98,12 @@ class Network(nnx.Module):
 
 
 def _attention(**options: Any) -> nnx.MultiHeadAttention:
-    options = {"num_heads": 2, "in_features": 2, "deterministic": True, **options}
-    return nnx.MultiHeadAttention(param_dtype=jnp.float64, rngs=_rngs(), **options)
+    options = {"deterministic": True, "decode": False, **options}
+    return nnx.MultiHeadAttention(
+        **{"num_heads": 2, "in_features": 2, **options},
+        param_dtype=jnp.float64,
+        rngs=_rngs(),
+    )
 
 
 def _attend_causally(model: Any, x: Any) -> Any:

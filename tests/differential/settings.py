@@ -84,7 +84,6 @@ TOOLS = [
     *_setting(
         "jax.default_matmul_precision", lambda: jax.default_matmul_precision("highest")
     ),
-    *_setting("jax.transfer_guard", lambda: jax.transfer_guard("log")),
 ]
 
 

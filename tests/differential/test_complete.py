@@ -141,6 +141,7 @@ REASONS: dict[str, str] = {
             "jax.remove_size_one_mesh_axis_from_type",
             "jax.softmax_custom_jvp",
             "jax.threefry_partitionable",
+            "jax.transfer_guard",
             "jax.transfer_guard_device_to_device",
             "jax.transfer_guard_device_to_host",
             "jax.transfer_guard_host_to_device",
