@@ -144,7 +144,7 @@ class State:
             names = self._names
             if names is not None:
                 names = names.union(_rebound(before))
-            fixed = before.leading_to_slots()
+            fixed = before.holding_slots()
             return compare(before, Walk(self.roots), names, fixed)
 
         try:

@@ -152,16 +152,18 @@ class Walk:
                 pending += [child for _, child in self.edges.get(current, ())]
         return reached & self.nodes.keys()
 
+    def holding_slots(self) -> set[int]:
+        """Returns the holders that are a slot, or hold one."""
+        slots = self.slots.items()
+        return {key if slot.holder is None else slot.holder for key, slot in slots}
+
     def leading_to_slots(self) -> set[int]:
-        """Returns the holders that lead to a slot, or are the holder of one."""
+        """Returns the holders that lead to a slot, or hold one."""
         parents: dict[int, list[int]] = collections.defaultdict(list)
         for parent, children in self.edges.items():
             for _, child in children:
                 parents[child].append(parent)
-        pending = [
-            key if slot.holder is None else slot.holder
-            for key, slot in self.slots.items()
-        ]
+        pending = list(self.holding_slots())
         found: set[int] = set()
         while pending:
             current = pending.pop()

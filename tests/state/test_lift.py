@@ -525,6 +525,19 @@ def test_an_object_that_a_step_makes_anew_is_told_what_to_do(run_lifted):
     assert root.frozen is before
 
 
+def test_a_container_of_variables_may_be_made_anew(run_lifted):
+    # `nnx.grad` makes the dictionaries of a module anew, with their keys in order.
+    first, second = nnx.Variable(jnp.zeros(())), nnx.Variable(jnp.zeros(()))
+    root = Holder(variables={"b": first, "a": second})
+
+    def step():
+        root.variables = dict(sorted(root.variables.items()))
+        root.variables["a"][...] += 1
+
+    run_lifted(step, root)
+    assert float(second[...]) == 1 and root.variables["b"] is first
+
+
 def test_a_number_in_a_tree_of_arrays_is_told_to_be_an_array(run_lifted):
     root = Holder(state={"step": 0, "w": jnp.ones(1)})
 
