@@ -594,7 +594,7 @@ SCIPY_LINALG: dict[str, Losses] = {
     "qr_multiply": lambda w, b: (
         z(w, b)
         * total(
-            jax.vmap(lambda m: jnp.abs(jsp.linalg.qr_multiply(m, jnp.eye(3))[1]))(
+            jax.vmap(lambda m: jnp.abs(list(jsp.linalg.qr_multiply(m, jnp.eye(3)))[1]))(
                 jax.lax.stop_gradient(matrix(w, b))
             )
         )
