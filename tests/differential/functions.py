@@ -590,11 +590,11 @@ SCIPY_LINALG: dict[str, Losses] = {
             )
         )
     ),
-    "qr": of(matrix, lambda m: jnp.abs(jsp.linalg.qr(m)[1])),
+    "qr": of(matrix, lambda m: jnp.abs(list(jsp.linalg.qr(m))[1])),
     "qr_multiply": lambda w, b: (
         z(w, b)
         * total(
-            jax.vmap(lambda m: jnp.abs(list(jsp.linalg.qr_multiply(m, jnp.eye(3)))[1]))(
+            jax.vmap(lambda m: jnp.abs(jsp.linalg.qr_multiply(m, jnp.eye(3))[1]))(
                 jax.lax.stop_gradient(matrix(w, b))
             )
         )
