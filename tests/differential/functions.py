@@ -590,7 +590,7 @@ SCIPY_LINALG: dict[str, Losses] = {
             )
         )
     ),
-    "qr": of(matrix, lambda m: jnp.abs(jsp.linalg.qr(m)[1])),
+    "qr": of(matrix, lambda m: jnp.abs(list(jsp.linalg.qr(m))[1])),
     "qr_multiply": lambda w, b: (
         z(w, b)
         * total(
