@@ -38,13 +38,12 @@ def proved_later() -> Iterator[None]:
 
 
 def require_equal(
-    values: Sequence[Any], starts: Sequence[Any], names: Sequence[str], num_slots: int
+    values: Sequence[Any], names: Sequence[str], num_slots: int
 ) -> list[Any]:
     """Returns values of mirrored state, which are equal on all replicas or refused.
 
     Args:
         values: What the step left.
-        starts: What the state held before, for values that will be refused.
         names: How messages call the slots.
         num_slots: How many slots there are in all.
 
@@ -53,7 +52,7 @@ def require_equal(
             later.
     """
     if getattr(_local, "is_active", False):
-        return list(map(_mark_one, values, starts, names))
+        return list(map(_mark_one, values, names))
     differing = [
         name for name, value in zip(names, values, strict=True) if varies(value)
     ]
@@ -62,14 +61,15 @@ def require_equal(
     return list(values)
 
 
-def _mark_one(value: Any, start: Any, name: str) -> Any:
+def _mark_one(value: Any, name: str) -> Any:
     if not varies(value):
         return mark(value, name)
+    # Its type says that it differs. What it computes decides, and if it is equal after
+    # all, that of the first replica is everyone's.
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        value = jax.random.key_data(value)
-    # This program never runs; the mark must only not be dropped as unused.
-    kept = jax.lax.all_gather(mark(value, name), AXIS_NAME, to="invarying")
-    return jax.lax.optimization_barrier((start, kept))[0]
+        data = _mark_one(jax.random.key_data(value), name)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    return jax.lax.all_gather(mark(value, name), AXIS_NAME, to="invarying")[0]
 
 
 def prove(program: core.ClosedJaxpr, num_slots: int) -> None:

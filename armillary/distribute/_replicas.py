@@ -110,8 +110,7 @@ def run_in_replicas(
             f"{state.paths[i]} ({state.owners[i].role.value}, {policies[i].value})"
             for i in changed
         ]
-        starts = [slots[i] for i in changed]
-        final = require_equal(final, starts, names, len(state.paths))
+        final = require_equal(final, names, len(state.paths))
         values, result_tree = jax.tree.flatten(result)
         own = [_is_array(value) and varies(value) for value in values]
         shared = [
@@ -121,7 +120,7 @@ def run_in_replicas(
         outputs[:] = [result_tree, values, own, shared]
         equal = list(map(jnp.asarray, compress(values, shared)))
         names = ["what the step returns"] * len(equal)
-        equal = require_equal(equal, equal, names, len(state.paths))
+        equal = require_equal(equal, names, len(state.paths))
         if num_replicas < strategy.num_replicas_in_sync and not was_asked:
             is_mirrored = [policies[i] is Policy.MIRRORED for i in changed]
             check_scale(name, context, [*compress(final, is_mirrored), *equal])

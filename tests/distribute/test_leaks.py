@@ -315,3 +315,23 @@ def test_state_that_is_returned_and_passed_in_again_stays_shared(
         w, expected = step(w, batch), update(expected, jnp.mean, ROWS)
     for part in strategy.local_results(w):
         np.testing.assert_allclose(part, expected, rtol=1e-5)
+
+
+def test_state_that_is_equal_may_have_the_type_of_what_differs(make_mirrored):
+    strategy = make_mirrored(2)
+    (batch,) = strategy.distribute_dataset([ROWS])
+    weights = nnx.Variable(jnp.asarray(W))
+    optimizer_key = nnx.OptVariable(jax.random.key(0))
+    first = jax.random.split(optimizer_key[...], 2)[1]
+
+    def step_fn(x):
+        del x
+        context = armillary.get_replica_context()
+        weights[...] = context.local(weights[...]) + 1
+        optimizer_key[...] = jax.random.split(context.local(optimizer_key[...]))[1]
+
+    strategy.run(step_fn, args=(batch,))
+    np.testing.assert_array_equal(weights[...], W + 1)
+    assert jnp.array_equal(
+        jax.random.key_data(optimizer_key[...]), jax.random.key_data(first)
+    )
