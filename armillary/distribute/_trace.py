@@ -23,7 +23,6 @@ from armillary.distribute._proof import prove, proved_later
 from armillary.distribute._step_errors import add_step_notes
 from armillary.distribute._value_errors import (
     VALUE_ERRORS,
-    add_key_note,
     add_value_note,
 )
 from armillary.errors import ArmillaryError, StateStructureError
@@ -194,7 +193,6 @@ def explained(
         yield
     except Exception as error:
         name = getattr(user_fn, "__name__", "the step")
-        add_key_note(error)
         add_value_note(error, name, owner)
         if not isinstance(error, (ArmillaryError, *VALUE_ERRORS)):
             add_step_notes(error, name, owner, arguments)

@@ -6,8 +6,6 @@ that it traces, which is the library's; the note names the user's, and what to d
 
 import jax
 
-from armillary.distribute._context import get_strategy
-
 VALUE_ERRORS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -41,15 +39,4 @@ def add_value_note(error: Exception, step_name: str, owner: str) -> None:
             "step, and on several replicas, an array has no value for Python. To "
             "choose by it, use `jnp.where` or `jax.lax.cond`; to print it, use "
             f"`jax.debug.print`; to read it, {_READING[owner]}"
-        )
-
-
-def add_key_note(error: Exception) -> None:
-    """Adds a note to what `jax_debug_key_reuse` says of a step on several devices."""
-    is_on_mesh = get_strategy().mesh is not None
-    if is_on_mesh and isinstance(error, jax.errors.KeyReuseError):
-        error.add_note(
-            "JAX's check does not look into `strategy.run` on several devices, and "
-            "takes every key that goes in for a used one. Check the same step under "
-            "`armillary.DefaultStrategy()`, and switch `jax_debug_key_reuse` off here."
         )

@@ -17,7 +17,6 @@ from jax.extend import core
 from armillary._jaxpr import walk_programs
 from armillary._typing import PyTree
 from armillary.distribute import Placement, TracedStep, corrected_types
-from armillary.distribute._value_errors import add_key_note
 from armillary.loops._non_finite import Health, StepGuard
 from armillary.loops._take_batches import Gather, take_batches
 from armillary.xla._lowerings import is_canonical
@@ -104,19 +103,12 @@ class Program:
             The changed slots, and the result arrays with the steps as first axis: step
             `start + i` at index `start + i` of a nested program, at 0 of any other. An
             array that is there to be waited for, and what the guard knows now.
-
-        Raises:
-            KeyReuseError: If `jax_debug_key_reuse` is on, and JAX finds one.
         """
         begin, count = np.int32(start), np.int32(num_steps)
         inputs = _Inputs(others, list(chunk), begin, count, health)
         # JAX traces some operations while it compiles.
         with corrected_types():
-            try:
-                return self._compiled(donated, inputs)
-            except jax.errors.KeyReuseError as error:
-                add_key_note(error)
-                raise
+            return self._compiled(donated, inputs)
 
     def results(self, arrays: Sequence[jax.Array], index: int) -> PyTree:
         """Returns what the step at `index` returned."""
