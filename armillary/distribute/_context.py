@@ -7,8 +7,10 @@ of the default strategy, so a library function may always ask for its context.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jax.extend import core
 
 from armillary.errors import ReplicaContextError
 from armillary.state import State
@@ -27,7 +29,7 @@ class _Frame(NamedTuple):
 class _Ambient(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
-        self.states: list[State] = []
+        self.states: list[tuple[State, Any]] = []
         self.chosen: Strategy | None = None
 
 
@@ -148,7 +150,7 @@ def merging_replica() -> "ReplicaContext | None":
 @contextlib.contextmanager
 def lifted(state: State) -> Iterator[None]:
     """Marks `state` as what `Strategy.run` lifts, while a step runs."""
-    _ambient.states.append(state)
+    _ambient.states.append((state, _trace()))
     try:
         yield
     finally:
@@ -157,7 +159,33 @@ def lifted(state: State) -> Iterator[None]:
 
 def lifted_state() -> State | None:
     """Returns the state of the step that is running, if one is."""
-    return _ambient.states[-1] if _ambient.states else None
+    return _ambient.states[-1][0] if _ambient.states else None
+
+
+def check_same_trace(name: str, paths: Sequence[str]) -> None:
+    """Raises if state of the running step would be written in another trace of JAX.
+
+    Args:
+        name: What was given to `run`.
+        paths: The state that it has changed.
+
+    Raises:
+        ReplicaContextError: If the step calls `run` inside `jax.jit` or the like.
+    """
+    if not _ambient.states or _ambient.states[-1][1] == _trace():
+        return
+    shown = ", ".join(paths[:3]) + (" and more" if len(paths) > 3 else "")
+    raise ReplicaContextError(
+        f"`strategy.run` of `{name}` was called inside `jax.jit`, `nnx.jit` or another "
+        f"transformation of JAX, and changes state of the step ({shown}), which would "
+        "hold values of that transformation. The step is compiled already: call "
+        "`strategy.run` as it is, or decorate what calls it with "
+        "`@armillary.function`; inside the function that `run` gets, they work."
+    )
+
+
+def _trace() -> Any:
+    return core.get_opaque_trace_state(convention="flax")
 
 
 def require_replica_context(function: str, instead: str) -> Any:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from armillary._typing import PyTree
 from armillary.data import Active
 from armillary.distribute._collectives import ReplicaContext
-from armillary.distribute._context import entered
+from armillary.distribute._context import check_same_trace, entered
 from armillary.distribute._narrow import check_scale, narrow_mesh, take_first_copy
 from armillary.distribute._proof import require_equal
 from armillary.distribute._retype import AXIS_NAME, varies
@@ -139,6 +139,8 @@ def run_in_replicas(
         final, stacked, equal = mapped(
             before, list(compress(arrays, is_split)), list(compress(arrays, is_whole))
         )
+    if changed:
+        check_same_trace(name, [state.paths[i] for i in changed])
     after = list(before)
     for i, value in zip(changed, final, strict=True):
         after[i] = value

@@ -511,9 +511,10 @@ def _distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
     if dataset.layout != strategy.layout:
         raise ValueError(
             f"The dataset was distributed over {dataset.layout.num_replicas} replicas "
-            f"by another strategy than {strategy!r}, under which the step runs. Make "
-            "it with `armillary.make_distributed_dataset(strategy, ...)` of that "
-            "strategy."
+            f"by another strategy than {strategy!r}, under which the step runs. Train "
+            "under its strategy (`with strategy.scope():`, or `strategy=strategy` of "
+            "the `Controller`), or make it with "
+            "`armillary.make_distributed_dataset(strategy, ...)` of the other."
         )
     return dataset
 

@@ -116,3 +116,30 @@ def test_run_without_variables_works_under_jit():
         return strategy.gather(strategy.run(lambda x: 2 * x[None], args=(x,)), axis=0)
 
     np.testing.assert_array_equal(double(jnp.ones(())), [2, 2])
+
+
+@pytest.mark.parametrize("transform", [jax.jit, nnx.jit])
+def test_run_inside_a_transformation_of_a_step_is_refused(transform):
+    strategy = make_strategy(2)
+
+    class Wrapped(armillary.StandardTrainer):
+        def __init__(self):
+            super().__init__(strategy.distribute_dataset([np.ones(4, np.float32)] * 2))
+            self.weight = jnp.zeros(())
+
+        def train_step(self, iterator):
+            def step_fn(batch):
+                self.weight = self.weight + 1
+
+            transform(lambda batch: strategy.run(step_fn, args=(batch,)))(
+                next(iterator)
+            )
+
+    trainer = Wrapped()
+    with strategy.scope(), pytest.raises(ReplicaContextError) as caught:
+        trainer.train(1)
+    assert "`strategy.run` of `step_fn` was called inside `jax.jit`" in str(
+        caught.value
+    )
+    assert "changes state of the step (weight)" in str(caught.value)
+    assert float(trainer.weight) == 0
