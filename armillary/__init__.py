@@ -43,6 +43,7 @@ from armillary import xla as xla
 from armillary._controller import Controller as Controller
 from armillary._runner import AbstractEvaluator as AbstractEvaluator
 from armillary._runner import AbstractTrainer as AbstractTrainer
+from armillary._runner import PendingLoops as PendingLoops
 from armillary._standard_runner import StandardEvaluator as StandardEvaluator
 from armillary._standard_runner import (
     StandardEvaluatorOptions as StandardEvaluatorOptions,
@@ -94,6 +95,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "Output",
+    "PendingLoops",
     "ReduceOp",
     "StandardEvaluator",
     "StandardEvaluatorOptions",

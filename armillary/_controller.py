@@ -466,15 +466,17 @@ class Controller:
         else:
             goal = "the data ends" if target == -1 else f"step {target}"
             log_line("train", step, f"training until {goal}...")
+            self._loops.prepare(self._num_steps_at(step))
         while step != target and not self._stop.is_agreed():
-            full_steps = num_steps = self._num_steps_at(step)
+            num_steps = self._num_steps_at(step)
             if target != -1:
                 num_steps = min(num_steps, target - step)
-            reached = self._loops.run(step, num_steps, full_steps)
+            num_loops = self._num_loops_at(step, num_steps, target)
+            reached = self._loops.run(step, num_steps, num_loops)
             if reached > step and self._saving.is_due(reached):
                 self._loops.report()
                 self._saving.save(check_interval=True)
-            if reached < step + num_steps:
+            if (reached - step) % num_steps or reached == step:
                 self._loops.report()
                 message = _DATA_ENDED if reached > start else _DATA_ENDED_BEFORE
                 log_line("train", reached, message)
@@ -482,6 +484,19 @@ class Controller:
             step = reached
         self._loops.report()
         return not self._stop.is_agreed()
+
+    def _num_loops_at(self, step: int, num_steps: int, target: int) -> int:
+        """Returns how many loops of as many steps have nothing to do between them."""
+        count, most = 1, self._loops.num_ahead
+        if callable(self._steps_per_loop):
+            return 1
+        while count < most:
+            reached = step + count * num_steps
+            ends = target != -1 and reached + num_steps > target
+            if ends or self._saving.is_due(reached):
+                break
+            count += 1
+        return count
 
     def _num_steps_at(self, step: int) -> int:
         if not callable(self._steps_per_loop):

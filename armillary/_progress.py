@@ -17,6 +17,7 @@ from jax import numpy as jnp
 from armillary._logging import logger
 
 _NUM_DIGITS = 5
+_WIDTH = 80
 
 
 def log_line(loop: str, step: int, *parts: str) -> None:
@@ -66,9 +67,11 @@ def find_non_finite(output: Mapping[str, Any]) -> dict[str, Any]:
 
 def format_output(output: Mapping[str, Any], indent: int = 4) -> str:
     """Returns `output` on one line, or indented on several if it does not fit."""
-    lines = pprint.pformat(_rounded(output), sort_dicts=False).splitlines()
-    if len(lines) == 1:
-        return lines[0]
+    rounded = _rounded(output)
+    text = repr(rounded)
+    if len(text) <= _WIDTH and "\n" not in text:
+        return text  # As `pprint` would, which takes ten times as long.
+    lines = pprint.pformat(rounded, width=_WIDTH, sort_dicts=False).splitlines()
     return "".join(f"\n{' ' * indent}{line}" for line in lines)
 
 

@@ -6,7 +6,7 @@ library runs it many times in one device program.
 
 import abc
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,11 +17,11 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary._logging import logger
-from armillary._runner import AbstractEvaluator, AbstractTrainer
+from armillary._runner import AbstractEvaluator, AbstractTrainer, PendingLoops
 from armillary._traceback import hides_frames
 from armillary._typing import Output, PyTree
 from armillary.distribute import Strategy, get_strategy, has_strategy
-from armillary.loops import Loop, LoopCheck, LoopOptions, RecordsReads
+from armillary.loops import Loop, LoopCheck, LoopOptions, LoopOutputs, RecordsReads
 from armillary.state import held_by
 
 _OLD_OPTIONS = {
@@ -46,7 +46,7 @@ class StandardTrainerOptions:
             stacked for it. Results do not depend on it. More save time between
             programs, but delay the first step and need more memory. `None` takes as
             many as `steps_per_loop` of the `Controller`, or as the first call of
-            `train` by hand, at least 20 and at most 100.
+            `train` by hand: at most 100, and the steps of several loops up to 20.
         max_chunk_bytes: Most memory of one stack of batches, in bytes. There are two or
             three at a time: one in use and those read ahead.
         on_non_finite: What to do if a step leaves more values that are infinite or not
@@ -59,6 +59,13 @@ class StandardTrainerOptions:
         check_replicas_every: Steps after which to compare the copies of the state on
             all replicas, when a loop has ended. If any differ, `ReplicaDivergenceError`
             names arrays and replicas. `None` does not compare.
+        compile_hooks: Whether `train_loop_begin` and `train_loop_end` are part of the
+            device program, so that it can run many loops. `None` looks at their code:
+            they are if all they do is to reset and compute metrics of Flax, and to do
+            arithmetic with arrays of the trainer. `True` says that they need no Python
+            (they print nothing, and keep no count): they are then traced, once, like
+            the step. Loops that are watched (`on_non_finite`, `check_replicas_every`)
+            or not compiled leave them in Python.
 
     A step that is skipped leaves every array as it was, but for random keys and
     integers of 32 or 64 bits outside metrics, batch statistics and the state of Optax:
@@ -74,8 +81,10 @@ class StandardTrainerOptions:
     max_chunk_bytes: int = 256 * 2**20
     on_non_finite: Literal["raise", "skip", "restore"] | None = None
     check_replicas_every: int | None = None
+    compile_hooks: bool | None = None
 
     def __post_init__(self) -> None:
+        check_one_of("compile_hooks", self.compile_hooks, (None, True, False))
         if self.steps_per_chunk is not None:
             check_positive_int("steps_per_chunk", self.steps_per_chunk)
         check_positive_int("max_chunk_bytes", self.max_chunk_bytes)
@@ -119,11 +128,12 @@ class StandardEvaluatorOptions(StandardTrainerOptions):
                 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Data:
     """Holds datasets apart from the user's attributes: data is not state."""
 
     datasets: PyTree
+    steps_per_loop: int | None = None
 
 
 class _Runner(RecordsReads):
@@ -163,6 +173,7 @@ class _Runner(RecordsReads):
         *,
         exact: bool,
         keep_results: bool,
+        has_hooks: bool = False,
     ) -> Loop:
         """Returns `loop`, or a new one if there is none or its use has changed."""
         loop_options = LoopOptions(
@@ -174,6 +185,7 @@ class _Runner(RecordsReads):
             keep_results=keep_results,
             on_non_finite=options.on_non_finite,
             check_replicas_every=options.check_replicas_every,
+            compile_hooks=options.compile_hooks if has_hooks else False,
         )
         if loop is not None:
             if loop.serves(datasets, strategy, loop_options):
@@ -222,7 +234,8 @@ class StandardTrainer(_Runner, AbstractTrainer):
 
     @train_dataset.setter
     def train_dataset(self, train_dataset: PyTree) -> None:
-        self._train_data = _Data(train_dataset)
+        steps_per_loop = self._train_data.steps_per_loop
+        self._train_data = _Data(train_dataset, steps_per_loop)
 
     def train_loop_begin(self) -> None:
         """Prepares a loop, such as by resetting metrics; override as needed."""
@@ -270,20 +283,25 @@ class StandardTrainer(_Runner, AbstractTrainer):
                 `on_non_finite` is `"raise"` or `"restore"`.
             ReplicaDivergenceError: If `check_replicas_every` found copies that differ.
         """
-        output, check, _ = self._train_unchecked(num_steps, num_steps)
-        if check is not None:
-            check.resolve()
-        return output
+        started = self._start(num_steps, 1)
+        started.check()
+        return started.outputs()[0]
 
-    def _train_unchecked(
-        self, num_steps: int, full_steps: int
-    ) -> tuple[Output, LoopCheck | None, int]:
-        """Runs a loop; returns its output, what is to be resolved, and its steps.
+    def prepare(self, steps_per_loop: int) -> None:
+        """Hears how long loops are: chunks have as many steps."""
+        self._train_data.steps_per_loop = steps_per_loop
 
-        The device may still be running. A caller that starts another loop first loses
-        nothing by it: after a step that stops training, no step has an effect.
-        `full_steps` is what a loop has that nothing shortens.
+    def start(self, num_steps: int, num_loops: int) -> PendingLoops:
+        """Starts loops; see `AbstractTrainer.start`.
+
+        After a step that stops training, no step has an effect: a caller that starts
+        other loops before it looks at these loses nothing.
         """
+        if type(self).train is not StandardTrainer.train or "train" in vars(self):
+            return super().start(num_steps, num_loops)
+        return self._start(num_steps, num_loops)
+
+    def _start(self, num_steps: int, num_loops: int) -> "_StartedLoops":
         check_positive_int("num_steps", num_steps)
         self._check_initialized("_train_data", "train_dataset")
         with self._in_strategy() as strategy:
@@ -295,19 +313,56 @@ class StandardTrainer(_Runner, AbstractTrainer):
                 self._train_options,
                 exact=False,
                 keep_results=False,
+                has_hooks=True,
             )
+            loop.prepare(self._train_data.steps_per_loop or num_steps)
             self.data_exhausted = not loop.has_data()
             if self.data_exhausted:
-                return None, None, 0
+                return _StartedLoops(0, [None])
+            if loop.finds_hooks():
+                num_run, outputs = loop.run_loops(num_steps, num_loops)
+                self.data_exhausted = num_run < num_steps * outputs.num_loops
+                return _StartedLoops(num_run, outputs)
             self.train_loop_begin()
-            num_run = loop.run(num_steps, full_steps)
+            num_run = loop.run(num_steps)
             self.data_exhausted = num_run < num_steps
             check = loop.check()
             try:
-                return loop.detach(self.train_loop_end()), check, num_run
+                output = loop.detach(self.train_loop_end())
             except BaseException as error:
                 loop.fail(error)
                 raise
+            return _StartedLoops(num_run, [output], check)
+
+
+class _StartedLoops(PendingLoops):
+    """Loops of a `StandardTrainer`."""
+
+    may_overlap = True
+
+    def __init__(
+        self,
+        num_steps: int,
+        outputs: Sequence[Output] | LoopOutputs,
+        loop_check: LoopCheck | None = None,
+    ) -> None:
+        self.num_steps = num_steps
+        self._values, self._check = outputs, loop_check
+
+    def outputs(self) -> list[Output]:
+        """Returns the output of each loop, with arrays that are on the device."""
+        return list(self._values)
+
+    def fetch(self) -> list[Output]:
+        if isinstance(self._values, LoopOutputs):
+            self._values.fetch()
+        if self._check is not None:
+            self._check.fetch()
+        return self.outputs()
+
+    def check(self, step: int | None = None) -> None:
+        if self._check is not None:
+            self._check.resolve(step)
 
 
 class StandardEvaluator(_Runner, AbstractEvaluator):

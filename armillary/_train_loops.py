@@ -2,8 +2,12 @@
 
 A report is a log line, summaries, and the train actions, in this order. It waits for
 the loop's output, so where it can wait itself, it comes when the next loop has begun.
+
+Where nothing has to happen between loops, the trainer is asked for several at once, so
+many that they take a moment. How many, no result depends on.
 """
 
+import functools
 import time
 import weakref
 from collections import deque
@@ -13,12 +17,18 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from armillary._logging import logger
-from armillary._loop_report import LoopReport, can_wait, start_loop
+from armillary._loop_report import LoopReport
 from armillary._progress import find_non_finite, format_output, log_line
+from armillary._runner import AbstractTrainer
 from armillary._typing import Action
+from armillary.cluster._join import get_peers
 from armillary.goodput import Category, Recorder
 from armillary.state import StepCounter
 from armillary.summary import NoopSummaryManager, SummaryManager
+
+# How long the device runs loops that are started together. As long as nobody minds
+# that a log line or a request to stop waits.
+_SECONDS_AHEAD = 0.25
 
 
 class TrainLoops:
@@ -50,40 +60,58 @@ class TrainLoops:
         self._summary_manager = summary_manager
         self._summary_interval = summary_interval
         self._actions = actions
-        # Loops that were started, and are not yet reported.
+        # Loops that were started, and outputs that came of them, not yet reported.
         self._pending: deque[LoopReport] = deque()
+        self._outputs: deque[Callable[[], None]] = deque()
         self._last_end = 0.0
+        self._seconds_per_loop = float("inf")
         self._is_warned = False
         self._executor = ThreadPoolExecutor(1, "armillary-report")
         weakref.finalize(self, self._executor.shutdown, wait=False)
 
-    def run(self, step: int, num_steps: int, full_steps: int) -> int:
-        """Runs one loop from `step` on; returns the global step it reaches.
+    @property
+    def num_ahead(self) -> int:
+        """How many loops may be started together, for all that is known here."""
+        # All processes would have to know as much of the time, and an action may look
+        # at the state.
+        if self._actions or get_peers() is not None:
+            return 1
+        return max(1, int(_SECONDS_AHEAD / self._seconds_per_loop))
 
-        A loop is shortened where something else is due; `full_steps` is what it would
-        have else.
+    def prepare(self, steps_per_loop: int) -> None:
+        """Tells the trainer how long loops are that nothing shortens."""
+        with self._scope():
+            _method(self._trainer, "prepare")(steps_per_loop)
+
+    def run(self, step: int, num_steps: int, num_loops: int) -> int:
+        """Runs loops from `step` on; returns the global step that they reach.
+
+        Args:
+            step: The global step.
+            num_steps: Steps of each loop.
+            num_loops: Most loops to run; at least one runs.
         """
         start = time.perf_counter()
         with self._goodput.phase(Category.STEPPING), self._scope():
-            started = start_loop(self._trainer, num_steps, full_steps)
-        loop = LoopReport(
+            started = _method(self._trainer, "start")(num_steps, num_loops)
+        loops = LoopReport(
             self._trainer,
             step,
             num_steps,
             started,
             self._read_step,
-            start,
-            self._executor,
+            start=start,
+            executor=self._executor,
         )
-        self._goodput.run_on_device(Category.STEPPING, loop.ended)
-        self._pending.append(loop)
+        self._goodput.run_on_device(Category.STEPPING, loops.ended)
+        self._pending.append(loops)
         # The first loop is looked at before a second one runs, and so is every loop if
         # actions need its output.
-        if self._last_end == 0 or self._actions or not can_wait(self._trainer):
+        if self._last_end == 0 or self._actions or not started.may_overlap:
             self.report()
         else:
             self.report(but=1)
-        return loop.reached
+        return loops.reached
 
     def report(self, but: int = 0) -> None:
         """Waits for the loops that are not yet reported, and reports them.
@@ -91,38 +119,57 @@ class TrainLoops:
         Args:
             but: How many of them are left out, the last ones.
         """
+        self._report_outputs()
         while len(self._pending) > but:
-            self._report_first()
+            self._fetch_first()
+            self._report_outputs()
 
-    def _report_first(self) -> None:
-        loop = self._pending[0]
+    def _report_outputs(self) -> None:
+        while self._outputs:
+            self._outputs.popleft()()
+
+    def _fetch_first(self) -> None:
+        loops = self._pending[0]
         try:
             with self._goodput.phase(Category.STEPPING):
-                output, steps_per_second, self._last_end = loop.fetch(self._last_end)
+                outputs, speed, self._last_end = loops.fetch(self._last_end)
         except Exception:
             self._pending.clear()  # What was started after it has no effect.
             raise
-        self._pending.popleft()  # Not before: Ctrl-C leaves it to be reported.
-        self._goodput.mark("loop", loop.reached)
-        if loop.reached == loop.step:
-            return  # The data had ended before: there is nothing to report.
+        self._seconds_per_loop = loops.seconds_per_loop
+        self._goodput.mark("loop", loops.reached)
+        reports: list[Callable[[], None]] = []
+        step = loops.step
+        for reached, output in outputs:
+            # At the same step, the data had ended before: there is nothing to report.
+            if reached > step:
+                one = functools.partial(self._report_one, step, reached, output, speed)
+                reports.append(one)
+            step = reached
+        # Not before: Ctrl-C leaves it to be reported.
+        self._outputs.extend([*reports, self._summary_manager.flush])
+        self._pending.popleft()
+
+    def _report_one(
+        self, step: int, reached: int, output: dict[str, Any], speed: float
+    ) -> None:
         log_line(
             "train",
-            loop.reached,
-            f"steps/sec: {steps_per_second: 6.1f}",
+            reached,
+            f"steps/sec: {speed: 6.1f}",
             f"output: {format_output(output)}",
         )
-        self._warn_once(loop.reached, find_non_finite(output))
+        self._warn_once(reached, find_non_finite(output))
         # A loop may start anywhere after a restore, so what counts is passing a
         # multiple of the interval, not ending on one.
         interval = self._summary_interval
-        if interval is None or loop.reached // interval > loop.step // interval:
-            values = {**output, "steps_per_second": steps_per_second}
-            self._summary_manager.write_summaries(values, step=loop.reached)
-            self._summary_manager.flush()
-        with self._scope():
-            for action in self._actions:
-                action(output)
+        if interval is None or reached // interval > step // interval:
+            values = {**output, "steps_per_second": speed}
+            self._summary_manager.write_summaries(values, step=reached)
+        if self._actions:
+            with self._scope():
+                for action in self._actions:
+                    action(output)
 
     def _warn_once(self, step: int, bad: dict[str, Any]) -> None:
         if not bad or self._is_warned:
@@ -138,3 +185,9 @@ class TrainLoops:
             step,
             shown,
         )
+
+
+def _method(trainer: Any, name: str) -> Callable[..., Any]:
+    """Returns a method that has a default, for a trainer of whatever class."""
+    default = functools.partial(getattr(AbstractTrainer, name), trainer)
+    return getattr(trainer, name, default)

@@ -15,10 +15,10 @@ _CALLED = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 class Globals:
-    """The values of one step, as they were when it was last asked for changes."""
+    """The values of some functions, as they were when last asked for changes."""
 
-    def __init__(self, step_fn: Callable[..., Any]) -> None:
-        self._values = dict(_find(step_fn))
+    def __init__(self, *functions: Callable[..., Any]) -> None:
+        self._values = {key: value for fn in functions for key, value in _find(fn)}
 
     def changes(self) -> list[str]:
         """Returns what is another value than before, as `name: old became new`."""

@@ -26,7 +26,6 @@ from armillary.data._position import Position
 from armillary.distribute import (
     Placement,
     Strategy,
-    TracedStep,
     check_same_program,
     uninterrupted,
 )
@@ -35,10 +34,11 @@ from armillary.loops._agree import check_same_chunk, check_same_start
 from armillary.loops._data_wait import reading, waiting_for_data
 from armillary.loops._eager import run_eagerly
 from armillary.loops._globals import Globals
+from armillary.loops._hooks import BEGIN, END, Hooks, LoopOutputs
 from armillary.loops._loop_check import LoopCheck
 from armillary.loops._loop_watch import LoopWatch
 from armillary.loops._origin import find_origin
-from armillary.loops._program import Program, has_slow_loop
+from armillary.loops._program import Loops, Program, has_slow_loop
 from armillary.loops._step_writes import check_writes
 from armillary.loops._tracer import StepTracer, owner_of
 from armillary.state import State
@@ -61,6 +61,7 @@ class LoopOptions(NamedTuple):
         keep_results: Whether what steps return is needed.
         on_non_finite: As in `StandardTrainerOptions`.
         check_replicas_every: As in `StandardTrainerOptions`.
+        compile_hooks: As in `StandardTrainerOptions`.
     """
 
     steps_per_chunk: int | None
@@ -71,6 +72,17 @@ class LoopOptions(NamedTuple):
     keep_results: bool
     on_non_finite: str | None = None
     check_replicas_every: int | None = None
+    compile_hooks: bool | None = False
+
+    @property
+    def may_compile_hooks(self) -> bool:
+        """Whether hooks may be part of a program, if their code allows it.
+
+        What looks at each step ends a loop at any of them.
+        """
+        is_watched = self.on_non_finite or self.check_replicas_every
+        is_compiled = self.compile_loop and self.compile_step
+        return self.compile_hooks is not False and is_compiled and not is_watched
 
 
 class Loop:
@@ -106,8 +118,10 @@ class Loop:
         self._readers = self._open_readers()
         self._prefetch = min(1, *(source.prefetch for source in self._sources))
         self._tracer = StepTracer(owner, step_fn, name, self._nest, strategy)
-        self._globals = Globals(step_fn)
-        self._programs: dict[Any, tuple[Program, TracedStep]] = {}
+        names = (BEGIN, END) if options.may_compile_hooks else ()
+        self._globals = Globals(step_fn, *(getattr(owner, name) for name in names))
+        self._hooks: Hooks | None = None
+        self._programs: dict[Any, Program] = {}
         self._batches_per_step: tuple[int, ...] = ()
         self._chunks: ChunkReader | None = None
         self._chunk: Chunk | None = None
@@ -163,12 +177,71 @@ class Loop:
             for reader in self._readers:
                 reader.close()
 
-    def run(self, num_steps: int, full_steps: int) -> int:
-        """Runs up to `num_steps` steps; returns how many there was data for.
+    def prepare(self, num_steps: int) -> None:
+        """Decides, once, how many steps a chunk has: other sizes are other programs.
 
-        `full_steps` is what a loop has that nothing shortens.
+        As many as a loop that nothing shortens, or as several such loops.
         """
-        self._set_chunk_size(full_steps)
+        if self._steps_per_chunk is None:
+            several = max(_FEW_STEPS // num_steps, 1) * num_steps
+            self._steps_per_chunk = min(several, _MANY_STEPS)
+
+    def finds_hooks(self) -> bool:
+        """Finds the state, and returns whether `run_loops` can run the owner's hooks.
+
+        It cannot if that is what the options say, or the code of the hooks, or if each
+        step is a program of its own.
+        """
+        options = self.options
+        if not options.may_compile_hooks:
+            return False
+        self._find_state()
+        self._hooks = self._tracer.hooks(is_asked=options.compile_hooks is True)
+        chunk = None if self._hooks is None else self._next_chunk()
+        return chunk is not None and self._program(chunk).hooks is not None
+
+    def run_loops(self, num_steps: int, num_loops: int) -> tuple[int, LoopOutputs]:
+        """Runs loops with the hooks of the owner, after `finds_hooks` was true.
+
+        Those that fit into what is left of a chunk are one program. One that does not
+        runs alone.
+
+        Args:
+            num_steps: Steps of each loop.
+            num_loops: Most loops to run.
+
+        Returns:
+            For how many steps there was data, and what the loops put out.
+        """
+        hooks, placement = self._hooks, self._tracer.placement
+        assert hooks is not None and placement is not None
+        outputs = LoopOutputs(hooks)
+        count = num_done = 0
+        last: Chunk | None = None
+        with self._released(placement):
+            while not outputs.num_loops:
+                chunk = self._next_chunk()
+                is_end = chunk is None
+                if chunk is not None:
+                    last = chunk
+                assert last is not None
+                most = self._program(last).most_loops
+                wanted = min(num_loops, most) * num_steps - num_done
+                left = last.num_steps - self._offset
+                if left + num_done >= num_steps:
+                    left -= (left + num_done) % num_steps
+                size = 0 if is_end else min(wanted, left)
+                loops = Loops(num_steps, num_done, is_end)
+                arrays = self._start(placement, last, size, loops)
+                num_ended = 1 if is_end else (num_done + size) // num_steps
+                outputs.add(arrays, num_ended)
+                count += size
+                num_done = (num_done + size) % num_steps
+        return count, outputs
+
+    def run(self, num_steps: int) -> int:
+        """Runs up to `num_steps` steps; returns how many there was data for."""
+        self.prepare(num_steps)
         count = 0
         try:
             # Not `sum`: an interrupted generator expression would live on in the
@@ -194,31 +267,37 @@ class Loop:
 
         The first pieces of a batch that runs as several smaller steps do not count.
         """
-        self._set_chunk_size(num_steps)
+        self.prepare(_FEW_STEPS if num_steps == -1 else num_steps)
         self.is_cut_off, self.num_iterated = True, 0
         for num_done, results in self._run(num_steps):
             self.num_iterated += num_done
             yield from results
         self.is_cut_off = False
 
-    def _set_chunk_size(self, num_steps: int) -> None:
-        """Decides, once, how many steps a chunk has: other sizes are other programs."""
-        if self._steps_per_chunk is None:
-            self._steps_per_chunk = min(max(num_steps, _FEW_STEPS), _MANY_STEPS)
-
     def _run(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:
         """Yields how many steps ran, and what they returned, until enough did."""
         if not self.options.compile_step:
             yield from self._run_eagerly(num_steps)
             return
+        placement, state = self._find_state()
+        self._watch.begin(state.paths, self._readers, num_steps)
+        with self._released(placement):
+            yield from self._run_chunks(num_steps, placement)
+
+    def _find_state(self) -> tuple[Placement, State]:
+        """Finds the state as it is now."""
         self._forget_if_changed()
         if self._tracer.find_state():
             self._programs.clear()
         placement, state = self._tracer.placement, self._tracer.state
         assert placement is not None and state is not None
-        self._watch.begin(state.paths, self._readers, num_steps)
+        return placement, state
+
+    @contextlib.contextmanager
+    def _released(self, placement: Placement) -> Iterator[None]:
+        """Leaves the slots with their arrays, whatever happens."""
         try:
-            yield from self._run_chunks(num_steps, placement)
+            yield
         finally:
             if placement.is_held:
                 with uninterrupted():
@@ -245,30 +324,11 @@ class Loop:
     ) -> Iterator[tuple[int, list[PyTree]]]:
         remaining = num_steps
         while remaining and (chunk := self._next_chunk()) is not None:
-            program, step = self._program(chunk)
+            program = self._program(chunk)
             most = program.most_steps if self.options.compile_loop else 1
             count, full = self._count(chunk, most, remaining)
-            donated, others = placement.place(step.changed)
-            self._strategy.dispatch.wait()
-            with uninterrupted():
-                new, arrays, token, self._watch.health = program(
-                    donated,
-                    others,
-                    chunk.inputs,
-                    self._offset,
-                    count,
-                    self._watch.health,
-                )
-                self._watch.positions.add(chunk.positions, self._offset, count)
-                # The outputs of a loop on the device are arrays of their own.
-                placement.hold(new, may_share=not program.is_nested)
-                first = self._offset if program.is_nested else 0
-                self._offset += count
-                chunk.commit(self._offset)
-                self._strategy.dispatch.started(token)
-                self._read_on(chunk)
-                if full == remaining:
-                    placement.release()  # here, since Ctrl-C is kept away
+            first = self._offset if program.is_nested else 0
+            arrays = self._start(placement, chunk, count, is_last=full == remaining)
             remaining -= full if remaining > 0 else 0
             if not self.options.keep_results:
                 yield full, []
@@ -277,6 +337,44 @@ class Loop:
             placement.release()
             indices = range(first, first + count)
             yield full, [program.results(arrays, index) for index in indices]
+
+    def _start(
+        self,
+        placement: Placement,
+        chunk: Chunk,
+        count: int,
+        loops: Loops | None = None,
+        *,
+        is_last: bool = True,
+    ) -> list[jax.Array]:
+        """Starts a program that runs steps of a chunk; returns the arrays it puts out.
+
+        `is_last` says that the slots are to hold what it makes of them.
+        """
+        program = self._program(chunk)
+        donated, others = placement.place(program.changed)
+        self._strategy.dispatch.wait()
+        with uninterrupted():
+            new, arrays, token, self._watch.health = program(
+                donated,
+                others,
+                chunk.inputs,
+                self._offset,
+                count,
+                self._watch.health,
+                loops,
+            )
+            # The outputs of a loop on the device are arrays of their own.
+            placement.hold(new, may_share=not program.is_nested)
+            if count:
+                self._watch.positions.add(chunk.positions, self._offset, count)
+                self._offset += count
+                chunk.commit(self._offset)
+            self._strategy.dispatch.started(token)
+            self._read_on(chunk)
+            if is_last:
+                placement.release()  # here, since Ctrl-C is kept away
+        return arrays
 
     def detach(self, output: PyTree) -> PyTree:
         """Returns `output` with copies of arrays that the next loop takes over."""
@@ -345,7 +443,8 @@ class Loop:
         chunk, placement = self._next_chunk(), self._tracer.placement
         if chunk is None or placement is None:
             return None
-        program, step = self._program(chunk)
+        program = self._program(chunk)
+        step = program.step
         slots = placement.join(step.changed, *placement.place(step.changed))
         batches = program.batches(chunk.inputs, self._offset)
         paths = [
@@ -439,14 +538,14 @@ class Loop:
             prefetch=self._prefetch,
         )
 
-    def _program(self, chunk: Chunk) -> tuple[Program, TracedStep]:
+    def _program(self, chunk: Chunk) -> Program:
         """Returns the program for a chunk, compiled at the first one of its kind."""
         key = (chunk.signature, chunk.capacity)
         if key not in self._programs:
             self._programs[key] = self._make_program(chunk)
         return self._programs[key]
 
-    def _make_program(self, chunk: Chunk) -> tuple[Program, TracedStep]:
+    def _make_program(self, chunk: Chunk) -> Program:
         trace = self._tracer.trace(chunk.types, chunk.num_active, self._layouts)
         if trace.batches_per_step != self._batches_per_step:
             raise RetraceError(
@@ -469,7 +568,7 @@ class Loop:
                 "use_canonical_convolutions()` first to make them fast in loops too.",
                 self._name,
             )
-        program = Program(
+        return Program(
             trace.step,
             trace.batches_per_step,
             [reader.rows.gather for reader in chunk.readers],
@@ -481,8 +580,8 @@ class Loop:
                 state, trace.step.program.in_avals, trace.step.changed
             ),
             health_shardings=self._watch.health_shardings(),
+            hooks=None if is_slow else self._hooks,
         )
-        return program, trace.step
 
     @property
     def _layouts(self) -> list[BatchLayout]:

@@ -15,6 +15,7 @@ from armillary._typing import PyTree
 from armillary.data import Active
 from armillary.distribute import Placement, Strategy, TracedStep, trace_step
 from armillary.errors import RetraceError
+from armillary.loops._hooks import Hooks, trace_hooks
 from armillary.loops._reads import recorded_reads
 from armillary.loops._step_iterator import MoreBatches, StepIterator, check_taken
 from armillary.state import State, describe
@@ -83,6 +84,9 @@ class StepTracer:
         self._num_in_vain = 0
         self._types: list[jax.ShapeDtypeStruct] = []
         self._signature: Any = None
+        # Once they are known: `(None,)` if they stay in Python.
+        self._hooks: tuple[Hooks | None] | None = None
+        self._is_asked = False
         self.state: State | None = None
         self.placement: Placement | None = None
 
@@ -99,6 +103,7 @@ class StepTracer:
         if found.signature() != self._signature:
             self._adopt(found)
             self._traces.clear()
+            self._hooks = None
             return True
         self._go_on_with(found)
         changes = found.changes_since(old)
@@ -124,6 +129,9 @@ class StepTracer:
         """
         old, self._traces = self._traces, {}
         shown = ", ".join(sorted(changes)[:5])
+        if self._has_other_hooks():
+            logger.warning(_COMPILED_AGAIN, self._name, shown)
+            return True
         for entry in old.values():
             try:
                 again = self.trace(entry.batches, entry.active, entry.layouts)
@@ -142,6 +150,38 @@ class StepTracer:
         if self._num_in_vain == _MANY_IN_VAIN:
             logger.warning(_TRACED_IN_VAIN, self._name, _MANY_IN_VAIN, shown)
         return False
+
+    def hooks(self, *, is_asked: bool) -> Hooks | None:
+        """Returns the hooks of the trainer, or `None` if they stay in Python.
+
+        Args:
+            is_asked: Whether the user says that they need no Python.
+
+        Raises:
+            StateStructureError: If they do after all.
+        """
+        if self._hooks is None:
+            self._is_asked = is_asked
+            self._hooks = (self._trace_hooks(),)
+        return self._hooks[0]
+
+    def _trace_hooks(self) -> Hooks | None:
+        assert self.state is not None
+        with recorded_reads(self._owner, self.state.note_read):
+            hooks = trace_hooks(
+                self._owner, self.state, self._types, is_asked=self._is_asked
+            )
+        self.state.watch()
+        return hooks
+
+    def _has_other_hooks(self) -> bool:
+        """Traces the hooks again; returns whether that made a change."""
+        if self._hooks is None:
+            return False
+        old, self._hooks = self._hooks[0], None
+        new = self._trace_hooks()
+        self._hooks = (new,)
+        return new is not old and (new is None or not new.is_same(old))
 
     def trace(
         self, batches: list[PyTree], active: tuple[Active, ...], layouts: Sequence[Any]
