@@ -45,7 +45,6 @@ class Program:
         is_nested: Whether the loop runs on the device. If not, each step is a program
             of its own.
         guard: Undoes bad steps. Without it, none is looked at.
-        health_shardings: Where what the guard knows belongs; `None` for anywhere.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class Program:
         keep_results: bool,
         is_nested: bool,
         guard: StepGuard | None = None,
-        health_shardings: Any = None,
     ) -> None:
         self._step = step
         self._batches_per_step = tuple(batches_per_step)
@@ -76,7 +74,7 @@ class Program:
                 placement.shardings(step.changed),
                 None,
                 None,
-                health_shardings,
+                None if guard is None else guard.sharding,
             ),
         )
 
