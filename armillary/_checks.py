@@ -1,7 +1,10 @@
-"""One function for each kind of argument check, so each sentence is written once."""
+"""One function for each kind of argument check, so each sentence is written once.
+
+And one for lists in messages.
+"""
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -48,8 +51,10 @@ def check_not_negative(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
-    """Raises if `value` is not one of the `allowed` values.
+def check_one_of(
+    name: str, value: Any, allowed: Collection[Any], fix: str = "Use one of these."
+) -> None:
+    """Raises if `value` is not one of the `allowed` values; `fix` says what to do.
 
     Raises:
         ValueError: If `value` is not in `allowed`.
@@ -57,7 +62,20 @@ def check_one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
         raise ValueError(
-            f"`{name}` is {value!r}, but it must be one of {choices}. Use one of these."
+            f"`{name}` is {value!r}, but it must be one of {choices}. {fix}"
+        )
+
+
+def check_instance(name: str, value: Any, kind: type, fix: str) -> None:
+    """Raises if `value` is not an instance of `kind`; `fix` says what to pass.
+
+    Raises:
+        TypeError: If `value` is something else.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"`{name}` is {value!r} of type {type(value).__name__}, but it must be a "
+            f"`{kind.__name__}`. {fix}"
         )
 
 
@@ -128,6 +146,14 @@ def check_not_negative_int(name: str, value: Any) -> int:
             f"Use `{name}=0` or more."
         )
     return int(value)
+
+
+def list_lines(lines: Iterable[str], most: int = 20) -> str:
+    """Returns lines for a message, indented; after the first `most`, their number."""
+    shown = [f"  {line}" for line in lines]
+    if len(shown) > most:
+        shown[most:] = [f"  ... and {len(shown) - most} more"]
+    return "\n".join(shown)
 
 
 def answers_old_names(**answers: str) -> Callable[[_C], _C]:

@@ -2,7 +2,7 @@
 
 Read `Controller.train_and_evaluate` first: everything else is what it calls. A *loop*
 is one call of `trainer.train`; whatever happens between steps happens at the boundary
-of two loops, in the order of `_train_unless_bad` and `TrainLoops.run`.
+of two loops, in the order of `_train_until` and `TrainLoops.run`.
 """
 
 import contextlib
@@ -31,7 +31,6 @@ from armillary._controller_checks import (
 from armillary._evaluation import Evaluation
 from armillary._logging import ensure_visible, logger
 from armillary._progress import log_line
-from armillary._recovery import Recovery
 from armillary._runner import AbstractEvaluator, AbstractTrainer
 from armillary._saving import Saving
 from armillary._stop_request import StopRequest
@@ -40,7 +39,6 @@ from armillary._train_loops import TrainLoops
 from armillary._typing import Action, Output
 from armillary._watch import restore_if_good, watch_checkpoints
 from armillary.cluster._join import get_peers
-from armillary.errors import NonFiniteError
 from armillary.goodput import make_recorder
 from armillary.lifeline import get_lifeline
 from armillary.state import as_step_counter
@@ -171,7 +169,6 @@ class Controller:
         self._stop = StopRequest()
         shared = (self._read_step, self._scope, self._goodput)
         self._saving = Saving(checkpoint_manager, trainer, *shared)
-        self._recovery = Recovery(trainer, self._saving)
         self._loops = TrainLoops(
             trainer,
             *shared,
@@ -213,8 +210,8 @@ class Controller:
                 or lies before the current global step.
             GlobalStepError: If `trainer.train` did not advance the global step by the
                 number of steps it was asked for.
-            NonFiniteError: If a step left values that are not finite, the trainer has
-                an option `on_non_finite` other than `"skip"`, and no checkpoint helps.
+            NonFiniteError: If a step left values that are not finite, and the trainer's
+                `on_non_finite` is `"raise"`.
             ReplicaDivergenceError: If the trainer's `check_replicas_every` found copies
                 of the state that differ.
         """
@@ -446,20 +443,7 @@ class Controller:
         self._stop.log(self._read_step)
 
     def _train_until(self, target: int) -> bool:
-        """Trains up to step `target`; returns whether training may go on after it.
-
-        Raises:
-            NonFiniteError: If a step left values that are not finite, and there is no
-                checkpoint to go back to.
-        """
-        while True:
-            try:
-                return self._train_unless_bad(target)
-            except NonFiniteError as error:
-                if not self._recovery.restore_after(error):
-                    raise
-
-    def _train_unless_bad(self, target: int) -> bool:
+        """Trains up to step `target`; returns whether training may go on after it."""
         start = step = self._read_step()
         if step == target:
             log_line("train", step, f"already at step {target}, nothing to train.")

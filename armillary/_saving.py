@@ -1,6 +1,5 @@
 """Saves and restores the checkpoints of a controller, and knows what is saved."""
 
-import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -98,14 +97,11 @@ class Saving:
             with self._goodput.phase(Category.SAVING):
                 self.manager.sync()
 
-    def restore(
-        self, path: str | os.PathLike[str] | None = None, *, note: str = ""
-    ) -> str | None:
+    def restore(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Restores a checkpoint.
 
         Args:
             path: The checkpoint; `None` takes the latest one.
-            note: What is unusual about it: it follows the path in a warning.
 
         Returns:
             The path that was restored, or `None` if there is no checkpoint.
@@ -121,14 +117,11 @@ class Saving:
         if restored is None:
             logger.info("found no checkpoint in %s.", manager.directory)
             return None
-        level = logging.WARNING if note else logging.INFO
-        logger.log(level, "restored from checkpoint: %s%s", restored, note)
+        logger.info("restored from checkpoint: %s", restored)
         step = self.read_step()
         is_latest = restored == manager.latest_checkpoint
         self._saved_step = step if is_latest else None
         self._goodput.mark("restore", step)
-        # Where there is a note, data that does not go back is intended.
-        if not note:
-            warn_of_missing(self._untold, manager.checkpoint.objects, restored, step)
-            self._untold = None
+        warn_of_missing(self._untold, manager.checkpoint.objects, restored, step)
+        self._untold = None
         return restored

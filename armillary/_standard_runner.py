@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from armillary._checks import (
     answers_old_names,
+    check_instance,
     check_num_steps,
     check_one_of,
     check_positive_int,
@@ -30,11 +31,15 @@ _OLD_OPTIONS = {
     "use_tpu_summary_optimization": "Leave it out: summaries are written between "
     "loops, so that nothing is to be optimized.",
 }
+_TRAINER_ONLY = (
+    "An evaluation changes nothing that lasts, so there is nothing to watch. Set it in "
+    "the trainer's `StandardTrainerOptions`."
+)
 
 
 @answers_old_names(**_OLD_OPTIONS)
 @dataclass(frozen=True, kw_only=True)
-class StandardTrainerOptions:
+class StandardTrainerOptions(LoopOptions):
     """How a `StandardTrainer` runs its steps.
 
     Args:
@@ -53,9 +58,7 @@ class StandardTrainerOptions:
             a number in an array of its state than there were before. `"raise"` undoes
             the step, runs no further one, and raises `NonFiniteError`; state and data
             are those before the step. `"skip"` undoes the step and goes on; only
-            counters and random keys move on, see below. `"restore"` lets the
-            `Controller` restore the latest checkpoint and go on with the batches that
-            follow; without one it raises. `None` looks at nothing.
+            counters and random keys move on, see below. `None` looks at nothing.
         check_replicas_every: Steps after which to compare the copies of the state on
             all replicas, when a loop has ended. If any differ, `ReplicaDivergenceError`
             names arrays and replicas. `None` does not compare.
@@ -75,33 +78,33 @@ class StandardTrainerOptions:
         ValueError: If a number is below 1, or `on_non_finite` is none of its values.
     """
 
-    compile_loop: bool = True
-    compile_step: bool = True
-    steps_per_chunk: int | None = None
-    max_chunk_bytes: int = 256 * 2**20
-    on_non_finite: Literal["raise", "skip", "restore"] | None = None
+    on_non_finite: Literal["raise", "skip"] | None = None
     check_replicas_every: int | None = None
     compile_hooks: bool | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_one_of(
+            "on_non_finite",
+            self.on_non_finite,
+            (None, "raise", "skip"),
+            'Use `"skip"` to leave bad steps out, or `"raise"` to decide where '
+            "`NonFiniteError` is caught, such as to restore a checkpoint.",
+        )
         check_one_of("compile_hooks", self.compile_hooks, (None, True, False))
-        if self.steps_per_chunk is not None:
-            check_positive_int("steps_per_chunk", self.steps_per_chunk)
-        check_positive_int("max_chunk_bytes", self.max_chunk_bytes)
-        choices = (None, "raise", "skip", "restore")
-        check_one_of("on_non_finite", self.on_non_finite, choices)
         if self.check_replicas_every is not None:
             check_positive_int("check_replicas_every", self.check_replicas_every)
 
 
-@answers_old_names(**_OLD_OPTIONS)
+@answers_old_names(
+    **_OLD_OPTIONS, on_non_finite=_TRAINER_ONLY, check_replicas_every=_TRAINER_ONLY
+)
 @dataclass(frozen=True, kw_only=True)
-class StandardEvaluatorOptions(StandardTrainerOptions):
+class StandardEvaluatorOptions(LoopOptions):
     """How a `StandardEvaluator` runs its steps.
 
     Compilation and chunks are as in `StandardTrainerOptions`; with
     `steps_per_chunk=None`, a complete evaluation counts as a call of 20 steps.
-    `on_non_finite` and `check_replicas_every` must stay `None`.
 
     Args:
         recreate_iterator_for_each_eval: Whether each call of `evaluate` begins a new
@@ -110,22 +113,10 @@ class StandardEvaluatorOptions(StandardTrainerOptions):
             Ctrl-C.
 
     Raises:
-        ValueError: If a number is below 1, or an option is given that watches over
-            training.
+        ValueError: If a number is below 1.
     """
 
     recreate_iterator_for_each_eval: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("on_non_finite", "check_replicas_every"):
-            value = getattr(self, name)
-            if value is not None:
-                raise ValueError(
-                    f"`{name}` is {value!r}, but an evaluation changes nothing that "
-                    "lasts, so there is nothing to watch. Set it in the trainer's "
-                    "`StandardTrainerOptions`."
-                )
 
 
 @dataclass
@@ -169,30 +160,26 @@ class _Runner(RecordsReads):
         strategy: Strategy,
         datasets: PyTree,
         step_name: str,
-        options: StandardTrainerOptions,
+        options: LoopOptions,
         *,
-        exact: bool,
         keep_results: bool,
-        has_hooks: bool = False,
+        **others: Any,
     ) -> Loop:
         """Returns `loop`, or a new one if there is none or its use has changed."""
-        loop_options = LoopOptions(
-            steps_per_chunk=options.steps_per_chunk,
-            max_chunk_bytes=options.max_chunk_bytes,
-            compile_loop=options.compile_loop,
-            compile_step=options.compile_step,
-            exact=exact,
-            keep_results=keep_results,
-            on_non_finite=options.on_non_finite,
-            check_replicas_every=options.check_replicas_every,
-            compile_hooks=options.compile_hooks if has_hooks else False,
-        )
         if loop is not None:
-            if loop.serves(datasets, strategy, loop_options):
+            if loop.serves(datasets, strategy, options, keep_results):
                 return loop
             loop.close()
-        step_fn = getattr(self, step_name)
-        return Loop(self, step_fn, step_name, datasets, strategy, loop_options)
+        return Loop(
+            self,
+            getattr(self, step_name),
+            step_name,
+            datasets,
+            strategy,
+            options,
+            keep_results=keep_results,
+            **others,
+        )
 
 
 class StandardTrainer(_Runner, AbstractTrainer):
@@ -222,7 +209,7 @@ class StandardTrainer(_Runner, AbstractTrainer):
     def __init__(
         self, train_dataset: PyTree, options: StandardTrainerOptions | None = None
     ) -> None:
-        _check_options("options", options, StandardTrainerOptions)
+        _check_options(options, StandardTrainerOptions)
         self._train_loop: Loop | None = None
         self._train_data = _Data(train_dataset)
         self._train_options = options or StandardTrainerOptions()
@@ -280,7 +267,7 @@ class StandardTrainer(_Runner, AbstractTrainer):
             CapturedStateError: If a step uses state that the trainer does not reach.
             RetraceError: If batches change their shape.
             NonFiniteError: If a step left values that are not finite, and
-                `on_non_finite` is `"raise"` or `"restore"`.
+                `on_non_finite` is `"raise"`.
             ReplicaDivergenceError: If `check_replicas_every` found copies that differ.
         """
         started = self._start(num_steps, 1)
@@ -304,16 +291,19 @@ class StandardTrainer(_Runner, AbstractTrainer):
     def _start(self, num_steps: int, num_loops: int) -> "_StartedLoops":
         check_positive_int("num_steps", num_steps)
         self._check_initialized("_train_data", "train_dataset")
+        options = self._train_options
         with self._in_strategy() as strategy:
             loop = self._train_loop = self._get_loop(
                 self._train_loop,
                 strategy,
                 self._train_data.datasets,
                 "train_step",
-                self._train_options,
+                options,
                 exact=False,
                 keep_results=False,
-                has_hooks=True,
+                on_non_finite=options.on_non_finite,
+                check_replicas_every=options.check_replicas_every,
+                compile_hooks=options.compile_hooks,
             )
             loop.prepare(self._train_data.steps_per_loop or num_steps)
             self.data_exhausted = not loop.has_data()
@@ -391,7 +381,7 @@ class StandardEvaluator(_Runner, AbstractEvaluator):
     def __init__(
         self, eval_dataset: PyTree, options: StandardEvaluatorOptions | None = None
     ) -> None:
-        _check_options("options", options, StandardEvaluatorOptions)
+        _check_options(options, StandardEvaluatorOptions)
         self._eval_loop: Loop | None = None
         self._eval_data = _Data(eval_dataset)
         self._eval_options = options or StandardEvaluatorOptions()
@@ -510,9 +500,7 @@ class StandardEvaluator(_Runner, AbstractEvaluator):
             return loop.detach(output)
 
 
-def _check_options(name: str, value: Any, kind: type) -> None:
-    if value is not None and not isinstance(value, kind):
-        raise TypeError(
-            f"`{name}` is {value!r}, but it must be a `{kind.__name__}`. Write "
-            f"`{name}=armillary.{kind.__name__}(...)`."
-        )
+def _check_options(options: Any, kind: type) -> None:
+    if options is not None:
+        fix = f"Write `options=armillary.{kind.__name__}(...)`."
+        check_instance("options", options, kind, fix)

@@ -16,6 +16,8 @@ RENAMED = {
     armillary.StandardEvaluatorOptions: {
         "use_tf_function": "It is called `compile_step` here.",
         "use_tf_while_loop": "It is called `compile_loop` here.",
+        "on_non_finite": "An evaluation changes nothing that lasts, so there is ",
+        "check_replicas_every": "An evaluation changes nothing that lasts, so there ",
     },
     armillary.InputOptions: {
         "experimental_fetch_to_device": "Leave it out: batches are always on ",

@@ -368,7 +368,12 @@ def test_first_of_several_stop_requests_is_logged(caplog):
 def test_stop_request_of_an_evaluation_needs_no_further_one():
     controller = make_controller(
         eval_actions=[
-            EarlyStopping(lambda x: controller.request_stop(x), "num_steps", 2)
+            EarlyStopping(
+                lambda x: controller.request_stop(x),
+                "num_steps",
+                patience=2,
+                higher_is_better=False,
+            )
         ]
     )
 

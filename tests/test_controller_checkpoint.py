@@ -199,7 +199,12 @@ def test_signal_handler_may_request_a_stop(tmp_path):
 
 def test_early_stopping_is_part_of_the_checkpoint(tmp_path):
     def stopping():
-        return EarlyStopping(lambda reason: reasons.append(reason), "total", patience=3)
+        return EarlyStopping(
+            lambda reason: reasons.append(reason),
+            "total",
+            patience=3,
+            higher_is_better=False,
+        )
 
     reasons = []
     first = stopping()

@@ -45,7 +45,7 @@ def test_only_the_chief_writes_files(process, tmp_path):
     summary = SummaryManager(tmp_path / "summary")
     summary.write_summaries({"loss": 1.0}, step=1)
     summary.close()
-    best = NewBestMetric("loss", directory=tmp_path / "best")
+    best = NewBestMetric("loss", higher_is_better=False, directory=tmp_path / "best")
     assert best({"loss": 1.0})
     assert best.best_value == 1.0
     assert (tmp_path / "summary").exists() == process.is_chief

@@ -468,7 +468,7 @@ def test_options_below_one_are_an_error(kind, name, value):
 def test_options_of_the_wrong_type_are_an_error():
     with pytest.raises(
         TypeError,
-        match=r"`options` is \{'compile_loop': False\}, but it must be a "
+        match=r"`options` is \{'compile_loop': False\} of type dict, but it must be a "
         r"`StandardTrainerOptions`. Write "
         r"`options=armillary.StandardTrainerOptions\(\.\.\.\)`",
     ):

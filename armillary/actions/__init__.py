@@ -4,14 +4,16 @@ An action is any function of an output. The ones here are parts to combine: a co
 and what to do when it holds. This run keeps the best model in a folder of its own, and
 ends when the evaluation loss has not improved five times in a row::
 
-    best_accuracy = armillary.actions.NewBestMetric("accuracy", directory=run_dir)
+    best_accuracy = armillary.actions.NewBestMetric(
+        "accuracy", higher_is_better=True, directory=run_dir)
     best_models = armillary.CheckpointManager(
         armillary.Checkpoint(model=model), best_dir, step_counter=optimizer.step)
     keep_best = armillary.actions.ConditionalAction(
         condition=best_accuracy.test,
         action=[lambda output: best_models.save(), best_accuracy.commit])
     stop_early = armillary.actions.EarlyStopping(
-        lambda reason: controller.request_stop(reason), "loss", patience=5)
+        lambda reason: controller.request_stop(reason),
+        "loss", patience=5, higher_is_better=False)
 
     controller = armillary.Controller(
         trainer=trainer, evaluator=evaluator, global_step=optimizer.step,

@@ -34,8 +34,8 @@ class NewBestMetric:
     Args:
         metric: Key in the output, a path such as `"validation/loss"` into a nested one,
             or a function from the output to a number. NaN is never the best value.
-        higher_is_better: Whether a larger value is better. True unless given, as the
-            metric is most often an accuracy; for `EarlyStopping` it is false.
+        higher_is_better: Whether a larger value is better: true for an accuracy, false
+            for a loss.
         directory: Where to keep the best value, in a JSON file named for the metric. It
             is made when the first value is written. `None` keeps it in memory only.
         write_metric: Whether to write the file; if false, it is only read when the
@@ -46,18 +46,20 @@ class NewBestMetric:
 
     Raises:
         TypeError: If `metric` is neither a string nor callable.
-        ValueError: If `directory` is given with a function that has no name to call
-            the file by, or if the file there is not this metric's.
+        ValueError: If `higher_is_better` is neither true nor false, if `directory` is
+            given with a function that has no name to call the file by, or if the file
+            there is not this metric's.
     """
 
     def __init__(
         self,
         metric: Metric,
-        higher_is_better: bool = True,
+        *,
+        higher_is_better: bool,
         directory: str | os.PathLike[str] | None = None,
         write_metric: bool = True,
     ) -> None:
-        check_metric(metric)
+        check_metric(metric, higher_is_better)
         self.metric = metric
         self.higher_is_better = higher_is_better
         self.write_metric = write_metric

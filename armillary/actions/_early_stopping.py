@@ -21,7 +21,8 @@ class EarlyStopping:
     controller takes its actions when it is made, so hand over its method late::
 
         early_stopping = EarlyStopping(
-            lambda reason: controller.request_stop(reason), "loss", patience=3)
+            lambda reason: controller.request_stop(reason),
+            "loss", patience=3, higher_is_better=False)
         controller = armillary.Controller(..., eval_actions=[early_stopping])
 
     As part of a `Checkpoint`, the best value and the count survive a restart.
@@ -32,8 +33,8 @@ class EarlyStopping:
             or a function from the output to a number. NaN is no improvement.
         patience: Outputs in a row without improvement after which to stop, at least 1.
         min_delta: By how much a value must be better than the best to count.
-        higher_is_better: Whether a larger value is better. False unless given, as the
-            metric is most often a loss; for `NewBestMetric` it is true.
+        higher_is_better: Whether a larger value is better: true for an accuracy, false
+            for a loss.
 
     Attributes:
         best_value: The best value so far, or `None` before the first one.
@@ -41,7 +42,8 @@ class EarlyStopping:
 
     Raises:
         TypeError: If `request_stop` or `metric` is of another kind.
-        ValueError: If `patience` is below 1 or `min_delta` is negative.
+        ValueError: If `patience` is below 1, `min_delta` is negative, or
+            `higher_is_better` is neither true nor false.
     """
 
     def __init__(
@@ -50,13 +52,14 @@ class EarlyStopping:
         metric: Metric,
         patience: int,
         min_delta: float = 0.0,
-        higher_is_better: bool = False,
+        *,
+        higher_is_better: bool,
     ) -> None:
         self._request_stop: Callable[[str], None] = getattr(
             request_stop, "request_stop", request_stop
         )
         check_callable("request_stop", self._request_stop)
-        check_metric(metric)
+        check_metric(metric, higher_is_better)
         self.metric = metric
         self.patience = check_positive_int("patience", patience)
         self.min_delta = check_not_negative("min_delta", min_delta)

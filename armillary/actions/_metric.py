@@ -5,17 +5,19 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from armillary._checks import check_one_of
 from armillary._typing import Output
 
 Metric: TypeAlias = str | Callable[[Output], Any]
 """A key of an output, a path such as `"validation/loss"`, or a function of one."""
 
 
-def check_metric(metric: Any) -> None:
-    """Raises if `metric` is not a kind of `Metric`.
+def check_metric(metric: Any, higher_is_better: Any) -> None:
+    """Raises if `metric` is not a kind of `Metric`, or its direction no `bool`.
 
     Raises:
-        TypeError: If it is neither a string nor callable.
+        TypeError: If `metric` is neither a string nor callable.
+        ValueError: If `higher_is_better` is neither true nor false.
     """
     if not isinstance(metric, str) and not callable(metric):
         raise TypeError(
@@ -23,6 +25,7 @@ def check_metric(metric: Any) -> None:
             "key of the output or a function of it. "
             'Use a string such as `metric="loss"`.'
         )
+    check_one_of("higher_is_better", higher_is_better, (True, False))
 
 
 def read_metric(metric: Metric, output: Output) -> float:

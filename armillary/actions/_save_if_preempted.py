@@ -3,7 +3,7 @@
 import sys
 from typing import NoReturn
 
-from armillary._checks import answers_old_names
+from armillary._checks import answers_old_names, check_instance
 from armillary._exit_code import ExitCode
 from armillary._logging import logger
 from armillary._typing import Output
@@ -65,19 +65,20 @@ class SaveCheckpointIfPreempted:
         *,
         keep_running_after_save: bool = False,
     ) -> None:
-        if not isinstance(checkpoint_manager, CheckpointManager):
-            raise TypeError(
-                f"`checkpoint_manager` is of type {type(checkpoint_manager).__name__}, "
-                "but it must be a `CheckpointManager`. Pass the controller's; unlike "
-                "Orbit's, this action takes no cluster resolver."
-            )
+        check_instance(
+            "checkpoint_manager",
+            checkpoint_manager,
+            CheckpointManager,
+            "Pass the controller's; unlike Orbit's, this action takes no cluster "
+            "resolver.",
+        )
         config = termination_config or TerminationConfig()
-        if not isinstance(config, TerminationConfig):
-            raise TypeError(
-                f"`termination_config` is {config!r} of type {type(config).__name__}, "
-                "but it must be a `TerminationConfig`. Use "
-                "`armillary.cluster.TerminationConfig(grace_period=120)`."
-            )
+        check_instance(
+            "termination_config",
+            config,
+            TerminationConfig,
+            "Use `armillary.cluster.TerminationConfig(grace_period=120)`.",
+        )
         if keep_running_after_save and (config.grace_period or config.exit_fn):
             raise ValueError(
                 "`keep_running_after_save` is True, but `termination_config` has "

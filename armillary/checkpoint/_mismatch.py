@@ -2,10 +2,10 @@
 
 from collections.abc import Collection, Mapping
 
+from armillary._checks import list_lines
 from armillary.checkpoint._leaf import LeafSpec
 from armillary.errors import CheckpointMismatchError
 
-_MAX_LINES = 20
 _POSITION = "saved state"
 
 
@@ -36,12 +36,9 @@ def check_match(
     if not differences:
         return
     lines = [line for _, line in sorted(differences)]
-    hidden = len(lines) - _MAX_LINES
-    more = f"\n  and {hidden} more" if hidden > 0 else ""
-    shown = "\n".join(f"  {line}" for line in lines[:_MAX_LINES])
     raise CheckpointMismatchError(
         f"`path` is {path!r}, and {len(lines)} of its leaves differ from the program, "
-        f"which must hold the same ones:\n{shown}{more}\n"
+        f"which must hold the same ones:\n{list_lines(lines)}\n"
         "Build the objects as they were when this was saved, restore another "
         "checkpoint (`manager.restore(path)`), or use another `directory` to start "
         "afresh. Nothing was restored."

@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
+from armillary._checks import list_lines
 from armillary.distribute._agreement import has_copies
 from armillary.distribute._dispatch import Dispatch
+from armillary.distribute._global_arrays import everywhere
 from armillary.distribute._variables import AXIS_NAME
 from armillary.errors import ReplicaDivergenceError
-
-_MOST_LINES = 20
 
 
 class ReplicaComparison:
@@ -43,8 +43,7 @@ class ReplicaComparison:
                 # That copies are equal is what is to be found out.
                 check_vma=False,
             )
-            everywhere = NamedSharding(mesh, PartitionSpec())
-            self._compiled = jax.jit(rows, out_shardings=everywhere)
+            self._compiled = jax.jit(rows, out_shardings=everywhere(mesh))
 
     def start(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
         """Starts to sum up each replica's copies of `arrays`; does not wait.
@@ -80,10 +79,7 @@ def check_equal(sums: np.ndarray, paths: Sequence[str], when: str) -> None:
     if not differing:
         return
     count = len(sums)
-    lines = [f"  {_describe(path, differing[path], count)}" for path in differing]
-    if len(lines) > _MOST_LINES:
-        lines[_MOST_LINES:] = [f"  ... and {len(lines) - _MOST_LINES} more"]
-    shown = "\n".join(lines)
+    shown = list_lines(_describe(path, differing[path], count) for path in differing)
     raise ReplicaDivergenceError(
         f"{len(differing)} of {len(paths)} arrays of the state must be equal on all "
         f"{count} replicas, but {when} they are not:\n{shown}\n"

@@ -12,13 +12,13 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary._typing import PyTree
 from armillary.distribute._context import get_strategy, lifted_state
+from armillary.distribute._global_arrays import is_array
 from armillary.distribute._interrupts import uninterrupted
 from armillary.distribute._outside_traces import check_no_trace
 from armillary.distribute._placement import Placement
@@ -130,7 +130,7 @@ class Function:
                 return self._body(*args, **kwargs)
             program = self._get_program(key, state, leaves, treedef)
         self._programs.move_to_end(key)
-        return program([leaf for leaf in leaves if _is_array(leaf)])
+        return program([leaf for leaf in leaves if is_array(leaf)])
 
     def _get_program(
         self, key: Any, state: State, leaves: list[Any], treedef: Any
@@ -213,14 +213,14 @@ class _Program:
         self._signature = state.signature()
         self._placement = Placement(state, strategy)
         self._types = self._placement.types()
-        static = [None if _is_array(leaf) else leaf for leaf in leaves]
-        is_array = [_is_array(leaf) for leaf in leaves]
+        static = [None if is_array(leaf) else leaf for leaf in leaves]
+        is_dynamic = [is_array(leaf) for leaf in leaves]
 
         def call_body(*arrays: Any) -> PyTree:
             rest = iter(arrays)
             args, kwargs = treedef.unflatten(
                 next(rest) if dynamic else value
-                for dynamic, value in zip(is_array, static, strict=True)
+                for dynamic, value in zip(is_dynamic, static, strict=True)
             )
             return body(*args, **kwargs)
 
@@ -228,7 +228,7 @@ class _Program:
             call_body,
             state,
             self._types,
-            tuple(leaf for leaf in leaves if _is_array(leaf)),
+            tuple(leaf for leaf in leaves if is_array(leaf)),
             user_fn=fn,
             owner="the function",
         )
@@ -297,10 +297,6 @@ def _strategy_of(fn: Callable[..., Any]) -> Strategy:
     return found[0] if found else get_strategy()
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
-
-
 def _is_static(leaf: Any) -> bool:
     return bool(_objects([leaf]))
 
@@ -311,7 +307,7 @@ def _objects(leaves: list[Any]) -> list[Any]:
 
 
 def _kind(leaf: Any) -> Any:
-    if _is_array(leaf):
+    if is_array(leaf):
         return jax.typeof(leaf)
     return _identity(leaf)
 

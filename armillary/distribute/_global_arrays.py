@@ -8,9 +8,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from armillary._typing import PyTree
+
+
+def everywhere(mesh: Mesh) -> NamedSharding:
+    """Returns where an array lies of which each device of a mesh has a copy."""
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def replicate(leaf: Any, sharding: Sharding) -> jax.Array:
@@ -66,6 +71,11 @@ def as_local(leaf: Any) -> Any:
             jax.numpy.asarray(data), impl=jax.random.key_impl(leaf)
         )
     return jax.numpy.asarray(np.array(leaf))
+
+
+def is_array(leaf: Any) -> bool:
+    """Returns whether `leaf` is an array of JAX or NumPy, or a scalar of NumPy."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def is_key(leaf: Any) -> bool:

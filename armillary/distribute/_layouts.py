@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from armillary._typing import PyTree
 from armillary.data import Active, Peers
 from armillary.data._layout import hosted_replicas
-from armillary.distribute._global_arrays import replicate, split
+from armillary.distribute._global_arrays import everywhere, replicate, split
 from armillary.distribute._narrow import narrow_mesh
 from armillary.distribute._values import PerReplica
 from armillary.distribute._variables import AXIS_NAME
@@ -106,7 +106,7 @@ class ReplicaLayout:
 
     def replicate(self, arrays: PyTree) -> PyTree:
         """Returns host arrays as device arrays, whole on each device."""
-        return jax.device_put(arrays, NamedSharding(self.mesh, PartitionSpec()))
+        return jax.device_put(arrays, everywhere(self.mesh))
 
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
         """Returns rows of replicated arrays, split over replicas as `rows` is."""
@@ -163,7 +163,7 @@ class ProcessLayout(ReplicaLayout):
 
     def replicate(self, arrays: PyTree) -> PyTree:
         """Returns host arrays as device arrays, whole on each device."""
-        sharding = NamedSharding(self.mesh, PartitionSpec())
+        sharding = everywhere(self.mesh)
         return jax.tree.map(lambda leaf: replicate(leaf, sharding), arrays)
 
 

@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, Sharding
 
 from armillary._typing import PyTree
 from armillary.data import BatchLayout
 from armillary.distribute._devices import as_devices
 from armillary.distribute._function import Functions
+from armillary.distribute._global_arrays import everywhere
 from armillary.distribute._layouts import ReplicaLayout
 from armillary.distribute._replicas import run_in_replicas
 from armillary.distribute._strategy import Strategy
@@ -57,7 +58,7 @@ class MirroredStrategy(Strategy):
     def state_sharding(self, slot: Slot) -> Sharding | None:
         """A copy of every slot on each device."""
         del slot
-        return NamedSharding(self._replica_mesh, PartitionSpec())
+        return everywhere(self._replica_mesh)
 
     def _run(
         self,

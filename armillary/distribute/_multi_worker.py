@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
 
+from armillary._checks import check_instance
 from armillary._logging import logger
 from armillary._typing import PyTree
 from armillary.cluster import ClusterResolver, CommunicationOptions, resolve_cluster
@@ -21,6 +21,7 @@ from armillary.data import (
     InputOptions,
     as_source,
 )
+from armillary.distribute._global_arrays import everywhere
 from armillary.distribute._layouts import ProcessLayout
 from armillary.distribute._mirrored import MirroredStrategy
 from armillary.distribute._same_values import check_same_data
@@ -59,10 +60,11 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:
-        _check_type("cluster_resolver", cluster_resolver, ClusterResolver)
-        _check_type(
-            "communication_options", communication_options, CommunicationOptions
-        )
+        fix = "Use one of `armillary.cluster`, or leave it out."
+        if cluster_resolver is not None:
+            check_instance("cluster_resolver", cluster_resolver, ClusterResolver, fix)
+        if (options := communication_options) is not None:
+            check_instance("communication_options", options, CommunicationOptions, fix)
         self._cluster_resolver = cluster_resolver or resolve_cluster()
         self.peers = join_cluster(self._cluster_resolver, communication_options)
         devices = sorted(
@@ -70,9 +72,9 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             key=lambda device: (device.process_index, device.id),
         )
         super().__init__(devices)
-        everywhere = NamedSharding(self._replica_mesh, PartitionSpec())
+        whole = everywhere(self._replica_mesh)
         # Made once: JAX compiles anew for each function object.
-        self._replicate = jax.jit(lambda rows: rows, out_shardings=everywhere)
+        self._replicate = jax.jit(lambda rows: rows, out_shardings=whole)
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -211,11 +213,3 @@ def _map_global(fn: Callable[[PerReplica], PerReplica], value: PyTree) -> PyTree
         value,
         is_leaf=is_per_replica,
     )
-
-
-def _check_type(name: str, value: Any, kind: type) -> None:
-    if value is not None and not isinstance(value, kind):
-        raise TypeError(
-            f"`{name}` is {value!r} of type {type(value).__name__}, but it must be a "
-            f"`{kind.__name__}`. Use one of `armillary.cluster`, or leave it out."
-        )

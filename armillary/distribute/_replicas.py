@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from armillary._typing import PyTree
 from armillary.data import Active
 from armillary.distribute._collectives import ReplicaContext
 from armillary.distribute._context import check_same_trace, entered
+from armillary.distribute._global_arrays import is_array
 from armillary.distribute._narrow import check_scale, narrow_mesh, take_first_copy
 from armillary.distribute._proof import require_equal
 from armillary.distribute._retype import AXIS_NAME, varies
@@ -72,7 +72,7 @@ def run_in_replicas(
     is_split = [is_per_replica(leaf) and not leaf.is_shared for leaf in leaves]
     # What is equal on all replicas stays so when it comes back in.
     is_whole = [
-        _is_array(array) and not is_cut
+        is_array(array) and not is_cut
         for array, is_cut in zip(arrays, is_split, strict=True)
     ]
     active, num_replicas = _find_active(leaves, strategy.num_replicas_in_sync)
@@ -112,9 +112,9 @@ def run_in_replicas(
         ]
         final = require_equal(final, names, len(state.paths))
         values, result_tree = jax.tree.flatten(result)
-        own = [_is_array(value) and varies(value) for value in values]
+        own = [is_array(value) and varies(value) for value in values]
         shared = [
-            _is_array(value) and not is_own
+            is_array(value) and not is_own
             for value, is_own in zip(values, own, strict=True)
         ]
         outputs[:] = [result_tree, values, own, shared]
@@ -164,10 +164,6 @@ def run_in_replicas(
 def _is_argument(value: Any) -> bool:
     # NNX objects are pytrees too, but a copy of one would lose what `fn` writes.
     return is_per_replica(value) or is_claimed(value)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def _find_active(leaves: list[Any], num_replicas: int) -> tuple[Active, int]:

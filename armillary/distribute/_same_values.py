@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from armillary._checks import list_lines
 from armillary.cluster._peers import Peers
 from armillary.data import ArrayDataset
 from armillary.distribute._global_arrays import is_key
 from armillary.errors import PeerError
 
-_MOST_LISTED = 20
 _MOST_ROWS = 64
 _OPTIONS = (
     "num_examples",
@@ -43,15 +43,11 @@ def check_same_state(peers: Peers, paths: Sequence[str], leaves: Sequence[Any]) 
     lines, num_names = _find_differences(peers, "state", own)
     if not lines:
         return
-    count = len(lines)
-    if count > _MOST_LISTED:
-        lines[_MOST_LISTED:] = [f"  and {count - _MOST_LISTED} more"]
     raise PeerError(
-        f"{count} of {num_names} arrays of the state differ between processes, but "
-        "each process must begin with the same values:\n"
-        + "\n".join(lines)
-        + "\nUse the same random seed on all processes (`nnx.Rngs(0)`), and take "
-        "nothing into the state that depends on the process, such as the time."
+        f"{len(lines)} of {num_names} arrays of the state differ between processes, "
+        f"but each process must begin with the same values:\n{list_lines(lines)}\n"
+        "Use the same random seed on all processes (`nnx.Rngs(0)`), and take nothing "
+        "into the state that depends on the process, such as the time."
     )
 
 
@@ -76,10 +72,9 @@ def check_same_data(peers: Peers, dataset: ArrayDataset) -> None:
     if lines:
         raise PeerError(
             "A data set that is distributed over all processes is not the same in "
-            "each:\n"
-            + "\n".join(lines)
-            + "\nGive all of them the same arrays, `batch_size` and `shuffle_seed`. "
-            "Where each reads data of its own, use a function with an `input_context` "
+            f"each:\n{list_lines(lines)}\n"
+            "Give all of them the same arrays, `batch_size` and `shuffle_seed`. Where "
+            "each reads data of its own, use a function with an `input_context` "
             "(`make_distributed_dataset`)."
         )
 
@@ -91,7 +86,7 @@ def _find_differences(
     everyone = [json.loads(text) for text in peers.gather(topic, json.dumps(own))]
     names = list(dict.fromkeys(name for each in everyone for name in each))
     lines = [
-        f"  {name}: "
+        f"{name}: "
         + ", ".join(
             f"process {index} has {each.get(name, 'no such array')}"
             for index, each in enumerate(everyone)

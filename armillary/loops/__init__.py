@@ -6,10 +6,10 @@ same steps with no compiler, for debugging.
 """
 
 from armillary.loops._eager import run_eagerly as run_eagerly
+from armillary.loops._guard import LoopCheck as LoopCheck
 from armillary.loops._hooks import LoopOutputs as LoopOutputs
 from armillary.loops._loop import Loop as Loop
 from armillary.loops._loop import LoopOptions as LoopOptions
-from armillary.loops._loop_check import LoopCheck as LoopCheck
 from armillary.loops._reads import RecordsReads as RecordsReads
 
 __all__ = [

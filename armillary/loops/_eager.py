@@ -5,7 +5,7 @@ values (on several replicas: one line, with the values of all). Slow, and equal 
 compiled loop up to rounding only.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax
 from armillary._typing import PyTree
 from armillary.data import HostBatch, HostReader
 from armillary.distribute import Placement, Strategy, explained, lifted
-from armillary.loops._loop_watch import LoopWatch
+from armillary.loops._guard import LoopGuard
 from armillary.loops._step_iterator import check_taken
 from armillary.state import State, as_array
 
@@ -49,14 +49,16 @@ def run_eagerly(
     readers: list[HostReader],
     strategy: Strategy,
     owner_name: str,
-    watch: LoopWatch,
+    guard: LoopGuard,
 ) -> Iterator[tuple[PyTree, bool]]:
     """Yields what each step returned, and whether it ended its batch, until data ends.
 
-    It also ends when `watch` finds a step that ends training. A step for which the data
+    It also ends when `guard` finds a step that ends training. A step for which the data
     ends in the middle is not counted, but what it did before stays done.
     """
-    while _may_go_on(watch) and all(reader.peek() is not None for reader in readers):
+    while all(reader.peek() is not None for reader in readers):
+        if guard.health is not None and guard.health.is_halted:
+            return
         state = State([(owner, "")])
         everything = tuple(range(len(state.paths)))
         placement = Placement(state, strategy)
@@ -70,27 +72,22 @@ def run_eagerly(
                 return
         taken = [iterator.taken for iterator in iterators if iterator.taken is not None]
         check_taken(step_fn.__name__, [int(bool(i.taken)) for i in iterators])
-        _look_at(watch, state, arrays)
+        _undo_if_bad(guard, state, arrays)
         for iterator in iterators:
             iterator.commit()
-        positions = tuple(reader.progress.position for reader in readers)
-        watch.positions.add([positions], 0, 1)
+        guard.add([tuple(reader.progress.position for reader in readers)])
         yield result, all(batch.is_last for batch in taken)
 
 
-def _may_go_on(watch: LoopWatch) -> bool:
-    return watch.health is None or not watch.health.is_halted
-
-
-def _look_at(watch: LoopWatch, state: State, before: Sequence[jax.Array]) -> None:
-    """Undoes what a step did, if it left values that are not finite."""
-    if watch.health is None:
+def _undo_if_bad(guard: LoopGuard, state: State, before: list[jax.Array]) -> None:
+    if guard.health is None:
         return
     after = [as_array(leaf) for leaf in state.read()]
-    changed = tuple(i for i, old in enumerate(before) if after[i] is not old)
-    kept, watch.health = watch.check_eagerly(
-        state, changed, [before[i] for i in changed], [after[i] for i in changed]
-    )
+    changed = [i for i, old in enumerate(before) if after[i] is not old]
+    step_guard = guard.for_step(state, after, changed)
+    assert step_guard is not None
+    old, new = [before[i] for i in changed], [after[i] for i in changed]
+    kept, guard.health = step_guard.check_now(old, new, guard.health)
     for i, array in zip(changed, kept, strict=True):
         after[i] = array
     state.write(after, set(changed))

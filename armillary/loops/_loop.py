@@ -8,10 +8,12 @@ asks for, mark them as used.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 
+from armillary._checks import check_positive_int
 from armillary._logging import logger
 from armillary._typing import PyTree
 from armillary.data import (
@@ -34,9 +36,8 @@ from armillary.loops._agree import check_same_chunk, check_same_start
 from armillary.loops._data_wait import reading, waiting_for_data
 from armillary.loops._eager import run_eagerly
 from armillary.loops._globals import Globals
+from armillary.loops._guard import LoopCheck, LoopGuard
 from armillary.loops._hooks import BEGIN, END, Hooks, LoopOutputs
-from armillary.loops._loop_check import LoopCheck
-from armillary.loops._loop_watch import LoopWatch
 from armillary.loops._origin import find_origin
 from armillary.loops._program import Loops, Program, has_slow_loop
 from armillary.loops._step_writes import check_writes
@@ -49,40 +50,23 @@ _FEW_STEPS = 20
 _MANY_STEPS = 100
 
 
-class LoopOptions(NamedTuple):
-    """How a loop runs.
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """What trainers and evaluators have in common: see `StandardTrainerOptions`.
 
-    Attributes:
-        steps_per_chunk: Most steps in one device call; `None` goes by the first loop.
-        max_chunk_bytes: Most memory of one chunk of batches.
-        compile_loop: Whether many steps are one device program.
-        compile_step: Whether steps are compiled at all.
-        exact: Whether every example is used, in smaller steps where needed.
-        keep_results: Whether what steps return is needed.
-        on_non_finite: As in `StandardTrainerOptions`.
-        check_replicas_every: As in `StandardTrainerOptions`.
-        compile_hooks: As in `StandardTrainerOptions`.
+    Raises:
+        ValueError: If a number is below 1.
     """
 
-    steps_per_chunk: int | None
-    max_chunk_bytes: int
-    compile_loop: bool
-    compile_step: bool
-    exact: bool
-    keep_results: bool
-    on_non_finite: str | None = None
-    check_replicas_every: int | None = None
-    compile_hooks: bool | None = False
+    compile_loop: bool = True
+    compile_step: bool = True
+    steps_per_chunk: int | None = None
+    max_chunk_bytes: int = 256 * 2**20
 
-    @property
-    def may_compile_hooks(self) -> bool:
-        """Whether hooks may be part of a program, if their code allows it.
-
-        What looks at each step ends a loop at any of them.
-        """
-        is_watched = self.on_non_finite or self.check_replicas_every
-        is_compiled = self.compile_loop and self.compile_step
-        return self.compile_hooks is not False and is_compiled and not is_watched
+    def __post_init__(self) -> None:
+        if self.steps_per_chunk is not None:
+            check_positive_int("steps_per_chunk", self.steps_per_chunk)
+        check_positive_int("max_chunk_bytes", self.max_chunk_bytes)
 
 
 class Loop:
@@ -95,6 +79,11 @@ class Loop:
         datasets: A nest (list, dict, ...) of datasets, or one.
         strategy: The strategy in effect while the step runs.
         options: How the loop runs.
+        exact: Whether every example is used, in smaller steps where needed.
+        keep_results: Whether what steps return is needed.
+        on_non_finite: As in `StandardTrainerOptions`.
+        check_replicas_every: As in `StandardTrainerOptions`.
+        compile_hooks: As in `StandardTrainerOptions`.
 
     Attributes:
         is_cut_off: Whether the last `iterate` ended before it was done.
@@ -109,16 +98,30 @@ class Loop:
         datasets: PyTree,
         strategy: Strategy,
         options: LoopOptions,
+        *,
+        exact: bool,
+        keep_results: bool,
+        on_non_finite: str | None = None,
+        check_replicas_every: int | None = None,
+        compile_hooks: bool | None = False,
     ) -> None:
         self._owner, self._step_fn, self._name = owner, step_fn, name
-        self._strategy, self.options = strategy, options
+        self._strategy, self._options = strategy, options
+        self._exact, self._keep_results = exact, keep_results
         self._datasets = datasets
         datasets, self._nest = _flatten(datasets)
         self._sources = [_distribute(dataset, strategy) for dataset in datasets]
         self._readers = self._open_readers()
         self._prefetch = min(1, *(source.prefetch for source in self._sources))
         self._tracer = StepTracer(owner, step_fn, name, self._nest, strategy)
-        names = (BEGIN, END) if options.may_compile_hooks else ()
+        # What looks at each step may end a loop at any of them.
+        is_watched = on_non_finite is not None or check_replicas_every is not None
+        is_compiled = options.compile_loop and options.compile_step
+        self._may_compile_hooks = (
+            compile_hooks is not False and is_compiled and not is_watched
+        )
+        self._has_pure_hooks = compile_hooks is True
+        names = (BEGIN, END) if self._may_compile_hooks else ()
         self._globals = Globals(step_fn, *(getattr(owner, name) for name in names))
         self._hooks: Hooks | None = None
         self._programs: dict[Any, Program] = {}
@@ -130,9 +133,7 @@ class Loop:
         self.is_cut_off, self.num_iterated = False, 0
         self._is_read_cut_off = False
         self._steps_per_chunk = options.steps_per_chunk
-        self._watch = LoopWatch(
-            name, strategy, options.on_non_finite, options.check_replicas_every
-        )
+        self._guard = LoopGuard(name, strategy, on_non_finite, check_replicas_every)
 
     @property
     def datasets(self) -> list[DistributedDataset]:
@@ -140,19 +141,24 @@ class Loop:
         return list(self._sources)
 
     def serves(
-        self, datasets: PyTree, strategy: Strategy, options: LoopOptions
+        self,
+        datasets: PyTree,
+        strategy: Strategy,
+        options: LoopOptions,
+        keep_results: bool,
     ) -> bool:
         """Returns whether this loop was made for these arguments."""
         return (
             not self._is_closed
             and datasets is self._datasets
             and strategy is self._strategy
-            and options == self.options
+            and options is self._options
+            and keep_results == self._keep_results
         )
 
     def has_data(self) -> bool:
         """Returns whether another step can run; waits for the data if it must."""
-        if self._chunks is None or not self.options.compile_step:
+        if self._chunks is None or not self._options.compile_step:
             return all(batch is not None for batch in self._peek())
         return self._next_chunk() is not None
 
@@ -164,9 +170,7 @@ class Loop:
         self._is_closed = False
 
     def _open_readers(self) -> list[HostReader]:
-        return [
-            source.make_reader(exact=self.options.exact) for source in self._sources
-        ]
+        return [source.make_reader(exact=self._exact) for source in self._sources]
 
     def close(self) -> None:
         """Lets go of the data."""
@@ -192,11 +196,10 @@ class Loop:
         It cannot if that is what the options say, or the code of the hooks, or if each
         step is a program of its own.
         """
-        options = self.options
-        if not options.may_compile_hooks:
+        if not self._may_compile_hooks:
             return False
         self._find_state()
-        self._hooks = self._tracer.hooks(is_asked=options.compile_hooks is True)
+        self._hooks = self._tracer.hooks(is_asked=self._has_pure_hooks)
         chunk = None if self._hooks is None else self._next_chunk()
         return chunk is not None and self._program(chunk).hooks is not None
 
@@ -251,16 +254,16 @@ class Loop:
         except BaseException as error:
             self.fail(error)
             raise
-        self._watch.finish(count, self._read_state)
+        self._guard.finish(count, self._read_state)
         return count
 
     def fail(self, error: BaseException) -> None:
         """Ends a loop with an error, before or after its `check`."""
-        self._watch.fail(error, self._rewind)
+        self._guard.fail(error, self._rewind)
 
     def check(self) -> LoopCheck | None:
-        """Returns what the last `run` has yet to tell, if it was watched over."""
-        return self._watch.check(self._rewind, self._find_origin)
+        """Returns what is to be resolved of the last `run`, if it was guarded."""
+        return self._guard.check(self._rewind, self._find_origin)
 
     def iterate(self, num_steps: int) -> Iterator[PyTree]:
         """Yields what each step returned; -1 runs until the data ends.
@@ -276,11 +279,11 @@ class Loop:
 
     def _run(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:
         """Yields how many steps ran, and what they returned, until enough did."""
-        if not self.options.compile_step:
+        if not self._options.compile_step:
             yield from self._run_eagerly(num_steps)
             return
         placement, state = self._find_state()
-        self._watch.begin(state.paths, self._readers, num_steps)
+        self._guard.begin(state.paths, self._readers, num_steps)
         with self._released(placement):
             yield from self._run_chunks(num_steps, placement)
 
@@ -325,12 +328,12 @@ class Loop:
         remaining = num_steps
         while remaining and (chunk := self._next_chunk()) is not None:
             program = self._program(chunk)
-            most = program.most_steps if self.options.compile_loop else 1
+            most = program.most_steps if self._options.compile_loop else 1
             count, full = self._count(chunk, most, remaining)
             first = self._offset if program.is_nested else 0
             arrays = self._start(placement, chunk, count, is_last=full == remaining)
             remaining -= full if remaining > 0 else 0
-            if not self.options.keep_results:
+            if not self._keep_results:
                 yield full, []
                 continue
             # Whoever gets the results may look at the state as well.
@@ -355,19 +358,20 @@ class Loop:
         donated, others = placement.place(program.changed)
         self._strategy.dispatch.wait()
         with uninterrupted():
-            new, arrays, token, self._watch.health = program(
+            new, arrays, token, self._guard.health = program(
                 donated,
                 others,
                 chunk.inputs,
                 self._offset,
                 count,
-                self._watch.health,
+                self._guard.health,
                 loops,
             )
             # The outputs of a loop on the device are arrays of their own.
             placement.hold(new, may_share=not program.is_nested)
             if count:
-                self._watch.positions.add(chunk.positions, self._offset, count)
+                stop = self._offset + count
+                self._guard.add(chunk.positions[self._offset : stop])
                 self._offset += count
                 chunk.commit(self._offset)
             self._strategy.dispatch.started(token)
@@ -388,8 +392,8 @@ class Loop:
         )
 
     def _run_eagerly(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:
-        watch = self._watch
-        watch.begin(State([(self._owner, "")]).paths, self._readers, num_steps)
+        paths = State([(self._owner, "")]).paths
+        self._guard.begin(paths, self._readers, num_steps)
         steps = run_eagerly(
             self._owner,
             self._step_fn,
@@ -397,7 +401,7 @@ class Loop:
             self._readers,
             self._strategy,
             owner_of(self._name),
-            watch,
+            self._guard,
         )
         with self._reading():
             while num_steps and (outcome := next(steps, None)) is not None:
@@ -429,8 +433,7 @@ class Loop:
     def _find_origin(self, bad: Sequence[int]) -> str | None:
         """Returns where the next step gets its bad values from, if that can be told."""
         can_repeat = all(source.is_repositionable for source in self._sources)
-        is_next = self.options.on_non_finite == "raise" and can_repeat
-        if not is_next or not self.options.compile_step or self._strategy.peers:
+        if not can_repeat or not self._options.compile_step or self._strategy.peers:
             return None
         try:
             return self._repeat_step(bad)
@@ -534,7 +537,7 @@ class Loop:
             self._readers,
             trace.batches_per_step,
             steps_per_chunk=self._steps_per_chunk,
-            max_chunk_bytes=self.options.max_chunk_bytes,
+            max_chunk_bytes=self._options.max_chunk_bytes,
             prefetch=self._prefetch,
         )
 
@@ -561,7 +564,7 @@ class Loop:
         if not self._programs:
             check_writes(self._name, state, trace.step.changed)
         is_slow = has_slow_loop(trace.step.program, _platform(self._strategy))
-        if is_slow and self.options.compile_loop and not self._programs:
+        if is_slow and self._options.compile_loop and not self._programs:
             logger.info(
                 "`%s` has convolutions, which XLA's CPU compiler runs slowly inside a "
                 "loop on the device: its steps run one by one. Call `armillary.xla."
@@ -574,12 +577,11 @@ class Loop:
             [reader.rows.gather for reader in chunk.readers],
             chunk.capacity,
             placement,
-            keep_results=self.options.keep_results,
+            keep_results=self._keep_results,
             is_nested=not is_slow,
-            guard=self._watch.make_guard(
+            guard=self._guard.for_step(
                 state, trace.step.program.in_avals, trace.step.changed
             ),
-            health_shardings=self._watch.health_shardings(),
             hooks=None if is_slow else self._hooks,
         )
 

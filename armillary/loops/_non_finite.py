@@ -8,7 +8,7 @@ from program to program, so that Python need not wait for it.
 
 Both looks are on the far side of a branch. XLA does not merge operations across one,
 so the step is compiled to the same instructions as without them, and gives the same
-bits.
+bits. A step that is not compiled is looked at in NumPy, by the same rules.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from armillary.distribute import Strategy, largest_on_replicas
+from armillary.distribute import largest_on_replicas
+from armillary.distribute._global_arrays import everywhere
 from armillary.state import Role, Slot, State
 
 
@@ -53,8 +55,11 @@ class StepGuard:
         state: The slots.
         types: Shape and dtype of their arrays, by index.
         changed: Indices of the arrays that the step changes.
-        strategy: Says how many copies of them there are.
+        mesh: The strategy's devices, or `None` for a single one.
         stops: Whether a bad step ends training. If not, it is left out.
+
+    Attributes:
+        sharding: Where a `Health` belongs; `None` for anywhere.
     """
 
     def __init__(
@@ -62,13 +67,14 @@ class StepGuard:
         state: State,
         types: Sequence[Any] | Mapping[int, Any],
         changed: Sequence[int],
-        strategy: Strategy,
+        mesh: Mesh | None,
         *,
         stops: bool,
     ) -> None:
         self._num_arrays = len(state.paths)
         self._stops = stops
-        self._mesh = strategy.mesh
+        self._mesh = mesh
+        self.sharding = None if mesh is None else everywhere(mesh)
         pairs = list(enumerate(changed))
         self._checked = [
             (position, index)
@@ -104,6 +110,16 @@ class StepGuard:
             health,
         )
 
+    def check_now(
+        self, old: Sequence[jax.Array], new: Sequence[jax.Array], health: Health
+    ) -> tuple[list[Any], Health]:
+        """Returns the same as `check`, after a step that was not compiled."""
+        before, after = (
+            np.array([_count_now(arrays[i]) for i, _ in self._checked], np.int32)
+            for arrays in (old, new)
+        )
+        return self._settle(old, new, before, after, jax.device_get(health))
+
     def _are_finite(self, arrays: Sequence[Any]) -> Any:
         if not arrays:
             return jnp.bool_(True)
@@ -117,6 +133,17 @@ class StepGuard:
         before, after = (
             largest_on_replicas(self._mesh, _count_bad, arrays) for arrays in pairs
         )
+        return self._settle(old, new, before, after, health)
+
+    def _settle(
+        self,
+        old: Sequence[Any],
+        new: Sequence[Any],
+        before: Any,
+        after: Any,
+        health: Health,
+    ) -> tuple[list[Any], Health]:
+        """Returns what `check` does, given how many values of each array are bad."""
         is_bad = jnp.any(after > before) & ~health.is_halted
         undo = is_bad | health.is_halted
         kept = [
@@ -165,6 +192,11 @@ def _count_bad(arrays: Sequence[Any]) -> Any:
     if not arrays:
         return jnp.zeros(0, jnp.int32)
     return jnp.stack([jnp.sum(is_bad(array), dtype=jnp.int32) for array in arrays])
+
+
+def _count_now(array: jax.Array) -> int:
+    copies = (np.asarray(shard.data) for shard in array.addressable_shards)
+    return max(int(np.sum(~np.isfinite(copy))) for copy in copies)
 
 
 def is_bad(array: Any) -> Any:

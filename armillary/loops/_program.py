@@ -68,7 +68,6 @@ class Program:
         is_nested: Whether the loop runs on the device. If not, each step is a program
             of its own.
         guard: Undoes bad steps. Without it, none is looked at.
-        health_shardings: Where what the guard knows belongs; `None` for anywhere.
         hooks: What runs where a loop begins and ends; `None` leaves that to Python.
 
     Attributes:
@@ -88,7 +87,6 @@ class Program:
         keep_results: bool,
         is_nested: bool,
         guard: StepGuard | None = None,
-        health_shardings: Any = None,
         hooks: Hooks | None = None,
     ) -> None:
         self.step = step
@@ -110,7 +108,7 @@ class Program:
                 placement.shardings(self.changed),
                 None,
                 None,
-                health_shardings,
+                None if guard is None else guard.sharding,
             ),
         )
 

@@ -7,12 +7,11 @@ what is trained.
 import sys
 from collections.abc import Sequence
 
+from armillary._checks import list_lines
 from armillary._logging import logger
 from armillary.errors import StateStructureError
 from armillary.state import Role, Slot, State
 from armillary.state._nnx import NnxSlot
-
-_MOST_PATHS = 10
 
 
 def check_writes(name: str, state: State, changed: Sequence[int]) -> None:
@@ -100,7 +99,4 @@ def _dropout_counts(state: State) -> set[int]:
 
 
 def _list(state: State, indices: Sequence[int]) -> str:
-    lines = [f"  {state.paths[i]}" for i in indices[:_MOST_PATHS]]
-    if len(indices) > _MOST_PATHS:
-        lines.append(f"  ... and {len(indices) - _MOST_PATHS} more")
-    return "\n".join(lines)
+    return list_lines((state.paths[i] for i in indices), most=10)

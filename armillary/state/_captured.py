@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.extend import core
 
+from armillary._checks import list_lines
 from armillary.errors import CapturedStateError
 from armillary.state._lift import State
 from armillary.state._nnx import NnxSlot, variable_type
@@ -107,16 +108,15 @@ def _message(
         if id(variable) in named:
             path = named[id(variable)][0]
             roots.append(path.partition("/")[0])
-            lines.append(f"  {path} ({kind} {tuple(shape)})")
+            lines.append(f"{path} ({kind} {tuple(shape)})")
         else:
-            lines.append(f"  a {kind} {tuple(shape)} that no name in `{name}` leads to")
+            lines.append(f"a {kind} {tuple(shape)} that no name in `{name}` leads to")
     example = roots[0] if roots else "model"
-    shown = "\n".join(lines[:10])
-    more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
     count = "1 variable" if len(variables) == 1 else f"{len(variables)} variables"
     return (
         f"`{name}` {verb} {count} that {owner} does not reach, "
-        f"so they would be frozen into the compiled program:\n{shown}{more}\n"
+        "so they would be frozen into the compiled program:\n"
+        f"{list_lines(lines, most=10)}\n"
         f"Assign what holds them to {owner} (`self.{example} = {example}` in "
         "`__init__`), or take their value as a constant on purpose "
         "(`jnp.asarray(variable[...])` outside the step)."

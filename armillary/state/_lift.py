@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from armillary._checks import list_lines
 from armillary.errors import StateStructureError
 from armillary.state import _nnx
 from armillary.state._compare import compare
@@ -291,14 +292,14 @@ def _message(step_name: str, changes: list[str], num_slots: int) -> str:
 
 def unsettled_message(step_name: str, changes: dict[str, str]) -> str:
     """Returns what is wrong with a step that would not do the same a second time."""
-    lines = "\n".join(
-        f"  {path}: {change}, once, while the step was traced"
-        for path, change in sorted(changes.items())[:10]
-    )
-    more = f"\n  and {len(changes) - 10} more" if len(changes) > 10 else ""
+    lines = [
+        f"{path}: {change}, once, while the step was traced"
+        for path, change in sorted(changes.items())
+    ]
     return (
         f"`{step_name}` changed plain values, so that the next step would be another "
-        f"one, and a compiled loop runs Python only once:\n{lines}{more}\n"
+        f"one, and a compiled loop runs Python only once:\n"
+        f"{list_lines(lines, most=10)}\n"
         "Hold what a step counts or decides by in an array (`jnp.zeros(...)`, "
         "`jnp.where`), and set what is set once in `__init__` or `train_loop_begin`."
     )

@@ -1,16 +1,17 @@
 """`NewBestMetric` finds new best values, and remembers them over restarts."""
 
+import inspect
 import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from armillary.actions import ConditionalAction, NewBestMetric
+from armillary.actions import ConditionalAction, EarlyStopping, NewBestMetric
 
 
 def test_only_strictly_better_values_are_new():
-    best = NewBestMetric("accuracy")
+    best = NewBestMetric("accuracy", higher_is_better=True)
 
     assert [best({"accuracy": x}) for x in (0.5, 0.5, 0.4, 0.6)] == [
         True,
@@ -39,7 +40,7 @@ def test_nan_is_never_best():
 
 
 def test_test_does_not_remember():
-    best = NewBestMetric("accuracy")
+    best = NewBestMetric("accuracy", higher_is_better=True)
 
     assert best.test({"accuracy": 0.5})
     assert best.test({"accuracy": 0.5})
@@ -52,19 +53,21 @@ def test_test_does_not_remember():
     "metric", ["validation/loss", lambda output: output["validation"]["loss"]]
 )
 def test_nested_outputs_are_read_by_path_or_function(metric):
-    best = NewBestMetric(metric)
+    best = NewBestMetric(metric, higher_is_better=True)
 
     assert best.metric_value({"validation": {"loss": jnp.float32(0.25)}}) == 0.25
 
 
 def test_a_key_with_a_slash_is_read_as_it_is():
-    assert NewBestMetric("a/b").metric_value({"a/b": 1.0}) == 1.0
+    assert NewBestMetric("a/b", higher_is_better=True).metric_value({"a/b": 1.0}) == 1.0
 
 
 def test_best_value_survives_a_restart(tmp_path):
-    NewBestMetric("a/b", directory=tmp_path / "new")({"a": {"b": 0.5}})
+    NewBestMetric("a/b", directory=tmp_path / "new", higher_is_better=True)(
+        {"a": {"b": 0.5}}
+    )
 
-    restarted = NewBestMetric("a/b", directory=tmp_path / "new")
+    restarted = NewBestMetric("a/b", directory=tmp_path / "new", higher_is_better=True)
 
     assert restarted.best_value == 0.5
     assert not restarted({"a": {"b": 0.5}})
@@ -72,13 +75,18 @@ def test_best_value_survives_a_restart(tmp_path):
 
 
 def test_metrics_in_one_directory_do_not_mix(tmp_path):
-    NewBestMetric("loss", directory=tmp_path)({"loss": 1.0})
+    NewBestMetric("loss", directory=tmp_path, higher_is_better=True)({"loss": 1.0})
 
-    assert NewBestMetric("accuracy", directory=tmp_path).best_value is None
+    assert (
+        NewBestMetric("accuracy", directory=tmp_path, higher_is_better=True).best_value
+        is None
+    )
 
 
 def test_a_reader_does_not_write(tmp_path):
-    reader = NewBestMetric("loss", directory=tmp_path, write_metric=False)
+    reader = NewBestMetric(
+        "loss", directory=tmp_path, write_metric=False, higher_is_better=True
+    )
 
     assert reader({"loss": 1.0})
 
@@ -87,7 +95,7 @@ def test_a_reader_does_not_write(tmp_path):
 
 
 def test_interrupted_write_leaves_the_old_value(tmp_path, monkeypatch):
-    best = NewBestMetric("loss", directory=tmp_path)
+    best = NewBestMetric("loss", directory=tmp_path, higher_is_better=True)
     best({"loss": 1.0})
 
     def fail(*_):
@@ -97,12 +105,15 @@ def test_interrupted_write_leaves_the_old_value(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         best({"loss": 2.0})
 
-    assert NewBestMetric("loss", directory=tmp_path).best_value == 1.0
+    assert (
+        NewBestMetric("loss", directory=tmp_path, higher_is_better=True).best_value
+        == 1.0
+    )
     assert [file.name for file in tmp_path.iterdir()] == ["best_loss.json"]
 
 
 def test_failed_action_is_tried_again_when_commit_comes_last():
-    best = NewBestMetric("accuracy")
+    best = NewBestMetric("accuracy", higher_is_better=True)
     exports = []
 
     def export(output):
@@ -120,9 +131,9 @@ def test_failed_action_is_tried_again_when_commit_comes_last():
 
 
 def test_state_goes_through_a_checkpoint():
-    best = NewBestMetric("loss")
+    best = NewBestMetric("loss", higher_is_better=True)
     best({"loss": 1.0})
-    restored = NewBestMetric("loss")
+    restored = NewBestMetric("loss", higher_is_better=True)
 
     restored.set_state(json.loads(json.dumps(best.get_state())))
 
@@ -130,7 +141,7 @@ def test_state_goes_through_a_checkpoint():
 
 
 def test_missing_key_lists_those_that_exist():
-    best = NewBestMetric("validation/acc")
+    best = NewBestMetric("validation/acc", higher_is_better=True)
 
     with pytest.raises(ValueError, match=r"'validation/acc'.*`loss`, `validation/l1`"):
         best({"loss": 1.0, "validation": {"l1": 2.0}})
@@ -139,7 +150,7 @@ def test_missing_key_lists_those_that_exist():
 
 
 def test_values_that_are_no_scalar_number_are_errors():
-    best = NewBestMetric("loss")
+    best = NewBestMetric("loss", higher_is_better=True)
 
     with pytest.raises(ValueError, match=r"`loss` has shape \(2,\).*a scalar"):
         best({"loss": np.zeros(2)})
@@ -153,20 +164,37 @@ def test_wrong_metric_is_an_error(tmp_path):
     with pytest.raises(
         TypeError, match=r"`metric` is 3 of type int.*key of the output"
     ):
-        NewBestMetric(3)
+        NewBestMetric(3, higher_is_better=True)
     with pytest.raises(ValueError, match=r"the function <lambda>.*defined with `def`"):
-        NewBestMetric(lambda output: 1.0, directory=tmp_path)
+        NewBestMetric(lambda output: 1.0, directory=tmp_path, higher_is_better=True)
+
+
+@pytest.mark.parametrize("value", ["max", None, 2])
+def test_a_direction_that_is_no_truth_value_is_an_error(value):
+    message = "`higher_is_better` is .*, but it must be one of True, False. Use one of"
+    with pytest.raises(ValueError, match=message):
+        NewBestMetric("loss", higher_is_better=value)
+    with pytest.raises(ValueError, match=message):
+        EarlyStopping(print, "loss", patience=1, higher_is_better=value)
+
+
+@pytest.mark.parametrize("kind", [NewBestMetric, EarlyStopping])
+def test_the_direction_has_no_default_and_is_given_by_name(kind):
+    direction = inspect.signature(kind).parameters["higher_is_better"]
+
+    assert direction.kind is inspect.Parameter.KEYWORD_ONLY
+    assert direction.default is inspect.Parameter.empty
 
 
 def test_unreadable_file_is_an_error_that_names_it(tmp_path):
     (tmp_path / "best_loss.json").write_text("{")
 
     with pytest.raises(ValueError, match=r"best_loss\.json cannot be read.*Delete"):
-        NewBestMetric("loss", directory=tmp_path)
+        NewBestMetric("loss", directory=tmp_path, higher_is_better=True)
 
 
 def test_file_of_the_other_direction_is_an_error(tmp_path):
     NewBestMetric("loss", higher_is_better=False, directory=tmp_path)({"loss": 1.0})
 
     with pytest.raises(ValueError, match=r"`higher_is_better` is True.*with False"):
-        NewBestMetric("loss", directory=tmp_path)
+        NewBestMetric("loss", higher_is_better=True, directory=tmp_path)

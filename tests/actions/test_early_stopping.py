@@ -12,6 +12,7 @@ from armillary.actions import EarlyStopping
 
 def outputs_until_stop(losses, **options) -> Any:
     reasons = []
+    options = {"higher_is_better": False, **options}
     stopping = EarlyStopping(reasons.append, "loss", **options)
     for count, loss in enumerate(losses, start=1):
         stopping({"loss": loss})
@@ -49,7 +50,9 @@ def test_nan_is_no_improvement():
 
 def test_takes_a_controller():
     reasons = []
-    stopping = EarlyStopping(SimpleNamespace(request_stop=reasons.append), "loss", 1)
+    stopping = EarlyStopping(
+        SimpleNamespace(request_stop=reasons.append), "loss", 1, higher_is_better=False
+    )
 
     stopping({"loss": 1.0})
     stopping({"loss": 1.0})
@@ -59,7 +62,7 @@ def test_takes_a_controller():
 
 def test_a_later_run_gets_its_patience_back():
     reasons = []
-    stopping = EarlyStopping(reasons.append, "loss", patience=2)
+    stopping = EarlyStopping(reasons.append, "loss", patience=2, higher_is_better=False)
 
     for _ in range(4):
         stopping({"loss": 1.0})
@@ -71,10 +74,10 @@ def test_a_later_run_gets_its_patience_back():
 
 def test_state_goes_through_a_checkpoint():
     reasons = []
-    stopping = EarlyStopping(reasons.append, "loss", patience=2)
+    stopping = EarlyStopping(reasons.append, "loss", patience=2, higher_is_better=False)
     stopping({"loss": 1.0})
     stopping({"loss": 1.0})
-    restored = EarlyStopping(reasons.append, "loss", patience=2)
+    restored = EarlyStopping(reasons.append, "loss", patience=2, higher_is_better=False)
 
     restored.set_state(json.loads(json.dumps(stopping.get_state())))
     restored({"loss": 1.0})
@@ -83,11 +86,12 @@ def test_state_goes_through_a_checkpoint():
 
 
 def test_wrong_arguments_are_errors():
+    options = {"higher_is_better": False}
     with pytest.raises(TypeError, match=r"`request_stop` is None.*callable"):
-        EarlyStopping(None, "loss", 1)
+        EarlyStopping(None, "loss", 1, **options)
     with pytest.raises(TypeError, match=r"`metric` is 3 of type int"):
-        EarlyStopping(print, 3, 1)
+        EarlyStopping(print, 3, 1, **options)
     with pytest.raises(ValueError, match=r"`patience` is 0.*positive integer"):
-        EarlyStopping(print, "loss", 0)
+        EarlyStopping(print, "loss", 0, **options)
     with pytest.raises(ValueError, match=r"`min_delta` is -1.*not negative"):
-        EarlyStopping(print, "loss", 1, min_delta=-1)
+        EarlyStopping(print, "loss", 1, min_delta=-1, **options)

@@ -454,7 +454,10 @@ def test_a_signal_to_all_processes_is_one_notice(tmp_path, monkeypatch, caplog):
 def test_a_cluster_resolver_in_the_place_of_the_manager_is_an_error():
     with pytest.raises(TypeError, match="this action takes no cluster resolver") as e:
         SaveCheckpointIfPreempted(SimpleClusterResolver({}))
-    assert "`checkpoint_manager` is of type SimpleClusterResolver" in str(e.value)
+    assert (
+        "of type SimpleClusterResolver, but it must be a `CheckpointManager`."
+        in str(e.value)
+    )
 
 
 def test_what_is_no_configuration_is_an_error(tmp_path):

@@ -63,7 +63,7 @@ def test_the_diff_names_every_kind_of_difference_in_order_of_paths() -> None:
 
 
 def test_a_long_diff_ends_with_a_count() -> None:
-    with pytest.raises(CheckpointError, match="\n  and 5 more\n") as info:
+    with pytest.raises(CheckpointError, match=r"\n  \.\.\. and 5 more\n") as info:
         check({f"a{i:02}": KERNEL for i in range(25)}, {})
 
     assert str(info.value).count("only in the checkpoint") == 20

@@ -122,15 +122,16 @@ def test_the_first_batch_is_waited_for(compile_step):
         yield from from_arrays({"x": np.ones((8, 2), "float32")}, batch_size=4)
 
     owner = Owner()
-    options = LoopOptions(
-        steps_per_chunk=2,
-        max_chunk_bytes=2**20,
-        compile_loop=True,
-        compile_step=compile_step,
+    loop = Loop(
+        owner,
+        owner.step,
+        "step",
+        read,
+        DefaultStrategy(),
+        LoopOptions(steps_per_chunk=2, compile_step=compile_step),
         exact=False,
         keep_results=False,
     )
-    loop = Loop(owner, owner.step, "step", read, DefaultStrategy(), options)
     stopwatch = Stopwatch()
     with stopwatch.phase(Category.STEPPING):
         assert loop.has_data()

@@ -168,8 +168,8 @@ HOW_TO_FIND = (
 
 @pytest.mark.parametrize(
     "options",
-    [{"compile_step": False}, {"on_non_finite": "restore"}, {"data": "generator"}],
-    ids=["eager", "restore", "no position"],
+    [{"compile_step": False}, {"data": "generator"}],
+    ids=["eager", "no position"],
 )
 def test_where_a_step_cannot_be_repeated_the_message_says_how_to_look(options):
     if options.get("data") == "generator":

@@ -86,7 +86,12 @@ def values(strategy: Any) -> dict[str, Any]:
         float(strategy.reduce("sum", batch["x"], axis=0))
         for batch in strategy.distribute_dataset(data, options)
     ]
-    eager = Adder(strategy, strategy.distribute_dataset(data), compile_step=False)
+    eager = Adder(
+        strategy,
+        strategy.distribute_dataset(data),
+        compile_step=False,
+        on_non_finite="skip",
+    )
     eager.train(2)
     own = strategy.distribute_values_from_function(
         lambda context: np.float32(context.replica_id_in_sync_group)
@@ -110,7 +115,9 @@ def resume(strategy: Any, run_dir: str, steps: int) -> Any:
     """Trains up to a step from the latest checkpoint of a folder, and saves."""
     trainer = Reader(strategy)
     directory = Path(run_dir)
-    best = armillary.actions.NewBestMetric("accuracy", directory=directory / "best")
+    best = armillary.actions.NewBestMetric(
+        "accuracy", higher_is_better=True, directory=directory / "best"
+    )
     controller = armillary.Controller(
         trainer=trainer,
         global_step=trainer.optimizer.step,

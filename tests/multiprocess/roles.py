@@ -47,7 +47,9 @@ def make_controller(
     dataset = strategy.distribute_dataset(digits)
     model = MLP(nnx.Rngs(0))
     trainer = Classifier(strategy, model, optax.adam(1e-2), dataset)
-    best = armillary.actions.NewBestMetric("accuracy", directory=run_dir)
+    best = armillary.actions.NewBestMetric(
+        "accuracy", higher_is_better=True, directory=run_dir
+    )
     return armillary.Controller(
         trainer=trainer,
         evaluator=Evaluator(strategy, model),

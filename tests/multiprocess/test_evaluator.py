@@ -38,8 +38,8 @@ def test_every_checkpoint_of_a_job_is_evaluated_once_across_a_restart(tmp_path):
     expected = read_accuracies(tmp_path / "alone" / "eval")
     assert expected.keys() == set(saved)
     assert read_accuracies(tmp_path / "run" / "eval") == expected
-    best = NewBestMetric("accuracy", directory=tmp_path / "run").best_value
-    assert best == pytest.approx(max(expected.values()))
+    best = NewBestMetric("accuracy", higher_is_better=True, directory=tmp_path / "run")
+    assert best.best_value == pytest.approx(max(expected.values()))
     # The evaluator alone writes what belongs to evaluations, the chief all else.
     assert len(list((tmp_path / "run" / "eval").iterdir())) == 1
     tags = EventAccumulator(str(tmp_path / "run" / "train")).Reload().Tags()["scalars"]
