@@ -165,10 +165,8 @@ class Controller:
         self.eval_summary_manager = eval_summary_manager or self.summary_manager
         self._steps_per_loop = steps_per_loop
         self._scope = contextlib.nullcontext if strategy is None else strategy.scope
-        has_record = trainer is not None and checkpoint_manager is not None
-        self._goodput = make_recorder(
-            getattr(checkpoint_manager, "directory", None) if has_record else None
-        )
+        self._directory = getattr(checkpoint_manager, "directory", None)
+        self._goodput = make_recorder(None if trainer is None else self._directory)
         self._stop = StopRequest()
         shared = (self._read_step, self._scope, self._goodput)
         self._saving = Saving(checkpoint_manager, trainer, *shared)
@@ -348,7 +346,7 @@ class Controller:
         output: Output = None
         for path in watch_checkpoints(
             lambda: manager.checkpoints,
-            lambda: read_end(manager.directory),
+            lambda: read_end(self._directory),
             timeout=timeout,
             timeout_fn=timeout_fn,
             should_stop=lambda: self._stop.reason is not None,
@@ -430,8 +428,7 @@ class Controller:
     def _run(self) -> Iterator[None]:
         """Starts a run without a stop request, and leaves nothing unwritten."""
         self._stop.clear()
-        directory = getattr(self.checkpoint_manager, "directory", None)
-        begin_training(directory)
+        begin_training(self._directory)
         try:
             with self._watch():
                 yield
@@ -449,7 +446,7 @@ class Controller:
                 raise cause from error
             raise
         self._finish_writes()
-        end_training(directory, self._read_step())
+        end_training(self._directory, self._read_step())
         self._stop.log(self._read_step)
 
     def _train_until(self, target: int) -> bool:

@@ -67,10 +67,12 @@ def announce_ends() -> None:
             )
 
 
-def read_end(directory: str) -> str | None:
+def read_end(directory: str | None) -> str | None:
     """Returns what the file says, another text for each training, or `None`."""
     from etils import epath
 
+    if directory is None:
+        return None
     try:
         return (epath.Path(directory) / FILE_NAME).read_text()
     except OSError:

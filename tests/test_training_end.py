@@ -53,6 +53,7 @@ def test_without_a_directory_nothing_is_written(tmp_path):
     end_training(str(tmp_path / "gone"), 5)
     announce_ends()
     assert list(tmp_path.iterdir()) == []
+    assert read_end(None) is None
 
 
 def test_a_file_that_cannot_be_changed_ends_nothing(tmp_path, caplog, monkeypatch):

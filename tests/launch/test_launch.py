@@ -312,6 +312,15 @@ def test_a_reader_that_goes_away_does_not_end_the_job(launcher):
     assert (launcher.folder / "done").exists()
 
 
+def test_an_exit_code_is_known_where_the_ends_of_children_are_ignored(launcher):
+    old = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        launcher.start("sys.exit(75)\n")
+    finally:
+        signal.signal(signal.SIGCHLD, old)
+    assert launcher.finish()[0] == ExitCode.RESTART_REQUESTED
+
+
 @pytest.mark.parametrize("is_ignored", [True, False])
 def test_a_signal_ignored_from_the_start_stays_ignored(launcher, is_ignored):
     # As a shell does for a program in the background (SIGINT), and `nohup` (SIGHUP).
