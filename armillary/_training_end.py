@@ -53,6 +53,8 @@ def end_training(directory: str | None, step: int) -> None:
 @atexit.register
 def announce_ends() -> None:
     """Writes the files; the interpreter calls it when the program ends."""
+    if not _texts:
+        return
     from etils import epath
 
     for directory, text in _texts.items():

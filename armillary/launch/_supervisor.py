@@ -308,12 +308,8 @@ class _Supervisor:
     ) -> ExitCode:
         """Waits for the evaluator; returns the exit code of the job.
 
-        After a job that ended well, it has all the time that it needs for the last
-        checkpoint. After another one, it is made to end.
-
-        Args:
-            evaluation: The task that runs it.
-            code: What came of the workers.
+        If the workers' `code` is good, it has all the time that it needs for the last
+        checkpoint. Otherwise it is made to end.
         """
         if code is ExitCode.OK and self._stop is None:
             self._has_trained = True
