@@ -36,6 +36,7 @@ from armillary._saving import Saving
 from armillary._stop_request import StopRequest
 from armillary._traceback import hides_frames
 from armillary._train_loops import TrainLoops
+from armillary._training_end import begin_training, end_training, read_end
 from armillary._typing import Action, Output
 from armillary._watch import restore_if_good, watch_checkpoints
 from armillary.cluster._join import get_peers
@@ -162,10 +163,8 @@ class Controller:
         self.eval_summary_manager = eval_summary_manager or self.summary_manager
         self._steps_per_loop = steps_per_loop
         self._scope = contextlib.nullcontext if strategy is None else strategy.scope
-        has_record = trainer is not None and checkpoint_manager is not None
-        self._goodput = make_recorder(
-            getattr(checkpoint_manager, "directory", None) if has_record else None
-        )
+        self._directory = getattr(checkpoint_manager, "directory", None)
+        self._goodput = make_recorder(None if trainer is None else self._directory)
         self._stop = StopRequest()
         shared = (self._read_step, self._scope, self._goodput)
         self._saving = Saving(checkpoint_manager, trainer, *shared)
@@ -305,8 +304,10 @@ class Controller:
         once. One that is damaged, or that the training job deletes before it is
         restored, is skipped with a warning. Nothing is written to the directory.
 
-        Below `armillary launch --evaluator` it also returns when the workers have ended
-        well and their last checkpoint is evaluated.
+        It also returns when the program that trains has ended, after its last training
+        ended well, and its last checkpoint is evaluated: there is a file `DONE` in the
+        directory then. One that is there from the start counts five minutes later: a
+        training that goes on takes it away when it begins.
 
         Args:
             steps: Steps of each evaluation, or -1 as in `evaluate`.
@@ -315,7 +316,7 @@ class Controller:
                 will follow and the method returns. `None` returns after the first.
             until_step: The global step that training goes up to: the method returns
                 once a checkpoint of this step or a later one is evaluated, however
-                often training stopped and went on before. `None` knows no such step.
+                often training was interrupted before. `None` knows no such step.
 
         Returns:
             The output of the last evaluation, or `None` if there was none.
@@ -342,6 +343,7 @@ class Controller:
         output: Output = None
         for path in watch_checkpoints(
             lambda: manager.checkpoints,
+            lambda: read_end(self._directory),
             timeout=timeout,
             timeout_fn=timeout_fn,
             should_stop=lambda: self._stop.reason is not None,
@@ -423,6 +425,7 @@ class Controller:
     def _run(self) -> Iterator[None]:
         """Starts a run without a stop request, and leaves nothing unwritten."""
         self._stop.clear()
+        begin_training(self._directory)
         try:
             with self._watch():
                 yield
@@ -440,6 +443,7 @@ class Controller:
                 raise cause from error
             raise
         self._finish_writes()
+        end_training(self._directory, self._read_step())
         self._stop.log(self._read_step)
 
     def _train_until(self, target: int) -> bool:

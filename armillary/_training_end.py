@@ -1,37 +1,81 @@
-"""How an evaluator beside a job learns that no checkpoint will follow.
+"""How an evaluator learns that no checkpoint will follow: a file beside them.
 
-The launcher makes a pipe, gives the evaluator the end to read from, and closes the
-other one when all workers have ended well. Nothing is ever written to it.
+It appears when the program that trains ends, if its last training ended well: a program
+may train several times. It is taken away when a program begins to train again.
 """
 
-import os
-import select
+import atexit
+import json
+import time
 
-VARIABLE = "ARMILLARY_TRAINING_PIPE"
-"""Names the pipe in the environment: its descriptor and its inode."""
+from armillary._logging import logger
+from armillary._process import get_process
+
+FILE_NAME = "DONE"
+
+_texts: dict[str, str] = {}
 
 
-def describe_pipe(descriptor: int) -> str:
-    """Returns the value of the variable for a pipe.
+def begin_training(directory: str | None) -> None:
+    """Takes the file of an earlier training away.
+
+    All processes call it, and the chief does it.
 
     Args:
-        descriptor: The end to read from, by the number that the evaluator knows it by.
+        directory: Where the checkpoints are; `None` does nothing.
     """
-    return f"{descriptor}:{os.fstat(descriptor).st_ino}"
+    from etils import epath
 
-
-def has_training_ended() -> bool:
-    """Returns whether a launcher says that training is over.
-
-    Where no launcher told of a pipe, the answer is no. The variable alone proves
-    nothing: a program that the evaluator starts has it, too, and other files.
-    """
-    value = os.environ.get(VARIABLE, "")
+    if directory is None or not get_process().is_chief:
+        return
+    _texts.pop(directory, None)
+    path = epath.Path(directory) / FILE_NAME
     try:
-        descriptor = int(value.partition(":")[0])
-        if describe_pipe(descriptor) != value:
-            return False
-    except (ValueError, OSError):
-        return False
-    ready, _, _ = select.select([descriptor], [], [], 0)
-    return bool(ready)
+        if path.is_file():
+            path.unlink()
+    except OSError as error:
+        logger.warning(
+            "`%s` cannot be removed (%s): an evaluator may end too early.", path, error
+        )
+
+
+def end_training(directory: str | None, step: int) -> None:
+    """Lets the end of this program say that training is over, unless it begins again.
+
+    Args:
+        directory: As for `begin_training`.
+        step: The global step that was reached.
+    """
+    if directory is not None and get_process().is_chief:
+        _texts[directory] = json.dumps({"step": step, "time": time.time()})
+
+
+@atexit.register
+def announce_ends() -> None:
+    """Writes the files; the interpreter calls it when the program ends."""
+    if not _texts:
+        return
+    from etils import epath
+
+    for directory, text in _texts.items():
+        path = epath.Path(directory) / FILE_NAME
+        try:
+            # A temporary directory may be gone by now.
+            if path.parent.is_dir():
+                path.write_text(text)
+        except OSError as error:
+            logger.warning(
+                "`%s` cannot be written (%s): an evaluator may wait on.", path, error
+            )
+
+
+def read_end(directory: str | None) -> str | None:
+    """Returns what the file says, another text for each training, or `None`."""
+    from etils import epath
+
+    if directory is None:
+        return None
+    try:
+        return (epath.Path(directory) / FILE_NAME).read_text()
+    except OSError:
+        return None

@@ -4,14 +4,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from armillary._logging import logger
-from armillary._training_end import has_training_ended
 from armillary.errors import CheckpointDamageError
 
 _POLL_SECONDS = 1.0
+_OLD_END_SECONDS = 300.0
+"""After this time, the end of an earlier training counts: no other one has begun."""
 
 
 def watch_checkpoints(
     list_checkpoints: Callable[[], Sequence[str]],
+    read_end: Callable[[], str | None],
     *,
     timeout: float | None,
     timeout_fn: Callable[[], bool] | None,
@@ -19,28 +21,33 @@ def watch_checkpoints(
 ) -> Iterator[str]:
     """Yields every checkpoint once, oldest first, as they appear.
 
-    Where the launcher says that training has ended, it ends with the last of them.
+    When training has ended, it ends with the last of them. An end that is there from
+    the start may be that of an earlier training, while a longer one is about to begin
+    and to take it away. So it counts only after five minutes.
 
     Args:
         list_checkpoints: Returns the paths that are there now, oldest first.
+        read_end: Returns a text once training has ended, another one for each training.
         timeout: Seconds to wait for a new one, or `None` to wait forever.
         timeout_fn: Called after each timeout; watching ends if it returns true. `None`
             ends it after the first timeout.
         should_stop: Ends the watch as soon as it returns true.
     """
     seen: set[str] = set()
+    old_end, old_end_counts = read_end(), time.monotonic() + _OLD_END_SECONDS
     deadline = _deadline(timeout)
     while not should_stop():
         # ORDER: the clock is read before the directory, so that a checkpoint written
         # in the last moment of the wait is still found; so is the end of training.
-        remaining = deadline - time.monotonic()
-        has_ended = has_training_ended()
+        now = time.monotonic()
+        remaining, is_old_end_due = deadline - now, now >= old_end_counts
+        end = read_end()
         new = [path for path in list_checkpoints() if path not in seen]
         if new:
             seen.add(new[0])
             yield new[0]
             deadline = _deadline(timeout)
-        elif has_ended:
+        elif end is not None and (end != old_end or is_old_end_due):
             return
         elif remaining > 0:
             time.sleep(min(_POLL_SECONDS, remaining))

@@ -1,6 +1,7 @@
 """`Controller` with checkpoints: saves, restores, resumes, watches."""
 
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -454,27 +455,41 @@ def test_a_timeout_ends_evaluation_before_the_last_step(tmp_path):
     assert run.evaluated == [2]
 
 
-def test_evaluation_ends_with_the_last_checkpoint_of_a_job_that_has_ended(
-    tmp_path, monkeypatch
-):
+def test_evaluation_ends_with_the_last_checkpoint_of_a_program_that_has_ended(tmp_path):
     training = make_controller(Run(), tmp_path, {"checkpoint_interval": 2})
     training.train(4)
-    reader, writer = os.pipe()
-    monkeypatch.setenv(_training_end.VARIABLE, _training_end.describe_pipe(reader))
     run = Run()
 
     def train_on(output):
         if run.evaluated == [2, 4]:
             training.train(6)
-            os.close(writer)
+            assert not (tmp_path / "DONE").exists()
+            training.train(8)
+            # The program that trains would end now.
+            _training_end.announce_ends()
 
-    try:
-        evaluation = make_evaluation_job(tmp_path, run, eval_actions=[train_on])
-        evaluation.evaluate_continuously()
-    finally:
-        os.close(reader)
+    evaluation = make_evaluation_job(tmp_path, run, eval_actions=[train_on])
+    evaluation.evaluate_continuously()
 
-    assert run.evaluated == [2, 4, 6]
+    assert run.evaluated == [2, 4, 6, 8]
+    assert json.loads((tmp_path / "DONE").read_text())["step"] == 8
+
+
+def test_training_that_goes_on_or_fails_is_not_over(tmp_path):
+    training = make_controller(Run(), tmp_path, {"checkpoint_interval": 2})
+    training.train(2)
+    _training_end.announce_ends()
+    assert (tmp_path / "DONE").exists()
+
+    def fail(output):
+        assert not (tmp_path / "DONE").exists()
+        raise SystemExit(77)
+
+    failing = make_controller(Run(), tmp_path, train_actions=[fail])
+    with pytest.raises(SystemExit):
+        failing.train(4)
+    _training_end.announce_ends()
+    assert not (tmp_path / "DONE").exists()
 
 
 def test_evaluating_writes_nothing_beside_the_checkpoints(tmp_path):

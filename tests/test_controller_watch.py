@@ -1,16 +1,23 @@
 """Watching a directory of checkpoints: each one once, in order, until a timeout."""
 
-import os
 import threading
 import time
 
-from armillary import _training_end, _watch
+from armillary import _watch
 from armillary._watch import watch_checkpoints
 
 
-def watch(list_checkpoints, *, timeout=0.0, timeout_fn=None, should_stop=lambda: False):
+def watch(
+    list_checkpoints,
+    read_end=lambda: None,
+    *,
+    timeout=0.0,
+    timeout_fn=None,
+    should_stop=lambda: False,
+):
     return watch_checkpoints(
         list_checkpoints,
+        read_end,
         timeout=timeout,
         timeout_fn=timeout_fn,
         should_stop=should_stop,
@@ -79,20 +86,44 @@ def test_timeout_function_decides_whether_to_wait_on():
 
 def test_the_last_checkpoint_of_a_job_that_ends_meanwhile_is_found(monkeypatch):
     monkeypatch.setattr(_watch, "_POLL_SECONDS", 0.01)
-    reader, writer = os.pipe()
-    monkeypatch.setenv(_training_end.VARIABLE, _training_end.describe_pipe(reader))
-    checkpoints = []
+    checkpoints, ends = [], []
 
     def list_checkpoints():
         found = list(checkpoints)
         if not checkpoints:
             # Between this look at the directory and the next one.
             checkpoints.append("1")
-            os.close(writer)
+            ends.append("end")
         return found
 
-    assert list(watch(list_checkpoints, timeout=None)) == ["1"]
-    os.close(reader)
+    found = watch(list_checkpoints, lambda: ends[0] if ends else None, timeout=None)
+    assert list(found) == ["1"]
+
+
+def test_the_end_of_an_earlier_training_does_not_count_while_another_begins(
+    monkeypatch,
+):
+    monkeypatch.setattr(_watch, "_POLL_SECONDS", 0.01)
+    # The end of the earlier training, then none, then that of the one that goes on.
+    ends = ["old", "old", "old", None, None, "new"]
+    checkpoints = ["1"]
+
+    def read_end():
+        if len(ends) == 3:
+            checkpoints.append("2")
+        return ends.pop(0) if len(ends) > 1 else ends[0]
+
+    found = watch(lambda: list(checkpoints), read_end, timeout=None)
+    assert list(found) == ["1", "2"]
+    assert ends == ["new"]
+
+
+def test_the_end_of_an_earlier_training_counts_if_no_other_one_begins(monkeypatch):
+    monkeypatch.setattr(_watch, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(_watch, "_OLD_END_SECONDS", 0.3)
+    start = time.monotonic()
+    assert list(watch(lambda: ["1"], lambda: "old", timeout=None)) == ["1"]
+    assert time.monotonic() - start >= 0.3
 
 
 def test_stop_ends_the_watch():

@@ -13,6 +13,7 @@ The classes and their names are those of `tf.distribute.cluster_resolver`. Nothi
 uses a device, opens a connection or changes a setting of JAX.
 """
 
+from armillary._exit_code import ExitCode as ExitCode
 from armillary.cluster._communication import (
     CommunicationImplementation as CommunicationImplementation,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "ClusterSpec",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "ExitCode",
     "JaxSettings",
     "KubernetesClusterResolver",
     "ProcessPlan",

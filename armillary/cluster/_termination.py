@@ -24,7 +24,7 @@ class TerminationConfig:
             again, and ends: worth it if the period is many times as long as a save.
         exit_fn: Called without arguments in all processes once they have saved. If it
             returns, training goes on. `None` ends the program with exit code 77,
-            `armillary.launch.ExitCode.PREEMPTED`.
+            `armillary.cluster.ExitCode.PREEMPTED`.
         watcher: A function without arguments that returns whether the machine is going
             to be taken, for platforms that do not say it by SIGTERM. A thread calls it
             about once a second. Where it fails, that is logged once, and it is called

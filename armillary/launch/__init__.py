@@ -13,7 +13,7 @@ them and ends when all of them have ended; a restart is another attempt::
 An *evaluator* may run beside the workers. It belongs to no attempt: it goes on while
 they are restarted, and is restarted alone.
 
-The main thread supervises and never writes; one other thread does all the writing. So a
+One event loop supervises and reads what processes say; one thread writes it. So a
 terminal that is paused cannot keep the launcher from passing on a signal.
 """
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from io import FileIO
 from pathlib import Path
 
 from armillary._checks import (
@@ -17,9 +18,7 @@ from armillary._checks import (
 from armillary._exit_code import ExitCode
 from armillary.launch._devices import find_gpus, plan_devices
 from armillary.launch._environment import check_environment
-from armillary.launch._evaluator import LABEL
-from armillary.launch._sink import LogFile
-from armillary.launch._supervisor import Job, run_job
+from armillary.launch._supervisor import EVALUATOR, Job, run_job
 
 _EPILOG = """\
 All options stand in front of the script; what follows it is passed to it. Exit codes:
@@ -130,7 +129,7 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     )
     labels = [f"worker {index}" for index in range(num_workers)]
     if namespace.evaluator:
-        labels.append(LABEL)
+        labels.append(EVALUATOR)
     job = Job(
         arguments=arguments,
         num_workers=num_workers,
@@ -154,13 +153,13 @@ def _check_seconds(name: str, value: float) -> float:
     return value
 
 
-def _open_logs(folder: Path | None, labels: list[str]) -> dict[str, LogFile]:
+def _open_logs(folder: Path | None, labels: list[str]) -> dict[str, FileIO]:
     if folder is None:
         return {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return {
-            label: LogFile(folder / f"{label.replace(' ', '_')}.log")
+            label: (folder / f"{label.replace(' ', '_')}.log").open("ab", buffering=0)
             for label in labels
         }
     except OSError as error:

@@ -1,11 +1,14 @@
-"""The environment variables of a worker, computed from those of the launcher."""
+"""The environment variables of a worker, and the addresses in them."""
 
+import contextlib
 import json
+import socket
 from collections.abc import Mapping, Sequence
 
 from armillary.launch._devices import DevicePlan
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+_LOOPBACK = "127.0.0.1"
 _PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 
 
@@ -21,6 +24,20 @@ def check_environment(environment: Mapping[str, str]) -> None:
             "of a job already, but `armillary launch` sets it for workers of its own. "
             "Run the script itself (`python train.py`), or `unset TF_CONFIG` first."
         )
+
+
+def find_addresses(count: int) -> list[str]:
+    """Returns `count` different addresses on loopback that are free now.
+
+    Nothing holds them after the return, so another program can take one before the
+    worker does. That attempt fails, and the next one has other ports.
+    """
+    with contextlib.ExitStack() as stack:
+        # All are open at once, or the system could give the same one twice.
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((_LOOPBACK, 0))
+        return [f"{_LOOPBACK}:{each.getsockname()[1]}" for each in sockets]
 
 
 def make_environment(
@@ -54,7 +71,7 @@ def make_environment(
     if any(base.get(name) for name in _PROXY_VARIABLES):
         # gRPC would ask the proxy for the coordinator on this machine.
         direct = base.get("no_grpc_proxy") or base.get("no_proxy")
-        changes["no_grpc_proxy"] = f"{direct},127.0.0.1" if direct else "127.0.0.1"
+        changes["no_grpc_proxy"] = f"{direct},{_LOOPBACK}" if direct else _LOOPBACK
     environment = {**base, **changes}
     if devices.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(

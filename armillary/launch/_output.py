@@ -1,83 +1,108 @@
-"""The one thread that writes what all processes say, line by line, and the launcher.
+"""Writes what all processes say, line by line, and what the launcher says.
 
-The main thread only posts what is to be done, so it never waits for a slow terminal.
+The event loop reads, and one thread writes. Each stream waits until its last piece is
+written before it is read again. So a paused terminal pauses the processes that write to
+it, costs no memory, and does not keep the launcher from passing on a signal.
 """
 
-import contextlib
+import asyncio
 import os
-import selectors
+import select
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future
 from io import FileIO
-from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from queue import SimpleQueue
+from typing import NamedTuple, TextIO
 
 from armillary.launch._lines import LineSplitter
-from armillary.launch._sink import LogFile, StreamSink
 
 TAIL_LINES = 15
 """Lines of a failed process's stderr that are shown again at the end."""
 
 _LAUNCHER = "launcher"
+_BOLD = 1
+# Cyan, green, magenta, yellow, blue, and two of them brighter (ECMA-48, SGR).
+_COLORS = (36, 32, 35, 33, 34, 96, 92)
 _READ_SIZE = 64 * 1024
 _DRAIN_SECONDS = 5.0
 
 
-class _Source(NamedTuple):
-    """One stream of one process."""
+class StreamSink:
+    """Writes to stdout or stderr of the launcher, with colored labels on a terminal.
 
-    label: str
-    file: FileIO
+    A reader that went away (`armillary launch ... | head`) must not end the training,
+    so lines are dropped from then on.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        # Python has no stream where the launcher was started with a closed one.
+        self._descriptor = None if stream is None else stream.fileno()
+        self._encoding = "utf-8" if stream is None else stream.encoding
+        self._is_colored = (
+            stream is not None
+            and stream.isatty()
+            and os.environ.get("TERM", "dumb") != "dumb"
+            and not os.environ.get("NO_COLOR")
+        )
+
+    def write(self, label: str, line: str) -> None:
+        """Writes `line` behind `[label]`, or drops it if nobody can read it."""
+        if self._descriptor is None:
+            return
+        prefix = f"[{label}]"
+        if self._is_colored:
+            number = label.rpartition(" ")[2]
+            is_worker = number.isdecimal()
+            code = _COLORS[int(number) % len(_COLORS)] if is_worker else _BOLD
+            prefix = f"\x1b[{code}m{prefix}\x1b[0m"
+        text = f"{prefix} {line}\n"
+        try:
+            _write_all(self._descriptor, text.encode(self._encoding, "replace"))
+        except OSError:
+            self._descriptor = None
+
+
+class _Piece(NamedTuple):
+    """Lines to write, all of one stream, and whom to tell when they are written."""
+
     sink: StreamSink
-    splitter: LineSplitter
-    tail: "deque[str] | None"
-
-
-class _Waiter(NamedTuple):
-    """Who waits for the end of streams, and of which ones."""
-
-    labels: Collection[str] | None
-    is_done: threading.Event
+    label: str
+    lines: list[str]
+    written: "Future[None]"
 
 
 class Output:
     """Writes the lines of all processes and of the launcher; a context manager.
 
     Args:
-        logs: Log files by the label of their process. They are closed at the end.
+        logs: Unbuffered files to append to, by the label of their process. They are
+            closed at the end.
     """
 
-    def __init__(self, logs: Mapping[str, LogFile] | None = None) -> None:
+    def __init__(self, logs: Mapping[str, FileIO] | None = None) -> None:
         self._logs = dict(logs or {})
         self._stdout, self._stderr = StreamSink(sys.stdout), StreamSink(sys.stderr)
-        self._selector = selectors.DefaultSelector()
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_writer, False)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
-        self._posted: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._waiters: list[_Waiter] = []
-        self._is_open = True
-        self._is_idle = False
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._pieces: SimpleQueue[_Piece | None] = SimpleQueue()
+        self._num_posted = self._num_written = 0
         # A daemon, so that Ctrl-C ends the launcher while its terminal is paused.
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self._write_all, daemon=True)
 
     def __enter__(self) -> "Output":
         self._thread.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        # The last lines say what went wrong: a reader that pauses still gets them.
-        while self._thread.is_alive() and not self.drain():
-            pass
-        self._post(self._stop)
-        self._thread.join()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self._pieces.put(None)
+        if kind is None:
+            self._thread.join()
 
     def say(self, text: str) -> None:
         """Writes lines of the launcher itself to stderr."""
-        lines = text.splitlines()
-        self._post(lambda: [self._stderr.write(_LAUNCHER, line) for line in lines])
+        self._post(self._stderr, _LAUNCHER, text.splitlines())
 
     def add(self, label: str, stdout: FileIO, stderr: FileIO) -> "deque[str]":
         """Takes over the streams of a process and closes them when they end.
@@ -86,127 +111,111 @@ class Output:
             The last lines of its stderr; complete after `drain`.
         """
         tail: deque[str] = deque(maxlen=TAIL_LINES)
+        nothing: deque[str] = deque(maxlen=0)
         for file, sink, lines in (
-            (stdout, self._stdout, None),
+            (stdout, self._stdout, nothing),
             (stderr, self._stderr, tail),
         ):
-            source = _Source(label, file, sink, LineSplitter(), lines)
-            self._post(
-                lambda source=source: self._selector.register(
-                    source.file, selectors.EVENT_READ, source
-                )
-            )
+            pump = asyncio.create_task(self._pump(label, file, sink, lines), name=label)
+            self._pumps.add(pump)
+            pump.add_done_callback(self._pumps.discard)
         return tail
 
-    def drain(
-        self,
-        timeout: float = _DRAIN_SECONDS,
-        *,
-        labels: Collection[str] | None = None,
-    ) -> bool:
-        """Waits until the streams of processes have ended, and all is written.
-
-        A process that left its worker's group may hold a stream open for longer than
-        `timeout` seconds. It is not listened to any more.
+    async def wait(
+        self, seconds: float, labels: Collection[str] | None = None
+    ) -> set[asyncio.Task[None]]:
+        """Waits until streams have ended and are written; returns those that did not.
 
         Args:
-            timeout: Seconds.
-            labels: The processes; `None` means all.
+            seconds: For how long.
+            labels: Of which processes; `None` means all.
+        """
+        pumps = {
+            pump for pump in self._pumps if labels is None or pump.get_name() in labels
+        }
+        return (await asyncio.wait(pumps, timeout=seconds))[1] if pumps else set()
+
+    async def drain(
+        self, labels: Collection[str] | None = None, *, seconds: float = _DRAIN_SECONDS
+    ) -> bool:
+        """Waits until the streams of processes that have ended are written.
+
+        A process that left its worker's group may hold a stream open for longer than
+        `seconds`. It is not listened to any more.
 
         Returns:
             Whether all is written. It is not if nobody reads what the launcher writes.
         """
-        waiter = _Waiter(labels, threading.Event())
-        self._post(lambda: self._waiters.append(waiter))
-        if not waiter.is_done.wait(timeout) and self._is_idle:
-            self._post(lambda: self._abandon(labels))
-            waiter.is_done.wait(timeout)
-        return waiter.is_done.is_set()
+        late = await self.wait(seconds, labels)
+        if late and self._num_posted == self._num_written:
+            for pump in late:
+                pump.cancel()
+            late = await self.wait(seconds, labels)
+        return not late
 
-    def _post(self, call: Callable[[], object]) -> None:
-        self._posted.put(call)
-        # A pipe that is full wakes the thread as well.
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_writer, b"\0")
+    async def finish(self) -> None:
+        """Drains all streams, for as long as that takes.
 
-    def _run(self) -> None:
-        while self._is_open:
-            self._is_idle = True
-            ready = self._selector.select()
-            self._is_idle = False
-            for key, _ in ready:
-                if key.data is None:
-                    os.read(self._wake_reader, _READ_SIZE)
-                else:
-                    self._read(key.data)
-            # ORDER: streams first, so that what a worker wrote before it ended comes
-            # before what the launcher says about it.
-            self._call_posted()
-            for waiter in list(self._waiters):
-                if not self._list_sources(waiter.labels):
-                    waiter.is_done.set()
-                    self._waiters.remove(waiter)
-        self._abandon()
-        self._close()
+        The last lines say what went wrong: a reader that pauses still gets them.
+        """
+        while not await self.drain():
+            pass
 
-    def _call_posted(self) -> None:
-        while True:
-            try:
-                call = self._posted.get_nowait()
-            except Empty:
-                return
-            call()
+    def _post(self, sink: StreamSink, label: str, lines: list[str]) -> "Future[None]":
+        piece = _Piece(sink, label, lines, Future())
+        # Once it is marked as running, nobody can cancel it.
+        piece.written.set_running_or_notify_cancel()
+        self._num_posted += 1
+        self._pieces.put(piece)
+        return piece.written
 
-    def _list_sources(self, labels: Collection[str] | None = None) -> list[_Source]:
-        sources = [key.data for key in self._selector.get_map().values()]
-        return [
-            source
-            for source in sources
-            if source is not None and (labels is None or source.label in labels)
-        ]
+    async def _pump(
+        self, label: str, file: FileIO, sink: StreamSink, tail: "deque[str]"
+    ) -> None:
+        reader, splitter = asyncio.StreamReader(), LineSplitter()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), file
+        )
+        try:
+            while data := await reader.read(_READ_SIZE):
+                lines = splitter.feed(data)
+                tail.extend(lines)
+                await asyncio.wrap_future(self._post(sink, label, lines))
+        finally:
+            rest = splitter.flush()
+            tail.extend(rest)
+            written = self._post(sink, label, rest)
+            transport.close()
+        await asyncio.wrap_future(written)
 
-    def _read(self, source: _Source) -> None:
-        data = source.file.read(_READ_SIZE)
-        if data:
-            self._write(source, source.splitter.feed(data))
-        else:
-            self._end(source)
-
-    def _end(self, source: _Source) -> None:
-        self._write(source, source.splitter.flush())
-        self._selector.unregister(source.file)
-        source.file.close()
-
-    def _write(self, source: _Source, lines: list[str]) -> None:
-        for line in lines:
-            source.sink.write(source.label, line)
-            if source.tail is not None:
-                source.tail.append(line)
-            if source.label in self._logs:
-                self._write_log(source.label, line)
+    def _write_all(self) -> None:
+        while (piece := self._pieces.get()) is not None:
+            for line in piece.lines:
+                piece.sink.write(piece.label, line)
+                if piece.label in self._logs:
+                    self._write_log(piece.label, line)
+            self._num_written += 1
+            piece.written.set_result(None)
+        for log in self._logs.values():
+            log.close()
 
     def _write_log(self, label: str, line: str) -> None:
         log = self._logs[label]
         try:
-            log.write(line)
+            _write_all(log.fileno(), f"{line}\n".encode())
         except OSError as error:
             del self._logs[label]
             log.close()
             self._stderr.write(
                 _LAUNCHER,
-                f"cannot write {log.path} any more ({error}); the job goes on without.",
+                f"cannot write {log.name} any more ({error}); the job goes on without.",
             )
 
-    def _abandon(self, labels: Collection[str] | None = None) -> None:
-        for source in self._list_sources(labels):
-            self._end(source)
 
-    def _stop(self) -> None:
-        self._is_open = False
-
-    def _close(self) -> None:
-        self._selector.close()
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
-        for log in self._logs.values():
-            log.close()
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:
+            # Another user of the same terminal may have made it non-blocking.
+            select.select([], [descriptor], [])

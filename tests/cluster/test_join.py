@@ -16,7 +16,7 @@ from armillary.cluster import (
 )
 from armillary.cluster._gloo import keep_gloo_on
 from armillary.errors import ClusterError
-from armillary.launch._ports import find_addresses
+from armillary.launch._environment import find_addresses
 
 TWO = SimpleClusterResolver({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker", 1)
 

@@ -52,34 +52,24 @@ def test_what_follows_the_script_is_the_scripts(jobs, words, arguments):
     assert jobs[0].num_workers == 3
 
 
-def test_all_options_arrive(jobs, folder):
-    options = "--workers 2 --devices-per-worker 3 --max-restarts 4 --restart-pause 0.5"
-    options += " --grace-period 6 --log-dir logs train.py"
+def test_all_options_arrive(jobs, folder, monkeypatch):
+    monkeypatch.setattr(_arguments, "find_gpus", lambda environment: list("0123456"))
+    options = "--workers 2 --devices-per-worker 1 --max-restarts 4 --restart-pause 0.5"
+    options += " --grace-period 6 --log-dir logs --evaluator train.py"
     _cli.main(["launch", *options.split()])
     (job,) = jobs
-    assert (job.num_workers, job.devices.virtual_cpus, job.max_restarts) == (2, 3, 4)
+    assert (job.num_workers, job.has_evaluator, job.max_restarts) == (2, True, 4)
     assert (job.restart_pause, job.grace_period) == (0.5, 6.0)
-    assert list(job.logs) == ["worker 0", "worker 1"]
+    # The evaluator has devices and a log of its own.
+    assert job.devices.gpus == (("0",), ("1",), ("2",))
+    assert list(job.logs) == ["worker 0", "worker 1", "evaluator"]
     for log in job.logs.values():
         log.close()
     assert {path.name for path in (folder / "logs").iterdir()} == {
         "worker_0.log",
         "worker_1.log",
+        "evaluator.log",
     }
-
-
-def test_an_evaluator_has_a_log_and_devices_of_its_own(jobs, folder, monkeypatch):
-    monkeypatch.setattr(_arguments, "find_gpus", lambda environment: list("0123456"))
-    options = "--workers 2 --evaluator --log-dir logs train.py"
-    _cli.main(["launch", *options.split()])
-    (job,) = jobs
-    for log in job.logs.values():
-        log.close()
-    assert job.has_evaluator
-    assert job.num_workers == 2
-    assert job.devices.gpus == (("0", "1"), ("2", "3"), ("4", "5"))
-    assert list(job.logs) == ["worker 0", "worker 1", "evaluator"]
-    assert (folder / "logs" / "evaluator.log").exists()
 
 
 @pytest.mark.parametrize(
@@ -108,10 +98,29 @@ def test_a_mistake_is_one_line_and_exit_code_2(jobs, capsys, words, message):
     assert jobs == []
 
 
-def test_a_mistake_is_a_value_error_below_the_command_line(jobs):
-    namespace = _parse("--workers", "-2", "train.py")
-    with pytest.raises(ValueError, match=r"`--workers` is -2, .* `--workers=1` or"):
-        _arguments.prepare(namespace)
+@pytest.mark.parametrize(
+    ("words", "patches", "message"),
+    [
+        ("--workers -2 train.py", {}, r"`--workers` is -2, .* `--workers=1` or"),
+        (
+            "--log-dir train.py train.py",
+            {},
+            r"`--log-dir` is 'train.py', but .*File exists.* Use a folder",
+        ),
+        ("train.py", {"TF_CONFIG": "{}"}, r"`TF_CONFIG` is '\{\}', so"),
+        ("train.py", {"platform": "darwin"}, "is 'darwin', but `armillary launch` wor"),
+    ],
+)
+def test_a_mistake_is_a_value_error_below_the_command_line(
+    monkeypatch, words, patches, message
+):
+    monkeypatch.setattr(sys, "platform", patches.pop("platform", sys.platform))
+    for name, value in patches.items():
+        monkeypatch.setenv(name, value)
+    parser = argparse.ArgumentParser()
+    _arguments.add_arguments(parser)
+    with pytest.raises(ValueError, match=message):
+        _arguments.prepare(parser.parse_args(words.split()))
 
 
 def test_a_module_is_found_by_whatever_python_finds_it_with(jobs, monkeypatch):
@@ -131,49 +140,18 @@ def test_an_empty_description_of_a_cluster_is_none(jobs, monkeypatch):
     assert _cli.main(["launch", "train.py"]) == 0
 
 
-def test_a_worker_cannot_launch(jobs, monkeypatch, capsys):
-    monkeypatch.setenv("TF_CONFIG", "{}")
-    with pytest.raises(SystemExit):
-        _cli.main(["launch", "train.py"])
-    assert "`TF_CONFIG` is '{}', so" in capsys.readouterr().err
-
-
-def test_other_platforms_are_refused(jobs, monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(
-        ValueError, match="is 'darwin', but `armillary launch` works on"
-    ):
-        _arguments.prepare(_parse("train.py"))
-
-
-def test_a_log_folder_that_cannot_be_made_is_an_error():
-    with pytest.raises(
-        ValueError, match=r"`--log-dir` is 'train.py', but .*File exists.* Use a folder"
-    ):
-        _arguments.prepare(_parse("--log-dir", "train.py", "train.py"))
-
-
-def test_without_a_command_there_is_help(capsys):
-    assert _cli.main([]) == ExitCode.OK
-    assert "launch    start the workers" in capsys.readouterr().out
-
-
-def test_an_unknown_option_without_a_command_is_a_mistake(capsys):
-    with pytest.raises(SystemExit) as raised:
-        _cli.main(["--bogus"])
-    assert raised.value.code == ExitCode.USAGE
-    error = capsys.readouterr().err
-    assert "'--bogus' is not an option of this command. Use" in error
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit) as raised:
-        _cli.main(["--version"])
-    assert raised.value.code == 0
-    assert capsys.readouterr().out == f"armillary {armillary.__version__}\n"
-
-
-def _parse(*words):
-    parser = argparse.ArgumentParser()
-    _arguments.add_arguments(parser)
-    return parser.parse_args(words)
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], ExitCode.OK, "launch    start the workers"),
+        (["--bogus"], ExitCode.USAGE, "'--bogus' is not an option of this command. "),
+        (["--version"], ExitCode.OK, f"armillary {armillary.__version__}\n"),
+    ],
+)
+def test_without_a_command_there_is_help(capsys, words, code, said):
+    try:
+        found = _cli.main(words)
+    except SystemExit as ended:
+        found = ended.code
+    assert found == code
+    assert said in "".join(capsys.readouterr())

@@ -6,8 +6,11 @@ import pytest
 
 from armillary.cluster import TFConfigClusterResolver
 from armillary.launch._devices import DevicePlan
-from armillary.launch._environment import check_environment, make_environment
-from armillary.launch._ports import find_addresses
+from armillary.launch._environment import (
+    check_environment,
+    find_addresses,
+    make_environment,
+)
 
 FLAG = "--xla_force_host_platform_device_count"
 ADDRESSES = ("127.0.0.1:1001", "127.0.0.1:1002")

@@ -5,9 +5,9 @@ import signal
 import pytest
 
 from armillary.launch import ExitCode, _supervisor
+from armillary.launch._child import Child
 from armillary.launch._devices import DevicePlan
 from armillary.launch._supervisor import Job, run_job
-from armillary.launch._worker import Worker
 from tests.launch.conftest import is_running, wait_for
 
 # Each starts a launcher, which imports the library.
@@ -20,9 +20,11 @@ COMMON = """
     def wait_for_end_of(pid):
         while os.path.exists(f"/proc/{pid}"):
             time.sleep(0.01)
-    def wait_for_end_of_training():
-        pipe = int(os.environ["ARMILLARY_TRAINING_PIPE"].partition(":")[0])
-        assert os.read(pipe, 1) == b""
+    def wait_for_end_of_training(restarts=0):
+        for index in range(os.environ["TF_CONFIG"].count("127.0.0.1:")):
+            wait_for_mark(f"pid_{index}_{restarts}")
+            wait_for_end_of(open(f"pid_{index}_{restarts}").read())
+        time.sleep(0.5)
 """
 
 
@@ -33,17 +35,17 @@ def test_an_evaluator_has_its_time_when_the_workers_have_ended(launcher):
     if role == "evaluator":
         mark("ready")
         wait_for_end_of_training()
-        time.sleep(1.5)
+        time.sleep(1.0)
         print("evaluated", os.environ["TF_CONFIG"].count("127.0.0.1:"))
     else:
         wait_for_mark("ready")
-        print("trained", "ARMILLARY_TRAINING_PIPE" in os.environ)
+        print("trained")
     """,
         "--workers 2 --evaluator --grace-period 0.2 --log-dir logs",
     )
     assert code == ExitCode.OK, stderr
     *trained, evaluated = stdout.splitlines()
-    assert sorted(trained) == [f"[worker {index}] trained False" for index in range(2)]
+    assert sorted(trained) == [f"[worker {index}] trained" for index in range(2)]
     assert evaluated == "[evaluator] evaluated 2"
     first, *others = stderr.splitlines()
     assert first.startswith("[launcher] starts 2 workers, coordinator 127.0.0.1:")
@@ -52,7 +54,7 @@ def test_an_evaluator_has_its_time_when_the_workers_have_ended(launcher):
         "[launcher] all workers have ended; waits for the evaluator.",
     ]
     assert (launcher.folder / "logs" / "evaluator.log").read_text() == "evaluated 2\n"
-    assert (launcher.folder / "logs" / "worker_1.log").read_text() == "trained False\n"
+    assert (launcher.folder / "logs" / "worker_1.log").read_text() == "trained\n"
 
 
 def test_an_evaluator_that_fails_is_restarted_alone(launcher):
@@ -121,7 +123,7 @@ def test_an_evaluator_goes_on_while_the_workers_are_restarted(launcher):
     if role == "evaluator":
         wait_for_mark("restarted")
         print("still there", restarts)
-        wait_for_end_of_training()
+        wait_for_end_of_training(1)
         print("evaluated")
     elif restarts == 0:
         wait_for_mark("pid_evaluator_0")
@@ -259,12 +261,12 @@ def test_killing_the_launcher_kills_the_evaluator(launcher):
 
 
 def test_an_evaluator_that_cannot_start_ends_no_worker(monkeypatch, capfd):
-    def start(label, arguments, environment, **options):
+    def start(label, arguments, environment):
         if label == "evaluator":
             raise OSError("no more processes")
-        return Worker(label, arguments, environment, **options)
+        return Child(label, arguments, environment)
 
-    monkeypatch.setattr(_supervisor, "Worker", start)
+    monkeypatch.setattr(_supervisor, "Child", start)
     job = Job(
         arguments=["-c", "print('trained')"],
         num_workers=1,

@@ -3,6 +3,7 @@
 A fixture checks after each test that no process is left.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -13,9 +14,10 @@ import time
 import pytest
 
 from armillary.launch import ExitCode, _exec, _supervisor
+from armillary.launch._child import Child
 from armillary.launch._devices import DevicePlan
+from armillary.launch._outcome import Ending
 from armillary.launch._supervisor import Job, run_job
-from armillary.launch._worker import Worker
 from tests.launch.conftest import is_running, wait_for
 
 # Each starts a launcher, which imports the library.
@@ -243,9 +245,9 @@ def test_a_second_signal_kills_and_a_doubled_one_does_not(launcher):
 
 
 def test_a_signal_ends_the_pause_before_a_restart(launcher):
-    launcher.start("sys.exit(1)\n", "--max-restarts 1 --restart-pause 300")
+    launcher.start("sys.exit(1)\n", "--max-restarts 1 --restart-pause 1e300")
     launcher.wait_for_mark("pid_0_0")
-    launcher.wait_for_line("restart 1 of 1 in 300 s.")
+    launcher.wait_for_line("restart 1 of 1 in 1e+300 s.")
     launcher.process.send_signal(signal.SIGTERM)
     assert launcher.finish()[0] == ExitCode.TERMINATED
 
@@ -310,6 +312,15 @@ def test_a_reader_that_goes_away_does_not_end_the_job(launcher):
     assert (launcher.folder / "done").exists()
 
 
+def test_an_exit_code_is_known_where_the_ends_of_children_are_ignored(launcher):
+    old = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        launcher.start("sys.exit(75)\n")
+    finally:
+        signal.signal(signal.SIGCHLD, old)
+    assert launcher.finish()[0] == ExitCode.RESTART_REQUESTED
+
+
 @pytest.mark.parametrize("is_ignored", [True, False])
 def test_a_signal_ignored_from_the_start_stays_ignored(launcher, is_ignored):
     # As a shell does for a program in the background (SIGINT), and `nohup` (SIGHUP).
@@ -340,10 +351,50 @@ def test_a_worker_whose_launcher_is_gone_does_not_start(tmp_path):
     assert ended.stderr == "the launcher of this worker is gone\n"
 
 
+def test_a_paused_terminal_does_not_keep_a_signal_from_the_workers(launcher):
+    launcher.start(
+        """
+        def save(number, frame):
+            mark("saved")
+            os._exit(77)
+        signal.signal(signal.SIGTERM, save)
+        mark("ready")
+        while True:
+            os.write(1, b"x" * 99 + b"\\n")
+        """
+    )
+    launcher.wait_for_mark("ready")
+    time.sleep(1.0)  # Nobody reads, so that every pipe is full by now.
+    launcher.process.send_signal(signal.SIGTERM)
+    launcher.wait_for_mark("saved")
+    time.sleep(0.5)
+    assert launcher.process.poll() is None
+    code, stdout, stderr = launcher.finish()
+    assert code == ExitCode.PREEMPTED, stderr
+    # Some lines are cut off in the pipe of the worker, which ended in one of them.
+    *lines, _ = stdout.splitlines()
+    assert set(lines) == {"[worker 0] " + "x" * 99}
+
+
 def test_a_process_that_the_system_does_not_start_is_an_error(monkeypatch):
+    async def start():
+        Child("worker 0", ["script.py"], {})
+
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(OSError, match="No such file"):
-        Worker("worker 0", ["script.py"], {})
+        asyncio.run(start())
+
+
+def make_job(arguments, **options):
+    return Job(
+        arguments=arguments,
+        devices=DevicePlan(),
+        max_restarts=0,
+        restart_pause=0.0,
+        grace_period=30.0,
+        logs={},
+        **options,
+    )
 
 
 def test_a_worker_that_cannot_start_ends_the_others(monkeypatch, capfd):
@@ -352,19 +403,48 @@ def test_a_worker_that_cannot_start_ends_the_others(monkeypatch, capfd):
     def start(label, arguments, environment):
         if label == "worker 1":
             raise OSError("no more processes")
-        started.append(Worker(label, arguments, environment))
+        started.append(Child(label, arguments, environment))
         return started[-1]
 
-    monkeypatch.setattr(_supervisor, "Worker", start)
-    job = Job(
-        arguments=["-c", SLEEP],
-        num_workers=2,
-        devices=DevicePlan(),
-        max_restarts=0,
-        restart_pause=0.0,
-        grace_period=30.0,
-        logs={},
-    )
-    assert run_job(job) == ExitCode.FAILED
-    assert started[0]._process.returncode == -signal.SIGKILL
+    monkeypatch.setattr(_supervisor, "Child", start)
+    assert run_job(make_job(["-c", SLEEP], num_workers=2)) == ExitCode.FAILED
+    assert started[0].ended.result().returncode == -signal.SIGKILL
     assert "cannot start worker 1: no more processes." in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("stop", [None, signal.SIGTERM])
+@pytest.mark.parametrize("num_looks", range(5))
+def test_no_failure_is_missed_whenever_a_worker_ends(monkeypatch, num_looks, stop):
+    """Where workers end at moments that real ones seldom hit."""
+
+    class Scripted:
+        def __init__(self, label, arguments, environment):
+            del arguments, environment
+            self.label, is_first = label, label == "worker 0"
+            self.ended = asyncio.get_running_loop().create_future()
+            (self.stdout, _), (self.stderr, _) = map(open_ended, range(2))
+            code = (77 if stop else 0) if is_first else 3
+            self._ending = Ending(returncode=code, seconds=1.0)
+            self._end(2 if is_first else num_looks)
+            if stop and is_first:
+                os.kill(os.getpid(), stop)
+
+        def _end(self, num_looks):
+            if num_looks == 0:
+                self.ended.set_result(self._ending)
+            else:
+                asyncio.get_running_loop().call_soon(self._end, num_looks - 1)
+
+        def look(self):
+            pass
+
+        kill = send_signal = lambda self, *_: None
+
+    def open_ended(_):
+        reader, writer = os.pipe()
+        os.close(writer)
+        return os.fdopen(reader, "rb", 0), None
+
+    monkeypatch.setattr(_supervisor, "Child", Scripted)
+    code = run_job(make_job([], num_workers=2))
+    assert code is (ExitCode.TERMINATED if stop else ExitCode.FAILED)

@@ -1,5 +1,6 @@
 """What is written is whole, is labeled, and is never worth ending a job."""
 
+import asyncio
 import os
 import pty
 import re
@@ -8,12 +9,11 @@ import time
 
 import pytest
 
-from armillary.launch._output import TAIL_LINES, Output
-from armillary.launch._sink import LogFile, StreamSink
+from armillary.launch._output import TAIL_LINES, Output, StreamSink
 
 
 class Streams:
-    """Pipes in place of a worker's stdout and stderr."""
+    """Pipes in place of a process's stdout and stderr."""
 
     def __init__(self):
         (out_reader, self.stdout), (err_reader, self.stderr) = os.pipe(), os.pipe()
@@ -29,21 +29,31 @@ def streams():
     return Streams()
 
 
-def test_lines_of_workers_and_launcher_are_labeled(capfd):
-    with Output() as output:
+def run(use, logs=None):
+    """Runs the coroutine function `use` with an output, below an event loop."""
+    with Output(logs) as output:
+        asyncio.run(use(output))
+
+
+def test_lines_of_processes_and_launcher_are_labeled(capfd):
+    async def use(output):
         first, second = Streams(), Streams()
         tails = [
             output.add(f"worker {i}", *s.readers) for i, s in enumerate((first, second))
         ]
         os.write(first.stdout, b"half")
+        await asyncio.sleep(0.01)
         os.write(second.stdout, b"one\ntwo\n")
-        os.write(second.stderr, b"wrong\n")
+        os.write(second.stderr, "".join(f"{i}\n" for i in range(99)).encode())
         second.end()
         os.write(first.stdout, b" and half\npartial")
         first.end()
-        output.drain(10)
+        assert await output.drain(seconds=10)
         output.say("a\nb")
-        output.drain(10)
+        last = [str(number) for number in range(99 - TAIL_LINES, 99)]
+        assert [list(tail) for tail in tails] == [[], last]
+
+    run(use)
     captured = capfd.readouterr()
     assert sorted(captured.out.splitlines()) == [
         "[worker 0] half and half",
@@ -51,52 +61,40 @@ def test_lines_of_workers_and_launcher_are_labeled(capfd):
         "[worker 1] one",
         "[worker 1] two",
     ]
-    assert captured.err == "[worker 1] wrong\n[launcher] a\n[launcher] b\n"
-    assert [list(tail) for tail in tails] == [[], ["wrong"]]
+    said = [f"[worker 1] {number}" for number in range(99)]
+    assert captured.err.splitlines() == [*said, "[launcher] a", "[launcher] b"]
 
 
-def test_the_last_lines_of_stderr_are_kept(streams, capfd):
-    with Output() as output:
-        tail = output.add("worker 0", *streams.readers)
-        os.write(streams.stderr, "".join(f"{i}\n" for i in range(99)).encode())
-        streams.end()
-        output.drain(10)
-    assert list(tail) == [str(i) for i in range(99 - TAIL_LINES, 99)]
-
-
-def test_log_files_hold_plain_lines_and_obey_the_umask(streams, capfd, tmp_path):
-    old = os.umask(0o027)
-    try:
-        with Output({"worker 0": LogFile(tmp_path / "worker_0.log")}) as output:
-            output.add("worker 0", *streams.readers)
-            os.write(streams.stderr, b"first\n")
-            streams.end()
-            output.drain(10)
-    finally:
-        os.umask(old)
+def test_log_files_hold_plain_lines_are_appended_to_and_obey_the_umask(capfd, tmp_path):
     path = tmp_path / "worker_0.log"
-    assert path.read_text() == "first\n"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
-
-
-def test_log_files_are_appended_to(capfd, tmp_path):
     for text in (b"first\n", b"second\n"):
         streams = Streams()
-        with Output({"worker 0": LogFile(tmp_path / "worker_0.log")}) as output:
+
+        async def use(output, streams=streams, text=text):
             output.add("worker 0", *streams.readers)
-            os.write(streams.stdout, text)
+            os.write(streams.stderr, text)
             streams.end()
-            output.drain(10)
-    assert (tmp_path / "worker_0.log").read_text() == "first\nsecond\n"
+            await output.drain(seconds=10)
+
+        old = os.umask(0o027)
+        try:
+            run(use, {"worker 0": path.open("ab", buffering=0)})
+        finally:
+            os.umask(old)
+    assert path.read_text() == "first\nsecond\n"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
 def test_a_log_file_that_cannot_be_written_ends_alone(streams, capfd, tmp_path):
     (tmp_path / "worker_0.log").symlink_to("/dev/full")
-    with Output({"worker 0": LogFile(tmp_path / "worker_0.log")}) as output:
+
+    async def use(output):
         output.add("worker 0", *streams.readers)
         os.write(streams.stdout, b"one\ntwo\n")
         streams.end()
-        output.drain(10)
+        await output.drain(seconds=10)
+
+    run(use, {"worker 0": (tmp_path / "worker_0.log").open("ab", buffering=0)})
     captured = capfd.readouterr()
     assert captured.out == "[worker 0] one\n[worker 0] two\n"
     assert captured.err.count("[launcher] cannot write") == 1
@@ -106,38 +104,42 @@ def test_a_log_file_that_cannot_be_written_ends_alone(streams, capfd, tmp_path):
 
 
 def test_a_stream_that_stays_open_does_not_hold_the_launcher(streams, capfd):
-    with Output() as output:
+    async def use(output):
         tail = output.add("worker 0", *streams.readers)
         os.write(streams.stderr, b"partial")
         start = time.monotonic()
-        output.drain(0.2)
+        assert await output.drain(seconds=0.2)
         assert 0.2 <= time.monotonic() - start < 5
         assert list(tail) == ["partial"]
+
+    run(use)
     streams.end()
     assert capfd.readouterr().err == "[worker 0] partial\n"
 
 
 def test_the_end_of_some_processes_does_not_wait_for_others(streams, capfd):
-    with Output() as output:
+    other, third = Streams(), Streams()
+
+    async def use(output):
         output.add("worker 0", *streams.readers)
-        other = Streams()
         output.add("evaluator", *other.readers)
         os.write(streams.stdout, b"last\n")
         streams.end()
-        assert output.drain(10, labels=["worker 0"])
+        assert await output.drain(["worker 0"], seconds=10)
         assert capfd.readouterr().out == "[worker 0] last\n"
         # It is still listened to, also after a drain of the others that took too long.
-        third = Streams()
         output.add("worker 0", *third.readers)
-        assert output.drain(0.1, labels=["worker 0"])
+        assert await output.drain(["worker 0"], seconds=0.1)
         os.write(other.stdout, b"later\n")
         other.end()
-        assert output.drain(10)
+        assert await output.drain(seconds=10)
+
+    run(use)
     third.end()
     assert capfd.readouterr().out == "[evaluator] later\n"
 
 
-def test_a_paused_reader_does_not_hold_the_supervision_and_gets_all(monkeypatch):
+def test_a_paused_reader_holds_nothing_up_and_gets_all(streams, monkeypatch):
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stuck:
         os.set_blocking(writer, False)
@@ -146,18 +148,31 @@ def test_a_paused_reader_does_not_hold_the_supervision_and_gets_all(monkeypatch)
                 os.write(writer, b"x" * 4096)
         os.set_blocking(writer, True)
         monkeypatch.setattr("sys.stderr", stuck)
-        with Output() as output:
+
+        async def use(output):
             start = time.monotonic()
-            for number in range(70_000):
+            output.add("worker 0", *streams.readers)
+            os.write(streams.stderr, b"begin\n")
+            for number in range(1000):
                 output.say(str(number))
-            assert not output.drain(0.1)
+            assert not await output.drain(seconds=0.1)
             assert time.monotonic() - start < 10
+            os.write(streams.stderr, b"end\n")
+            streams.end()
+            assert not await output.drain(seconds=0.1)
+            finish = asyncio.create_task(output.finish())
             read = b""
-            while not read.endswith(b"[launcher] 69999\n"):
-                read += os.read(reader, 1 << 20)
+            while not read.endswith(b"[worker 0] end\n"):
+                read += await asyncio.to_thread(os.read, reader, 1 << 20)
+            await finish
+            lines = read.decode().lstrip("x").splitlines()
+            said = [f"[launcher] {number}" for number in range(1000)]
+            assert sorted(lines) == sorted(
+                [*said, "[worker 0] begin", "[worker 0] end"]
+            )
+
+        run(use)
     os.close(reader)
-    lines = read.decode().lstrip("x").splitlines()
-    assert lines == [f"[launcher] {number}" for number in range(70_000)]
 
 
 def test_a_reader_that_went_away_is_no_error():

@@ -5,6 +5,10 @@ import importlib
 import inspect
 import itertools
 import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -57,3 +61,16 @@ def test_public_objects_are_documented(name):
         if (inspect.isclass(value) or inspect.isroutine(value)) and not value.__doc__
     ]
     assert not undocumented
+
+
+def test_names_in_docstrings_can_be_reached_from_the_package():
+    folder = Path(armillary.__file__).parent
+    text = "\n".join(path.read_text() for path in folder.rglob("*.py"))
+    names = sorted(set(re.findall(r"`(armillary(?:\.[a-z]\w*)*\.[A-Z]\w*)", text)))
+    assert names
+    code = f"import armillary, operator\nfor name in {names}:\n"
+    code += "    operator.attrgetter(name.partition('.')[2])(armillary)\n"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -1,13 +1,17 @@
-"""When a job is restarted, and what its exit code is in the end."""
+"""What an end of a process means, when a job is restarted, and its exit code."""
 
 import signal
 
 import pytest
 
 from armillary._exit_code import ExitCode
-from armillary.launch._ending import Ending, name_signal
-from armillary.launch._restart_policy import MAX_PAUSE_SECONDS, RestartPolicy
-from armillary.launch._stop import find_stop_code
+from armillary.launch._outcome import (
+    MAX_PAUSE_SECONDS,
+    Ending,
+    RestartPolicy,
+    find_stop_code,
+    name_signal,
+)
 
 RESTARTABLE = (ExitCode.FAILED, ExitCode.RESTART_REQUESTED, ExitCode.PREEMPTED)
 
@@ -56,7 +60,7 @@ def test_a_long_pause_stays_as_it_is():
     ],
 )
 def test_an_ending_says_how_and_what_it_means(returncode, cause, text):
-    ending = Ending(label="worker 0", returncode=returncode, seconds=2.5)
+    ending = Ending(returncode=returncode, seconds=2.5)
     assert ending.cause is cause
     assert ending.describe().startswith(text)
 
