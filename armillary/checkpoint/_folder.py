@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -62,6 +62,21 @@ class Saved:
 
     path: epath.Path
     header: Header
+
+
+class Listing(NamedTuple):
+    """What belongs to checkpoints in a directory.
+
+    Attributes:
+        saved: The complete checkpoints, in the order of saving.
+        broken: What looks like a checkpoint of ours and is not complete, with reasons.
+            A folder of this name that holds none of our items belongs to someone else.
+        unfinished: What interrupted saves left, or a save in another process writes.
+    """
+
+    saved: list[Saved]
+    broken: dict[epath.Path, str]
+    unfinished: list[epath.Path]
 
 
 def as_absolute(path: str | os.PathLike[str]) -> epath.Path:
@@ -153,30 +168,23 @@ def _read_header(path: epath.Path) -> Header | str:
 
 def find_checkpoints(directory: epath.Path) -> list[Saved]:
     """Returns the complete checkpoints below `directory`, in the order of saving."""
-    if not directory.is_dir():
-        return []
-    saved = []
-    for path in directory.iterdir():
-        header = read_header(path) if _NAME.fullmatch(path.name) else None
-        if header is not None:
-            saved.append(Saved(path, header))
-    return sorted(saved, key=lambda entry: entry.header.serial)
+    return list_directory(directory).saved
 
 
-def find_broken(directory: epath.Path) -> dict[epath.Path, str]:
-    """Returns what looks like a checkpoint of ours and is not complete, with reasons.
-
-    A folder of this name that holds none of our items belongs to someone else.
-    """
-    if not directory.is_dir():
-        return {}
-    broken = {}
-    for path in directory.iterdir():
-        if _NAME.fullmatch(path.name):
+def list_directory(directory: epath.Path) -> Listing:
+    """Returns what belongs to checkpoints in a directory, which need not exist."""
+    listing = Listing([], {}, [])
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if _UNFINISHED.fullmatch(path.name):
+            listing.unfinished.append(path)
+        elif _NAME.fullmatch(path.name):
             header = _read_header(path)
-            if isinstance(header, str) and _is_ours(path):
-                broken[path] = header
-    return broken
+            if isinstance(header, Header):
+                listing.saved.append(Saved(path, header))
+            elif _is_ours(path):
+                listing.broken[path] = header
+    listing.saved.sort(key=lambda entry: entry.header.serial)
+    return listing
 
 
 def _is_ours(path: epath.Path) -> bool:
@@ -191,13 +199,6 @@ def _is_ours(path: epath.Path) -> bool:
         # Nobody can tell, and overlooking a checkpoint would be worse.
         return True
     return not names or not names.isdisjoint({"header", "manifest", CHECKSUM_FILE})
-
-
-def find_unfinished(directory: epath.Path) -> list[epath.Path]:
-    """Returns what interrupted saves left, or a save in another process is writing."""
-    if not directory.is_dir():
-        return []
-    return [path for path in directory.iterdir() if _UNFINISHED.fullmatch(path.name)]
 
 
 def choose_path(
@@ -273,6 +274,6 @@ def remove_leftovers(directory: epath.Path) -> None:
 
 def remove_unfinished(path: epath.Path) -> None:
     """Removes what a save that failed has written for the checkpoint at `path`."""
-    for entry in find_unfinished(path.parent):
+    for entry in list_directory(path.parent).unfinished:
         if entry.name.startswith(f"{path.name}.orbax") and entry.is_dir():
             entry.rmtree()

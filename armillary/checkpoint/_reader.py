@@ -13,12 +13,7 @@ from etils import epath
 from armillary._logging import logger
 from armillary.checkpoint._checkpoint import Checkpoint, Content
 from armillary.checkpoint._checksums import find_damage
-from armillary.checkpoint._folder import (
-    check_is_checkpoint,
-    find_broken,
-    find_checkpoints,
-    find_unfinished,
-)
+from armillary.checkpoint._folder import check_is_checkpoint, list_directory
 from armillary.checkpoint._joint import announcing_errors, check_all_see, decide
 from armillary.checkpoint._leaf import LeafSpec, as_restored, stored_sharding
 from armillary.checkpoint._messages import (
@@ -94,14 +89,14 @@ def _find_latest(directory: epath.Path) -> str | None:
     Raises:
         CheckpointError: If all are damaged.
     """
-    for path in find_unfinished(directory):
+    saved, damaged, unfinished = list_directory(directory)
+    for path in unfinished:
         logger.warning(
             "`%s` is not used: it is what an interrupted save left, or a save that "
             "another process is writing.",
             path,
         )
-    damaged = find_broken(directory)
-    for entry in reversed(find_checkpoints(directory)):
+    for entry in reversed(saved):
         damage = find_damage(entry.path)
         if damage is None:
             _warn_of_damage(damaged, entry.path)
