@@ -219,7 +219,7 @@ class Controller:
         with self._record(), self._run():
             self._train_until(steps)
             if checkpoint_at_completion or self._stop.is_agreed():
-                self._saving.save_if_needed()
+                self._saving.finish()
 
     @hides_frames
     def evaluate(self, steps: int = -1) -> Output:
@@ -287,7 +287,7 @@ class Controller:
                     evaluated_step = step
                 goes_on = goes_on and not self._stop.is_agreed()
             # An action of the evaluation may have asked to stop.
-            self._saving.save_if_needed()
+            self._saving.finish()
         return output
 
     @hides_frames
@@ -436,6 +436,8 @@ class Controller:
                 try:
                     finish()
                 except Exception as later_error:
+                    if str(later_error) == str(error):
+                        continue  # It is the same one: what failed says so again.
                     # The first error is the cause; the second must not replace it.
                     error.add_note(f"Pending writes failed as well: {later_error!r}")
                     logger.warning("Pending writes failed as well: %r", later_error)
@@ -463,7 +465,7 @@ class Controller:
             reached = self._loops.run(step, num_steps, num_loops)
             if reached > step and self._saving.is_due(reached):
                 self._loops.report()
-                self._saving.save(check_interval=True)
+                self._saving.save()
             if (reached - step) % num_steps or reached == step:
                 self._loops.report()
                 message = _DATA_ENDED if reached > start else _DATA_ENDED_BEFORE

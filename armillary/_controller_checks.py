@@ -126,6 +126,7 @@ def check_managers(strategy: Any, checkpoint_manager: Any) -> None:
             "sync",
             "bind_step_counter",
             "is_due",
+            "has_saved_step",
             "checkpoint",
         ]
         fix = "Use `armillary.CheckpointManager(checkpoint, directory)`."

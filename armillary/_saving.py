@@ -41,7 +41,6 @@ class Saving:
         self._scope, self._goodput = scope, goodput
         # Who is still to be told what checkpoints lack; once, as all hold the same.
         self._untold = trainer
-        self._saved_step: int | None = None
 
     def is_due(self, step: int) -> bool:
         """Returns whether the manager's interval asks for a save at `step`."""
@@ -50,25 +49,29 @@ class Saving:
             return False
         return manager.is_due(step)
 
-    def save(self, *, check_interval: bool) -> str | None:
-        """Saves, if it is due; returns the path or `None`."""
+    def save(self) -> str | None:
+        """Saves; returns the path, or `None` if nothing is written."""
         if self.manager is None:
             return None
         step = self.read_step()
         with self._goodput.phase(Category.SAVING):
-            path = self.manager.save(
-                checkpoint_number=step, check_interval=check_interval
-            )
+            path = self.manager.save(checkpoint_number=step)
         if path is not None:
-            self._saved_step = step
             self._goodput.mark("save", step)
             logger.info("saving checkpoint to %s.", path)
         return path
 
     def save_if_needed(self) -> None:
-        """Saves, unless the last save was at this step."""
-        if self._saved_step != self.read_step():
-            self.save(check_interval=False)
+        """Saves, unless the latest checkpoint is that of this step."""
+        if self.manager is not None and not self.manager.has_saved_step(
+            self.read_step()
+        ):
+            self.save()
+
+    def finish(self) -> None:
+        """Saves if needed, also after a save of this step that has just failed."""
+        self.sync()
+        self.save_if_needed()
 
     def save_and_wait(self) -> str:
         """Saves, and waits until the checkpoint is on disk; returns its path.
@@ -76,7 +79,7 @@ class Saving:
         Raises:
             CheckpointError: If it cannot be written.
         """
-        path = self.save(check_interval=False)
+        path = self.save()
         self.sync()
         # With `on_write_error="warn"` training goes on without a checkpoint, but this
         # method promises one.
@@ -85,9 +88,9 @@ class Saving:
             raise error
         if path is None:
             raise CheckpointError(
-                f"`checkpoint_manager.save` wrote nothing at step {self.read_step()} "
-                "although it was called with `check_interval=False`. It must return "
-                "the path of the checkpoint: use an `armillary.CheckpointManager`."
+                f"`checkpoint_manager.save` wrote nothing at step {self.read_step()}, "
+                "but it must return the path of the checkpoint. Use an "
+                "`armillary.CheckpointManager`."
             )
         return path
 
@@ -119,8 +122,6 @@ class Saving:
             return None
         logger.info("restored from checkpoint: %s", restored)
         step = self.read_step()
-        is_latest = restored == manager.latest_checkpoint
-        self._saved_step = step if is_latest else None
         self._goodput.mark("restore", step)
         warn_of_missing(self._untold, manager.checkpoint.objects, restored, step)
         self._untold = None

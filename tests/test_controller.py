@@ -451,6 +451,20 @@ def test_failing_flush_does_not_hide_the_first_error():
     ]
 
 
+def test_an_error_that_is_repeated_is_no_note_on_itself(caplog):
+    class FailingSummaries(Summaries):
+        def flush(self):
+            raise OSError("disk full")
+
+    controller = make_controller(Trainer(), summary_manager=FailingSummaries())
+
+    with pytest.raises(OSError, match="disk full") as caught:
+        controller.train(8)
+
+    assert not hasattr(caught.value, "__notes__")
+    assert "Pending writes" not in caplog.text
+
+
 def test_user_code_runs_in_the_scope_of_the_strategy():
     class Strategy:
         depth = 0

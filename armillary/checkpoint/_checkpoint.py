@@ -8,7 +8,7 @@ built lazily, and each place counts once, under the name it is reached by first.
 import dataclasses
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,7 @@ import jax
 
 from armillary.checkpoint._leaf import LeafSpec, describe_leaf
 from armillary.errors import CheckpointError
-from armillary.state import Slot, find_slots
+from armillary.state import Slot, State, find_slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,12 +165,8 @@ class Checkpoint:
         """Names of the objects with `get_state` and `set_state`."""
         return list(self._states)
 
-    def _find_slots(self) -> list[Slot]:
-        slots: dict[Any, Slot] = {}
-        for name, value in self._objects.items():
-            for slot in find_slots(value, name):
-                slots.setdefault(slot.key, slot)
-        return list(slots.values())
+    def _find_slots(self) -> Sequence[Slot]:
+        return State([(value, name) for name, value in self._objects.items()]).slots
 
 
 def _has_position(value: Any) -> bool:

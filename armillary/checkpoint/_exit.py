@@ -1,6 +1,5 @@
 """Finishes saves when a program ends right after it started one."""
 
-import sys
 import threading
 import weakref
 from typing import Protocol
@@ -8,11 +7,6 @@ from typing import Protocol
 from armillary._logging import logger
 from armillary.errors import CheckpointError
 from armillary.lifeline import finish_first
-
-# Python 3.12.0 to 3.12.2 start no thread once the main thread has ended, and no hook of
-# theirs runs before that (python/cpython#113964). A save starts threads until it is
-# complete, so with these a program must not end before its save does.
-CAN_FINISH_AT_EXIT = not (3, 12, 0) <= sys.version_info[:3] < (3, 12, 3)
 
 
 class _Synced(Protocol):
@@ -29,8 +23,7 @@ _is_registered = False
 def sync_at_exit(manager: _Synced) -> None:
     """Makes the interpreter call `manager.sync` before it ends.
 
-    Call it after the save has started. `CAN_FINISH_AT_EXIT` says whether the save may
-    then still be running when the program ends.
+    Call it after the save has started.
     """
     global _is_registered
     with _lock:
@@ -39,7 +32,10 @@ def sync_at_exit(manager: _Synced) -> None:
             # `atexit` runs too late: by then no executor takes work any more, and the
             # save that is running would be lost (python/cpython#148280). Executors are
             # closed by a hook of this same kind. Hooks run last in, first out, and
-            # theirs is older: a save that has started has imported them.
+            # theirs is older: a save that has started has imported them. In Python
+            # 3.12.0 to 3.12.2 no hook can wait for a save, because no thread starts
+            # once the main one has ended (python/cpython#113964), so `pyproject.toml`
+            # excludes them.
             threading._register_atexit(_sync_all)  # pyright: ignore[reportAttributeAccessIssue]
             # Nor is it lost where a process ends because another one is gone.
             finish_first(_is_writing)

@@ -10,13 +10,15 @@ the directory belongs to others and is not touched.
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
 from armillary.checkpoint._checksums import CHECKSUM_FILE
+from armillary.errors import CheckpointError
 
 FORMAT = "armillary-checkpoint"
 VERSION = 2
@@ -62,6 +64,80 @@ class Saved:
     header: Header
 
 
+class Listing(NamedTuple):
+    """What belongs to checkpoints in a directory.
+
+    Attributes:
+        saved: The complete checkpoints, in the order of saving.
+        broken: What looks like a checkpoint of ours and is not complete, with reasons.
+            A folder of this name that holds none of our items belongs to someone else.
+        unfinished: What interrupted saves left, or a save in another process writes.
+    """
+
+    saved: list[Saved]
+    broken: dict[epath.Path, str]
+    unfinished: list[epath.Path]
+
+
+def as_absolute(path: str | os.PathLike[str]) -> epath.Path:
+    """Returns a path that stays good when the working directory changes."""
+    text = os.fspath(path)
+    return epath.Path(text if "://" in text else os.path.abspath(text))
+
+
+def find_problem(directory: epath.Path) -> str | None:
+    """Returns why nothing can be written to a directory, or `None` if it can."""
+    if "://" in str(directory):
+        return None
+    place = directory
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        return (
+            f"`directory` is {str(directory)!r}, and {str(place)!r} is a file, but "
+            "checkpoints need a directory. Use the name of a directory, which is made "
+            "if it does not exist."
+        )
+    if not os.access(place, os.W_OK | os.X_OK):
+        return (
+            f"`directory` is {str(directory)!r}, and this user may not write to "
+            f"{str(place)!r}, but saving needs that. Use another directory, or change "
+            f"its rights (`chmod u+rwx {place}`)."
+        )
+    return None
+
+
+def check_is_checkpoint(folder: epath.Path, directory: epath.Path) -> None:
+    """Raises if `folder` is not a complete checkpoint.
+
+    Args:
+        folder: What the caller wants to restore.
+        directory: Where the message looks for checkpoints to name instead.
+
+    Raises:
+        CheckpointError: If there is no complete checkpoint at `folder`.
+    """
+    if read_header(folder) is not None:
+        return
+    if not folder.exists():
+        reason = "which does not exist"
+    elif not folder.is_dir():
+        reason = "which is a file"
+    else:
+        reason = "a folder that is not a complete checkpoint of this library"
+    found = find_checkpoints(folder) or find_checkpoints(directory)
+    newest = ", ".join(repr(str(entry.path)) for entry in reversed(found[-3:]))
+    advice = (
+        f"Use one of these, newest first: {newest}."
+        if newest
+        else "Use the folder of a checkpoint, named `checkpoint_<number>`."
+    )
+    raise CheckpointError(
+        f"`path` is {str(folder)!r}, {reason}, and only a complete checkpoint can be "
+        f"restored. {advice}"
+    )
+
+
 def read_header(path: epath.Path) -> Header | None:
     """Returns the header of a complete checkpoint, or `None` if `path` is not one."""
     header = _read_header(path)
@@ -92,30 +168,23 @@ def _read_header(path: epath.Path) -> Header | str:
 
 def find_checkpoints(directory: epath.Path) -> list[Saved]:
     """Returns the complete checkpoints below `directory`, in the order of saving."""
-    if not directory.is_dir():
-        return []
-    saved = []
-    for path in directory.iterdir():
-        header = read_header(path) if _NAME.fullmatch(path.name) else None
-        if header is not None:
-            saved.append(Saved(path, header))
-    return sorted(saved, key=lambda entry: entry.header.serial)
+    return list_directory(directory).saved
 
 
-def find_broken(directory: epath.Path) -> dict[epath.Path, str]:
-    """Returns what looks like a checkpoint of ours and is not complete, with reasons.
-
-    A folder of this name that holds none of our items belongs to someone else.
-    """
-    if not directory.is_dir():
-        return {}
-    broken = {}
-    for path in directory.iterdir():
-        if _NAME.fullmatch(path.name):
+def list_directory(directory: epath.Path) -> Listing:
+    """Returns what belongs to checkpoints in a directory, which need not exist."""
+    listing = Listing([], {}, [])
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if _UNFINISHED.fullmatch(path.name):
+            listing.unfinished.append(path)
+        elif _NAME.fullmatch(path.name):
             header = _read_header(path)
-            if isinstance(header, str) and _is_ours(path):
-                broken[path] = header
-    return broken
+            if isinstance(header, Header):
+                listing.saved.append(Saved(path, header))
+            elif _is_ours(path):
+                listing.broken[path] = header
+    listing.saved.sort(key=lambda entry: entry.header.serial)
+    return listing
 
 
 def _is_ours(path: epath.Path) -> bool:
@@ -132,23 +201,26 @@ def _is_ours(path: epath.Path) -> bool:
     return not names or not names.isdisjoint({"header", "manifest", CHECKSUM_FILE})
 
 
-def find_unfinished(directory: epath.Path) -> list[epath.Path]:
-    """Returns what interrupted saves left, or a save in another process is writing."""
-    if not directory.is_dir():
-        return []
-    return [path for path in directory.iterdir() if _UNFINISHED.fullmatch(path.name)]
+def choose_path(
+    directory: epath.Path, number: int, saved: Sequence[Saved]
+) -> epath.Path:
+    """Returns a path for a checkpoint of this number that nothing has.
+
+    Args:
+        directory: Where it is going to be.
+        number: The number in its name.
+        saved: The checkpoints in the directory.
+    """
+    names = [_NAME.fullmatch(entry.path.name) for entry in saved]
+    revisions = [int(name[2] or 0) for name in names if name and int(name[1]) == number]
+    revision = max(revisions, default=-1) + 1
+    while (path := directory / _make_name(number, revision)).exists():
+        revision += 1  # Something that is no complete checkpoint has this name.
+    return path
 
 
-def choose_path(directory: epath.Path, number: int) -> epath.Path:
-    """Returns a path for a checkpoint of this number that nothing has."""
-    revisions = [
-        int(match[2] or 0)
-        for path in directory.iterdir()
-        if (match := _NAME.fullmatch(path.name)) and int(match[1]) == number
-    ]
-    if not revisions:
-        return directory / f"checkpoint_{number}"
-    return directory / f"checkpoint_{number}.{max(revisions) + 1}"
+def _make_name(number: int, revision: int) -> str:
+    return f"checkpoint_{number}.{revision}" if revision else f"checkpoint_{number}"
 
 
 def find_superseded(saved: Sequence[Saved]) -> list[Saved]:
@@ -202,6 +274,6 @@ def remove_leftovers(directory: epath.Path) -> None:
 
 def remove_unfinished(path: epath.Path) -> None:
     """Removes what a save that failed has written for the checkpoint at `path`."""
-    for entry in find_unfinished(path.parent):
+    for entry in list_directory(path.parent).unfinished:
         if entry.name.startswith(f"{path.name}.orbax") and entry.is_dir():
             entry.rmtree()

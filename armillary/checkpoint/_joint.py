@@ -1,18 +1,22 @@
 """Saving and restoring where several processes train together.
 
-State is mirrored, so process 0 has all of it, and writes it. The others take part in
-what must be decided once (such as the path) and learn how it ended; they never write.
-All see one directory.
+State is mirrored, so process 0 has all of it. It alone writes, chooses paths, and
+judges whether a checkpoint is good: processes that restored different ones would train
+a mixture. The others learn what it did. Where it fails with a `CheckpointError`, all
+raise that error; nobody is left waiting, and a program that handles it can go on. All
+see one directory.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from etils import epath
 
 from armillary.checkpoint._checkpoint import Content
-from armillary.checkpoint._chief import decide
+from armillary.checkpoint._folder import Header, find_checkpoints, read_header
 from armillary.checkpoint._writer import Writer
 from armillary.cluster._join import get_peers
 from armillary.cluster._peers import Peers
@@ -22,18 +26,87 @@ from armillary.errors import CheckpointError
 T = TypeVar("T")
 
 
+def announcing_errors() -> contextlib.AbstractContextManager[None]:
+    """Returns a context whose errors the other processes, if any, hear of."""
+    peers = get_peers()
+    return contextlib.nullcontext() if peers is None else peers.announcing_errors()
+
+
+def decide(topic: str, function: Callable[[], T], peers: Peers | None) -> T:
+    """Returns on every process what `function` returns on process 0.
+
+    All processes must call it.
+
+    Args:
+        topic: What is decided.
+        function: Decides. It must return what JSON can hold.
+        peers: The processes, or `None` if there is one.
+
+    Raises:
+        CheckpointError: If `function` raised one, in all processes.
+    """
+    if peers is None:
+        return function()
+    value = problem = None
+    if peers.index == 0:
+        with peers.announcing_errors():
+            try:
+                value = function()
+            except CheckpointError as error:
+                problem = error
+    said = [value, None if problem is None else str(problem)]
+    value, text = json.loads(peers.gather(topic, json.dumps(said))[0])
+    if text is not None:
+        raise problem or CheckpointError(text)
+    return value
+
+
+def check_all_see(
+    chosen: epath.Path | None, directory: epath.Path, peers: Peers | None
+) -> None:
+    """Raises, in all processes, if they do not see the same checkpoint.
+
+    Args:
+        chosen: What process 0 has chosen in the directory, or `None` for nothing.
+        directory: Where this process looks for it.
+        peers: The processes, or `None` if there is one.
+
+    Raises:
+        CheckpointError: If some do not see it, or see one where process 0 sees none.
+    """
+    if peers is None:
+        return
+    if chosen is None:
+        saved = find_checkpoints(directory)
+        own = _describe(saved[-1].path, saved[-1].header) if saved else "nothing"
+    else:
+        own = _describe(chosen, read_header(chosen))
+    said = peers.gather("the checkpoint to restore", json.dumps([own, str(directory)]))
+    found = [json.loads(text) for text in said]
+    if len({text for text, _ in found}) > 1:
+        shown = "\n".join(
+            f"  process {index} of {peers.count}: {text}, in {place}"
+            for index, (text, place) in enumerate(found)
+        )
+        raise CheckpointError(
+            "The processes do not see the same checkpoint to restore:\n"
+            f"{shown}\n"
+            "Give `CheckpointManager` a directory that all of them see, such as one of "
+            "a shared file system. Nothing was restored."
+        )
+
+
+def _describe(path: epath.Path, header: Header | None) -> str:
+    if header is None:
+        return "nothing"
+    time = datetime.fromtimestamp(header.saved_at, UTC)
+    return f"{path.name} of {time:%Y-%m-%d %H:%M:%S.%f}"
+
+
 def make_writer(directory: epath.Path, **options: Any) -> "Writer | JointWriter":
     """Returns what writes the checkpoints of a directory, alone or with others."""
     writer, peers = Writer(directory, **options), get_peers()
     return writer if peers is None else JointWriter(writer, peers)
-
-
-@contextlib.contextmanager
-def told() -> Iterator[None]:
-    """Tells the other processes, if there are any, of an error in the code under it."""
-    peers = get_peers()
-    with contextlib.nullcontext() if peers is None else peers.told():
-        yield
 
 
 class JointWriter:
@@ -44,25 +117,22 @@ class JointWriter:
         peers: The processes.
     """
 
+    has_failed = False
+    """Nobody knows of a failure before `sync`, in which all learn of it together."""
+
     def __init__(self, writer: Writer, peers: Peers) -> None:
         self._writer = writer
         self._peers = peers
         self._is_saving = False
         self.last_error: CheckpointError | None = None
-        """What kept the last save from being written, or `None`; alike in all."""
-
-    @property
-    def has_failed(self) -> bool:
-        """Returns that nothing is known before `sync`: all must learn it together."""
-        return False
+        """What kept the last save from being written, or `None`; the same in all."""
 
     def start(self, number: int, content: Content) -> str | None:
         """Starts a save and returns the path it is going to have, as `Writer` does.
 
         Raises:
-            CheckpointError: If it cannot be written, or the last save could not be.
+            CheckpointError: If it cannot be written.
         """
-        self.sync()
         # On all processes: computations on shared arrays must be made by all.
         leaves = {name: as_local(leaf) for name, leaf in content.leaves.items()}
         local = Content(leaves, content.states)

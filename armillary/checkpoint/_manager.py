@@ -8,6 +8,8 @@ from collections.abc import Callable
 from numbers import Integral
 from typing import Any, Literal
 
+from etils import epath
+
 from armillary._checks import (
     answers_old_names,
     check_callable,
@@ -16,9 +18,13 @@ from armillary._checks import (
 )
 from armillary._process import get_process
 from armillary.checkpoint._checkpoint import Checkpoint
-from armillary.checkpoint._directory import as_absolute, find_problem
-from armillary.checkpoint._folder import find_checkpoints, find_superseded
-from armillary.checkpoint._joint import make_writer, told
+from armillary.checkpoint._folder import (
+    as_absolute,
+    find_checkpoints,
+    find_problem,
+    find_superseded,
+)
+from armillary.checkpoint._joint import announcing_errors, make_writer
 from armillary.checkpoint._reader import restore, restore_latest
 from armillary.errors import CheckpointError
 from armillary.state import as_step_counter
@@ -107,13 +113,14 @@ class CheckpointManager:
         self._step_counter: Any = None
         self._read_step: Callable[[], int] | None = None
         self.step_counter = step_counter
-        # The others only read, and are told, or they would wait for this one.
-        with told():
+        # The others only read. They hear of the error, or they would wait for this one.
+        with announcing_errors():
             problem = find_problem(self._directory) if get_process().is_chief else None
             if problem is not None and not self.checkpoints:
                 raise ValueError(problem)
+        # Of the last save or restore. There is no number if an older one was restored.
         self._last_step: int | None = None
-        self._saved_step: int | None = None
+        self._last_number: int | None = None
         self._writer = make_writer(
             self._directory,
             max_to_keep=max_to_keep,
@@ -208,10 +215,10 @@ class CheckpointManager:
             return None
         self.sync()
         number = self._choose_number(checkpoint_number, step)
-        with told():
+        with announcing_errors():
             content = self._checkpoint.read()
         path = self._writer.start(number, content)
-        self._last_step = self._saved_step = step
+        self._last_step, self._last_number = step, number
         return path
 
     def is_due(self, step: int | None) -> bool:
@@ -229,14 +236,19 @@ class CheckpointManager:
             return True
         return step - self._last_step >= self._interval
 
-    def has_saved_step(self) -> bool:
-        """Returns whether the last save was at the step that is the current one.
+    def has_saved_step(self, checkpoint_number: int | None = None) -> bool:
+        """Returns whether the latest checkpoint is that of the current step.
 
-        It is known for certain once `sync` has returned. Without a step counter, the
-        answer is no.
+        That is so if it was saved or restored last, at this step. It is known for
+        certain once `sync` has returned. Without a step counter, the answer is no.
+
+        Args:
+            checkpoint_number: The number that `save` was given, if it was given one.
         """
         step = self._step()
-        return step is not None and step == self._saved_step and not self.last_error
+        number = step if checkpoint_number is None else checkpoint_number
+        is_last = (step, number) == (self._last_step, self._last_number)
+        return step is not None and is_last and self.last_error is None
 
     def restore_or_initialize(self) -> str | None:
         """Restores the latest good checkpoint, or calls `init_fn` if there is none.
@@ -257,10 +269,10 @@ class CheckpointManager:
         self.sync()
         restored = restore_latest(self._checkpoint, self._directory)
         if restored is not None:
-            self._note_restored()
+            self._note_restored(restored)
             return str(restored)
         if self._init_fn is not None:
-            with told():
+            with announcing_errors():
                 self._init_fn()
         return None
 
@@ -288,7 +300,7 @@ class CheckpointManager:
         self.sync()
         folder = as_absolute(path)
         restore(self._checkpoint, folder, self._directory)
-        self._note_restored()
+        self._note_restored(folder)
         return str(folder)
 
     def sync(self) -> None:
@@ -307,9 +319,11 @@ class CheckpointManager:
         """
         self._writer.close()
 
-    def _note_restored(self) -> None:
+    def _note_restored(self, folder: epath.Path) -> None:
         if self._read_step is not None:
             self._last_step = self._read_step()
+            is_latest = str(folder) == self.latest_checkpoint
+            self._last_number = self._last_step if is_latest else None
 
     def _step(self) -> int | None:
         if self._read_step is not None:

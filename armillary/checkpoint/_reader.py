@@ -1,6 +1,6 @@
 """Restores one checkpoint: verify, compare, read everything, and only then write.
 
-Damage is told by checksums alone, before anything is decoded. What fails after that is
+Damage is found by checksums alone, before anything is decoded. What fails after that is
 not the disk's doing, so an older checkpoint would not help: it is an error of the
 program or of the machine, and `restore_latest` lets it through.
 """
@@ -13,21 +13,15 @@ from etils import epath
 from armillary._logging import logger
 from armillary.checkpoint._checkpoint import Checkpoint, Content
 from armillary.checkpoint._checksums import find_damage
-from armillary.checkpoint._chief import check_all_see, decide
-from armillary.checkpoint._directory import (
-    check_is_checkpoint,
+from armillary.checkpoint._folder import check_is_checkpoint, list_directory
+from armillary.checkpoint._joint import announcing_errors, check_all_see, decide
+from armillary.checkpoint._leaf import LeafSpec, as_restored, stored_sharding
+from armillary.checkpoint._messages import (
+    check_match,
     describe_all_damaged,
     describe_damage,
     read_error,
 )
-from armillary.checkpoint._folder import (
-    find_broken,
-    find_checkpoints,
-    find_unfinished,
-)
-from armillary.checkpoint._joint import told
-from armillary.checkpoint._leaf import LeafSpec, as_restored, stored_sharding
-from armillary.checkpoint._mismatch import check_match
 from armillary.checkpoint._store import read_arrays, read_manifest
 from armillary.cluster._join import get_peers
 from armillary.errors import CheckpointDamageError, CheckpointError
@@ -95,14 +89,14 @@ def _find_latest(directory: epath.Path) -> str | None:
     Raises:
         CheckpointError: If all are damaged.
     """
-    for path in find_unfinished(directory):
+    saved, damaged, unfinished = list_directory(directory)
+    for path in unfinished:
         logger.warning(
             "`%s` is not used: it is what an interrupted save left, or a save that "
             "another process is writing.",
             path,
         )
-    damaged = find_broken(directory)
-    for entry in reversed(find_checkpoints(directory)):
+    for entry in reversed(saved):
         damage = find_damage(entry.path)
         if damage is None:
             _warn_of_damage(damaged, entry.path)
@@ -127,19 +121,19 @@ def _warn_of_damage(damaged: Mapping[epath.Path, str], good: epath.Path) -> None
         )
 
 
-@told()
 def _restore_intact(checkpoint: Checkpoint, folder: epath.Path) -> None:
-    leaves = checkpoint.read_leaves()
-    saved, states = _read_description(folder)
-    check_match(
-        str(folder),
-        saved=saved,
-        program=Content(leaves, {}).specs,
-        saved_states=states,
-        program_states=checkpoint.state_names,
-    )
-    restored = _read_leaves(folder, leaves, saved)
-    checkpoint.write(Content({**leaves, **restored}, states))
+    with announcing_errors():
+        leaves = checkpoint.read_leaves()
+        saved, states = _read_description(folder)
+        check_match(
+            str(folder),
+            saved=saved,
+            program=Content(leaves, {}).specs,
+            saved_states=states,
+            program_states=checkpoint.state_names,
+        )
+        restored = _read_leaves(folder, leaves, saved)
+        checkpoint.write(Content({**leaves, **restored}, states))
 
 
 def _read_description(folder: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, Any]]:

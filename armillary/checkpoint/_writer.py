@@ -2,12 +2,11 @@
 
 Saving is in two parts. `start` blocks until the arrays may change again, which is at
 most a copy from device to host. A thread then waits for the commit and, only after it,
-removes what is superseded or expired, so a failed save costs no older checkpoint. The
-versions of Python named in `_exit` cannot finish that at the end of a program, so with
-them `start` waits for it.
+removes what is superseded or expired, so a failed save costs no older checkpoint.
 """
 
 import threading
+from collections.abc import Sequence
 from time import sleep, time
 
 import jax
@@ -17,13 +16,9 @@ from etils import epath
 from armillary._logging import logger
 from armillary.checkpoint import _folder
 from armillary.checkpoint._checkpoint import Content
-from armillary.checkpoint._directory import (
-    find_problem,
-    removal_error,
-    write_error,
-)
-from armillary.checkpoint._exit import CAN_FINISH_AT_EXIT, sync_at_exit
+from armillary.checkpoint._exit import sync_at_exit
 from armillary.checkpoint._leaf import as_stored
+from armillary.checkpoint._messages import removal_error, write_error
 from armillary.checkpoint._store import Store
 from armillary.errors import CheckpointError
 
@@ -62,7 +57,7 @@ class Writer:
         """What kept the last save from being written, or `None`."""
 
     def start(self, number: int, content: Content) -> str | None:
-        """Starts a save.
+        """Starts a save. The last one must be over: call `sync` first.
 
         Args:
             number: The number in the name of the folder.
@@ -73,27 +68,25 @@ class Writer:
             are only logged.
 
         Raises:
-            CheckpointError: If it cannot be written, or the last save could not be.
+            CheckpointError: If it cannot be written.
         """
-        self.sync()
         self.last_error = None
         try:
-            problem = find_problem(self._directory)
+            problem = _folder.find_problem(self._directory)
             if problem is not None:
                 raise CheckpointError(problem)
             path, num_bytes = self._start(number, content)
         except CheckpointError as error:
-            self._note(error)
+            self.last_error = error
             if self._raise_errors:
                 raise
+            logger.warning("%s", error)
             return None
         sync_at_exit(self)
         self._thread = threading.Thread(
             target=self._finish, args=(path, num_bytes), name="armillary-checkpoint"
         )
         self._thread.start()
-        if not CAN_FINISH_AT_EXIT:
-            self._thread.join()
         return str(path)
 
     def sync(self) -> None:
@@ -134,8 +127,18 @@ class Writer:
             arrays = _as_arrays(content)
             num_bytes = sum(array.nbytes for array in arrays.values())
             self._prepare_directory()
-            path = _folder.choose_path(self._directory, number)
-            self._write(path, number, content, arrays)
+            saved = _folder.find_checkpoints(self._directory)
+            path = _folder.choose_path(self._directory, number, saved)
+            specs = content.specs
+            self._store.write(
+                path,
+                arrays=arrays,
+                manifest={
+                    "leaves": {name: spec.as_json() for name, spec in specs.items()},
+                    "states": content.states,
+                },
+                header=self._make_header(number, saved, has_arrays=bool(arrays)),
+            )
             return path, num_bytes
         except Exception as error:
             self._clean_up(path)
@@ -145,11 +148,6 @@ class Writer:
         self, path: epath.Path, error: Exception, num_bytes: int | None
     ) -> CheckpointError:
         return write_error(path, error, num_bytes, goes_on=not self._raise_errors)
-
-    def _note(self, error: CheckpointError) -> None:
-        self.last_error = error
-        if not self._raise_errors:
-            logger.warning("%s", error)
 
     def _clean_up(self, path: epath.Path) -> None:
         """Gives back the space of a save that failed."""
@@ -173,26 +171,9 @@ class Writer:
             _folder.remove_leftovers(self._directory)
         self._has_cleaned = True
 
-    def _write(
-        self,
-        path: epath.Path,
-        number: int,
-        content: Content,
-        arrays: dict[str, jax.Array | np.ndarray],
-    ) -> None:
-        specs = content.specs
-        self._store.write(
-            path,
-            arrays=arrays,
-            manifest={
-                "leaves": {name: spec.as_json() for name, spec in specs.items()},
-                "states": content.states,
-            },
-            header=self._make_header(number, has_arrays=bool(arrays)),
-        )
-
-    def _make_header(self, number: int, *, has_arrays: bool) -> _folder.Header:
-        saved = _folder.find_checkpoints(self._directory)
+    def _make_header(
+        self, number: int, saved: Sequence[_folder.Saved], *, has_arrays: bool
+    ) -> _folder.Header:
         last = saved[-1].header if saved else None
         if last is not None:
             # A restarted run goes on from what the run before it kept.
@@ -212,21 +193,27 @@ class Writer:
             self._store.wait()
         except Exception as error:
             self._clean_up(path)
-            self._fail(self._make_error(path, error, num_bytes), error)
+            failure = self._make_error(path, error, num_bytes)
+            self._report(failure, error)
+            self.last_error = failure
             return
         try:
             if jax.process_index() == 0:
                 self._remove_old()
         except Exception as error:
-            self._fail(removal_error(path, error), error)
+            # Not in `last_error`: the checkpoint itself is written.
+            self._report(removal_error(path, error), error)
 
-    def _fail(self, failure: CheckpointError, cause: Exception) -> None:
+    def _report(self, failure: CheckpointError, cause: Exception) -> None:
+        """Has `sync` raise an error of the background, or logs it."""
         failure.__cause__ = cause
         if self._raise_errors:
             self._failure = failure
-        self._note(failure)
+        else:
+            logger.warning("%s", failure)
 
     def _remove_old(self) -> None:
+        # Listed again: what goes is decided by what is there once the save is complete.
         saved = _folder.find_checkpoints(self._directory)
         superseded = _folder.find_superseded(saved)
         expired, self._preserved_at = _folder.find_expired(

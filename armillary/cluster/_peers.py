@@ -134,7 +134,7 @@ class Peers:
         return None
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
+    def announcing_errors(self) -> Iterator[None]:
         """Tells the others of an error in the code under it.
 
         Raises:

@@ -105,7 +105,7 @@ class Agreement:
         starts = self._exchange_starts()
         while True:
             missing = MOST_OFFERS - len(waiting)
-            with self.peers.told():
+            with self.peers.announcing_errors():
                 waiting.extend(itertools.islice(pieces, missing))
             offers = [
                 [_Offer(*offer) for offer in json.loads(text)]

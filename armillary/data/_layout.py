@@ -27,7 +27,7 @@ class Peers(Protocol):
         """Returns the values of all processes; all must call it at the same points."""
         ...
 
-    def told(self) -> AbstractContextManager[None]:
+    def announcing_errors(self) -> AbstractContextManager[None]:
         """Returns a context whose errors the others are told of."""
         ...
 

@@ -497,7 +497,7 @@ class Loop:
         peers = self._strategy.peers
         if peers is None:
             return chunks.next_chunk()
-        with peers.told():
+        with peers.announcing_errors():
             chunk = chunks.next_chunk()
         check_same_chunk(peers, self._name, chunk)
         return chunk
@@ -521,7 +521,7 @@ class Loop:
 
     def _open_chunks(self) -> ChunkReader | None:
         peers = self._strategy.peers
-        with contextlib.nullcontext() if peers is None else peers.told():
+        with contextlib.nullcontext() if peers is None else peers.announcing_errors():
             first = self._peek()
         if peers is not None:
             check_same_start(peers, self._name, first)

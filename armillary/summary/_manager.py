@@ -14,7 +14,7 @@ from armillary._process import get_process
 from armillary._typing import Output
 from armillary.distribute import PerReplica
 from armillary.summary._tensorboard import TensorBoardWriter
-from armillary.summary._values import Summary
+from armillary.summary._values import Histogram, Summary
 from armillary.summary._writer import SummaryWriter
 
 _NUMBERS = (np.bool_, np.integer, np.floating)
@@ -71,17 +71,19 @@ class SummaryManager:
         """Writes all of `values`; of several processes, the chief does.
 
         Args:
-            values: Numbers or arrays of shape `()` by tag, or each a `Histogram`, an
-                `Image` or a `Text`; `None` for nothing. A nested dictionary goes to the
-                subdirectory of its name. Infinities and NaN are written too.
+            values: Values by tag; `None` for nothing. A number or an array of shape
+                `()` is a scalar, any other array is written as its `Histogram`, and a
+                `Histogram`, an `Image` or a `Text` as itself. A nested dictionary goes
+                to the subdirectory of its name. Scalars that are infinite or NaN are
+                written too.
             step: The step that the values belong to.
 
         Raises:
             TypeError: If a key is not a string or a value is not numeric, if this is
                 called in a step, or if a writer has no method for a kind of value.
-            ValueError: If an array has more than one element, a key is empty, or the
-                name of a nested dictionary leaves `summary_dir`. All bad values are
-                listed, and then none is written.
+            ValueError: If an array has no elements, a key is empty, or the name of a
+                nested dictionary leaves `summary_dir`. All bad values are listed, and
+                then none is written.
         """
         entries = list(_find_values(values or {}, ()))
         _check_known([step, *(value for *_, value, _ in entries)])
@@ -90,6 +92,9 @@ class SummaryManager:
             return
         for parents, tag, value, _ in entries:
             writer = self._writer(parents)
+            if not isinstance(value, Summary) and np.shape(value):
+                # A copy on the host: of several processes, only this one counts.
+                value = Histogram(np.asarray(value))
             if isinstance(value, Summary):
                 _check_writer(writer, tag, value)
                 value.write(writer, tag, int(step))
@@ -169,7 +174,7 @@ def _find_problem(path: str, value: Any) -> _Problem | None:
     shape = tuple(value.shape)
     if not any(jax.dtypes.issubdtype(value.dtype, kind) for kind in _NUMBERS):
         return TypeError, f"{path}: {value.dtype} {shape}"
-    if shape != ():
+    if 0 in shape:
         return ValueError, f"{path}: {value.dtype} {shape}"
     return None
 
@@ -180,12 +185,12 @@ def _check(problems: list[_Problem]) -> None:
     kind = TypeError if any(kind is TypeError for kind, _ in problems) else ValueError
     lines = "\n".join(f"  {line}" for _, line in problems)
     raise kind(
-        f"`values` has {len(problems)} entries that are no summaries: one is a number "
-        "of shape (), a `Histogram`, an `Image` or a `Text`, under a string:\n"
-        f"{lines}\n"
-        "Reduce arrays (`value.mean()`), wrap them "
-        "(`armillary.summary.Histogram(value)`), reduce per-replica values "
-        "(`strategy.reduce`), or leave the entry out."
+        f"{len(problems)} values cannot be written as summaries. What a loop or an "
+        "evaluation returns, or `write_summaries` is given, must have strings as keys, "
+        "and as values numbers, arrays of numbers that are not empty, or each a "
+        f"`Histogram`, an `Image` or a `Text`:\n{lines}\n"
+        "Convert the value, reduce per-replica values (`strategy.reduce`), or leave "
+        "the entry out."
     )
 
 

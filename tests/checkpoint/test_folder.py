@@ -89,16 +89,24 @@ def test_other_names_are_not_checkpoints(tmp_path: Path, name: str) -> None:
 
 
 def test_a_number_gets_a_revision_if_anything_has_its_name(tmp_path: Path) -> None:
-    directory = epath.Path(tmp_path)
-    assert _folder.choose_path(directory, 5).name == "checkpoint_5"
+    def choose() -> str:
+        directory = epath.Path(tmp_path)
+        saved = _folder.find_checkpoints(directory)
+        return _folder.choose_path(directory, 5, saved).name
+
+    assert choose() == "checkpoint_5"
 
     make(tmp_path, "checkpoint_5")
     make(tmp_path, "checkpoint_50")
-    assert _folder.choose_path(directory, 5).name == "checkpoint_5.1"
+    assert choose() == "checkpoint_5.1"
 
     make(tmp_path, "checkpoint_5.1")
     (tmp_path / "checkpoint_5" / "header" / _folder.HEADER_FILE).unlink()
-    assert _folder.choose_path(directory, 5).name == "checkpoint_5.2"
+    assert choose() == "checkpoint_5.2"
+
+    # The name of one that was removed is not used again: it may have been read.
+    (tmp_path / "checkpoint_5").rename(tmp_path / "checkpoint_5.2")
+    assert choose() == "checkpoint_5.3"
 
 
 def test_the_last_save_of_a_number_supersedes_the_others(tmp_path: Path) -> None:
@@ -205,7 +213,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_not_broken(
 
     monkeypatch.setattr(_folder, "_read_header", read_and_remove)
 
-    assert _folder.find_broken(epath.Path(tmp_path)) == {}
+    assert _folder.list_directory(epath.Path(tmp_path)).broken == {}
     assert not path.exists()
 
 
@@ -230,7 +238,7 @@ def test_what_is_broken_has_a_reason(
     path = make(tmp_path, "checkpoint_1")
     damage(path)
 
-    assert reason in _folder.find_broken(epath.Path(tmp_path))[path]
+    assert reason in _folder.list_directory(epath.Path(tmp_path)).broken[path]
 
 
 @pytest.mark.parametrize("key", ["number", "serial", "saved_at", "preserved_at"])
@@ -244,4 +252,4 @@ def test_a_header_of_other_types_is_broken(
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
 
     assert names(_folder.find_checkpoints(epath.Path(tmp_path))) == ["checkpoint_1"]
-    assert list(_folder.find_broken(epath.Path(tmp_path))) == [broken]
+    assert list(_folder.list_directory(epath.Path(tmp_path)).broken) == [broken]

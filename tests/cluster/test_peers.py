@@ -108,5 +108,6 @@ def test_a_store_that_is_down_is_reported():
 def test_a_store_that_is_down_hides_no_other_error():
     store = Store()
     store.is_down = True
-    with pytest.raises(OSError, match="no disk"), Peers(store, 0, 2, 10.0).told():
+    peers = Peers(store, 0, 2, 10.0)
+    with pytest.raises(OSError, match="no disk"), peers.announcing_errors():
         raise OSError("no disk")

@@ -1,6 +1,7 @@
 """Tests of nested outputs as a hierarchy of summary directories."""
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import jax
@@ -133,19 +134,35 @@ def test_write_after_close_starts_a_new_writer(tmp_path: Path) -> None:
     ]
 
 
-def test_arrays_are_an_error_with_path_and_shape_and_write_nothing(
+def test_empty_arrays_are_an_error_with_path_and_shape_and_write_nothing(
     tmp_path: Path,
 ) -> None:
     recorder = Recorder()
     manager = SummaryManager(tmp_path, writer_fn=recorder)
 
-    with pytest.raises(ValueError, match=r"(?s)2 entries.*mean") as info:
+    with pytest.raises(ValueError, match=r"(?s)^2 values cannot be.*not empty") as info:
         manager.write_summaries(
-            {"ok": 1, "train": {"loss": jnp.zeros((2, 3))}, "one": np.zeros(1)}, step=0
+            {"ok": 1, "train": {"loss": jnp.zeros((0, 3))}, "no": np.zeros(0)}, step=0
         )
 
-    assert "  train/loss: float32 (2, 3)\n  one: float64 (1,)\n" in str(info.value)
+    assert "  train/loss: float32 (0, 3)\n  no: float64 (0,)\n" in str(info.value)
     assert recorder.writers == []
+
+
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
+def test_arrays_are_written_as_histograms(tmp_path: Path, as_array: Any) -> None:
+    writer = Mock()
+    values = as_array([[1.0, 4.0], [-1.0, 4.0]])
+
+    manager = SummaryManager(tmp_path, writer_fn=lambda _: writer)
+    manager.write_summaries({"x": 2.0, "per_class": values}, step=3)
+
+    assert [call[0] for call in writer.method_calls] == ["scalar", "histogram"]
+    tag, edges, counts, step = writer.histogram.call_args.args
+    assert (tag, step) == ("per_class", 3)
+    found = {edge: count for edge, count in zip(edges, counts, strict=False) if count}
+    assert {edge: found[edge] for edge in (1.0, 4.0)} == {1.0: 1, 4.0: 2}
+    assert sum(found.values()) == 4
 
 
 @pytest.mark.parametrize(
@@ -165,7 +182,7 @@ def test_values_that_are_not_numeric_are_an_error(
 ) -> None:
     manager = SummaryManager(tmp_path, writer_fn=Recorder())
 
-    with pytest.raises(TypeError, match=rf"1 entries.*\n  train/x: {described}\n"):
+    with pytest.raises(TypeError, match=rf"1 values.*\n  train/x: {described}\n"):
         manager.write_summaries({"train": {"x": value}}, step=0)
 
 
@@ -232,6 +249,6 @@ def test_processes_that_are_not_the_chief_write_nothing(
 
     manager.write_summaries({"x": 1.0, "h": Histogram(np.ones(2))}, step=0)
     with pytest.raises(ValueError, match="x: float64"):
-        manager.write_summaries({"x": np.ones(2)}, step=0)
+        manager.write_summaries({"x": np.ones(0)}, step=0)
 
     assert not manager._writers

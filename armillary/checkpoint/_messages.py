@@ -1,72 +1,71 @@
-"""The directory of a manager: its absolute path, and all that can be wrong with it."""
+"""What a user reads when a checkpoint cannot be written, read or restored."""
 
-import os
+import operator
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 from etils import epath
 
-from armillary.checkpoint import _folder
-from armillary.errors import CheckpointError
+from armillary._checks import list_lines
+from armillary.checkpoint._leaf import LeafSpec
+from armillary.errors import CheckpointError, CheckpointMismatchError
 
 
-def as_absolute(path: str | os.PathLike[str]) -> epath.Path:
-    """Returns a path that stays good when the working directory changes."""
-    text = os.fspath(path)
-    return epath.Path(text if "://" in text else os.path.abspath(text))
-
-
-def find_problem(directory: epath.Path) -> str | None:
-    """Returns why nothing can be written to a directory, or `None` if it can."""
-    if "://" in str(directory):
-        return None
-    place = directory
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir():
-        return (
-            f"`directory` is {str(directory)!r}, and {str(place)!r} is a file, but "
-            "checkpoints need a directory. Use the name of a directory, which is made "
-            "if it does not exist."
-        )
-    if not os.access(place, os.W_OK | os.X_OK):
-        return (
-            f"`directory` is {str(directory)!r}, and this user may not write to "
-            f"{str(place)!r}, but saving needs that. Use another directory, or change "
-            f"its rights (`chmod u+rwx {place}`)."
-        )
-    return None
-
-
-def check_is_checkpoint(folder: epath.Path, directory: epath.Path) -> None:
-    """Raises if `folder` is not a complete checkpoint.
+def check_match(
+    path: str,
+    *,
+    saved: Mapping[str, LeafSpec],
+    program: Mapping[str, LeafSpec],
+    saved_states: Collection[str],
+    program_states: Collection[str],
+) -> None:
+    """Raises if a checkpoint and a program do not hold the same leaves and states.
 
     Args:
-        folder: What the caller wants to restore.
-        directory: Where the message looks for checkpoints to name instead.
+        path: The checkpoint, for the message.
+        saved: The leaves of the checkpoint.
+        program: The leaves of the program.
+        saved_states: Names of the objects whose `get_state` was saved.
+        program_states: Names of the objects of the program that have `set_state`.
 
     Raises:
-        CheckpointError: If there is no complete checkpoint at `folder`.
+        CheckpointMismatchError: If they differ. All differences are in the message.
     """
-    if _folder.read_header(folder) is not None:
+    differences = [
+        *_compare(saved, program, LeafSpec.matches),
+        *_compare(
+            dict.fromkeys(saved_states, "saved state"),
+            dict.fromkeys(program_states, "saved state"),
+            operator.eq,
+        ),
+    ]
+    if not differences:
         return
-    if not folder.exists():
-        reason = "which does not exist"
-    elif not folder.is_dir():
-        reason = "which is a file"
-    else:
-        reason = "a folder that is not a complete checkpoint of this library"
-    found = _folder.find_checkpoints(folder) or _folder.find_checkpoints(directory)
-    newest = ", ".join(repr(str(entry.path)) for entry in reversed(found[-3:]))
-    advice = (
-        f"Use one of these, newest first: {newest}."
-        if newest
-        else "Use the folder of a checkpoint, named `checkpoint_<number>`."
+    lines = [line for _, line in sorted(differences)]
+    raise CheckpointMismatchError(
+        f"`path` is {path!r}, and {len(lines)} of its leaves differ from the program, "
+        f"which must hold the same ones:\n{list_lines(lines)}\n"
+        "Build the objects as they were when this was saved, restore another "
+        "checkpoint (`manager.restore(path)`), or use another `directory` to start "
+        "afresh. Nothing was restored."
     )
-    raise CheckpointError(
-        f"`path` is {str(folder)!r}, {reason}, and only a complete checkpoint can be "
-        f"restored. {advice}"
-    )
+
+
+def _compare(
+    saved: Mapping[str, Any],
+    program: Mapping[str, Any],
+    matches: Callable[[Any, Any], bool],
+) -> Iterator[tuple[str, str]]:
+    """Yields each path that differs, and a line that says how."""
+    for path in saved.keys() | program.keys():
+        if path not in program:
+            yield path, f"- {path}: {saved[path]}  only in the checkpoint"
+        elif path not in saved:
+            yield path, f"+ {path}: {program[path]}  only in the program"
+        elif not matches(saved[path], program[path]):
+            both = f"{saved[path]} in the checkpoint, {program[path]} in the program"
+            yield path, f"~ {path}: {both}"
 
 
 def write_error(

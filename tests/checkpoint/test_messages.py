@@ -1,0 +1,210 @@
+"""Tests of what a user reads: one table of errors, and the diff of a mismatch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from armillary.checkpoint import Checkpoint, CheckpointManager
+from armillary.checkpoint._leaf import LeafSpec
+from armillary.checkpoint._messages import check_match
+from armillary.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    DatasetStateError,
+)
+
+
+class Position:
+    """Has a state that is not made of arrays, as a dataset has."""
+
+    def __init__(self, state: Any = 0) -> None:
+        self.state = state
+
+    def get_state(self) -> Any:
+        return self.state
+
+    def set_state(self, state: Any) -> None:
+        raise AssertionError
+
+
+class Source(Position):
+    def check_repositionable(self) -> None:
+        raise DatasetStateError("A generator cannot be repositioned.")
+
+
+def make(directory: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(Checkpoint(h={"x": jnp.zeros(1)}), directory, **options)
+
+
+def make_below_a_file(directory: Path, *names: str) -> None:
+    (directory / "file").touch()
+    make(directory.joinpath("file", *names))
+
+
+def read_donated(_: Path) -> None:
+    holder = SimpleNamespace(array=jnp.zeros(1), other=jnp.zeros(1))
+    checkpoint = Checkpoint(holder=holder)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(holder.array)
+    checkpoint.read()
+
+
+NOT_NUMERIC = {"name": nnx.Variable("text"), "array": nnx.Variable(jnp.zeros(1))}
+NUMBER = r"`checkpoint_number` is .* not negative"
+NOTHING = r"(?s)`thing` is of %s, .*Checkpoint\(thing=\{"
+IS_FILE = r"`directory` is .*file' is a file"
+ERRORS: list[tuple[Callable[[Path], object], type[Exception], str]] = [
+    # What a checkpoint may hold.
+    (lambda _: Checkpoint(), ValueError, "names no objects"),
+    (lambda _: Checkpoint(thing=3), TypeError, NOTHING % "type int"),
+    (lambda _: Checkpoint(thing="text"), TypeError, NOTHING % "type str"),
+    (lambda _: Checkpoint(thing=None), TypeError, NOTHING % "type NoneType"),
+    (lambda _: Checkpoint(thing=nnx.Linear), TypeError, NOTHING % "class Linear"),
+    (lambda _: Checkpoint(thing=Position), TypeError, NOTHING % "class Position"),
+    (
+        lambda _: Checkpoint(thing=SimpleNamespace(name="x")),
+        TypeError,
+        NOTHING % "type SimpleNamespace",
+    ),
+    (
+        lambda _: Checkpoint(w=jnp.zeros(3)),
+        TypeError,
+        r"Checkpoint\(w=\{'value': value\}\)",
+    ),
+    (lambda _: Checkpoint(data=Source()), DatasetStateError, "cannot be repositioned"),
+    (
+        lambda _: Checkpoint(data=Position({"array": np.zeros(3)})).read(),
+        TypeError,
+        r"`data` of type Position.*ndarray",
+    ),
+    (
+        lambda _: Checkpoint(h=NOT_NUMERIC),
+        TypeError,
+        r"holds 1 values.*\n  h/name: str 'text'\n",
+    ),
+    (
+        lambda _: Checkpoint(h={1: jnp.zeros(1), "1": jnp.zeros(2)}),
+        ValueError,
+        r"finds 1 paths that name two arrays.*h/1",
+    ),
+    (read_donated, CheckpointError, r"holds 1 arrays .*\n  holder/array\n"),
+    # The arguments of a manager.
+    (
+        lambda d: CheckpointManager({}, d),
+        TypeError,
+        "`checkpoint` is of type dict",
+    ),
+    (lambda d: make(d, max_to_keep=0), ValueError, "`max_to_keep` is 0"),
+    (
+        lambda d: make(d, keep_checkpoint_every_n_hours=-1),
+        ValueError,
+        "`keep_checkpoint_every_n_hours` is -1",
+    ),
+    (
+        lambda d: make(d, checkpoint_interval=0),
+        ValueError,
+        "`checkpoint_interval` is 0",
+    ),
+    (lambda d: make(d, step_counter=3), TypeError, "is 3 of type int"),
+    (lambda d: make(d, init_fn=3), TypeError, "`init_fn` is 3"),
+    (
+        lambda d: make(d, on_write_error="ignore"),
+        ValueError,
+        r"`on_write_error` is 'ignore', but .*'raise' or 'warn'",
+    ),
+    (lambda d: make_below_a_file(d), ValueError, IS_FILE),
+    (lambda d: make_below_a_file(d, "run"), ValueError, IS_FILE),
+    # The numbers of checkpoints, and paths to restore.
+    (lambda d: make(d).save(-1), ValueError, NUMBER),
+    (lambda d: make(d).save(1.5), ValueError, NUMBER),
+    (lambda d: make(d).save("3"), ValueError, NUMBER),
+    (lambda d: make(d).save(True), ValueError, NUMBER),
+    (
+        lambda d: make(d, checkpoint_interval=5).save(check_interval=True),
+        ValueError,
+        "is 5, but there is no `step_counter`",
+    ),
+    (lambda d: make(d).restore(d), CheckpointError, "named `checkpoint_<number>`"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), ERRORS)
+def test_an_error_says_what_is_wrong_and_writes_nothing(
+    tmp_path: Path,
+    call: Callable[[Path], object],
+    error: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=message):
+        call(tmp_path)
+
+    assert {path.name for path in tmp_path.iterdir()} <= {"file"}
+
+
+KERNEL = LeafSpec("float32", (3, 3))
+
+
+def check(
+    saved: dict[str, LeafSpec],
+    program: dict[str, LeafSpec],
+    saved_states: list[str] | None = None,
+    program_states: list[str] | None = None,
+) -> None:
+    check_match(
+        "/run/checkpoint_5",
+        saved=saved,
+        program=program,
+        saved_states=saved_states or [],
+        program_states=program_states or [],
+    )
+
+
+def test_equal_leaves_pass() -> None:
+    check({"a": KERNEL}, {"a": KERNEL}, ["data"], ["data"])
+
+
+def test_the_diff_names_every_kind_of_difference_in_order_of_paths() -> None:
+    with pytest.raises(CheckpointMismatchError, match="and 6 of its leaves") as info:
+        check(
+            {
+                "model/a": KERNEL,
+                "model/b": KERNEL,
+                "model/c": LeafSpec("int8", ()),
+                "model/same": KERNEL,
+            },
+            {
+                "model/b": LeafSpec("float32", (4, 3)),
+                "model/c": KERNEL,
+                "model/d": LeafSpec("key<rbg>", ()),
+                "model/same": KERNEL,
+            },
+            ["eval_dataset"],
+            ["train_dataset"],
+        )
+
+    assert str(info.value) == (
+        "`path` is '/run/checkpoint_5', and 6 of its leaves differ from the program, "
+        "which must hold the same ones:\n"
+        "  - eval_dataset: saved state  only in the checkpoint\n"
+        "  - model/a: float32 (3, 3)  only in the checkpoint\n"
+        "  ~ model/b: float32 (3, 3) in the checkpoint, float32 (4, 3) in the program\n"
+        "  ~ model/c: int8 () in the checkpoint, float32 (3, 3) in the program\n"
+        "  + model/d: key<rbg> ()  only in the program\n"
+        "  + train_dataset: saved state  only in the program\n"
+        "Build the objects as they were when this was saved, restore another "
+        "checkpoint (`manager.restore(path)`), or use another `directory` to start "
+        "afresh. Nothing was restored."
+    )
+
+
+def test_a_long_diff_ends_with_a_count() -> None:
+    with pytest.raises(CheckpointError, match=r"\n  \.\.\. and 5 more\n") as info:
+        check({f"a{i:02}": KERNEL for i in range(25)}, {})
+
+    assert str(info.value).count("only in the checkpoint") == 20
