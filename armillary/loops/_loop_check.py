@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from armillary._logging import logger
-from armillary.data import HostReader
 from armillary.data._position import Position
 from armillary.distribute import check_equal
 from armillary.errors import NonFiniteError
@@ -30,12 +29,11 @@ class Positions:
     """Where the data was before and after each step of one loop.
 
     Args:
-        readers: What the steps took their batches from.
+        start: Where it was before the first of them, for each dataset.
     """
 
-    def __init__(self, readers: Sequence[HostReader]) -> None:
-        self.readers = tuple(readers)
-        self._start = tuple(reader.progress.position for reader in readers)
+    def __init__(self, start: Sequence[Position]) -> None:
+        self._start = tuple(start)
         self._parts: list[tuple[Sequence[tuple[Position, ...]], int, int]] = []
 
     def add(

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from armillary.data import HostReader
 from armillary.data._position import Position
 from armillary.distribute import ReplicaComparison, Strategy
 from armillary.loops._loop_check import LoopCheck, Positions, Watched
@@ -55,11 +54,11 @@ class LoopWatch:
         self.positions = Positions([])
 
     def begin(
-        self, paths: Sequence[str], readers: Sequence[HostReader], num_steps: int
+        self, paths: Sequence[str], positions: Sequence[Position], num_steps: int
     ) -> None:
-        """Prepares for a loop over the state with these paths."""
+        """Prepares for a loop over the state with these paths, from `positions` on."""
         self._paths, self._num_asked = paths, num_steps
-        self.positions = Positions(readers)
+        self.positions = Positions(positions)
         self._checksums = None
         if self._on_non_finite is None:
             return
