@@ -146,6 +146,8 @@ class Feed(Generic[T]):
 
     def peek(self) -> list[HostBatch | None]:
         """Returns the next batch of each dataset, None at the end; before `start`."""
+        if self.is_closed:
+            return [None] * len(self.datasets)
         with self._told(), self.reading():
             batches = [reader.peek() for reader in self.readers]
         self._note_ends()
@@ -194,9 +196,10 @@ class Feed(Generic[T]):
         Raises:
             ValueError: If it has less than `num_steps` left, or that is not positive.
         """
-        chunk, stop = self.chunk, self.offset + num_steps
+        queue, stop = self._queue, self.offset + num_steps
+        chunk = None if queue is None else queue.current
         count = 0 if chunk is None else len(chunk.positions)
-        if chunk is None or not self.offset < stop <= count:
+        if queue is None or chunk is None or not self.offset < stop <= count:
             raise ValueError(
                 f"`num_steps` is {num_steps}, but the current chunk has "
                 f"{count - self.offset} steps left. Take one with `next_chunk`, and "
@@ -209,7 +212,8 @@ class Feed(Generic[T]):
         if stop < count:
             self.offset = stop
         else:
-            self._let_go()
+            self.offset = 0
+            queue.pop()
 
     def commit_taken(self) -> None:
         """Marks all that was taken from `readers` as used."""
@@ -225,7 +229,9 @@ class Feed(Generic[T]):
         Raises:
             DatasetStateError: If a source refuses its position.
         """
-        was_cut_off, self._is_cut_off = self._is_cut_off, True
+        # Data that cannot go back stays as broken as it is.
+        is_broken = self._is_cut_off and not self.is_repositionable
+        self._is_cut_off = True
         if self._queue is not None:
             self._queue.close()
         self._queue, self.offset = None, 0
@@ -233,12 +239,11 @@ class Feed(Generic[T]):
             self._open_readers(positions)
         except Exception:
             self._open_readers(self.positions)
+            self._is_cut_off = is_broken
             raise
-        finally:
-            # Data that cannot go back is as broken as it was.
-            self._is_cut_off = was_cut_off and not self.is_repositionable
         for progress, position in zip(self._progress, positions, strict=True):
             progress.position = position
+        self._is_cut_off = is_broken
 
     def _open_readers(self, positions: Sequence[Position]) -> None:
         for index, dataset in enumerate(self.datasets):
@@ -297,11 +302,6 @@ class Feed(Generic[T]):
                     "`get_state` and `set_state`."
                 )
         self.seek(self.positions)
-
-    def _let_go(self) -> None:
-        self.offset = 0
-        if self._queue is not None:
-            self._queue.pop()
 
     def _note_ends(self) -> None:
         """Marks the passes as finished of which all was used."""

@@ -250,6 +250,26 @@ def test_seek_goes_back_to_any_step(make_dataset, prefetch):
     feed.close()
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_interrupted_seek_goes_on_from_what_was_used(
+    make_dataset, prefetch, monkeypatch
+):
+    dataset = make_dataset(from_arrays(np.arange(20), batch_size=2))
+    feed = open_chunks(dataset, steps_per_chunk=4, prefetch=prefetch)
+    start = feed.positions
+    feed.next_chunk()
+    feed.commit(3)
+
+    def interrupted(position):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(dataset, "open_stream", interrupted)
+        feed.seek(start)
+    assert unstack(feed.next_chunk())[0] == [[6], [7]]
+    feed.close()
+
+
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_data_without_positions_goes_on_if_the_other_dataset_moves(
     make_dataset, prefetch
@@ -323,6 +343,7 @@ def test_a_closed_feed_has_no_chunks(make_dataset):
     assert feed.next_chunk() is not None
     feed.close()
     assert feed.next_chunk() is None
+    assert feed.peek() == [None]
 
 
 def test_arguments_are_checked(make_dataset):

@@ -71,7 +71,7 @@ def train_interrupted(trainer, files, num_lines):
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        trainer.train(4)
+        trainer.train(4 if files is LOOP else 2)
     except KeyboardInterrupt:
         # Here, where the traceback still holds what the loop left behind.
         assert trainer.is_exact()
