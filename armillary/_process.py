@@ -6,6 +6,9 @@ program that joins none is process 0 of 1.
 
 from dataclasses import dataclass
 
+READER_THREADS = "armillary-prefetch"
+"""The name of the threads that read data ahead."""
+
 
 @dataclass(frozen=True)
 class Process:

@@ -11,15 +11,11 @@ batches that were used, so that a checkpoint can hold it::
     for batch in dataset:
         ...
 
-Compiled loops read through `HostReader` (single batches) and `ChunkReader` (the batches
-of many steps, stacked).
+Compiled loops read through a `Feed`, in chunks: the batches of many steps, stacked.
 """
 
 from armillary.data._arrays import ArrayDataset as ArrayDataset
 from armillary.data._arrays import from_arrays as from_arrays
-from armillary.data._batch import describe_shapes as describe_shapes
-from armillary.data._chunk_builder import Chunk as Chunk
-from armillary.data._chunks import ChunkReader as ChunkReader
 from armillary.data._dataset import DistributedDataset as DistributedDataset
 from armillary.data._input_context import InputContext as InputContext
 from armillary.data._iterator import DistributedIterator as DistributedIterator
@@ -27,28 +23,21 @@ from armillary.data._layout import Active as Active
 from armillary.data._layout import BatchLayout as BatchLayout
 from armillary.data._layout import Peers as Peers
 from armillary.data._options import InputOptions as InputOptions
-from armillary.data._reader import HostReader as HostReader
 from armillary.data._source import Source as Source
 from armillary.data._source import SourceIterator as SourceIterator
 from armillary.data._source import as_source as as_source
-from armillary.data._split import HostBatch as HostBatch
 
 __all__ = [
     "Active",
     "ArrayDataset",
     "BatchLayout",
-    "Chunk",
-    "ChunkReader",
     "DistributedDataset",
     "DistributedIterator",
-    "HostBatch",
-    "HostReader",
     "InputContext",
     "InputOptions",
     "Peers",
     "Source",
     "SourceIterator",
     "as_source",
-    "describe_shapes",
     "from_arrays",
 ]

@@ -4,7 +4,7 @@ The order of an epoch depends on the seed and the epoch alone, so a position is 
 numbers: the epoch, and how many of its examples were used.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -103,10 +103,7 @@ class ArrayDataset:
 
     def make_iterator(self, epoch: int) -> "ArrayIterator":
         """Returns an iterator from the start of `epoch`."""
-        return ArrayIterator(self, epoch, self._take_rows)
-
-    def _take_rows(self, rows: np.ndarray) -> Batch:
-        return jax.tree.map(lambda array: np.take(array, rows, axis=0), self.arrays)
+        return ArrayIterator(self, epoch)
 
     def __iter__(self) -> Iterator[Batch]:
         """Returns an iterator over the next epoch, for use without a strategy."""
@@ -118,19 +115,12 @@ class ArrayIterator:
     """Draws the rows of one batch after another.
 
     Args:
-        dataset: Says how many rows there are, and in which order.
+        dataset: Has the rows, and says in which order they come.
         epoch: The epoch to begin with.
-        make_batch: Turns the numbers of a batch's rows into the batch.
     """
 
-    def __init__(
-        self,
-        dataset: ArrayDataset,
-        epoch: int,
-        make_batch: Callable[[np.ndarray], Batch],
-    ) -> None:
+    def __init__(self, dataset: ArrayDataset, epoch: int) -> None:
         self._dataset = dataset
-        self._make_batch = make_batch
         self._epoch = epoch
         self._index = 0
         self._order = self._make_order()
@@ -149,7 +139,7 @@ class ArrayIterator:
             raise StopIteration
         else:
             rows = self._take(dataset.batch_size)
-        return self._make_batch(rows)
+        return jax.tree.map(lambda array: np.take(array, rows, axis=0), dataset.arrays)
 
     def get_state(self) -> dict[str, int]:
         """Returns the epoch and how many of its examples were used."""

@@ -4,7 +4,8 @@ A step takes `batches_per_step[i]` batches of reader i. A chunk holds steps whos
 batches have one structure and one shape, so that one program can run them.
 """
 
-from collections.abc import Generator, Hashable, Iterator, Sequence
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -16,7 +17,7 @@ from armillary.data._aligned import empty_aligned
 from armillary.data._batch import canonical_dtype, describe_shapes, get_signature
 from armillary.data._layout import Active
 from armillary.data._position import Position
-from armillary.data._reader import HostReader
+from armillary.data._reader import BatchReader
 from armillary.data._split import HostBatch
 from armillary.errors import BatchSizeError
 
@@ -31,7 +32,7 @@ class Chunk:
     Args:
         arrays: For each reader, a pytree whose leaves have shape
             `(capacity * batches_per_step, ...)`, then the layout's shape. Batch b of
-            step s is at index `s * batches_per_step + b`, for `RowTaker.gather`.
+            step s is at index `s * batches_per_step + b`, for `Gather.on_device`.
             Steps from `num_steps` on are no data and must not run.
         resident: For each reader, the arrays of its data that stay on the device.
         types: For each reader, shapes and dtypes of one batch as a step receives it.
@@ -42,7 +43,6 @@ class Chunk:
             and dtype, on as many replicas.
         num_active: For each reader, which replicas have data.
         positions: For each step, the position of each reader after it.
-        readers: Where the batches came from.
         ends: For each step, whether it is the last one of its batches; False only for
             the first pieces of a batch that runs as several smaller steps.
     """
@@ -56,113 +56,93 @@ class Chunk:
     num_active: tuple[Active, ...]
     positions: list[tuple[Position, ...]]
     ends: list[bool]
-    readers: tuple[HostReader, ...]
 
     @property
     def inputs(self) -> list[tuple[PyTree, PyTree]]:
         """What a program takes for each reader: its arrays, and those that stay."""
         return list(zip(self.arrays, self.resident, strict=True))
 
-    @property
-    def is_current(self) -> bool:
-        """Whether no reader was moved since the chunk was read.
-
-        A chunk that is not current belongs to a position that the program has left
-        (`set_state`); its remaining steps must not run.
-        """
-        return all(
-            reader.is_current(position)
-            for reader, position in zip(self.readers, self.positions[0], strict=True)
-        )
-
-    def commit(self, num_steps: int) -> None:
-        """Marks the first `num_steps` steps of this chunk as used.
-
-        Raises:
-            ValueError: If `num_steps` is not between 1 and the chunk's steps.
-        """
-        if check_positive_int("num_steps", num_steps) > self.num_steps:
-            raise ValueError(
-                f"`num_steps` is {num_steps}, but the chunk has {self.num_steps} "
-                f"steps. Use `num_steps={self.num_steps}` or less."
-            )
-        positions = self.positions[num_steps - 1]
-        for reader, position in zip(self.readers, positions, strict=True):
-            reader.commit(position)
+    def __str__(self) -> str:
+        """Describes the chunk; equal for those that processes may run together."""
+        shapes = "; ".join(describe_shapes(types) for types in self.types)
+        active = ", ".join(map(str, self.num_active))
+        return f"{self.num_steps} steps of {shapes}; replicas with data: {active}"
 
 
 class ChunkBuilder:
-    """Builds the chunks of `ChunkReader`, which documents the arguments."""
+    """Stacks and places the batches of many steps.
+
+    Args:
+        batches_per_step: For each reader, how many of its batches one step takes.
+        steps_per_chunk: Most steps in one chunk.
+        max_chunk_bytes: Most host memory of one chunk. A chunk has at least one step,
+            however large.
+
+    Raises:
+        ValueError: If a number is not positive.
+    """
 
     def __init__(
         self,
-        readers: Sequence[HostReader],
         batches_per_step: Sequence[int],
+        *,
         steps_per_chunk: int,
-        max_chunk_bytes: int,
+        max_chunk_bytes: int = 256 * 2**20,
     ) -> None:
-        self._readers = tuple(readers)
-        self._batches_per_step = tuple(batches_per_step)
-        self._steps_per_chunk = steps_per_chunk
-        self._max_chunk_bytes = max_chunk_bytes
+        self._batches_per_step = [
+            check_positive_int("batches_per_step", count) for count in batches_per_step
+        ]
+        self._steps_per_chunk = check_positive_int("steps_per_chunk", steps_per_chunk)
+        self._max_chunk_bytes = check_positive_int("max_chunk_bytes", max_chunk_bytes)
         self._first_signature: Hashable = None
         self._capacity: int | None = None
 
-    def build_chunks(self) -> Iterator[Chunk | BaseException]:
+    def build(self, readers: Sequence[BatchReader]) -> Iterator[Chunk]:
         """Yields chunks until a step lacks data.
 
         Steps that were read before an error are given out first, so that what runs
-        does not depend on the size of chunks. An interrupt (Ctrl-C) while a source
-        reads is yielded: the next chunk then has what was read before it as well.
+        does not depend on the size of chunks.
 
         Raises:
             BatchSizeError: If the batches of one step differ in shape.
         """
-        step = yield from self._read_step()
+        step = self._read_step(readers)
         while step is not None:
-            stack, step, error = yield from self._fill_stack(step)
-            chunk = self._place(stack)
+            stack, step, error = self._fill_stack(readers, step)
+            chunk = self._place(readers, stack)
             del stack  # The next chunk must not find this one's host memory still held.
             yield chunk
             del chunk
             if error is not None:
                 raise error
             if step is None:
-                step = yield from self._read_step()
+                step = self._read_step(readers)
 
-    def _read_step(self) -> Generator[BaseException, None, Step | None]:
+    def _read_step(self, readers: Sequence[BatchReader]) -> Step | None:
         """Returns the batches of one step, or None if the data ends before."""
         step: Step = []
-        pairs = zip(self._readers, self._batches_per_step, strict=True)
+        pairs = zip(readers, self._batches_per_step, strict=True)
         for index, (reader, count) in enumerate(pairs):
-            batches: list[HostBatch] = []
-            while len(batches) < count:
-                try:
-                    batches.append(next(reader))
-                except StopIteration:
-                    return None
-                except Exception:
-                    raise
-                except BaseException as error:
-                    yield error
+            batches = list(itertools.islice(reader, count))
+            if len(batches) < count:
+                return None
             _check_equal_shapes(reader, batches, index)
             step.append(batches)
         return step
 
     def _fill_stack(
-        self, step: Step
-    ) -> Generator[BaseException, None, tuple["_Stack", Step | None, Exception | None]]:
+        self, readers: Sequence[BatchReader], step: Step
+    ) -> tuple["_Stack", Step | None, Exception | None]:
         """Stacks `step` and those that fit behind it.
 
         Returns:
             The stack, the step after it if that was read, and the error that ended it.
         """
-        stack = _Stack(
-            step, self._get_room(step), self._batches_per_step, self._readers
-        )
+        room = self._get_room(readers, step)
+        stack = _Stack(step, room, self._batches_per_step, readers)
         while stack.add(step) < stack.room:
             try:
-                following = yield from self._read_step()
+                following = self._read_step(readers)
             except Exception as error:
                 return stack, None, error
             if following is None or _get_step_signature(following) != stack.signature:
@@ -170,7 +150,7 @@ class ChunkBuilder:
             step = following
         return stack, None, None
 
-    def _get_room(self, step: Step) -> int:
+    def _get_room(self, readers: Sequence[BatchReader], step: Step) -> int:
         """Returns how many steps the chunk that begins with `step` may have."""
         signature = _get_step_signature(step)
         if self._first_signature is None:
@@ -181,27 +161,28 @@ class ChunkBuilder:
             return self._capacity
         num_bytes = sum(
             len(batches) * leaf.size * leaf.dtype.itemsize
-            for reader, batches in zip(self._readers, step, strict=True)
-            for leaf in jax.tree.leaves(reader.sent_types(batches[0]))
+            for reader, batches in zip(readers, step, strict=True)
+            for leaf in jax.tree.leaves(reader.gather.sent_types(batches[0]))
         )
         num_steps = self._max_chunk_bytes // max(1, num_bytes)
         return max(1, min(self._steps_per_chunk, num_steps))
 
-    def _place(self, stack: "_Stack") -> Chunk:
+    def _place(self, readers: Sequence[BatchReader], stack: "_Stack") -> Chunk:
         capacity = stack.room
         if stack.signature == self._first_signature:
             # The first chunk decides: no later one has more steps of this shape if the
             # data ended inside it.
             self._capacity = capacity = self._capacity or stack.num_steps
+        gathers = [reader.gather for reader in readers]
         placed = [
-            reader.layout.place(reader.rows.prepare(arrays), 1, num_replicas)
-            for reader, arrays, num_replicas in zip(
-                self._readers, stack.finish(capacity), stack.num_replicas, strict=True
+            gather.layout.place(gather.on_host(arrays), 1, num_replicas)
+            for gather, arrays, num_replicas in zip(
+                gathers, stack.finish(capacity), stack.num_replicas, strict=True
             )
         ]
         return Chunk(
             arrays=placed,
-            resident=[reader.rows.resident for reader in self._readers],
+            resident=[gather.resident for gather in gathers],
             types=stack.types,
             num_steps=stack.num_steps,
             capacity=capacity,
@@ -209,7 +190,6 @@ class ChunkBuilder:
             num_active=stack.num_active,
             positions=stack.positions,
             ends=stack.ends,
-            readers=self._readers,
         )
 
 
@@ -221,7 +201,7 @@ class _Stack:
         step: Step,
         room: int,
         batches_per_step: Sequence[int],
-        readers: Sequence[HostReader],
+        readers: Sequence[BatchReader],
     ) -> None:
         self.room = room
         self.num_steps = 0
@@ -229,7 +209,7 @@ class _Stack:
         self.num_active = tuple(batches[0].num_active for batches in step)
         self.num_replicas = [batches[0].num_replicas for batches in step]
         self.types = [
-            reader.types(batches[0])
+            reader.gather.types(batches[0])
             for reader, batches in zip(readers, step, strict=True)
         ]
         self.positions: list[tuple[Position, ...]] = []
@@ -287,7 +267,7 @@ def _get_step_signature(step: Step) -> Hashable:
 
 
 def _check_equal_shapes(
-    reader: HostReader, batches: list[HostBatch], index: int
+    reader: BatchReader, batches: list[HostBatch], index: int
 ) -> None:
     first = batches[0]
     for batch in batches[1:]:
@@ -295,9 +275,9 @@ def _check_equal_shapes(
             raise BatchSizeError(
                 f"One step takes {len(batches)} batches of dataset {index}, and they "
                 "must have one shape, but they differ:\n"
-                f"  {describe_shapes(reader.types(first))} on "
+                f"  {describe_shapes(reader.gather.types(first))} on "
                 f"{first.num_active} replicas\n"
-                f"  {describe_shapes(reader.types(batch))} on "
+                f"  {describe_shapes(reader.gather.types(batch))} on "
                 f"{batch.num_active} replicas\n"
                 "Use `drop_remainder=True` in the data set, or "
                 '`InputOptions(remainder="drop")` or `InputOptions(remainder="pad")`.'

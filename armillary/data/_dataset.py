@@ -1,24 +1,25 @@
 """Datasets that yield batches spread over replicas, from a position that can be saved.
 
-`BatchStream` reads the source, `Splitter` shares batches between replicas,
-`HostReader` knows what was used. This module joins them and places the arrays.
+`BatchStream` reads the source, `Splitter` shares batches between replicas, `Gather`
+makes of them what a step receives. A `Feed` owns what reads, and knows what was used; a
+dataset has the recipe, and remembers where the next reader begins.
 """
 
 import dataclasses
-import functools
 import json
 import weakref
 from typing import Any
 
 from armillary._typing import PyTree
-from armillary.data._agreed import Agreement
 from armillary.data._arrays import ArrayDataset
+from armillary.data._feed import Feed, Progress
+from armillary.data._gather import make_gather
 from armillary.data._iterator import DistributedIterator
 from armillary.data._layout import BatchLayout
+from armillary.data._lockstep import Lockstep
 from armillary.data._options import InputOptions
 from armillary.data._position import Position, decode_position, encode_position
-from armillary.data._reader import HostReader, Progress
-from armillary.data._resident import make_row_taker
+from armillary.data._reader import BatchReader
 from armillary.data._source import as_source
 from armillary.data._split import Splitter
 from armillary.data._stream import BatchStream
@@ -81,12 +82,12 @@ class DistributedDataset:
         self.is_endless = isinstance(self._source, ArrayDataset) and self._source.repeat
         """Whether it is known to repeat its data for ever."""
         self._is_agreed = per_replica_batches and layout.peers is not None
-        self._source, self._rows = make_row_taker(self._source, layout, self.options)
+        self._source, self.gather = make_gather(self._source, layout, self.options)
         self._progress = Progress(Position())
         # A stream that was opened, to peek or at a restored position, and not yet used.
         self._waiting: BatchStream | None = None
         self._next_epoch = 0
-        self._reader: weakref.ref[HostReader] | None = None
+        self._feed: weakref.ref[Feed] | None = None
         self._element_spec: PyTree | None = None
 
     def __iter__(self) -> DistributedIterator:
@@ -95,30 +96,18 @@ class DistributedDataset:
         After `set_state` without a living iterator, it continues the pass that was
         saved, or begins the next one if that was finished.
         """
-        reader = self._make_reader(exact=False, keep_finished=False)
-        return DistributedIterator(reader, self.prefetch)
+        return DistributedIterator(self)
 
     @property
     def prefetch(self) -> int:
         """How far to place batches ahead; processes that must agree only read ahead."""
         return 0 if self._is_agreed else self.options.prefetch
 
-    def make_reader(self, *, exact: bool) -> HostReader:
-        """Returns a reader over the next pass, for compiled loops.
+    def begin(self, *, exact: bool, begins_anew: bool) -> BatchStream:
+        """Returns the stream that the next feed begins with.
 
-        After `set_state` without a living iterator, it continues the pass that was
-        saved. If that was finished, an exact reader begins the next pass (each
-        evaluation is a pass), and any other has no batches: training has had its data.
-
-        Args:
-            exact: Whether batches that replicas cannot share equally are split into
-                smaller pieces, so that every example is used once. Without it they are
-                treated as `options.remainder` says.
-        """
-        return self._make_reader(exact=exact, keep_finished=not exact)
-
-    def _make_reader(self, *, exact: bool, keep_finished: bool) -> HostReader:
-        """Returns a reader over the next pass, or over what was saved.
+        After `set_state` without a living feed, it continues the pass that was saved;
+        otherwise it is the next pass. The arguments are those of `Feed`.
 
         Raises:
             ValueError: If rows would have to travel between processes.
@@ -126,29 +115,50 @@ class DistributedDataset:
         if self._is_agreed and self.options.remainder == "exact" and not exact:
             raise ValueError(_EXACT_NEEDS_ONE_DATASET)
         stream, self._waiting = self._waiting, None
-        if stream is not None and stream.position.is_exhausted and not keep_finished:
+        if stream is not None and stream.position.is_exhausted and begins_anew:
             stream = None
         if stream is None:
-            stream = BatchStream(self._source, Position(epoch=self._next_epoch))
+            stream = self.open_stream(Position(epoch=self._next_epoch))
         self._next_epoch = stream.position.epoch + 1
-        splitter, agreement = self._make_splitter(exact), None
+        return stream
+
+    def attach(self, feed: Feed, progress: Progress) -> None:
+        """Names what reads this dataset from now on, and where it notes its progress.
+
+        The feed is held weakly.
+        """
+        self._feed, self._progress = weakref.ref(feed), progress
+
+    def open_stream(self, position: Position) -> BatchStream:
+        """Returns the batches of the source, on from a position.
+
+        Raises:
+            DatasetStateError: If the source does not accept the position.
+        """
+        return BatchStream(self._source, position)
+
+    def make_reader(self, stream: BatchStream, *, exact: bool) -> BatchReader:
+        """Returns what shares the batches of a stream between the replicas.
+
+        Args:
+            stream: From `begin` or `open_stream`.
+            exact: Whether batches that replicas cannot share equally are split into
+                smaller pieces, so that every example is used once. Without it they are
+                treated as `options.remainder` says.
+        """
+        splitter, lockstep = self._make_splitter(exact), None
         if self._is_agreed:
             peers, num_own = self.layout.peers, len(self.layout.local_replicas)
             assert peers is not None
             splitter = dataclasses.replace(splitter, num_replicas=num_own, local=None)
-            agreement = Agreement(peers, num_own, exact)
-        reader = HostReader(
+            lockstep = Lockstep(peers, num_own, exact)
+        return BatchReader(
             stream,
-            functools.partial(BatchStream, self._source),
             splitter,
-            self.layout,
-            self._rows,
-            agreement,
+            self.gather,
+            lockstep,
             reads_ahead=self.options.prefetch > 0,
         )
-        self._reader = weakref.ref(reader)
-        self._progress = reader.progress
-        return reader
 
     def _make_splitter(self, exact: bool) -> Splitter:
         layout = self.layout
@@ -163,9 +173,9 @@ class DistributedDataset:
         )
 
     @property
-    def _current_reader(self) -> HostReader | None:
-        reader = self._reader() if self._reader is not None else None
-        return None if reader is None or reader.is_closed else reader
+    def _current_feed(self) -> Feed | None:
+        feed = self._feed() if self._feed is not None else None
+        return None if feed is None or feed.is_closed else feed
 
     @property
     def element_spec(self) -> PyTree:
@@ -177,15 +187,15 @@ class DistributedDataset:
             ValueError: If the source has no batch.
         """
         if self._element_spec is None:
-            reader = self._current_reader
-            stream = reader.stream if reader is not None else self._waiting
+            feed = self._current_feed
+            stream = self._waiting if feed is None else feed.stream_of(self._progress)
             if stream is None or stream.position.is_exhausted:
-                stream = BatchStream(self._source, Position(epoch=self._next_epoch))
+                stream = self.open_stream(Position(epoch=self._next_epoch))
                 self._waiting = stream
             has_none = stream.element_spec is None and stream.peek() is None
             if has_none and stream.position.source is not None:
                 # The pass was saved behind its last batch; another one has some.
-                stream = BatchStream(self._source, Position(epoch=self._next_epoch))
+                stream = self.open_stream(Position(epoch=self._next_epoch))
             if stream.element_spec is None and stream.peek() is None:
                 raise ValueError(
                     f"The source ({self._source.name}) has no batches, so there is no "
@@ -194,8 +204,13 @@ class DistributedDataset:
             spec = self._make_splitter(exact=False).get_global_spec(
                 stream.element_spec, stream.full_size or 0
             )
-            self._element_spec = self._rows.types(spec)
+            self._element_spec = self.gather.rows(spec)
         return self._element_spec
+
+    @property
+    def source_name(self) -> str:
+        """The kind of source, as messages call it."""
+        return self._source.name
 
     @property
     def is_repositionable(self) -> bool:
@@ -235,8 +250,8 @@ class DistributedDataset:
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to a position that `get_state` returned.
 
-        The iterator or reader made last continues from there, if it is still in use;
-        batches that it has read ahead are dropped. Otherwise the next one does.
+        The iterator or loop that began last continues from there, if it is still in
+        use; batches that it has read ahead are dropped. Otherwise the next one does.
 
         Raises:
             DatasetStateError: If the source cannot be repositioned, or the state does
@@ -246,12 +261,12 @@ class DistributedDataset:
         if self.ignores_state:
             return
         position = decode_position(self._select(state), self._source.name)
-        reader = self._current_reader
-        if reader is None:
-            self._waiting = BatchStream(self._source, position)
-            self._progress = Progress(self._waiting.position)
+        feed = self._current_feed
+        if feed is None:
+            self._waiting = self.open_stream(position)
+            self._progress = Progress(position)
         else:
-            reader.move(position)
+            feed.move(self._progress, position)
             self._waiting = None
         self._next_epoch = position.epoch + 1
 

@@ -1,29 +1,47 @@
 """One pass over a distributed dataset, batch by batch, for loops of the user's own."""
 
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from armillary._typing import PyTree
-from armillary.data._prefetch import Prefetcher
-from armillary.data._reader import HostReader
-from armillary.data._split import HostBatch
+from armillary.data._feed import Feed
+from armillary.data._layout import Active
+from armillary.data._position import Position
+from armillary.data._reader import BatchReader
 
-_CLOSE_TIMEOUT_SECONDS = 5.0
+if TYPE_CHECKING:
+    from armillary.data._dataset import DistributedDataset
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedBatch:
+    """One batch on the devices.
+
+    Args:
+        arrays: The batch, as a layout can wrap it.
+        num_active: As in `HostBatch`.
+        positions: The position after it, as a `Feed` wants it.
+    """
+
+    arrays: PyTree
+    num_active: Active
+    positions: list[tuple[Position, ...]]
 
 
 class DistributedIterator:
     """One pass over a `DistributedDataset`, read ahead by a background thread.
 
     The thread ends with the pass, with `close`, and when nobody holds the iterator.
+
+    Args:
+        dataset: What to read.
     """
 
-    def __init__(self, reader: HostReader, prefetch: int) -> None:
-        self._reader = reader
-        self._prefetch = prefetch
-        self._prefetcher: Prefetcher[tuple[PyTree, HostBatch]] | None = None
-        self._is_closed = False
-        reader.attach(self._stop_reading_ahead)
-        weakref.finalize(self, reader.close)
+    def __init__(self, dataset: "DistributedDataset") -> None:
+        self._layout = dataset.layout
+        self._feed: Feed[PlacedBatch] = Feed([dataset], exact=False, begins_anew=True)
+        self._feed.start(place_batches, dataset.prefetch)
 
     def __iter__(self) -> "DistributedIterator":
         return self
@@ -34,21 +52,16 @@ class DistributedIterator:
         Raises:
             StopIteration: If the data has ended, again at every call.
             BatchSizeError: If the replicas cannot share the batch equally.
+            DatasetStateError: If Ctrl-C came while data was read that cannot go back.
         """
-        if self._is_closed:
+        batch = self._feed.next_chunk()
+        if batch is None:
             raise StopIteration
-        if self._prefetcher is not None and self._prefetcher.was_interrupted:
-            self._stop_reading_ahead()
-            self._reader.rewind()
-        if self._prefetcher is None:
-            self._prefetcher = Prefetcher(_place(self._reader), self._prefetch)
-        try:
-            arrays, batch = next(self._prefetcher)
-        except StopIteration:
-            self._reader.commit_end()
-            raise
-        self._reader.commit(batch.position)
-        return self._reader.layout.wrap(arrays, batch.num_active)
+        value = self._layout.wrap(batch.arrays, batch.num_active)
+        self._feed.read_on()
+        # ORDER: last, since an interrupt before it gives the batch out again.
+        self._feed.commit(1)
+        return value
 
     def get_next(self) -> PyTree:
         """Returns the next batch: `next(iterator)` as `tf.distribute` spells it.
@@ -64,15 +77,7 @@ class DistributedIterator:
 
     def close(self) -> None:
         """Ends the pass and its thread; the dataset keeps the position reached."""
-        self._is_closed = True
-        if self._prefetcher is not None:
-            self._prefetcher.close(_CLOSE_TIMEOUT_SECONDS)
-        self._reader.close()
-
-    def _stop_reading_ahead(self) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-            self._prefetcher = None
+        self._feed.close()
 
 
 class OptionalBatch:
@@ -110,7 +115,9 @@ class OptionalBatch:
         return self._batch
 
 
-def _place(reader: HostReader) -> Iterator[tuple[PyTree, HostBatch]]:
-    while (batch := reader.peek()) is not None:
-        placed = reader.place(batch)
-        yield placed, next(reader)
+def place_batches(readers: Sequence[BatchReader]) -> Iterator[PlacedBatch]:
+    """Yields the batches of one reader on their devices."""
+    (reader,) = readers
+    for batch in reader:
+        arrays = reader.gather.place(batch)
+        yield PlacedBatch(arrays, batch.num_active, [(batch.position,)])

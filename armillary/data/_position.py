@@ -1,7 +1,7 @@
 """A place in a data set: what is stored, and its form that JSON can hold."""
 
 import base64
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,15 +22,12 @@ class Position:
         full_size: Size of the pass's first batch, which the remainder options compare
             others with, or None before any batch.
         is_exhausted: Whether the pass is over.
-        stream: Token of the stream that it was read from. Positions of streams that
-            have been replaced no longer count.
     """
 
     epoch: int = 0
     source: Any = None
     full_size: int | None = None
     is_exhausted: bool = False
-    stream: object = field(default=None, compare=False, repr=False)
 
 
 def encode_position(position: Position, kind: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
-from armillary.lifeline._line import READER_THREADS
+from armillary._process import READER_THREADS
 
 T = TypeVar("T")
 
@@ -42,18 +42,27 @@ class Prefetcher(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        item = self.take()
+        item = self.head()
+        self.pop()
         self.read_on()
         return item
 
-    def take(self) -> T:
-        """Returns the next item, as `next` does, and leaves the thread asleep.
+    def head(self) -> T:
+        """Returns the next item, the same one until `pop`; leaves the thread asleep.
 
         A thread that wakes up takes the interpreter from the one that has just got its
-        item. With `take`, the next item is read when `read_on` is called, or when an
-        item is missing.
+        item. So the next item is read when `read_on` is called, or one is missing.
         """
         return self._channel.get()
+
+    def pop(self) -> None:
+        """Lets go of what `head` returned."""
+        self._channel.pop()
+
+    @property
+    def current(self) -> T | None:
+        """What `head` returned, until `pop`."""
+        return self._channel.current
 
     def read_on(self) -> None:
         """Wakes the thread up, to read until `size` items are there."""
@@ -63,12 +72,6 @@ class Prefetcher(Generic[T]):
     def is_ready(self) -> bool:
         """Whether the next item, or the end, is there without waiting."""
         return self._channel.is_ready
-
-    @property
-    def was_interrupted(self) -> bool:
-        """Whether an interrupt (Ctrl-C), and no error, ended `items`."""
-        error = self._channel.error
-        return error is not None and not isinstance(error, Exception)
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Ends the thread and waits for it; what was read ahead is lost."""
@@ -82,40 +85,51 @@ class _Channel(Generic[T]):
     def __init__(self, items: Iterator[T], size: int) -> None:
         self._items: Iterator[T] | None = items
         self._size = size
-        self._ready: deque[T] = deque()
+        self._ready: deque[T] = deque()  # `current` is the first of them.
+        self.current: T | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._should_stop = False
         self._has_ended = False
-        self.error: BaseException | None = None
+        self._error: BaseException | None = None
 
     def get(self) -> T:
-        if not self._size:
+        if not self._size and not self._ready:
             self._read()
-        elif self._thread is None and not self._should_stop:
+        elif self._size and not self._should_stop:
             self._start()
         with self._changed:
             while not (self._ready or self._has_ended or self._should_stop):
                 self._changed.notify_all()
                 self._changed.wait()
             if self._ready:
-                return self._ready.popleft()
-            if self.error is not None:
-                raise self.error
+                self.current = self._ready[0]
+                return self.current
+            if self._error is not None:
+                raise self._error
             raise StopIteration
+
+    def pop(self) -> None:
+        # ORDER: an interrupt in between gives the item out again, and loses none.
+        self.current = None
+        if self._ready:
+            self._ready.popleft()
 
     def read_on(self) -> None:
         with self._changed:
-            if len(self._ready) < self._size:
+            if not self._is_full():
                 self._changed.notify_all()
 
     @property
     def is_ready(self) -> bool:
         return bool(self._ready) or self._has_ended
 
+    def _is_full(self) -> bool:
+        return len(self._ready) - (self.current is not None) >= self._size
+
     def request_stop(self) -> None:
         with self._changed:
-            self._should_stop = True
+            self._should_stop, self.current = True, None
             self._ready.clear()
             self._changed.notify_all()
 
@@ -125,15 +139,18 @@ class _Channel(Generic[T]):
             thread.join(timeout_seconds)
 
     def _start(self) -> None:
-        config: Any = jax.config
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(config.jax_enable_x64, config.jax_default_device),
-            name=READER_THREADS,
-            daemon=True,
-        )
-        _running.add(self)
-        self._thread.start()
+        """Starts the thread, unless it was."""
+        if self._thread is None:
+            config: Any = jax.config
+            self._thread = threading.Thread(
+                target=self._run,
+                args=(config.jax_enable_x64, config.jax_default_device),
+                name=READER_THREADS,
+                daemon=True,
+            )
+            _running.add(self)
+        if self._thread.ident is None:
+            self._thread.start()
 
     def _run(self, enable_x64: bool, default_device: Any) -> None:
         with jax.enable_x64(enable_x64), jax.default_device(default_device):
@@ -142,7 +159,7 @@ class _Channel(Generic[T]):
     def _read_ahead(self) -> None:
         while True:
             with self._changed:
-                while len(self._ready) >= self._size and not self._should_stop:
+                while self._is_full() and not self._should_stop:
                     self._changed.wait()
                 if self._should_stop or self._has_ended:
                     # The iterator holds the data source; let go of it here, so that
@@ -170,7 +187,7 @@ class _Channel(Generic[T]):
 
     def _end(self, error: BaseException | None) -> None:
         with self._changed:
-            self._has_ended, self.error = True, error
+            self._has_ended, self._error = True, error
             self._changed.notify_all()
 
 

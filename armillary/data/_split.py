@@ -48,7 +48,7 @@ class HostBatch:
             all values are finite.
         num_replicas: Replicas that share it: those of the layout, or a number that
             divides theirs.
-        position: To be given to `HostReader.commit` once the batch was used.
+        position: The position after it.
         is_last: Whether it is the last piece of its group.
     """
 
@@ -137,21 +137,17 @@ class Splitter:
 
     def _read_groups(self, stream: BatchStream) -> Iterator[list[SourceBatch]]:
         group: list[SourceBatch] = []
-        try:
-            for batch in stream:
-                full_size = stream.full_size or batch.num_rows
-                if self.remainder == "drop":
-                    if batch.num_rows < full_size:
-                        continue
-                    num_rows = self._round_down(batch.num_rows, full_size)
-                    batch = SourceBatch(_take_rows(batch.arrays, 0, num_rows), num_rows)
-                group.append(batch)
-                if len(group) == self._group_size:
-                    yield group
-                    group = []
-        except (KeyboardInterrupt, SystemExit):
-            stream.give_back(group)
-            raise
+        for batch in stream:
+            full_size = stream.full_size or batch.num_rows
+            if self.remainder == "drop":
+                if batch.num_rows < full_size:
+                    continue
+                num_rows = self._round_down(batch.num_rows, full_size)
+                batch = SourceBatch(_take_rows(batch.arrays, 0, num_rows), num_rows)
+            group.append(batch)
+            if len(group) == self._group_size:
+                yield group
+                group = []
         if group and self.remainder != "drop":
             yield group
 

@@ -1,7 +1,6 @@
 """One pass over a source: checked batches, each with the position after it."""
 
 import copy
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -29,25 +28,20 @@ class BatchStream:
         source: Where the batches come from.
         position: Where to begin. `position.is_exhausted` gives a stream at its end.
 
-    An interrupt (Ctrl-C) while the source reads is no error of the data: the next batch
-    is read by the next call.
-
     Raises:
-        DatasetStateError: If the source does not accept the position, or ends after an
-            interrupt.
+        DatasetStateError: If the source does not accept the position.
     """
 
     def __init__(self, source: Source, position: Position) -> None:
         self._source = source
         self._iterator: Any = None
-        self.is_repositionable = source.is_repositionable
+        self._has_positions = source.is_repositionable
         self._peeked: list[tuple[SourceBatch, Position]] = []
         self._num_read = 0
-        self._was_interrupted = False
         self.full_size = source.full_size or position.full_size
         self.element_spec: PyTree | None = None
         """Shapes and dtypes of the first batch, once it was read."""
-        self.position = replace(position, stream=object())
+        self.position = position
         """The position after the last batch that `next` returned."""
         if not position.is_exhausted:
             self._iterator = _open_iterator(source, position)
@@ -68,23 +62,13 @@ class BatchStream:
             self._read()
         return self._peeked[0][0] if self._peeked else None
 
-    def give_back(self, batches: list[SourceBatch]) -> None:
-        """Takes back batches that were handed out last, to hand them out again."""
-        self._peeked[:0] = [(batch, self.position) for batch in batches]
-
     def _read(self) -> None:
         """Reads one batch; if it has rows, it is the next one to hand out."""
         try:
             raw = next(self._iterator)
         except StopIteration:
-            if self._was_interrupted:
-                raise self._ended_error() from None
             self._iterator = None
             return
-        except BaseException as error:
-            self._was_interrupted = not isinstance(error, Exception)
-            raise
-        self._was_interrupted = False
         self._num_read += 1
         arrays, num_rows = check_batch(raw, self._name_batch)
         if not num_rows:
@@ -96,20 +80,9 @@ class BatchStream:
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, canonical_dtype(leaf)),
                 arrays,
             )
-        state = self._iterator.get_state() if self.is_repositionable else None
-        last = self.position
-        position = Position(last.epoch, state, self.full_size, stream=last.stream)
+        state = self._iterator.get_state() if self._has_positions else None
+        position = Position(self.position.epoch, state, self.full_size)
         self._peeked.append((SourceBatch(arrays, num_rows), position))
-
-    def _ended_error(self) -> DatasetStateError:
-        return DatasetStateError(
-            f"The source ({self._source.name}) has no more batches since it was "
-            f"interrupted (Ctrl-C) while it read batch {self._num_read}, and this may "
-            "not be the end of its data: a generator ends when it is interrupted. Make "
-            "the dataset anew, or use a source that can go on, such as an iterator "
-            "with `get_state` and `set_state`, `armillary.data.from_arrays` or a Grain "
-            "dataset."
-        )
 
     def _name_batch(self) -> str:
         return f"Batch {self._num_read - 1} of the source ({self._source.name})"

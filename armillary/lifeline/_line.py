@@ -9,11 +9,10 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+from armillary._process import READER_THREADS
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _COMPILER = os.path.join("jax", "_src", "compiler.py")
-
-READER_THREADS = "armillary-prefetch"
-"""The name of the threads that read data ahead."""
 
 
 def find_line(phase: str) -> str:

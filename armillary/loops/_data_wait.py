@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from armillary.data import ChunkReader
+from armillary.data._feed import Feed
 from armillary.distribute import Strategy
 from armillary.goodput import Category, get_stopwatch
 
@@ -20,17 +20,17 @@ _executor: ThreadPoolExecutor | None = None
 
 
 @contextlib.contextmanager
-def waiting_for_data(chunks: ChunkReader, strategy: Strategy) -> Iterator[None]:
+def waiting_for_data(feed: Feed, strategy: Strategy) -> Iterator[None]:
     """Counts a block that reads the next chunk.
 
     Args:
-        chunks: What it reads from.
+        feed: What it reads from.
         strategy: Knows what its devices run meanwhile.
     """
     stopwatch = get_stopwatch()
     if stopwatch is not None:
         stopwatch.moves += 1
-    if stopwatch is None or stopwatch.category is None or chunks.is_ready:
+    if stopwatch is None or stopwatch.category is None or feed.is_ready:
         yield
         return
     running = strategy.dispatch.in_flight()

@@ -11,7 +11,9 @@ from typing import Any
 import jax
 
 from armillary._typing import PyTree
-from armillary.data import HostBatch, HostReader
+from armillary.data._feed import Feed
+from armillary.data._reader import BatchReader
+from armillary.data._split import HostBatch
 from armillary.distribute import Placement, Strategy, explained, lifted
 from armillary.loops._guard import LoopGuard
 from armillary.loops._step_iterator import check_taken
@@ -21,7 +23,7 @@ from armillary.state import State, as_array
 class EagerIterator:
     """Hands a reader's batches to an eager step."""
 
-    def __init__(self, reader: HostReader) -> None:
+    def __init__(self, reader: BatchReader) -> None:
         self._reader = reader
         self.taken: HostBatch | None = None
 
@@ -31,22 +33,17 @@ class EagerIterator:
     def __next__(self) -> PyTree:
         """Returns the next batch, placed on its devices."""
         self.taken = next(self._reader)
-        arrays = self._reader.place(self.taken)
-        return self._reader.layout.wrap(arrays, self.taken.num_active)
+        gather = self._reader.gather
+        return gather.layout.wrap(gather.place(self.taken), self.taken.num_active)
 
     get_next = __next__
-
-    def commit(self) -> None:
-        """Marks what was taken as used."""
-        if self.taken is not None:
-            self._reader.commit(self.taken.position)
 
 
 def run_eagerly(
     owner: Any,
     step_fn: Callable[[Any], PyTree],
     nest: Any,
-    readers: list[HostReader],
+    feed: Feed,
     strategy: Strategy,
     owner_name: str,
     guard: LoopGuard,
@@ -56,6 +53,7 @@ def run_eagerly(
     It also ends when `guard` finds a step that ends training. A step for which the data
     ends in the middle is not counted, but what it did before stays done.
     """
+    readers = feed.readers
     while all(reader.peek() is not None for reader in readers):
         if guard.health is not None and guard.health.is_halted:
             return
@@ -73,9 +71,8 @@ def run_eagerly(
         taken = [iterator.taken for iterator in iterators if iterator.taken is not None]
         check_taken(step_fn.__name__, [int(bool(i.taken)) for i in iterators])
         _undo_if_bad(guard, state, arrays)
-        for iterator in iterators:
-            iterator.commit()
-        guard.add([tuple(reader.progress.position for reader in readers)])
+        feed.commit_taken()
+        guard.add([feed.positions])
         yield result, all(batch.is_last for batch in taken)
 
 

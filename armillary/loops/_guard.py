@@ -16,7 +16,6 @@ import numpy as np
 
 from armillary._checks import list_lines
 from armillary._logging import logger
-from armillary.data import HostReader
 from armillary.data._position import Position
 from armillary.distribute import ReplicaComparison, Strategy, check_equal
 from armillary.errors import NonFiniteError
@@ -63,11 +62,11 @@ class LoopGuard:
         self.health: Health | None = None
 
     def begin(
-        self, paths: Sequence[str], readers: Sequence[HostReader], num_steps: int
+        self, paths: Sequence[str], position: tuple[Position, ...], num_steps: int
     ) -> None:
-        """Prepares for a loop over the state with these paths."""
+        """Prepares for a loop over the state with these paths, from these positions."""
         self._paths, self._num_asked = paths, num_steps
-        self._positions = [tuple(reader.progress.position for reader in readers)]
+        self._positions = [position]
         self._checksums = None
         if self._on_non_finite is None:
             return

@@ -16,15 +16,11 @@ import jax
 from armillary._checks import check_positive_int
 from armillary._logging import logger
 from armillary._typing import PyTree
-from armillary.data import (
-    BatchLayout,
-    Chunk,
-    ChunkReader,
-    DistributedDataset,
-    HostBatch,
-    HostReader,
-)
+from armillary.data import BatchLayout, DistributedDataset
+from armillary.data._chunk_builder import Chunk, ChunkBuilder
+from armillary.data._feed import Feed
 from armillary.data._position import Position
+from armillary.data._split import HostBatch
 from armillary.distribute import (
     Placement,
     Strategy,
@@ -32,7 +28,6 @@ from armillary.distribute import (
     uninterrupted,
 )
 from armillary.errors import RetraceError
-from armillary.loops._agree import check_same_chunk, check_same_start
 from armillary.loops._data_wait import reading, waiting_for_data
 from armillary.loops._eager import run_eagerly
 from armillary.loops._globals import Globals
@@ -111,8 +106,7 @@ class Loop:
         self._datasets = datasets
         datasets, self._nest = _flatten(datasets)
         self._sources = [_distribute(dataset, strategy) for dataset in datasets]
-        self._readers = self._open_readers()
-        self._prefetch = min(1, *(source.prefetch for source in self._sources))
+        self._feed = self._open_feed()
         self._tracer = StepTracer(owner, step_fn, name, self._nest, strategy)
         # What looks at each step may end a loop at any of them.
         is_watched = on_non_finite is not None or check_replicas_every is not None
@@ -126,12 +120,7 @@ class Loop:
         self._hooks: Hooks | None = None
         self._programs: dict[Any, Program] = {}
         self._batches_per_step: tuple[int, ...] = ()
-        self._chunks: ChunkReader | None = None
-        self._chunk: Chunk | None = None
-        self._offset = 0
-        self._is_closed = False
         self.is_cut_off, self.num_iterated = False, 0
-        self._is_read_cut_off = False
         self._steps_per_chunk = options.steps_per_chunk
         self._guard = LoopGuard(name, strategy, on_non_finite, check_replicas_every)
 
@@ -149,7 +138,7 @@ class Loop:
     ) -> bool:
         """Returns whether this loop was made for these arguments."""
         return (
-            not self._is_closed
+            not self._feed.is_closed
             and datasets is self._datasets
             and strategy is self._strategy
             and options is self._options
@@ -158,28 +147,22 @@ class Loop:
 
     def has_data(self) -> bool:
         """Returns whether another step can run; waits for the data if it must."""
-        if self._chunks is None or not self._options.compile_step:
-            return all(batch is not None for batch in self._peek())
+        if not self._feed.is_started:
+            return None not in self._peek()
         return self._next_chunk() is not None
 
     def reopen(self) -> None:
         """Begins a new pass over the datasets, with the same compiled programs."""
         self.close()
-        self._readers = self._open_readers()
-        self._chunks = self._chunk = None
-        self._is_closed = False
+        self._feed = self._open_feed()
 
-    def _open_readers(self) -> list[HostReader]:
-        return [source.make_reader(exact=self._exact) for source in self._sources]
+    def _open_feed(self) -> Feed[Chunk]:
+        exact = self._exact
+        return Feed(self._sources, exact=exact, begins_anew=exact, name=self._name)
 
     def close(self) -> None:
         """Lets go of the data."""
-        self._is_closed = True
-        if self._chunks is not None:
-            self._chunks.close()
-        else:
-            for reader in self._readers:
-                reader.close()
+        self._feed.close()
 
     def prepare(self, num_steps: int) -> None:
         """Decides, once, how many steps a chunk has: other sizes are other programs.
@@ -224,22 +207,21 @@ class Loop:
         with self._released(placement):
             while not outputs.num_loops:
                 chunk = self._next_chunk()
-                is_end = chunk is None
-                if chunk is not None:
-                    last = chunk
-                assert last is not None
-                most = self._program(last).most_loops
-                wanted = min(num_loops, most) * num_steps - num_done
-                left = last.num_steps - self._offset
-                if left + num_done >= num_steps:
-                    left -= (left + num_done) % num_steps
-                size = 0 if is_end else min(wanted, left)
-                loops = Loops(num_steps, num_done, is_end)
-                arrays = self._start(placement, last, size, loops)
-                num_ended = 1 if is_end else (num_done + size) // num_steps
-                outputs.add(arrays, num_ended)
-                count += size
-                num_done = (num_done + size) % num_steps
+                if chunk is None:
+                    assert last is not None  # The data ends within the loop.
+                    loops = Loops(num_steps, num_done, is_end=True)
+                    outputs.add(self._start(placement, last, 0, loops), 1)
+                    break
+                last = chunk
+                most = min(num_loops, self._program(chunk).most_loops)
+                size = chunk.num_steps - self._feed.offset
+                if num_done + size >= num_steps:
+                    size -= (num_done + size) % num_steps
+                size = min(size, most * num_steps - num_done)
+                loops = Loops(num_steps, num_done, is_end=False)
+                arrays = self._start(placement, chunk, size, loops)
+                outputs.add(arrays, (num_done + size) // num_steps)
+                count, num_done = count + size, (num_done + size) % num_steps
         return count, outputs
 
     def run(self, num_steps: int) -> int:
@@ -283,7 +265,7 @@ class Loop:
             yield from self._run_eagerly(num_steps)
             return
         placement, state = self._find_state()
-        self._guard.begin(state.paths, self._readers, num_steps)
+        self._guard.begin(state.paths, self._feed.positions, num_steps)
         with self._released(placement):
             yield from self._run_chunks(num_steps, placement)
 
@@ -329,8 +311,9 @@ class Loop:
         while remaining and (chunk := self._next_chunk()) is not None:
             program = self._program(chunk)
             most = program.most_steps if self._options.compile_loop else 1
-            count, full = self._count(chunk, most, remaining)
-            first = self._offset if program.is_nested else 0
+            start = self._feed.offset
+            count, full = _count(chunk.ends[start:], most, remaining)
+            first = start if program.is_nested else 0
             arrays = self._start(placement, chunk, count, is_last=full == remaining)
             remaining -= full if remaining > 0 else 0
             if not self._keep_results:
@@ -354,7 +337,7 @@ class Loop:
 
         `is_last` says that the slots are to hold what it makes of them.
         """
-        program = self._program(chunk)
+        program, start = self._program(chunk), self._feed.offset
         donated, others = placement.place(program.changed)
         self._strategy.dispatch.wait()
         with uninterrupted():
@@ -362,7 +345,7 @@ class Loop:
                 donated,
                 others,
                 chunk.inputs,
-                self._offset,
+                start,
                 count,
                 self._guard.health,
                 loops,
@@ -370,12 +353,10 @@ class Loop:
             # The outputs of a loop on the device are arrays of their own.
             placement.hold(new, may_share=not program.is_nested)
             if count:
-                stop = self._offset + count
-                self._guard.add(chunk.positions[self._offset : stop])
-                self._offset += count
-                chunk.commit(self._offset)
+                self._guard.add(chunk.positions[start : start + count])
+                self._feed.commit(count)
             self._strategy.dispatch.started(token)
-            self._read_on(chunk)
+            self._feed.read_on()  # when the device has something to do
             if is_last:
                 placement.release()  # here, since Ctrl-C is kept away
         return arrays
@@ -393,17 +374,17 @@ class Loop:
 
     def _run_eagerly(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:
         paths = State([(self._owner, "")]).paths
-        self._guard.begin(paths, self._readers, num_steps)
+        self._guard.begin(paths, self._feed.positions, num_steps)
         steps = run_eagerly(
             self._owner,
             self._step_fn,
             self._nest,
-            self._readers,
+            self._feed,
             self._strategy,
             owner_of(self._name),
             self._guard,
         )
-        with self._reading():
+        with self._feed.reading():
             while num_steps and (outcome := next(steps, None)) is not None:
                 result, is_end = outcome
                 num_steps -= is_end if num_steps > 0 else 0
@@ -420,20 +401,14 @@ class Loop:
 
     def _rewind(self, positions: Sequence[Position]) -> None:
         """Goes back to positions that were read since the data was last moved."""
-        if not all(source.is_repositionable for source in self._sources):
-            return
-        for reader, position in zip(self._readers, positions, strict=True):
-            reader.commit(position)
-        if self._chunks is not None:
-            self._chunks.rewind()
-        else:
-            for reader in self._readers:
-                reader.rewind()
+        if self._feed.is_repositionable:
+            self._feed.seek(positions)
 
     def _find_origin(self, bad: Sequence[int]) -> str | None:
         """Returns where the next step gets its bad values from, if that can be told."""
-        can_repeat = all(source.is_repositionable for source in self._sources)
-        if not can_repeat or not self._options.compile_step or self._strategy.peers:
+        if not self._feed.is_repositionable or not self._options.compile_step:
+            return None
+        if self._strategy.peers:
             return None
         try:
             return self._repeat_step(bad)
@@ -449,7 +424,7 @@ class Loop:
         program = self._program(chunk)
         step = program.step
         slots = placement.join(step.changed, *placement.place(step.changed))
-        batches = program.batches(chunk.inputs, self._offset)
+        batches = program.batches(chunk.inputs, self._feed.offset)
         paths = [
             jax.tree_util.keystr(path[1:], simple=True, separator="/") or "values"
             for count, types in zip(self._batches_per_step, chunk.types, strict=True)
@@ -458,88 +433,42 @@ class Loop:
         self._strategy.dispatch.wait()
         return find_origin(step, slots, batches, paths, bad)
 
-    def _count(self, chunk: Chunk, most: int, remaining: int) -> tuple[int, int]:
-        """Returns steps to run of a chunk, and how many of them end a batch."""
-        count = full = 0
-        for is_end in chunk.ends[self._offset :]:
-            if count == most or full == remaining:
-                break
-            count += 1
-            full += is_end
-        return count, full
-
     def _next_chunk(self) -> Chunk | None:
         """Returns the chunk that holds the next step, or `None` at the end."""
-        if self._chunks is None:
-            self._chunks = self._open_chunks()
-            if self._chunks is None:
-                return None
-        chunk = self._chunk
-        if chunk is None or not chunk.is_current:
-            with self._reading(), waiting_for_data(self._chunks, self._strategy):
-                self._chunk, self._offset = self._read_chunk(self._chunks), 0
-            if self._strategy.dispatch.in_flight():
-                self._chunks.read_on()
-        return self._chunk
-
-    def _read_on(self, chunk: Chunk) -> None:
-        """Lets go of a chunk that is used up, and reads ahead, if that has not begun.
-
-        Both take time, so they are left for when the device has something to do.
-        """
-        if self._offset == chunk.num_steps:
-            self._chunk = None
-        if self._chunks is not None:
-            self._chunks.read_on()
-
-    def _read_chunk(self, chunks: ChunkReader) -> Chunk | None:
-        """Returns the next chunk, once all processes have one that is like it."""
-        peers = self._strategy.peers
-        if peers is None:
-            return chunks.next_chunk()
-        with peers.announcing_errors():
-            chunk = chunks.next_chunk()
-        check_same_chunk(peers, self._name, chunk)
+        feed = self._feed
+        if feed.chunk is not None:
+            return feed.chunk
+        if not feed.is_started and not self._start_feed():
+            return None
+        with waiting_for_data(feed, self._strategy):
+            chunk = feed.next_chunk()
+        if self._strategy.dispatch.in_flight():
+            feed.read_on()
         return chunk
 
-    def _peek(self) -> list[HostBatch | None]:
-        with self._reading(), reading():
-            return [reader.peek() for reader in self._readers]
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Reads data that Ctrl-C took away from an earlier read once more."""
-        if self._is_read_cut_off and self._strategy.peers is None:
-            self._rewind([reader.progress.position for reader in self._readers])
-        self._is_read_cut_off = True
-        try:
-            yield
-        except Exception:
-            self._is_read_cut_off = False  # It is raised again by each later read.
-            raise
-        self._is_read_cut_off = False
-
-    def _open_chunks(self) -> ChunkReader | None:
-        peers = self._strategy.peers
-        with contextlib.nullcontext() if peers is None else peers.announcing_errors():
-            first = self._peek()
-        if peers is not None:
-            check_same_start(peers, self._name, first)
-        if any(batch is None for batch in first):
-            return None
-        pairs = zip(self._readers, first, strict=True)
-        batches = [reader.types(batch) for reader, batch in pairs if batch is not None]
-        active = tuple(batch.num_active for batch in first if batch is not None)
-        trace = self._tracer.trace(batches, active, self._layouts)
+    def _start_feed(self) -> bool:
+        """Traces the step for the first batches; returns whether there are any."""
+        first = self._peek()
+        if None in first:
+            return False
+        pairs = zip(self._feed.readers, first, strict=True)
+        types = [reader.gather.types(batch) for reader, batch in pairs if batch]
+        active = tuple(batch.num_active for batch in first if batch)
+        trace = self._tracer.trace(types, active, self._layouts)
         self._batches_per_step = trace.batches_per_step
         assert self._steps_per_chunk is not None
-        return ChunkReader(
-            self._readers,
+        builder = ChunkBuilder(
             trace.batches_per_step,
             steps_per_chunk=self._steps_per_chunk,
             max_chunk_bytes=self._options.max_chunk_bytes,
-            prefetch=self._prefetch,
         )
+        prefetch = min(1, *(source.prefetch for source in self._sources))
+        self._feed.start(builder.build, prefetch)
+        return True
+
+    def _peek(self) -> list[HostBatch | None]:
+        with reading():
+            return self._feed.peek()
 
     def _program(self, chunk: Chunk) -> Program:
         """Returns the program for a chunk, compiled at the first one of its kind."""
@@ -574,7 +503,7 @@ class Loop:
         return Program(
             trace.step,
             trace.batches_per_step,
-            [reader.rows.gather for reader in chunk.readers],
+            [source.gather.on_device for source in self._sources],
             chunk.capacity,
             placement,
             keep_results=self._keep_results,
@@ -587,7 +516,18 @@ class Loop:
 
     @property
     def _layouts(self) -> list[BatchLayout]:
-        return [reader.layout for reader in self._readers]
+        return [source.layout for source in self._sources]
+
+
+def _count(ends: Sequence[bool], most: int, remaining: int) -> tuple[int, int]:
+    """Returns how many steps to run, and how many of them end a batch."""
+    count = full = 0
+    for is_end in ends:
+        if count == most or full == remaining:
+            break
+        count += 1
+        full += is_end
+    return count, full
 
 
 def _flatten(datasets: PyTree) -> tuple[list[Any], Any]:

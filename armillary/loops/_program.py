@@ -61,7 +61,7 @@ class Program:
     Args:
         step: The step.
         batches_per_step: How many batches of each dataset it takes.
-        gathers: For each dataset, `RowTaker.gather`.
+        gathers: For each dataset, `Gather.on_device`.
         capacity: Steps for which the chunk has room.
         placement: Where the state lives.
         keep_results: Whether to return what each step returned.

@@ -1,8 +1,8 @@
 """Takes the batches of one step out of a chunk, inside a program.
 
-A compiler that merges this with the step's own arithmetic may round differently where
-rows come from the chunk and where they come from arrays that stay on the device. So the
-step is compiled apart from it, and gets the same bits from both.
+A compiler that merges this with the step's own arithmetic may round differently for
+chunks of another size (one step is enough), and where rows come from arrays that stay
+on the device. So the step is compiled apart from it, and gets the same bits from all.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from armillary._typing import PyTree
 
 Gather = Callable[[PyTree, PyTree], PyTree]
-"""`RowTaker.gather`."""
+"""`armillary.data._gather.Gather.on_device`."""
 
 
 def take_batches(
@@ -28,7 +28,7 @@ def take_batches(
     Args:
         inputs: The `Chunk.inputs`.
         batches_per_step: How many batches of each reader a step takes.
-        gathers: For each reader, its `gather`.
+        gathers: For each reader, how its batches become rows.
         index: Which step of the chunk.
     """
 

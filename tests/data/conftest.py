@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from armillary._typing import PyTree
-from armillary.data import DistributedDataset, HostBatch
+from armillary.data import DistributedDataset
+from armillary.data._split import HostBatch
+from tests.feeds import open_reader
 
 
 class HostValues(NamedTuple):
@@ -60,9 +62,9 @@ def read_all() -> Callable[[DistributedDataset, bool], list[HostBatch]]:
     """Returns a function that reads a pass over a data set, as rows."""
 
     def read(dataset: DistributedDataset, exact: bool) -> list[HostBatch]:
-        reader = dataset.make_reader(exact=exact)
+        reader = open_reader(dataset, exact=exact)
         return [
-            dataclasses.replace(batch, arrays=reader.rows.prepare(batch.arrays))
+            dataclasses.replace(batch, arrays=reader.gather.on_host(batch.arrays))
             for batch in reader
         ]
 

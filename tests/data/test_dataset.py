@@ -12,6 +12,7 @@ from armillary.data import DistributedDataset, InputOptions, from_arrays
 from armillary.data._position import decode_position
 from armillary.errors import BatchSizeError, DatasetStateError
 from tests import problems
+from tests.feeds import open_reader
 
 NUM_BATCHES = 5
 
@@ -197,7 +198,7 @@ def test_after_a_finished_pass_training_has_no_data_and_evaluation_has(make_data
     for exact, count in [(False, 0), (True, NUM_BATCHES)]:
         resumed = make_dataset(SOURCES["arrays"]())
         resumed.set_state(state)
-        assert len(list(resumed.make_reader(exact=exact))) == count
+        assert len(list(open_reader(resumed, exact=exact))) == count
 
 
 def test_a_dropped_iterator_is_not_repositioned(make_dataset):

@@ -1,4 +1,8 @@
-"""Ctrl-C while a source reads: the next call goes on, and no batch is lost."""
+"""Ctrl-C while a source reads: it is read again, from what was used last."""
+
+import signal
+import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +11,7 @@ import pytest
 import armillary
 from armillary.data import DistributedDataset, InputOptions
 from armillary.errors import DatasetStateError
+from tests.feeds import open_chunks
 
 
 class Counter:
@@ -58,39 +63,25 @@ def as_numbers(batches):
     return [float(np.ravel(batch["x"])[0]) for batch in batches]
 
 
-@pytest.mark.parametrize("kind", [Counter, PositionedCounter])
 @pytest.mark.parametrize("per_replica", [False, True])
-def test_a_reader_goes_on_behind_the_last_batch_taken(make_layout, kind, per_replica):
+def test_an_iterator_goes_on_behind_the_last_batch(make_layout, per_replica):
     dataset = DistributedDataset(
-        lambda: kind(interrupts),
+        lambda: PositionedCounter(interrupts),
         make_layout(2),
         per_replica_batches=per_replica,
+        options=InputOptions(prefetch=0),
     )
     interrupts = [0, 3]
-    batches, num_interrupts = read(dataset.make_reader(exact=False))
+    batches, num_interrupts = read(iter(dataset))
     assert num_interrupts == 2
     expected = range(1, 9, 1 + per_replica)
     assert as_numbers(batch.arrays for batch in batches) == list(expected)
 
 
-@pytest.mark.parametrize("kind", [Counter, PositionedCounter])
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_an_iterator_goes_on_behind_the_last_batch(make_layout, kind, prefetch):
-    dataset = DistributedDataset(
-        lambda: kind(interrupts),
-        make_layout(2),
-        options=InputOptions(prefetch=prefetch),
-    )
-    interrupts = [0, 3]
-    batches, num_interrupts = read(iter(dataset))
-    assert num_interrupts == 2
-    assert as_numbers(batch.arrays for batch in batches) == list(range(1, 9))
-
-
 class Sum(armillary.StandardTrainer):
-    def __init__(self, source, num_batches=1, **options):
+    def __init__(self, source, num_batches=1, prefetch=0, **options):
         strategy = armillary.get_strategy()
-        dataset = strategy.distribute_dataset(source, InputOptions(prefetch=0))
+        dataset = strategy.distribute_dataset(source, InputOptions(prefetch=prefetch))
         options = armillary.StandardTrainerOptions(steps_per_chunk=3, **options)
         super().__init__(dataset, options)
         self.total = jnp.zeros(())
@@ -115,29 +106,95 @@ def train(trainer, num_steps):
     return num_interrupts
 
 
-@pytest.mark.parametrize("kind", [Counter, PositionedCounter])
 @pytest.mark.parametrize("num_batches", [1, 2])
-def test_training_takes_each_batch_once(kind, num_batches):
+def test_training_takes_each_batch_once(num_batches):
     interrupts = [0, 2, 5]
-    trainer = Sum(lambda: kind(interrupts), num_batches)
+    trainer = Sum(lambda: PositionedCounter(interrupts), num_batches)
     assert train(trainer, 6 // num_batches) == 3
     assert float(trainer.total) == 123456
 
 
 def test_training_without_a_compiler_goes_on():
     interrupts = [0, 2]
-    trainer = Sum(lambda: Counter(interrupts), compile_step=False)
+    trainer = Sum(lambda: PositionedCounter(interrupts), compile_step=False)
     assert train(trainer, 3) == 2
     assert float(trainer.total) == 123
 
 
+@pytest.mark.parametrize("compile_step", [True, False])
 @pytest.mark.parametrize("index", [0, 4])
-def test_a_generator_that_was_interrupted_is_an_error_that_says_so(index):
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(generate, "generator function"), (Counter, "generator function")],
+    ids=["generator", "iterator"],
+)
+def test_a_source_that_cannot_go_back_is_an_error(make, name, index, compile_step):
     interrupts = [index]
-    trainer = Sum(lambda: generate(interrupts))
+    trainer = Sum(lambda: make(interrupts), compile_step=compile_step)
     with pytest.raises(KeyboardInterrupt):
         trainer.train(6)
+    message = (
+        rf"The source \({name}\) was interrupted \(Ctrl-C\) while it was read, and "
+        "cannot go back.*Make the dataset anew, or use a source that can go back: "
+        "`armillary.data.from_arrays`"
+    )
     for _ in range(2):
-        with pytest.raises(DatasetStateError, match="has no more batches since it was"):
+        with pytest.raises(DatasetStateError, match=message):
             trainer.train(6)
-    assert float(trainer.total) in (0, 123, 1234)
+    assert float(trainer.total) == float("1234"[: int(trainer.num_steps)] or 0)
+
+
+def test_an_iterator_over_a_source_that_cannot_go_back_says_so(make_layout):
+    dataset = DistributedDataset(
+        lambda: generate(interrupts), make_layout(2), options=InputOptions(prefetch=0)
+    )
+    interrupts = [1]
+    iterator = iter(dataset)
+    next(iterator)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    with pytest.raises(DatasetStateError, match="cannot go back to the batches"):
+        next(iterator)
+    assert as_numbers(batch.arrays for batch in dataset) == list(range(1, 9))
+
+
+def test_a_generator_that_a_thread_reads_goes_on():
+    started, go_on = threading.Event(), threading.Event()
+
+    def generate():
+        for number in range(1, 5):
+            if number == 3:
+                started.set()
+                assert go_on.wait(60)
+            yield {"x": np.full(2, number, np.float32)}
+
+    trainer = Sum(generate, prefetch=1)
+    interrupt = threading.Thread(target=lambda: started.wait(60) and press_ctrl_c())
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(4)
+    interrupt.join()
+    go_on.set()
+    trainer.train(4 - int(trainer.num_steps))
+    assert float(trainer.total) == 1234
+
+
+def press_ctrl_c():
+    time.sleep(0.1)  # Then the loop waits for the thread that reads.
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+def test_data_that_cannot_go_back_stays_broken_if_other_data_moves(make_layout):
+    moving = DistributedDataset(lambda: PositionedCounter([]), make_layout(2))
+    broken = DistributedDataset(lambda: generate([1]), make_layout(2))
+    feed = open_chunks(
+        moving, broken, batches_per_step=(1, 1), steps_per_chunk=1, prefetch=0
+    )
+    start = moving.get_state()
+    feed.next_chunk()
+    feed.commit(1)
+    with pytest.raises(KeyboardInterrupt):
+        feed.next_chunk()
+    moving.set_state(start)
+    with pytest.raises(DatasetStateError, match="cannot go back to the batches"):
+        feed.next_chunk()

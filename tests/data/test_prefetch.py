@@ -135,21 +135,37 @@ def test_tells_whether_the_next_item_is_there():
     prefetcher.close()
 
 
-def test_take_leaves_the_thread_asleep_until_it_is_to_read_on():
+@pytest.mark.parametrize("size", [0, 1])
+def test_the_head_stays_until_it_is_popped(size):
+    prefetcher = Prefetcher(iter("ab"), size)
+    assert prefetcher.current is None
+    assert [prefetcher.head(), prefetcher.head(), prefetcher.current] == ["a"] * 3
+    prefetcher.pop()
+    assert prefetcher.current is None
+    assert next(prefetcher) == "b"
+    prefetcher.close()
+
+
+def test_the_thread_is_asleep_until_it_is_to_read_on():
     read = []
     prefetcher = Prefetcher(note_numbers(4, read), 1)
-    assert prefetcher.take() == 0
+    assert prefetcher.head() == 0
     prefetcher.read_on()
     wait_for(lambda: len(read) == 2)
     time.sleep(0.05)  # It falls asleep.
-    assert prefetcher.take() == 1
+    prefetcher.pop()
+    assert prefetcher.head() == 1
     time.sleep(0.05)
     assert len(read) == 2
     prefetcher.read_on()
     wait_for(lambda: len(read) == 3)
-    assert [prefetcher.take(), prefetcher.take()] == [2, 3], "A missing item wakes it."
+    prefetcher.pop()
+    assert prefetcher.head() == 2
+    prefetcher.pop()
+    assert prefetcher.head() == 3, "A missing item wakes it."
+    prefetcher.pop()
     with pytest.raises(StopIteration):
-        prefetcher.take()
+        prefetcher.head()
 
 
 @pytest.mark.parametrize("size", [0, 2])

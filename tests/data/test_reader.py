@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from armillary.data import DistributedDataset, from_arrays
+from tests.feeds import open_feed, open_reader
 
 
 @pytest.fixture
@@ -16,7 +17,7 @@ def get_index(dataset):
 
 
 def test_peek_does_not_take(dataset):
-    reader = dataset.make_reader(exact=True)
+    reader = open_reader(dataset, exact=True)
     first = reader.peek()
     assert reader.peek() is first
     assert next(reader) is first
@@ -26,48 +27,34 @@ def test_peek_does_not_take(dataset):
 
 
 def test_only_commit_moves_the_position(dataset):
-    reader = dataset.make_reader(exact=True)
-    batches = list(reader)
+    feed = open_feed(dataset, exact=True)
+    for _ in range(4):
+        next(feed.readers[0])
     assert get_index(dataset) == 0
-    reader.commit(batches[3].position)
+    feed.commit_taken()
     assert get_index(dataset) == 12
 
 
 def test_the_first_piece_of_a_batch_does_not_lose_the_second(dataset):
-    reader = dataset.make_reader(exact=True)
+    feed = open_feed(dataset, exact=True)
     positions = []
-    for batch in reader:
-        reader.commit(batch.position)
+    for _ in feed.readers[0]:
+        feed.commit_taken()
         positions.append(get_index(dataset))
     # Two batches of 6 make a piece of 4 and one of 2 each; the last 2 rows are one.
     assert positions == [0, 6, 6, 12, 14]
 
 
-def test_the_end_counts_when_the_last_batch_is_committed(dataset):
-    reader = dataset.make_reader(exact=True)
-    batches = list(reader)
-    reader.commit_end()
+def test_the_end_counts_once_it_was_seen_and_all_is_used(dataset):
+    feed = open_feed(dataset, exact=True)
+    for _ in feed.readers[0]:
+        pass
+    assert feed.peek() == [None]
     assert not dataset.get_state()["exhausted"]
-    reader.commit(batches[-1].position)
+    feed.commit_taken()
+    assert not dataset.get_state()["exhausted"]
+    assert feed.peek() == [None]
     assert dataset.get_state()["exhausted"]
-
-
-def test_the_end_does_not_count_before_it_was_reached(dataset):
-    reader = dataset.make_reader(exact=True)
-    reader.commit(next(reader).position)
-    reader.commit_end()
-    assert not dataset.get_state()["exhausted"]
-
-
-def test_positions_read_before_a_move_have_no_effect(dataset):
-    reader = dataset.make_reader(exact=True)
-    start = dataset.get_state()
-    batches = list(reader)
-    dataset.set_state(start)
-    assert not reader.is_current(batches[-1].position)
-    reader.commit(batches[-1].position)
-    assert get_index(dataset) == 0
-    assert len(list(reader)) == 5
 
 
 def test_reading_on_does_not_change_a_restored_position(make_layout):
@@ -90,26 +77,26 @@ def test_reading_on_does_not_change_a_restored_position(make_layout):
     dataset = DistributedDataset(Positioned, make_layout(2))
     state = dataset.get_state() | {"source": {"index": 3}}
     dataset.set_state(state)
-    reader = dataset.make_reader(exact=False)
-    next(reader)
+    next(open_reader(dataset))
     assert dataset.get_state() == state
 
 
-def test_a_reader_that_was_replaced_does_not_move_the_position(dataset):
-    old = dataset.make_reader(exact=True)
-    batch = next(old)
-    dataset.make_reader(exact=True)
-    old.commit(batch.position)
+def test_a_feed_that_was_replaced_does_not_move_the_position(dataset):
+    old = open_feed(dataset, exact=True)
+    next(old.readers[0])
+    following = open_feed(dataset, exact=True)
+    old.commit_taken()
     state = dataset.get_state()
     assert (state["epoch"], state["source"]) == (1, None)
+    following.close()
 
 
-def test_a_closed_reader_is_at_its_end_and_keeps_the_position(dataset):
-    reader = dataset.make_reader(exact=True)
-    next(reader)
-    reader.commit(next(reader).position)
-    reader.close()
-    assert list(reader) == []
+def test_a_closed_feed_keeps_the_position(dataset):
+    feed = open_feed(dataset, exact=True)
+    next(feed.readers[0])
+    next(feed.readers[0])
+    feed.commit_taken()
+    feed.close()
     assert get_index(dataset) == 6
 
 
@@ -118,7 +105,7 @@ def test_an_error_is_raised_again(make_layout):
         yield np.arange(4)
         raise OSError("gone")
 
-    reader = DistributedDataset(generate, make_layout(2)).make_reader(exact=False)
+    reader = open_reader(DistributedDataset(generate, make_layout(2)))
     next(reader)
     for _ in range(2):
         with pytest.raises(OSError, match="gone"):

@@ -13,13 +13,13 @@ import pytest
 
 import armillary
 from armillary.data import (
-    ChunkReader,
     DistributedDataset,
     InputContext,
     InputOptions,
     from_arrays,
 )
 from armillary.errors import BatchSizeError
+from tests.feeds import open_chunks, open_reader
 from tests.problems import make_strategy
 
 MAKERS = {
@@ -132,8 +132,7 @@ def test_jax_arrays_can_stay_on_the_device():
 
 def test_leftovers_of_an_exact_pass_are_those_of_the_host(strategy):
     source = from_arrays(make_arrays(31), batch_size=7)
-    readers = [d.make_reader(exact=True) for d in make_pair(strategy, source)]
-    host, resident = readers
+    host, resident = (open_reader(d, exact=True) for d in make_pair(strategy, source))
     num_pieces = 0
     for expected, actual in zip(host, resident, strict=True):
         num_pieces += 1
@@ -141,8 +140,8 @@ def test_leftovers_of_an_exact_pass_are_those_of_the_host(strategy):
             expected.num_active,
             expected.is_last,
         )
-        assert resident.types(actual) == host.types(expected)
-        assert_same(resident.place(actual), host.place(expected))
+        assert resident.gather.types(actual) == host.gather.types(expected)
+        assert_same(resident.gather.place(actual), host.gather.place(expected))
     assert num_pieces == (9 if strategy.num_replicas_in_sync == 4 else 5)
 
 
@@ -184,18 +183,13 @@ def test_set_state_moves_a_living_iterator():
 # Chunks
 
 
-def make_chunks(dataset, **arguments):
-    reader = dataset.make_reader(exact=False)
-    return reader, ChunkReader([reader], [1], prefetch=0, **arguments)
-
-
 def test_chunks_hold_row_numbers_which_gather_turns_into_rows(strategy):
     source = from_arrays(make_arrays(), batch_size=8, shuffle_seed=0)
-    (host, host_chunks), (resident, chunks) = (
-        make_chunks(dataset, steps_per_chunk=3)
-        for dataset in make_pair(strategy, source)
+    host, resident = make_pair(strategy, source)
+    expected, chunk = (
+        open_chunks(dataset, steps_per_chunk=3, prefetch=0).next_chunk()
+        for dataset in (host, resident)
     )
-    expected, chunk = host_chunks.next_chunk(), chunks.next_chunk()
 
     (rows,) = jax.tree.leaves(chunk.arrays)
     assert rows.nbytes == 3 * 8 * 4
@@ -204,16 +198,17 @@ def test_chunks_hold_row_numbers_which_gather_turns_into_rows(strategy):
     def take(arrays):
         return jax.tree.map(lambda leaf: leaf[1], arrays)
 
-    gather = jax.jit(resident.rows.gather)
+    gather = jax.jit(resident.gather.on_device)
     batch = gather(chunk.resident[0], take(chunk.arrays[0]))
-    assert_same(batch, jax.jit(host.rows.gather)(None, take(expected.arrays[0])))
+    from_host = jax.jit(host.gather.on_device)(None, take(expected.arrays[0]))
+    assert_same(batch, from_host)
     assert expected.resident == [None]
 
 
 def test_the_room_in_a_chunk_is_that_of_row_numbers():
     source = from_arrays(np.zeros((40, 1000), np.float32), batch_size=4)
     host, resident = (
-        make_chunks(dataset, steps_per_chunk=20, max_chunk_bytes=6 * 4 * 4)[1]
+        open_chunks(dataset, steps_per_chunk=20, max_chunk_bytes=6 * 4 * 4)
         for dataset in make_pair(make_strategy(2), source)
     )
     assert host.next_chunk().capacity == 1
@@ -222,10 +217,10 @@ def test_the_room_in_a_chunk_is_that_of_row_numbers():
 
 def test_batches_of_one_step_that_differ_are_shown_as_the_step_sees_them():
     source = from_arrays({"x": np.zeros((6, 5))}, batch_size=4)
-    reader = make_pair(armillary.DefaultStrategy(), source)[1].make_reader(exact=False)
-    chunks = ChunkReader([reader], [2], steps_per_chunk=1)
+    dataset = make_pair(armillary.DefaultStrategy(), source)[1]
+    feed = open_chunks(dataset, batches_per_step=(2,), steps_per_chunk=1)
     with pytest.raises(BatchSizeError, match=r"x: float32 \(2, 5\) on 1 replicas"):
-        chunks.next_chunk()
+        feed.next_chunk()
 
 
 # Placed once
@@ -268,26 +263,24 @@ def test_datasets_of_one_source_share_the_arrays_of_a_layout():
         DistributedDataset(source, each, options=OPTIONS)
         for each in (layout, layout, other)
     ]
-    readers = [dataset.make_reader(exact=False) for dataset in datasets]
     threads = [
-        threading.Thread(target=lambda reader=reader: reader.rows.resident)
-        for reader in readers
+        threading.Thread(target=lambda dataset=dataset: dataset.gather.resident)
+        for dataset in datasets
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert (layout.num_replicated, other.num_replicated) == (1, 1)
-    assert readers[0].rows.resident is readers[1].rows.resident
+    assert datasets[0].gather.resident is datasets[1].gather.resident
 
 
 def test_strategies_of_the_same_devices_share_the_arrays():
     source = from_arrays(make_arrays(), batch_size=8)
-    readers = [
-        make_strategy(2).distribute_dataset(source, OPTIONS).make_reader(exact=False)
-        for _ in range(2)
-    ]
-    assert readers[0].rows.resident is readers[1].rows.resident
+    first, second = (
+        make_strategy(2).distribute_dataset(source, OPTIONS) for _ in range(2)
+    )
+    assert first.gather.resident is second.gather.resident
 
 
 def test_arrays_leave_the_device_with_the_last_dataset_that_uses_them():
@@ -298,7 +291,7 @@ def test_arrays_leave_the_device_with_the_last_dataset_that_uses_them():
     iterator = iter(dataset)
     next(iterator)
     iterator.close()
-    placed = weakref.ref(dataset.make_reader(exact=False).rows.resident["int64"])
+    placed = weakref.ref(dataset.gather.resident["int64"])
     del dataset, iterator
     gc.collect()
     assert placed() is not None
@@ -369,7 +362,7 @@ def make_reader(memory):
     # In float32 the arrays take 4,000 bytes.
     source = from_arrays(np.zeros((100, 10)), batch_size=8)
     dataset = DistributedDataset(source, SmallLayout(memory), options=OPTIONS)
-    return dataset.make_reader(exact=False)
+    return open_reader(dataset)
 
 
 def test_arrays_that_a_device_has_no_room_for_are_an_error():
@@ -380,8 +373,8 @@ def test_arrays_that_a_device_has_no_room_for_are_an_error():
         r"device, and device 7 has 3999 of 5000 bytes free\. Use smaller arrays or "
         "dtypes, or leave `place_on_device` out",
     ):
-        reader.place(next(reader))
-    assert reader.layout.num_replicated == 0
+        reader.gather.place(next(reader))
+    assert reader.gather.layout.num_replicated == 0
 
 
 @pytest.mark.parametrize(
@@ -389,7 +382,7 @@ def test_arrays_that_a_device_has_no_room_for_are_an_error():
 )
 def test_arrays_that_fit_are_placed(memory):
     reader = make_reader(memory)
-    assert reader.rows.resident.shape == (100, 10)
+    assert reader.gather.resident.shape == (100, 10)
 
 
 def test_layouts_name_the_devices_whose_memory_counts(strategy):

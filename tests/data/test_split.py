@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from armillary.data import DistributedDataset, InputOptions, from_arrays
 from armillary.errors import BatchSizeError
+from tests.feeds import open_reader
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_exact_and_pad_use_every_example_once_for_any_sizes(
             options=InputOptions(remainder=remainder),
         )
         seen = []
-        for batch in dataset.make_reader(exact=exact):
+        for batch in open_reader(dataset, exact=exact):
             rows = examples(batch.arrays["x"], batch.num_active)
             if remainder == "pad":
                 assert batch.num_active == num_replicas

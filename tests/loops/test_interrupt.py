@@ -9,12 +9,25 @@ import numpy as np
 import pytest
 
 import armillary
-from armillary.data import ChunkReader, from_arrays
+from armillary.data import (
+    _arrays,
+    _chunk_builder,
+    _feed,
+    _gather,
+    _reader,
+    _split,
+    _stream,
+    from_arrays,
+)
 from armillary.distribute import _placement, _use
 from armillary.loops import _loop
 from armillary.state import _access
 
-FILES = {module.__file__ for module in (_loop, _placement, _use, _access)}
+LOOP = {module.__file__ for module in (_loop, _placement, _use, _access)}
+READING = {
+    module.__file__
+    for module in (_arrays, _chunk_builder, _feed, _gather, _reader, _split, _stream)
+}
 
 NUMBERS = np.arange(1, 9, dtype=np.float32)
 
@@ -37,12 +50,18 @@ class Sum(armillary.StandardTrainer):
         return float(self.total[0]) == taken.sum()
 
 
-def train_interrupted(trainer, num_lines):
-    """Trains, with Ctrl-C after some lines of the loop; returns whether it came."""
+def make_data(prefetch):
+    options = armillary.InputOptions(prefetch=prefetch)
+    data = from_arrays({"x": NUMBERS}, batch_size=1, repeat=True)
+    return armillary.DefaultStrategy().distribute_dataset(data, options)
+
+
+def train_interrupted(trainer, files, num_lines):
+    """Trains, with Ctrl-C after some lines of files; returns whether it came."""
     lines = iter(range(num_lines))
 
     def trace(frame, event, _):
-        if frame.f_code.co_filename not in FILES:
+        if frame.f_code.co_filename not in files:
             return None
         if event == "line" and next(lines, None) is None:
             sys.settrace(None)
@@ -52,7 +71,7 @@ def train_interrupted(trainer, num_lines):
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        trainer.train(4)
+        trainer.train(4 if files is LOOP else 2)
     except KeyboardInterrupt:
         # Here, where the traceback still holds what the loop left behind.
         assert trainer.is_exact()
@@ -62,30 +81,64 @@ def train_interrupted(trainer, num_lines):
     return False
 
 
-def test_an_interrupt_at_any_line_of_a_loop_leaves_an_exact_state():
-    trainer = Sum()
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("files", [LOOP, READING], ids=["loop", "reading"])
+def test_an_interrupt_at_any_line_of_a_loop_leaves_an_exact_state(files, prefetch):
+    trainer = Sum(make_data(prefetch))
     trainer.train(4)
 
     num_lines = 0
-    while train_interrupted(trainer, num_lines):
+    while train_interrupted(trainer, files, num_lines):
         trainer.train(1)
         assert trainer.is_exact()
         num_lines += 1
 
-    assert num_lines > 40
+    assert num_lines > (20 if prefetch else 40)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_an_interrupt_at_any_line_loses_no_batch_of_an_iterator(prefetch):
+    num_lines, is_interrupted = 0, True
+    while is_interrupted:
+        lines = iter(range(num_lines))
+
+        def trace(frame, event, _, lines=lines):
+            if frame.f_code.co_filename not in READING:
+                return None
+            if event == "line" and next(lines, None) is None:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+            return trace
+
+        iterator, seen, is_interrupted = iter(make_data(prefetch)), [], False
+        seen.append(float(next(iterator)["x"][0]))
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            seen.append(float(next(iterator)["x"][0]))
+        except KeyboardInterrupt:
+            is_interrupted = True
+        finally:
+            sys.settrace(before)
+        seen += [float(next(iterator)["x"][0]) for _ in range(3)]
+        iterator.close()
+        assert seen == NUMBERS[: len(seen)].tolist()
+        num_lines += 1
+
+    assert num_lines > 10
 
 
 def test_an_interrupt_before_a_chunk_is_in_hand_loses_none(monkeypatch):
     trainer = Sum()
     trainer.train(4)
-    next_chunk = ChunkReader.next_chunk
+    next_chunk = _feed.Feed.next_chunk
 
-    def interrupted(reader):
-        next_chunk(reader)
+    def interrupted(feed):
+        next_chunk(feed)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ChunkReader, "next_chunk", interrupted)
+        patch.setattr(_feed.Feed, "next_chunk", interrupted)
         trainer.train(4)
     trainer.train(4)
 

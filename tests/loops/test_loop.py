@@ -14,7 +14,8 @@ from flax import nnx
 
 import armillary
 from armillary import StandardTrainerOptions as Options
-from armillary.data import ChunkReader, InputOptions, from_arrays
+from armillary.data import InputOptions, from_arrays
+from armillary.data._feed import Feed
 from armillary.errors import DatasetStateError
 from armillary.loops._program import Program
 from tests.problems import (
@@ -452,8 +453,8 @@ def test_a_chunk_has_the_steps_of_the_first_loop_within_bounds(
     trainer = Trainer(dataset, steps_per_chunk=steps_per_chunk)
     for num_steps in (first, 120):
         trainer.train(num_steps)
-        if trainer._train_loop._chunk is not None:
-            assert trainer._train_loop._chunk.capacity == capacity
+        if trainer._train_loop._feed.chunk is not None:
+            assert trainer._train_loop._feed.chunk.capacity == capacity
     assert len(trainer._train_loop._programs) == 1
 
 
@@ -464,7 +465,7 @@ def test_a_loop_that_is_shortened_leaves_chunks_as_they_are():
         trainer=trainer, global_step=trainer.num_steps, steps_per_loop=50
     )
     controller.train(30)
-    assert trainer._train_loop._chunk.capacity == 50
+    assert trainer._train_loop._feed.chunk.capacity == 50
 
 
 def test_the_next_chunk_is_read_once_the_device_has_work(monkeypatch):
@@ -480,8 +481,8 @@ def test_the_next_chunk_is_read_once_the_device_has_work(monkeypatch):
         monkeypatch.setattr(kind, name, call)
 
     noting(Program, "__call__")
-    noting(ChunkReader, "next_chunk")
-    noting(ChunkReader, "read_on")
+    noting(Feed, "next_chunk")
+    noting(Feed, "read_on")
     trainer = Trainer(make_dataset(), steps_per_chunk=2)
     trainer.train(4)
     assert events == ["next_chunk", "__call__", "read_on"] * 2
@@ -491,7 +492,7 @@ def test_a_chunk_that_is_used_up_is_let_go():
     trainer = Trainer(make_dataset(), steps_per_chunk=2)
     trainer.train(3)
     loop = trainer._train_loop
-    chunk = weakref.ref(loop._chunk)
+    chunk = weakref.ref(loop._feed.chunk)
     trainer.train(1)
     deadline = time.monotonic() + 10
     while chunk() is not None:  # The thread that made it may be at it still.

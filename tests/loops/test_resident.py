@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.data import ChunkReader, InputOptions, from_arrays
+from armillary.data import InputOptions, from_arrays
 from armillary.loops._take_batches import take_batches
+from tests.feeds import open_chunks
 from tests.problems import (
     CNN,
     MLP,
@@ -135,12 +136,11 @@ def test_loops_after_the_first_trace_nothing(no_retrace):
 @pytest.mark.parametrize("is_resident", [True, False])
 def test_taking_batches_needs_no_collective_and_no_copy_of_the_arrays(is_resident):
     dataset = make_data(make_strategy(4), is_resident, num_examples=4096)
-    reader = dataset.make_reader(exact=False)
-    chunk = ChunkReader([reader], [1], steps_per_chunk=64).next_chunk()
+    chunk = open_chunks(dataset, steps_per_chunk=64).next_chunk()
 
     def run(inputs, num_steps):
         def body(index, total):
-            image, label = take_batches(inputs, [1], [reader.rows.gather], index)
+            image, label = take_batches(inputs, [1], [dataset.gather.on_device], index)
             return total + image.sum((1, 2, 3, 4)) + label.sum(1)
 
         return jax.lax.fori_loop(0, num_steps, body, jnp.zeros(4))
@@ -159,8 +159,8 @@ def test_taking_batches_needs_no_collective_and_no_copy_of_the_arrays(is_residen
 class Squashes(armillary.StandardTrainer):
     """Has arithmetic that compilers like to merge with the reading of its data."""
 
-    def __init__(self, strategy, dataset):
-        super().__init__(dataset)
+    def __init__(self, strategy, dataset, **options):
+        super().__init__(dataset, armillary.StandardTrainerOptions(**options))
         self.strategy = strategy
         self.totals = jnp.zeros(6)
 
@@ -184,19 +184,21 @@ class Squashes(armillary.StandardTrainer):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint8])
-def test_arithmetic_on_the_rows_rounds_alike(strategy, dtype):
+def test_arithmetic_on_the_rows_rounds_alike_in_chunks_of_any_size(strategy, dtype):
     values = np.random.default_rng(0).normal(size=200) * 50
     source = from_arrays(
         {"x": values.astype(dtype)}, batch_size=32, shuffle_seed=1, repeat=True
     )
     totals = []
-    for is_resident in (False, True):
+    for is_resident, steps_per_chunk in itertools.product((False, True), (None, 1, 7)):
         options = InputOptions(place_on_device=is_resident)
-        trainer = Squashes(strategy, strategy.distribute_dataset(source, options))
+        dataset = strategy.distribute_dataset(source, options)
+        trainer = Squashes(strategy, dataset, steps_per_chunk=steps_per_chunk)
+        totals.append([])
         for _ in range(45):
             trainer.train(1)
-            totals.append(np.asarray(trainer.totals).tolist())
-    assert totals[45:] == totals[:45]
+            totals[-1].append(np.asarray(trainer.totals).tolist())
+    assert all(each == totals[0] for each in totals)
 
 
 # Steps of several batches, and nests
@@ -314,8 +316,7 @@ def test_training_and_evaluation_share_the_arrays():
     evaluator = Evaluator(strategy, second)
     trainer.train(2)
     evaluator.evaluate(-1)
-    readers = [dataset.make_reader(exact=False) for dataset in (first, second)]
-    assert readers[0].rows.resident is readers[1].rows.resident
+    assert first.gather.resident is second.gather.resident
 
 
 # The end of the data, and custom loops

@@ -1,4 +1,7 @@
-"""Makes one sequence of batches out of what each process reads for itself.
+"""Keeps processes together: each must have the same to run at the same time.
+
+A process without data, or with batches of another shape, would leave the others waiting
+in the middle of a program. So they compare each chunk before they run it.
 
 Where a function made one data set for each process, they may differ in length. A
 compiled step runs on all processes or on none, and with one shape. So the processes
@@ -32,7 +35,7 @@ from armillary.data._batch import canonical_dtype, describe_shapes
 from armillary.data._layout import Active, Peers
 from armillary.data._position import Position
 from armillary.data._split import HostBatch
-from armillary.errors import BatchSizeError
+from armillary.errors import BatchSizeError, PeerError
 
 MOST_OFFERS = 10
 """Pieces of a process that are agreed on at once, and as many are read ahead."""
@@ -73,8 +76,8 @@ class _Turn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """Brings the pieces of this process in step with those of the others.
+class Lockstep:
+    """Makes one sequence of batches out of what each process reads for itself.
 
     Args:
         peers: The processes.
@@ -86,7 +89,7 @@ class Agreement:
     num_own: int
     exact: bool
 
-    def agree(
+    def align(
         self, pieces: Iterator[HostBatch], position: Position
     ) -> Iterator[HostBatch]:
         """Yields as many pieces on all processes, in equal shapes.
@@ -224,3 +227,30 @@ def _copy_rows(arrays: PyTree, offer: _Offer) -> PyTree:
         return np.take(leaf, rows, axis=1)
 
     return jax.tree.map(copy, arrays)
+
+
+def check_same_chunk(peers: Peers, name: str, chunk: object | None) -> None:
+    """Raises if the processes have different chunks to run.
+
+    Args:
+        peers: The processes.
+        name: How messages call the step.
+        chunk: The chunk of this process, `None` at the end. Its text is compared.
+
+    Raises:
+        PeerError: If they differ in the number of steps, or in shapes.
+    """
+    text = "no more data" if chunk is None else str(chunk)
+    texts = peers.gather(f"the data of {name}", text)
+    if len(set(texts)) == 1:
+        return
+    shown = "\n".join(
+        f"  process {index} of {peers.count}: {text}"
+        for index, text in enumerate(texts)
+    )
+    raise PeerError(
+        f"The processes have different data for `{name}`:\n{shown}\n"
+        "A data set that is distributed over all processes must be the same on each, "
+        "in the same order. Where each reads data of its own, use a function with an "
+        "`input_context` (`make_distributed_dataset`)."
+    )

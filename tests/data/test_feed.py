@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.data import ChunkReader, DistributedDataset, InputOptions, from_arrays
+from armillary.data import DistributedDataset, InputOptions, from_arrays
+from armillary.data._chunk_builder import ChunkBuilder
 from armillary.errors import BatchSizeError
+from tests.feeds import open_chunks, read_chunks
 
 
 @pytest.fixture
@@ -33,13 +35,6 @@ def no_thread_is_left():
         gc.collect()
 
 
-def read_chunks(reader):
-    chunks = []
-    while (chunk := reader.next_chunk()) is not None:
-        chunks.append(chunk)
-    return chunks
-
-
 def unstack(chunk, reader=0):
     """Returns the batches of the steps that have data."""
     arrays = chunk.arrays[reader]
@@ -49,9 +44,7 @@ def unstack(chunk, reader=0):
 
 def test_batches_without_a_byte_are_chunks_too(make_dataset):
     dataset = make_dataset([np.zeros((4, 0))] * 3)
-    chunks = read_chunks(
-        ChunkReader([dataset.make_reader(exact=False)], [1], steps_per_chunk=2)
-    )
+    chunks = read_chunks(open_chunks(dataset, steps_per_chunk=2))
     assert [chunk.num_steps for chunk in chunks] == [2, 1]
 
 
@@ -73,11 +66,8 @@ def test_chunks_hold_the_same_sequence_however_they_are_cut(
         (batch.arrays.tolist(), batch.num_active) for batch in read_all(dataset, True)
     ]
     chunks = read_chunks(
-        ChunkReader(
-            [other.make_reader(exact=True)],
-            [1],
-            steps_per_chunk=steps_per_chunk,
-            prefetch=prefetch,
+        open_chunks(
+            other, exact=True, steps_per_chunk=steps_per_chunk, prefetch=prefetch
         )
     )
     seen = [
@@ -97,8 +87,7 @@ def test_a_short_chunk_is_filled_up(make_dataset, are_rows_taken):
     source = from_arrays(np.arange(1, 11), batch_size=2)
     if not are_rows_taken:
         source = list(source)
-    reader = make_dataset(source).make_reader(exact=False)
-    first, second = read_chunks(ChunkReader([reader], [1], steps_per_chunk=3))
+    first, second = read_chunks(open_chunks(make_dataset(source), steps_per_chunk=3))
     assert (first.num_steps, first.capacity) == (3, 3)
     assert (second.num_steps, second.capacity) == (2, 3)
     assert second.arrays[0].tolist()[:2] == [[[7], [8]], [[9], [10]]]
@@ -107,18 +96,16 @@ def test_a_short_chunk_is_filled_up(make_dataset, are_rows_taken):
 
 
 def test_capacity_is_the_data_if_it_ends_in_the_first_chunk(make_dataset):
-    reader = make_dataset(from_arrays(np.arange(6), batch_size=2)).make_reader(
-        exact=False
-    )
-    (chunk,) = read_chunks(ChunkReader([reader], [1], steps_per_chunk=100))
+    dataset = make_dataset(from_arrays(np.arange(6), batch_size=2))
+    (chunk,) = read_chunks(open_chunks(dataset, steps_per_chunk=100))
     assert (chunk.num_steps, chunk.capacity) == (3, 3)
     assert chunk.arrays[0].shape == (3, 2, 1)
 
 
 def test_other_shapes_have_chunks_of_one_step(make_dataset):
     sizes = [4, 4, 4, 6, 6, 4]
-    reader = make_dataset([np.zeros(size) for size in sizes]).make_reader(exact=False)
-    chunks = read_chunks(ChunkReader([reader], [1], steps_per_chunk=3))
+    dataset = make_dataset([np.zeros(size) for size in sizes])
+    chunks = read_chunks(open_chunks(dataset, steps_per_chunk=3))
     assert [(c.num_steps, c.capacity) for c in chunks] == [
         (3, 3),
         (1, 1),
@@ -136,21 +123,17 @@ def test_other_shapes_have_chunks_of_one_step(make_dataset):
 def test_memory_bounds_the_capacity(make_dataset):
     source = [np.zeros((4, 8), np.float32)] * 10
     for max_chunk_bytes, capacity in [(128 * 3, 3), (128 * 4 - 1, 3), (1, 1)]:
-        reader = ChunkReader(
-            [make_dataset(source).make_reader(exact=False)],
-            [1],
-            steps_per_chunk=100,
-            max_chunk_bytes=max_chunk_bytes,
+        feed = open_chunks(
+            make_dataset(source), steps_per_chunk=100, max_chunk_bytes=max_chunk_bytes
         )
-        chunk = reader.next_chunk()
+        chunk = feed.next_chunk()
         assert (chunk.capacity, chunk.num_steps) == (capacity, capacity)
-        reader.close()
+        feed.close()
 
 
 def test_wide_leaves_take_their_device_dtype(make_dataset):
     source = [{"x": np.full(4, 2**40 + 5), "y": np.zeros((4, 1))}] * 2
-    reader = make_dataset(source).make_reader(exact=False)
-    (chunk,) = read_chunks(ChunkReader([reader], [1], steps_per_chunk=5))
+    (chunk,) = read_chunks(open_chunks(make_dataset(source), steps_per_chunk=5))
     assert chunk.arrays[0]["x"].dtype == np.int32
     assert chunk.arrays[0]["y"].dtype == np.float32
     expected = jax.device_put(np.full((2, 2, 2), 2**40 + 5))
@@ -160,8 +143,9 @@ def test_wide_leaves_take_their_device_dtype(make_dataset):
 def test_steps_may_take_several_batches_of_several_datasets(make_dataset):
     first = make_dataset(from_arrays(np.arange(16), batch_size=2))
     second = make_dataset(from_arrays(np.arange(100, 112), batch_size=4))
-    readers = [dataset.make_reader(exact=False) for dataset in (first, second)]
-    chunks = read_chunks(ChunkReader(readers, [2, 1], steps_per_chunk=2))
+    chunks = read_chunks(
+        open_chunks(first, second, batches_per_step=(2, 1), steps_per_chunk=2)
+    )
     assert [chunk.num_steps for chunk in chunks] == [2, 1]
     assert chunks[0].arrays[0].shape == (4, 2, 1)
     assert chunks[0].arrays[1].shape == (2, 2, 2)
@@ -174,12 +158,12 @@ def test_steps_may_take_several_batches_of_several_datasets(make_dataset):
 
 def test_a_step_that_lacks_a_batch_does_not_happen(make_dataset):
     dataset = make_dataset(from_arrays(np.arange(10), batch_size=2))
-    reader = ChunkReader([dataset.make_reader(exact=False)], [2], steps_per_chunk=10)
-    chunk = reader.next_chunk()
+    feed = open_chunks(dataset, batches_per_step=(2,), steps_per_chunk=10)
+    chunk = feed.next_chunk()
     assert chunk.num_steps == 2
-    chunk.commit(2)
+    feed.commit(2)
     for _ in range(2):
-        assert reader.next_chunk() is None
+        assert feed.next_chunk() is None
     state = dataset.get_state()
     assert (state["source"]["index"], state["exhausted"]) == (8, False)
 
@@ -187,19 +171,19 @@ def test_a_step_that_lacks_a_batch_does_not_happen(make_dataset):
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_commit_moves_the_position_step_by_step(make_dataset, prefetch):
     dataset = make_dataset(from_arrays(np.arange(12), batch_size=2))
-    reader = ChunkReader(
-        [dataset.make_reader(exact=False)], [1], steps_per_chunk=4, prefetch=prefetch
-    )
-    first = reader.next_chunk()
+    feed = open_chunks(dataset, steps_per_chunk=4, prefetch=prefetch)
+    first = feed.next_chunk()
     assert dataset.get_state()["source"] is None
-    first.commit(3)
+    feed.commit(3)
     assert dataset.get_state()["source"]["index"] == 6
-    first.commit(4)
-    second = reader.next_chunk()
-    assert reader.next_chunk() is None
-    assert not dataset.get_state()["exhausted"]
-    second.commit(2)
+    assert (feed.next_chunk(), feed.offset) == (first, 3)
+    feed.commit(1)
+    second = feed.next_chunk()
+    assert (second.num_steps, feed.offset) == (2, 0)
+    feed.commit(2)
     assert dataset.get_state()["source"]["index"] == 12
+    assert not dataset.get_state()["exhausted"]
+    assert feed.next_chunk() is None
     assert dataset.get_state()["exhausted"]
 
 
@@ -211,83 +195,133 @@ def test_resume_after_any_step_gives_the_same_batches(
     def make():
         source = from_arrays(np.arange(16), batch_size=2, shuffle_seed=1)
         dataset = make_dataset(source)
-        reader = dataset.make_reader(exact=False)
-        return dataset, ChunkReader([reader], [1], steps_per_chunk=3, prefetch=prefetch)
+        return dataset, open_chunks(dataset, steps_per_chunk=3, prefetch=prefetch)
 
-    dataset, reader = make()
+    dataset, feed = make()
     seen, left = [], num_steps
     while left:
-        chunk = reader.next_chunk()
+        chunk = feed.next_chunk()
         used = min(left, chunk.num_steps)
         seen += unstack(chunk)[:used]
-        chunk.commit(used)
+        feed.commit(used)
         left -= used
     state = dataset.get_state()
 
-    resumed, rest_reader = make()
+    resumed, rest = make()
     resumed.set_state(state)
-    for chunk in read_chunks(rest_reader):
+    for chunk in read_chunks(rest):
         seen += unstack(chunk)
     _, whole = make()
     assert seen == [batch for chunk in read_chunks(whole) for batch in unstack(chunk)]
 
 
-def test_set_state_drops_what_was_read_ahead_of_all_readers(make_dataset):
+def test_set_state_drops_what_was_read_ahead_of_all_datasets(make_dataset):
     first = make_dataset(from_arrays(np.arange(20), batch_size=2))
     second = make_dataset(from_arrays(np.arange(100, 120), batch_size=2))
-    readers = [dataset.make_reader(exact=False) for dataset in (first, second)]
     start = first.get_state()
-    reader = ChunkReader(readers, [1, 1], steps_per_chunk=2, prefetch=2)
-    used = reader.next_chunk()
-    used.commit(2)
-    unused = reader.next_chunk()
+    feed = open_chunks(
+        first, second, batches_per_step=(1, 1), steps_per_chunk=2, prefetch=2
+    )
+    feed.next_chunk()
+    feed.commit(2)
+    feed.next_chunk()
+    feed.commit(1)
     time.sleep(0.01)
     first.set_state(start)
-    assert not unused.is_current
-    unused.commit(2)
-    following = reader.next_chunk()
-    assert following.is_current
+    following = feed.next_chunk()
     assert unstack(following, 0) == [[[0], [1]], [[2], [3]]]
     # The other dataset goes on after what was used of it.
-    assert unstack(following, 1) == [[[104], [105]], [[106], [107]]]
-    reader.close()
+    assert unstack(following, 1) == [[[106], [107]], [[108], [109]]]
+    feed.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_seek_goes_back_to_any_step(make_dataset, prefetch):
+    dataset = make_dataset(from_arrays(np.arange(20), batch_size=2))
+    feed = open_chunks(dataset, steps_per_chunk=4, prefetch=prefetch)
+    positions = [feed.positions, *feed.next_chunk().positions]
+    for count in (3, 1, 4):
+        feed.next_chunk()
+        feed.commit(count)
+    for num_steps, position in enumerate(positions):
+        feed.seek(position)
+        assert feed.positions == tuple(position)
+        assert unstack(feed.next_chunk())[0] == [[2 * num_steps], [2 * num_steps + 1]]
+    feed.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_interrupted_seek_goes_on_from_what_was_used(
+    make_dataset, prefetch, monkeypatch
+):
+    dataset = make_dataset(from_arrays(np.arange(20), batch_size=2))
+    feed = open_chunks(dataset, steps_per_chunk=4, prefetch=prefetch)
+    start = feed.positions
+    feed.next_chunk()
+    feed.commit(3)
+
+    def interrupted(position):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(dataset, "open_stream", interrupted)
+        feed.seek(start)
+    assert unstack(feed.next_chunk())[0] == [[6], [7]]
+    feed.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_data_without_positions_goes_on_if_the_other_dataset_moves(
+    make_dataset, prefetch
+):
+    first = make_dataset(from_arrays(np.arange(20), batch_size=2))
+    second = make_dataset([np.full(2, index) for index in range(10)])
+    start = first.get_state()
+    feed = open_chunks(
+        first, second, batches_per_step=(1, 1), steps_per_chunk=2, prefetch=prefetch
+    )
+    feed.next_chunk()
+    feed.commit(2)
+    first.set_state(start)
+    chunk = feed.next_chunk()
+    assert unstack(chunk, 0)[0] == [[0], [1]]
+    assert unstack(chunk, 1)[0] == [[2], [2]]
+    feed.close()
 
 
 def test_chunks_do_not_share_host_memory(make_dataset):
-    reader = make_dataset(from_arrays(np.arange(12), batch_size=2)).make_reader(
-        exact=False
-    )
-    chunks = read_chunks(ChunkReader([reader], [1], steps_per_chunk=2, prefetch=0))
+    dataset = make_dataset(from_arrays(np.arange(12), batch_size=2))
+    chunks = read_chunks(open_chunks(dataset, steps_per_chunk=2, prefetch=0))
     for index, chunk in enumerate(chunks):
         for other in chunks[:index]:
             assert not np.shares_memory(chunk.arrays[0], other.arrays[0])
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("steps_per_chunk", [1, 2, 10])
-def test_steps_before_an_error_come_first(make_dataset, steps_per_chunk):
+def test_steps_before_an_error_come_first(make_dataset, steps_per_chunk, prefetch):
     def generate():
         for _ in range(3):
             yield np.zeros(2)
         raise OSError("the disk is gone")
 
-    reader = ChunkReader(
-        [make_dataset(generate).make_reader(exact=False)],
-        [1],
-        steps_per_chunk=steps_per_chunk,
+    feed = open_chunks(
+        make_dataset(generate), steps_per_chunk=steps_per_chunk, prefetch=prefetch
     )
     num_steps = 0
     for _ in range(2):
         with pytest.raises(OSError, match="the disk is gone"):
             while True:
-                num_steps += reader.next_chunk().num_steps
+                num_steps += feed.next_chunk().num_steps
+                feed.commit(feed.chunk.num_steps)
     assert num_steps == 3
 
 
 def test_batches_of_one_step_must_have_one_shape(make_dataset):
     dataset = make_dataset([{"x": np.zeros(4)}, {"x": np.zeros(2)}])
-    reader = ChunkReader([dataset.make_reader(exact=False)], [2], steps_per_chunk=4)
+    feed = open_chunks(dataset, batches_per_step=(2,), steps_per_chunk=4)
     with pytest.raises(BatchSizeError) as caught:
-        reader.next_chunk()
+        feed.next_chunk()
     message = str(caught.value)
     assert message.startswith("One step takes 2 batches of dataset 0")
     assert "\n  x: float32 (2, 2) on 2 replicas\n" in message
@@ -298,32 +332,33 @@ def test_batches_of_one_step_must_have_one_shape(make_dataset):
 def test_padded_batches_make_one_program(make_dataset):
     source = from_arrays({"x": np.arange(11)}, batch_size=4)
     dataset = make_dataset(source, options=InputOptions(remainder="pad"))
-    reader = ChunkReader([dataset.make_reader(exact=True)], [1], steps_per_chunk=2)
-    chunks = read_chunks(reader)
+    chunks = read_chunks(open_chunks(dataset, exact=True, steps_per_chunk=2))
     assert {chunk.arrays[0]["mask"].shape for chunk in chunks} == {(2, 2, 2)}
     assert sum(int(chunk.arrays[0]["mask"].sum()) for chunk in chunks) == 11
 
 
-def test_a_closed_reader_has_no_chunks(make_dataset):
+def test_a_closed_feed_has_no_chunks(make_dataset):
     source = from_arrays(np.arange(4), batch_size=2, repeat=True)
-    reader = ChunkReader(
-        [make_dataset(source).make_reader(exact=False)], [1], steps_per_chunk=2
-    )
-    assert reader.next_chunk() is not None
-    reader.close()
-    assert reader.next_chunk() is None
+    feed = open_chunks(make_dataset(source), steps_per_chunk=2)
+    assert feed.next_chunk() is not None
+    feed.close()
+    assert feed.next_chunk() is None
+    assert feed.peek() == [None]
 
 
 def test_arguments_are_checked(make_dataset):
-    reader = make_dataset([np.zeros(2)]).make_reader(exact=False)
-    for readers, counts in [([reader], [1, 1]), ([], [])]:
-        with pytest.raises(
-            ValueError, match=r"`batches_per_step` is .* one number for"
-        ):
-            ChunkReader(readers, counts, steps_per_chunk=1)
-    for name in ["steps_per_chunk", "max_chunk_bytes", "prefetch"]:
+    for name in ["steps_per_chunk", "max_chunk_bytes"]:
         with pytest.raises(ValueError, match=f"`{name}` is -1"):
-            ChunkReader([reader], [1], **({"steps_per_chunk": 1} | {name: -1}))
-    chunk = ChunkReader([reader], [1], steps_per_chunk=1).next_chunk()
-    with pytest.raises(ValueError, match="`num_steps` is 2, but the chunk has 1 steps"):
-        chunk.commit(2)
+            ChunkBuilder([1], **({"steps_per_chunk": 1} | {name: -1}))
+    with pytest.raises(ValueError, match="`batches_per_step` is 0"):
+        ChunkBuilder([1, 0], steps_per_chunk=1)
+
+
+def test_only_steps_of_the_current_chunk_can_be_committed(make_dataset):
+    feed = open_chunks(make_dataset([np.zeros(2)]), steps_per_chunk=1)
+    with pytest.raises(ValueError, match=r"is 1, but the current chunk has 0 steps"):
+        feed.commit(1)
+    feed.next_chunk()
+    for num_steps in (0, -1, 2):
+        with pytest.raises(ValueError, match=f"`num_steps` is {num_steps}, but the cu"):
+            feed.commit(num_steps)

@@ -10,6 +10,7 @@ import pytest
 
 from armillary.data import DistributedDataset, InputOptions
 from armillary.errors import BatchSizeError, PeerError
+from tests.feeds import open_feed, open_reader
 from tests.peers import run_together
 
 
@@ -43,7 +44,7 @@ def read(
         )
         return [
             (batch.arrays.shape[1], batch.num_active, batch.arrays.tolist())
-            for batch in dataset.make_reader(exact=exact)
+            for batch in open_reader(dataset, exact=exact)
         ]
 
     return run_together(read_one, count)
@@ -198,7 +199,7 @@ def make_dataset(peers: Any, source: Any, prefetch: int) -> DistributedDataset:
 def test_a_thread_reads_ahead_what_is_agreed_on_later(prefetch, num_read):
     def run(peers: Any) -> tuple[int, bool]:
         source = Counted()
-        reader = make_dataset(peers, lambda: source, prefetch).make_reader(exact=False)
+        reader = open_reader(make_dataset(peers, lambda: source, prefetch))
         next(reader)
         end = time.monotonic() + 30
         while source.num_read < num_read and time.monotonic() < end:
@@ -216,13 +217,13 @@ def test_a_position_is_that_of_what_was_used_however_far_was_read(prefetch):
     def run(peers: Any) -> list[Any]:
         source = Counted()
         dataset = make_dataset(peers, lambda: source, prefetch)
-        reader = dataset.make_reader(exact=False)
+        feed = open_feed(dataset)
         seen: list[Any] = []
 
         def use(count: int) -> None:
             for _ in range(count):
-                batch = next(reader)
-                reader.commit(batch.position)
+                batch = next(feed.readers[0])
+                feed.commit_taken()
                 seen.append(int(batch.arrays[0, 0]))
 
         use(3)
@@ -230,11 +231,11 @@ def test_a_position_is_that_of_what_was_used_however_far_was_read(prefetch):
         use(12)
         dataset.set_state(state)
         use(12)
-        next(reader)
-        reader.rewind()
+        next(feed.readers[0])
+        feed.seek(feed.positions)
         use(1)
         seen.append([part["source"] for part in dataset.get_state()["pipelines"]])
-        reader.close()
+        feed.close()
         return seen
 
     expected = [*range(1, 16), *range(4, 17), [16, 16]]

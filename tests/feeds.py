@@ -1,0 +1,42 @@
+"""Feeds of datasets, opened as loops open them."""
+
+from typing import Any
+
+from armillary.data import DistributedDataset
+from armillary.data._chunk_builder import Chunk, ChunkBuilder
+from armillary.data._feed import Feed
+from armillary.data._reader import BatchReader
+
+
+def open_feed(
+    *datasets: DistributedDataset, exact: bool = False, name: str | None = None
+) -> Feed[Any]:
+    """Returns a feed that was not started."""
+    return Feed(datasets, exact=exact, begins_anew=exact, name=name)
+
+
+def open_reader(dataset: DistributedDataset, *, exact: bool = False) -> BatchReader:
+    """Returns what reads the next pass over a dataset."""
+    return open_feed(dataset, exact=exact).readers[0]
+
+
+def open_chunks(
+    *datasets: DistributedDataset,
+    batches_per_step: tuple[int, ...] = (1,),
+    exact: bool = False,
+    prefetch: int = 1,
+    **options: int,
+) -> Feed[Chunk]:
+    """Returns a feed of chunks; `options` are those of `ChunkBuilder`."""
+    feed = open_feed(*datasets, exact=exact)
+    feed.start(ChunkBuilder(batches_per_step, **options).build, prefetch)  # pyright: ignore[reportArgumentType]
+    return feed
+
+
+def read_chunks(feed: Feed[Chunk]) -> list[Chunk]:
+    """Returns all chunks, and marks their steps as used."""
+    chunks: list[Chunk] = []
+    while (chunk := feed.next_chunk()) is not None:
+        chunks.append(chunk)
+        feed.commit(chunk.num_steps)
+    return chunks
