@@ -37,7 +37,6 @@ from armillary.cluster._torchrun import (
     TorchrunClusterResolver as TorchrunClusterResolver,
 )
 from armillary.cluster._tpu import TPUClusterResolver as TPUClusterResolver
-from armillary.cluster._union import UnionResolver as UnionResolver
 
 __all__ = [
     "ClusterResolver",
@@ -53,6 +52,5 @@ __all__ = [
     "TPUClusterResolver",
     "TerminationConfig",
     "TorchrunClusterResolver",
-    "UnionResolver",
     "resolve_cluster",
 ]
