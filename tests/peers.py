@@ -34,6 +34,14 @@ class Store:
                 if name == key or name.startswith(f"{key}/"):
                     del self.values[name]
 
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        with self._changed:
+            return [
+                (name, value)
+                for name, value in self.values.items()
+                if name.startswith(f"{key}/")
+            ]
+
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
         if self.is_down:
             raise jax.errors.JaxRuntimeError("UNAVAILABLE: no answer")

@@ -38,7 +38,6 @@ from armillary.cluster._torchrun import (
     TorchrunClusterResolver as TorchrunClusterResolver,
 )
 from armillary.cluster._tpu import TPUClusterResolver as TPUClusterResolver
-from armillary.cluster._union import UnionResolver as UnionResolver
 
 __all__ = [
     "ClusterResolver",
@@ -55,6 +54,5 @@ __all__ = [
     "TPUClusterResolver",
     "TerminationConfig",
     "TorchrunClusterResolver",
-    "UnionResolver",
     "resolve_cluster",
 ]

@@ -13,7 +13,6 @@ from armillary.cluster._lifeline import start_lifeline
 from armillary.cluster._peers import Peers
 from armillary.cluster._resolver import ClusterResolver
 from armillary.cluster._spec import split_address
-from armillary.cluster._waiting import told_while_waiting
 from armillary.errors import ClusterError
 from armillary.lifeline import set_lifeline
 
@@ -75,8 +74,7 @@ def join_cluster(
     is_joined_here = not jax.distributed.is_initialized()
     if is_joined_here:
         _apply(options)
-        with told_while_waiting(plan):
-            _initialize(arguments)
+        _initialize(arguments)
     elif options != CommunicationOptions():
         raise ClusterError(
             f"`communication_options` is {options}, but this program called "

@@ -1,17 +1,18 @@
 """Kubernetes: an indexed Job whose pods find each other by name."""
 
 from armillary._checks import check_positive_int
-from armillary.cluster._environment import EnvironmentResolver
-from armillary.cluster._spec import HIGHEST_PORT, check_port
-from armillary.cluster._variables import (
+from armillary.cluster._plan import ProcessPlan
+from armillary.cluster._scheduler import (
     Environ,
+    ScheduledResolver,
     check_below,
     find_environ,
     has_variables,
-    make_cluster,
+    make_address,
     read_int,
     read_text,
 )
+from armillary.cluster._spec import HIGHEST_PORT, check_port
 from armillary.errors import ClusterError
 
 DEFAULT_PORT = 2222
@@ -29,8 +30,8 @@ SERVICE_FIX = (
 )
 
 
-class KubernetesClusterResolver(EnvironmentResolver):
-    """Reads the index of a pod and works out the names of the others.
+class KubernetesClusterResolver(ScheduledResolver):
+    """Reads the index of a pod and works out the name of the first one.
 
     Pod `i` of an indexed Job is called `JOB-i.SERVICE` if the pods' `subdomain` is the
     name of a headless Service that selects them. Kubernetes sets `JOB_COMPLETION_INDEX`
@@ -72,19 +73,23 @@ class KubernetesClusterResolver(EnvironmentResolver):
         index = read_int(environ, "JOB_COMPLETION_INDEX", INDEX_FIX)
         what = f"the value of `{num_name}`"
         check_below("JOB_COMPLETION_INDEX", index, num_processes, what)
-        service = service_name or read_text(
-            environ, "ARMILLARY_SERVICE_NAME", SERVICE_FIX
-        )
+        name = "ARMILLARY_SERVICE_NAME"
+        service = service_name or read_text(environ, name, SERVICE_FIX)
         job = job_name or _read_job_name(environ, index)
-        addresses = [
-            f"{job}-{number}.{service}:{port}" for number in range(num_processes)
-        ]
-        cluster_spec = make_cluster(
-            {"worker": addresses},
+        address = make_address(
+            f"{job}-0.{service}",
+            port,
             "`HOSTNAME` and `ARMILLARY_SERVICE_NAME`",
             "Set the second to the name of the headless Service.",
         )
-        super().__init__(cluster_spec, "worker", index)
+        super().__init__(
+            ProcessPlan(
+                task_id=index,
+                num_processes=num_processes,
+                process_id=index,
+                coordinator_address=address,
+            )
+        )
 
     @classmethod
     def is_present(cls, environ: Environ) -> bool:

@@ -18,10 +18,10 @@ from armillary.errors import PeerError
 from armillary.lifeline import Lifeline
 
 _SLICE_SECONDS = 1.0
+_ROUNDS_PER_FOLDER = 64
+"""How many rounds are deleted at once: each request to the service takes its time."""
 _VERDICT_SECONDS = 1.0
 """How long it takes at most until the end of a process is known."""
-_CHIEF_PATIENCE = 1.1
-"""How much longer to wait for the chief, which can name who is missing."""
 
 
 class KeyValueStore(Protocol):
@@ -29,6 +29,7 @@ class KeyValueStore(Protocol):
 
     def key_value_set(self, key: str, value: str) -> Any: ...
     def key_value_delete(self, key: str) -> Any: ...
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
 
 
@@ -158,44 +159,65 @@ class Peers:
         # interrupted before, its failure is that part, and nobody waits for it.
         number = self._round
         if self.index:
-            self._set(f"{number}/{self.index}", entry)
+            self._set(str(self.index), entry)
             self._round += 1
-            return self._get(f"{number}/all", 0, entry[1], _CHIEF_PATIENCE)
-        entries = [entry]
+            return self._get(f"{_folder(number)}/all", 0, entry[1], self._find_end(1.1))
         try:
-            for index in range(1, self.count):
-                entries.append(self._get(f"{number}/{index}", index, entry[1]))
+            entries = self._collect(_folder(number), entry)
         except PeerError as error:
             self._tell(error)
             raise
-        self._set(f"{number}/all", entries)
+        self._set("all", entries)
         self._round += 1
-        if number:
-            # All have read it, since they are in this round. Below the key, too.
-            self._store.key_value_delete(_key(str(number - 1)))
+        folder, place = divmod(number, _ROUNDS_PER_FOLDER)
+        if folder and not place:
+            # All have read what is in it, since they are in this round.
+            self._store.key_value_delete(f"armillary/{folder - 1}")
         return entries
+
+    def _collect(self, folder: str, entry: list[str]) -> list[list[str]]:
+        """Returns the entries of all, however late and in which order they come.
+
+        It waits for one process, and then reads what the others have said meanwhile all
+        at once: after the last one has answered, that takes two requests.
+        """
+        entries = {0: entry}
+        end = self._find_end()
+        while missing := [i for i in range(self.count) if i not in entries]:
+            first = missing[0]
+            entries[first] = self._get(f"{folder}/{first}", first, entry[1], end)
+            if len(missing) > 1:
+                # If that fails, the next `_get` says why.
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    for key, text in self._store.key_value_dir_get(folder):
+                        entries[int(key.rpartition("/")[2])] = json.loads(text)
+        return [entries[index] for index in range(self.count)]
+
+    def _find_end(self, patience: float = 1.0) -> float:
+        """Returns until when to wait: longer for the chief, which names the late."""
+        return time.monotonic() + self._timeout_seconds * patience
 
     def _tell(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {error}"
         # Without the service the others find out that it is gone, and `error` is what
         # this process has to say.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._set(f"{self._round}/{self.index}", ["error", "", text])
+            self._set(str(self.index), ["error", "", text])
             if not self.index:
                 entries = [["value", "", ""]] * self.count
-                self._set(f"{self._round}/all", [["error", "", text], *entries[1:]])
+                self._set("all", [["error", "", text], *entries[1:]])
 
     def _set(self, name: str, value: Any) -> None:
-        self._store.key_value_set(_key(name), json.dumps(value))
+        key = f"{_folder(self._round)}/{name}"
+        self._store.key_value_set(key, json.dumps(value))
 
-    def _get(self, name: str, index: int, topic: str, patience: float = 1.0) -> Any:
-        end = time.monotonic() + self._timeout_seconds * patience
+    def _get(self, key: str, index: int, topic: str, end: float) -> Any:
         has_ended = False
         while True:
             try:
                 # In slices, so that Ctrl-C is heard between them.
                 milliseconds = int(1000 * _SLICE_SECONDS)
-                text = self._store.blocking_key_value_get(_key(name), milliseconds)
+                text = self._store.blocking_key_value_get(key, milliseconds)
                 return json.loads(text)
             except jax.errors.JaxRuntimeError as error:
                 is_late = "DEADLINE_EXCEEDED" in str(error)
@@ -245,5 +267,5 @@ class Peers:
         raise PeerError(message) from cause
 
 
-def _key(name: str) -> str:
-    return f"armillary/{name}"
+def _folder(number: int) -> str:
+    return f"armillary/{number // _ROUNDS_PER_FOLDER}/{number}"

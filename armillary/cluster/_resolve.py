@@ -6,12 +6,12 @@ from armillary._logging import ensure_visible, logger
 from armillary.cluster._kubernetes import KubernetesClusterResolver
 from armillary.cluster._plan import ProcessPlan
 from armillary.cluster._resolver import ClusterResolver, SimpleClusterResolver
+from armillary.cluster._scheduler import Environ, find_environ
 from armillary.cluster._slurm import SlurmClusterResolver
 from armillary.cluster._spec import ClusterSpec
 from armillary.cluster._tf_config import TFConfigClusterResolver
 from armillary.cluster._torchrun import TorchrunClusterResolver
 from armillary.cluster._tpu import TPUClusterResolver
-from armillary.cluster._variables import Environ, find_environ
 
 
 class _ResolverType(Protocol):

@@ -1,59 +1,59 @@
 """Slurm: the variables that `srun` gives to each task of a step."""
 
+import re
 from collections.abc import Mapping
 
 from armillary._checks import check_one_of, check_positive_int
-from armillary.cluster._environment import EnvironmentResolver, take_share
-from armillary.cluster._node_list import expand_counts, expand_nodes
-from armillary.cluster._spec import check_port
-from armillary.cluster._task import TASK_TYPES
-from armillary.cluster._variables import (
+from armillary.cluster._plan import ProcessPlan
+from armillary.cluster._scheduler import (
     Environ,
+    ScheduledResolver,
     check_below,
     find_environ,
     find_name,
     has_variables,
-    make_cluster,
-    number_ports,
+    make_address,
     read_int,
-    read_text,
+    take_share,
 )
+from armillary.cluster._spec import check_port
+from armillary.cluster._task import TASK_TYPES, TRAINING_TASK_TYPES
 from armillary.errors import ClusterError
 
 FIX = "Start the program with `srun`, which sets it for each task."
 NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 
-# Above the ports that Linux hands out by itself, with 128 left for tasks on one node.
+# Above the ports that Linux hands out by itself (32768 to 60999).
 FIRST_PORT = 61_440
-NUM_PORTS = 3_968
+NUM_PORTS = 4_096
 
 
-class SlurmClusterResolver(EnvironmentResolver):
+class SlurmClusterResolver(ScheduledResolver):
     """Reads what Slurm tells each task that `srun` starts.
 
-    Tasks are counted node by node, as Slurm's block distribution does. Variables of the
-    step come before those of the job: `SLURM_STEP_NODELIST`, `SLURM_STEP_NUM_TASKS`,
-    `SLURM_STEP_TASKS_PER_NODE`, then `SLURM_JOB_NODELIST`, `SLURM_NODELIST`,
-    `SLURM_NTASKS` and `SLURM_TASKS_PER_NODE`; and `SLURM_PROCID`, `SLURM_LOCALID`,
-    `SLURM_JOB_ID`, `SLURM_STEP_ID`.
+    Task 0 runs on the first node of the list; the others need no address. Variables of
+    the step come before those of the job: `SLURM_STEP_NODELIST` and
+    `SLURM_STEP_NUM_TASKS`, then `SLURM_JOB_NODELIST`, `SLURM_NODELIST` and
+    `SLURM_NTASKS`; and `SLURM_PROCID`, `SLURM_LOCALID`, `SLURM_JOB_ID`,
+    `SLURM_STEP_ID`. JAX's own detection gives each task one GPU; here it has those that
+    Slurm lets it see.
 
     Args:
-        jobs: How many tasks each job has, in the order in which Slurm's tasks are given
-            to them, such as `{"worker": 4, "evaluator": 1}`. By default all tasks are
-            workers.
-        port_base: The port of the first task on each node; the next task has the next
-            port. By default it is made from the number of the job and the step, so that
-            two jobs on one node differ.
+        jobs: How many tasks each job has, such as `{"worker": 4, "evaluator": 1}`.
+            Slurm's tasks are the chief, then the workers, and then the others. By
+            default all tasks are workers.
+        port_base: The port of the coordination service, in task 0. By default it is
+            made from the number of the job and the step, so that two jobs on one node
+            differ.
         gpus_per_task: How many GPUs of its node each task takes, the first task the
             first ones. By default a task uses all that it sees, which is right if
             Slurm binds them (`srun --gpus-per-task`) or a node runs one task.
         environ: The environment to read, by default that of this process.
 
     Raises:
-        ClusterError: If a variable is missing or malformed, they contradict each other,
-            or `jobs` has another number of tasks.
+        ClusterError: If a variable is missing or malformed, or `jobs` has another
+            number of tasks.
         ValueError: If an argument is not a number of the kind it must be, or a job is
             not one of `tf.distribute`.
     """
@@ -66,25 +66,37 @@ class SlurmClusterResolver(EnvironmentResolver):
         gpus_per_task: int | None = None,
         environ: Environ | None = None,
     ) -> None:
-        for job, num_tasks in (jobs or {}).items():
+        for job, count in (jobs or {}).items():
             check_one_of("jobs", job, TASK_TYPES)
-            check_positive_int(f'jobs["{job}"]', num_tasks)
+            check_positive_int(f'jobs["{job}"]', count)
         if port_base is not None:
             check_port("port_base", port_base)
         if gpus_per_task is not None:
             check_positive_int("gpus_per_task", gpus_per_task)
         environ = find_environ(environ)
-        hosts = _read_hosts(environ)
+        num_name = find_name(environ, NUM_TASKS, FIX)
+        num_tasks = read_int(environ, num_name, FIX, minimum=1)
         rank = read_int(environ, "SLURM_PROCID", FIX)
-        check_below("SLURM_PROCID", rank, len(hosts), "the number of tasks")
-        addresses = number_ports(hosts, port_base or _choose_port(environ))
-        cluster, tasks = _share_out(addresses, jobs or {"worker": len(addresses)})
+        check_below("SLURM_PROCID", rank, num_tasks, f"the value of `{num_name}`")
+        tasks = _list_tasks(jobs or {"worker": num_tasks}, num_tasks)
+        task_type, task_id = tasks[rank]
         devices = None
         if gpus_per_task is not None:
             local_rank = read_int(environ, "SLURM_LOCALID", FIX)
             devices = take_share(local_rank, gpus_per_task)
-        cluster_spec = make_cluster(cluster, "Slurm's node names", FIX)
-        super().__init__(cluster_spec, *tasks[rank], devices)
+        plan = ProcessPlan(
+            task_type=task_type, task_id=task_id, local_device_ids=devices
+        )
+        if plan.is_training:
+            plan = ProcessPlan(
+                task_type=task_type,
+                task_id=task_id,
+                num_processes=sum(job in TRAINING_TASK_TYPES for job, _ in tasks),
+                process_id=rank,
+                coordinator_address=_find_coordinator(environ, port_base),
+                local_device_ids=devices,
+            )
+        super().__init__(plan, chief_job=tasks[0][0])
 
     @classmethod
     def is_present(cls, environ: Environ) -> bool:
@@ -98,56 +110,38 @@ class SlurmClusterResolver(EnvironmentResolver):
         ) and not has_variables(environ, "TORCHELASTIC_RUN_ID")
 
 
-def _read_hosts(environ: Environ) -> list[str]:
-    """Returns the node of each task.
+def _list_tasks(jobs: Mapping[str, int], num_tasks: int) -> list[tuple[str, int]]:
+    """Returns the job and the index of each of Slurm's tasks.
 
     Raises:
-        ClusterError: If a variable is missing or malformed, or they contradict each
-            other.
+        ClusterError: If the jobs have another number of tasks, or there are two chiefs.
     """
-    nodes_name = find_name(environ, NODES, FIX)
-    nodes = expand_nodes(nodes_name, read_text(environ, nodes_name, FIX))
-    counts_name = find_name(environ, TASKS_PER_NODE, FIX)
-    counts = expand_counts(counts_name, read_text(environ, counts_name, FIX))
-    num_name = find_name(environ, NUM_TASKS, FIX)
-    num_tasks = read_int(environ, num_name, FIX, minimum=1)
-    if len(nodes) != len(counts) or sum(counts) != num_tasks:
-        raise ClusterError(
-            f"`{nodes_name}` is {environ[nodes_name]!r} ({len(nodes)} nodes), "
-            f"`{counts_name}` is {environ[counts_name]!r} ({sum(counts)} tasks on "
-            f"{len(counts)} nodes) and `{num_name}` is {num_tasks}, but they must "
-            "agree. Start the program with `srun`, which sets all three for its step."
-        )
-    return [
-        node for node, count in zip(nodes, counts, strict=True) for _ in range(count)
-    ]
-
-
-def _choose_port(environ: Environ) -> int:
-    """Returns a port that other jobs and steps on the same node do not choose."""
-    job_id = read_int(environ, "SLURM_JOB_ID", FIX)
-    has_step = has_variables(environ, "SLURM_STEP_ID")
-    step_id = read_int(environ, "SLURM_STEP_ID", FIX) if has_step else 0
-    return FIRST_PORT + (31 * job_id + step_id) % NUM_PORTS
-
-
-def _share_out(
-    addresses: list[str], jobs: Mapping[str, int]
-) -> tuple[dict[str, list[str]], list[tuple[str, int]]]:
-    """Returns the addresses of each job, and the job and index of each rank.
-
-    Raises:
-        ClusterError: If the jobs have another number of tasks than Slurm started.
-    """
-    if sum(jobs.values()) != len(addresses):
+    if sum(jobs.values()) != num_tasks:
         raise ClusterError(
             f"`jobs` is {dict(jobs)!r}, which is {sum(jobs.values())} tasks, but Slurm "
-            f"started {len(addresses)}. Change `jobs`, or start the program with "
+            f"started {num_tasks}. Change `jobs`, or start the program with "
             f"`srun --ntasks={sum(jobs.values())}`."
         )
-    cluster: dict[str, list[str]] = {}
-    tasks: list[tuple[str, int]] = []
-    for job, num_tasks in jobs.items():
-        cluster[job] = addresses[len(tasks) : len(tasks) + num_tasks]
-        tasks += [(job, index) for index in range(num_tasks)]
-    return cluster, tasks
+    if jobs.get("chief", 1) > 1:
+        raise ClusterError(
+            f"`jobs` has {jobs['chief']} 'chief' tasks, but only one process may write "
+            "checkpoints and summaries. Keep one and call the others 'worker'."
+        )
+    return [(job, index) for job in TASK_TYPES for index in range(jobs.get(job, 0))]
+
+
+def _find_coordinator(environ: Environ, port: int | None) -> str:
+    """Returns the address of task 0, at a port that other jobs there do not choose.
+
+    Raises:
+        ClusterError: If a variable is missing or malformed.
+    """
+    if port is None:
+        job_id = read_int(environ, "SLURM_JOB_ID", FIX)
+        has_step = has_variables(environ, "SLURM_STEP_ID")
+        step_id = read_int(environ, "SLURM_STEP_ID", FIX) if has_step else 0
+        port = FIRST_PORT + (31 * job_id + step_id) % NUM_PORTS
+    name = find_name(environ, NODES, FIX)
+    # The first of `node[001-003,7],other` is node001.
+    nodes = re.sub(r"\[([0-9]+)[0-9,-]*\]", r"\1", environ[name].strip())
+    return make_address(nodes.partition(",")[0], port, f"`{name}`", FIX)

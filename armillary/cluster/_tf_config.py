@@ -4,11 +4,11 @@ import json
 import re
 from typing import Any
 
-from armillary.cluster._environment import EnvironmentResolver
 from armillary.cluster._plan import ProcessPlan
+from armillary.cluster._resolver import KnownResolver
+from armillary.cluster._scheduler import Environ, find_environ, has_variables, read_text
 from armillary.cluster._spec import ClusterSpec, read_tasks
 from armillary.cluster._task import check_task
-from armillary.cluster._variables import Environ, find_environ, has_variables, read_text
 from armillary.errors import ClusterError
 
 EXAMPLE = (
@@ -18,7 +18,7 @@ EXAMPLE = (
 FIX = f"A correct value is, for example:\n{EXAMPLE}"
 
 
-class TFConfigClusterResolver(EnvironmentResolver):
+class TFConfigClusterResolver(KnownResolver):
     """Reads the JSON of `TF_CONFIG`, as `tf.distribute` does.
 
     `cluster` maps each job to the addresses of its tasks, and `task` says which of them

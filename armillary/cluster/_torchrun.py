@@ -1,29 +1,30 @@
 """torchrun, and the schedulers that set the same variables."""
 
 from armillary._checks import check_positive_int
-from armillary.cluster._environment import EnvironmentResolver, take_share
 from armillary.cluster._plan import ProcessPlan
-from armillary.cluster._spec import check_port
-from armillary.cluster._variables import (
+from armillary.cluster._scheduler import (
     Environ,
+    ScheduledResolver,
     check_below,
     find_environ,
     has_variables,
-    make_cluster,
+    make_address,
     read_int,
     read_text,
+    take_share,
 )
+from armillary.cluster._spec import check_port
 from armillary.errors import ClusterError
 
 FIX = "Start the program with `torchrun`, which sets it for each process."
 
 
-class TorchrunClusterResolver(EnvironmentResolver):
+class TorchrunClusterResolver(ScheduledResolver):
     """Reads the variables that torchrun and schedulers like it set.
 
     These are `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, and `LOCAL_RANK`
     and `LOCAL_WORLD_SIZE` where several processes run on one machine. All processes are
-    workers. Only the address of worker 0 is known, so `cluster_spec` holds no other.
+    workers.
 
     Where torchrun keeps `MASTER_PORT` for itself (`TORCHELASTIC_USE_AGENT_STORE` is
     `True`), JAX's coordination service takes the next port.
@@ -55,36 +56,22 @@ class TorchrunClusterResolver(EnvironmentResolver):
             check_positive_int("gpus_per_task", gpus_per_task)
         environ = find_environ(environ)
         rank = read_int(environ, "RANK", FIX)
-        self._num_processes = read_int(environ, "WORLD_SIZE", FIX, minimum=1)
-        what = "the value of `WORLD_SIZE`"
-        check_below("RANK", rank, self._num_processes, what)
-        cluster_spec = make_cluster(
-            {"worker": {0: _read_address(environ, port)}},
-            "`MASTER_ADDR` and `MASTER_PORT`",
-            "Set them to a host and a free port of the process with `RANK` 0.",
-        )
+        num_processes = read_int(environ, "WORLD_SIZE", FIX, minimum=1)
+        check_below("RANK", rank, num_processes, "the value of `WORLD_SIZE`")
         super().__init__(
-            cluster_spec,
-            "worker",
-            rank,
-            _read_devices(environ, gpus_per_task),
+            ProcessPlan(
+                task_id=rank,
+                num_processes=num_processes,
+                process_id=rank,
+                coordinator_address=_read_address(environ, port),
+                local_device_ids=_read_devices(environ, gpus_per_task),
+            )
         )
 
     @classmethod
     def is_present(cls, environ: Environ) -> bool:
         """Returns whether the rank and the number of processes are set."""
         return has_variables(environ, "RANK", "WORLD_SIZE")
-
-    def process_plan(self) -> ProcessPlan:
-        """Returns what this process needs to join the others."""
-        assert self.task_id is not None
-        return ProcessPlan(
-            task_id=self.task_id,
-            num_processes=self._num_processes,
-            process_id=self.task_id,
-            coordinator_address=self.cluster_spec().task_address("worker", 0),
-            local_device_ids=self.local_device_ids,
-        )
 
 
 def _read_address(environ: Environ, port: int | None) -> str:
@@ -93,9 +80,12 @@ def _read_address(environ: Environ, port: int | None) -> str:
         port = read_int(environ, "MASTER_PORT", FIX, minimum=1)
         if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             port += 1
-    if ":" in host and not host.startswith("["):
-        host = f"[{host}]"
-    return f"{host}:{port}"
+    return make_address(
+        host,
+        port,
+        "`MASTER_ADDR` and `MASTER_PORT`",
+        "Set them to a host and a free port of the process with `RANK` 0.",
+    )
 
 
 def _read_devices(

@@ -1,38 +1,36 @@
 """TPU pods: what the environment of a TPU machine tells about its slice."""
 
-from armillary.cluster._environment import EnvironmentResolver
 from armillary.cluster._plan import ProcessPlan
-from armillary.cluster._spec import ClusterSpec, check_port, split_address
-from armillary.cluster._variables import (
+from armillary.cluster._scheduler import (
     Environ,
+    ScheduledResolver,
     check_below,
     find_environ,
     find_name,
     has_variables,
-    make_cluster,
-    number_ports,
+    make_address,
     read_int,
     read_text,
 )
+from armillary.cluster._spec import check_port
 
 DEFAULT_PORT = 8482
 WORKER_FIX = "It is the index of this machine in its slice, which the scheduler sets."
 SLICE_FIX = "It is about the slices of a job, and its scheduler sets it."
 HOSTS_FIX = (
-    "Set it to the machines of the slice, separated by commas, such as `t1v-0,t1v-1`, "
-    "and `MEGASCALE_COORDINATOR_ADDRESS` to the first machine of slice 0."
+    "Set it to the machines of the slice, separated by commas, such as `t1v-0,t1v-1`."
 )
 HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+COORDINATOR = "MEGASCALE_COORDINATOR_ADDRESS"
 
 
-class TPUClusterResolver(EnvironmentResolver):
+class TPUClusterResolver(ScheduledResolver):
     """Reads what a TPU machine is told about the machines of its slice.
 
     `TPU_WORKER_HOSTNAMES`, or `TPU_PROCESS_ADDRESSES` instead of it, lists the machines
     of the slice, and `TPU_WORKER_ID` says which of them this is. If a job has several
     slices, `MEGASCALE_NUM_SLICES`, `MEGASCALE_SLICE_ID` and
-    `MEGASCALE_COORDINATOR_ADDRESS` join them: the workers of slice 0 come first, and
-    `cluster_spec` holds the addresses that are known here.
+    `MEGASCALE_COORDINATOR_ADDRESS` join them: the workers of slice 0 come first.
 
     A machine that Google Compute Engine started has none of these variables. Then the
     plan leaves everything to JAX, which asks the metadata server.
@@ -52,43 +50,37 @@ class TPUClusterResolver(EnvironmentResolver):
     ) -> None:
         check_port("port", port)
         environ = find_environ(environ)
-        self._num_processes: int | None = None
         if not self.is_present(environ):
-            super().__init__(ClusterSpec({}), None, None)
+            super().__init__(ProcessPlan(num_processes=None, process_id=None))
             return
-        hosts_name = find_name(environ, HOSTS, HOSTS_FIX)
-        # The ports that may stand there belong to the TPU runtime.
-        hosts = [_drop_port(host.strip()) for host in environ[hosts_name].split(",")]
-        addresses = number_ports(hosts, port)
+        name = find_name(environ, HOSTS, HOSTS_FIX)
+        hosts = environ[name].split(",")
         # A machine on its own may be told that it is, and no more.
-        is_told = len(addresses) > 1 or has_variables(environ, "TPU_WORKER_ID")
+        is_told = len(hosts) > 1 or has_variables(environ, "TPU_WORKER_ID")
         worker = read_int(environ, "TPU_WORKER_ID", WORKER_FIX) if is_told else 0
-        what = f"the number of machines in `{hosts_name}`"
-        check_below("TPU_WORKER_ID", worker, len(addresses), what)
+        what = f"the number of machines in `{name}`"
+        check_below("TPU_WORKER_ID", worker, len(hosts), what)
         num_slices, slice_id = _read_slices(environ)
-        first = slice_id * len(addresses)
-        known = {first + index: address for index, address in enumerate(addresses)}
+        first = hosts[0].strip()
         if num_slices > 1:
-            known[0] = _read_coordinator(environ, port)
-        self._num_processes = num_slices * len(addresses)
-        cluster_spec = make_cluster({"worker": known}, f"`{hosts_name}`", HOSTS_FIX)
-        super().__init__(cluster_spec, "worker", first + worker)
+            name, first = COORDINATOR, read_text(environ, COORDINATOR, SLICE_FIX)
+        fix = HOSTS_FIX if num_slices == 1 else SLICE_FIX
+        process_id = slice_id * len(hosts) + worker
+        super().__init__(
+            ProcessPlan(
+                task_id=process_id,
+                num_processes=num_slices * len(hosts),
+                process_id=process_id,
+                coordinator_address=make_address(
+                    _drop_port(first), port, f"`{name}`", fix
+                ),
+            )
+        )
 
     @classmethod
     def is_present(cls, environ: Environ) -> bool:
         """Returns whether the machines of a slice are listed."""
         return any(has_variables(environ, name) for name in HOSTS)
-
-    def process_plan(self) -> ProcessPlan:
-        """Returns what this process needs to join the others, or leaves it to JAX."""
-        if self._num_processes is None or self.task_id is None:
-            return ProcessPlan(num_processes=None, process_id=None)
-        return ProcessPlan(
-            task_id=self.task_id,
-            num_processes=self._num_processes,
-            process_id=self.task_id,
-            coordinator_address=self.cluster_spec().task_address("worker", 0),
-        )
 
 
 def _read_slices(environ: Environ) -> tuple[int, int]:
@@ -101,11 +93,8 @@ def _read_slices(environ: Environ) -> tuple[int, int]:
     return num_slices, slice_id
 
 
-def _read_coordinator(environ: Environ, port: int) -> str:
-    name = "MEGASCALE_COORDINATOR_ADDRESS"
-    return f"{_drop_port(read_text(environ, name, SLICE_FIX))}:{port}"
-
-
-def _drop_port(item: str) -> str:
-    head, colon, tail = item.rpartition(":")
-    return split_address(item)[0] if colon and tail.isdecimal() and head else item
+def _drop_port(host: str) -> str:
+    """Returns a host without the port, which is that of the TPU runtime."""
+    head, _, port = host.rpartition(":")
+    is_address = port.isdecimal() and (head.startswith("[") or ":" not in head)
+    return head if head and is_address else host

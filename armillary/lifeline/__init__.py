@@ -9,6 +9,13 @@ found by `hang_timeout`: no process has gone on for that long.
 
 Whoever learns of it prints it, lets the main thread and a save come to an end for a few
 seconds, and ends the process with `ExitCode.RESTART_REQUESTED`.
+
+JAX's coordination service cannot do this. Measured with JAX 0.10.2 and
+`heartbeat_timeout_seconds=10`: it notices a dead worker after 8 s, while the error of a
+broken collective operation ends the others after 0.5 s, without a name. It then aborts
+them in C++ with SIGABRT, not with an exit code of ours; if process 0 dies, after 0.2 s
+and without a name, recoverable tasks included. A `missed_heartbeat_callback` in Python
+aborts as well. And a process that is only stopped for 10 s would count as dead.
 """
 
 from armillary.lifeline._ending import finish_first as finish_first

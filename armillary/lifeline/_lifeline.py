@@ -1,6 +1,8 @@
 """One thread in each process, which listens to the others and may end the process."""
 
+import asyncio
 import atexit
+import collections
 import contextlib
 import sys
 import threading
@@ -21,8 +23,6 @@ from armillary.lifeline._report import (
 )
 
 _BEAT_SECONDS = 1.0
-_MOST_REPORTS_A_SECOND = 16
-_POLL_SECONDS = 0.2
 _FLUSH_SECONDS = 1.0
 _FAILURE_SECONDS = 5.0
 """How long the others may take to notice a failure by themselves."""
@@ -53,25 +53,25 @@ class Lifeline:
         self._index, self._count = index, count
         self._link = link
         self._end = end
-        # All have joined, or this process would not be here.
-        self._sightings = [see_start(time.monotonic())] * count
+        # Process 0 hears of all, the others of process 0. All have joined, or this
+        # process would not be here.
+        known = range(count) if index == _CHIEF else (_CHIEF, index)
+        self._sightings = dict.fromkeys(known, see_start(time.monotonic()))
         self._failures: dict[int, tuple[str, float]] = {}
-        self._lock = threading.Lock()
-        self._outbox: list[dict[str, Any]] = []
+        self._outbox: collections.deque[dict[str, Any]] = collections.deque()
         self._limit: float | None = None
         self._find_place: Callable[[], Place] = _outside
         self._place, self._moved_at = _outside(), time.monotonic()
-        self._has_ended = self._has_failed = False
-        self._is_closed = threading.Event()
+        self._has_ended = self._has_failed = self._is_closed = False
         self._has_verdict = threading.Event()
         self._thread: threading.Thread | None = None
-        # A table of all takes longer to send the more there are.
-        self._table_seconds = max(_BEAT_SECONDS, count / _MOST_REPORTS_A_SECOND)
-        self._next_table = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_woken = asyncio.Event()
 
     def start(self) -> None:
         """Starts to watch, unless it does already."""
         if self._thread is None:
+            self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(
                 target=self._run, name="armillary-lifeline", daemon=True
             )
@@ -128,13 +128,19 @@ class Lifeline:
 
     def close(self) -> None:
         """Ends the thread, after what was told has been sent, and the connections."""
-        self._is_closed.set()
+        self._is_closed = True
+        self._wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_FLUSH_SECONDS + 2 * _BEAT_SECONDS)
 
     def _tell(self, message: dict[str, Any]) -> None:
-        with self._lock:
-            self._outbox.append(message)
+        self._outbox.append(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # It is closed.
+                self._loop.call_soon_threadsafe(self._is_woken.set)
 
     def _tell_how_it_ends(self) -> None:
         error = getattr(sys, "last_value", None)
@@ -144,50 +150,60 @@ class Lifeline:
             self.tell_end()
         end = time.monotonic() + _FLUSH_SECONDS
         while self._outbox and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS / 10)
+            time.sleep(_FLUSH_SECONDS / 50)
 
     def _run(self) -> None:
+        assert self._loop is not None
+        with contextlib.closing(self._loop):
+            self._loop.run_until_complete(self._watch())
+
+    async def _watch(self) -> None:
+        if self._link is not None:
+            await self._link.open(self._note)
         next_beat = 0.0
-        while not self._is_closed.is_set() and self.verdict is None:
+        while not self._is_closed and self.verdict is None:
+            self._is_woken.clear()
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + _BEAT_SECONDS
                 self._beat(now)
             self._send_outbox()
-            self._wait(min(_POLL_SECONDS, next_beat - now))
+            if self.verdict is None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._is_woken.wait(), next_beat - now)
         self._send_outbox()
+        if self.verdict is not None and self._index == _CHIEF:
+            self._send({"verdict": self.verdict})
+        if self._link is not None:
+            await self._link.flush(_FLUSH_SECONDS)
         if self.verdict is not None:
-            if self._index == _CHIEF:
-                self._send({"verdict": self.verdict})
-            self._flush()
             self._has_verdict.set()
             if self._has_failed:
                 # The others ended because of this process, which has said why.
                 leave(ExitCode.FAILED)
             self._end(self.verdict)
-        self._flush()
         if self._link is not None:
-            self._link.close()
+            await self._link.close()
 
     def _beat(self, now: float) -> None:
         """Reports, and looks whether anything goes on anywhere."""
         own = self._report(now)
         self._sightings[self._index] = Sighting(own, now)
-        is_chief = self._index == _CHIEF
-        if not is_chief:
-            self._send({"report": own})
-        elif now >= self._next_table:
-            self._next_table = now + self._table_seconds
-            table = [(seen.report, now - seen.time) for seen in self._sightings]
-            self._send({"table": table})
+        self._send({"report": own})
         for index, (failure, at) in self._failures.items():
             if now > at + _FAILURE_SECONDS:
                 self._conclude(f"{self._name(index)} has failed: {failure}")
-        # Process 0 decides for all; the others do if it is silent.
-        margin = 0.0 if is_chief else 3 * _BEAT_SECONDS + self._table_seconds
-        text = find_hang(self._sightings, now, margin)
-        if text is not None:
-            self._conclude(text)
+        if self._index == _CHIEF or self._is_chief_silent(now):
+            text = find_hang(self._sightings, self._count, now)
+            if text is not None:
+                self._conclude(text)
+
+    def _is_chief_silent(self, now: float) -> bool:
+        """Returns whether process 0, which decides for all, is itself stopped."""
+        if self._limit is None:
+            return False
+        silent = now - self._sightings[_CHIEF].time
+        return silent >= self._limit + 3 * _BEAT_SECONDS
 
     def _report(self, now: float) -> Report:
         place = self._find_place()
@@ -203,40 +219,26 @@ class Lifeline:
         )
 
     def _send_outbox(self) -> None:
-        with self._lock:
-            for message in self._outbox:
-                self._send(message)
-            self._outbox.clear()
+        while self._outbox:
+            self._send(self._outbox[0])
+            # ORDER: whoever waits for an empty outbox waits for the sending.
+            self._outbox.popleft()
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._link is not None:
             self._link.send(message)
 
-    def _flush(self) -> None:
-        if self._link is not None:
-            self._link.flush(_FLUSH_SECONDS)
-
-    def _wait(self, timeout_seconds: float) -> None:
-        if self._link is None:
-            self._is_closed.wait(max(0.0, timeout_seconds))
-            return
-        for index, message in self._link.wait(timeout_seconds):
-            if message is None:
-                self._note_end(index)
-            else:
-                self._note(index, message)
-
-    def _note(self, index: int, message: dict[str, Any]) -> None:
+    def _note(self, index: int, message: dict[str, Any] | None) -> None:
+        """Takes in what a process has told; `None` is the end of its connection."""
         now = time.monotonic()
-        if "report" in message:
+        if message is None:
+            self._note_end(index)
+        elif "report" in message:
             self._sightings[index] = Sighting(Report(*message["report"]), now)
-        if "failure" in message:
+        elif "failure" in message:
             self._failures[index] = str(message["failure"]), now
-        if "verdict" in message:
+        elif "verdict" in message:
             self._conclude(str(message["verdict"]))
-        for other, (report, age) in enumerate(message.get("table", ())):
-            if other != self._index:
-                self._sightings[other] = Sighting(Report(*report), now - age)
 
     def _note_end(self, index: int) -> None:
         if index in self._failures or self.has_ended(index):
@@ -254,6 +256,7 @@ class Lifeline:
     def _conclude(self, text: str) -> None:
         if self.verdict is None:
             self.verdict = text
+            self._is_woken.set()
 
 
 _current: Lifeline | None = None

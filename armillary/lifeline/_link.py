@@ -4,193 +4,121 @@ A socket tells of the end of the process at its other side, because the kernel c
 it, and of the end of its machine or network, because the kernel asks for signs of life.
 """
 
+import asyncio
 import contextlib
 import hmac
 import json
 import os
-import selectors
 import socket
 import time
 import weakref
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 _SILENCE_SECONDS = 12
 """How long a machine may not answer before it counts as gone."""
 _CONNECT_SECONDS = 10.0
+_GREETING_SECONDS = 30.0
 _MOST_BYTES = 1 << 24
-_MOST_BYTES_OF_STRANGERS = 1 << 10
-_RECEIVE_BYTES = 1 << 16
+_INDEX_DIGITS = 8
 
-
-class Event(NamedTuple):
-    """What happened on a connection.
-
-    Attributes:
-        process: The process at its other end.
-        message: What it said, or `None` if the connection has ended.
-    """
-
-    process: int
-    message: dict[str, Any] | None
+Note = Callable[[int, dict[str, Any] | None], None]
+"""Takes the number of a process, and what it said, or `None` if it is gone."""
 
 
 class Link:
-    """The connections of one process; only one thread uses it.
+    """The connections of one process, used by the event loop of one thread.
 
     Args:
-        listener: Where the others connect, in process 0.
-        token: What they must say first.
+        endpoint: Where the others connect, in process 0; its connection to process 0,
+            in the others.
+        token: What a process must say first; empty in the others.
     """
 
-    def __init__(self, listener: socket.socket | None = None, token: str = "") -> None:
-        self._selector = selectors.DefaultSelector()
+    def __init__(self, endpoint: socket.socket, token: str = "") -> None:
+        self._endpoint = _keep(endpoint)
         self._token = token
-        self._connections: dict[int, _Connection] = {}
-        # The child of a fork would keep the connections of a dead parent open.
-        _open_links.add(self)
-        if listener is not None:
-            listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ)
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, index: int, connection: socket.socket) -> None:
-        """Takes over the connection to a process."""
-        self._connections[index] = self._add(connection, index)
+    async def open(self, note: Note) -> None:
+        """Begins to listen to the other processes.
 
-    def _add(self, connection: socket.socket, index: int | None) -> "_Connection":
-        added = _Connection(connection, index)
-        self._selector.register(connection, selectors.EVENT_READ, added)
-        return added
+        Args:
+            note: Is called with everything that they say.
+        """
+        if self._token:
+            self._start(self._accept(note))
+            return
+        reader, self._writers[0] = await _open_streams(self._endpoint)
+        self._start(self._read(0, reader, note))
 
-    def send(self, message: dict[str, Any], to: Iterable[int] | None = None) -> None:
-        """Sends to some processes, or to all; what cannot go now goes later."""
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends to all; what cannot go now goes later."""
         data = json.dumps(message).encode() + b"\n"
-        for index, connection in list(self._connections.items()):
-            if to is None or index in to:
-                connection.send(data)
+        for writer in self._writers.values():
+            # A process that has read nothing for that long is sent no more.
+            if writer.transport.get_write_buffer_size() < _MOST_BYTES:
+                writer.write(data)
 
-    def wait(self, timeout_seconds: float) -> list[Event]:
-        """Returns what has happened, after at most some seconds."""
-        events: list[Event] = []
-        for connection in self._connections.values():
-            connection.flush()
-        for key, _ in self._selector.select(max(0.0, timeout_seconds)):
-            if key.data is None:
-                self._accept(key.fileobj)
-            else:
-                events += self._read(key.data)
-        return events
-
-    def flush(self, timeout_seconds: float) -> None:
+    async def flush(self, timeout_seconds: float) -> None:
         """Waits until everything has been handed to the kernel, or a time is over."""
         end = time.monotonic() + timeout_seconds
         while time.monotonic() < end and any(
-            [not connection.flush() for connection in self._connections.values()]
+            writer.transport.get_write_buffer_size()
+            for writer in self._writers.values()
         ):
-            time.sleep(0.01)
+            await asyncio.sleep(0.01)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Closes all connections; the processes at their other ends notice."""
-        _open_links.discard(self)
-        # Not unregistered one by one: a forked child shares what is registered.
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
-        self._selector.close()
-        self._connections.clear()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers.values():
+            writer.close()
+        self._endpoint.close()
 
-    def _accept(self, listener: Any) -> None:
-        with contextlib.suppress(OSError):
-            connection, _ = listener.accept()
-            self._add(connection, None)
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    def _read(self, connection: "_Connection") -> list[Event]:
+    async def _accept(self, note: Note) -> None:
+        loop = asyncio.get_running_loop()
+        self._endpoint.setblocking(False)
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._endpoint)
+            except OSError:  # For example, too many open files.
+                await asyncio.sleep(1.0)
+                continue
+            self._start(self._welcome(connection, note))
+
+    async def _welcome(self, connection: socket.socket, note: Note) -> None:
+        """Learns which process has connected; a stranger is shown out."""
+        reader, writer = await _open_streams(_keep(connection))
+        token = self._token.encode()
         try:
-            messages, is_open = connection.receive()
-        except (OSError, ValueError, RecursionError):
-            messages, is_open = [], False
-        if connection.index is None and messages:
-            self._greet(connection, messages.pop(0))
-        index = connection.index
-        if index is None:
-            if messages or not is_open:
-                self._drop(connection)
-            return []
-        events = [Event(index, message) for message in messages]
-        if not is_open:
-            self._drop(connection)
-            events.append(Event(index, None))
-        return events
+            greeting = await asyncio.wait_for(
+                reader.readexactly(_INDEX_DIGITS + len(token)), _GREETING_SECONDS
+            )
+            index = int(greeting[:_INDEX_DIGITS])
+        except (OSError, EOFError, ValueError, TimeoutError):
+            writer.close()
+            return
+        if not hmac.compare_digest(greeting[_INDEX_DIGITS:], token):
+            writer.close()
+            return
+        self._writers[index] = writer
+        await self._read(index, reader, note)
 
-    def _greet(self, connection: "_Connection", message: dict[str, Any]) -> None:
-        """Learns which process has connected; a stranger stays one."""
-        index, token = message.get("process"), str(message.get("token"))
-        is_known = hmac.compare_digest(token.encode(), self._token.encode())
-        if isinstance(index, int) and is_known:
-            connection.index = index
-            self._connections[index] = connection
-        else:
-            self._drop(connection)
-
-    def _drop(self, connection: "_Connection") -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(connection.socket)
-        connection.socket.close()
-        if connection.index is not None:
-            self._connections.pop(connection.index, None)
-
-
-class _Connection:
-    """A socket that never blocks, with what is still to be sent and read."""
-
-    def __init__(self, connection: socket.socket, index: int | None) -> None:
-        self.socket, self.index = connection, index
-        self._to_send = bytearray()
-        self._received = bytearray()
-        connection.setblocking(False)
-        for level, option, value in _signs_of_life():
-            connection.setsockopt(level, option, value)
-
-    def send(self, data: bytes) -> None:
-        # Who reads nothing for that long is told no more.
-        if len(self._to_send) < _MOST_BYTES:
-            self._to_send += data
-        self.flush()
-
-    def flush(self) -> bool:
-        """Sends what can be sent now; returns whether that was all."""
-        try:
-            while self._to_send:
-                del self._to_send[: self.socket.send(self._to_send)]
-        except BlockingIOError:
-            return False
-        except OSError:
-            # Reading tells of the end.
-            self._to_send.clear()
-        return True
-
-    def receive(self) -> tuple[list[dict[str, Any]], bool]:
-        """Returns the messages that have arrived, and whether more may follow.
-
-        Raises:
-            ValueError: If what has arrived is not of the protocol.
-        """
-        is_open = True
-        with contextlib.suppress(BlockingIOError):
-            while data := self.socket.recv(_RECEIVE_BYTES):
-                self._received += data
-                greeting = self._received[:_MOST_BYTES_OF_STRANGERS]
-                is_long = len(self._received) > len(greeting)
-                is_stranger = self.index is None and is_long and b"\n" not in greeting
-                if is_stranger or len(self._received) > _MOST_BYTES:
-                    raise ValueError("a message is too long")
-            is_open = False
-        *lines, rest = self._received.split(b"\n")
-        self._received = rest
-        messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("a message is no JSON object")
-        return messages, is_open
+    async def _read(self, index: int, reader: asyncio.StreamReader, note: Note) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while line := await reader.readline():
+                note(index, json.loads(line))
+        self._writers.pop(index).close()
+        note(index, None)
 
 
 def listen(host: str | None) -> socket.socket:
@@ -216,15 +144,17 @@ def connect(host: str, port: int, index: int, token: str) -> Link:
         index: Which process this is.
         token: What process 0 expects to hear.
     """
-    link = Link()
-    link.add(0, socket.create_connection((host, port), _CONNECT_SECONDS))
-    link.send({"process": index, "token": token})
-    return link
+    connection = socket.create_connection((host, port), _CONNECT_SECONDS)
+    connection.sendall(f"{index:0{_INDEX_DIGITS}}{token}".encode())
+    return Link(connection)
 
 
-def _signs_of_life() -> list[tuple[int, int, int]]:
-    """Returns the options that make the kernel ask for signs of life."""
-    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+async def _open_streams(
+    connection: socket.socket,
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Returns the streams of a connection whose end the kernel will notice."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", 4),
         ("TCP_KEEPINTVL", 2),
@@ -232,16 +162,22 @@ def _signs_of_life() -> list[tuple[int, int, int]]:
         ("TCP_USER_TIMEOUT", 1000 * _SILENCE_SECONDS),
     ):
         if hasattr(socket, name):
-            options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
-    return options
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return await asyncio.open_connection(sock=connection, limit=_MOST_BYTES)
 
 
-_open_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _keep(endpoint: socket.socket) -> socket.socket:
+    """Returns a socket that a forked child closes: it would outlive a dead parent."""
+    _sockets.add(endpoint)
+    return endpoint
 
 
 def _close_in_child() -> None:
-    for link in list(_open_links):
-        link.close()
+    for endpoint in list(_sockets):
+        endpoint.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

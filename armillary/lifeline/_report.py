@@ -1,9 +1,11 @@
 """What processes tell of themselves, and what follows from it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 _FRESH_SECONDS = 10.0
+_SILENT_SECONDS = 3.0
+"""Three reports that did not come. It must be less than any sensible `hang_timeout`."""
 
 
 class Place(NamedTuple):
@@ -54,52 +56,45 @@ def see_start(now: float) -> Sighting:
     return Sighting(Report("start", "a line that it has not told", 0.0), now)
 
 
-def find_hang(
-    sightings: Sequence[Sighting], now: float, margin_seconds: float = 0.0
-) -> str | None:
+def find_hang(sightings: Mapping[int, Sighting], count: int, now: float) -> str | None:
     """Returns what to say if no process has gone on for too long, else `None`.
 
     While one process goes on, or compiles, or is in no loop that is watched, the others
     wait for it with good reason.
 
     Args:
-        sightings: The last report of each process.
+        sightings: The last report of each process that is known here.
+        count: How many processes there are.
         now: The time, by the same clock.
-        margin_seconds: Time to wait in addition.
     """
-    running = [seen for seen in sightings if not seen.report.has_ended]
+    running = [seen for seen in sightings.values() if not seen.report.has_ended]
     limits = [seen.report.limit_seconds for seen in running]
     limits = [limit for limit in limits if limit is not None]
     if not limits:
         return None
     for seen in running:
         # One that is silent is stopped, whatever it was about to do.
-        if now - seen.time >= min(limits) + margin_seconds:
+        if now - seen.time >= min(limits):
             continue
         limit = seen.report.limit_seconds
-        if limit is None or seen.quiet_seconds(now) < limit + margin_seconds:
+        if limit is None or seen.quiet_seconds(now) < limit:
             return None
         if seen.report.is_compiling and now - seen.time < _FRESH_SECONDS:
             return None
-    who = "No process has" if len(sightings) > 1 else "The program has not"
-    if len(sightings) > 1:
+    who = "No process has" if count > 1 else "The program has not"
+    if count > 1:
         advice = "Look at the one that does not wait for another one"
     else:
         advice = "Look at this line"
+    places = "\n".join(
+        f"  process {index} of {count}: {_describe(seen, now)}"
+        for index, seen in sightings.items()
+    )
     return (
         f"{who} gone on for {min(limits):g} seconds (`hang_timeout`):\n"
-        f"{describe_all(sightings, now)}\n"
+        f"{places}\n"
         f"{advice}, or allow more time with a larger `hang_timeout`: it must exceed "
         "the longest loop, evaluation, save and action."
-    )
-
-
-def describe_all(sightings: Sequence[Sighting], now: float) -> str:
-    """Returns a line for each process."""
-    count = len(sightings)
-    return "\n".join(
-        f"  process {index} of {count}: {_describe(seen, now)}"
-        for index, seen in enumerate(sightings)
     )
 
 
@@ -109,6 +104,6 @@ def _describe(seen: Sighting, now: float) -> str:
     phase = "compiling" if seen.report.is_compiling else seen.report.phase
     text = f"{phase} for {seen.quiet_seconds(now):.0f} s, at {seen.report.line}"
     silent = now - seen.time
-    if silent > _FRESH_SECONDS / 2:
+    if silent > _SILENT_SECONDS:
         text += f"; it has not answered for {silent:.0f} s (stopped?)"
     return text

@@ -14,7 +14,6 @@ from armillary.cluster import (
     TFConfigClusterResolver,
     TorchrunClusterResolver,
     TPUClusterResolver,
-    UnionResolver,
     resolve_cluster,
 )
 
@@ -31,7 +30,6 @@ def describe_in_tf_config(task_id):
 def describe_in_slurm(task_id):
     return {
         "SLURM_STEP_NODELIST": "node-[0-2].net",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
         "SLURM_STEP_NUM_TASKS": "3",
         "SLURM_PROCID": str(task_id),
         "SLURM_LOCALID": "0",
@@ -68,15 +66,8 @@ def make_simple(task_id):
     return SimpleClusterResolver({"worker": WORKERS}, "worker", task_id)
 
 
-def make_union(task_id):
-    first = SimpleClusterResolver({"worker": WORKERS[:1]}, "worker", 0)
-    second = SimpleClusterResolver({"worker": WORKERS[1:]})
-    return UnionResolver(first, second, task_id=task_id)
-
-
 RESOLVERS = {
     "simple": make_simple,
-    "union": make_union,
     "tf_config": lambda i: TFConfigClusterResolver(environ=describe_in_tf_config(i)),
     "slurm": lambda i: SlurmClusterResolver(
         port_base=2222, environ=describe_in_slurm(i)
@@ -94,8 +85,8 @@ ENVIRONMENTS = {
     "torchrun": (describe_in_torchrun, TorchrunClusterResolver),
     "tpu": (describe_in_tpu, TPUClusterResolver),
 }
-# These are told the address of worker 0 only.
-KNOWS_ALL = sorted(set(RESOLVERS) - {"torchrun"})
+# The others are told the address of worker 0, or need no other.
+KNOWS_ALL = ["simple", "tf_config"]
 
 
 @pytest.fixture(params=sorted(RESOLVERS))
@@ -131,9 +122,10 @@ def test_every_resolver_knows_where_worker_0_is(make_resolver):
     assert make_resolver(1).cluster_spec().task_address("worker", 0) == WORKERS[0]
 
 
-@pytest.mark.parametrize("name", KNOWS_ALL)
-def test_all_addresses_are_known_where_the_environment_tells_them(name):
-    assert RESOLVERS[name](1).cluster_spec() == ClusterSpec({"worker": WORKERS})
+@pytest.mark.parametrize("name", sorted(RESOLVERS))
+def test_a_scheduler_tells_the_address_of_process_0_only(name):
+    known = WORKERS if name in KNOWS_ALL else {0: WORKERS[0]}
+    assert RESOLVERS[name](1).cluster_spec() == ClusterSpec({"worker": known})
 
 
 @pytest.mark.parametrize("name", sorted(ENVIRONMENTS))

@@ -12,7 +12,7 @@ POD = {
     "ARMILLARY_NUM_PROCESSES": "2",
     "ARMILLARY_SERVICE_NAME": "pods",
 }
-WORKERS = ["train-0.pods:2222", "train-1.pods:2222"]
+FIRST = ClusterSpec({"worker": {0: "train-0.pods:2222"}})
 
 
 def resolve(*arguments, without=(), **options):
@@ -24,22 +24,19 @@ def resolve(*arguments, without=(), **options):
 
 
 def test_pods_are_called_by_the_job_and_their_index():
-    assert resolve().cluster_spec() == ClusterSpec({"worker": WORKERS})
+    assert resolve().cluster_spec() == FIRST
     assert resolve().process_plan().process_id == 1
 
 
 def test_a_host_name_may_have_a_domain():
     resolver = resolve(environ={"HOSTNAME": "train-1.pods.default.svc"})
-    assert resolver.cluster_spec() == ClusterSpec({"worker": WORKERS})
+    assert resolver.cluster_spec() == FIRST
 
 
 def test_arguments_come_before_variables():
     resolver = resolve(3, "others", "job", port=99)
-    assert resolver.cluster_spec().job_tasks("worker") == [
-        "job-0.others:99",
-        "job-1.others:99",
-        "job-2.others:99",
-    ]
+    plan = resolver.process_plan()
+    assert (plan.coordinator_address, plan.num_processes) == ("job-0.others:99", 3)
     without = set(POD) - {"JOB_COMPLETION_INDEX"}
     assert resolve(2, "pods", "train", without=without).task_id == 1
 
@@ -135,6 +132,6 @@ def test_a_port_that_is_no_port_is_an_error():
 
 
 def test_a_service_that_is_no_name_is_an_error():
-    message = r"`ARMILLARY_SERVICE_NAME`: they describe a cluster that cannot be used"
+    message = r"`ARMILLARY_SERVICE_NAME` cannot be used to reach process 0"
     with pytest.raises(ClusterError, match=message):
         resolve(service_name="http://pods")

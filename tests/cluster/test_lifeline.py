@@ -21,25 +21,20 @@ def test_processes_connect_at_the_address_of_the_coordinator(monkeypatch):
     assert chief is not None
     assert other is not None
     end = time.monotonic() + 10
-    while any(s.report.phase == "start" for s in chief._sightings + other._sightings):
+    seen = [*chief._sightings.values(), *other._sightings.values()]
+    while any(each.report.phase == "start" for each in seen):
         assert time.monotonic() < end
         time.sleep(0.02)
+        seen = [*chief._sightings.values(), *other._sightings.values()]
     for lifeline in (other, chief):
         lifeline.tell_end()
         lifeline.close()
 
 
 def test_a_lifeline_on_loopback_is_not_reached_from_elsewhere():
-    store = Store()
-    module._listen(store, "127.0.0.1").close()
     link = module._listen(Store(), "127.0.0.1")
-    (listener,) = [
-        key.fileobj
-        for key in link._selector.get_map().values()
-        if isinstance(key.fileobj, socket.socket)
-    ]
-    assert listener.getsockname()[0] == "127.0.0.1"
-    link.close()
+    assert link._endpoint.getsockname()[0] == "127.0.0.1"
+    link._endpoint.close()
 
 
 def test_without_a_connection_a_job_goes_on_with_a_warning(caplog):

@@ -1,5 +1,7 @@
 """Processes agree through a key-value store, or say who does not."""
 
+import time
+
 import pytest
 
 from armillary.cluster._peers import Peers
@@ -16,16 +18,55 @@ def test_every_process_gets_the_values_of_all_in_order():
     assert outcomes == [expected] * 3
 
 
+class Counting(Store):
+    """A store that counts the requests of the chief, which comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_requests = 0
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        self.num_requests += 1
+        return super().key_value_dir_get(key)
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        self.num_requests += not key.endswith("/all")
+        return super().blocking_key_value_get(key, timeout_in_ms)
+
+
+@pytest.mark.parametrize("count", [3, 16])
+def test_the_chief_collects_with_two_requests_once_all_have_answered(count):
+    store = Counting()
+
+    def talk(peers: Peers) -> list[str]:
+        while not peers.index and len(store.values) < count - 1:
+            time.sleep(0.01)
+        return peers.gather("number", str(peers.index))
+
+    outcomes = run_together(talk, count, store=store)
+    assert outcomes == [[str(index) for index in range(count)]] * count
+    assert store.num_requests == 2
+
+
+def test_processes_may_answer_in_any_order():
+    def talk(peers: Peers) -> list[str]:
+        time.sleep(0.05 * (peers.count - peers.index))
+        return peers.gather("number", str(peers.index))
+
+    assert run_together(talk, 4) == [["0", "1", "2", "3"]] * 4
+
+
 def test_old_rounds_leave_nothing_behind():
     stores = []
 
     def talk(peers: Peers) -> None:
         stores.append(peers._store)
-        for _ in range(50):
+        for _ in range(130):
             peers.gather("number", "x")
 
     run_together(talk)
-    assert sorted(stores[0].values) == ["armillary/49/1", "armillary/49/all"]
+    rounds = {int(key.split("/")[2]) for key in stores[0].values}
+    assert rounds == {128, 129}
 
 
 def test_processes_at_different_points_are_named():
@@ -79,7 +120,7 @@ class Interrupted(Store):
     """A store in which one process is interrupted while it waits."""
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        if key == "armillary/1/1":
+        if key == "armillary/0/1/1":
             raise KeyboardInterrupt
         return super().blocking_key_value_get(key, timeout_in_ms)
 

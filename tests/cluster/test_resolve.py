@@ -24,7 +24,6 @@ TF_CONFIG = {
 }
 SLURM = {
     "SLURM_STEP_NODELIST": "a,b",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
     "SLURM_STEP_NUM_TASKS": "2",
     "SLURM_PROCID": "1",
     "SLURM_JOB_ID": "1",

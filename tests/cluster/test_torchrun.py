@@ -76,7 +76,7 @@ def test_a_rank_beyond_the_size_is_an_error():
     "change", [{"MASTER_ADDR": "tcp://a"}, {"MASTER_PORT": "65536"}]
 )
 def test_an_address_that_is_none_is_an_error(change):
-    message = r"`MASTER_ADDR` and `MASTER_PORT`: they describe a cluster that cannot be"
+    message = r"`MASTER_ADDR` and `MASTER_PORT` cannot be used to reach process 0"
     with pytest.raises(ClusterError, match=message):
         resolve(**change)
 

@@ -1,13 +1,63 @@
-"""Reads environment variables, and says which one is wrong."""
+"""What the resolvers that read the variables of a scheduler have in common."""
 
 import os
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
-from armillary.cluster._spec import HIGHEST_PORT, ClusterSpec
+from armillary.cluster._plan import ProcessPlan
+from armillary.cluster._resolver import ClusterResolver
+from armillary.cluster._spec import ClusterSpec, check_address
 from armillary.errors import ClusterError
 
 Environ = Mapping[str, str]
+
+
+class ScheduledResolver(ClusterResolver):
+    """Holds the plan that the variables gave when the resolver was made.
+
+    Args:
+        plan: What this process needs to join the others.
+        chief_job: The job of process 0.
+    """
+
+    def __init__(self, plan: ProcessPlan, chief_job: str = "worker") -> None:
+        self._plan = plan
+        address = plan.coordinator_address
+        self._cluster_spec = ClusterSpec({chief_job: {0: address}} if address else {})
+
+    @classmethod
+    @abstractmethod
+    def is_present(cls, environ: Environ) -> bool:
+        """Returns whether this process seems to have been started this way."""
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the one task whose address is known: process 0."""
+        return self._cluster_spec
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of this process, or None if JAX finds out."""
+        return None if self._plan.process_id is None else self._plan.task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process in its job, or None if JAX finds out."""
+        return None if self._plan.process_id is None else self._plan.task_id
+
+    @property
+    def local_device_ids(self) -> tuple[int, ...] | None:
+        """The GPUs of the machine that are for this process, or None for all."""
+        return self._plan.local_device_ids
+
+    def process_plan(self) -> ProcessPlan:
+        """Returns what this process needs to join the others."""
+        return self._plan
+
+
+def take_share(index: int, size: int) -> tuple[int, ...]:
+    """Returns the device ids of the process number `index` on its machine."""
+    return tuple(range(index * size, (index + 1) * size))
 
 
 def find_environ(environ: Environ | None) -> Environ:
@@ -82,44 +132,23 @@ def check_below(name: str, value: int, limit: int, what: str) -> None:
         )
 
 
-def make_cluster(
-    cluster: Mapping[str, Sequence[str] | Mapping[int, str]], variables: str, fix: str
-) -> ClusterSpec:
-    """Returns the cluster that variables of the environment describe.
+def make_address(host: str, port: int, variables: str, fix: str) -> str:
+    """Returns the address of process 0.
 
     Args:
-        cluster: The addresses by job.
-        variables: The variables that they were made from, as text.
+        host: What the variables say; an IPv6 address may lack its brackets.
+        port: The port there.
+        variables: The variables that it was made from, as text.
         fix: A sentence that says who sets them or what they should hold.
 
     Raises:
-        ClusterError: If the addresses cannot be used.
+        ClusterError: If it is no address.
     """
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
     try:
-        return ClusterSpec(cluster)
+        return check_address("coordinator_address", f"{host}:{port}")
     except ValueError as error:
         raise ClusterError(
-            f"{variables}: they describe a cluster that cannot be used. {error} {fix}"
+            f"{variables} cannot be used to reach process 0. {error} {fix}"
         ) from error
-
-
-def number_ports(hosts: Sequence[str], port: int) -> list[str]:
-    """Returns an address for each task, given the host of each.
-
-    Tasks on one host get `port`, `port + 1` and so on.
-
-    Raises:
-        ClusterError: If the ports of a host would go beyond the highest one.
-    """
-    addresses: list[str] = []
-    used: dict[str, int] = {}
-    for host in hosts:
-        number = port + used.get(host, 0)
-        used[host] = used.get(host, 0) + 1
-        if number > HIGHEST_PORT:
-            raise ClusterError(
-                f"The first port is {port}, but {host!r} has more tasks than there are "
-                f"ports up to {HIGHEST_PORT}. Use a lower first port."
-            )
-        addresses.append(f"{host}:{number}")
-    return addresses
