@@ -158,20 +158,20 @@ def _time_handling(
     """Returns seconds of handling the state, and the number of its arrays."""
     loop = contestant.trainer._train_loop
     assert loop is not None
-    tracer, (_, step) = loop._tracer, next(iter(loop._programs.values()))
+    tracer, program = loop._tracer, next(iter(loop._programs.values()))
     placement = tracer.placement
     assert placement is not None
     arrays = placement.arrays()
     # A program gives new arrays each time.
     outputs = itertools.cycle(
-        [[arrays[i].copy() for i in step.changed] for _ in range(2)]
+        [[arrays[i].copy() for i in program.changed] for _ in range(2)]
     )
     jax.block_until_ready(arrays)
     seconds = []
     for output in itertools.islice(outputs, num_times):
         begin = time.thread_time()
         tracer.find_state()
-        placement.place(step.changed)
+        placement.place(program.changed)
         placement.hold(output, may_share=False)
         placement.release()
         seconds.append(time.thread_time() - begin)

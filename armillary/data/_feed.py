@@ -310,7 +310,7 @@ class Feed(Generic[T]):
                 reader.position = replace(reader.position, is_exhausted=True)
                 progress.position = reader.position
 
-    def _told(self) -> contextlib.AbstractContextManager[Any]:
+    def _announcing(self) -> contextlib.AbstractContextManager[Any]:
         return (
             contextlib.nullcontext()
             if self._peers is None

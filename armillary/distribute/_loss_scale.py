@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from jax.extend import core
+from jax.extend import core, source_info_util
 from jax.extend.core import primitives
 
 from armillary._jaxpr import programs_in, source_line, walk_programs
 from armillary._logging import logger
 from armillary.distribute._retype import AXIS_NAME, is_varying
+
+# Messages name the line of the user's operation, not ours.
+source_info_util.register_exclusion(__file__)
 
 _LOSS = "armillary loss"
 _SCALED = "armillary scaled loss"

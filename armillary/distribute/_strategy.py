@@ -349,7 +349,8 @@ class Strategy:
                 of arrays of the same shapes for all replicas.
 
         Returns:
-            The values, placed on the replicas' devices.
+            The values, placed on the replicas' devices. On one replica, its value
+            itself, as from `run`.
         """
         check_callable("value_fn", value_fn)
         layout, count = self.layout, self.num_replicas_in_sync
@@ -358,6 +359,8 @@ class Strategy:
         ]
         if not layout.stacked:
             return layout.place(values[0])
+        if count == 1:
+            return layout.replicate(values[0])
         stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *values)
         return layout.wrap(layout.place(stacked), count)
 

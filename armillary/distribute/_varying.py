@@ -179,8 +179,11 @@ def _bind_call(
 
 
 def _bind_callback(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+    results = _jax_bind(self, *args, **params)
+    if AXIS_NAME not in jax.sharding.get_abstract_mesh().manual_axes:
+        return results  # There is one replica.
     # Nobody knows whether a function of Python returns the same on all replicas.
-    return list(map(cast, _jax_bind(self, *args, **params)))
+    return list(map(cast, results))
 
 
 def _bind_cond(self: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:

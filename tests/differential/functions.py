@@ -470,10 +470,12 @@ def _stats() -> dict[str, Losses]:
             losses[f"{name}.{method}"] = lambda w, b, fn=fn, m=method: fn(
                 m, b["label"], unit(w, b)
             )
-    # JAX 0.10.2 cannot differentiate it: its constant -1 is an integer.
-    losses["gumbel_l.ppf"] = lambda w, b: (
-        z(w, b) * jsp.stats.gumbel_l.ppf(jax.lax.stop_gradient(unit(w, b)), 0.0, 1.0)
-    )
+    # JAX 0.10.2 cannot differentiate these: a constant in them is an integer.
+    for name in ("gumbel_l", "gumbel_r"):
+        ppf = getattr(jsp.stats, name).ppf
+        losses[f"{name}.ppf"] = lambda w, b, ppf=ppf: (
+            z(w, b) * ppf(jax.lax.stop_gradient(unit(w, b)), 0.0, 1.0)
+        )
     losses["bernoulli.cdf"] = lambda w, b: jsp.stats.bernoulli.cdf(
         b["label"] % 2, unit(w, b)
     )

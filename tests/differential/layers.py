@@ -411,7 +411,6 @@ METRICS = [
             ReplicaMismatchError,
             "must be equal on all replicas",
             "it does not add up: update it with gathered values",
-            (2, 4),
         ),
     ),
     metric(

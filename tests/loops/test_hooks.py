@@ -438,7 +438,7 @@ def test_a_trainer_that_is_written_by_hand_starts_loops_of_its_own():
         def __init__(self, counts):
             self.num_steps, self.counts = sum(counts), counts
 
-        def fetch(self):
+        def fetch(self) -> list[armillary.Output]:
             return [{"steps": count} for count in self.counts]
 
     class Trainer(armillary.AbstractTrainer):
