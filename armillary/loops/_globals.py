@@ -18,7 +18,17 @@ class Globals:
     """The values of some functions, as they were when last asked for changes."""
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
-        self._values = {key: value for fn in functions for key, value in _find(fn)}
+        self._values: dict[Any, tuple[dict[str, Any], Any]] = {}
+        self._watched: set[Any] = set()
+        self.watch(*functions)
+
+    def watch(self, *functions: Callable[..., Any]) -> None:
+        """Watches those of more functions, from what they are now."""
+        for function in functions:
+            code = getattr(function, "__func__", function)
+            if code not in self._watched:
+                self._watched.add(code)
+                self._values = {**dict(_find(function)), **self._values}
 
     def changes(self) -> list[str]:
         """Returns what is another value than before, as `name: old became new`."""

@@ -89,6 +89,14 @@ class LoopOutputs:
                 yield self._hooks.output([array[index] for array in arrays])
 
 
+def find_reason(owner: Any) -> str | None:
+    """Returns why the hooks of a trainer stay in Python; `None` if they need not."""
+    for name in (BEGIN, END):
+        if effect := find_effect(owner, name):
+            return f"`{name}` runs in Python: {effect}"
+    return None
+
+
 def trace_hooks(
     owner: Any, state: State, types: Sequence[Any], *, is_asked: bool
 ) -> Hooks | None:
@@ -106,11 +114,6 @@ def trace_hooks(
     Raises:
         StateStructureError: If the user says so, and a hook changes plain values.
     """
-    if not is_asked:
-        for name in (BEGIN, END):
-            if effect := find_effect(owner, name):
-                logger.debug("`%s` runs in Python: %s.", name, effect)
-                return None
     try:
         return _trace(owner, state, types)
     except Exception as error:

@@ -115,8 +115,7 @@ class Loop:
             compile_hooks is not False and is_compiled and not is_watched
         )
         self._has_pure_hooks = compile_hooks is True
-        names = (BEGIN, END) if self._may_compile_hooks else ()
-        self._globals = Globals(step_fn, *(getattr(owner, name) for name in names))
+        self._globals = Globals(step_fn)
         self._hooks: Hooks | None = None
         self._programs: dict[Any, Program] = {}
         self._batches_per_step: tuple[int, ...] = ()
@@ -181,8 +180,11 @@ class Loop:
         """
         if not self._may_compile_hooks:
             return False
-        self._find_state()
+        if self._hooks is not None:
+            self._find_state()
         self._hooks = self._tracer.hooks(is_asked=self._has_pure_hooks)
+        if self._hooks is not None:
+            self._globals.watch(*(getattr(self._owner, name) for name in (BEGIN, END)))
         chunk = None if self._hooks is None else self._next_chunk()
         return chunk is not None and self._program(chunk).hooks is not None
 

@@ -15,7 +15,7 @@ from armillary._typing import PyTree
 from armillary.data import Active
 from armillary.distribute import Placement, Strategy, TracedStep, trace_step
 from armillary.errors import RetraceError
-from armillary.loops._hooks import Hooks, trace_hooks
+from armillary.loops._hooks import Hooks, find_reason, trace_hooks
 from armillary.loops._reads import recorded_reads
 from armillary.loops._step_iterator import MoreBatches, StepIterator, check_taken
 from armillary.state import State, describe
@@ -162,7 +162,12 @@ class StepTracer:
         """
         if self._hooks is None:
             self._is_asked = is_asked
-            self._hooks = (self._trace_hooks(),)
+            if not is_asked and (reason := find_reason(self._owner)):
+                logger.debug("%s.", reason)
+                self._hooks = (None,)
+            else:
+                self.find_state()
+                self._hooks = (self._trace_hooks(),)
         return self._hooks[0]
 
     def _trace_hooks(self) -> Hooks | None:
@@ -172,6 +177,9 @@ class StepTracer:
                 self._owner, self.state, self._types, is_asked=self._is_asked
             )
         self.state.watch()
+        if hooks is None:
+            # What Python does where a loop begins may change the state.
+            self.state = None
         return hooks
 
     def _has_other_hooks(self) -> bool:
@@ -179,7 +187,8 @@ class StepTracer:
         if self._hooks is None:
             return False
         old, self._hooks = self._hooks[0], None
-        new = self._trace_hooks()
+        is_pure = self._is_asked or find_reason(self._owner) is None
+        new = self._trace_hooks() if is_pure else None
         self._hooks = (new,)
         return new is not old and (new is None or not new.is_same(old))
 

@@ -135,7 +135,7 @@ def test_the_first_batch_is_waited_for(compile_step):
     stopwatch = Stopwatch()
     with stopwatch.phase(Category.STEPPING):
         assert loop.has_data()
-        loop.run(2, 2)
+        loop.run(2)
     loop.close()
 
     assert float(owner.total) == 16

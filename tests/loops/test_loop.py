@@ -168,8 +168,7 @@ def test_compiled_programs_are_warm_after_the_first_loop(no_retrace, caplog):
     caplog.set_level(logging.WARNING)
     with no_retrace(), jax.log_compiles():
         for num_steps in (1, 3, 8, 20):
-            trainer.train_loop_begin()
-            trainer._train_loop.run(num_steps, num_steps)
+            trainer.train(num_steps)
 
     assert "Compiling" not in caplog.text
 
