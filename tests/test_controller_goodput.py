@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import armillary
-from armillary.goodput import Category, read_entries, read_goodput
+from armillary.goodput import Category, read_goodput
+from armillary.goodput._journal import read_entries
 
 
 class Loops(armillary.AbstractTrainer, armillary.AbstractEvaluator):

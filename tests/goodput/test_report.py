@@ -2,7 +2,9 @@
 
 import pytest
 
-from armillary.goodput import Category, Entry, Journal, add_up, read_goodput
+from armillary.goodput import Category, read_goodput
+from armillary.goodput._journal import Entry, Journal
+from armillary.goodput._report import add_up
 
 
 class Attempt:
