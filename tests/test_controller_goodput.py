@@ -178,6 +178,7 @@ def test_summaries_that_hide_behind_the_device_are_stepping(tmp_path):
     # The first and the last loop are looked at while nothing else runs.
     assert 0.1 <= seconds[Category.OTHER] < 6 * 0.05
     assert seconds[Category.COMPILING] > 0
+    assert seconds[Category.DATA] < 0.05 * seconds[Category.STEPPING]
 
 
 @pytest.mark.slow
