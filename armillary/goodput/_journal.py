@@ -41,7 +41,7 @@ class Entry:
 
 
 class Journal:
-    """Appends lines to the file of a directory; the first process of a job does.
+    """Appends lines to the file of a directory, in the first process of a job.
 
     A failure is logged once and ends the recording, not the training.
 
