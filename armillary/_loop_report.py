@@ -3,7 +3,7 @@
 A trainer starts its programs and returns before the device has run them. To look at the
 loss of a loop is to wait for it, so the controller first starts the next loops, and
 looks then: the device always has work. A thread waits from the start, and so knows when
-loops have ended.
+loops have ended: that gives the steps per second.
 """
 
 import time
@@ -64,11 +64,10 @@ class LoopReport:
         else:
             self.reached = read_step() if self._data_ended else step + num_steps
 
-    def ended(self) -> float | None:
-        """Returns when the device had run them, `None` before, and 0 if that failed."""
-        if not self._outcome.done():
-            return None
-        return 0.0 if self._outcome.exception() else self._outcome.result()[2]
+    @property
+    def is_running(self) -> bool:
+        """Whether the device still runs them."""
+        return not self._outcome.done()
 
     def fetch(
         self, last_end: float

@@ -91,8 +91,12 @@ class TrainLoops:
             num_steps: Steps of each loop.
             num_loops: Most loops to run; at least one runs.
         """
+        with self._goodput.phase(Category.STEPPING):
+            return self._run(step, num_steps, num_loops)
+
+    def _run(self, step: int, num_steps: int, num_loops: int) -> int:
         start = time.perf_counter()
-        with self._goodput.phase(Category.STEPPING), self._scope():
+        with self._scope():
             started = _method(self._trainer, "start")(num_steps, num_loops)
         loops = LoopReport(
             self._trainer,
@@ -103,7 +107,6 @@ class TrainLoops:
             start=start,
             executor=self._executor,
         )
-        self._goodput.run_on_device(Category.STEPPING, loops.ended)
         self._pending.append(loops)
         # The first loop is looked at before a second one runs, and so is every loop if
         # actions need its output.
@@ -126,7 +129,11 @@ class TrainLoops:
 
     def _report_outputs(self) -> None:
         while self._outputs:
-            self._outputs.popleft()()
+            # What begins while the device runs steps hides behind them.
+            is_hidden = self._pending and self._pending[-1].is_running
+            category = Category.STEPPING if is_hidden else Category.OTHER
+            with self._goodput.phase(category):
+                self._outputs.popleft()()
 
     def _fetch_first(self) -> None:
         loops = self._pending[0]

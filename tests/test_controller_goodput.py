@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import armillary
-from armillary.goodput import Category, read_entries, read_goodput
+from armillary.goodput import Category, read_goodput
+from armillary.goodput._journal import read_entries
 
 
 class Loops(armillary.AbstractTrainer, armillary.AbstractEvaluator):
@@ -108,22 +109,16 @@ def test_steps_after_a_failure_are_lost(tmp_path):
     assert goodput.num_steps == 40
 
 
-def test_a_job_that_only_evaluates_leaves_the_record_alone(tmp_path):
-    make_controller(tmp_path).train(10)
+def test_evaluations_are_recorded_unless_the_job_does_not_train(tmp_path):
+    controller = make_controller(tmp_path)
+    controller.train(10)
+    controller.evaluate()
     before = (tmp_path / "goodput.jsonl").read_bytes()
     controller = make_controller(tmp_path)
-
     controller.evaluate()
     controller.evaluate_continuously(timeout=0)
 
     assert (tmp_path / "goodput.jsonl").read_bytes() == before
-
-
-def test_an_evaluation_after_training_is_recorded(tmp_path):
-    controller = make_controller(tmp_path)
-    controller.train(10)
-    controller.evaluate()
-
     assert read_goodput(tmp_path).seconds[Category.EVALUATING] >= 0.1
     assert read_entries(tmp_path / "goodput.jsonl")[0][-1].is_done
 
@@ -177,6 +172,7 @@ def test_summaries_that_hide_behind_the_device_are_stepping(tmp_path):
     # The first and the last loop are looked at while nothing else runs.
     assert 0.1 <= seconds[Category.OTHER] < 6 * 0.05
     assert seconds[Category.COMPILING] > 0
+    assert seconds[Category.DATA] < 0.05 * seconds[Category.STEPPING]
 
 
 @pytest.mark.slow

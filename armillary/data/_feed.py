@@ -144,6 +144,14 @@ class Feed(Generic[T]):
         """Whether `next_chunk` would return at once."""
         return self.is_closed or (self._queue is not None and self._queue.is_ready)
 
+    def is_coming(self, seconds: float) -> bool:
+        """Waits that long for the next chunk; returns whether a thread still reads it.
+
+        Where no thread reads, that is false at once.
+        """
+        queue = self._queue
+        return not self.is_closed and queue is not None and queue.is_coming(seconds)
+
     def peek(self) -> list[HostBatch | None]:
         """Returns the next batch of each dataset, None at the end; before `start`."""
         if self.is_closed:

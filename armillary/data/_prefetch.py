@@ -73,6 +73,10 @@ class Prefetcher(Generic[T]):
         """Whether the next item, or the end, is there without waiting."""
         return self._channel.is_ready
 
+    def is_coming(self, seconds: float) -> bool:
+        """Waits that long for an item; returns whether the thread still reads it."""
+        return self._channel.is_coming(seconds)
+
     def close(self, timeout_seconds: float | None = None) -> None:
         """Ends the thread and waits for it; what was read ahead is lost."""
         self._channel.request_stop()
@@ -123,6 +127,14 @@ class _Channel(Generic[T]):
     @property
     def is_ready(self) -> bool:
         return bool(self._ready) or self._has_ended
+
+    def is_coming(self, seconds: float) -> bool:
+        with self._changed:
+            if self._thread is None or self._should_stop or self.is_ready:
+                return False
+            self._changed.notify_all()
+            self._changed.wait(seconds)
+            return not self.is_ready
 
     def _is_full(self) -> bool:
         return len(self._ready) - (self.current is not None) >= self._size

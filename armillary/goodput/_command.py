@@ -73,8 +73,7 @@ def _print_table(goodput: Goodput) -> ExitCode:
     table.add_column("share", justify="right")
     for category, label in _LABELS.items():
         seconds = goodput.seconds[category]
-        share = seconds / total if total else 0.0
-        table.add_row(label, f"{seconds:.1f}", f"{share:.1%}")
+        table.add_row(label, f"{seconds:.1f}", f"{seconds / (total or 1):.1%}")
     table.add_section()
     table.add_row("total", f"{total:.1f}", f"{bool(total):.1%}")
     console = Console(highlight=False)

@@ -1,16 +1,14 @@
 """The file of a run that attempts append to: one line of JSON, one look at the clock.
 
 A line holds the totals of its attempt so far, so a line that is missing costs only
-detail. Lines are written whole and at once. Where a crash or a full disk left half of
-one, the next attempt starts a new line, and readers skip the half.
+detail. Where a crash or a full disk left half of one, the next attempt starts a new
+line, and readers skip the half.
 """
 
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -18,8 +16,7 @@ from armillary._logging import logger
 from armillary.goodput._category import Category
 
 FILE_NAME = "goodput.jsonl"
-_FORMAT = "armillary-goodput"
-_VERSION = 1
+_FORMAT = "armillary-goodput-1"
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Entry:
 
 
 class Journal:
-    """Appends lines to the file of a directory; the first process of a job does.
+    """Appends lines to the file of a directory, in the first process of a job.
 
     A failure is logged once and ends the recording, not the training.
 
@@ -54,15 +51,16 @@ class Journal:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._path = Path(directory) / FILE_NAME
-        self._is_begun = False
         self._is_on = True
 
     def append(self, entry: Entry) -> None:
         """Writes one line."""
-        if not self._is_on:
+        # JAX is asked because the program may have joined the processes itself; not in
+        # the constructor, as that would start the devices.
+        if not self._is_on or jax.process_index() != 0:
             return
         try:
-            self._append(entry)
+            self._append(_format(entry))
         except OSError as error:
             self._is_on = False
             logger.warning(
@@ -72,29 +70,15 @@ class Journal:
                 error,
             )
 
-    def _append(self, entry: Entry) -> None:
-        if not self._is_begun:
-            # JAX is asked because the program may have joined the processes itself; not
-            # in the constructor, as that would start the devices.
-            self._is_on = jax.process_index() == 0
-            if not self._is_on:
-                return
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-        line = _format(entry)
+    def _append(self, line: bytes) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         # Opened anew, as it is done rarely, and no file stays open in idle programs.
-        with open(self._path, "a+b", buffering=0) as file:
-            if not self._is_begun and not _ends_with_line(file):
-                line = b"\n" + line
-            self._is_begun = True
-            if file.write(line) != len(line):
-                raise OSError("only a part of the line was written")
-
-
-class NoopJournal:
-    """Has the methods of `Journal` and writes nothing."""
-
-    def append(self, entry: Entry) -> None:
-        """Writes nothing."""
+        with open(self._path, "a+b") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    line = b"\n" + line
+            file.write(line)
 
 
 def read_entries(path: str | os.PathLike[str]) -> tuple[list[Entry], list[int]]:
@@ -108,8 +92,8 @@ def read_entries(path: str | os.PathLike[str]) -> tuple[list[Entry], list[int]]:
         a crash or a full disk leaves of a line.
 
     Raises:
-        ValueError: If it cannot be read, holds no entry, or was written by a version
-            of the library with another format.
+        ValueError: If it cannot be read, or holds no entry that this version of the
+            library understands.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -120,77 +104,37 @@ def read_entries(path: str | os.PathLike[str]) -> tuple[list[Entry], list[int]]:
         ) from error
     entries, unreadable = [], []
     for number, line in enumerate(lines, start=1):
-        entry = _parse(line, path, number)
+        entry = _parse(line)
         if entry is not None:
             entries.append(entry)
         elif line:
             unreadable.append(number)
     if not entries:
         raise ValueError(
-            f"`{path}` has no line that a `Controller` wrote, among "
-            f"{len(unreadable)} lines that are not empty. Use the directory of a run, "
-            "or move the file away to record anew."
+            f"`{path}` has {len(unreadable)} lines that are not empty, but none in the "
+            f"format {_FORMAT!r}, which this version of Armillary reads. Use the "
+            "version that wrote it or the directory of another run, or move the file "
+            "away to record anew."
         )
     return entries, unreadable
 
 
 def _format(entry: Entry) -> bytes:
-    seconds = {
-        str(name): round(value, 6) for name, value in entry.seconds.items() if value
-    }
-    record = {
-        "format": f"{_FORMAT}-{_VERSION}",
-        "attempt": entry.attempt,
-        "event": entry.event,
-        "time": round(entry.time, 6),
-        "step": entry.step,
-        "done": entry.is_done,
-        "seconds": seconds,
-    }
+    seconds = {name: round(value, 6) for name, value in entry.seconds.items() if value}
+    record = {"format": _FORMAT, **vars(entry), "seconds": seconds}
+    record["done"] = record.pop("is_done")
     return json.dumps(record).encode() + b"\n"
 
 
-def _ends_with_line(file: Any) -> bool:
-    size = file.seek(0, os.SEEK_END)
-    if not size:
-        return True
-    file.seek(size - 1)
-    return file.read(1) == b"\n"
-
-
-def _parse(line: bytes, path: str | os.PathLike[str], number: int) -> Entry | None:
+def _parse(line: bytes) -> Entry | None:
+    """Returns the entry of a line, or `None` if it is none."""
     try:
         record = json.loads(line)
-        name, _, version = record["format"].rpartition("-")
-        if name != _FORMAT:
+        if record.pop("format") != _FORMAT:
             return None
-        if version == str(_VERSION):
-            entry = _as_entry(record)
-            return entry if _has_times(entry) else None
-    except (LookupError, ArithmeticError, ValueError, TypeError, AttributeError):
+        record["is_done"] = record.pop("done")
+        values = record.pop("seconds").items()
+        seconds = {Category(name): float(value) for name, value in values}
+        return Entry(**record, seconds=seconds)
+    except (ValueError, TypeError, LookupError, AttributeError):
         return None
-    except RecursionError:  # Thousands of brackets.
-        return None
-    raise ValueError(
-        f"Line {number} of `{path}` has version {version!r} of the format, but this "
-        f"version of Armillary reads version {_VERSION!r}. Use the version of "
-        "Armillary that wrote it."
-    )
-
-
-def _as_entry(record: dict[str, Any]) -> Entry:
-    return Entry(
-        attempt=str(record["attempt"]),
-        event=str(record["event"]),
-        time=float(record["time"]),
-        step=int(record["step"]),
-        is_done=bool(record["done"]),
-        seconds={
-            Category(name): float(value) for name, value in record["seconds"].items()
-        },
-    )
-
-
-def _has_times(entry: Entry) -> bool:
-    numbers = [entry.time, *entry.seconds.values()]
-    return all(math.isfinite(number) and number >= 0 for number in numbers)

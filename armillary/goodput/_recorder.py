@@ -1,14 +1,16 @@
 """Records one attempt of a run, from the start of its process on."""
 
 import contextlib
+import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 from armillary.goodput._category import Category
-from armillary.goodput._journal import Entry, Journal, NoopJournal
-from armillary.goodput._process import claim_start_up
+from armillary.goodput._journal import Entry, Journal
 from armillary.goodput._stopwatch import Stopwatch
 from armillary.lifeline import Place
 
@@ -20,43 +22,31 @@ _PHASES = {
     Category.EVALUATING: "evaluation",
     Category.OTHER: "action",
 }
-_SHORTEST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 10.0
+# Whether an attempt has accounted for the start of this process.
+_is_claimed = False
 
 
 class Recorder:
-    """Tells a stopwatch what the controller does, and a journal what came of it.
+    """Keeps a stopwatch of what the controller does, and a journal of its totals.
 
     Nothing is written before training begins, so a job that only evaluates the
     checkpoints of another one leaves its journal alone. Time between two calls of the
     controller is not counted.
 
     Args:
-        journal: Where lines go.
+        journal: Where lines go; `None` writes nothing.
         start_up_seconds: How long the process has run, as far as this attempt has to
             account for it.
-        clock: Gives seconds, never falling.
-        wall_clock: Gives seconds since the epoch.
     """
 
-    def __init__(
-        self,
-        journal: Journal | NoopJournal,
-        *,
-        start_up_seconds: float = 0.0,
-        clock: Callable[[], float] = time.perf_counter,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, journal: Journal | None, start_up_seconds: float = 0.0) -> None:
         self._journal = journal
-        self._clock, self._wall_clock = clock, wall_clock
         self._attempt = uuid.uuid4().hex[:12]
-        self._stopwatch = Stopwatch(
-            Category.START_UP, elapsed=start_up_seconds, clock=clock
-        )
-        self.run_on_device = self._stopwatch.run_on_device
+        self._stopwatch = Stopwatch(Category.START_UP, elapsed=start_up_seconds)
         self._step = 0
         self._has_begun = self._is_done = False
-        self._begun_at = self._written_at = clock()
+        self._written_at = 0.0
 
     @property
     def seconds(self) -> dict[Category, float]:
@@ -99,37 +89,34 @@ class Recorder:
             self._stopwatch.switch(None)
 
     def mark(self, event: str, step: int) -> None:
-        """Notes that a step was reached; writes a line unless one is still fresh.
+        """Notes that a step was reached, and writes a line.
 
-        Lines at saves and evaluations are always written: they part the work that a
-        later attempt goes on from from the work that it does again.
+        Lines of loops thin out as a run gets longer. All others are written: they part
+        the work that a later attempt goes on from from the work that it does again.
 
         Args:
             event: `"loop"` for what happens often, or else the name of what happened.
             step: The global step.
         """
         self._step = step
-        if not self._has_begun or (event == "loop" and self._is_fresh()):
+        if self._journal is None or not self._has_begun:
             return
-        self._written_at = self._clock()
+        seconds = self.seconds
+        elapsed = sum(seconds.values())
+        pause = min(elapsed / 100, _LONGEST_PAUSE_SECONDS)
+        if event == "loop" and elapsed - self._written_at < pause:
+            return
+        self._written_at = elapsed
         self._journal.append(
             Entry(
                 attempt=self._attempt,
                 event=event,
-                time=self._wall_clock(),
+                time=time.time(),
                 step=step,
                 is_done=self._is_done,
-                seconds=self.seconds,
+                seconds=seconds,
             )
         )
-
-    def _is_fresh(self) -> bool:
-        # A hundredth of what has passed: a short run is told in detail, and a long one
-        # does not fill the disk.
-        now = self._clock()
-        pause = (now - self._begun_at) / 100
-        pause = min(max(pause, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
-        return now - self._written_at < pause
 
 
 def make_recorder(directory: str | None) -> Recorder:
@@ -140,5 +127,22 @@ def make_recorder(directory: str | None) -> Recorder:
             local file system, nothing is written.
     """
     if directory is None or "://" in directory:
-        return Recorder(NoopJournal())
-    return Recorder(Journal(directory), start_up_seconds=claim_start_up())
+        return Recorder(None)
+    return Recorder(Journal(directory), _claim_start_up())
+
+
+def _claim_start_up() -> float:
+    """Returns the age of this process in seconds to the first caller, and then 0."""
+    global _is_claimed
+    # Time at a prompt goes to thinking.
+    if _is_claimed or hasattr(sys, "ps1"):
+        return 0.0
+    _is_claimed = True
+    try:
+        stat = Path("/proc/self/stat").read_text(errors="replace")
+        # The name of the program comes first, and may hold spaces and brackets.
+        started_at = int(stat.rpartition(")")[2].split()[19])
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    except (OSError, AttributeError):  # Not on Linux: imports keep the processor busy.
+        return time.process_time()
+    return max(0.0, now - started_at / os.sysconf("SC_CLK_TCK"))

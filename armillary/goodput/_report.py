@@ -5,6 +5,7 @@ run from step 20 on, all that came earlier in the record and lies beyond step 20
 vain, whether another attempt or the same one went back.
 """
 
+import dataclasses
 import itertools
 import math
 import os
@@ -48,15 +49,6 @@ class Goodput:
         return self.seconds[Category.STEPPING] / total if total else 0.0
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """What lies between two entries of one attempt."""
-
-    start: int
-    stop: int
-    seconds: dict[Category, float]
-
-
 def read_goodput(run_dir: str | os.PathLike[str]) -> Goodput:
     """Reads where the time of a run went.
 
@@ -82,25 +74,27 @@ def add_up(entries: Iterable[Entry], unreadable_lines: Iterable[int] = ()) -> Go
     """
     firsts: dict[str, Entry] = {}
     lasts: dict[str, Entry] = {}
-    segments = []
+    spans = []
     for entry in entries:
         firsts.setdefault(entry.attempt, entry)
-        segments.append(_make_segment(lasts.get(entry.attempt), entry))
+        last = lasts.get(entry.attempt, dataclasses.replace(entry, seconds={}))
+        spans.append((last, entry))
         lasts[entry.attempt] = entry
     seconds = dict.fromkeys(Category, 0.0)
     num_steps = num_lost_steps = 0
     lowest = math.inf
-    for segment in reversed(segments):
-        advance = max(0, segment.stop - segment.start)
-        if segment.stop > lowest:
+    for last, entry in reversed(spans):
+        advance = max(0, entry.step - last.step)
+        is_lost = entry.step > lowest
+        for category, value in entry.seconds.items():
+            name = Category.LOST if is_lost else category
+            seconds[name] += value - last.seconds.get(category, 0.0)
+        if is_lost:
             num_lost_steps += advance
-            seconds[Category.LOST] += sum(segment.seconds.values())
         else:
             num_steps += advance
-            for category, value in segment.seconds.items():
-                seconds[category] += value
         if advance:
-            lowest = min(lowest, segment.start)
+            lowest = min(lowest, last.step)
     attempts = list(firsts)
     for one, other in itertools.pairwise(attempts):
         seconds[Category.DOWN] += _find_gap(lasts[one], firsts[other])
@@ -111,16 +105,6 @@ def add_up(entries: Iterable[Entry], unreadable_lines: Iterable[int] = ()) -> Go
         num_lost_steps=num_lost_steps,
         unreadable_lines=tuple(unreadable_lines),
     )
-
-
-def _make_segment(last: Entry | None, entry: Entry) -> _Segment:
-    if last is None:
-        return _Segment(entry.step, entry.step, entry.seconds)
-    seconds = {
-        category: value - last.seconds.get(category, 0.0)
-        for category, value in entry.seconds.items()
-    }
-    return _Segment(last.step, entry.step, seconds)
 
 
 def _find_gap(last: Entry, first: Entry) -> float:

@@ -28,7 +28,7 @@ from armillary.distribute import (
     uninterrupted,
 )
 from armillary.errors import RetraceError
-from armillary.loops._data_wait import reading, waiting_for_data
+from armillary.loops._data_wait import waiting_for_data
 from armillary.loops._eager import run_eagerly
 from armillary.loops._globals import Globals
 from armillary.loops._guard import LoopCheck, LoopGuard
@@ -469,7 +469,7 @@ class Loop:
         return True
 
     def _peek(self) -> list[HostBatch | None]:
-        with reading():
+        with waiting_for_data(self._feed, self._strategy):
             return self._feed.peek()
 
     def _program(self, chunk: Chunk) -> Program:

@@ -1,6 +1,10 @@
 """A clock that only tests move."""
 
+from types import SimpleNamespace
+
 import pytest
+
+from armillary.goodput import _recorder, _stopwatch
 
 
 class FakeClock:
@@ -14,5 +18,9 @@ class FakeClock:
 
 
 @pytest.fixture
-def clock():
-    return FakeClock()
+def clock(monkeypatch):
+    clock = FakeClock()
+    time = SimpleNamespace(perf_counter=clock, time=clock)
+    monkeypatch.setattr(_stopwatch, "time", time)
+    monkeypatch.setattr(_recorder, "time", time)
+    return clock

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from armillary import _cli
-from armillary.goodput import Category, Entry, Journal
+from armillary.goodput import Category
+from armillary.goodput._journal import Entry, Journal
 
 
 @pytest.fixture

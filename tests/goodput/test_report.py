@@ -2,7 +2,9 @@
 
 import pytest
 
-from armillary.goodput import Category, Entry, Journal, add_up, read_goodput
+from armillary.goodput import Category, read_goodput
+from armillary.goodput._journal import Entry, Journal
+from armillary.goodput._report import add_up
 
 
 class Attempt:
@@ -138,23 +140,20 @@ def test_a_run_is_found_in_its_directory_and_in_the_one_above(tmp_path):
     assert read_goodput(str(tmp_path)) == read_goodput(tmp_path / "run")
 
 
-def test_a_directory_that_is_none_is_an_error(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("run", r"run', which does not exist, but it must"),
+        ("file", r"file', which is a file, but it must be"),
+        ("empty", r"there is no `goodput\.jsonl` in it or in"),
+        (".", r"there are 2 runs, .*one', '.*two'\.$"),
+    ],
+)
+def test_a_directory_that_is_not_that_of_a_run_is_an_error(name, message, tmp_path):
     (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    for run in ("one", "two"):
+        write(tmp_path / run, Attempt("a", 0.0, step=0).spend(4.0, step=8))
 
-    with pytest.raises(ValueError, match=r"run' ?, which does not exist, but it must"):
-        read_goodput(tmp_path / "run")
-    with pytest.raises(ValueError, match="file', which is a file, but it must be"):
-        read_goodput(tmp_path / "file")
-
-
-def test_a_directory_without_a_record_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no `goodput\.jsonl` in it or in"):
-        read_goodput(tmp_path)
-
-
-def test_a_directory_of_several_runs_is_an_error(tmp_path):
-    for name in ("one", "two"):
-        write(tmp_path / name, Attempt("a", 0.0, step=0).spend(4.0, step=8))
-
-    with pytest.raises(ValueError, match=r"there are 2 runs, .*one', '.*two'\.$"):
-        read_goodput(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        read_goodput(tmp_path / name)

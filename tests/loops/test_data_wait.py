@@ -1,111 +1,83 @@
 """Waiting for data counts from the moment at which the device has nothing left."""
 
-import threading
 import time
-from types import SimpleNamespace
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from armillary.data import from_arrays
-from armillary.distribute import DefaultStrategy, Strategy
-from armillary.goodput import Category, Stopwatch
-from armillary.loops._data_wait import reading, waiting_for_data
+from armillary.data._prefetch import Prefetcher
+from armillary.distribute import DefaultStrategy
+from armillary.goodput import Category
+from armillary.goodput._stopwatch import Stopwatch
+from armillary.loops._data_wait import waiting_for_data
 from armillary.loops._loop import Loop, LoopOptions
 
 
 class Program:
-    """A program that runs until it is told to end."""
+    """A program that runs for some time."""
 
-    def __init__(self):
-        self.end = threading.Event()
+    def __init__(self, seconds):
+        self.end = time.perf_counter() + seconds
 
     def is_ready(self):
-        return self.end.is_set()
-
-    def block_until_ready(self):
-        assert self.end.wait(60)
+        return time.perf_counter() >= self.end
 
 
-def make_strategy(*programs) -> Strategy:
+def measure(data_seconds, device_seconds, prefetch):
+    """Returns the seconds of stepping and of waiting for one item of data."""
+
+    def read():
+        yield "first"
+        time.sleep(data_seconds)
+        yield "second"
+
+    data: Any = Prefetcher(read(), prefetch)
+    assert next(data) == "first"
     strategy = DefaultStrategy()
-    for program in programs:
-        strategy.dispatch.started(program)
-    return strategy
-
-
-NOT_READY = SimpleNamespace(is_ready=False)
-
-
-def measure(chunks, strategy, end=lambda: None):
+    for seconds in (60.0, device_seconds):  # Only the newest program counts.
+        strategy.dispatch.started(Program(seconds))
     stopwatch = Stopwatch()
-    with (
-        stopwatch.phase(Category.STEPPING),
-        waiting_for_data(chunks, strategy),
-    ):
-        time.sleep(0.2)
-        end()
-        time.sleep(0.3)
-    seconds = stopwatch.seconds
-    return seconds[Category.STEPPING], seconds[Category.DATA]
+    with stopwatch.phase(Category.STEPPING), waiting_for_data(data, strategy):
+        assert data.head() == "second"
+    data.close()
+    return stopwatch.seconds[Category.STEPPING], stopwatch.seconds[Category.DATA]
 
 
-def test_an_idle_device_waits_for_data():
-    stepping, data = measure(NOT_READY, make_strategy())
-    assert data >= 0.5
-    assert stepping < 0.1
-
-
-def test_a_busy_device_waits_for_nothing():
-    program = Program()
-    stepping, data = measure(NOT_READY, make_strategy(program))
-    program.end.set()
-    assert stepping >= 0.5
-    assert data == 0
-
-
-def test_a_device_that_ends_meanwhile_waits_from_then_on():
-    program = Program()
-    stepping, data = measure(NOT_READY, make_strategy(program), program.end.set)
-    assert stepping >= 0.2
-    assert 0.2 <= data <= 0.5
-
-
-def test_only_the_newest_program_counts():
-    done = Program()
-    done.end.set()
-    _, data = measure(NOT_READY, make_strategy(Program(), done))
-    assert data >= 0.5
+@pytest.mark.parametrize(
+    ("data_seconds", "device_seconds", "prefetch", "stepping", "waiting"),
+    [
+        (0.5, 0.0, 1, 0.0, 0.5),
+        (0.3, 9.0, 1, 0.3, 0.0),
+        (0.5, 0.2, 1, 0.2, 0.3),
+        (0.5, 0.0, 0, 0.0, 0.5),
+        (0.3, 9.0, 0, 0.3, 0.0),
+        (0.5, 0.2, 0, 0.0, 0.5),  # Nobody looks at the device meanwhile.
+    ],
+)
+def test_only_an_idle_device_waits(
+    data_seconds, device_seconds, prefetch, stepping, waiting
+):
+    measured = measure(data_seconds, device_seconds, prefetch)
+    assert measured == pytest.approx((stepping, waiting), abs=0.1)
 
 
 def test_a_chunk_that_is_there_is_no_wait():
-    _, data = measure(SimpleNamespace(is_ready=True), make_strategy())
-    assert data == 0
+    data: Any = Prefetcher(iter("ab"), 1)
+    data.head()
+    stopwatch = Stopwatch()
+    with stopwatch.phase(Category.STEPPING), waiting_for_data(data, DefaultStrategy()):
+        pass
+    data.close()
+    assert stopwatch.seconds[Category.DATA] == 0
 
 
 def test_without_a_stopwatch_nothing_is_counted():
-    stopwatch = Stopwatch()
-    with waiting_for_data(NOT_READY, make_strategy()), reading():
-        time.sleep(0.01)
-    assert sum(stopwatch.seconds.values()) == 0
-
-
-def test_reading_in_the_thread_of_the_loop_counts():
-    stopwatch = Stopwatch()
-    with stopwatch.phase(Category.STEPPING), reading():
-        time.sleep(0.1)
-    assert stopwatch.seconds[Category.DATA] >= 0.1
-
-
-def test_a_program_that_fails_has_ended():
-    class Failing(Program):
-        def block_until_ready(self):
-            raise jax.errors.JaxRuntimeError("INTERNAL: no such device")
-
-    _, data = measure(NOT_READY, make_strategy(Failing()))
-    assert data >= 0.5
+    data: Any = Prefetcher(iter("ab"), 0)
+    with waiting_for_data(data, DefaultStrategy()):
+        assert data.head() == "a"
 
 
 @pytest.mark.parametrize("compile_step", [True, False])
