@@ -29,6 +29,7 @@ from armillary.summary import NoopSummaryManager, SummaryManager
 # How long the device runs loops that are started together. As long as nobody minds
 # that a log line or a request to stop waits.
 _SECONDS_AHEAD = 0.25
+_MOST_AHEAD = 100
 
 
 class TrainLoops:
@@ -76,7 +77,8 @@ class TrainLoops:
         # at the state.
         if self._actions or get_peers() is not None:
             return 1
-        return max(1, int(_SECONDS_AHEAD / self._seconds_per_loop))
+        seconds = max(self._seconds_per_loop, _SECONDS_AHEAD / _MOST_AHEAD)
+        return max(1, int(_SECONDS_AHEAD / seconds))
 
     def prepare(self, steps_per_loop: int) -> None:
         """Tells the trainer how long loops are that nothing shortens."""
