@@ -157,6 +157,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_program_ends_does_not_change_its_exit_code(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", ENDING, str(tmp_path)],

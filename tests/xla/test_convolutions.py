@@ -148,6 +148,7 @@ def convolutions(draw: st.DrawFn) -> tuple[Any, tuple[int, ...], tuple[int, ...]
     )
 
 
+@pytest.mark.slow
 @given(convolutions())
 @settings(max_examples=20, deadline=None)
 def test_forms_equal_jax_for_a_convolution_and_its_gradients(case):
@@ -410,6 +411,7 @@ def expected(problem: tuple[Any, jax.Array]) -> dict[str, Any]:
     return {way.__name__: jax.jit(way)(*problem) for way in WAYS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_training_is_equal(way, problem, expected, canonical):
     actual = jax.jit(way)(*problem)
@@ -588,6 +590,7 @@ def test_an_unknown_jax_is_left_alone(break_jax, reason, monkeypatch, restored):
     assert not has_canonical_convolutions()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "succeeds"),
     [("assert use_canonical_convolutions()", True), ("jax.devices()", False)],
