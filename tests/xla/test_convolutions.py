@@ -182,6 +182,7 @@ def test_each_kind_of_convolution_has_its_forms(image, kernel, groups, forms):
     assert assert_forms_agree(find_convolutions(fn, make(image), make(kernel))) == forms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize(
     ("strides", "dilation", "spread"),
@@ -289,6 +290,7 @@ def scatter_pair(
     )(make(tuple(shape), images.dtype, seed=1), images)
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=15, deadline=None)
 def test_pool_gradient_equals_jax(data):
@@ -501,6 +503,7 @@ def test_batches_of_none_are_compiled(canonical, batch, groups):
     assert bool(jnp.any(gradient != 0)) == (batch > 0)
 
 
+@pytest.mark.slow
 def test_batches_of_any_size_can_be_exported(problem, canonical):
     kernels, chunk = problem
     (batch,) = jax.export.symbolic_shape("batch")
