@@ -8,10 +8,11 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-peers test differential soak check lint format types layers spelling clean
+.PHONY: help setup demo bench bench-peers quick test differential soak check lint format types layers spelling clean
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
+	@echo "make quick     the tests of daily work; under 90 seconds on 2 cores"
 	@echo "make test      install and run the tests; about 10 minutes on 2 cores"
 	@echo "make differential  compare 850 constructs with plain JAX; about 25 minutes"
 	@echo "make soak      kill a training program 100 times; about 12 minutes"
@@ -66,6 +67,11 @@ bench-peers: $(foreach peer,keras orbit lightning,.venv-bench-$(peer)/installed)
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip --disable-pip-version-check -qq install --no-deps -r $<
 	@touch $@
+
+# Daily work: no test that takes over a second, starts processes or checks the benchmarks.
+quick: .venv/dev-installed
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not multiprocess" \
+	  --ignore=tests/benchmarks
 
 test: .venv/dev-installed
 	$(BIN)/python -m pytest -n $(WORKERS)

@@ -1,4 +1,4 @@
-"""What the exit code of a worker or of `armillary launch` means."""
+"""The meaning of the exit codes of workers and of `armillary launch`."""
 
 from enum import IntEnum
 

@@ -35,7 +35,7 @@ def programs_in(equation: Any) -> Iterator[Any]:
 
 
 def source_line(equation: Any) -> str:
-    """Returns the user's line that an equation comes from, as well as it is known."""
+    """Returns the user's line that an equation comes from, or the closest known one."""
     traceback = equation.source_info.traceback
     libraries = _library_folders()
     for frame in () if traceback is None else traceback.frames:

@@ -1,7 +1,7 @@
-"""Which process of the job this is, for those who must not speak twice.
+"""Which process of the job this is: only one of them writes logs and files.
 
-Asking JAX would start its devices. So whoever joins the processes says it here, and a
-program that joins none is process 0 of 1.
+Asking JAX would start its devices. So the code that joins processes records it here.
+A program that joins no others is process 0 of 1.
 """
 
 from dataclasses import dataclass
@@ -40,6 +40,6 @@ def get_process() -> Process:
 
 
 def set_process(process: Process) -> None:
-    """Says which process this is, once it has joined the others."""
+    """Records which process this is, once it has joined the others."""
     global _current
     _current = process

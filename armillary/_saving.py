@@ -39,7 +39,7 @@ class Saving:
     ) -> None:
         self.manager, self.read_step = manager, read_step
         self._scope, self._goodput = scope, goodput
-        # Who is still to be told what checkpoints lack; once, as all hold the same.
+        # Whether to say what checkpoints lack; once, because all hold the same.
         self._untold = trainer
 
     def is_due(self, step: int) -> bool:

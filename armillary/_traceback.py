@@ -1,9 +1,9 @@
 """Keeps the library's own frames out of the tracebacks of its users.
 
-A mistake in a step surfaces below twenty frames of the library. As JAX does with its
-own, they are taken out where an exception leaves the library, so that the traceback
-shows the user's lines. `JAX_TRACEBACK_FILTERING=off`, which keeps the frames of JAX,
-keeps these as well.
+A mistake in a step surfaces below twenty frames of the library. Like JAX, the library
+removes its own frames from an exception that leaves it, and the traceback shows the
+user's lines. `JAX_TRACEBACK_FILTERING=off`, which keeps the frames of JAX, also keeps
+these.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def hides_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _hide(error: BaseException) -> None:
-    """Takes own frames out of an exception and of all that led to it."""
+    """Removes own frames from an exception and from all exceptions that led to it."""
     entries = list(_entries(error.__traceback__))
     _say_once(error, is_ours=any(map(_is_own, entries)) and not _is_raised(entries[-1]))
     pending: list[BaseException | None] = [error]
@@ -60,7 +60,7 @@ def _hide(error: BaseException) -> None:
 
 
 def _say_once(error: BaseException, is_ours: bool) -> None:
-    """Leaves one note on what is missing: that of JAX, if it has added one by now."""
+    """Adds one note on the missing frames, unless JAX has added its own."""
     notes = [note for note in getattr(error, "__notes__", ()) if note != _NOTE]
     is_said = any(_SWITCH in note for note in notes)
     if is_ours and not is_said:

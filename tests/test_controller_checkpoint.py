@@ -70,6 +70,7 @@ def saved_steps(controller):
     return [int(name.removeprefix("checkpoint_").partition(".")[0]) for name in names]
 
 
+@pytest.mark.slow
 def test_saves_at_the_interval_and_at_the_end(tmp_path):
     controller = make_controller(Run(), tmp_path)
 
@@ -101,6 +102,7 @@ def test_without_an_interval_only_the_end_is_saved(tmp_path):
     assert saved_steps(controller) == [10]
 
 
+@pytest.mark.slow
 def test_a_step_is_saved_once(tmp_path, caplog):
     caplog.set_level("INFO", "armillary")
     controller = make_controller(Run(), tmp_path)
@@ -419,6 +421,7 @@ def test_an_error_of_an_evaluation_is_no_damage(tmp_path):
         evaluation.evaluate_continuously(timeout=0)
 
 
+@pytest.mark.slow
 def test_evaluation_ends_with_the_step_that_training_goes_up_to(tmp_path):
     training = make_controller(Run(), tmp_path, {"checkpoint_interval": 2})
     training.train(4)

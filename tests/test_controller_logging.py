@@ -244,6 +244,7 @@ def run_program(before="", after=""):
     return [line for line in result.stderr.splitlines() if "steps/sec" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "starts"),
     [
@@ -260,6 +261,7 @@ def test_each_line_shows_once(before, after, starts):
     assert [line[:5] for line in lines] == starts
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_lines_that_are_not_wrapped():
     leader, follower = os.openpty()
     program = PROGRAM.format(before="", after="").replace(

@@ -20,6 +20,8 @@ from tests.problems import (
     read_state,
 )
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 50
 MODELS = {"mlp": MLP, "cnn": CNN}
 

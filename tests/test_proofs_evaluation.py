@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 import armillary
 from tests.problems import Metrics, make_strategy
 
+pytestmark = pytest.mark.slow
+
 BOUNDED = settings(
     deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -91,7 +93,6 @@ def assert_exact(evaluation, arrays):
     np.testing.assert_allclose(output["accuracy"], np.mean(label < 3), rtol=1e-6)
 
 
-@pytest.mark.slow
 @settings(BOUNDED, max_examples=100)
 @given(
     num_examples=st.integers(1, 50),

@@ -24,6 +24,8 @@ from armillary.distribute import trace_step
 from armillary.errors import StateStructureError
 from armillary.state import State
 
+pytestmark = pytest.mark.slow
+
 
 @dataclasses.dataclass
 class Record:

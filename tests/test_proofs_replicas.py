@@ -12,6 +12,8 @@ import armillary
 from armillary.data import from_arrays
 from tests.problems import CNN, Classifier, Metrics, make_strategy, read_state
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 50
 TRANSFORMS = {
     "sgd": optax.sgd(0.05, momentum=0.9),

@@ -23,6 +23,8 @@ from tests.problems import (
     read_state,
 )
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_STEPS = 50
 # The data position lies in the middle of chunks and of epochs at every save.
@@ -95,7 +97,6 @@ def train_without_stopping(directory, model):
     return controller.trainer
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("model", "num_steps"), [("mlp", 23), ("cnn", 10)])
 def test_stop_and_resume_in_a_new_process_is_bit_identical(tmp_path, model, num_steps):
     whole = train_without_stopping(tmp_path, model)
@@ -126,7 +127,6 @@ def test_resume_on_another_number_of_replicas_goes_on_alike(tmp_path, num_replic
     assert len(kernel.sharding.device_set) == num_replicas
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_loops", "delay"), [(1, 0.0), (3, 0.02), (8, 0.05)])
 def test_a_killed_run_resumes_bit_identically(tmp_path, num_loops, delay):
     whole = train_without_stopping(tmp_path, "mlp")

@@ -5,6 +5,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,8 @@ from armillary import InputOptions
 from armillary.data import from_arrays
 from armillary.state import find_slots
 from tests.problems import assert_identical, make_strategy, read_state
+
+pytestmark = pytest.mark.slow
 
 EXACT = InputOptions(remainder="exact")
 # Without large epsilons, batches of one row would make rounding errors large.

@@ -184,6 +184,7 @@ def make_generator():
     yield from make_batches(4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make_source",
     [
@@ -382,6 +383,7 @@ def test_a_smaller_last_batch_that_divides_runs():
     assert trainer.data_exhausted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("remainder", "count", "is_compiled"),
     [("drop", 16, True), ("pad", 22, True), ("exact", 22, True), ("exact", 22, False)],
@@ -649,6 +651,7 @@ def test_another_evaluation_dataset_is_started_on():
     assert evaluator.evaluate(-1) == {"seen": [5, 6]}
 
 
+@pytest.mark.slow
 def test_one_object_may_train_and_evaluate():
     class Task(Trainer, Evaluator):
         def __init__(self):

@@ -149,7 +149,7 @@ class SaveCheckpointIfPreempted:
         self._notice.close()
 
     def _find_notice(self) -> str | None:
-        """Returns who got a notice, alike in all processes."""
+        """Returns which process got a notice; all processes return the same."""
         peers, source = get_peers(), self._notice.source
         if peers is None:
             return source

@@ -37,7 +37,7 @@ def sync_at_exit(manager: _Synced) -> None:
             # once the main one has ended (python/cpython#113964), so `pyproject.toml`
             # excludes them.
             threading._register_atexit(_sync_all)  # pyright: ignore[reportAttributeAccessIssue]
-            # Nor is it lost where a process ends because another one is gone.
+            # The save also completes if the process ends because another one is gone.
             finish_first(_is_writing)
             _is_registered = True
 

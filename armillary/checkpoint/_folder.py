@@ -65,7 +65,7 @@ class Saved:
 
 
 class Listing(NamedTuple):
-    """What belongs to checkpoints in a directory.
+    """The entries of a directory that belong to checkpoints.
 
     Attributes:
         saved: The complete checkpoints, in the order of saving.

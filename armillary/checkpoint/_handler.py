@@ -1,4 +1,4 @@
-"""What Orbax calls to write a folder: its own handlers, and our checksums at the end.
+"""The handlers with which Orbax writes a folder, and our checksums at the end.
 
 Imported inside functions only, because importing Orbax takes long.
 """

@@ -125,7 +125,7 @@ class JointWriter:
         self._peers = peers
         self._is_saving = False
         self.last_error: CheckpointError | None = None
-        """What kept the last save from being written, or `None`; the same in all."""
+        """The error of the last save, or `None`; the same in all processes."""
 
     def start(self, number: int, content: Content) -> str | None:
         """Starts a save and returns the path it is going to have, as `Writer` does.

@@ -19,7 +19,7 @@ from armillary.distribute._global_arrays import is_key, replicate
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """What must agree between a checkpoint and a program.
+    """The properties that must agree between a checkpoint and a program.
 
     Attributes:
         dtype: Name of the dtype, such as `bfloat16`, or `key<threefry2x32>`.

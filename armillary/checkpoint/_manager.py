@@ -130,7 +130,7 @@ class CheckpointManager:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What is saved."""
+        """The `Checkpoint` that is saved."""
         return self._checkpoint
 
     @property
@@ -169,7 +169,7 @@ class CheckpointManager:
 
     @property
     def step_counter(self) -> Any:
-        """What gives the current step, or `None`."""
+        """The variable or function that gives the current step, or `None`."""
         return self._step_counter
 
     @step_counter.setter

@@ -1,4 +1,4 @@
-"""What a user reads when a checkpoint cannot be written, read or restored."""
+"""The messages for a checkpoint that cannot be written, read or restored."""
 
 import operator
 import shutil

@@ -74,7 +74,7 @@ class Store:
         self._writer.save(path, args=ItemsArgs(**items))
 
     def wait(self) -> None:
-        """Returns when the folder is complete, or raises what kept it from that."""
+        """Waits until the folder is complete, or raises the error that prevented it."""
         try:
             if self._writer is not None:
                 self._writer.wait_until_finished()
@@ -145,7 +145,7 @@ def _handler() -> Any:
 
 
 def _alone() -> Any:
-    """Returns options by which no other process takes part: those agree above."""
+    """Returns options by which Orbax works alone: the processes agree above it."""
     import orbax.checkpoint as ocp
 
     index = get_process().index

@@ -54,7 +54,7 @@ class Writer:
         self._raise_errors = raise_errors
         self._failure: CheckpointError | None = None
         self.last_error: CheckpointError | None = None
-        """What kept the last save from being written, or `None`."""
+        """The error of the last save, or `None`."""
 
     def start(self, number: int, content: Content) -> str | None:
         """Starts a save. The last one must be over: call `sync` first.

@@ -9,8 +9,8 @@ from armillary._logging import logger
 def keep_gloo_on(host: str) -> None:
     """Makes Gloo listen at an address of this machine, once it starts.
 
-    By itself, it listens where the name of the machine points to, which others may
-    reach, and JAX has no option for it.
+    By default it listens at the address of the machine's name, which others may reach,
+    and JAX has no option to change that.
 
     Args:
         host: The address. All processes must reach it.

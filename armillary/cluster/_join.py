@@ -21,7 +21,7 @@ _TIMEOUT_SECONDS = 1800.0
 
 
 class _Joined(NamedTuple):
-    """What the process was joined with."""
+    """The arguments with which the process joined."""
 
     arguments: Mapping[str, Any]
     options: CommunicationOptions
@@ -107,7 +107,7 @@ def join_cluster(
 
 
 def _initialize(arguments: Mapping[str, Any]) -> None:
-    # JAX's own preemption service swallows SIGTERM, also where nobody asks it.
+    # JAX's own preemption service swallows SIGTERM, even if nobody uses it.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(**arguments)
@@ -147,7 +147,7 @@ def _apply(options: CommunicationOptions) -> None:
 
 
 def _get_service() -> tuple[Any, str]:
-    """Returns the client of JAX's coordination service, and the address of that."""
+    """Returns the client of JAX's coordination service, and its address."""
     # JAX has no public way to its key-value store.
     from jax._src import distributed  # noqa: TID251
 

@@ -115,7 +115,7 @@ def _read_port(environ: Environ) -> int:
 def _read_job_name(environ: Environ, index: int) -> str:
     fix = "It is the name of this pod. Pass `job_name` where it is not set."
     hostname = read_text(environ, "HOSTNAME", fix)
-    # A pod may be told its name with the domain.
+    # The name of a pod may include the domain.
     job, _, number = hostname.partition(".")[0].rpartition("-")
     if not job or number != str(index):
         raise ClusterError(

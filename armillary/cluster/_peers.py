@@ -25,7 +25,7 @@ _VERDICT_SECONDS = 1.0
 
 
 class KeyValueStore(Protocol):
-    """What is used of the coordination service's client."""
+    """The part of the coordination service's client that is used here."""
 
     def key_value_set(self, key: str, value: str) -> Any: ...
     def key_value_delete(self, key: str) -> Any: ...
@@ -117,7 +117,7 @@ class Peers:
     def explain(self, error: BaseException) -> PeerError | None:
         """Returns what has caused an error, if that is another process.
 
-        If not, the others are told of it. When a process ends in the middle of an
+        If not, it tells the others. When a process ends in the middle of an
         operation of all, what reaches the others is an error of the network.
 
         Args:
@@ -129,7 +129,7 @@ class Peers:
             cause = self._find_cause(_VERDICT_SECONDS)
             if cause is not None:
                 return cause
-        # Who ends by choice says so at the end of its program.
+        # A process that ends by choice says so at the end of its program.
         if not isinstance(error, SystemExit):
             self.fail(error)
         return None

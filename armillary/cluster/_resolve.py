@@ -15,14 +15,14 @@ from armillary.cluster._tpu import TPUClusterResolver
 
 
 class _ResolverType(Protocol):
-    """What the classes below have in common."""
+    """The methods that all resolvers below share."""
 
     def is_present(self, environ: Environ) -> bool: ...
     def __call__(self, *, environ: Environ) -> ClusterResolver: ...
 
 
 # ORDER: what a person or a launcher wrote on purpose comes before what a scheduler sets
-# in every process. All processes of a job must choose alike.
+# in every process. All processes of a job must choose the same.
 RESOLVERS: dict[str, _ResolverType] = {
     "TF_CONFIG": TFConfigClusterResolver,
     "Slurm": SlurmClusterResolver,

@@ -1,4 +1,4 @@
-"""What every resolver can tell, and the ones that know it from the start."""
+"""The interface of every resolver, and the resolvers that are given all answers."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -64,7 +64,7 @@ class ClusterResolver(ABC):
 
 
 class KnownResolver(ClusterResolver):
-    """Holds what it found out, or was told, when it was made."""
+    """Holds the answers that it found, or was given, when it was made."""
 
     def __init__(
         self, cluster_spec: ClusterSpec, task_type: str | None, task_id: int | None
@@ -89,7 +89,7 @@ class KnownResolver(ClusterResolver):
 
 
 class SimpleClusterResolver(KnownResolver):
-    """Tells what it was told.
+    """Returns what it was given.
 
     Args:
         cluster_spec: The tasks of the cluster. A mapping is made into a `ClusterSpec`.

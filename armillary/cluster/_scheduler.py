@@ -1,4 +1,4 @@
-"""What the resolvers that read the variables of a scheduler have in common."""
+"""The common part of the resolvers that read the variables of a scheduler."""
 
 import os
 import re

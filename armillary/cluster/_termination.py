@@ -1,4 +1,4 @@
-"""What is known about how the machines of a job are taken away."""
+"""Options for jobs whose machines may be taken away."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -25,7 +25,7 @@ COORDINATOR = "MEGASCALE_COORDINATOR_ADDRESS"
 
 
 class TPUClusterResolver(ScheduledResolver):
-    """Reads what a TPU machine is told about the machines of its slice.
+    """Reads the variables that describe the machines of a TPU slice.
 
     `TPU_WORKER_HOSTNAMES`, or `TPU_PROCESS_ADDRESSES` instead of it, lists the machines
     of the slice, and `TPU_WORKER_ID` says which of them this is. If a job has several
@@ -55,7 +55,7 @@ class TPUClusterResolver(ScheduledResolver):
             return
         name = find_name(environ, HOSTS, HOSTS_FIX)
         hosts = environ[name].split(",")
-        # A machine on its own may be told that it is, and no more.
+        # A single machine may only know that it is alone.
         is_told = len(hosts) > 1 or has_variables(environ, "TPU_WORKER_ID")
         worker = read_int(environ, "TPU_WORKER_ID", WORKER_FIX) if is_told else 0
         what = f"the number of machines in `{name}`"

@@ -1,4 +1,4 @@
-"""What counts as a batch: a pytree of arrays whose first axis counts examples."""
+"""The definition of a batch: a pytree of arrays whose first axis counts examples."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable

@@ -1,4 +1,4 @@
-"""What feeds a loop: it reads datasets ahead, and knows what of them was used.
+"""Feeds a loop: reads datasets ahead, and knows which part of them was used.
 
 Reading and using are apart. `next_chunk` reads, in a thread of its own if it is told
 to, and only `commit` moves the positions that the datasets report. So whatever is lost

@@ -1,4 +1,4 @@
-"""What data needs to know of a strategy: how many replicas, and where arrays go."""
+"""What data must know about a strategy: how many replicas, and where arrays go."""
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager
@@ -28,7 +28,7 @@ class Peers(Protocol):
         ...
 
     def announcing_errors(self) -> AbstractContextManager[None]:
-        """Returns a context whose errors the others are told of."""
+        """Returns a context that sends its errors to the other processes."""
         ...
 
 

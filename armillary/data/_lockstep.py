@@ -38,11 +38,11 @@ from armillary.data._split import HostBatch
 from armillary.errors import BatchSizeError, PeerError
 
 MOST_OFFERS = 10
-"""Pieces of a process that are agreed on at once, and as many are read ahead."""
+"""How many pieces of a process are agreed on at once, and read ahead."""
 
 
 class _Offer(NamedTuple):
-    """What a process tells of one of its pieces.
+    """What a process reports about one of its pieces.
 
     Attributes:
         num_rows: Examples for each replica.
@@ -63,8 +63,8 @@ class _Turn(NamedTuple):
     """One step that all processes take.
 
     Attributes:
-        offer: What takes part, as the first of them told it.
-        processes: Who takes part with data.
+        offer: The piece, as the first process with data described it.
+        processes: The processes that have data.
         active: Which replicas have data.
         is_last: As in `HostBatch`.
     """
@@ -92,7 +92,7 @@ class Lockstep:
     def align(
         self, pieces: Iterator[HostBatch], position: Position
     ) -> Iterator[HostBatch]:
-        """Yields as many pieces on all processes, in equal shapes.
+        """Yields the same number of pieces on all processes, in equal shapes.
 
         Args:
             pieces: What this process has read.

@@ -84,7 +84,7 @@ class Prefetcher(Generic[T]):
 
 
 class _Channel(Generic[T]):
-    """What the thread and its consumer share."""
+    """The state that the thread and its consumer share."""
 
     def __init__(self, items: Iterator[T], size: int) -> None:
         self._items: Iterator[T] | None = items

@@ -221,7 +221,7 @@ class Splitter:
         return _OTHER_FIXES if self.has_peers else f"{_EXACT_FIX}{_OTHER_FIXES}"
 
     def _share(self, group: list[SourceBatch]) -> tuple[PyTree, int]:
-        """Returns all rows of a group as one piece, for as many replicas as can be."""
+        """Returns all rows of a group as one piece, for the most replicas that fit."""
         arrays = group[0].arrays
         if len(group) > 1:
             parts = [batch.arrays for batch in group]

@@ -1,4 +1,4 @@
-"""What all replicas must decide alike, though each looks at its own copy.
+"""Decisions that must be the same on all replicas, though each sees its own copy.
 
 Mirrored state is equal everywhere as long as the hardware is right. A decision that
 each replica took from its own copy would make a wrong bit on one of them take it

@@ -140,7 +140,7 @@ class ReplicaContext:
             axis: The axis to join, such as 0 for examples.
 
         Returns:
-            The same pytree with `axis` as many times longer as replicas hold data.
+            The same pytree, with `axis` longer by the number of replicas with data.
         """
         if self._axis_name is None:
             return value

@@ -1,9 +1,9 @@
 """Bounds how many device programs run ahead of Python.
 
 XLA's CPU client runs the devices of one process on one pool of threads. Two programs
-with collectives that are in flight together can each wait for threads the other one
-holds, and the process aborts. On several CPU devices a program is therefore started
-only when the one before has ended. Elsewhere Python may be one program ahead: the
+with collectives that run at the same time can each wait for threads that the other one
+holds, and the process aborts. So on several CPU devices a program starts only when the
+one before has ended. Elsewhere Python may be one program ahead: the
 device never waits, and chunks of data do not pile up in its memory.
 """
 
@@ -57,7 +57,7 @@ class Dispatch:
                 self._pending.append(leaves)
 
     def finish(self, value: Any) -> None:
-        """Waits for what the user gets, if no program may start before it is there.
+        """Waits for a result of the user, if no program may start before it is ready.
 
         Args:
             value: Arrays that are not remembered: the user may donate them.

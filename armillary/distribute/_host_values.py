@@ -1,10 +1,10 @@
 """Notices values of the host that would be frozen into a traced step.
 
-A step is Python once, while it is traced. What `numpy.random` or `random` gives then is
-a constant of the compiled program: the same "random" numbers in every step. So drawing
-is an error, and to ask for the time is a warning. The functions of these modules are
-guarded while a step is traced, for the thread that traces; generators that the step
-reaches by name are looked at before and after.
+Python runs a step once, while it is traced. Numbers from `numpy.random` or `random`
+would be constants of the compiled program: the same "random" numbers in every step. So
+drawing them is an error, and reading the clock is a warning. The functions of these
+modules are guarded while a step is traced, in the thread that traces. Generators that
+the step reaches by name are compared before and after.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ _tracing = _Tracing()
 
 @contextlib.contextmanager
 def guarded_host_values(fn: Callable[..., Any], owner: str) -> Iterator[None]:
-    """Watches what a user's function asks of the host while it is traced.
+    """Watches which values of the host a user's function reads while it is traced.
 
     Args:
         fn: The user's function.

@@ -33,8 +33,8 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 
     As `tf.distribute.MultiWorkerMirroredStrategy`: the same program runs in every
     process, and this strategy joins them. A program for `MirroredStrategy` runs under
-    it unchanged, and gives the same numbers as one process with as many devices. Make
-    it before anything uses a device::
+    it unchanged, and gives the same numbers as one process with the same
+    number of devices. Make it before anything uses a device::
 
         strategy = armillary.MultiWorkerMirroredStrategy()
 
@@ -78,7 +78,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """What told about the cluster."""
+        """The resolver that described the cluster."""
         return self._cluster_resolver
 
     @property
@@ -91,14 +91,14 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     def reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None = None
     ) -> PyTree:
-        """Combines the values of all replicas into one, in every process alike.
+        """Combines the values of all replicas into one, the same in every process.
 
         All processes must call it. See `Strategy.reduce` for what it takes.
         """
         return super().reduce(reduce_op, self._collect(value), axis)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
-        """Joins the values of all replicas along an axis, in every process alike.
+        """Joins the values of all replicas along an axis, the same in every process.
 
         All processes must call it. See `Strategy.gather` for what it takes.
         """

@@ -1,7 +1,7 @@
-"""Adds to errors of a user's step what JAX, Flax and Optax cannot know.
+"""Adds notes to errors of a user's step that JAX, Flax and Optax cannot write.
 
-That is the shapes of the batch that the step was traced with, and what differs in an
-optimizer that was made for another model.
+A note gives the shapes of the batch that the step was traced with, or the difference
+between a model and an optimizer that was made for another one.
 """
 
 import types

@@ -42,7 +42,7 @@ from armillary.state import Slot, State
 
 
 class ValueContext(NamedTuple):
-    """What `distribute_values_from_function` tells its function.
+    """What `distribute_values_from_function` passes to its function.
 
     Attributes:
         replica_id_in_sync_group: The replica whose value is asked for.
@@ -88,7 +88,7 @@ class Strategy:
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What told about the cluster; `None` for a strategy of one process."""
+        """The resolver that described the cluster; `None` for one process."""
         return None
 
     @property

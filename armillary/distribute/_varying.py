@@ -8,9 +8,9 @@ So every operation of a replica passes through `_bind` while it is traced:
 
 - if one operand varies, the others are cast and the results vary, for every operation
   that is not known to treat its operands apart;
-- what a branch, a loop or a custom derivative makes is cast to the type that it needs,
-  and what a varying predicate decides varies;
-- JAX's own comparisons of types leave out what is corrected here.
+- results of a branch, loop or custom derivative are cast to the type that they need,
+  and results that depend on a varying predicate vary;
+- JAX's own comparisons of types ignore differences that are corrected here.
 
 Nothing changes outside a replica, or in other threads. This file alone replaces what
 JAX does not export.

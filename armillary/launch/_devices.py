@@ -45,7 +45,7 @@ def plan_devices(
         gpus: Names of the GPUs that JAX would use, in order.
         num_workers: Number of workers.
         devices_per_worker: Devices of each worker. `None` shares the GPUs equally.
-        has_evaluator: Whether an evaluator gets as many as a worker, the last ones.
+        has_evaluator: Whether there is an evaluator, which gets a share like a worker.
 
     Raises:
         ValueError: If there are fewer GPUs than these processes need.

@@ -24,7 +24,7 @@ class Ending:
 
     @property
     def cause(self) -> ExitCode:
-        """What the end means for the job; `FAILED` for all that says nothing more."""
+        """What the end means for the job; `FAILED` if nothing more is known."""
         if self.returncode == 0:
             return ExitCode.OK
         if self.returncode in _SPOKEN_FOR:

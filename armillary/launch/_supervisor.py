@@ -33,7 +33,7 @@ _LAST_WORDS_SECONDS = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to run, and how; all of it is checked already.
+    """The command to run and its options, already checked.
 
     Args:
         arguments: What follows `python` on the command line of each process.

@@ -80,11 +80,12 @@ def leave(code: ExitCode) -> NoReturn:
 def put_off_aborts() -> None:
     """Makes an abort of this process wait for six seconds.
 
-    When process 0 ends, JAX aborts all others at once, in C++, without a word on which
-    one it was. In six seconds they say it, and end with an exit code that tells.
+    When process 0 ends, JAX aborts all others at once, in C++, and does not say which
+    process it was. Six seconds are enough to say it, and to end
+    with the right exit code.
 
-    The handler is the function `sleep` of the C library, which may be called there. Its
-    argument is the number of the signal, and that of SIGABRT is 6.
+    The handler is the function `sleep` of the C library, which is safe to call in a
+    signal handler. Its argument is the number of the signal, which is 6 for SIGABRT.
     """
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)

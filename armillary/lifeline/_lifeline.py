@@ -116,7 +116,7 @@ class Lifeline:
         self._tell({"report": self._report(time.monotonic())})
 
     def has_ended(self, index: int) -> bool:
-        """Returns whether a process has told of the end of its program."""
+        """Returns whether a process has reported the end of its program."""
         return self._sightings[index].report.has_ended
 
     def wait_for_verdict(self, timeout_seconds: float) -> str | None:
@@ -127,7 +127,7 @@ class Lifeline:
         return self.verdict
 
     def close(self) -> None:
-        """Ends the thread, after what was told has been sent, and the connections."""
+        """Sends the last reports, then ends the thread and the connections."""
         self._is_closed = True
         self._wake()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -229,7 +229,7 @@ class Lifeline:
             self._link.send(message)
 
     def _note(self, index: int, message: dict[str, Any] | None) -> None:
-        """Takes in what a process has told; `None` is the end of its connection."""
+        """Takes in the report of a process; `None` is the end of its connection."""
         now = time.monotonic()
         if message is None:
             self._note_end(index)

@@ -1,4 +1,4 @@
-"""What processes tell of themselves, and what follows from it."""
+"""The reports of the processes about themselves, and the conclusions from them."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a process tells every second.
+    """The report that a process sends every second.
 
     Attributes:
         phase: What it does.

@@ -13,7 +13,7 @@ class TopKAccuracy(LabeledMetric):
     """The share of examples whose label is among the `k` highest scores.
 
     Of equal scores the one of the lower class is higher, as for `argmax`: so `k=1` is
-    the accuracy, and a model that scores all classes alike is not right.
+    the accuracy, and a model that gives all classes the same score is not right.
 
     Args:
         k: How many of the highest scores.

@@ -80,6 +80,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in lines if line.startswith("preempted:")]
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_program_with_77_after_the_loop(tmp_path, caplog):
     caplog.set_level("INFO", logger="armillary")
     run = Run(at_5=terminate)
@@ -157,6 +158,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_program_ends_does_not_change_its_exit_code(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", ENDING, str(tmp_path)],
@@ -248,6 +250,7 @@ def test_a_machine_that_is_only_moved_saves_once_for_each_notice(tmp_path, caplo
     ]
 
 
+@pytest.mark.slow
 def test_a_watcher_is_a_notice_like_a_signal(tmp_path, caplog):
     caplog.set_level("INFO", logger="armillary")
     is_taken, was_asked = threading.Event(), threading.Event()

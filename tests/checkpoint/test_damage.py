@@ -86,6 +86,7 @@ def flip_bit(path: Path, position: int = 3000) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_one_damaged_file_gives_the_saved_state_or_the_one_before(

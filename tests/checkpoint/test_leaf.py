@@ -105,6 +105,7 @@ def test_stored_host_arrays_are_copies() -> None:
     np.testing.assert_array_equal(stored, np.zeros(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int2", "uint2", "int4", "uint4"])
 @pytest.mark.parametrize("is_host", [False, True])
 def test_narrow_integers_are_saved_and_restored(tmp_path, dtype, is_host) -> None:

@@ -117,6 +117,7 @@ class Run:
             self.data.index += 1
 
 
+@pytest.mark.slow
 def test_a_restored_run_goes_on_bit_by_bit(make_manager: MakeManager) -> None:
     run = Run(seed=0)
     manager = make_manager(run.checkpoint, step_counter=run.optimizer.step)
@@ -168,6 +169,7 @@ def test_every_dtype_and_kind_of_object_round_trips(make_manager: MakeManager) -
     assert_same(actual, expected)
 
 
+@pytest.mark.slow
 def test_equinox_modules_round_trip(make_manager: MakeManager) -> None:
     eqx = pytest.importorskip(
         "equinox", reason="This test needs Equinox: pip install equinox."
@@ -251,6 +253,7 @@ def test_restoring_does_not_trace_again(
         step(holder.array)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["free", "replicated", "sharded"])
 def test_donating_the_arrays_after_save_does_not_change_what_is_saved(
     make_manager: MakeManager, placement: str

@@ -137,6 +137,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_forked_children_and_those_who_forget_end_by_the_signal():
     result = subprocess.run(
         [sys.executable, "-c", CHILDREN], capture_output=True, text=True, timeout=50

@@ -31,6 +31,7 @@ def clusters(draw):
     return cluster
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(clusters())
 def test_a_spec_survives_the_round_trip_through_a_dict(cluster):

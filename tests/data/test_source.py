@@ -163,6 +163,7 @@ def test_a_function_must_return_an_iterator():
         source.make_iterator(0)
 
 
+@pytest.mark.slow
 def test_grain_is_not_imported_for_other_sources():
     program = (
         "import sys, armillary.data; armillary.data.as_source([1]); "

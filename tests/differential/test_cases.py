@@ -11,7 +11,7 @@ from tests.differential.harness import Case, can_merge, check
 from tests.differential.suite import CASES, GROUP, groups
 
 IS_FULL = os.environ.get("ARMILLARY_DIFFERENTIAL") == "all"
-SAMPLED_EVERY = 17
+SAMPLED_EVERY = 31
 REPLICAS = (0, 1, 2, 4) if IS_FULL else (2,)
 SAMPLE = [case for case in CASES if can_merge(case)][::SAMPLED_EVERY]
 GROUPS = groups(CASES if IS_FULL else SAMPLE)
@@ -21,6 +21,7 @@ def _name(cases: list[Case]) -> str:
     return " to ".join(dict.fromkeys((cases[0].name, cases[-1].name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", GROUPS, ids=_name)
 def test_constructs_equal_plain_jax(cases):
     check(cases, REPLICAS)

@@ -423,6 +423,7 @@ class CountedLinear(nnx.Module):
         return self.linear(x)[:, 0]
 
 
+@pytest.mark.slow
 def test_a_stateful_function_inside_a_gradient(strategy):
     model = CountedLinear()
 
@@ -505,6 +506,7 @@ def test_the_spellings_of_the_tensorflow_guides_are_aliases(strategy, name):
     assert getattr(kind, f"experimental_{name}") is getattr(kind, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
 def test_a_variable_on_write_reads_the_same_everywhere(strategy, ids, name):
     variable = nnx.Variable(

@@ -202,6 +202,7 @@ def test_copies_are_compared_when_a_loop_passes_a_multiple():
         trainer.train(2)
 
 
+@pytest.mark.slow
 def test_equal_copies_pass_and_the_comparison_changes_nothing(no_retrace):
     plain, watched = make_trainer(), make_trainer(check_replicas_every=1)
     plain.train(9)
@@ -214,6 +215,7 @@ def test_equal_copies_pass_and_the_comparison_changes_nothing(no_retrace):
     np.testing.assert_array_equal(plain.losses, watched.losses)
 
 
+@pytest.mark.slow
 def test_a_controller_saves_nothing_that_differs(tmp_path):
     trainer = make_trainer(check_replicas_every=2)
     manager = armillary.CheckpointManager(

@@ -591,6 +591,7 @@ def test_thousands_of_tiny_steps_end(make_mirrored, put_rows):
     assert float(result.values[0][0]) == 10
 
 
+@pytest.mark.slow
 def test_a_function_that_is_compiled_over_and_over_says_so(caplog):
     @armillary.function
     def double(x, label):
@@ -602,6 +603,7 @@ def test_a_function_that_is_compiled_over_and_over_says_so(caplog):
     assert caplog.text.count("`double` was compiled 16 times") == 1
 
 
+@pytest.mark.slow
 def test_a_lambda_that_captures_what_changes_is_named_once(caplog, make_mirrored):
     strategy = make_mirrored(2)
     for rate in range(20):

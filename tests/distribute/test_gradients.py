@@ -39,6 +39,7 @@ def batches():
     return batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [average_loss, scaled_loss])
 @pytest.mark.parametrize("num_replicas", [1, 2, 4, 8])
 def test_gradients_equal_those_of_one_device(
@@ -61,6 +62,7 @@ def test_gradients_equal_those_of_one_device(
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [2, 4, 8])
 @pytest.mark.parametrize("make_transform", [optax.sgd, optax.adam])
 def test_training_equals_one_device(

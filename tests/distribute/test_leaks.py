@@ -182,6 +182,7 @@ def gradient(strategy, losses, w=W):
     return [np.asarray(part) for part in strategy.local_results(result)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_the_gradient_is_that_of_one_replica(loss, make_mirrored):
     losses = each(loss)
@@ -294,6 +295,7 @@ def test_members_of_an_ensemble_are_no_examples(make_mirrored):
     np.testing.assert_allclose(strategy.local_results(result)[0], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
 def test_state_that_is_returned_and_passed_in_again_stays_shared(
     num_replicas, make_mirrored

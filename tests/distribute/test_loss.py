@@ -12,6 +12,7 @@ from armillary import compute_average_loss, scale_regularization_loss
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     shape=shapes,
@@ -35,6 +36,7 @@ def test_the_average_is_that_of_numpy(shape, weight_axes, global_batch_size, see
     np.testing.assert_allclose(average, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(shape=st.lists(st.integers(0, 4), max_size=3).map(tuple))
 def test_the_regularization_loss_is_summed(shape):

@@ -51,6 +51,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_of_one_replica_is_said_once(name, make_mirrored, caplog):
     for _ in range(2):
@@ -60,6 +61,7 @@ def test_a_mean_of_one_replica_is_said_once(name, make_mirrored, caplog):
     assert "test_loss_scale.py" in caplog.text and "2 times that of one" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_loss_that_was_scaled_says_nothing(name, make_mirrored, caplog):
     differentiate(make_mirrored(2), RIGHT[name])

@@ -130,6 +130,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_that_is_scaled_in_the_step_has_the_gradient_of_one_replica(
     strategy, name
@@ -173,6 +174,7 @@ def test_gradients_that_a_step_returns_are_looked_at_too(strategy):
         strategy.run(step_fn, args=(jnp.asarray(1.0), uneven(strategy)))
 
 
+@pytest.mark.slow
 def test_state_that_goes_in_and_comes_out_is_trained_as_on_one_replica(strategy):
     batches = [np.arange(size, dtype=np.float32) for size in (8, 6, 8, 5)]
 

@@ -74,6 +74,7 @@ def make_step(strategy=None):
     return model, step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [jax.jit, nnx.jit, jax.vmap])
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_jit_around_run_is_an_error_before_anything_is_written(transform, is_warm):

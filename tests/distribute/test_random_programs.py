@@ -8,6 +8,7 @@ import os
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from tests.distribute.random_programs import (
     run_traced,
 )
 
-NUM_PROGRAMS = int(os.environ.get("ARMILLARY_PROGRAMS", "30"))
+NUM_PROGRAMS = int(os.environ.get("ARMILLARY_PROGRAMS", "15"))
 CONSTANT = np.array([0.25, -0.5, 1.0], np.float32)
 
 
@@ -38,6 +39,7 @@ def copies(variable):
     return [np.asarray(shard.data) for shard in variable[...].addressable_shards]
 
 
+@pytest.mark.slow
 @settings(
     max_examples=NUM_PROGRAMS,
     deadline=None,

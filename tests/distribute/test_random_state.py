@@ -52,6 +52,7 @@ def test_random_numbers_are_reproducible(strategy):
     assert draw() == draw()
 
 
+@pytest.mark.slow
 def test_the_first_replica_draws_what_one_replica_alone_draws(make_mirrored):
     def draw(strategy):
         rngs = nnx.Rngs(dropout=7)
@@ -178,6 +179,7 @@ LEGACY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", LEGACY.values(), ids=LEGACY)
 def test_a_legacy_key_that_gives_all_replicas_the_same_is_an_error(strategy, draw):
     holder = Holder(key=jax.random.PRNGKey(0))
@@ -232,6 +234,7 @@ def test_one_replica_may_use_a_legacy_key(make_mirrored):
     assert float(value) == float(jax.random.uniform(jax.random.PRNGKey(0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held_by", ["nnx.Optimizer", "an attribute"])
 def test_the_noise_of_an_optimizer_is_equal_on_all_replicas(
     make_mirrored, put_rows, held_by

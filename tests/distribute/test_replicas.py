@@ -102,6 +102,7 @@ DOUBLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce_fn", DOUBLE.values(), ids=DOUBLE)
 def test_a_gradient_that_is_reduced_again_is_an_error(strategy, batch, reduce_fn):
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -185,6 +186,7 @@ MEANT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", MEANT.values(), ids=MEANT)
 def test_meant_reductions_are_no_errors(strategy, batch, fn):
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))

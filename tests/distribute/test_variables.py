@@ -84,6 +84,7 @@ def test_an_accuracy_equals_that_of_the_whole_batch(strategy):
     assert float(metric.compute()) == float(expected.compute())
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_reset_inside_a_step_starts_anew(strategy, ids):
     metric = nnx.metrics.Average()
     metric.update(values=jnp.asarray([100.0]))
@@ -108,6 +109,7 @@ def test_batch_statistics_are_averaged(strategy):
     np.testing.assert_allclose(norm.var[...], var, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_batch_norm_over_the_axis_sees_the_global_batch(strategy):
     norm = nnx.BatchNorm(2, momentum=0.5, axis_name="replica", rngs=nnx.Rngs(0))
     alone = nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0))
@@ -134,6 +136,7 @@ def test_a_batch_norm_model_trains(strategy):
     assert norm.scale[...].shape == (2,)
 
 
+@pytest.mark.slow
 def test_the_global_step_advances_by_one(strategy):
     step = armillary.create_global_step(5)
     strategy.run(lambda: add(step, 1))
@@ -142,6 +145,7 @@ def test_the_global_step_advances_by_one(strategy):
     assert jnp.issubdtype(step[...].dtype, jnp.integer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
     [
@@ -162,6 +166,7 @@ def test_aggregation(strategy, ids, aggregation, synchronization, expected):
     assert float(variable[...]) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
     [
@@ -191,6 +196,7 @@ def test_no_aggregation_is_mirrored(strategy, ids):
         strategy.run(lambda x: add(variable, x), args=(ids,))
 
 
+@pytest.mark.slow
 def test_integer_means_keep_their_dtype(strategy, put_rows):
     variable = nnx.Variable(jnp.asarray(0), aggregation=VariableAggregation.MEAN)
     values = put_rows(strategy, np.asarray([2, 2, 4, 8], np.int32))
@@ -217,6 +223,7 @@ def test_half_precision_means_do_not_overflow(strategy, put_rows):
     assert variable[...].dtype == jnp.float16 and float(variable[...]) == 40000
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     data=st.data(),
@@ -457,6 +464,7 @@ def test_an_annotation_of_another_type_is_an_error(strategy, name, kind, value):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2, 8])
 def test_policies_hold_for_any_number_of_replicas(num_replicas):
     strategy = MirroredStrategy(jax.devices()[:num_replicas])

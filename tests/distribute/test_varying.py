@@ -29,6 +29,7 @@ def is_original():
     return core.Primitive.bind is BIND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_cell", [nnx.LSTMCell, nnx.GRUCell])
 def test_a_recurrent_model_trains(strategy, make_cell):
     sequences = np.random.default_rng(0).normal(size=(4, 5, 3)).astype(np.float32)

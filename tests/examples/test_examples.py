@@ -94,6 +94,7 @@ def test_fashion_mnist_learns_from_the_shared_sample(tmp_path, shared_data):
     assert read_accuracy(output) > 60.0
 
 
+@pytest.mark.slow
 def test_fashion_mnist_without_its_files_says_what_is_missing(tmp_path):
     result = run_example("fashion_mnist.py", "--data-dir", tmp_path)
     assert result.returncode == 1
@@ -102,6 +103,7 @@ def test_fashion_mnist_without_its_files_says_what_is_missing(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--batch-size", "--epochs"])
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "many"])
 def test_fashion_mnist_refuses_what_is_not_a_positive_integer(tmp_path, option, value):

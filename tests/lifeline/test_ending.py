@@ -5,6 +5,8 @@ import sys
 import textwrap
 import time
 
+import pytest
+
 from armillary._exit_code import ExitCode
 
 
@@ -18,6 +20,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_end_is_said_and_waits_for_work_in_the_background():
     ended = run("""
         import threading, time
@@ -41,6 +44,7 @@ def test_the_end_is_said_and_waits_for_work_in_the_background():
     assert ended.stdout == "said"
 
 
+@pytest.mark.slow
 def test_a_main_thread_that_ends_by_itself_is_not_waited_for():
     start = time.monotonic()
     ended = run("""
@@ -60,6 +64,7 @@ def test_a_main_thread_that_ends_by_itself_is_not_waited_for():
     assert time.monotonic() - start < 50
 
 
+@pytest.mark.slow
 def test_an_abort_waits_until_the_reason_is_said():
     ended = run("""
         import ctypes, threading, time
@@ -76,6 +81,7 @@ def test_an_abort_waits_until_the_reason_is_said():
     assert "it is gone" in ended.stderr
 
 
+@pytest.mark.slow
 def test_an_abort_with_no_reason_still_ends_the_process():
     ended = run("""
         import os

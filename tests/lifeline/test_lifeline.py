@@ -238,6 +238,7 @@ FORKS = """
 """
 
 
+@pytest.mark.slow
 def test_children_of_children_and_after_the_end_are_forked_in_silence():
     # What fails right after a fork is only shown.
     done = subprocess.run(

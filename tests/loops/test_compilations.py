@@ -72,6 +72,7 @@ def make_trainer(model: type[nnx.Module], num_replicas: int) -> Classifier:
         return Classifier(strategy, model(nnx.Rngs(0)), optax.adam(1e-2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 4])
 @pytest.mark.parametrize("model", [MLP, CNN], ids=["one program", "program per step"])
 def test_each_program_is_compiled_once(
@@ -108,6 +109,7 @@ def test_batches_of_one_size_need_one_program(compiled: Counter[str]) -> None:
     assert count_programs(compiled) == 1
 
 
+@pytest.mark.slow
 def test_a_controller_compiles_each_program_once(compiled: Counter[str]) -> None:
     trainer = make_trainer(MLP, 4)
     controller = armillary.Controller(

@@ -36,6 +36,7 @@ class Trainer(armillary.StandardTrainer):
         return helper(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [None, 2])
 @pytest.mark.parametrize(("name", "value"), [("RATE", 0.5), ("FACTOR", 3)])
 def test_a_change_of_a_global_value_is_followed_with_a_warning(

@@ -120,6 +120,7 @@ def assert_equal_runs(first, second):
     assert first[1].outputs == second[1].outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_loop", [1, 3, 10, 47])
 @pytest.mark.parametrize("num_replicas", [1, 4])
 def test_loops_in_one_program_equal_loops_with_python_between(
@@ -135,6 +136,7 @@ def test_loops_in_one_program_equal_loops_with_python_between(
     assert steps_per_loop > 10 or max(calls) > 1
 
 
+@pytest.mark.slow
 @settings(
     max_examples=6,
     deadline=None,
@@ -157,6 +159,7 @@ def test_any_division_gives_the_same_state_and_outputs(
     assert_equal_runs(*runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_loop", [4, 5, 15, 16, 100])
 def test_a_loop_that_the_data_cuts_short_has_its_end(steps_per_loop):
     runs = []
@@ -170,6 +173,7 @@ def test_a_loop_that_the_data_cuts_short_has_its_end(steps_per_loop):
     assert sum(counts) == NUM_EXAMPLES
 
 
+@pytest.mark.slow
 def test_uneven_batches_of_a_loop_are_one_loop():
     runs = []
     for compile_hooks in (False, None):
@@ -192,6 +196,7 @@ def test_train_by_hand_runs_the_hooks():
         assert jax.tree.map(float, output) == jax.tree.map(float, expected)
 
 
+@pytest.mark.slow
 def test_a_plain_value_that_an_end_reads_is_watched():
     trainer = Regression()
     before = trainer.train(15)["loss"]
@@ -201,6 +206,7 @@ def test_a_plain_value_that_an_end_reads_is_watched():
     assert trainer.train(15)["loss"] == 0
 
 
+@pytest.mark.slow
 def test_a_global_value_that_an_end_reads_is_watched(monkeypatch):
     class Scaled(Regression):
         def train_loop_end(self):
@@ -213,6 +219,7 @@ def test_a_global_value_that_an_end_reads_is_watched(monkeypatch):
     assert trainer.train(5)["scale"] == 60
 
 
+@pytest.mark.slow
 def test_loops_end_where_something_is_due(tmp_path, calls):
     saved = []
     for compile_hooks in (False, None):
@@ -252,6 +259,7 @@ def test_a_hook_with_an_effect_runs_in_each_loop(capsys, calls):
     assert not calls
 
 
+@pytest.mark.slow
 def test_a_hook_runs_once_if_the_user_says_so(capsys, calls):
     train(Printing(compile_hooks=True), 5, 20)
 
@@ -307,6 +315,7 @@ def test_a_hook_that_needs_python_has_it(kind, calls):
     assert kind is not Counting or trainer.num_begun == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

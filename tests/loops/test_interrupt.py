@@ -81,6 +81,7 @@ def train_interrupted(trainer, files, num_lines):
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("files", [LOOP, READING], ids=["loop", "reading"])
 def test_an_interrupt_at_any_line_of_a_loop_leaves_an_exact_state(files, prefetch):

@@ -61,6 +61,7 @@ def make_dataset(num_examples=40, prefetch=2, shuffle_seed=None):
 # Positions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("compile_loop", [True, False])
 def test_the_position_is_that_of_the_steps_run(prefetch, compile_loop):
@@ -126,6 +127,7 @@ def test_prefetch_zero_reads_no_further_than_the_chunk():
 # Programs
 
 
+@pytest.mark.slow
 def test_every_program_is_compiled_once(no_retrace):
     strategy = make_strategy(2)
     trainer = Classifier(strategy, MLP(nnx.Rngs(0)), optax.sgd(0.1), steps_per_chunk=7)
@@ -173,6 +175,7 @@ def test_compiled_programs_are_warm_after_the_first_loop(no_retrace, caplog):
     assert "Compiling" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "is_slow"), [(CNN, True), (MLP, False)])
 def test_convolutions_on_a_cpu_run_step_by_step_and_say_so(model, is_slow, caplog):
     caplog.set_level("INFO", "armillary")
@@ -295,6 +298,7 @@ def test_a_number_beside_arrays_may_change_between_loops():
     assert float(tally.values["total"]) == 1 + 20 + 0.5
 
 
+@pytest.mark.slow
 def test_attributes_may_be_added_between_loops():
     trainer = make_classifier()
     trainer.train(2)
@@ -441,6 +445,7 @@ def test_arrays_that_a_loop_replaced_are_let_go():
     assert old() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "steps_per_chunk", "capacity"),
     [(1, None, 20), (50, None, 50), (300, None, 100), (300, 7, 7)],
@@ -498,6 +503,7 @@ def test_a_chunk_that_is_used_up_is_let_go():
         assert time.monotonic() < deadline
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_dropped_is_collected():
     trainer = make_classifier(steps_per_chunk=2)
     trainer.train(3)

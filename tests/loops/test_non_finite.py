@@ -95,6 +95,7 @@ def is_finite(trainer):
 # Steps that are good
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "model", "num_replicas"),
     [("raise", MLP, 4), ("skip", MLP, 1), ("raise", CNN, 1), ("skip", CNN, 4)],
@@ -126,6 +127,7 @@ def test_watched_programs_are_compiled_once(no_retrace):
 # Skipped steps
 
 
+@pytest.mark.slow
 @ways
 def test_a_skipped_step_changes_counters_only(num_replicas, way):
     data = {"bad_steps": [0, 4, 5]}
@@ -146,6 +148,7 @@ def test_a_skipped_step_changes_counters_only(num_replicas, way):
     assert_identical(actual, good)
 
 
+@pytest.mark.slow
 def test_a_step_of_its_own_program_is_skipped_too():
     trainer = make_trainer(
         2, CNN, data={"bad_steps": [1], "num_steps": 4}, on_non_finite="skip"
@@ -161,6 +164,7 @@ def test_a_step_of_its_own_program_is_skipped_too():
     assert_identical(actual, good)
 
 
+@pytest.mark.slow
 def test_random_keys_of_a_skipped_step_are_used_up():
     trainer = make_trainer(
         2, MLP, data={"bad_steps": [1]}, on_non_finite="skip", compile_loop=False
@@ -248,6 +252,7 @@ def test_skipped_steps_are_reported_once_for_each_loop(caplog):
 # Steps that end training
 
 
+@pytest.mark.slow
 @ways
 @pytest.mark.parametrize("bad", [0, 4])
 def test_a_bad_step_ends_training_as_if_it_had_not_run(bad, num_replicas, way):
@@ -279,6 +284,7 @@ def test_a_bad_step_ends_training_as_if_it_had_not_run(bad, num_replicas, way):
         assert is_finite(trainer)
 
 
+@pytest.mark.slow
 def test_a_step_of_its_own_program_ends_training_too():
     data = {"bad_steps": [2], "num_steps": 4}
     trainer = make_trainer(2, CNN, data=data, on_non_finite="raise")
@@ -423,6 +429,7 @@ def test_an_eager_step_on_replicas_is_undone():
 # The controller
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [0, 1, 4, 5, 11])
 def test_the_controller_names_the_global_step_and_saves_good_states_only(bad, tmp_path):
     trainer = make_trainer(2, data={"bad_steps": [bad]}, on_non_finite="raise")

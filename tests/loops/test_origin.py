@@ -85,6 +85,7 @@ def find_line(name):
     return re.escape(f"`{name}`, at {__file__}:{number} (")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [None, 1, 2])
 @pytest.mark.parametrize(
     ("use", "name"),

@@ -55,6 +55,7 @@ class Trainer(armillary.StandardTrainer):
         self.strategy.run(step_fn, args=(next(iterator),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [None, 2])
 @pytest.mark.parametrize(
     "option", ["jax_disable_jit", "jax_check_tracer_leaks", "jax_debug_key_reuse"]

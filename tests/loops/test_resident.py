@@ -61,6 +61,7 @@ def train(trainer, *lengths):
 # Training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [MLP, CNN])
 def test_training_is_bit_identical_over_epochs(strategy, model):
     lengths = (1, 9, 13, 7)
@@ -72,6 +73,7 @@ def test_training_is_bit_identical_over_epochs(strategy, model):
     assert host.train_dataset.get_state()["source"]["epoch"] == 6
 
 
+@pytest.mark.slow
 def test_training_is_bit_identical_with_a_loop_in_python():
     strategy = make_strategy(2)
     compiled = make_trainer(strategy, True)
@@ -79,6 +81,7 @@ def test_training_is_bit_identical_with_a_loop_in_python():
     assert_identical(train(stepwise, 5, 6), train(compiled, 11))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_resident_first", [True, False])
 @pytest.mark.parametrize("maker", ["one device", "mirrored 4"])
 def test_a_stopped_run_may_continue_with_or_without_it(
@@ -183,6 +186,7 @@ class Squashes(armillary.StandardTrainer):
         self.totals = self.totals * 0.5 + self.strategy.reduce("sum", values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.uint8])
 def test_arithmetic_on_the_rows_rounds_alike_in_chunks_of_any_size(strategy, dtype):
     values = np.random.default_rng(0).normal(size=200) * 50
@@ -232,6 +236,7 @@ def identify(strategy, batch):
     return strategy.reduce("sum", value).astype(jnp.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [(True, True), (True, False), (False, True)], ids=str)
 def test_each_dataset_of_a_nest_may_stay_on_the_device(strategy, kinds):
     seen = []
@@ -247,6 +252,7 @@ def test_each_dataset_of_a_nest_may_stay_on_the_device(strategy, kinds):
     np.testing.assert_array_equal(seen[1], seen[0])
 
 
+@pytest.mark.slow
 def test_eager_steps_see_the_rows(strategy):
     seen = []
     for is_resident, compile_step in ((False, True), (True, False)):
@@ -294,6 +300,7 @@ class Evaluator(armillary.StandardEvaluator):
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile_step", [True, False])
 def test_a_complete_evaluation_sees_every_example_once(strategy, compile_step):
     arguments = {"repeat": False, "batch_size": 10, "shuffle_seed": None}
@@ -322,6 +329,7 @@ def test_training_and_evaluation_share_the_arrays():
 # The end of the data, and custom loops
 
 
+@pytest.mark.slow
 def test_training_ends_where_the_data_ends(strategy):
     states = []
     for is_resident in (False, True):
@@ -333,6 +341,7 @@ def test_training_ends_where_the_data_ends(strategy):
     assert_identical(*states)
 
 
+@pytest.mark.slow
 def test_replicas_see_what_one_replica_sees():
     one, four = (make_trainer(make_strategy(count), True, CNN) for count in (1, 4))
     train(one, 11)
@@ -340,6 +349,7 @@ def test_replicas_see_what_one_replica_sees():
     np.testing.assert_allclose(one.losses, four.losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_custom_loop_gets_rows(strategy):
     seen = []
     for is_resident in (False, True):

@@ -62,6 +62,7 @@ def test_an_evaluation_that_trains_is_an_error():
         Tuning(nnx.Linear(2, 3, rngs=nnx.Rngs(0))).evaluate(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [None, 2])
 def test_dropout_in_an_evaluation_is_a_warning(num_replicas, caplog):
     model = nnx.view(MLP(nnx.Rngs(0)), use_running_average=True)

@@ -42,6 +42,7 @@ def as_batches(*arrays):
     return [{"x": np.asarray(array)} for array in arrays]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("second", "change"),
     [
@@ -161,6 +162,7 @@ def test_a_plain_value_that_the_step_does_not_read_changes_nothing(no_retrace):
     assert trainer.traces.qsize() == 1
 
 
+@pytest.mark.slow
 def test_a_flag_of_a_module_that_is_set_between_loops_is_seen():
     trainer = Classifier(make_strategy(2), MLP(nnx.Rngs(0)), optax.sgd(0.1))
     trainer.train(2)
@@ -191,6 +193,7 @@ def test_an_attribute_that_is_removed_between_loops_is_missed():
     assert float(trainer.total) == 2 + 2 + 100
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_when_it_is_traced_again_fails_in_the_next_loop_too():
     class Strict(Trainer):
         def train_step(self, iterator):
@@ -313,6 +316,7 @@ def test_sizes_are_compared_behind_the_replica_axis():
     assert float(trainer.total) == 36
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["model first", "model last"])
 def test_a_flag_of_a_model_that_two_attributes_lead_to_is_seen(order):
     class Shared(Trainer):
@@ -338,6 +342,7 @@ def test_a_flag_of_a_model_that_two_attributes_lead_to_is_seen(order):
     assert float(trainer.model.mean[...][0]) == mean
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_frozen_by_its_metadata_between_loops_stays(caplog):
     def is_trainable(path, value):
         del path
@@ -388,6 +393,7 @@ def test_a_metric_made_anew_for_every_loop_is_the_same_to_a_program(no_retrace):
     assert trainer.traces.qsize() == 1
 
 
+@pytest.mark.slow
 def test_values_that_change_beside_others_that_are_read_are_named_once(caplog):
     class Crowded(Trainer):
         def __init__(self):

@@ -60,6 +60,7 @@ class Regression(armillary.StandardTrainer):
         return optax.apply_updates(self.model, updates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [None, 1, 4])
 def test_a_model_that_is_a_value_trains(num_replicas):
     strategy = (
@@ -76,6 +77,7 @@ def test_a_model_that_is_a_value_trains(num_replicas):
     np.testing.assert_allclose(trainer.model.offset, 1, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_an_equinox_model_trains():
     eqx = pytest.importorskip("equinox")
 

@@ -32,6 +32,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_import_is_silent_and_loads_no_optional_package():
     result = run_python("import sys, armillary; print(*sys.modules)")
     assert result.returncode == 0, result.stderr
@@ -41,6 +42,7 @@ def test_import_is_silent_and_loads_no_optional_package():
     assert "armillary" in loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "adds"),
     [("armillary", False), ("flax.nnx", True)],
@@ -59,6 +61,7 @@ def test_import_adds_nothing_but_itself_to_jax_and_flax(module, adds):
     assert bool(others) == adds, others
 
 
+@pytest.mark.slow
 def test_metrics_are_imported_when_they_are_first_used():
     result = run_python(
         "import sys, armillary\n"
@@ -68,6 +71,7 @@ def test_metrics_are_imported_when_they_are_first_used():
     assert result.stdout == "False AUC True\n", result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_a_program_without_nnx_never_loads_it():
     result = run_python(
         "import sys, jax, jax.numpy as jnp, numpy as np, armillary\n"
@@ -85,6 +89,7 @@ def test_a_program_without_nnx_never_loads_it():
     assert result.stdout == "3.0 False\n", result.stdout + result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "succeeds"),
     [("import armillary", True), ("import jax; jax.devices()", False)],
@@ -95,6 +100,7 @@ def test_import_touches_no_device(code, succeeds):
     assert (result.returncode == 0) == succeeds, result.stderr
 
 
+@pytest.mark.slow
 def test_import_changes_no_jax_configuration():
     result = run_python(
         "import jax, flax.nnx, optax\n"
@@ -106,6 +112,7 @@ def test_import_changes_no_jax_configuration():
     assert result.stdout.strip() == "set()", result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_import_installs_no_log_handler():
     result = run_python(
         "import logging, armillary\n"

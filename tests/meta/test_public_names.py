@@ -63,6 +63,7 @@ def test_public_objects_are_documented(name):
     assert not undocumented
 
 
+@pytest.mark.slow
 def test_names_in_docstrings_can_be_reached_from_the_package():
     folder = Path(armillary.__file__).parent
     text = "\n".join(path.read_text() for path in folder.rglob("*.py"))

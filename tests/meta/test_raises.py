@@ -1,9 +1,11 @@
-"""Every exception that a docstring announces is asserted somewhere in the tests."""
+"""Every announced exception is asserted, and every error has a row in the docs."""
 
 import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+from armillary import errors
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RAISES = re.compile(r"^ *Raises:\n(?P<entries>(?: {2,}.*\n?|\n(?= ))+)", re.MULTILINE)
@@ -52,3 +54,19 @@ def test_announced_exceptions_are_asserted():
     assert announced, "No docstring announces an exception: the search is broken."
     asserted = find_asserted()
     assert [entry for entry in announced if entry[1] not in asserted] == []
+
+
+def list_errors() -> set[str]:
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    own = {each.__name__ for each in classes if each.__module__ == errors.__name__}
+    return own - {"ArmillaryError"}
+
+
+def test_every_error_is_asserted():
+    assert list_errors() - find_asserted() == set()
+
+
+def test_every_error_has_a_row_in_the_docs():
+    page = (REPOSITORY / "docs" / "errors.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| \S", page, re.MULTILINE)
+    assert sorted(rows) == sorted(list_errors())

@@ -28,6 +28,7 @@ def test_counts_add_up(numbers):
     assert counts.read().tolist() == [sum(numbers), sum(n // 3 for n in numbers)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0, *LARGE, 2**32 - 1, 2**62 + 12345])
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
 def test_replicas_count_on_beyond_what_floats_and_integers_hold(num_replicas, start):
@@ -65,6 +66,7 @@ def test_the_average_of_flax_stops_counting_where_these_do_not():
 floats = st.floats(0, 2.0**120, width=32)
 
 
+@pytest.mark.slow
 @settings(BOUNDED, max_examples=40)
 @given(values=st.lists(floats, max_size=8), seed=st.integers(0, 3))
 def test_a_sum_of_floats_is_exact_in_any_order(values, seed):

@@ -276,6 +276,7 @@ class Trainer(armillary.StandardTrainer):
         self.strategy.run(step_fn, args=(next(iterator),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_replicas", "options"),
     [(2, {}), (4, {"steps_per_chunk": 3}), (1, {"compile_loop": False})],

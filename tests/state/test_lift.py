@@ -140,6 +140,7 @@ def test_an_optax_state_is_rebound(run_lifted):
     np.testing.assert_array_equal(params["w"], [1, 1, 1])
 
 
+@pytest.mark.slow
 def test_an_equinox_module_is_rebound(run_lifted):
     eqx = pytest.importorskip("equinox", reason="equinox is not installed")
 
@@ -551,6 +552,7 @@ def test_a_number_in_a_tree_of_arrays_is_told_to_be_an_array(run_lifted):
         run_lifted(step, root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deque", "UserDict", "mixed keys", "cycle"])
 def test_arrays_in_containers_that_are_no_pytrees_are_state(run_lifted, kind):
     containers: dict[str, Any] = {
@@ -670,6 +672,7 @@ def test_a_plain_value_that_a_step_counts_is_refused_anywhere(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "transform",
     [

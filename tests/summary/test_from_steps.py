@@ -110,6 +110,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return read(run_dir)
 
 
+@pytest.mark.slow
 def test_all_steps_of_a_loop_are_in_a_distribution(expected):
     assert expected.keys() == {
         "norm",
@@ -125,6 +126,7 @@ def test_all_steps_of_a_loop_are_in_a_distribution(expected):
     assert [values.num for _, values in expected["pixels"]] == [2 * 16 * 64] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_replicas", "options"),
     [(2, {}), (4, {"compile_loop": False})],
@@ -138,6 +140,7 @@ def test_replicas_write_the_same(tmp_path, expected, num_replicas, options):
     np.testing.assert_allclose(actual["norm"], expected["norm"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_writes_what_one_run_does(tmp_path, expected):
     train(tmp_path, 1, 4)
     train(tmp_path, 1, 8)

@@ -89,6 +89,7 @@ def test_two_managers_share_a_directory(tmp_path: Path) -> None:
     assert {tag for scalars in points for tag in scalars} == {"a", "b"}
 
 
+@pytest.mark.slow
 def test_flushed_values_survive_a_kill(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
@@ -113,6 +114,7 @@ def test_the_tensorboard_writer_is_a_summary_writer(tmp_path: Path) -> None:
     writer.close()
 
 
+@pytest.mark.slow
 def test_importing_summaries_does_not_import_tensorboardx() -> None:
     code = "import sys, armillary.summary; assert 'tensorboardX' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

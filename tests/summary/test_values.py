@@ -58,6 +58,7 @@ def write_and_read(directory: Path, **values: Any) -> Any:
     return read_events(directory)
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(
     values=arrays.arrays(

@@ -125,6 +125,7 @@ def restore_settings() -> Iterator[None]:
     compilation_cache.reset_cache()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("restore_settings")
 def test_a_cache_in_use_is_replaced(tmp_path: Path) -> None:
     for name in ("first", "second"):

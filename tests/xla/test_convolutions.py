@@ -148,6 +148,7 @@ def convolutions(draw: st.DrawFn) -> tuple[Any, tuple[int, ...], tuple[int, ...]
     )
 
 
+@pytest.mark.slow
 @given(convolutions())
 @settings(max_examples=20, deadline=None)
 def test_forms_equal_jax_for_a_convolution_and_its_gradients(case):
@@ -181,6 +182,7 @@ def test_each_kind_of_convolution_has_its_forms(image, kernel, groups, forms):
     assert assert_forms_agree(find_convolutions(fn, make(image), make(kernel))) == forms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize(
     ("strides", "dilation", "spread"),
@@ -288,6 +290,7 @@ def scatter_pair(
     )(make(tuple(shape), images.dtype, seed=1), images)
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=15, deadline=None)
 def test_pool_gradient_equals_jax(data):
@@ -410,6 +413,7 @@ def expected(problem: tuple[Any, jax.Array]) -> dict[str, Any]:
     return {way.__name__: jax.jit(way)(*problem) for way in WAYS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_training_is_equal(way, problem, expected, canonical):
     actual = jax.jit(way)(*problem)
@@ -499,6 +503,7 @@ def test_batches_of_none_are_compiled(canonical, batch, groups):
     assert bool(jnp.any(gradient != 0)) == (batch > 0)
 
 
+@pytest.mark.slow
 def test_batches_of_any_size_can_be_exported(problem, canonical):
     kernels, chunk = problem
     (batch,) = jax.export.symbolic_shape("batch")
@@ -588,6 +593,7 @@ def test_an_unknown_jax_is_left_alone(break_jax, reason, monkeypatch, restored):
     assert not has_canonical_convolutions()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "succeeds"),
     [("assert use_canonical_convolutions()", True), ("jax.devices()", False)],
