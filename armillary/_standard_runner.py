@@ -54,6 +54,10 @@ class StandardTrainerOptions(LoopOptions):
             `train` by hand: at most 100, and the steps of several loops up to 20.
         max_chunk_bytes: Most memory of one stack of batches, in bytes. There are two or
             three at a time: one in use and those read ahead.
+        compiler_options: Options of XLA, as in `jax.jit(compiler_options=...)`. They go
+            before the ones that are chosen by looking at the step: on CPUs, steps with
+            convolutions run without YNNPACK. Results are equal up to rounding under
+            other options. A name that XLA does not know is an error of JAX.
         on_non_finite: What to do if a step leaves more values that are infinite or not
             a number in an array of its state than there were before. `"raise"` undoes
             the step, runs no further one, and raises `NonFiniteError`; state and data

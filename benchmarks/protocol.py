@@ -33,8 +33,9 @@ class Options:
         data: `"memory"` (arrays on the host), `"grain"` (a Grain pipeline over them) or
             `"resident"` (the arrays stay on the device).
         dtype: What the model computes in; parameters are float32.
-        convolutions: `"canonical"` lowers convolutions on the CPU with
-            `armillary.xla.use_canonical_convolutions`, `"stock"` as XLA does.
+        convolutions: `"canonical"` lowers those of the hand-written loops on the CPU
+            with `armillary.xla.use_canonical_convolutions`, `"stock"` as XLA does.
+            Armillary's own programs need no setting.
     """
 
     steps_per_loop: int = 1

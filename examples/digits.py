@@ -113,7 +113,6 @@ def main() -> None:
     parser.add_argument("--cache-dir", type=Path, default=Path("runs/compiled"))
     options = parser.parse_args()
     armillary.xla.use_compilation_cache(options.cache_dir)
-    armillary.xla.use_canonical_convolutions()
     jax.config.update("jax_num_cpu_devices", options.devices)
 
     strategy = armillary.MirroredStrategy(jax.devices("cpu"))

@@ -108,7 +108,6 @@ def main() -> None:
     parser.add_argument("--batch-size", type=positive_int, default=64)
     parser.add_argument("--epochs", type=positive_int, default=10)
     options = parser.parse_args()
-    armillary.xla.use_canonical_convolutions()
     try:
         train = read_split(options.data_dir, "train")
         test = read_split(options.data_dir, "t10k")

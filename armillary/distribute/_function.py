@@ -7,7 +7,7 @@ program. Its state is what its arguments, closure, globals and `self` reach.
 
 import collections
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -27,6 +27,7 @@ from armillary.distribute._strategy import Strategy
 from armillary.distribute._trace import TracedStep, trace_step
 from armillary.distribute._varying import corrected_types
 from armillary.state import State, captured, is_claimed
+from armillary.xla._steps import compile_step
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -47,10 +48,16 @@ _MANY_PROGRAMS_MESSAGE = (
 def function(fn: Callable[_P, _R]) -> Callable[_P, _R]: ...
 @overload
 def function(
-    fn: None = None, *, strategy: Strategy | None = None
+    fn: None = None,
+    *,
+    strategy: Strategy | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
 def function(
-    fn: Callable[..., Any] | None = None, *, strategy: Strategy | None = None
+    fn: Callable[..., Any] | None = None,
+    *,
+    strategy: Strategy | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Compiles a function that reads and writes variables.
 
@@ -75,13 +82,16 @@ def function(
             module inside `nnx.grad`, it is part of that.
         strategy: Where state lives; by default the strategy in effect when called,
             else the one that the function reaches.
+        compiler_options: As in `StandardTrainerOptions`.
 
     Returns:
         A function with the same signature; a decorator if `fn` is left out.
     """
     if fn is None:
-        return functools.partial(function, strategy=strategy)
-    compiled = Function(fn, strategy)
+        return functools.partial(
+            function, strategy=strategy, compiler_options=compiler_options
+        )
+    compiled = Function(fn, strategy, compiler_options=compiler_options)
 
     @hides_frames
     @functools.wraps(fn)
@@ -98,6 +108,7 @@ class Function:
         fn: The user's function.
         strategy: Where state lives, or `None` to find it at each call.
         body: What to trace, if it is not `fn` itself.
+        compiler_options: As in `function`.
     """
 
     def __init__(
@@ -105,8 +116,10 @@ class Function:
         fn: Callable[..., Any],
         strategy: Strategy | None,
         body: Callable[..., Any] | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._fn = fn
+        self._compiler_options = compiler_options
         self._strategy = strategy
         self._body = body or fn
         self._num_compiled = 0
@@ -139,7 +152,15 @@ class Function:
         last = self._programs.get(key)
         if last is not None and last.go_on_with(state):
             return last
-        program = _Program(self._fn, self._body, state, key[0], leaves, treedef)
+        program = _Program(
+            self._fn,
+            self._body,
+            state,
+            key[0],
+            leaves,
+            treedef,
+            self._compiler_options,
+        )
         if last is not None:
             program.reuse(last)
         self._programs[key] = program
@@ -207,6 +228,7 @@ class _Program:
         strategy: Strategy,
         leaves: list[Any],
         treedef: Any,
+        compiler_options: Mapping[str, Any] | None,
     ) -> None:
         self._strategy = strategy
         self._fn, self._state = fn, state
@@ -246,8 +268,11 @@ class _Program:
             new, results = self._step.call(slots, arrays)
             return new, results, jnp.zeros(())
 
-        self._compiled = jax.jit(
+        self._compiled = compile_step(
             pure,
+            self._step.program,
+            self._placement.platform,
+            compiler_options,
             donate_argnums=0,
             out_shardings=(self._placement.shardings(self._step.changed), None, None),
         )

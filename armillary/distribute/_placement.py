@@ -32,12 +32,19 @@ class Placement:
         strategy: Says where they belong.
 
     Attributes:
+        platform: The kind of device that they are on, such as `"cpu"`.
         is_held: Whether arrays wait here that the slots do not hold yet.
     """
 
     def __init__(self, state: State, strategy: Strategy) -> None:
         self._state, self._access = state, Access(state)
         self._peers = strategy.peers
+        mesh = strategy.mesh
+        self.platform: str = (
+            jax.default_backend()
+            if mesh is None
+            else mesh.devices.flat[0].platform  # The same for all of them.
+        )
         self._shardings = [strategy.state_sharding(slot) for slot in state.owners]
         # What each place held when its arrays were in place; nothing is, so far.
         self._raw: list[Any] = [_NEVER] * len(state.slots)

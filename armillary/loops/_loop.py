@@ -7,13 +7,13 @@ asks for, mark them as used.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from armillary._checks import check_positive_int
+from armillary._checks import check_instance, check_positive_int
 from armillary._logging import logger
 from armillary._typing import PyTree
 from armillary.data import BatchLayout, DistributedDataset
@@ -34,10 +34,11 @@ from armillary.loops._globals import Globals
 from armillary.loops._guard import LoopCheck, LoopGuard
 from armillary.loops._hooks import BEGIN, END, Hooks, LoopOutputs
 from armillary.loops._origin import find_origin
-from armillary.loops._program import Loops, Program, has_slow_loop
+from armillary.loops._program import Loops, Program
 from armillary.loops._step_writes import check_writes
 from armillary.loops._tracer import StepTracer, owner_of
 from armillary.state import State
+from armillary.xla._steps import has_slow_loop
 
 # Programs shorter than this cost more to start than to run, where steps are small.
 _FEW_STEPS = 20
@@ -57,11 +58,19 @@ class LoopOptions:
     compile_step: bool = True
     steps_per_chunk: int | None = None
     max_chunk_bytes: int = 256 * 2**20
+    compiler_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.steps_per_chunk is not None:
             check_positive_int("steps_per_chunk", self.steps_per_chunk)
         check_positive_int("max_chunk_bytes", self.max_chunk_bytes)
+        if self.compiler_options is not None:
+            check_instance(
+                "compiler_options",
+                self.compiler_options,
+                Mapping,
+                'Use a dictionary, such as `{"xla_cpu_enable_fast_math": True}`.',
+            )
 
 
 class Loop:
@@ -494,12 +503,11 @@ class Loop:
         assert placement is not None and state is not None
         if not self._programs:
             check_writes(self._name, state, trace.step.changed)
-        is_slow = has_slow_loop(trace.step.program, _platform(self._strategy))
+        is_slow = has_slow_loop(trace.step.program, placement.platform)
         if is_slow and self._options.compile_loop and not self._programs:
             logger.info(
-                "`%s` has convolutions, which XLA's CPU compiler runs slowly inside a "
-                "loop on the device: its steps run one by one. Call `armillary.xla."
-                "use_canonical_convolutions()` first to make them fast in loops too.",
+                "`%s` has convolutions that XLA's CPU compiler runs slowly inside a "
+                "loop on the device: its steps run one by one.",
                 self._name,
             )
         return Program(
@@ -514,6 +522,7 @@ class Loop:
                 state, trace.step.program.in_avals, trace.step.changed
             ),
             hooks=None if is_slow else self._hooks,
+            compiler_options=self._options.compiler_options,
         )
 
     @property
@@ -560,9 +569,3 @@ def _distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
             "`armillary.make_distributed_dataset(strategy, ...)` of the other."
         )
     return dataset
-
-
-def _platform(strategy: Strategy) -> str:
-    if strategy.mesh is not None:
-        return strategy.mesh.devices.flat[0].platform
-    return jax.default_backend()

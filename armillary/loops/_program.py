@@ -10,21 +10,19 @@ the other, or a part of one: how long a loop is, and how far the first one has c
 numbers as well.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
-from armillary._jaxpr import walk_programs
 from armillary._typing import PyTree
 from armillary.distribute import Placement, TracedStep, corrected_types
 from armillary.loops._hooks import Hooks
 from armillary.loops._non_finite import Health, StepGuard
 from armillary.loops._take_batches import Gather, take_batches
-from armillary.xla._lowerings import is_canonical
+from armillary.xla._steps import compile_step
 
 # Room for the outputs of loops that are one program.
 _MOST_OUTPUT_BYTES = 2**20
@@ -69,6 +67,7 @@ class Program:
             of its own.
         guard: Undoes bad steps. Without it, none is looked at.
         hooks: What runs where a loop begins and ends; `None` leaves that to Python.
+        compiler_options: As in `StandardTrainerOptions`.
 
     Attributes:
         step: As given, like `hooks` and `is_nested`.
@@ -88,6 +87,7 @@ class Program:
         is_nested: bool,
         guard: StepGuard | None = None,
         hooks: Hooks | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.step = step
         self._batches_per_step = tuple(batches_per_step)
@@ -101,8 +101,11 @@ class Program:
         parts = [step] if hooks is None else [hooks.begin, step, hooks.end]
         self.changed = tuple(sorted({i for part in parts for i in part.changed}))
         self.most_loops = 0 if hooks is None else self._count_loops(hooks)
-        self._compiled = jax.jit(
+        self._compiled = compile_step(
             self._run,
+            step.program,
+            placement.platform,
+            compiler_options,
             donate_argnums=0,
             out_shardings=(
                 placement.shardings(self.changed),
@@ -288,18 +291,3 @@ def _call_if(
 
     new, results = jax.lax.cond(is_due, lambda slots: hook.call(slots, []), skip, slots)
     return _replace(slots, hook.changed, new), results
-
-
-def has_slow_loop(program: core.ClosedJaxpr, platform: str) -> bool:
-    """Returns whether a step is much slower inside a loop on the device.
-
-    XLA's CPU compiler optimizes convolutions only in a program's outermost part; the
-    gradient of one inside a loop runs ten times slower, unless it is lowered in the
-    form that needs no optimizing. The answer depends on nothing but the step and that
-    setting, so that a resumed run makes the same choice.
-    """
-    return platform == "cpu" and any(
-        equation.primitive.name == "conv_general_dilated" and not is_canonical(equation)
-        for jaxpr, _ in walk_programs(program)
-        for equation in jaxpr.eqns
-    )

@@ -1,6 +1,7 @@
 """Settings of the XLA compiler that are global to the process.
 
-They change code outside Armillary too, and so are never made unless asked for.
+They change code outside Armillary too, and so are never made unless asked for. How
+Armillary's own programs are compiled is not among them: `_steps.py` chooses that.
 """
 
 from armillary.xla._cache import use_compilation_cache as use_compilation_cache

@@ -3,8 +3,9 @@
 The compiler has fast code for one order of axes only: images as (batch, *space,
 feature), kernels as (*space, input, output). It puts a convolution into that order in
 the outermost part of a program and nowhere else, and the gradients of every convolution
-are in another order. Within a loop they run as naive loops, ten times slower. So they
-are put in order before the compiler sees them.
+are in another order. Within a loop they run as naive loops, ten times slower
+(https://github.com/jax-ml/jax/issues/12868). So they are put in order before the
+compiler sees them.
 """
 
 import enum

@@ -1,9 +1,11 @@
 """Replaces how JAX hands convolutions to the CPU compiler.
 
 This file alone looks into JAX's tables of lowering rules, which are not public. Where
-they are not as expected, nothing is changed.
+they are not as expected, nothing is changed. A rule of ours does what JAX's own does
+unless the thread that lowers a program asks for the other form.
 """
 
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -13,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core
 from jax.interpreters import mlir
 
-from armillary.xla._convolutions import Form, choose_form, convolve, is_ordered
+from armillary.xla._convolutions import Form, choose_form, convolve
 from armillary.xla._max_pool import is_supported, scatter_to_winners
 
 PLATFORM = "cpu"
@@ -44,19 +45,25 @@ POOL_PARAMETERS = frozenset(
 """The parameters of the gradient of max-pooling."""
 
 
+_is_canonical: Any = jax.make_user_context(False)
+"""Whether this thread lowers canonically; JAX keeps programs of each kind apart."""
+
+_INSTALLING = threading.Lock()
+_UNKNOWN_TABLES = (AttributeError, KeyError, TypeError, ValueError)
+
+
 def use_canonical_convolutions() -> bool:
-    """Makes convolutions and max-pooling fast on CPUs, in loops above all.
+    """Makes convolutions and max-pooling fast on CPUs in your own `jax.jit` programs.
 
-    XLA's CPU compiler optimizes convolutions only outside of loops, and is slow
-    everywhere with the gradient of max-pooling and with convolutions in groups. From
-    this call on, JAX writes them in a form that the compiler runs fast wherever they
-    stand. Models and results stay what they are, up to rounding.
+    Armillary's programs have them so without this call, and need it no more. Here XLA's
+    CPU compiler optimizes convolutions only outside of loops, and is slow everywhere
+    with the gradient of max-pooling and with convolutions in groups. From this call on,
+    JAX writes them in a form that the compiler runs fast wherever they stand. Models
+    and results stay what they are, up to rounding.
 
-    It is a setting of the whole process, for code outside Armillary too, and there is
-    no way back. Only programs for CPUs change, and only those that are compiled
-    afterwards: call it once, at the top of the program. If some are compiled already,
-    call `jax.clear_caches()` next, which makes JAX compile them again. A second call
-    does nothing.
+    It is a setting of the whole process. Only programs for CPUs change, and those that
+    are compiled already are compiled again at their next call. A second call does
+    nothing.
 
     It replaces rules that JAX keeps private. If this version of JAX keeps them in
     another way, the call changes nothing, warns and returns `False`.
@@ -64,13 +71,9 @@ def use_canonical_convolutions() -> bool:
     Returns:
         Whether convolutions are compiled in this form from now on.
     """
-    if has_canonical_convolutions():
-        return True
     try:
-        _check_parameters()
-        own_convolve = _find_rule(lax.conv_general_dilated_p)
-        own_scatter = _find_rule(lax.select_and_scatter_add_p)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        _install_rules()
+    except _UNKNOWN_TABLES as error:
         warnings.warn(
             f"`use_canonical_convolutions` changed nothing: JAX {jax.__version__} "
             f"keeps its lowering rules in a way that is not known here ({error!r}). "
@@ -81,39 +84,61 @@ def use_canonical_convolutions() -> bool:
             stacklevel=2,
         )
         return False
-    for primitive, rule in (
-        (lax.conv_general_dilated_p, _ConvolutionRule(own_convolve)),
-        (lax.select_and_scatter_add_p, _PoolRule(own_scatter)),
-    ):
-        mlir.register_lowering(primitive, rule, platform=PLATFORM)
+    _is_canonical.set_global(True)
     return True
 
 
-def has_canonical_convolutions() -> bool:
-    """Returns whether `use_canonical_convolutions` is in effect."""
-    rules = getattr(mlir, "_platform_specific_lowerings", {}).get(PLATFORM, {})
-    entry = rules.get(lax.conv_general_dilated_p)
-    return isinstance(getattr(entry, "rule", None), _ConvolutionRule)
+def has_rules() -> bool:
+    """Returns whether JAX can be made to lower canonically, and prepares it for that.
+
+    Until `Canonical` or `use_canonical_convolutions` asks, its own rules do the work.
+    """
+    try:
+        _install_rules()
+    except _UNKNOWN_TABLES:
+        return False
+    return True
 
 
-def is_canonical(equation: core.JaxprEqn) -> bool:
-    """Returns whether a convolution for a CPU is as fast in a loop as outside of it.
+class Canonical:
+    """A program that is lowered canonically, whenever it is.
 
-    It is if its axes are in order, or if the rules in use now put them in order.
+    Other programs are not, neither of this thread nor of others that lower meanwhile.
 
     Args:
-        equation: An equation of the primitive `conv_general_dilated`.
+        compiled: What `jax.jit` returned.
     """
-    values = [variable.aval for variable in (*equation.invars, *equation.outvars)]
-    if has_canonical_convolutions():
-        form = choose_form(equation.params, *values)
-        if form is not Form.UNCHANGED:
-            return True
-    return is_ordered(equation.params) and equation.params["batch_group_count"] == 1
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program."""
+        with _is_canonical(True):
+            return self._compiled(*args)
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Returns what the compiler gets."""
+        with _is_canonical(True):
+            return self._compiled.lower(*args)
+
+
+def _install_rules() -> None:
+    with _INSTALLING:
+        own_convolve = _find_rule(lax.conv_general_dilated_p)
+        if isinstance(own_convolve, _ConvolutionRule):
+            return
+        own_scatter = _find_rule(lax.select_and_scatter_add_p)
+        _check_parameters()
+        for primitive, rule in (
+            (lax.conv_general_dilated_p, _ConvolutionRule(own_convolve)),
+            (lax.select_and_scatter_add_p, _PoolRule(own_scatter)),
+        ):
+            mlir.register_lowering(primitive, rule, platform=PLATFORM)
 
 
 class _ConvolutionRule:
-    """Lowers a convolution in order, or as JAX does.
+    """Lowers a convolution in order where that is asked for, else as JAX does.
 
     Args:
         own: JAX's rule.
@@ -123,6 +148,8 @@ class _ConvolutionRule:
         self._own = own
 
     def __call__(self, context: Any, lhs: Any, rhs: Any, **parameters: Any) -> Any:
+        if not _is_canonical.value:
+            return self._own(context, lhs, rhs, **parameters)
         form = choose_form(parameters, *context.avals_in, *context.avals_out)
         # JAX makes three real convolutions of a complex one, which come here again.
         is_complex = jnp.issubdtype(context.avals_out[0].dtype, jnp.complexfloating)
@@ -133,7 +160,7 @@ class _ConvolutionRule:
 
 
 class _PoolRule:
-    """Lowers the gradient of max-pooling without a scatter, or as JAX does.
+    """Lowers the gradient of max-pooling without a scatter, as `_ConvolutionRule`.
 
     Args:
         own: JAX's rule.
@@ -145,7 +172,8 @@ class _PoolRule:
     def __call__(
         self, context: Any, source: Any, operand: Any, **parameters: Any
     ) -> Any:
-        if not is_supported(parameters, *context.avals_in):
+        is_ours = _is_canonical.value and is_supported(parameters, *context.avals_in)
+        if not is_ours:
             return self._own(context, source, operand, **parameters)
         lower = mlir.lower_fun(scatter_to_winners, multiple_results=False)
         return lower(context, source, operand, **parameters)

@@ -7,12 +7,20 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.loops._program import has_slow_loop
+from armillary.xla._steps import has_slow_loop
 from tests.problems import make_strategy
 
 
 def convolve(x):
     return jax.lax.conv(x, jnp.ones((1, 1, 3, 3)), (1, 1), "SAME")
+
+
+def slow(x):
+    axes = ("NHWC", "HWIO", "NHWC")
+    image, window = jnp.tile(x, (2, 9, 9, 1)), jnp.ones((3, 3, x.shape[-1], 2))
+    return jax.lax.conv_general_dilated(
+        image, window, (1, 1), "SAME", None, None, axes, batch_group_count=2
+    )
 
 
 def convolve_in_order(x):
@@ -24,17 +32,31 @@ def convolve_in_order(x):
 @pytest.mark.parametrize(
     ("fn", "platform", "expected"),
     [
-        (convolve, "cpu", True),
-        (convolve, "gpu", False),
-        (jax.jit(convolve), "cpu", True),
-        (lambda x: jax.lax.fori_loop(0, 2, lambda _, y: convolve(y), x), "cpu", True),
+        (convolve, "cpu", False),
+        (slow, "cpu", True),
+        (slow, "gpu", False),
+        (jax.jit(slow), "cpu", True),
+        (
+            lambda x: jax.lax.fori_loop(0, 2, lambda _, y: y + slow(x).sum(), x),
+            "cpu",
+            True,
+        ),
         (lambda x: jnp.tanh(x) @ x[0, 0], "cpu", False),
         (convolve_in_order, "cpu", False),
-        (jax.grad(lambda x: jnp.tanh(convolve_in_order(x)).sum()), "cpu", True),
+        (jax.grad(lambda x: jnp.tanh(convolve_in_order(x)).sum()), "cpu", False),
     ],
-    ids=["plain", "gpu", "nested", "loop", "without", "in order", "gradient"],
+    ids=[
+        "plain",
+        "in groups of images",
+        "gpu",
+        "nested",
+        "loop",
+        "without",
+        "in order",
+        "gradient",
+    ],
 )
-def test_convolutions_on_a_cpu_are_slow_in_loops(fn, platform, expected):
+def test_few_convolutions_on_a_cpu_are_slow_in_loops(fn, platform, expected):
     program = jax.make_jaxpr(fn)(jnp.ones((1, 1, 4, 4)))
 
     assert has_slow_loop(program, platform) is expected

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 from armillary.xla import _lowerings, use_canonical_convolutions
 from armillary.xla._convolutions import Form, choose_form, convolve
-from armillary.xla._lowerings import has_canonical_convolutions, is_canonical
+from armillary.xla._lowerings import Canonical
 from armillary.xla._max_pool import scatter_to_winners
+from armillary.xla._steps import compile_step, has_slow_loop
 
 IMAGES = ("NHWC", "HWIO", "NHWC")
 FEATURES_FIRST = ("NCHW", "OIHW", "NCHW")
@@ -29,19 +31,21 @@ FEATURES_FIRST = ("NCHW", "OIHW", "NCHW")
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """Puts JAX's own rules back, and forgets the programs compiled with others."""
+    """Puts JAX's own rules in place, and afterwards what was there."""
     rules = mlir._platform_specific_lowerings["cpu"]
     saved = dict(rules)
+    for primitive in (lax.conv_general_dilated_p, lax.select_and_scatter_add_p):
+        own = getattr(rules[primitive].rule, "_own", rules[primitive].rule)
+        mlir.register_lowering(primitive, own, platform="cpu")
     yield
     rules.clear()
     rules.update(saved)
-    jax.clear_caches()
+    _lowerings._is_canonical.set_global(False)
 
 
 @pytest.fixture
 def canonical(restored: None) -> None:
     assert use_canonical_convolutions()
-    jax.clear_caches()
 
 
 def make(shape: tuple[int, ...], dtype: Any = jnp.float32, seed: int = 0) -> jax.Array:
@@ -215,7 +219,8 @@ def test_large_groups_in_the_batch_stay_as_jax_has_them():
     )
     equation = find_convolutions(fn, make((2, 9, 9, 1)), make((3, 3, 1, 2)))[0]
     assert choose(equation) is Form.UNCHANGED
-    assert not is_canonical(equation)
+    program = jax.make_jaxpr(fn)(make((2, 9, 9, 1)), make((3, 3, 1, 2)))
+    assert has_slow_loop(program, "cpu")
 
 
 def test_gradients_of_single_examples_have_forms():
@@ -409,7 +414,6 @@ def problem() -> tuple[Any, jax.Array]:
 
 @pytest.fixture(scope="module")
 def expected(problem: tuple[Any, jax.Array]) -> dict[str, Any]:
-    assert not has_canonical_convolutions()
     return {way.__name__: jax.jit(way)(*problem) for way in WAYS}
 
 
@@ -437,34 +441,85 @@ def test_without_the_call_loops_hold_others(problem):
     assert "select_and_scatter" in text
 
 
-def test_call_says_that_it_is_in_use_and_may_be_repeated(restored):
-    assert not has_canonical_convolutions()
-    assert use_canonical_convolutions() is True
+def test_call_may_be_repeated(canonical):
     rule = mlir._platform_specific_lowerings["cpu"][lax.conv_general_dilated_p]
     assert use_canonical_convolutions() is True
     assert mlir._platform_specific_lowerings["cpu"][lax.conv_general_dilated_p] is rule
-    assert has_canonical_convolutions()
 
 
-def test_compiled_programs_stay_until_the_caches_are_cleared(problem, restored):
+def count_lowered(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Returns a list that grows with each convolution that gets another form."""
+    lowered: list[Any] = []
+
+    def record(*args: Any, **parameters: Any) -> Any:
+        lowered.append(parameters["dimension_numbers"])
+        return convolve(*args, **parameters)
+
+    patch.setattr(_lowerings, "convolve", record)
+    return lowered
+
+
+def test_compiled_programs_are_compiled_again_after_the_call(
+    problem, restored, monkeypatch
+):
+    lowered = count_lowered(monkeypatch)
     step = jax.jit(lambda kernels, images: train(kernels, images))
     kernels, chunk = problem
     step(kernels, chunk[0])
     use_canonical_convolutions()
-    lowered: list[Any] = []
-    own = _lowerings._ConvolutionRule.__call__
+    assert not lowered
+    step(kernels, chunk[0])
+    assert lowered
+    lowered.clear()
+    step(kernels, chunk[0])
+    assert not lowered
 
-    def record(self: Any, context: Any, *args: Any, **parameters: Any) -> Any:
-        lowered.append(parameters["dimension_numbers"])
-        return own(self, context, *args, **parameters)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_lowerings._ConvolutionRule, "__call__", record)
-        step(kernels, chunk[0])
-        assert not lowered
-        jax.clear_caches()
-        step(kernels, chunk[0])
-        assert lowered
+def test_a_program_is_not_confused_with_one_of_the_other_kind(
+    problem, restored, monkeypatch
+):
+    lowered = count_lowered(monkeypatch)
+    kernels, chunk = problem
+    own = jax.jit(train)
+    program = jax.make_jaxpr(own)(kernels, chunk[0])
+    steps = compile_step(lambda *args: own(*args), program, "cpu", None)
+    before = own.lower(kernels, chunk[0]).as_text()
+    own(kernels, chunk[0])
+    assert not lowered
+    first = steps(kernels, chunk[0])
+    count = len(lowered)
+    assert count
+    assert own.lower(kernels, chunk[0]).as_text() == before
+    own(kernels, chunk[0])
+    for new, old in zip(steps(kernels, chunk[0]), first, strict=True):
+        np.testing.assert_array_equal(new, old)
+    assert len(lowered) == count
+
+
+def test_threads_lower_apart(problem, restored, monkeypatch):
+    kernels, chunk = problem
+    own = jax.jit(train)
+    expected = own.lower(kernels, chunk[0]).as_text()
+    found: list[str] = []
+    inside = Canonical(jax.jit(lambda *args: train(*args)))
+
+    def lower_meanwhile(*args: Any, **parameters: Any) -> Any:
+        if not found:
+            # This runs while a program of the other thread is lowered.
+            with ThreadPoolExecutor(1) as pool:
+                other = jax.jit(lambda *args: train(*args))
+                lowered = pool.submit(lambda: other.lower(kernels, chunk[0]))
+                found.append(lowered.result().as_text())
+        return convolve(*args, **parameters)
+
+    use = compile_step(train, jax.make_jaxpr(train)(kernels, chunk[0]), "cpu", None)
+    assert isinstance(use, Canonical)
+    monkeypatch.setattr(_lowerings, "convolve", lower_meanwhile)
+    text = inside.lower(kernels, chunk[0]).as_text()
+    assert "select_and_scatter" not in text
+    assert read_orders(found[0]) == read_orders(expected)
+    assert found[0].count("select_and_scatter") == expected.count("select_and_scatter")
+    assert found[0].count("select_and_scatter") > 0
 
 
 def test_complex_convolutions_are_equal(restored):
@@ -477,7 +532,6 @@ def test_complex_convolutions_are_equal(restored):
 
     before = jax.jit(compute)(image, kernel)
     use_canonical_convolutions()
-    jax.clear_caches()
     assert_close(jax.jit(compute)(image, kernel), before)
 
 
@@ -524,20 +578,6 @@ def test_axes_that_the_user_shards_stay_as_they_are(problem, canonical):
         images = jax.device_put(chunk[0], P("data"))
         loss = jax.jit(network)(jax.device_put(kernels, P()), images)
     assert_close(loss, network(kernels, chunk[0]))
-
-
-def test_equations_are_canonical_in_order_or_by_the_call(problem, restored):
-    kernels, chunk = problem
-    equations = find_convolutions(
-        lambda images, kernel: lax.conv_general_dilated(
-            images, kernel, (1, 1), "SAME", dimension_numbers=IMAGES
-        ),
-        chunk[0],
-        kernels[0],
-    )
-    assert [is_canonical(equation) for equation in equations] == [True, False, False]
-    use_canonical_convolutions()
-    assert [is_canonical(equation) for equation in equations] == [True, True, True]
 
 
 def break_tables(patch: pytest.MonkeyPatch) -> None:
@@ -590,7 +630,11 @@ def test_an_unknown_jax_is_left_alone(break_jax, reason, monkeypatch, restored):
     with pytest.warns(RuntimeWarning, match=message):
         assert use_canonical_convolutions() is False
     assert not registered
-    assert not has_canonical_convolutions()
+    assert not _lowerings.has_rules()
+    program = jax.make_jaxpr(jax.grad(network))(
+        (make((3, 3, 2, 3)),), make((1, 4, 4, 2))
+    )
+    assert has_slow_loop(program, "cpu")
 
 
 @pytest.mark.slow

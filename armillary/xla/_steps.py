@@ -1,0 +1,103 @@
+"""How the program of a step is compiled: chosen by looking at it, never at a clock.
+
+So a resumed run makes the same choice, and has the same results bit for bit.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from armillary._jaxpr import walk_programs
+from armillary.xla._convolutions import Form, choose_form, is_ordered
+from armillary.xla._lowerings import PLATFORM, Canonical, has_rules
+
+WITHOUT_YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": ""}
+"""Options for steps whose convolutions are fast in loops.
+
+XLA hands their products to YNNPACK, which uses one core: two cores ran the network of
+`benchmarks/tasks/cnn.py` 1.6 times faster without it, one core as fast. Steps without
+convolutions gain nothing, and convolutions in groups that stay as JAX has them lose.
+Of other slowdowns by YNNPACK: https://github.com/jax-ml/jax/issues/37465.
+"""
+
+_CONVOLUTION, _POOL_GRADIENT = "conv_general_dilated", "select_and_scatter_add"
+
+
+def compile_step(
+    fn: Callable[..., Any],
+    program: core.ClosedJaxpr,
+    platform: str,
+    options: Mapping[str, Any] | None,
+    **how: Any,
+) -> Callable[..., Any]:
+    """Returns `jax.jit(fn, **how)` with what suits a step.
+
+    Args:
+        fn: A function that runs the step.
+        program: The step as it was traced.
+        platform: Where it will run.
+        options: The user's options of the compiler, which go before ours.
+        how: Other arguments of `jax.jit`.
+    """
+    chosen = {**_choose_options(program, platform), **(options or {})}
+    compiled = jax.jit(fn, compiler_options=chosen or None, **how)
+    names = _CONVOLUTION, _POOL_GRADIENT
+    if platform == PLATFORM and any(_find(program, *names)) and has_rules():
+        return Canonical(compiled)
+    return compiled
+
+
+def has_slow_loop(program: core.ClosedJaxpr, platform: str) -> bool:
+    """Returns whether a step is much slower inside a loop on the device.
+
+    XLA's CPU compiler optimizes convolutions only in a program's outermost part
+    (https://github.com/jax-ml/jax/issues/12868). The gradient of one inside a loop runs
+    ten times slower, unless `_convolutions` has a form that needs no optimizing.
+    """
+    if platform != PLATFORM:
+        return False
+    convolutions = list(_find(program, _CONVOLUTION))
+    if not convolutions:
+        return False
+    is_lowered = has_rules()
+    return not all(_is_fast(equation, is_lowered) for equation in convolutions)
+
+
+def _choose_options(program: core.ClosedJaxpr, platform: str) -> dict[str, Any]:
+    if platform != PLATFORM or not any(_find(program, _CONVOLUTION)):
+        return {}
+    if has_slow_loop(program, platform):
+        return {}
+    return {
+        name: value for name, value in WITHOUT_YNNPACK.items() if _is_known(name, value)
+    }
+
+
+@functools.cache
+def _is_known(name: str, value: Any) -> bool:
+    """Returns whether this version of XLA has an option of its CPU compiler."""
+    compiled = jax.jit(lambda: 0, compiler_options={name: value})
+    with jax.default_device(jax.local_devices(backend=PLATFORM)[0]):
+        try:
+            compiled.lower().compile()
+        except jax.errors.JaxRuntimeError:
+            return False
+    return True
+
+
+def _find(program: core.ClosedJaxpr, *names: str) -> Iterator[core.JaxprEqn]:
+    for jaxpr, _ in walk_programs(program):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name in names:
+                yield equation
+
+
+def _is_fast(equation: core.JaxprEqn, is_lowered: bool) -> bool:
+    """Returns whether a convolution is as fast in a loop as outside of it."""
+    values = [variable.aval for variable in (*equation.invars, *equation.outvars)]
+    if is_lowered and choose_form(equation.params, *values) is not Form.UNCHANGED:
+        return True
+    return is_ordered(equation.params) and equation.params["batch_group_count"] == 1
