@@ -37,7 +37,8 @@ def lower_program(
     program: Program, call: Call, arguments: tuple[Any, ...]
 ) -> jax.stages.Lowered:
     """Returns what the compiler gets for a start that `watch_programs` caught."""
-    compiled, lowered = program._compiled, []
+    compiled: Any = program._compiled
+    lowered: list[jax.stages.Lowered] = []
 
     def lower(*given: Any) -> None:
         lowered.append(compiled.lower(*given))
