@@ -40,20 +40,9 @@ from armillary import errors as errors
 from armillary import goodput as goodput
 from armillary import summary as summary
 from armillary import xla as xla
-from armillary._controller import Controller as Controller
-from armillary._runner import AbstractEvaluator as AbstractEvaluator
-from armillary._runner import AbstractTrainer as AbstractTrainer
-from armillary._runner import PendingLoops as PendingLoops
-from armillary._standard_runner import StandardEvaluator as StandardEvaluator
-from armillary._standard_runner import (
-    StandardEvaluatorOptions as StandardEvaluatorOptions,
-)
-from armillary._standard_runner import StandardTrainer as StandardTrainer
-from armillary._standard_runner import StandardTrainerOptions as StandardTrainerOptions
-from armillary._typing import Action as Action
-from armillary._typing import Output as Output
 from armillary.checkpoint import Checkpoint as Checkpoint
 from armillary.checkpoint import CheckpointManager as CheckpointManager
+from armillary.controller._controller import Controller as Controller
 from armillary.data import InputContext as InputContext
 from armillary.data import InputOptions as InputOptions
 from armillary.distribute import DefaultStrategy as DefaultStrategy
@@ -75,6 +64,17 @@ from armillary.distribute import in_cross_replica_context as in_cross_replica_co
 from armillary.distribute import make_distributed_dataset as make_distributed_dataset
 from armillary.distribute import scale_regularization_loss as scale_regularization_loss
 from armillary.distribute import set_strategy as set_strategy
+from armillary.trainer._contract import AbstractEvaluator as AbstractEvaluator
+from armillary.trainer._contract import AbstractTrainer as AbstractTrainer
+from armillary.trainer._contract import PendingLoops as PendingLoops
+from armillary.trainer._standard import StandardEvaluator as StandardEvaluator
+from armillary.trainer._standard import (
+    StandardEvaluatorOptions as StandardEvaluatorOptions,
+)
+from armillary.trainer._standard import StandardTrainer as StandardTrainer
+from armillary.trainer._standard import StandardTrainerOptions as StandardTrainerOptions
+from armillary.typing import Action as Action
+from armillary.typing import Output as Output
 
 if TYPE_CHECKING:
     from armillary import metrics as metrics

@@ -11,7 +11,7 @@ from unittest import mock
 
 import jax
 
-from armillary.loops._program import Program
+from armillary.trainer._program import Program
 
 Call: TypeAlias = Callable[..., Any]
 Watcher: TypeAlias = Callable[[Program, Call, tuple[Any, ...]], Any]

@@ -12,7 +12,7 @@ from flax import nnx
 
 import armillary
 from armillary.data import from_arrays
-from armillary.state import find_slots
+from armillary.state._lift import find_slots
 
 
 class CNN(nnx.Module):

@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import armillary
-from armillary.distribute import trace_step
+from armillary.distribute.program._trace import trace_step
 from armillary.errors import StateStructureError
-from armillary.state import State
+from armillary.state._lift import State
 
 pytestmark = pytest.mark.slow
 

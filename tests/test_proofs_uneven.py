@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import armillary
 from armillary import InputOptions
 from armillary.data import from_arrays
-from armillary.state import find_slots
+from armillary.state._lift import find_slots
 from tests.problems import assert_identical, make_strategy, read_state
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,6 @@ from urllib.parse import quote
 
 from armillary._checks import answers_old_names
 from armillary._process import get_process
-from armillary._typing import Output
 from armillary.actions._metric import (
     Metric,
     check_metric,
@@ -16,6 +15,7 @@ from armillary.actions._metric import (
     is_better,
     read_metric,
 )
+from armillary.typing import Output
 
 
 @answers_old_names(

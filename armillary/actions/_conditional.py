@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from armillary._checks import check_callable
-from armillary._typing import Action, Output
+from armillary.typing import Action, Output
 
 
 class ConditionalAction:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from armillary._checks import check_callable, check_not_negative, check_positive_int
-from armillary._typing import Output
 from armillary.actions._metric import (
     Metric,
     check_metric,
@@ -12,6 +11,7 @@ from armillary.actions._metric import (
     is_better,
     read_metric,
 )
+from armillary.typing import Output
 
 
 class EarlyStopping:

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from armillary._checks import check_one_of
-from armillary._typing import Output
+from armillary.typing import Output
 
 Metric: TypeAlias = str | Callable[[Output], Any]
 """A key of an output, a path such as `"validation/loss"`, or a function of one."""

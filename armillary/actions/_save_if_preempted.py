@@ -6,13 +6,13 @@ from typing import NoReturn
 from armillary._checks import answers_old_names, check_instance
 from armillary._exit_code import ExitCode
 from armillary._logging import logger
-from armillary._typing import Output
 from armillary.actions._grace_period import GracePeriod
-from armillary.checkpoint import CheckpointManager
-from armillary.cluster import TerminationConfig
+from armillary.checkpoint._manager import CheckpointManager
 from armillary.cluster._join import get_peers
 from armillary.cluster._preemption_notice import PreemptionNotice
+from armillary.cluster._termination import TerminationConfig
 from armillary.errors import CheckpointError
+from armillary.typing import Output
 
 
 @answers_old_names(

@@ -16,7 +16,8 @@ import jax
 
 from armillary.checkpoint._leaf import LeafSpec, describe_leaf
 from armillary.errors import CheckpointError
-from armillary.state import Slot, State, find_slots
+from armillary.state._lift import State, find_slots
+from armillary.state._slots import Slot
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from armillary._logging import logger
 from armillary.errors import CheckpointError
-from armillary.lifeline import finish_first
+from armillary.lifeline._ending import finish_first
 
 
 class _Synced(Protocol):

@@ -20,7 +20,7 @@ from armillary.checkpoint._folder import Header, find_checkpoints, read_header
 from armillary.checkpoint._writer import Writer
 from armillary.cluster._join import get_peers
 from armillary.cluster._peers import Peers
-from armillary.distribute import as_local
+from armillary.distribute._global_arrays import as_local
 from armillary.errors import CheckpointError
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from armillary.checkpoint._folder import (
 from armillary.checkpoint._joint import announcing_errors, make_writer
 from armillary.checkpoint._reader import restore, restore_latest
 from armillary.errors import CheckpointError
-from armillary.state import as_step_counter
+from armillary.state._step_counter import as_step_counter
 
 
 @answers_old_names(

@@ -21,23 +21,27 @@ from armillary.cluster._communication import (
     CommunicationOptions as CommunicationOptions,
 )
 from armillary.cluster._communication import JaxSettings as JaxSettings
-from armillary.cluster._kubernetes import (
+from armillary.cluster._termination import TerminationConfig as TerminationConfig
+from armillary.cluster.resolvers._kubernetes import (
     KubernetesClusterResolver as KubernetesClusterResolver,
 )
-from armillary.cluster._plan import ProcessPlan as ProcessPlan
-from armillary.cluster._resolve import resolve_cluster as resolve_cluster
-from armillary.cluster._resolver import ClusterResolver as ClusterResolver
-from armillary.cluster._resolver import SimpleClusterResolver as SimpleClusterResolver
-from armillary.cluster._slurm import SlurmClusterResolver as SlurmClusterResolver
-from armillary.cluster._spec import ClusterSpec as ClusterSpec
-from armillary.cluster._termination import TerminationConfig as TerminationConfig
-from armillary.cluster._tf_config import (
+from armillary.cluster.resolvers._plan import ProcessPlan as ProcessPlan
+from armillary.cluster.resolvers._resolve import resolve_cluster as resolve_cluster
+from armillary.cluster.resolvers._resolver import ClusterResolver as ClusterResolver
+from armillary.cluster.resolvers._resolver import (
+    SimpleClusterResolver as SimpleClusterResolver,
+)
+from armillary.cluster.resolvers._slurm import (
+    SlurmClusterResolver as SlurmClusterResolver,
+)
+from armillary.cluster.resolvers._spec import ClusterSpec as ClusterSpec
+from armillary.cluster.resolvers._tf_config import (
     TFConfigClusterResolver as TFConfigClusterResolver,
 )
-from armillary.cluster._torchrun import (
+from armillary.cluster.resolvers._torchrun import (
     TorchrunClusterResolver as TorchrunClusterResolver,
 )
-from armillary.cluster._tpu import TPUClusterResolver as TPUClusterResolver
+from armillary.cluster.resolvers._tpu import TPUClusterResolver as TPUClusterResolver
 
 __all__ = [
     "ClusterResolver",

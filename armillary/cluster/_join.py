@@ -11,10 +11,10 @@ from armillary.cluster._communication import PLATFORMS, CommunicationOptions
 from armillary.cluster._gloo import keep_gloo_on
 from armillary.cluster._lifeline import start_lifeline
 from armillary.cluster._peers import Peers
-from armillary.cluster._resolver import ClusterResolver
-from armillary.cluster._spec import split_address
+from armillary.cluster.resolvers._resolver import ClusterResolver
+from armillary.cluster.resolvers._spec import split_address
 from armillary.errors import ClusterError
-from armillary.lifeline import set_lifeline
+from armillary.lifeline._lifeline import set_lifeline
 
 _TIMEOUT_SECONDS = 1800.0
 """How long XLA waits on CPUs, where nothing else is said."""

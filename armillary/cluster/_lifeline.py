@@ -8,9 +8,11 @@ import jax
 
 from armillary._logging import logger
 from armillary.cluster._peers import KeyValueStore
-from armillary.cluster._plan import is_loopback
-from armillary.cluster._spec import split_address
-from armillary.lifeline import Lifeline, Link, connect, listen, put_off_aborts
+from armillary.cluster.resolvers._plan import is_loopback
+from armillary.cluster.resolvers._spec import split_address
+from armillary.lifeline._ending import put_off_aborts
+from armillary.lifeline._lifeline import Lifeline
+from armillary.lifeline._link import Link, connect, listen
 
 _KEY = "armillary/lifeline"
 _TIMEOUT_SECONDS = 60

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 import jax
 
 from armillary.errors import PeerError
-from armillary.lifeline import Lifeline
+from armillary.lifeline._lifeline import Lifeline
 
 _SLICE_SECONDS = 1.0
 _ROUNDS_PER_FOLDER = 64

@@ -14,28 +14,22 @@ batches that were used, so that a checkpoint can hold it::
 Compiled loops read through a `Feed`, in chunks: the batches of many steps, stacked.
 """
 
-from armillary.data._arrays import ArrayDataset as ArrayDataset
-from armillary.data._arrays import from_arrays as from_arrays
 from armillary.data._dataset import DistributedDataset as DistributedDataset
 from armillary.data._input_context import InputContext as InputContext
 from armillary.data._iterator import DistributedIterator as DistributedIterator
-from armillary.data._layout import Active as Active
-from armillary.data._layout import BatchLayout as BatchLayout
-from armillary.data._layout import Peers as Peers
 from armillary.data._options import InputOptions as InputOptions
-from armillary.data._source import Source as Source
-from armillary.data._source import SourceIterator as SourceIterator
-from armillary.data._source import as_source as as_source
+from armillary.data.sources._arrays import ArrayDataset as ArrayDataset
+from armillary.data.sources._arrays import from_arrays as from_arrays
+from armillary.data.sources._source import Source as Source
+from armillary.data.sources._source import SourceIterator as SourceIterator
+from armillary.data.sources._source import as_source as as_source
 
 __all__ = [
-    "Active",
     "ArrayDataset",
-    "BatchLayout",
     "DistributedDataset",
     "DistributedIterator",
     "InputContext",
     "InputOptions",
-    "Peers",
     "Source",
     "SourceIterator",
     "as_source",

@@ -10,20 +10,20 @@ import json
 import weakref
 from typing import Any
 
-from armillary._typing import PyTree
-from armillary.data._arrays import ArrayDataset
-from armillary.data._feed import Feed, Progress
-from armillary.data._gather import make_gather
 from armillary.data._iterator import DistributedIterator
 from armillary.data._layout import BatchLayout
-from armillary.data._lockstep import Lockstep
 from armillary.data._options import InputOptions
-from armillary.data._position import Position, decode_position, encode_position
-from armillary.data._reader import BatchReader
-from armillary.data._source import as_source
-from armillary.data._split import Splitter
-from armillary.data._stream import BatchStream
+from armillary.data.feed._feed import Feed, Progress
+from armillary.data.feed._gather import make_gather
+from armillary.data.feed._lockstep import Lockstep
+from armillary.data.feed._position import Position, decode_position, encode_position
+from armillary.data.feed._reader import BatchReader
+from armillary.data.feed._split import Splitter
+from armillary.data.feed._stream import BatchStream
+from armillary.data.sources._arrays import ArrayDataset
+from armillary.data.sources._source import as_source
 from armillary.errors import DatasetStateError
+from armillary.typing import PyTree
 
 _PIPELINES = "pipelines"
 _EXACT_NEEDS_ONE_DATASET = (

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from armillary._typing import PyTree
-from armillary.data._feed import Feed
 from armillary.data._layout import Active
-from armillary.data._position import Position
-from armillary.data._reader import BatchReader
+from armillary.data.feed._feed import Feed
+from armillary.data.feed._position import Position
+from armillary.data.feed._reader import BatchReader
+from armillary.typing import PyTree
 
 if TYPE_CHECKING:
     from armillary.data._dataset import DistributedDataset

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
-from armillary._typing import PyTree
+from armillary.typing import PyTree
 
 Active: TypeAlias = int | tuple[int, ...]
 """Which replicas have data: so many, the first ones, or those of these numbers."""

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from armillary._typing import PyTree
+from armillary.typing import PyTree
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:

@@ -15,30 +15,27 @@ from jax.sharding import Mesh, Sharding
 
 from armillary._checks import check_callable
 from armillary._traceback import hides_frames
-from armillary._typing import PyTree
-from armillary.cluster import ClusterResolver
 from armillary.cluster._peers import Peers
-from armillary.data import (
-    ArrayDataset,
-    BatchLayout,
-    DistributedDataset,
-    InputContext,
-    InputOptions,
-    from_arrays,
-)
-from armillary.data._layout import hosted_replicas
-from armillary.distribute._collectives import double_reduction_message
-from armillary.distribute._context import (
+from armillary.cluster.resolvers._resolver import ClusterResolver
+from armillary.data._dataset import DistributedDataset
+from armillary.data._input_context import InputContext
+from armillary.data._layout import BatchLayout, hosted_replicas
+from armillary.data._options import InputOptions
+from armillary.data.sources._arrays import ArrayDataset, from_arrays
+from armillary.distribute._dispatch import Dispatch
+from armillary.distribute.replica._collectives import double_reduction_message
+from armillary.distribute.replica._context import (
     Scope,
     get_running_context,
     lifted_state,
     merging_replica,
     require_cross_replica_context,
 )
-from armillary.distribute._dispatch import Dispatch
-from armillary.distribute._values import ReduceOp, is_inside, is_per_replica
+from armillary.distribute.replica._values import ReduceOp, is_inside, is_per_replica
 from armillary.errors import DoubleReductionError
-from armillary.state import Slot, State
+from armillary.state._lift import State
+from armillary.state._slots import Slot
+from armillary.typing import PyTree
 
 
 class ValueContext(NamedTuple):

@@ -8,17 +8,11 @@ command line that is `armillary goodput RUN_DIR`.
 """
 
 from armillary.goodput._category import Category as Category
-from armillary.goodput._recorder import Recorder as Recorder
-from armillary.goodput._recorder import make_recorder as make_recorder
 from armillary.goodput._report import Goodput as Goodput
 from armillary.goodput._report import read_goodput as read_goodput
-from armillary.goodput._stopwatch import get_stopwatch as get_stopwatch
 
 __all__ = [
     "Category",
     "Goodput",
-    "Recorder",
-    "get_stopwatch",
-    "make_recorder",
     "read_goodput",
 ]

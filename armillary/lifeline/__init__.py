@@ -18,24 +18,4 @@ and without a name, recoverable tasks included. A `missed_heartbeat_callback` in
 aborts as well. And a process that is only stopped for 10 s would count as dead.
 """
 
-from armillary.lifeline._ending import finish_first as finish_first
-from armillary.lifeline._ending import put_off_aborts as put_off_aborts
-from armillary.lifeline._lifeline import Lifeline as Lifeline
-from armillary.lifeline._lifeline import get_lifeline as get_lifeline
-from armillary.lifeline._lifeline import set_lifeline as set_lifeline
-from armillary.lifeline._link import Link as Link
-from armillary.lifeline._link import connect as connect
-from armillary.lifeline._link import listen as listen
-from armillary.lifeline._report import Place as Place
-
-__all__ = [
-    "Lifeline",
-    "Link",
-    "Place",
-    "connect",
-    "finish_first",
-    "get_lifeline",
-    "listen",
-    "put_off_aborts",
-    "set_lifeline",
-]
+__all__: list[str] = []

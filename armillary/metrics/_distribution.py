@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from armillary._typing import PyTree
 from armillary.metrics._counts import Counts
 from armillary.metrics._labeled import CountingMetric
-from armillary.summary import Histogram
-from armillary.summary._values import NUM_BUCKETS, as_arrays, count_values
+from armillary.summary._values import NUM_BUCKETS, Histogram, as_arrays, count_values
+from armillary.typing import PyTree
 
 
 class Distribution(CountingMetric):

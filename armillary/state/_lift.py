@@ -254,6 +254,16 @@ class State:
             yield slot, list(leaves[start:stop])
 
 
+def find_slots(root: Any, path: str = "") -> list[Slot]:
+    """Returns every slot that `root` reaches, each place once, in a fixed order."""
+    return list(State([(root, path)]).slots)
+
+
+def has_state(root: Any) -> bool:
+    """Returns whether `root` reaches any slot."""
+    return bool(find_slots(root))
+
+
 def strong(leaf: Any) -> jax.Array:
     """Returns `leaf` as an array whose dtype does not give way in arithmetic."""
     array = as_array(leaf)

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
-from armillary._typing import PyTree
 from armillary.errors import StateStructureError
 from armillary.state._holders import Part
 from armillary.state._opaque import is_array, is_equal
 from armillary.state._slots import Held, Slot, describe, join_keys
+from armillary.typing import PyTree
 
 
 class PlaceSlot(Slot):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from armillary._typing import PyTree
+from armillary.typing import PyTree
 
 
 class Role(enum.Enum):

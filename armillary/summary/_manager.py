@@ -11,11 +11,11 @@ from jax.core import Tracer
 
 from armillary._checks import answers_old_names, check_callable
 from armillary._process import get_process
-from armillary._typing import Output
-from armillary.distribute import PerReplica
+from armillary.distribute.replica._values import PerReplica
 from armillary.summary._tensorboard import TensorBoardWriter
 from armillary.summary._values import Histogram, Summary
 from armillary.summary._writer import SummaryWriter
+from armillary.typing import Output
 
 _NUMBERS = (np.bool_, np.integer, np.floating)
 

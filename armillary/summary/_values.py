@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from armillary._logging import logger
-from armillary._typing import PyTree
-from armillary.distribute import PerReplica
+from armillary.distribute.replica._values import PerReplica
+from armillary.typing import PyTree
 
 # A bucket is what floats of 32 bits share in their first 12: the sign, the exponent and
 # three bits of the fraction. So its ends are an eighth of a power of two apart.

@@ -16,17 +16,17 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from armillary._controller import Controller
-from armillary._runner import AbstractEvaluator, AbstractTrainer
 from armillary.actions import SaveCheckpointIfPreempted, _save_if_preempted
 from armillary.actions._grace_period import GracePeriod
 from armillary.checkpoint import Checkpoint, CheckpointManager
 from armillary.checkpoint._store import Store
 from armillary.cluster import SimpleClusterResolver, TerminationConfig
 from armillary.cluster._peers import Peers
+from armillary.controller._controller import Controller
 from armillary.errors import CheckpointError
 from armillary.goodput import read_goodput
 from armillary.launch import ExitCode
+from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 from tests.peers import run_together
 
 

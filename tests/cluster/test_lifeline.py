@@ -9,7 +9,7 @@ import pytest
 
 from armillary.cluster import _lifeline as module
 from armillary.cluster._peers import Peers
-from armillary.lifeline import Lifeline
+from armillary.lifeline._lifeline import Lifeline
 from tests.peers import Store
 
 

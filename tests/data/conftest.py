@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from armillary._typing import PyTree
 from armillary.data import DistributedDataset
-from armillary.data._split import HostBatch
+from armillary.data.feed._split import HostBatch
+from armillary.typing import PyTree
 from tests.feeds import open_reader
 
 

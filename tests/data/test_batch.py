@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from armillary.data import as_source
-from armillary.data._batch import check_batch, get_signature
+from armillary.data.sources._batch import check_batch, get_signature
 from armillary.errors import BatchSizeError
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from armillary.data import DistributedDataset, InputOptions, from_arrays
-from armillary.data._position import decode_position
+from armillary.data.feed._position import decode_position
 from armillary.errors import BatchSizeError, DatasetStateError
 from tests import problems
 from tests.feeds import open_reader

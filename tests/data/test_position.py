@@ -4,7 +4,7 @@ import random
 import numpy as np
 import pytest
 
-from armillary.data._position import Position, decode_position, encode_position
+from armillary.data.feed._position import Position, decode_position, encode_position
 from armillary.errors import DatasetStateError
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from armillary.data._prefetch import Prefetcher
+from armillary.data.feed._prefetch import Prefetcher
 
 
 def count_threads():

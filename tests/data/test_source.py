@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from armillary.data import DistributedDataset, Source, as_source, from_arrays
-from armillary.data._position import Position, decode_position, encode_position
+from armillary.data.feed._position import Position, decode_position, encode_position
 from armillary.errors import DatasetStateError
 from tests import problems
 

@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from armillary.distribute._differences import Differences, mark
-from armillary.distribute._varying import corrected_types
+from armillary.distribute.replica._differences import Differences, mark
+from armillary.distribute.replica._varying import corrected_types
 
 ROW, EQUAL = PartitionSpec("replica"), PartitionSpec()
 

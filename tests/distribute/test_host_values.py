@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import armillary
-from armillary.distribute._host_values import guarded_host_values
+from armillary.distribute.program._host_values import guarded_host_values
 from armillary.errors import CapturedStateError
 from tests.problems import make_strategy
 

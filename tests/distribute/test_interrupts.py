@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from armillary.distribute import _interrupts, uninterrupted
+from armillary.distribute import _interrupts
+from armillary.distribute.program._signals import uninterrupted
 
 
 class StopError(Exception):

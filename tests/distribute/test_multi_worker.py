@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import armillary
-from armillary.distribute._same_program import check_same_program
+from armillary.distribute.program._same_program import check_same_program
 from armillary.errors import DatasetStateError, PeerError
 from tests.peers import run_together
 

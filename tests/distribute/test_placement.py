@@ -8,7 +8,7 @@ from flax import nnx
 
 import armillary
 from armillary.data import from_arrays
-from armillary.loops._program import Program
+from armillary.trainer._program import Program
 
 STRATEGIES = {
     "default": armillary.DefaultStrategy,

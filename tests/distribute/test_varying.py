@@ -10,7 +10,7 @@ from jax.extend import core
 
 import armillary
 from armillary.distribute import _varying
-from armillary.distribute._varying import corrected_types
+from armillary.distribute.replica._varying import corrected_types
 
 BIND = core.Primitive.bind
 

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from armillary.goodput import Category, Recorder, make_recorder
+from armillary.goodput import Category
+from armillary.goodput._recorder import Recorder, make_recorder
 from armillary.goodput._report import add_up
 
 

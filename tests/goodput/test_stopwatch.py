@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from armillary.goodput import Category, get_stopwatch
-from armillary.goodput._stopwatch import Stopwatch
+from armillary.goodput import Category
+from armillary.goodput._stopwatch import Stopwatch, get_stopwatch
 
 
 def spent(stopwatch):

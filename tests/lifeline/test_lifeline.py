@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
-from armillary.lifeline import Lifeline, Link, Place, _link, connect, listen
 from armillary.lifeline import _lifeline as module
+from armillary.lifeline import _link
+from armillary.lifeline._lifeline import Lifeline
+from armillary.lifeline._link import Link, connect, listen
+from armillary.lifeline._report import Place
 
 TOKEN = "secret"
 

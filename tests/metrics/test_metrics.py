@@ -12,7 +12,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 import armillary
 from armillary import metrics
 from armillary.data import from_arrays
-from armillary.state import find_slots
+from armillary.state._lift import find_slots
 from tests.problems import make_strategy
 
 LOGITS = jnp.array([[0.1, 0.9, 0.0], [0.5, 0.2, 0.3], [0.2, 0.2, 0.6]])

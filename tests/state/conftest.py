@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from armillary.distribute import trace_step
-from armillary.state import State
+from armillary.distribute.program._trace import trace_step
+from armillary.state._lift import State
 
 RunLifted = Callable[..., State]
 

@@ -9,7 +9,8 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.state import Access, State, make_picker
+from armillary.state._access import Access, make_picker
+from armillary.state._lift import State
 
 
 class Holder:

@@ -8,9 +8,10 @@ import pytest
 from flax import nnx
 from flax.errors import TraceContextError
 
-from armillary.distribute import trace_step
+from armillary.distribute.program._trace import trace_step
 from armillary.errors import CapturedStateError
-from armillary.state import State, find_constants
+from armillary.state._lift import State
+from armillary.state._same import find_constants
 
 global_model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
 FIX = (

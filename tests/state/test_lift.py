@@ -16,7 +16,7 @@ from flax import nnx
 
 import armillary
 from armillary.errors import StateStructureError
-from armillary.state import State, as_array, strong
+from armillary.state._lift import State, as_array, strong
 
 
 class Holder:

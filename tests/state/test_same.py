@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from armillary.state import Fingerprint
+from armillary.state._same import Fingerprint
 
 
 def trace(fn: Callable[[Any], Any]) -> Any:

@@ -15,7 +15,8 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.state import Role, find_slots, has_state
+from armillary.state._lift import find_slots, has_state
+from armillary.state._slots import Role
 from armillary.state._walk import Walk
 
 GLOBAL_MODULE = nnx.Linear(2, 2, rngs=nnx.Rngs(0))

@@ -1,0 +1,3 @@
+"""What each scheduler tells a process: which one it is, of how many, and who leads."""
+
+__all__: list[str] = []

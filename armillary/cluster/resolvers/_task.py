@@ -1,0 +1,59 @@
+"""What a process is in its cluster: the job it belongs to and its number there."""
+
+from typing import Any
+
+from armillary._checks import check_not_negative_int, check_one_of
+from armillary.cluster.resolvers._spec import ClusterSpec
+
+TASK_TYPES = ("chief", "worker", "ps", "evaluator")
+"""The jobs of `tf.distribute`; no other one has a meaning."""
+
+TRAINING_TASK_TYPES = ("chief", "worker")
+"""The jobs whose processes train together, in the order of their process ids."""
+
+
+def check_task(
+    cluster_spec: ClusterSpec,
+    task_type: Any,
+    task_id: Any,
+    *,
+    type_name: str = "task_type",
+    id_name: str = "task_id",
+) -> None:
+    """Raises if no task of the cluster has this type and number.
+
+    An evaluator need not be in the cluster: nobody connects to it. A cluster without
+    any job is a single process, which may call itself anything.
+
+    Args:
+        cluster_spec: The cluster.
+        task_type: The job.
+        task_id: The index within it.
+        type_name: What `task_type` is called in messages.
+        id_name: What `task_id` is called in messages.
+
+    Raises:
+        ValueError: If the job is unknown or not in the cluster, or the index is not one
+            of its tasks.
+    """
+    check_one_of(type_name, task_type, TASK_TYPES)
+    check_not_negative_int(id_name, task_id)
+    if not cluster_spec:
+        return
+    if task_type not in cluster_spec.jobs:
+        if task_type == "evaluator":
+            return
+        jobs = ", ".join(repr(job) for job in cluster_spec.jobs)
+        raise ValueError(
+            f"`{type_name}` is {task_type!r}, but the cluster has no such job: its "
+            f"jobs are {jobs}. Use one of these, or add the addresses of the "
+            f"{task_type!r} tasks to the cluster."
+        )
+    indices = cluster_spec.task_indices(task_type)
+    if task_id not in indices:
+        listed = ", ".join(str(index) for index in indices)
+        raise ValueError(
+            f"`{id_name}` is {task_id}, but the {task_type!r} tasks of the cluster are "
+            f"{listed}. Use one of these, or add the address of {task_type} {task_id} "
+            "to the cluster."
+        )

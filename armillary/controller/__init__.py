@@ -1,0 +1,9 @@
+"""The outer loop: Python that runs between loops of training.
+
+`Controller` trains, evaluates, saves, restores, logs and stops. The other files are
+what it calls, one idea each.
+"""
+
+from armillary.controller._controller import Controller as Controller
+
+__all__ = ["Controller"]

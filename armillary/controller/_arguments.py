@@ -1,0 +1,163 @@
+"""Checks of what a controller and its methods are given, before anything is touched."""
+
+from collections.abc import Callable, Iterable
+from numbers import Real
+from typing import Any
+
+from armillary._checks import (
+    check_callable,
+    check_methods,
+    check_num_steps,
+    check_positive_int,
+    is_positive_int,
+)
+from armillary.typing import Action
+
+
+def check_runners(trainer: Any, evaluator: Any) -> None:
+    """Raises if both are missing, or lack the method that the controller calls.
+
+    Raises:
+        ValueError: If both are `None`.
+        TypeError: If one is a class or has no `train` or `evaluate` method.
+    """
+    if trainer is None and evaluator is None:
+        raise ValueError(
+            "`trainer` and `evaluator` are both None, but a controller needs at least "
+            "one of them. Pass `trainer=...`, `evaluator=...` or both."
+        )
+    if trainer is not None:
+        fix = "Derive it from `armillary.StandardTrainer` or `AbstractTrainer`."
+        check_methods("trainer", trainer, ["train"], fix)
+    if evaluator is not None:
+        fix = "Derive it from `armillary.StandardEvaluator` or `AbstractEvaluator`."
+        check_methods("evaluator", evaluator, ["evaluate"], fix)
+
+
+def check_intervals(trainer: Any, steps_per_loop: Any, summary_interval: Any) -> None:
+    """Raises if the numbers of steps are not positive or do not fit each other.
+
+    Raises:
+        ValueError: If `steps_per_loop` is missing where a trainer needs it, if a value
+            is not positive, or `summary_interval` is no multiple of `steps_per_loop`.
+    """
+    if trainer is not None and steps_per_loop is None:
+        raise ValueError(
+            "`steps_per_loop` is None, but a controller with a `trainer` needs it. "
+            "Pass the steps of one inner loop, such as `steps_per_loop=100`."
+        )
+    if summary_interval is not None:
+        check_positive_int("summary_interval", summary_interval)
+    if steps_per_loop is None or callable(steps_per_loop):
+        return
+    check_positive_int("steps_per_loop", steps_per_loop)
+    if summary_interval is not None and summary_interval % steps_per_loop:
+        larger = (summary_interval // steps_per_loop + 1) * steps_per_loop
+        raise ValueError(
+            f"`summary_interval` is {summary_interval}, but it must be a multiple of "
+            f"`steps_per_loop` ({steps_per_loop}), because summaries are written "
+            f"between loops. Use `summary_interval={larger}`."
+        )
+
+
+def check_steps_returned(num_steps: Any, step: int) -> int:
+    """Returns what a function given as `steps_per_loop` returned, as an `int`.
+
+    Raises:
+        ValueError: If it is not an integer of at least 1.
+    """
+    if not is_positive_int(num_steps):
+        raise ValueError(
+            f"The function `steps_per_loop` returned {num_steps!r} at global step "
+            f"{step}, but it must return how many steps the next loop has, a positive "
+            "integer. Return at least 1 at every step, such as "
+            "`max(1, int(num_steps))`."
+        )
+    return int(num_steps)
+
+
+def check_hang_timeout(seconds: Any) -> None:
+    """Raises if it is given and no time that can pass.
+
+    Raises:
+        ValueError: If it is not a positive, finite number.
+    """
+    if seconds is None:
+        return
+    is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
+    if not is_number or not 0 < float(seconds) < float("inf"):
+        raise ValueError(
+            f"`hang_timeout` is {seconds!r}, but it must be a positive number of "
+            "seconds. Use `hang_timeout=600`, or `None` to wait for ever."
+        )
+
+
+def as_actions(name: str, actions: Iterable[Action] | None) -> tuple[Action, ...]:
+    """Returns `actions` as a tuple; `None` means there are none.
+
+    Raises:
+        TypeError: If `actions` is a single action, or one of them is not callable.
+    """
+    if callable(actions):
+        raise TypeError(
+            f"`{name}` is {actions!r}, but it must be a sequence of actions. "
+            f"Use `{name}=[action]`."
+        )
+    as_tuple = tuple(actions or ())
+    for index, action in enumerate(as_tuple):
+        check_callable(f"{name}[{index}]", action)
+    return as_tuple
+
+
+def check_managers(strategy: Any, checkpoint_manager: Any) -> None:
+    """Raises if one is given and lacks the methods that the controller calls.
+
+    Raises:
+        TypeError: If a method is missing.
+    """
+    if strategy is not None:
+        fix = "Use a strategy such as `armillary.MirroredStrategy()`."
+        check_methods("strategy", strategy, ["scope"], fix)
+    if checkpoint_manager is not None:
+        methods = [
+            "save",
+            "restore",
+            "restore_or_initialize",
+            "sync",
+            "bind_step_counter",
+            "is_due",
+            "has_saved_step",
+            "checkpoint",
+        ]
+        fix = "Use `armillary.CheckpointManager(checkpoint, directory)`."
+        check_methods("checkpoint_manager", checkpoint_manager, methods, fix)
+
+
+def require(controller: Any, attribute: str, *, for_method: str) -> Any:
+    """Returns an attribute of a controller that a method needs.
+
+    Raises:
+        ValueError: If it was not given.
+    """
+    value = getattr(controller, attribute)
+    if value is None:
+        raise ValueError(
+            f"`{attribute}` is None, but `{for_method}` needs it. Pass "
+            f"`{attribute}=...` to `Controller`."
+        )
+    return value
+
+
+def check_target(name: str, steps: Any, read_step: Callable[[], int]) -> None:
+    """Raises if training cannot go on from the current global step up to `steps`.
+
+    Raises:
+        ValueError: If `steps` is neither -1 nor positive, or has been passed.
+    """
+    check_num_steps(name, steps)
+    step = read_step()
+    if steps != -1 and steps < step:
+        raise ValueError(
+            f"`{name}` is {steps}, but the global step is already {step}, and "
+            f"`{name}` is the step to train up to. Use `{name}={step}` or more."
+        )

@@ -1,0 +1,506 @@
+"""The outer loop: trains, evaluates, saves, restores, logs and stops.
+
+Read `Controller.train_and_evaluate` first: everything else is what it calls. A *loop*
+is one call of `trainer.train`; whatever happens between steps happens at the boundary
+of two loops, in the order of `_train_until` and `TrainLoops.run`.
+"""
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from armillary._checks import (
+    answers_old_names,
+    check_callable,
+    check_not_negative,
+    check_num_steps,
+    check_positive_int,
+)
+from armillary._logging import ensure_visible, logger
+from armillary._traceback import hides_frames
+from armillary.cluster._join import get_peers
+from armillary.controller._arguments import (
+    as_actions,
+    check_hang_timeout,
+    check_intervals,
+    check_managers,
+    check_runners,
+    check_steps_returned,
+    check_target,
+    require,
+)
+from armillary.controller._evaluation import Evaluation
+from armillary.controller._new_checkpoints import restore_if_good, watch_checkpoints
+from armillary.controller._progress import log_line
+from armillary.controller._saving import Saving
+from armillary.controller._stop_request import StopRequest
+from armillary.controller._train_loops import TrainLoops
+from armillary.controller._training_end import begin_training, end_training, read_end
+from armillary.goodput._recorder import make_recorder
+from armillary.lifeline._lifeline import get_lifeline
+from armillary.state._step_counter import as_step_counter
+from armillary.summary._manager import NoopSummaryManager, SummaryManager
+from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
+from armillary.typing import Action, Output
+
+if TYPE_CHECKING:
+    from armillary.checkpoint._manager import CheckpointManager
+    from armillary.distribute._strategy import Strategy
+
+_DATA_ENDED = "the data ended, training ends here."
+_DATA_ENDED_BEFORE = (
+    "the data had ended before, and a trainer goes through it once. For several "
+    "epochs, repeat it in the data set (`from_arrays(..., repeat=True)`) and train up "
+    "to a step, or assign a new data set to `trainer.train_dataset`."
+)
+
+
+@answers_old_names(
+    enable_async_checkpointing="Leave it out: every save goes on in the background."
+)
+class Controller:
+    """Runs the outer loop around a trainer and an evaluator.
+
+    There are four loops: `train` up to a global step, `evaluate` once,
+    `train_and_evaluate` in turns, and `evaluate_continuously` for a job that evaluates
+    the checkpoints of another one. Training is, in short::
+
+        restore the latest checkpoint                   # when constructed
+        while global_step < steps and nobody asked to stop and data is left:
+            output = trainer.train(num_steps)           # at most steps_per_loop
+            log(output); write_summaries(output)
+            for action in train_actions: action(output)
+            checkpoint_manager.save(check_interval=True)
+        checkpoint_manager.save()
+
+    Several calls in a row on one controller work; each goes on at the global step that
+    the last one reached. An exception of the user's code reaches the caller, after
+    summaries are flushed and pending saves are on disk.
+
+    Constructing a controller restores the latest checkpoint. If the program configured
+    no logging, it also makes the `armillary` logger print to stderr.
+
+    Args:
+        global_step: What counts training steps: a variable that the steps advance, such
+            as `optimizer.step`, or a function without arguments that returns the step.
+        trainer: Runs the training steps. Needed by `train` and `train_and_evaluate`.
+        evaluator: Runs evaluations. Needed by the loops that evaluate.
+        strategy: Its scope is entered wherever the trainer, the evaluator, an action or
+            a restore runs. `None` enters no scope.
+        train_actions: Called with the output of each loop of training, after it is
+            logged and before a checkpoint is saved.
+        eval_actions: Called with the output of each evaluation, after it is logged.
+        steps_per_loop: Steps in one call of `trainer.train`, or a function from the
+            global step to that number. Required with a trainer. A larger value hides
+            more Python time, and delays logging, saving and stopping by as many steps.
+        checkpoint_manager: Saves and restores. It saves during training if it has a
+            `checkpoint_interval`, and at the end in any case. `None` saves nothing.
+        summary_interval: Steps between training summaries, a multiple of
+            `steps_per_loop`. `None` writes them after each loop.
+        summary_dir: Directory of the training summaries. `None` writes none.
+        eval_summary_dir: Directory of the evaluation summaries. `None` takes
+            `summary_dir`.
+        summary_manager: Takes the place of the one made from `summary_dir`.
+        eval_summary_manager: Takes the place of the one made from `eval_summary_dir`.
+        hang_timeout: Seconds after which the program counts as stuck if it has not gone
+            on: it prints where it is, where all processes are if there are several, and
+            ends with `ExitCode.RESTART_REQUESTED`. It must exceed the longest loop,
+            evaluation, save and action; time in XLA's compiler does not count. `None`
+            waits for ever.
+
+    Attributes:
+        global_step: As given, like all arguments; attributes are for reading only and
+            exist always, `None` or empty where nothing was given.
+        steps_per_loop: Steps in the next loop, at the current global step.
+
+    Raises:
+        ValueError: If trainer and evaluator are both missing, if `steps_per_loop` is
+            missing or not positive, or if `summary_interval` does not fit it.
+        TypeError: If an argument lacks the methods that the controller calls.
+    """
+
+    @hides_frames
+    def __init__(
+        self,
+        *,
+        global_step: Any,
+        trainer: AbstractTrainer | None = None,
+        evaluator: AbstractEvaluator | None = None,
+        strategy: "Strategy | None" = None,
+        train_actions: Iterable[Action] | None = (),
+        eval_actions: Iterable[Action] | None = (),
+        steps_per_loop: int | Callable[[int], int] | None = None,
+        checkpoint_manager: "CheckpointManager | None" = None,
+        summary_interval: int | None = None,
+        summary_dir: str | os.PathLike[str] | None = None,
+        eval_summary_dir: str | os.PathLike[str] | None = None,
+        summary_manager: SummaryManager | NoopSummaryManager | None = None,
+        eval_summary_manager: SummaryManager | NoopSummaryManager | None = None,
+        hang_timeout: float | None = None,
+    ) -> None:
+        self._read_step = as_step_counter(global_step)
+        check_runners(trainer, evaluator)
+        check_intervals(trainer, steps_per_loop, summary_interval)
+        check_managers(strategy, checkpoint_manager)
+        check_hang_timeout(hang_timeout)
+
+        self.global_step = global_step
+        self.trainer = trainer
+        self.evaluator = evaluator
+        self.strategy = strategy
+        self.train_actions = as_actions("train_actions", train_actions)
+        self.eval_actions = as_actions("eval_actions", eval_actions)
+        self.checkpoint_manager = checkpoint_manager
+        self.summary_interval = summary_interval
+        self.hang_timeout = hang_timeout
+        if eval_summary_manager is None and eval_summary_dir not in (None, summary_dir):
+            eval_summary_manager = self._make_summary_manager(eval_summary_dir)
+        if summary_manager is None and summary_dir is not None:
+            summary_manager = self._make_summary_manager(summary_dir)
+        self.summary_manager = summary_manager or NoopSummaryManager()
+        self.eval_summary_manager = eval_summary_manager or self.summary_manager
+        self._steps_per_loop = steps_per_loop
+        self._scope = contextlib.nullcontext if strategy is None else strategy.scope
+        self._directory = getattr(checkpoint_manager, "directory", None)
+        self._goodput = make_recorder(None if trainer is None else self._directory)
+        self._stop = StopRequest()
+        shared = (self._read_step, self._scope, self._goodput)
+        self._saving = Saving(checkpoint_manager, trainer, *shared)
+        self._loops = TrainLoops(
+            trainer,
+            *shared,
+            summary_manager=self.summary_manager,
+            summary_interval=summary_interval,
+            actions=self.train_actions,
+        )
+        self._evaluation = Evaluation(
+            evaluator,
+            *shared,
+            summary_manager=self.eval_summary_manager,
+            actions=self.eval_actions,
+        )
+
+        ensure_visible()
+        if checkpoint_manager is not None:
+            checkpoint_manager.bind_step_counter(global_step)
+            self.restore_checkpoint()
+
+    @property
+    def steps_per_loop(self) -> int | None:
+        """Steps in the next loop, or `None` for a controller without a trainer."""
+        if self._steps_per_loop is None:
+            return None
+        return self._num_steps_at(self._read_step())
+
+    @hides_frames
+    def train(self, steps: int = -1, checkpoint_at_completion: bool = True) -> None:
+        """Trains up to a global step, until the data ends or a stop is requested.
+
+        Args:
+            steps: The global step to train up to, not a number of further steps. -1
+                trains until the data ends or a stop is requested.
+            checkpoint_at_completion: Whether to save at the end, unless the last loop
+                did. A stop request saves in any case.
+
+        Raises:
+            ValueError: If there is no trainer, or `steps` is neither -1 nor positive,
+                or lies before the current global step.
+            GlobalStepError: If `trainer.train` did not advance the global step by the
+                number of steps it was asked for.
+            NonFiniteError: If a step left values that are not finite, and the trainer's
+                `on_non_finite` is `"raise"`.
+            ReplicaDivergenceError: If the trainer's `check_replicas_every` found copies
+                of the state that differ.
+        """
+        require(self, "trainer", for_method="train")
+        check_target("steps", steps, self._read_step)
+        with self._record(), self._run():
+            self._train_until(steps)
+            if checkpoint_at_completion or self._stop.is_agreed():
+                self._saving.finish()
+
+    @hides_frames
+    def evaluate(self, steps: int = -1) -> Output:
+        """Evaluates once, at the current state.
+
+        Args:
+            steps: Steps to evaluate. -1 runs until the evaluation data ends.
+
+        Returns:
+            What the evaluator returned, with NumPy values; empty if that was `None`.
+
+        Raises:
+            ValueError: If there is no evaluator, or `steps` is neither -1 nor positive.
+        """
+        require(self, "evaluator", for_method="evaluate")
+        check_num_steps("steps", steps)
+        with self._watch():
+            return self._evaluation.run(steps)
+
+    @hides_frames
+    def train_and_evaluate(
+        self, train_steps: int, eval_steps: int = -1, eval_interval: int | None = None
+    ) -> Output:
+        """Trains and evaluates in turns, and evaluates once more at the end.
+
+        Evaluations are at global steps that are multiples of `eval_interval`, however
+        often the run was interrupted between them. The end is evaluated exactly once:
+        at `train_steps`, or where the data ended or a stop was requested. The last
+        checkpoint is saved before it, so that it cannot be lost to a failing
+        evaluation.
+
+        Args:
+            train_steps: The global step to train up to, or -1 as in `train`.
+            eval_steps: Steps of each evaluation, or -1 as in `evaluate`.
+            eval_interval: Training steps between evaluations. A loop that would run
+                past one is shortened. `None` evaluates only at the end.
+
+        Returns:
+            The output of the last evaluation.
+
+        Raises:
+            ValueError: If there is no trainer or no evaluator, if `train_steps` or
+                `eval_steps` is neither -1 nor positive, or if `eval_interval` is not
+                positive.
+            GlobalStepError: As in `train`.
+        """
+        require(self, "trainer", for_method="train_and_evaluate")
+        require(self, "evaluator", for_method="train_and_evaluate")
+        check_target("train_steps", train_steps, self._read_step)
+        check_num_steps("eval_steps", eval_steps)
+        if eval_interval is not None:
+            check_positive_int("eval_interval", eval_interval)
+        output: Output = None
+        evaluated_step = None
+        with self._record(), self._run():
+            goes_on = True
+            while goes_on:
+                goes_on = self._train_until(self._next_stop(train_steps, eval_interval))
+                step = self._read_step()
+                goes_on = goes_on and step != train_steps
+                if not goes_on:
+                    self._saving.save_if_needed()
+                if step != evaluated_step:
+                    output = self.evaluate(eval_steps)
+                    evaluated_step = step
+                goes_on = goes_on and not self._stop.is_agreed()
+            # An action of the evaluation may have asked to stop.
+            self._saving.finish()
+        return output
+
+    @hides_frames
+    def evaluate_continuously(
+        self,
+        steps: int = -1,
+        timeout: float | None = None,
+        timeout_fn: Callable[[], bool] | None = None,
+        until_step: int | None = None,
+    ) -> Output:
+        """Evaluates every checkpoint that appears in the manager's directory.
+
+        Starts with the checkpoints that are there, oldest first, and evaluates each
+        once. One that is damaged, or that the training job deletes before it is
+        restored, is skipped with a warning. Nothing is written to the directory.
+
+        It also returns when the program that trains has ended, after its last training
+        ended well, and its last checkpoint is evaluated: there is a file `DONE` in the
+        directory then. One that is there from the start counts five minutes later: a
+        training that goes on takes it away when it begins.
+
+        Args:
+            steps: Steps of each evaluation, or -1 as in `evaluate`.
+            timeout: Seconds to wait for a new checkpoint. `None` waits forever.
+            timeout_fn: Called after each timeout. If it returns true, no checkpoint
+                will follow and the method returns. `None` returns after the first.
+            until_step: The global step that training goes up to: the method returns
+                once a checkpoint of this step or a later one is evaluated, however
+                often training was interrupted before. `None` knows no such step.
+
+        Returns:
+            The output of the last evaluation, or `None` if there was none.
+
+        Raises:
+            ValueError: If there is no evaluator or no checkpoint manager, if `steps` is
+                neither -1 nor positive, if `timeout` is negative, or if `until_step` is
+                not positive.
+            CheckpointMismatchError: If a checkpoint holds other leaves than this
+                program.
+        """
+        require(self, "evaluator", for_method="evaluate_continuously")
+        manager = require(
+            self, "checkpoint_manager", for_method="evaluate_continuously"
+        )
+        check_num_steps("steps", steps)
+        if timeout is not None:
+            check_not_negative("timeout", timeout)
+        if timeout_fn is not None:
+            check_callable("timeout_fn", timeout_fn)
+        if until_step is not None:
+            check_positive_int("until_step", until_step)
+        self._stop.clear()
+        output: Output = None
+        for path in watch_checkpoints(
+            lambda: manager.checkpoints,
+            lambda: read_end(self._directory),
+            timeout=timeout,
+            timeout_fn=timeout_fn,
+            should_stop=lambda: self._stop.reason is not None,
+        ):
+            if not restore_if_good(self.restore_checkpoint, path):
+                continue
+            output = self.evaluate(steps)
+            if until_step is not None and self._read_step() >= until_step:
+                break
+        self._stop.log(self._read_step)
+        return output
+
+    @hides_frames
+    def save_checkpoint(self) -> str:
+        """Saves a checkpoint now and waits until it is on disk.
+
+        Returns:
+            Its path.
+
+        Raises:
+            ValueError: If there is no checkpoint manager.
+            CheckpointError: If the checkpoint cannot be written.
+        """
+        require(self, "checkpoint_manager", for_method="save_checkpoint")
+        return self._saving.save_and_wait()
+
+    @hides_frames
+    def restore_checkpoint(
+        self, path: str | os.PathLike[str] | None = None
+    ) -> str | None:
+        """Restores a checkpoint.
+
+        Args:
+            path: The checkpoint. `None` takes the latest one; if there is none, the
+                checkpoint manager's `init_fn` runs.
+
+        Returns:
+            The path that was restored, or `None` if there is no checkpoint.
+
+        Raises:
+            ValueError: If there is no checkpoint manager.
+        """
+        require(self, "checkpoint_manager", for_method="restore_checkpoint")
+        return self._saving.restore(path)
+
+    def request_stop(self, reason: str) -> None:
+        """Ends the loop that is running at its next boundary, after saving.
+
+        May be called from actions, other threads and signal handlers; of several
+        processes, a request in one of them stops all at the same step. The reason is
+        logged when the loop ends; of several requests the first counts. A request
+        concerns the call in progress: a later call starts afresh.
+
+        Args:
+            reason: Why to stop, for the log.
+
+        Raises:
+            TypeError: If `reason` is not a string.
+        """
+        self._stop.make(reason)
+
+    def _make_summary_manager(
+        self, directory: str | os.PathLike[str]
+    ) -> SummaryManager:
+        manager = SummaryManager(directory)
+        # Its files stay open between calls, and nobody else closes them.
+        weakref.finalize(self, manager.close)
+        return manager
+
+    def _record(self) -> contextlib.AbstractContextManager[None]:
+        """Accounts for the time of a run."""
+        return self._goodput.run(self._read_step(), lambda: self._stop.reason is None)
+
+    def _watch(self) -> contextlib.AbstractContextManager[None]:
+        """Ends the process, from another thread, if it is stuck."""
+        return get_lifeline().watching(self.hang_timeout, self._goodput.find_place)
+
+    @contextlib.contextmanager
+    def _run(self) -> Iterator[None]:
+        """Starts a run without a stop request, and leaves nothing unwritten."""
+        self._stop.clear()
+        begin_training(self._directory)
+        try:
+            with self._watch():
+                yield
+        except BaseException as error:
+            peers = get_peers()
+            cause = None if peers is None else peers.explain(error)
+            for finish in (self._loops.report, self._finish_writes):
+                try:
+                    finish()
+                except Exception as later_error:
+                    if str(later_error) == str(error):
+                        continue  # It is the same one: what failed says so again.
+                    # The first error is the cause; the second must not replace it.
+                    error.add_note(f"Pending writes failed as well: {later_error!r}")
+                    logger.warning("Pending writes failed as well: %r", later_error)
+            if cause is not None:
+                raise cause from error
+            raise
+        self._finish_writes()
+        end_training(self._directory, self._read_step())
+        self._stop.log(self._read_step)
+
+    def _train_until(self, target: int) -> bool:
+        """Trains up to step `target`; returns whether training may go on after it."""
+        start = step = self._read_step()
+        if step == target:
+            log_line("train", step, f"already at step {target}, nothing to train.")
+        else:
+            goal = "the data ends" if target == -1 else f"step {target}"
+            log_line("train", step, f"training until {goal}...")
+            self._loops.prepare(self._num_steps_at(step))
+        while step != target and not self._stop.is_agreed():
+            num_steps = self._num_steps_at(step)
+            if target != -1:
+                num_steps = min(num_steps, target - step)
+            num_loops = self._num_loops_at(step, num_steps, target)
+            reached = self._loops.run(step, num_steps, num_loops)
+            if reached > step and self._saving.is_due(reached):
+                self._loops.report()
+                self._saving.save()
+            if (reached - step) % num_steps or reached == step:
+                self._loops.report()
+                message = _DATA_ENDED if reached > start else _DATA_ENDED_BEFORE
+                log_line("train", reached, message)
+                return False
+            step = reached
+        self._loops.report()
+        return not self._stop.is_agreed()
+
+    def _num_loops_at(self, step: int, num_steps: int, target: int) -> int:
+        """Returns how many loops of as many steps have nothing to do between them."""
+        count, most = 1, self._loops.num_ahead
+        if callable(self._steps_per_loop):
+            return 1
+        while count < most:
+            reached = step + count * num_steps
+            ends = target != -1 and reached + num_steps > target
+            if ends or self._saving.is_due(reached):
+                break
+            count += 1
+        return count
+
+    def _num_steps_at(self, step: int) -> int:
+        if not callable(self._steps_per_loop):
+            return check_positive_int("steps_per_loop", self._steps_per_loop)
+        return check_steps_returned(self._steps_per_loop(step), step)
+
+    def _next_stop(self, train_steps: int, eval_interval: int | None) -> int:
+        """Returns the global step of the next evaluation, or -1 for an open end."""
+        if eval_interval is None:
+            return train_steps
+        next_eval = (self._read_step() // eval_interval + 1) * eval_interval
+        return next_eval if train_steps == -1 else min(next_eval, train_steps)
+
+    def _finish_writes(self) -> None:
+        self.summary_manager.flush()
+        self.eval_summary_manager.flush()
+        self._saving.sync()

@@ -1,0 +1,53 @@
+"""Warns of what a restored checkpoint lacks, where a run would not go on as it was."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from armillary._logging import logger
+from armillary.data._dataset import DistributedDataset
+from armillary.data.sources._arrays import ArrayDataset
+from armillary.trainer._standard import StandardTrainer
+
+
+def warn_of_missing(
+    trainer: Any, objects: Mapping[str, Any], restored: str, step: int
+) -> None:
+    """Warns if steps or data begin anew although a checkpoint was restored.
+
+    Args:
+        trainer: Goes on from the checkpoint.
+        objects: What is in it.
+        restored: The path of the checkpoint.
+        step: The global step after it.
+    """
+    if not isinstance(trainer, StandardTrainer):
+        return
+    if step == 0 and not restored.rstrip("/").endswith("checkpoint_0"):
+        logger.warning(
+            "%s was restored, but the global step is still 0: what counts the steps is "
+            "not in the checkpoint, so all of them are trained again. Save it as well: "
+            "`Checkpoint(model=model, optimizer=optimizer)`.",
+            restored,
+        )
+    datasets = jax.tree.leaves(trainer.train_dataset, is_leaf=_is_dataset)
+    for dataset in datasets:
+        is_saved = any(dataset is value for value in objects.values())
+        if _can_be_saved(dataset) and not is_saved:
+            logger.warning(
+                "%s was restored, but the position of the training data is not in it, "
+                "so the first batches are read again. Save it as well: "
+                "`dataset = strategy.distribute_dataset(source)`, give that to the "
+                "trainer, and `train_dataset=dataset` to the `Checkpoint`.",
+                restored,
+            )
+            return
+
+
+def _is_dataset(value: Any) -> bool:
+    return isinstance(value, ArrayDataset | DistributedDataset)
+
+
+def _can_be_saved(dataset: Any) -> bool:
+    return _is_dataset(dataset) and dataset.is_repositionable

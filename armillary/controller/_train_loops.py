@@ -1,0 +1,203 @@
+"""Runs one loop of training after another, and reports each one.
+
+A report is a log line, summaries, and the train actions, in this order. It waits for
+the loop's output, so where it can wait itself, it comes when the next loop has begun.
+
+Where nothing has to happen between loops, the trainer is asked for several at once, so
+many that they take a moment. How many, no result depends on.
+"""
+
+import functools
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+from armillary._logging import logger
+from armillary.cluster._join import get_peers
+from armillary.controller._loop_report import LoopReport
+from armillary.controller._progress import find_non_finite, format_output, log_line
+from armillary.goodput._category import Category
+from armillary.goodput._recorder import Recorder
+from armillary.state._step_counter import StepCounter
+from armillary.summary._manager import NoopSummaryManager, SummaryManager
+from armillary.trainer._contract import AbstractTrainer
+from armillary.typing import Action
+
+# How long the device runs loops that are started together. As long as nobody minds
+# that a log line or a request to stop waits.
+_SECONDS_AHEAD = 0.25
+_MOST_AHEAD = 100
+
+
+class TrainLoops:
+    """The loops of one controller.
+
+    Args:
+        trainer: Runs the steps; may be `None` if no loop is run.
+        read_step: Returns the global step.
+        scope: Returns what is entered around the trainer and the actions.
+        goodput: Accounts for the time.
+        summary_manager: Writes the output of loops.
+        summary_interval: Steps between summaries; `None` writes them after each loop.
+        actions: Called with the output of each loop.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        read_step: StepCounter,
+        scope: Callable[[], AbstractContextManager[Any]],
+        goodput: Recorder,
+        *,
+        summary_manager: SummaryManager | NoopSummaryManager,
+        summary_interval: int | None,
+        actions: tuple[Action, ...],
+    ) -> None:
+        self._trainer, self._read_step = trainer, read_step
+        self._scope, self._goodput = scope, goodput
+        self._summary_manager = summary_manager
+        self._summary_interval = summary_interval
+        self._actions = actions
+        # Loops that were started, and outputs that came of them, not yet reported.
+        self._pending: deque[LoopReport] = deque()
+        self._outputs: deque[Callable[[], None]] = deque()
+        self._last_end = 0.0
+        self._seconds_per_loop = float("inf")
+        self._is_warned = False
+        self._executor = ThreadPoolExecutor(1, "armillary-report")
+        weakref.finalize(self, self._executor.shutdown, wait=False)
+
+    @property
+    def num_ahead(self) -> int:
+        """How many loops may be started together, for all that is known here."""
+        # All processes would have to know as much of the time, and an action may look
+        # at the state.
+        if self._actions or get_peers() is not None:
+            return 1
+        seconds = max(self._seconds_per_loop, _SECONDS_AHEAD / _MOST_AHEAD)
+        return max(1, int(_SECONDS_AHEAD / seconds))
+
+    def prepare(self, steps_per_loop: int) -> None:
+        """Tells the trainer how long loops are that nothing shortens."""
+        with self._scope():
+            _method(self._trainer, "prepare")(steps_per_loop)
+
+    def run(self, step: int, num_steps: int, num_loops: int) -> int:
+        """Runs loops from `step` on; returns the global step that they reach.
+
+        Args:
+            step: The global step.
+            num_steps: Steps of each loop.
+            num_loops: Most loops to run; at least one runs.
+        """
+        with self._goodput.phase(Category.STEPPING):
+            return self._run(step, num_steps, num_loops)
+
+    def _run(self, step: int, num_steps: int, num_loops: int) -> int:
+        start = time.perf_counter()
+        with self._scope():
+            started = _method(self._trainer, "start")(num_steps, num_loops)
+        loops = LoopReport(
+            self._trainer,
+            step,
+            num_steps,
+            started,
+            self._read_step,
+            start=start,
+            executor=self._executor,
+        )
+        self._pending.append(loops)
+        # The first loop is looked at before a second one runs, and so is every loop if
+        # actions need its output.
+        if self._last_end == 0 or self._actions or not started.may_overlap:
+            self.report()
+        else:
+            self.report(but=1)
+        return loops.reached
+
+    def report(self, but: int = 0) -> None:
+        """Waits for the loops that are not yet reported, and reports them.
+
+        Args:
+            but: How many of them are left out, the last ones.
+        """
+        self._report_outputs()
+        while len(self._pending) > but:
+            self._fetch_first()
+            self._report_outputs()
+
+    def _report_outputs(self) -> None:
+        while self._outputs:
+            # What begins while the device runs steps hides behind them.
+            is_hidden = self._pending and self._pending[-1].is_running
+            category = Category.STEPPING if is_hidden else Category.OTHER
+            with self._goodput.phase(category):
+                self._outputs.popleft()()
+
+    def _fetch_first(self) -> None:
+        loops = self._pending[0]
+        try:
+            with self._goodput.phase(Category.STEPPING):
+                outputs, speed, self._last_end = loops.fetch(self._last_end)
+        except Exception:
+            self._pending.clear()  # What was started after it has no effect.
+            raise
+        self._seconds_per_loop = loops.seconds_per_loop
+        self._goodput.mark("loop", loops.reached)
+        reports: list[Callable[[], None]] = []
+        step = loops.step
+        for reached, output in outputs:
+            # At the same step, the data had ended before: there is nothing to report.
+            if reached > step:
+                one = functools.partial(self._report_one, step, reached, output, speed)
+                reports.append(one)
+            step = reached
+        # Not before: Ctrl-C leaves it to be reported.
+        self._outputs.extend([*reports, self._summary_manager.flush])
+        self._pending.popleft()
+
+    def _report_one(
+        self, step: int, reached: int, output: dict[str, Any], speed: float
+    ) -> None:
+        log_line(
+            "train",
+            reached,
+            f"steps/sec: {speed: 6.1f}",
+            f"output: {format_output(output)}",
+        )
+        self._warn_once(reached, find_non_finite(output))
+        # A loop may start anywhere after a restore, so what counts is passing a
+        # multiple of the interval, not ending on one.
+        interval = self._summary_interval
+        if interval is None or reached // interval > step // interval:
+            values = {**output, "steps_per_second": speed}
+            self._summary_manager.write_summaries(values, step=reached)
+        if self._actions:
+            with self._scope():
+                for action in self._actions:
+                    action(output)
+
+    def _warn_once(self, step: int, bad: dict[str, Any]) -> None:
+        if not bad or self._is_warned:
+            return
+        self._is_warned = True
+        shown = ", ".join(f"`{path}` is {float(value)}" for path, value in bad.items())
+        logger.warning(
+            "At step %d, %s. To find the first such step, and the operation that made "
+            "the value, start again with `StandardTrainerOptions(on_non_finite="
+            '"raise")`. Frequent causes: a learning rate that is too high, the '
+            "logarithm of 0 or a division by it, and labels that are not among the "
+            "classes (negative, or as many as there are or more).",
+            step,
+            shown,
+        )
+
+
+def _method(trainer: Any, name: str) -> Callable[..., Any]:
+    """Returns a method that has a default, for a trainer of whatever class."""
+    default = functools.partial(getattr(AbstractTrainer, name), trainer)
+    return getattr(trainer, name, default)

@@ -1,0 +1,326 @@
+"""Feeds a loop: reads datasets ahead, and knows which part of them was used.
+
+Reading and using are apart. `next_chunk` reads, in a thread of its own if it is told
+to, and only `commit` moves the positions that the datasets report. So whatever is lost
+on the way, the feed drops all that it has read and reads it again from there::
+
+    set_state of a dataset, a step that is taken back    seek(positions)
+    Ctrl-C while the loop's own thread reads             seek(positions committed last)
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from armillary.data.feed._lockstep import check_same_chunk
+from armillary.data.feed._position import Position
+from armillary.data.feed._prefetch import Prefetcher
+from armillary.data.feed._reader import BatchReader
+from armillary.data.feed._split import HostBatch
+from armillary.data.feed._stream import BatchStream
+from armillary.errors import DatasetStateError
+
+if TYPE_CHECKING:
+    from armillary.data._dataset import DistributedDataset
+
+_CLOSE_TIMEOUT_SECONDS = 5.0
+
+
+class Item(Protocol):
+    """The batches of some steps; `str` of it names what they look like."""
+
+    @property
+    def positions(self) -> Sequence[tuple[Position, ...]]:
+        """For each step, the position of each dataset after it."""
+        ...
+
+
+T = TypeVar("T", bound=Item)
+
+
+class Progress:
+    """Holds the position after the last batch of a dataset that a feed has used."""
+
+    def __init__(self, position: Position) -> None:
+        self.position = position
+
+
+class Feed(Generic[T]):
+    """Reads the batches of a loop, from sources to devices.
+
+    Once it is started it is used like this::
+
+        feed = Feed(datasets, exact=False)
+        feed.start(ChunkBuilder(...).build, prefetch=1)
+        while (chunk := feed.next_chunk()) is not None:
+            ...                             # run `count` steps, from `feed.offset` on
+            feed.commit(count)
+        feed.close()
+
+    A chunk stays the current one until all of its steps are committed, so that none is
+    lost between two lines, whatever interrupts them. The thread ends with `close`, and
+    when nobody holds the feed.
+
+    Args:
+        datasets: What to read, in the order in which steps take it. Each goes on where
+            it was saved, or with its next pass.
+        exact: Whether every example is used, as for `DistributedDataset.make_reader`.
+        begins_anew: Whether a pass that was saved at its end is followed by the next
+            one. Without it, there is no data then.
+        name: How messages call the step. With a name, processes make sure that each
+            chunk is like those of the others.
+
+    Attributes:
+        datasets: As given.
+        readers: What reads each of them now; not for use while a thread reads.
+        offset: How many steps of the current chunk were used.
+        is_closed: Whether `close` was called.
+    """
+
+    def __init__(
+        self,
+        datasets: "Sequence[DistributedDataset]",
+        *,
+        exact: bool,
+        begins_anew: bool = False,
+        name: str | None = None,
+    ) -> None:
+        self.datasets = tuple(datasets)
+        self._exact = exact
+        self._name = name
+        self._peers = None if name is None else self.datasets[0].layout.peers
+        streams = [
+            dataset.begin(exact=exact, begins_anew=begins_anew)
+            for dataset in self.datasets
+        ]
+        self._progress = [Progress(stream.position) for stream in streams]
+        for dataset, progress in zip(self.datasets, self._progress, strict=True):
+            dataset.attach(self, progress)
+        self.readers = [
+            dataset.make_reader(stream, exact=exact)
+            for dataset, stream in zip(self.datasets, streams, strict=True)
+        ]
+        self._build: Callable[[Sequence[BatchReader]], Iterator[T]] | None = None
+        self._prefetch = 0
+        self._queue: Prefetcher[T] | None = None
+        self._is_cut_off = False
+        self.offset = 0
+        self.is_closed = False
+
+    def start(
+        self, build: Callable[[Sequence[BatchReader]], Iterator[T]], prefetch: int
+    ) -> None:
+        """Says what to make of the batches; nothing is read yet.
+
+        Args:
+            build: Makes chunks of what the readers give, here or in a thread.
+            prefetch: How many of them a thread makes ahead. 0 makes them on demand.
+        """
+        self._build, self._prefetch = build, prefetch
+
+    @property
+    def is_started(self) -> bool:
+        """Whether there are chunks, and not only single batches."""
+        return self._build is not None
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """The position of each dataset after what was committed."""
+        return tuple(progress.position for progress in self._progress)
+
+    @property
+    def is_repositionable(self) -> bool:
+        """Whether all datasets can go back."""
+        return all(dataset.is_repositionable for dataset in self.datasets)
+
+    @property
+    def chunk(self) -> T | None:
+        """The current chunk; None if `next_chunk` has to read one."""
+        return None if self._queue is None else self._queue.current
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `next_chunk` would return at once."""
+        return self.is_closed or (self._queue is not None and self._queue.is_ready)
+
+    def is_coming(self, seconds: float) -> bool:
+        """Waits that long for the next chunk; returns whether a thread still reads it.
+
+        Where no thread reads, that is false at once.
+        """
+        queue = self._queue
+        return not self.is_closed and queue is not None and queue.is_coming(seconds)
+
+    def peek(self) -> list[HostBatch | None]:
+        """Returns the next batch of each dataset, None at the end; before `start`."""
+        if self.is_closed:
+            return [None] * len(self.datasets)
+        with self._announcing(), self.reading():
+            batches = [reader.peek() for reader in self.readers]
+        self._note_ends()
+        return batches
+
+    def next_chunk(self) -> T | None:
+        """Returns the chunk that holds the next step, at `offset`; None at the end.
+
+        The one after it is read from `read_on` on, while the device has work.
+
+        Raises:
+            BatchSizeError: If the batches of one step differ in shape.
+            DatasetStateError: If Ctrl-C came while data was read that cannot go back.
+            PeerError: If the processes have different chunks.
+        """
+        chunk = self.chunk
+        if chunk is not None or self.is_closed:
+            return chunk
+        with self._announcing():
+            chunk = self._read()
+        if self._peers is not None and self._name is not None:
+            check_same_chunk(self._peers, self._name, chunk)
+        return chunk
+
+    def _read(self) -> T | None:
+        self._recover()
+        if self._queue is None:
+            assert self._build is not None
+            self._queue = Prefetcher(self._build(self.readers), self._prefetch)
+        # A thread of its own is out of reach of Ctrl-C, and loses nothing.
+        with contextlib.nullcontext() if self._prefetch else self.reading():
+            try:
+                return self._queue.head()
+            except StopIteration:
+                self._note_ends()
+                return None
+
+    def read_on(self) -> None:
+        """Reads the next chunk ahead, in the background."""
+        if self._queue is not None:
+            self._queue.read_on()
+
+    def commit(self, num_steps: int) -> None:
+        """Marks the next steps of the current chunk as used.
+
+        Raises:
+            ValueError: If it has less than `num_steps` left, or that is not positive.
+        """
+        queue, stop = self._queue, self.offset + num_steps
+        chunk = None if queue is None else queue.current
+        count = 0 if chunk is None else len(chunk.positions)
+        if queue is None or chunk is None or not self.offset < stop <= count:
+            raise ValueError(
+                f"`num_steps` is {num_steps}, but the current chunk has "
+                f"{count - self.offset} steps left. Take one with `next_chunk`, and "
+                "commit between 1 and all of its steps."
+            )
+        for progress, position in zip(
+            self._progress, chunk.positions[stop - 1], strict=True
+        ):
+            progress.position = position
+        if stop < count:
+            self.offset = stop
+        else:
+            self.offset = 0
+            queue.pop()
+
+    def commit_taken(self) -> None:
+        """Marks all that was taken from `readers` as used."""
+        for progress, reader in zip(self._progress, self.readers, strict=True):
+            progress.position = reader.position
+
+    def seek(self, positions: Sequence[Position]) -> None:
+        """Goes to other positions; what was read ahead is dropped.
+
+        Data without positions goes on from where it was read to. If a source refuses
+        its position, all stay where they were.
+
+        Raises:
+            DatasetStateError: If a source refuses its position.
+        """
+        # Data that cannot go back stays as broken as it is.
+        is_broken = self._is_cut_off and not self.is_repositionable
+        self._is_cut_off = True
+        if self._queue is not None:
+            self._queue.close()
+        self._queue, self.offset = None, 0
+        try:
+            self._open_readers(positions)
+        except Exception:
+            self._open_readers(self.positions)
+            self._is_cut_off = is_broken
+            raise
+        for progress, position in zip(self._progress, positions, strict=True):
+            progress.position = position
+        self._is_cut_off = is_broken
+
+    def _open_readers(self, positions: Sequence[Position]) -> None:
+        for index, dataset in enumerate(self.datasets):
+            if dataset.is_repositionable:
+                self.readers[index].close()
+                stream = dataset.open_stream(positions[index])
+                self.readers[index] = dataset.make_reader(stream, exact=self._exact)
+
+    def move(self, progress: Progress, position: Position) -> None:
+        """Goes to another position of one dataset, known by its progress."""
+        self.seek([position if p is progress else p.position for p in self._progress])
+
+    def stream_of(self, progress: Progress) -> BatchStream:
+        """Returns what reads the source of one dataset, known by its progress."""
+        return self.readers[self._progress.index(progress)].stream
+
+    def close(self) -> None:
+        """Lets go of the data; the positions reached stay."""
+        self.is_closed = True
+        if self._queue is not None:
+            self._queue.close(_CLOSE_TIMEOUT_SECONDS)
+        for reader in self.readers:
+            reader.close(_CLOSE_TIMEOUT_SECONDS)
+        self._queue, self.readers = None, []
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Returns a context in which this thread reads: Ctrl-C in it cuts the feed off.
+
+        A generator that is interrupted has ended, and what it has read is lost.
+        """
+        self._recover()
+        self._is_cut_off = True
+        try:
+            yield
+        except Exception:
+            self._is_cut_off = False  # It is raised again by each later read.
+            raise
+        self._is_cut_off = False
+
+    def _recover(self) -> None:
+        """Reads anew what was lost to Ctrl-C.
+
+        Raises:
+            DatasetStateError: If a source cannot go back.
+        """
+        if not self._is_cut_off:
+            return
+        for dataset in self.datasets:
+            if not dataset.is_repositionable:
+                raise DatasetStateError(
+                    f"The source ({dataset.source_name}) was interrupted (Ctrl-C) "
+                    "while it was read, and cannot go back to the batches that were "
+                    "lost. Make the dataset anew, or use a source that can go back: "
+                    "`armillary.data.from_arrays`, a Grain dataset, or iterators with "
+                    "`get_state` and `set_state`."
+                )
+        self.seek(self.positions)
+
+    def _note_ends(self) -> None:
+        """Marks the passes as finished of which all was used."""
+        for progress, reader in zip(self._progress, self.readers, strict=True):
+            if reader.has_ended and progress.position is reader.position:
+                reader.position = replace(reader.position, is_exhausted=True)
+                progress.position = reader.position
+
+    def _announcing(self) -> contextlib.AbstractContextManager[Any]:
+        return (
+            contextlib.nullcontext()
+            if self._peers is None
+            else self._peers.announcing_errors()
+        )

@@ -1,0 +1,266 @@
+"""Row numbers in place of rows, on the way from arrays in memory to a step.
+
+The rows of a batch are wanted at the very end of its way. Until then (positions, shares
+of replicas, chunks) their numbers do, and they are taken once, where they are going::
+
+    on the host    {"rows": [7, 2]} -> {"image": images[[7, 2]]} -> the device
+    on the device  {"rows": [7, 2]} -> the device -> {"image": images[[7, 2]]}
+
+The host draws the order and shares out batches in both cases. So the examples of every
+batch and the saved positions are the same.
+"""
+
+import threading
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+
+from armillary.data._layout import BatchLayout
+from armillary.data._options import InputOptions
+from armillary.data.feed._aligned import empty_aligned
+from armillary.data.feed._split import MASK, HostBatch, add_mask
+from armillary.data.sources._arrays import ArrayDataset
+from armillary.data.sources._batch import canonical_dtype
+from armillary.data.sources._source import Source
+from armillary.typing import Batch, PyTree
+
+_ROWS = "rows"
+_MOST_ROWS = np.iinfo(
+    np.int32
+).max  # that the 32-bit numbers of a device can tell apart
+_FIX = "leave `place_on_device` out, so that batches are sent from the host"
+
+
+class PlacedArrays:
+    """The arrays of one data set on the devices of one layout.
+
+    They are placed when they are first asked for, and stay as long as this object.
+
+    Args:
+        arrays: Pytree of NumPy arrays.
+        layout: Where the replicas are.
+    """
+
+    def __init__(self, arrays: PyTree, layout: BatchLayout) -> None:
+        self._host_arrays = arrays
+        self._layout = layout
+        self._placed: PyTree = None
+        self._lock = threading.Lock()
+
+    def get(self) -> PyTree:
+        """Returns the arrays on the devices.
+
+        Raises:
+            ValueError: If a device has no room for them.
+        """
+        # Background threads of several iterators may ask at the same time.
+        with self._lock:
+            if self._placed is None:
+                _check_room(self._host_arrays, self._layout)
+                self._placed = self._layout.replicate(
+                    jax.tree.map(
+                        lambda leaf: leaf.astype(canonical_dtype(leaf), copy=False),
+                        self._host_arrays,
+                    )
+                )
+            return self._placed
+
+
+class Gather:
+    """Turns the batches of a source into what a step receives.
+
+    Args:
+        layout: Where the replicas are.
+        arrays: Pytree of NumPy arrays that the source gives row numbers of; `None` if
+            it gives whole rows, which stay as they are.
+        placed: These arrays on the devices, if rows are taken there.
+    """
+
+    def __init__(
+        self,
+        layout: BatchLayout,
+        arrays: PyTree | None = None,
+        placed: PlacedArrays | None = None,
+    ) -> None:
+        self.layout = layout
+        self._arrays = arrays
+        self._placed = placed
+
+    @property
+    def resident(self) -> PyTree:
+        """The arrays that stay on the devices, an input of `on_device`; or `None`.
+
+        Raises:
+            ValueError: If a device has no room for them.
+        """
+        return None if self._placed is None else self._placed.get()
+
+    def on_host(self, batch: Batch) -> Batch:
+        """Returns a host batch, or a chunk of them, as it travels to the device."""
+        if self._arrays is None or self._placed is not None:
+            return batch
+        numbers = batch[_ROWS]
+        rows = jax.tree.map(lambda array: _take(array, numbers), self._arrays)
+        return _with_mask(rows, batch)
+
+    def on_device(self, resident: PyTree, batch: Batch) -> Batch:
+        """Returns a placed batch as a step receives it; may be traced.
+
+        Args:
+            resident: The `resident` of this object, given so that a traced function has
+                them as inputs.
+            batch: What the layout has placed.
+        """
+        if self._placed is None:
+            return batch
+        return _gather(self.layout, resident, batch)
+
+    def place(self, batch: HostBatch) -> Batch:
+        """Returns a host batch on the devices, as a step receives it."""
+        placed = self.layout.place(
+            self.on_host(batch.arrays), num_replicas=batch.num_replicas
+        )
+        if self._placed is None:
+            return placed
+        return _compiled_gather(self.layout, self.resident, placed)
+
+    def sent_types(self, batch: HostBatch) -> Batch:
+        """Returns the types of what travels to the devices, with the rows of all."""
+        types = self._types_of_all(batch)
+        return types if self._placed is not None else self.rows(types)
+
+    def types(self, batch: HostBatch) -> Batch:
+        """Returns the types of what a step receives; nothing is placed for it."""
+        return self.rows(self._types_of_all(batch))
+
+    def rows(self, types: Batch) -> Batch:
+        """Returns the types of rows for those of the source's batches."""
+        if self._arrays is None:
+            return types
+        shape = types[_ROWS].shape
+        rows = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                (*shape, *leaf.shape[1:]), canonical_dtype(leaf)
+            ),
+            self._arrays,
+        )
+        return _with_mask(rows, types)
+
+    def _types_of_all(self, batch: HostBatch) -> Batch:
+        """Returns the types of a host batch with the rows of all processes."""
+        has_peers = self.layout.peers is not None
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                (batch.num_replicas, *leaf.shape[1:]) if has_peers else leaf.shape,
+                canonical_dtype(leaf),
+            ),
+            batch.arrays,
+        )
+
+
+def make_gather(
+    source: Source, layout: BatchLayout, options: InputOptions
+) -> tuple[Source, Gather]:
+    """Returns what to read in place of `source`, and how its batches become rows.
+
+    Nothing is placed yet. Datasets of one source on one layout share the arrays that
+    stay on devices.
+
+    Raises:
+        TypeError: If arrays should stay on the device, and the source does not come
+            from `from_arrays`.
+        ValueError: If it has more rows than 32-bit row numbers can tell apart.
+    """
+    if options.place_on_device:
+        source = _check_placeable(source, options)
+        placed = _get_placed(source, layout)
+        return _number_rows(source), Gather(layout, source.arrays, placed)
+    if not isinstance(source, ArrayDataset) or source.num_examples > _MOST_ROWS:
+        return source, Gather(layout)
+    return _number_rows(source), Gather(layout, source.arrays)
+
+
+def _number_rows(dataset: ArrayDataset) -> ArrayDataset:
+    """Returns a data set that gives row numbers where `dataset` gives rows."""
+    return ArrayDataset(
+        {_ROWS: np.arange(dataset.num_examples, dtype=np.int32)},
+        batch_size=dataset.batch_size,
+        shuffle_seed=dataset.shuffle_seed,
+        repeat=dataset.repeat,
+        drop_remainder=dataset.drop_remainder,
+    )
+
+
+def _check_placeable(source: Source, options: InputOptions) -> ArrayDataset:
+    if not isinstance(source, ArrayDataset):
+        raise TypeError(
+            f"`place_on_device` is True, but the source ({source.name}) makes its "
+            "batches as it goes, and only whole arrays can stay on a device. Use "
+            f"`armillary.data.from_arrays(arrays, batch_size=...)`, or {_FIX}."
+        )
+    if source.num_examples > _MOST_ROWS:
+        raise ValueError(
+            f"`place_on_device` is True, but the arrays have {source.num_examples} "
+            f"examples, and devices count rows in 32 bits: up to {_MOST_ROWS}. Use "
+            f"fewer examples, or {_FIX}."
+        )
+    if options.remainder == "pad":
+        add_mask(source.arrays, None)
+    return source
+
+
+_placed: weakref.WeakKeyDictionary[ArrayDataset, Any] = weakref.WeakKeyDictionary()
+_placed_lock = threading.Lock()
+
+
+def _get_placed(source: ArrayDataset, layout: BatchLayout) -> PlacedArrays:
+    with _placed_lock:
+        by_layout = _placed.setdefault(source, weakref.WeakValueDictionary())
+        arrays = by_layout.get(layout)
+        if arrays is None:
+            arrays = by_layout[layout] = PlacedArrays(source.arrays, layout)
+        return arrays
+
+
+def _take(array: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    rows = empty_aligned((*numbers.shape, *array.shape[1:]), array.dtype)
+    # Numbers come from the data set itself; to check them, NumPy would copy the rows.
+    np.take(array, numbers, axis=0, out=rows, mode="clip")
+    return rows.astype(canonical_dtype(array), copy=False)
+
+
+def _gather(layout: BatchLayout, arrays: PyTree, batch: Batch) -> Batch:
+    return _with_mask(layout.gather(arrays, batch[_ROWS]), batch)
+
+
+# Of a layout, not of a `Gather`: JAX keeps what a program was compiled for.
+_compiled_gather = jax.jit(_gather, static_argnums=0)
+
+
+def _with_mask(rows: Batch, batch: Batch) -> Batch:
+    return add_mask(rows, batch[MASK]) if MASK in batch else rows
+
+
+def _check_room(arrays: PyTree, layout: BatchLayout) -> None:
+    """Raises if a device that knows its memory has too little left.
+
+    Raises:
+        ValueError: If there is such a device.
+    """
+    num_bytes = sum(
+        leaf.size * canonical_dtype(leaf).itemsize for leaf in jax.tree.leaves(arrays)
+    )
+    for device in layout.devices:
+        memory = device.memory_stats() or {}
+        limit = memory.get("bytes_limit")
+        if limit is None:
+            continue
+        num_free = limit - memory.get("bytes_in_use", 0)
+        if num_bytes > num_free:
+            raise ValueError(
+                f"`place_on_device` is True, but the arrays take {num_bytes} bytes on "
+                f"each device, and {device} has {num_free} of {limit} bytes free. Use "
+                f"smaller arrays or dtypes, or {_FIX}."
+            )

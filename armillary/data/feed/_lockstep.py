@@ -1,0 +1,256 @@
+"""Keeps processes together: each must have the same to run at the same time.
+
+A process without data, or with batches of another shape, would leave the others waiting
+in the middle of a program. So they compare each chunk before they run it.
+
+Where a function made one data set for each process, they may differ in length. A
+compiled step runs on all processes or on none, and with one shape. So the processes
+tell each other what they are going to have next, and all come to the same sequence::
+
+                process 0    process 1    what runs
+    training    8 8 8        8 8          8 on both, twice; then training ends
+    evaluation  8 8 8        8 3          8 on both; 8 and 8 on process 0 alone; then
+                                          3 on process 1 alone
+
+A process without data in a step takes part with copies of what it had before, which
+have no effect.
+
+Only the main thread may agree on something. So a background thread reads the pieces of
+this process ahead, and the agreement about them comes just before their use.
+"""
+
+import hashlib
+import itertools
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from armillary.data._layout import Active, Peers
+from armillary.data.feed._position import Position
+from armillary.data.feed._split import HostBatch
+from armillary.data.sources._batch import canonical_dtype, describe_shapes
+from armillary.errors import BatchSizeError, PeerError
+from armillary.typing import PyTree
+
+MOST_OFFERS = 10
+"""How many pieces of a process are agreed on at once, and read ahead."""
+
+
+class _Offer(NamedTuple):
+    """What a process reports about one of its pieces.
+
+    Attributes:
+        num_rows: Examples for each replica.
+        num_active: How many of the process's replicas have data.
+        is_last: As in `HostBatch`.
+        kind: Equal for batches that differ in `num_rows` at most.
+        shapes: For messages.
+    """
+
+    num_rows: int
+    num_active: int
+    is_last: bool
+    kind: str
+    shapes: str
+
+
+class _Turn(NamedTuple):
+    """One step that all processes take.
+
+    Attributes:
+        offer: The piece, as the first process with data described it.
+        processes: The processes that have data.
+        active: Which replicas have data.
+        is_last: As in `HostBatch`.
+    """
+
+    offer: _Offer
+    processes: list[int]
+    active: Active
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Lockstep:
+    """Makes one sequence of batches out of what each process reads for itself.
+
+    Args:
+        peers: The processes.
+        num_own: How many replicas this process has.
+        exact: Whether every example is used, as in `Splitter`.
+    """
+
+    peers: Peers
+    num_own: int
+    exact: bool
+
+    def align(
+        self, pieces: Iterator[HostBatch], position: Position
+    ) -> Iterator[HostBatch]:
+        """Yields the same number of pieces on all processes, in equal shapes.
+
+        Args:
+            pieces: What this process has read.
+            position: Where it is before the first of them.
+
+        Raises:
+            BatchSizeError: If this process's batches do not fit its replicas, or those
+                of the processes do not fit each other.
+        """
+        waiting: deque[HostBatch] = deque()
+        last: HostBatch | None = None
+        is_first_round = True
+        starts = self._exchange_starts()
+        while True:
+            missing = MOST_OFFERS - len(waiting)
+            with self.peers.announcing_errors():
+                waiting.extend(itertools.islice(pieces, missing))
+            offers = [
+                [_Offer(*offer) for offer in json.loads(text)]
+                for text in self.peers.gather(
+                    "the next batches", json.dumps([_offer(piece) for piece in waiting])
+                )
+            ]
+            if is_first_round and self.exact:
+                _check_all_have_some(offers)
+            is_first_round = False
+            turns = list(self._take_turns(offers, starts))
+            for turn in turns:
+                if self.peers.index in turn.processes:
+                    last = waiting.popleft()
+                    position, arrays = last.position, last.arrays
+                else:
+                    arrays = _copy_rows((last or waiting[0]).arrays, turn.offer)
+                yield HostBatch(arrays, turn.active, starts[-1], position, turn.is_last)
+            if not turns:
+                return
+
+    def _exchange_starts(self) -> list[int]:
+        """Returns the number of the first replica of each process."""
+        counts = self.peers.gather("replicas", str(self.num_own))
+        return [0, *itertools.accumulate(map(int, counts))]
+
+    def _take_turns(
+        self, offers: list[list[_Offer]], starts: list[int]
+    ) -> Iterator[_Turn]:
+        """Yields the steps that follow from the offers; all processes find the same."""
+        has_more = [len(own) == MOST_OFFERS for own in offers]
+        queues = [deque(own) for own in offers]
+        while any(queues):
+            empty = [index for index, queue in enumerate(queues) if not queue]
+            if any(has_more[index] for index in empty):
+                return
+            if empty and not self.exact:
+                return
+            heads = {index: queue[0] for index, queue in enumerate(queues) if queue}
+            _check_kinds(heads, self.exact)
+            offer = max(heads.values(), key=lambda head: head.num_rows)
+            processes = [
+                index
+                for index, head in heads.items()
+                if head.num_rows == offer.num_rows
+            ]
+            active = [
+                starts[index] + replica
+                for index in processes
+                for replica in range(heads[index].num_active)
+            ]
+            is_last = all(heads[index].is_last for index in processes)
+            for index in processes:
+                queues[index].popleft()
+            yield _Turn(offer, processes, _as_active(active), is_last)
+
+
+def _offer(piece: HostBatch) -> _Offer:
+    leaves, treedef = jax.tree.flatten(piece.arrays)
+    described = [(leaf.shape[2:], str(canonical_dtype(leaf))) for leaf in leaves]
+    kind = hashlib.sha256(f"{treedef} {described}".encode()).hexdigest()[:16]
+    assert isinstance(piece.num_active, int)
+    return _Offer(
+        leaves[0].shape[1],
+        piece.num_active,
+        piece.is_last,
+        kind,
+        describe_shapes(piece.arrays)[:500],
+    )
+
+
+def _check_all_have_some(offers: list[list[_Offer]]) -> None:
+    """Checks that every process knows what an example looks like.
+
+    Raises:
+        BatchSizeError: If some have none, in all processes.
+    """
+    without = [index for index, own in enumerate(offers) if not own]
+    if without and len(without) < len(offers):
+        raise BatchSizeError(
+            f"Process {without[0]} of {len(offers)} has no example at all, so that it "
+            "cannot take part in a step. Give every process at least one batch, or "
+            "distribute one data set over all of them."
+        )
+
+
+def _check_kinds(heads: dict[int, _Offer], exact: bool) -> None:
+    """Checks that batches of different processes can be parts of one.
+
+    Raises:
+        BatchSizeError: If they differ in more than an evaluation allows.
+    """
+    kinds = {(head.kind, None if exact else head.num_rows) for head in heads.values()}
+    if len(kinds) > 1:
+        shown = "\n".join(
+            f"  process {index}: {head.shapes}" for index, head in heads.items()
+        )
+        raise BatchSizeError(
+            "The batches of the processes differ, but in one step all must have one "
+            f"structure and shape (replicas, examples, ...):\n{shown}\n"
+            "Batch the data of all processes alike, with `drop_remainder=True` for "
+            "training."
+        )
+
+
+def _as_active(active: list[int]) -> Active:
+    count = len(active)
+    return count if active == list(range(count)) else tuple(active)
+
+
+def _copy_rows(arrays: PyTree, offer: _Offer) -> PyTree:
+    """Returns arrays of the offered size, made of rows that were there before."""
+
+    def copy(leaf: Any) -> np.ndarray:
+        rows = np.minimum(np.arange(offer.num_rows), leaf.shape[1] - 1)
+        return np.take(leaf, rows, axis=1)
+
+    return jax.tree.map(copy, arrays)
+
+
+def check_same_chunk(peers: Peers, name: str, chunk: object | None) -> None:
+    """Raises if the processes have different chunks to run.
+
+    Args:
+        peers: The processes.
+        name: How messages call the step.
+        chunk: The chunk of this process, `None` at the end. Its text is compared.
+
+    Raises:
+        PeerError: If they differ in the number of steps, or in shapes.
+    """
+    text = "no more data" if chunk is None else str(chunk)
+    texts = peers.gather(f"the data of {name}", text)
+    if len(set(texts)) == 1:
+        return
+    shown = "\n".join(
+        f"  process {index} of {peers.count}: {text}"
+        for index, text in enumerate(texts)
+    )
+    raise PeerError(
+        f"The processes have different data for `{name}`:\n{shown}\n"
+        "A data set that is distributed over all processes must be the same on each, "
+        "in the same order. Where each reads data of its own, use a function with an "
+        "`input_context` (`make_distributed_dataset`)."
+    )

@@ -1,0 +1,3 @@
+"""Where batches come from: arrays, Grain, iterables."""
+
+__all__: list[str] = []

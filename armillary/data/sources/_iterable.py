@@ -1,0 +1,133 @@
+"""Iterables, generator functions and single iterators as sources.
+
+They can be repositioned if their iterators have `get_state` and `set_state`.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from armillary.data.sources._batch import as_array
+from armillary.errors import DatasetStateError
+from armillary.typing import Batch
+
+
+class IterableSource:
+    """Makes a new iterator for every pass.
+
+    Args:
+        make: Function that returns a new iterator.
+        name: The kind of source, as messages and saved positions call it.
+    """
+
+    full_size = None
+
+    def __init__(self, make: Callable[[], Iterator[Batch]], name: str) -> None:
+        self.name = name
+        self._make = make
+        self._unused: Iterator[Batch] | None = None
+        self._is_repositionable: bool | None = None
+
+    @property
+    def is_repositionable(self) -> bool:
+        """Whether the iterators have a state; makes one to find out."""
+        if self._is_repositionable is None:
+            self._unused = self._make_iterator()
+        return bool(self._is_repositionable)
+
+    def make_iterator(self, epoch: int) -> "CopyingIterator":
+        """Returns an iterator over a new pass, whatever the epoch is."""
+        iterator, self._unused = self._unused, None
+        if iterator is None:
+            iterator = self._make_iterator()
+        return CopyingIterator(iterator)
+
+    def _make_iterator(self) -> Iterator[Batch]:
+        iterator = self._make()
+        self._is_repositionable = has_position(iterator)
+        return iterator
+
+
+class IteratorSource:
+    """Gives one iterator: for a single pass, unless it can be repositioned."""
+
+    name = "iterator"
+    full_size = None
+
+    def __init__(self, iterator: Iterator[Batch]) -> None:
+        self._iterator = iterator
+        self._is_used = False
+        self.is_repositionable = has_position(iterator)
+        # An iterator with a position can be taken back to where it was given to us.
+        self._start = self._read_state() if self.is_repositionable else None
+
+    def make_iterator(self, epoch: int) -> "CopyingIterator":
+        """Returns the iterator, at its start.
+
+        Raises:
+            DatasetStateError: If the iterator was used and cannot go back.
+        """
+        if self._is_used and not self.is_repositionable:
+            raise DatasetStateError(
+                f"The data set is an iterator of type {type(self._iterator).__name__}, "
+                "which gives its batches once, and a second pass was asked for. Pass "
+                "the function that makes it (`make_batches`, not `make_batches()`), "
+                "or an object that can be iterated over again."
+            )
+        iterator = CopyingIterator(self._iterator)
+        if self._is_used:
+            iterator.set_state(copy.deepcopy(self._start))
+        self._is_used = True
+        return iterator
+
+    def _read_state(self) -> Any:
+        return CopyingIterator(self._iterator).get_state()
+
+
+class CopyingIterator:
+    """Copies batches on the host, since user code often fills one buffer repeatedly."""
+
+    def __init__(self, iterator: Iterator[Batch]) -> None:
+        self._iterator: Any = iterator
+
+    def __next__(self) -> Batch:
+        return jax.tree.map(_copy, next(self._iterator))
+
+    def get_state(self) -> Any:
+        """Returns a copy of the state, since many iterators return the live object."""
+        return copy.deepcopy(self._iterator.get_state())
+
+    def set_state(self, state: Any) -> None:
+        """Goes to a position."""
+        self._iterator.set_state(state)
+
+
+def _copy(leaf: Any) -> Any:
+    array = as_array(leaf)
+    return array.copy() if isinstance(array, np.ndarray) else array
+
+
+def has_position(iterator: Any) -> bool:
+    """Returns whether `iterator` has `get_state` and `set_state`."""
+    return callable(getattr(iterator, "get_state", None)) and callable(
+        getattr(iterator, "set_state", None)
+    )
+
+
+def from_function(function: Callable[[], Any]) -> IterableSource:
+    """Returns a source that calls `function` for every pass."""
+
+    def make() -> Iterator[Batch]:
+        made = function()
+        if not isinstance(made, Iterable):
+            raise TypeError(
+                f"The data set is the function {function!r}, which returned "
+                f"{made!r:.80} of type {type(made).__name__}, but it must return an "
+                "iterator over batches. Write it with `yield`."
+            )
+        return iter(made)
+
+    return IterableSource(make, "generator function")

@@ -1,0 +1,105 @@
+"""The one protocol of all sources, and the only place that looks at their types."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from armillary.data.sources._grain import as_grain_source
+from armillary.data.sources._iterable import (
+    IterableSource,
+    IteratorSource,
+    from_function,
+)
+from armillary.typing import Batch
+
+
+class SourceIterator(Protocol):
+    """One pass over a source. Used by one thread at a time."""
+
+    def __next__(self) -> Batch:
+        """Returns the next batch, which nobody writes to afterwards."""
+        ...
+
+    def get_state(self) -> Any:
+        """Returns the position after the last batch, from what JSON can hold.
+
+        Called only if the source is repositionable. The result must not change when
+        the iterator moves on. Bytes are allowed too.
+        """
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Goes to a position that `get_state` returned, perhaps in another process."""
+        ...
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Something that gives batches, any number of times."""
+
+    name: str
+    """The kind of source: for messages, and compared when a position is restored."""
+
+    @property
+    def is_repositionable(self) -> bool:
+        """Whether its iterators have positions."""
+        ...
+
+    @property
+    def full_size(self) -> int | None:
+        """Examples in every batch but perhaps the last, or None if not known."""
+        ...
+
+    def make_iterator(self, epoch: int) -> SourceIterator:
+        """Returns an iterator from the start of pass `epoch`, counted from 0."""
+        ...
+
+
+def as_source(source: Any) -> Source:
+    """Returns `source` as a `Source`.
+
+    Args:
+        source: What `from_arrays` returned; a `grain.MapDataset` (batched),
+            `grain.IterDataset` or `grain.DataLoader`; an iterable of batches, such as a
+            list; a function without arguments that returns an iterator, such as a
+            generator function; an iterator, for one pass; or a `Source`.
+
+    Raises:
+        TypeError: If it is none of these.
+    """
+    if isinstance(source, Source):
+        return source
+    grain_source = as_grain_source(source)
+    if grain_source is not None:
+        return grain_source
+    if _is_arrays(source):
+        raise TypeError(
+            f"The data set is a {type(source).__name__} of arrays, but it must give "
+            "batches. Use `armillary.data.from_arrays(arrays, batch_size=...)`."
+        )
+    if hasattr(source, "make_reader"):
+        raise TypeError(
+            "The data set is a distributed dataset already. Pass the data set that it "
+            "was made from, or use it as it is."
+        )
+    if isinstance(source, Iterator):
+        return IteratorSource(source)
+    if isinstance(source, Iterable) and not isinstance(source, str | bytes | type):
+        return IterableSource(lambda: iter(source), f"iterable {type(source).__name__}")
+    if isinstance(source, Callable):
+        return from_function(source)
+    raise TypeError(
+        f"The data set is {source!r:.80} of type {type(source).__name__}, but it must "
+        "give batches. Pass the result of `armillary.data.from_arrays`, a Grain "
+        "dataset or loader, an iterable of batches, or a generator function."
+    )
+
+
+def _is_arrays(source: Any) -> bool:
+    """Returns whether `source` looks like arrays that were not batched."""
+    array_types = np.ndarray | jax.Array
+    if isinstance(source, tuple):
+        return bool(source) and all(isinstance(item, array_types) for item in source)
+    return isinstance(source, dict | array_types)

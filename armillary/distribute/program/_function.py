@@ -1,0 +1,346 @@
+"""Compiles a step of the user's own loop, with the state it reaches.
+
+`armillary.function` is for programs without a trainer what `tf.function` is in
+TensorFlow: the decorated function reads and writes variables, and runs as one compiled
+program. Its state is what its arguments, closure, globals and `self` reach.
+"""
+
+import collections
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from armillary._logging import logger
+from armillary._traceback import hides_frames
+from armillary.distribute._global_arrays import is_array
+from armillary.distribute._strategy import Strategy
+from armillary.distribute.program._outside_traces import check_no_trace
+from armillary.distribute.program._placement import Placement
+from armillary.distribute.program._same_program import check_same_program
+from armillary.distribute.program._signals import uninterrupted
+from armillary.distribute.program._trace import TracedStep, trace_step
+from armillary.distribute.replica._context import get_strategy, lifted_state
+from armillary.distribute.replica._varying import corrected_types
+from armillary.state._functions import captured
+from armillary.state._holders import is_claimed
+from armillary.state._lift import State
+from armillary.typing import PyTree
+from armillary.xla._steps import compile_step
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_MAX_PROGRAMS = 64
+_MANY_PROGRAMS = 16
+_MANY_FUNCTIONS_MESSAGE = (
+    "`%s`, given to `strategy.run`, was compiled %d times, because what it captures "
+    "changes (%s). Pass what changes in `args`, as an array."
+)
+_MANY_PROGRAMS_MESSAGE = (
+    "`%s` was compiled %d times. Each new shape or dtype of an array, each new value "
+    "of another argument, and each new object among the arguments compiles it again: "
+    "pass arrays of a few shapes, and keep objects that hold variables."
+)
+
+
+@overload
+def function(fn: Callable[_P, _R]) -> Callable[_P, _R]: ...
+@overload
+def function(
+    fn: None = None,
+    *,
+    strategy: Strategy | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
+def function(
+    fn: Callable[..., Any] | None = None,
+    *,
+    strategy: Strategy | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Compiles a function that reads and writes variables.
+
+    Use it for the step of a loop without a trainer::
+
+        @armillary.function
+        def train_step(batch):
+            return strategy.run(step_fn, args=(batch,))
+
+        for batch in dataset:
+            losses = train_step(batch)
+
+    It is traced once for each structure, shape and dtype of its array arguments and
+    each value of its other ones. Variables that it reaches through its arguments, its
+    closure, its globals or `self` keep their identity; the memory of their old values
+    is reused: copy an array that you take out of one between calls
+    (`variable[...].copy()`). A plain global or local name that is rebound to a new
+    array is not a variable: hold it as an attribute.
+
+    Args:
+        fn: The function. Called inside a step that is already compiled, or with a
+            module inside `nnx.grad`, it is part of that.
+        strategy: Where state lives; by default the strategy in effect when called,
+            else the one that the function reaches.
+        compiler_options: As in `StandardTrainerOptions`.
+
+    Returns:
+        A function with the same signature; a decorator if `fn` is left out.
+    """
+    if fn is None:
+        return functools.partial(
+            function, strategy=strategy, compiler_options=compiler_options
+        )
+    compiled = Function(fn, strategy, compiler_options=compiler_options)
+
+    @hides_frames
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs)
+
+    return call
+
+
+class Function:
+    """One compiled function, with a program for each kind of arguments.
+
+    Args:
+        fn: The user's function.
+        strategy: Where state lives, or `None` to find it at each call.
+        body: What to trace, if it is not `fn` itself.
+        compiler_options: As in `function`.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        strategy: Strategy | None,
+        body: Callable[..., Any] | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._fn = fn
+        self._compiler_options = compiler_options
+        self._strategy = strategy
+        self._body = body or fn
+        self._num_compiled = 0
+        self._programs: collections.OrderedDict[Any, _Program] = (
+            collections.OrderedDict()
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the function on its arguments."""
+        if lifted_state() is not None:
+            return self._body(*args, **kwargs)
+        strategy = self._strategy or _strategy_of(self._fn)
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_static)
+        key = (strategy, treedef, tuple(_kind(leaf) for leaf in leaves))
+        program = self._programs.get(key)
+        if program is None or not program.is_current():
+            state = State([(self._fn, ""), *((leaf, "") for leaf in _objects(leaves))])
+            is_lifted = any(isinstance(leaf, Tracer) for leaf in state.read())
+            if is_lifted and self._body is self._fn:
+                # A transformation of NNX has lifted what the arguments hold already.
+                return self._body(*args, **kwargs)
+            program = self._get_program(key, state, leaves, treedef)
+        self._programs.move_to_end(key)
+        return program([leaf for leaf in leaves if is_array(leaf)])
+
+    def _get_program(
+        self, key: Any, state: State, leaves: list[Any], treedef: Any
+    ) -> "_Program":
+        """Returns a program for what the function reaches by now."""
+        last = self._programs.get(key)
+        if last is not None and last.go_on_with(state):
+            return last
+        program = _Program(
+            self._fn,
+            self._body,
+            state,
+            key[0],
+            leaves,
+            treedef,
+            self._compiler_options,
+        )
+        if last is not None:
+            program.reuse(last)
+        self._programs[key] = program
+        self._num_compiled += 1
+        if self._num_compiled == _MANY_PROGRAMS:
+            name = getattr(self._fn, "__name__", "the function")
+            logger.warning(_MANY_PROGRAMS_MESSAGE, name, _MANY_PROGRAMS)
+        if len(self._programs) > _MAX_PROGRAMS:
+            self._programs.popitem(last=False)
+        return program
+
+
+class Functions:
+    """Functions compiled for calls of `Strategy.run` outside any step.
+
+    The same code with the same objects in its closure is the same function, so a
+    function defined again in every iteration of a loop is compiled once.
+    """
+
+    def __init__(self) -> None:
+        self._functions: collections.OrderedDict[Any, tuple[Any, Function]] = (
+            collections.OrderedDict()
+        )
+        # For each code, how often it was compiled, and what it captured last.
+        self._compiled: dict[Any, tuple[int, dict[str, Any]]] = {}
+
+    def get(self, fn: Callable[..., Any], strategy: Strategy) -> Function:
+        """Returns the compiled function for `strategy.run(fn, ...)`."""
+        values = tuple(captured(fn))
+        key = (_code(fn), tuple((name, _identity(value)) for name, value in values))
+        if key not in self._functions:
+
+            def body(*args: Any, **kwargs: Any) -> PyTree:
+                return strategy.run(fn, args, kwargs)
+
+            # The values are kept, so that their identities stay theirs.
+            self._functions[key] = (values, Function(fn, strategy, body))
+            self._count(fn, key)
+            if len(self._functions) > _MAX_PROGRAMS:
+                self._functions.popitem(last=False)
+        self._functions.move_to_end(key)
+        return self._functions[key][1]
+
+    def _count(self, fn: Callable[..., Any], key: Any) -> None:
+        code, values = key
+        count, before = self._compiled.get(code, (0, {}))
+        held = dict(values)
+        self._compiled[code] = count + 1, held
+        if count + 1 == _MANY_PROGRAMS:
+            changed = sorted(n for n in held if before.get(n) != held[n])
+            name = getattr(fn, "__name__", "the function")
+            logger.warning(
+                _MANY_FUNCTIONS_MESSAGE, name, _MANY_PROGRAMS, ", ".join(changed)
+            )
+
+
+class _Program:
+    """One compiled program, and the state it works on."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        body: Callable[..., Any],
+        state: State,
+        strategy: Strategy,
+        leaves: list[Any],
+        treedef: Any,
+        compiler_options: Mapping[str, Any] | None,
+    ) -> None:
+        self._strategy = strategy
+        self._fn, self._state = fn, state
+        self._signature = state.signature()
+        self._placement = Placement(state, strategy)
+        self._types = self._placement.types()
+        static = [None if is_array(leaf) else leaf for leaf in leaves]
+        is_dynamic = [is_array(leaf) for leaf in leaves]
+
+        def call_body(*arrays: Any) -> PyTree:
+            rest = iter(arrays)
+            args, kwargs = treedef.unflatten(
+                next(rest) if dynamic else value
+                for dynamic, value in zip(is_dynamic, static, strict=True)
+            )
+            return body(*args, **kwargs)
+
+        self._step: TracedStep = trace_step(
+            call_body,
+            state,
+            self._types,
+            tuple(leaf for leaf in leaves if is_array(leaf)),
+            user_fn=fn,
+            owner="the function",
+        )
+
+        state.watch()
+        if not state.is_current():
+            # The function set something to what it is after each of its calls.
+            self._rebind(State(state.roots))
+        if strategy.peers is not None:
+            name = getattr(fn, "__name__", "the function")
+            check_same_program(strategy.peers, name, self._step.program)
+
+        def pure(donated: list[Any], others: list[Any], arrays: list[Any]) -> Any:
+            slots = self._placement.join(self._step.changed, donated, others)
+            new, results = self._step.call(slots, arrays)
+            return new, results, jnp.zeros(())
+
+        self._compiled = compile_step(
+            pure,
+            self._step.program,
+            self._placement.platform,
+            compiler_options,
+            donate_argnums=0,
+            out_shardings=(self._placement.shardings(self._step.changed), None, None),
+        )
+
+    def is_current(self) -> bool:
+        """Returns whether nothing that the function reaches was replaced."""
+        return self._state.is_current() and self._placement.has_types(self._types)
+
+    def go_on_with(self, state: State) -> bool:
+        """Takes what a new search has found, if the program is the same for it."""
+        is_alike = self._signature == state.signature()
+        if is_alike and not state.changes_since(self._state):
+            self._rebind(state)
+            return True
+        return False
+
+    def _rebind(self, state: State) -> None:
+        self._state = state
+        self._placement.rebind(state)
+
+    def reuse(self, last: "_Program") -> None:
+        """Takes over what `last` has compiled, if that is the same program."""
+        if self._signature == last._signature and self._step.is_same(last._step):
+            self._compiled = last._compiled
+
+    def __call__(self, arrays: list[Any]) -> PyTree:
+        check_no_trace(self._fn, self._state)
+        donated, others = self._placement.place(self._step.changed)
+        self._strategy.dispatch.wait()
+        # JAX traces some operations while it compiles.
+        with uninterrupted(), corrected_types():
+            values, results, token = self._compiled(donated, others, arrays)
+            self._placement.update(values)
+            self._strategy.dispatch.started(token)
+        return self._step.results(results)
+
+
+def _code(fn: Callable[..., Any]) -> Any:
+    """Returns what is equal for functions that differ only in what they captured."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__code__", None) or id(fn)
+
+
+def _strategy_of(fn: Callable[..., Any]) -> Strategy:
+    found = [value for _, value in captured(fn) if isinstance(value, Strategy)]
+    return found[0] if found else get_strategy()
+
+
+def _is_static(leaf: Any) -> bool:
+    return bool(_objects([leaf]))
+
+
+def _objects(leaves: list[Any]) -> list[Any]:
+    """Returns the arguments that hold state of their own."""
+    return [leaf for leaf in leaves if is_claimed(leaf)]
+
+
+def _kind(leaf: Any) -> Any:
+    if is_array(leaf):
+        return jax.typeof(leaf)
+    return _identity(leaf)
+
+
+def _identity(value: Any) -> Any:
+    """Returns equal keys exactly for values that a compiled program may share."""
+    if isinstance(value, str | bytes | int | float | complex | bool | type(None)):
+        return type(value), value
+    return id(value)

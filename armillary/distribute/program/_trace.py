@@ -1,0 +1,204 @@
+"""Traces a user's step, once, into a pure program that the library can compile.
+
+The program takes the arrays of every slot and the step's arguments; it returns the
+slots that the step changed, and the step's results. Whatever JAX can only prove while
+tracing is checked here: state that was captured as a constant, sums taken twice, slots
+that changed shape.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from armillary.distribute.program._host_values import guarded_host_values
+from armillary.distribute.program._outside_traces import check_nothing_left, is_in_trace
+from armillary.distribute.program._step_errors import add_step_notes
+from armillary.distribute.program._value_errors import (
+    VALUE_ERRORS,
+    add_value_note,
+)
+from armillary.distribute.replica._context import lifted
+from armillary.distribute.replica._legacy_keys import check_keys
+from armillary.distribute.replica._proof import prove, proved_later
+from armillary.errors import ArmillaryError, StateStructureError
+from armillary.state._captured import check_captured, write_error
+from armillary.state._lift import State, unsettled_message
+from armillary.state._same import Fingerprint
+from armillary.typing import PyTree
+
+
+class TracedStep(NamedTuple):
+    """A step as a pure program.
+
+    Attributes:
+        program: From `(*slot arrays, *argument arrays)` to `(*changed slot arrays,
+            *result arrays)`.
+        changed: Indices of the slot arrays that the step changes.
+        result_tree: Structure of the results; not arrays, see `results`.
+        static_results: Results that are not arrays, and `ARRAY` for those that are.
+        fingerprint: Tells the program from others.
+    """
+
+    program: core.ClosedJaxpr
+    changed: tuple[int, ...]
+    result_tree: Any
+    static_results: tuple[Any, ...]
+    fingerprint: Fingerprint
+
+    def call(
+        self, slots: Sequence[Any], arguments: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Runs or traces the program; returns changed slots and result arrays."""
+        outputs = core.jaxpr_as_fun(self.program)(*slots, *arguments)
+        return outputs[: len(self.changed)], outputs[len(self.changed) :]
+
+    def is_same(self, other: "TracedStep") -> bool:
+        """Returns whether two traces are the same program."""
+        return (
+            self.changed == other.changed
+            and self.result_tree == other.result_tree
+            and self.static_results == other.static_results
+            and self.fingerprint.is_same(other.fingerprint)
+        )
+
+    def results(self, arrays: Sequence[Any]) -> PyTree:
+        """Returns the step's results as the user's function returned them."""
+        rest = iter(arrays)
+        return self.result_tree.unflatten(
+            next(rest) if value is ARRAY else value for value in self.static_results
+        )
+
+
+# What `nnx.grad` says of a module that belongs to another trace.
+_FLAX_MESSAGE = "from different trace level"
+
+ARRAY = object()
+"""Stands for an array among results that are not."""
+
+
+def trace_step(
+    fn: Callable[..., PyTree],
+    state: State,
+    slot_types: Sequence[Any],
+    arguments: PyTree,
+    *,
+    user_fn: Callable[..., Any],
+    owner: str,
+) -> TracedStep:
+    """Traces `fn(*arguments)` with `state` lifted.
+
+    Args:
+        fn: What to trace.
+        state: The slots it may read and write.
+        slot_types: Arrays or `jax.ShapeDtypeStruct` of the slots.
+        arguments: A tuple of pytrees of the same, one per argument.
+        user_fn: The user's function, for messages.
+        owner: What state must be reachable from, for messages.
+
+    Returns:
+        The traced step.
+
+    Raises:
+        CapturedStateError: If the step uses variables outside `state`, draws random
+            numbers of the host, or leaves arrays in places outside `state`.
+        StateStructureError: If it changes the structure of a slot, or plain values
+            so that the next step would be another one.
+        DoubleReductionError: If it sums over replicas twice.
+        ReplicaMismatchError: If replicas may take different ways to a collective.
+        ValueError: If replicas draw the same numbers from a `jax.random.PRNGKey`.
+    """
+    traced = functools.partial(
+        _trace_once, fn, state, slot_types, arguments, user_fn, owner
+    )
+    with state.kept() as changes:
+        step = traced()
+        if first := changes():
+            # A flag that is set in each step, or a value that is cached, does no harm.
+            with state.kept() as more_changes:
+                if not traced().is_same(step) or more_changes():
+                    name = getattr(user_fn, "__name__", "the step")
+                    raise StateStructureError(unsettled_message(name, first))
+    return step
+
+
+def _trace_once(
+    fn: Callable[..., PyTree],
+    state: State,
+    slot_types: Sequence[Any],
+    arguments: PyTree,
+    user_fn: Callable[..., Any],
+    owner: str,
+) -> TracedStep:
+    name = getattr(user_fn, "__name__", "the step")
+    changed: list[int] = []
+    results: list[Any] = []
+
+    def pure(slots: list[Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+        with state.swapped(slots), lifted(state):
+            result = fn(*arguments)
+            after = state.collect(slots, name)
+        changed[:] = [
+            i for i, (a, b) in enumerate(zip(slots, after, strict=True)) if a is not b
+        ]
+        values, tree = jax.tree.flatten(result)
+        results[:] = [
+            tree,
+            tuple(ARRAY if isinstance(v, jax.Array) else v for v in values),
+        ]
+        arrays = [value for value in values if isinstance(value, jax.Array)]
+        return [after[i] for i in changed], arrays
+
+    with (
+        explained(user_fn, state, owner, arguments),
+        guarded_host_values(user_fn, owner),
+        proved_later(),
+    ):
+        traced = jax.jit(pure).trace(list(slot_types), arguments)
+    if not is_in_trace():
+        check_nothing_left(user_fn, owner)
+    check_captured(traced.jaxpr, state, user_fn, owner)
+    prove(traced.jaxpr, len(state.paths))
+    check_keys(traced.jaxpr, state)
+    fingerprint = Fingerprint(traced.jaxpr)
+    tree, static = results
+    return TracedStep(traced.jaxpr, tuple(changed), tree, static, fingerprint)
+
+
+@contextlib.contextmanager
+def explained(
+    user_fn: Callable[..., Any],
+    state: State,
+    owner: str,
+    arguments: tuple[PyTree, ...] = (),
+) -> Iterator[None]:
+    """Turns Flax's error for writing to an unlifted variable into ours.
+
+    Errors of JAX for the value of a traced array get a note that names the step, other
+    ones a note on the batches that a step was traced with.
+
+    Raises:
+        CapturedStateError: If the step wrote to a variable outside `state`.
+        TraceContextError: If Flax raised it for another reason.
+        ValueError: If the step raised it for another reason.
+    """
+    try:
+        yield
+    except Exception as error:
+        name = getattr(user_fn, "__name__", "the step")
+        add_value_note(error, name, owner)
+        if not isinstance(error, (ArmillaryError, *VALUE_ERRORS)):
+            add_step_notes(error, name, owner, arguments)
+        # Not above: to import Flax takes a fifth of the time of this library's import.
+        from flax.errors import TraceContextError
+
+        is_flax = isinstance(error, TraceContextError) or (
+            isinstance(error, ValueError) and _FLAX_MESSAGE in str(error)
+        )
+        explanation = write_error(user_fn, state, owner) if is_flax else None
+        if explanation is None:
+            raise
+        raise explanation from error

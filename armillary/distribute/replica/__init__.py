@@ -1,0 +1,3 @@
+"""What holds inside `strategy.run`: values, collectives, policies, types and proofs."""
+
+__all__: list[str] = []

@@ -1,0 +1,241 @@
+"""Which strategy is in effect, and on which side of `run` the code is.
+
+*Replica context* is the code inside `Strategy.run`, *cross-replica context* the code
+around it that knows a strategy. Without any strategy, code runs in the replica context
+of the default strategy, so a library function may always ask for its context.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jax.extend import core
+
+from armillary.errors import ReplicaContextError
+from armillary.state._lift import State
+
+if TYPE_CHECKING:
+    from armillary.distribute._strategy import Strategy
+    from armillary.distribute.replica._collectives import ReplicaContext
+
+
+class _Frame(NamedTuple):
+    strategy: "Strategy"
+    replica_context: "ReplicaContext | None"
+    merging: "ReplicaContext | None" = None
+
+
+class _Ambient(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+        self.states: list[tuple[State, Any]] = []
+        self.chosen: Strategy | None = None
+
+
+_ambient = _Ambient()
+_default_frame: list[_Frame] = []
+
+
+def set_default(strategy: "Strategy", replica_context: "ReplicaContext") -> None:
+    """Registers the strategy that is in effect where no other is."""
+    _default_frame[:] = [_Frame(strategy, replica_context)]
+
+
+def _frame() -> _Frame:
+    if _ambient.frames:
+        return _ambient.frames[-1]
+    if _ambient.chosen is not None:
+        return _Frame(_ambient.chosen, None)
+    return _default_frame[0]
+
+
+def get_strategy() -> "Strategy":
+    """Returns the strategy in effect; the `DefaultStrategy` if there is no other."""
+    return _frame().strategy
+
+
+def has_strategy() -> bool:
+    """Returns whether a strategy other than the `DefaultStrategy` is in effect."""
+    return _frame().strategy is not _default_frame[0].strategy
+
+
+def get_replica_context() -> "ReplicaContext | None":
+    """Returns the replica context, or `None` in cross-replica context."""
+    return _frame().replica_context
+
+
+def get_running_context(strategy: "Strategy") -> "ReplicaContext | None":
+    """Returns the context of the `run` of a strategy that the code is called from."""
+    for frame in reversed(_ambient.frames):
+        if frame.strategy is strategy and frame.replica_context is not None:
+            return frame.replica_context
+    return None
+
+
+def in_cross_replica_context() -> bool:
+    """Returns whether the caller is in cross-replica context."""
+    return _frame().replica_context is None
+
+
+def set_strategy(strategy: "Strategy | None") -> None:
+    """Puts a strategy in effect for the rest of this thread's program.
+
+    It is `with strategy.scope():` without the indentation, as for notebooks.
+
+    Args:
+        strategy: The strategy, or `None` to return to the default one.
+
+    Raises:
+        ReplicaContextError: If called inside a `scope` or inside `run`.
+    """
+    if _ambient.frames:
+        raise ReplicaContextError(
+            "`set_strategy` was called inside `strategy.scope()` or `strategy.run`, "
+            "which already decide the strategy. Call it before, at the top of the "
+            "program."
+        )
+    _ambient.chosen = None if strategy is _default_frame[0].strategy else strategy
+
+
+class Scope:
+    """A strategy's scope, which may be entered again and again.
+
+    Args:
+        strategy: The strategy.
+    """
+
+    def __init__(self, strategy: "Strategy") -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> "Strategy":
+        """Puts the strategy in effect, in cross-replica context."""
+        require_scope(self._strategy)
+        _ambient.frames.append(_Frame(self._strategy, None))
+        return self._strategy
+
+    def __exit__(self, *_: object) -> None:
+        """Leaves it."""
+        _ambient.frames.pop()
+
+
+@contextlib.contextmanager
+def entered(
+    strategy: "Strategy",
+    replica_context: "ReplicaContext | None",
+    merging: "ReplicaContext | None" = None,
+) -> Iterator[None]:
+    """Puts a strategy, and a side of `run`, in effect for a while.
+
+    Args:
+        strategy: The strategy.
+        replica_context: The replica; `None` for cross-replica context.
+        merging: The replica that is in a `merge_call`.
+    """
+    _ambient.frames.append(_Frame(strategy, replica_context, merging))
+    try:
+        yield
+    finally:
+        _ambient.frames.pop()
+
+
+def merging_replica() -> "ReplicaContext | None":
+    """Returns the replica whose `merge_call` the caller is in, if it is in one."""
+    for frame in reversed(_ambient.frames):
+        if frame.merging is not None or frame.replica_context is not None:
+            return frame.merging
+    return None
+
+
+@contextlib.contextmanager
+def lifted(state: State) -> Iterator[None]:
+    """Marks `state` as what `Strategy.run` lifts, while a step runs."""
+    _ambient.states.append((state, _trace()))
+    try:
+        yield
+    finally:
+        _ambient.states.pop()
+
+
+def lifted_state() -> State | None:
+    """Returns the state of the step that is running, if one is."""
+    return _ambient.states[-1][0] if _ambient.states else None
+
+
+def check_same_trace(name: str, paths: Sequence[str]) -> None:
+    """Raises if state of the running step would be written in another trace of JAX.
+
+    Args:
+        name: What was given to `run`.
+        paths: The state that it has changed.
+
+    Raises:
+        ReplicaContextError: If the step calls `run` inside `jax.jit` or the like.
+    """
+    if not _ambient.states or _ambient.states[-1][1] == _trace():
+        return
+    shown = ", ".join(paths[:3]) + (" and more" if len(paths) > 3 else "")
+    raise ReplicaContextError(
+        f"`strategy.run` of `{name}` was called inside `jax.jit`, `nnx.jit` or another "
+        f"transformation of JAX, and changes state of the step ({shown}), which would "
+        "hold values of that transformation. The step is compiled already: call "
+        "`strategy.run` as it is, or decorate what calls it with "
+        "`@armillary.function`; inside the function that `run` gets, they work."
+    )
+
+
+def _trace() -> Any:
+    return core.get_opaque_trace_state(convention="flax")
+
+
+def require_replica_context(function: str, instead: str) -> Any:
+    """Returns the replica context for `function`, or raises what to do instead.
+
+    Raises:
+        ReplicaContextError: In cross-replica context.
+    """
+    context = get_replica_context()
+    if context is None:
+        raise ReplicaContextError(
+            f"`{function}` was called outside `Strategy.run`. It needs a replica "
+            "context: move the call into the function given to `strategy.run`, or "
+            f"{instead}."
+        )
+    return context
+
+
+def require_cross_replica_context(
+    function: str, instead: str, strategy: "Strategy"
+) -> None:
+    """Raises if called inside `Strategy.run`, or in another strategy's scope.
+
+    Args:
+        function: What was called, for messages.
+        instead: What to do inside `run`.
+        strategy: Whose function it is.
+
+    Raises:
+        ReplicaContextError: If so.
+    """
+    if _ambient.frames and _ambient.frames[-1].replica_context is not None:
+        raise ReplicaContextError(
+            f"`{function}` was called inside `Strategy.run`, where each replica sees "
+            f"only its own values. Move the call out of the function given to "
+            f"`strategy.run`, or {instead}."
+        )
+    if has_strategy() and get_strategy() is not strategy:
+        raise ReplicaContextError(
+            f"`{function}` of {strategy!r} was called inside the scope of "
+            f"{get_strategy()!r}. One program part has one strategy: leave the other "
+            "scope first, or use its strategy (`armillary.get_strategy()`)."
+        )
+
+
+def require_scope(strategy: "Strategy") -> None:
+    """Raises where `strategy.scope()` cannot be entered.
+
+    Raises:
+        ReplicaContextError: Inside `run`, or inside another strategy's scope.
+    """
+    instead = "enter the scope around `run`"
+    require_cross_replica_context("strategy.scope", instead, strategy)

@@ -1,0 +1,117 @@
+"""Losses scaled so that sums over replicas are means over the global batch.
+
+Gradients arrive summed over replicas, so each replica divides its summed loss by the
+*global* batch size (`tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`).
+What is returned counts as one replica's own, even if it is equal on all of them: its
+sum over replicas is the loss, and gradients of it are summed.
+"""
+
+from numbers import Integral
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from armillary.distribute.replica._context import (
+    get_replica_context,
+    require_replica_context,
+)
+from armillary.distribute.replica._loss_scale import mark_scaled
+from armillary.distribute.replica._values import count_active
+
+
+def compute_average_loss(
+    per_example_loss: Any,
+    sample_weight: Any = None,
+    global_batch_size: Any = None,
+) -> jax.Array:
+    """Returns the sum of the losses divided by the global batch size.
+
+    Args:
+        per_example_loss: Losses of this replica's examples, shape `(batch, ...)`. Axes
+            after the first are summed, not averaged, as in TensorFlow.
+        sample_weight: Weights of shape `(batch,)`, or of any shape whose axes are the
+            first ones of `per_example_loss`. Weights do not change the divisor.
+        global_batch_size: Number of examples on all replicas, an integer or an integer
+            array of shape `()`. By default the number of examples here times the number
+            of replicas that hold data.
+
+    Returns:
+        An array of shape `()`. Its sum over replicas is the average over the batch.
+
+    Raises:
+        ReplicaContextError: In cross-replica context, without `global_batch_size`.
+        ValueError: If a shape does not fit, or `global_batch_size` is not a positive
+            integer of shape `()`.
+    """
+    losses = jnp.asarray(per_example_loss)
+    if losses.ndim == 0:
+        raise ValueError(
+            "`per_example_loss` has shape (), but it must have one entry per example, "
+            "shape (batch, ...). Pass the losses before taking their mean."
+        )
+    if not jnp.issubdtype(losses.dtype, jnp.floating):
+        losses = losses.astype(jnp.result_type(float))
+    if sample_weight is not None:
+        losses = losses * _weights(sample_weight, losses)
+    context = get_replica_context()
+    if global_batch_size is None:
+        context = require_replica_context(
+            "compute_average_loss", "pass `global_batch_size=...` here"
+        )
+        global_batch_size = losses.shape[0] * context.num_active
+    else:
+        _check_global_batch_size(global_batch_size)
+    if context is not None:
+        context.was_asked = True  # Any divisor here is one for all replicas.
+        losses = context.local(losses)
+    # In half precision a sum overflows soon, and a divisor of 65,520 is infinite.
+    total = jnp.sum(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))
+    average = total / jnp.asarray(global_batch_size, total.dtype)
+    return mark_scaled(average.astype(losses.dtype))
+
+
+def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
+    """Returns the sum of a regularization loss divided by the number of replicas.
+
+    Every replica adds the same regularization loss, so their sum is the loss itself.
+
+    Args:
+        regularization_loss: An array of any shape; it is summed.
+
+    Returns:
+        An array of shape `()`.
+
+    Raises:
+        ReplicaContextError: In cross-replica context.
+    """
+    context = require_replica_context(
+        "scale_regularization_loss", "divide by `strategy.num_replicas_in_sync` here"
+    )
+    loss = context.local(jnp.asarray(regularization_loss))
+    # Not `num_active`: this says nothing about the scale of any other loss.
+    return mark_scaled(jnp.sum(loss) / count_active(context.active))
+
+
+def _weights(sample_weight: Any, losses: jax.Array) -> jax.Array:
+    weights = jnp.asarray(sample_weight, losses.dtype)
+    if weights.shape != losses.shape[: weights.ndim]:
+        raise ValueError(
+            f"`sample_weight` has shape {weights.shape}, but it must be the first axes "
+            f"of the losses, which have shape {losses.shape}. Use one weight per "
+            f"example, shape ({losses.shape[0]},)."
+        )
+    return weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
+
+
+def _check_global_batch_size(value: Any) -> None:
+    is_array = isinstance(value, jax.Array)
+    is_integer = jnp.issubdtype(value.dtype, jnp.integer) if is_array else False
+    if is_array and is_integer and value.shape == ():
+        return
+    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0:
+        return
+    raise ValueError(
+        f"`global_batch_size` is {value!r}, but it must be a positive integer, or an "
+        "integer array of shape (). Pass the number of examples on all replicas."
+    )

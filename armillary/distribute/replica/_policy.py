@@ -1,0 +1,336 @@
+"""What happens to each slot when a step runs on several replicas.
+
+Every slot has a policy, from what it is for or from what the user set on the variable
+with the enums of `tf.distribute`::
+
+    nnx.Variable(jnp.zeros(()), aggregation=VariableAggregation.SUM)
+
+    policy          entering `run`                      leaving `run`
+    mirrored        the same value on all replicas      must be equal on all replicas
+    sum             first replica: value, others: 0     summed over replicas
+    mean            the same value on all replicas      averaged over replicas
+    first replica   the same value on all replicas      the first replica's value
+    random          the stored key, with its number     the stored key, or what the
+                    folded in except on the first       first replica left
+
+With `ON_WRITE`, the last three happen at each write (`_writes`), and the slot is
+mirrored.
+"""
+
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from armillary.distribute.replica._collectives import ReplicaContext
+from armillary.distribute.replica._retype import AXIS_NAME, cast, varies
+from armillary.state._lift import State
+from armillary.state._slots import Role, Slot
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+ON_READ_SCOPE = "armillary_on_read"
+
+
+class VariableSynchronization(enum.Enum):
+    """When replicas' copies of a variable are brought together.
+
+    As in `tf.VariableSynchronization`: `ON_WRITE` aggregates what replicas write at
+    each write, so that copies are equal at every read. `ON_READ` lets them differ until
+    `run` ends. `AUTO` is `ON_READ` if there is an aggregation. `NONE` is refused.
+    """
+
+    AUTO = "AUTO"
+    NONE = "NONE"
+    ON_WRITE = "ON_WRITE"
+    ON_READ = "ON_READ"
+
+
+class VariableAggregation(enum.Enum):
+    """How replicas' values of a variable become one (`tf.VariableAggregation`)."""
+
+    NONE = "NONE"
+    SUM = "SUM"
+    MEAN = "MEAN"
+    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+
+
+class Policy(enum.Enum):
+    """The row of the table in the module docstring that holds for a slot."""
+
+    MIRRORED = "mirrored"
+    SUM = "sum"
+    MEAN = "mean"
+    FIRST_REPLICA = "first replica"
+    RANDOM = "random"
+
+
+_BY_ROLE = {
+    Role.PLAIN: VariableAggregation.NONE,
+    Role.METRIC: VariableAggregation.SUM,
+    Role.BATCH_STATISTIC: VariableAggregation.MEAN,
+    Role.RANDOM_KEY: VariableAggregation.NONE,
+}
+_BY_AGGREGATION = {
+    VariableAggregation.NONE: Policy.MIRRORED,
+    VariableAggregation.SUM: Policy.SUM,
+    VariableAggregation.MEAN: Policy.MEAN,
+    VariableAggregation.ONLY_FIRST_REPLICA: Policy.FIRST_REPLICA,
+}
+# Folded into the key of every replica but the first, before the replica's number. A
+# step that folds small numbers into its key, as NNX does, or splits it, must not arrive
+# at the key of another replica.
+_OTHER_REPLICAS = np.uint32(0xA5B111A2)
+
+
+def create_global_step(initial_value: int = 0) -> "nnx.Variable":
+    """Returns a counter of training steps, for a loop that has no other.
+
+    It is an integer variable with `VariableAggregation.ONLY_FIRST_REPLICA`: adding 1 to
+    it inside `strategy.run` adds 1, whatever the number of replicas. After
+    `orbit.utils.create_global_step`.
+
+    Args:
+        initial_value: The first value.
+
+    Returns:
+        A variable of shape `()`; the integer dtype is JAX's default.
+    """
+    from flax import nnx
+
+    return nnx.Variable(
+        jnp.asarray(initial_value, dtype=jnp.result_type(int)),
+        aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
+    )
+
+
+def policies_of(state: State, leaves: Sequence[jax.Array]) -> list[Policy]:
+    """Returns the policy of each array of a state.
+
+    Args:
+        state: The slots.
+        leaves: Their arrays.
+
+    Raises:
+        ValueError: If the `synchronization` or `aggregation` of a variable is not one
+            of the enums' members, or the two, or the dtype, do not go together.
+    """
+    check_annotations(state)
+    policies: list[Policy] = []
+    for slot, start, stop in state.ranges:
+        is_of_optimizer = slot.is_of_optimizer()
+        for leaf, shared in zip(leaves[start:stop], is_of_optimizer, strict=True):
+            policies.append(_policy_of(slot, leaf, shared))
+    return policies
+
+
+def check_annotations(state: State) -> None:
+    """Raises if what the user set on a variable has no meaning.
+
+    Raises:
+        ValueError: If the `synchronization` or `aggregation` of a variable is not one
+            of the enums' members, or the two do not go together.
+    """
+    for slot in state.slots:
+        if slot.annotations:
+            _check_annotations(slot)
+
+
+def written_policy_of(slot: Slot) -> Policy | None:
+    """Returns what is made of the values that replicas write; `None` for nothing."""
+    if slot.annotations.get("synchronization") is not VariableSynchronization.ON_WRITE:
+        return None
+    policy = _BY_AGGREGATION[_aggregation_of(slot)]
+    return None if policy is Policy.MIRRORED else policy
+
+
+def _policy_of(slot: Slot, leaf: jax.Array, is_of_optimizer: bool) -> Policy:
+    policy = _BY_AGGREGATION[_aggregation_of(slot)]
+    is_given = slot.annotations.get("aggregation") is not None
+    if _is_key(slot, leaf):
+        if policy is not Policy.MIRRORED:
+            raise ValueError(_no_sum(slot, policy, "a random key", "NONE"))
+        # What an optimizer draws, it adds to parameters that are mirrored.
+        return policy if is_given or is_of_optimizer else Policy.RANDOM
+    if leaf.dtype == bool and policy in (Policy.SUM, Policy.MEAN):
+        if is_given:
+            raise ValueError(_no_sum(slot, policy, "bool", "ONLY_FIRST_REPLICA"))
+        policy = Policy.MIRRORED  # a flag of a metric
+    return policy if written_policy_of(slot) is None else Policy.MIRRORED
+
+
+def _aggregation_of(slot: Slot) -> VariableAggregation:
+    given = slot.annotations.get("aggregation")
+    return _BY_ROLE[slot.role] if given is None else given
+
+
+def _check_annotations(slot: Slot) -> None:
+    synchronization = slot.annotations.get("synchronization")
+    for name, value, kind in (
+        ("aggregation", slot.annotations.get("aggregation"), VariableAggregation),
+        ("synchronization", synchronization, VariableSynchronization),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(
+                f"`{name}` of {slot.path} is {value!r}, but it must be a member of "
+                f"`armillary.{kind.__name__}`, such as {next(iter(kind))}. Set it "
+                "where the variable is made."
+            )
+    if synchronization is VariableSynchronization.NONE:
+        raise ValueError(
+            f"`synchronization` of {slot.path} is NONE, but what replicas write to a "
+            "variable must become one value. Use `VariableSynchronization.ON_READ` "
+            "with an aggregation, `ON_WRITE`, or leave it out."
+        )
+    is_on_read = synchronization is VariableSynchronization.ON_READ
+    is_random = slot.role is Role.RANDOM_KEY
+    if is_on_read and not is_random and _aggregation_of(slot).name == "NONE":
+        raise ValueError(
+            f"`aggregation` of {slot.path} is NONE and its `synchronization` is "
+            "ON_READ, which leaves no single value to read outside `run`. Use "
+            "`VariableAggregation.SUM`, `MEAN` or `ONLY_FIRST_REPLICA`."
+        )
+
+
+def _no_sum(slot: Slot, policy: Policy, what: str, instead: str) -> str:
+    return (
+        f"`aggregation` of {slot.path} is {policy.name}, but it holds {what}, of which "
+        f"there is no {policy.value}. Use `VariableAggregation.{instead}`, or hold an "
+        "array of integers or floats."
+    )
+
+
+def enter(policy: Policy, value: jax.Array) -> jax.Array:
+    """Returns what one replica sees of a slot when its step begins."""
+    if policy is Policy.SUM:
+        return jnp.where(_replica_id() == 0, value, jnp.zeros_like(value))
+    if policy is Policy.RANDOM:
+        return _fold_replica_in(value)
+    return value
+
+
+def leave(
+    policy: Policy,
+    before: jax.Array,
+    entered: jax.Array,
+    after: jax.Array,
+    context: ReplicaContext,
+) -> jax.Array:
+    """Returns what a slot holds when the step ends.
+
+    Args:
+        policy: The slot's policy.
+        before: The value outside `run`, before the step.
+        entered: What `enter` made of it.
+        after: What the step left.
+        context: The replica, for its number and for which replicas hold data.
+
+    Returns:
+        The new value. It differs between replicas if the slot is mirrored and the step
+        left it so.
+    """
+    if policy is Policy.RANDOM:
+        return before if after is entered else _key_of_first(after)
+    if policy is Policy.MIRRORED:
+        return after
+    return combine(policy, after, context, idle=entered)
+
+
+def combine(
+    policy: Policy,
+    value: jax.Array,
+    context: ReplicaContext,
+    idle: jax.Array | None = None,
+) -> jax.Array:
+    """Returns what the replicas' values become together, by SUM, MEAN or the first one.
+
+    Args:
+        policy: One of these three.
+        value: This replica's value.
+        context: The replica.
+        idle: What a replica without data adds to a sum; nothing by default.
+    """
+    if not varies(value):
+        if policy is not Policy.SUM:
+            return value
+        value = cast(value)
+    with jax.named_scope(ON_READ_SCOPE):
+        if policy is Policy.FIRST_REPLICA:
+            return _sum(_masked(context.is_first(), value))
+        if context.num_active < context.num_replicas_in_sync:
+            value = _masked(
+                context.is_active(), value, idle if policy is Policy.SUM else None
+            )
+        return _sum(value) if policy is Policy.SUM else _mean(value, context.num_active)
+
+
+def _masked(
+    holds: jax.Array, value: jax.Array, other: jax.Array | None = None
+) -> jax.Array:
+    return jnp.where(holds, value, jnp.zeros_like(value) if other is None else other)
+
+
+def _sum(value: jax.Array) -> jax.Array:
+    return jax.lax.psum(value, AXIS_NAME).astype(value.dtype)
+
+
+def _mean(value: jax.Array, count: int) -> jax.Array:
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        # In half precision the sum may overflow.
+        wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+        return (_sum(wide) / count).astype(value.dtype)
+    # The sum of integers may overflow, and floats may not hold them.
+    wide = value if value.dtype.itemsize >= 4 else value.astype(jnp.int32)
+    quotient = wide // count
+    return (_sum(quotient) + _sum(wide - quotient * count) // count).astype(value.dtype)
+
+
+def _is_key(slot: Slot, leaf: jax.Array) -> bool:
+    is_typed = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return is_typed or (slot.role is Role.RANDOM_KEY and leaf.dtype == jnp.uint32)
+
+
+def _fold_replica_in(value: jax.Array) -> jax.Array:
+    """Returns the keys of this replica; those of the first one are the stored ones."""
+    keys = _as_keys(value)
+
+    def fold(key: jax.Array) -> jax.Array:
+        other = jax.random.fold_in(key, _OTHER_REPLICAS)
+        other = jax.random.key_data(jax.random.fold_in(other, _replica_id()))
+        data = jnp.where(_replica_id() == 0, jax.random.key_data(key), other)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+
+    # NNX splits a stream into an array of keys for layers that are scanned over.
+    folded = jax.vmap(fold)(keys.reshape(-1)).reshape(keys.shape)
+    return _as_before(folded, value)
+
+
+def _key_of_first(value: jax.Array) -> jax.Array:
+    """Returns what the first replica left, so that one replica alone leaves the same.
+
+    A key that the step split and assigned differs between replicas.
+    """
+    if not varies(value):
+        return value
+    data = jax.random.key_data(_as_keys(value))
+    with jax.named_scope(ON_READ_SCOPE):
+        first = _sum(_masked(_replica_id() == 0, data))
+    keys = jax.random.wrap_key_data(first, impl=jax.random.key_impl(_as_keys(value)))
+    return _as_before(keys, value)
+
+
+def _as_keys(value: jax.Array) -> jax.Array:
+    """Returns keys of `jax.random.PRNGKey` as those of `jax.random.key`."""
+    return jax.random.wrap_key_data(value) if value.dtype == jnp.uint32 else value
+
+
+def _as_before(keys: jax.Array, value: jax.Array) -> jax.Array:
+    return jax.random.key_data(keys) if value.dtype == jnp.uint32 else keys
+
+
+def _replica_id() -> jax.Array:
+    return jax.lax.axis_index(AXIS_NAME)

@@ -1,0 +1,240 @@
+"""Values that differ between replicas, seen from outside `Strategy.run`.
+
+A `PerReplica` is one global array with the replica as its first axis, spread over the
+devices. Batches from a distributed dataset and results of `run` have this form;
+`Strategy.reduce`, `gather` and `local_results` take it apart.
+"""
+
+import enum
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from armillary.data._layout import Active
+
+
+class ReduceOp(enum.Enum):
+    """How values are combined over replicas (`tf.distribute.ReduceOp`)."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def of(cls, value: Any) -> "ReduceOp":
+        """Returns `value` as a member; the names may be given as strings.
+
+        Raises:
+            ValueError: If `value` names no member.
+        """
+        if isinstance(value, cls):
+            return value
+        try:
+            return cls[str(value).upper()]
+        except KeyError:
+            raise ValueError(
+                f"`reduce_op` is {value!r}, but it must be `ReduceOp.SUM` or "
+                "`ReduceOp.MEAN`. Use one of these, or their names as strings."
+            ) from None
+
+
+def _refuse(use: str) -> Callable[..., NoReturn]:
+    """Returns a method that says what to do instead of using a value as one array."""
+
+    def method(self: "PerReplica", *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(self._explain(use))
+
+    return method
+
+
+@jax.tree_util.register_pytree_node_class
+class PerReplica(NDArrayOperatorsMixin):
+    """One value per replica.
+
+    It is no array: what arrays can do is an error that says so.
+
+    Attributes:
+        array: The values in one array of shape `(num_replicas, ...)`, or the value that
+            all replicas share.
+        num_active: How many replicas hold a value. It is the number of replicas except
+            for the leftovers of a complete evaluation, where the other rows of
+            `stacked` mean nothing.
+        active_replicas: Which ones: so many from the first, or those of these numbers.
+        shared_by: How many replicas share one value; `None` if each has its own.
+        has_own_data: Whether it comes from a `run` whose arguments were not all equal.
+    """
+
+    def __init__(
+        self,
+        array: Any,
+        num_active: Active,
+        shared_by: int | None = None,
+        has_own_data: bool = True,
+    ) -> None:
+        self.array = array
+        self.num_active = count_active(num_active)
+        self.active_replicas = num_active
+        self.shared_by = shared_by
+        self.has_own_data = has_own_data
+        _owners[id(array)] = self
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the values are known to be equal, as gradients are."""
+        return self.shared_by is not None
+
+    @property
+    def stacked(self) -> Any:
+        """The values in one array of shape `(num_replicas, ...)`."""
+        if self.shared_by is None:
+            return self.array
+        return jnp.broadcast_to(self.array, (self.shared_by, *jnp.shape(self.array)))
+
+    @property
+    def values(self) -> tuple[jax.Array, ...]:
+        """The value of each replica of this process that holds one, on its device."""
+        return tuple(self.parts().values())
+
+    def parts(self) -> dict[int, jax.Array]:
+        """Returns `values` by the number of the replica."""
+        held = list_active(self.active_replicas)
+        if isinstance(self.array, Tracer) or not isinstance(self.array, jax.Array):
+            stacked = self.stacked
+            return {replica: stacked[replica] for replica in held}
+        if self.shared_by is not None:
+            copies = _copies(self.array, self.shared_by)
+            return {
+                replica: copies.get(replica, self.array)
+                for replica in held
+                if replica in copies or self.array.is_fully_addressable
+            }
+        rows: dict[int, tuple[jax.Array, int]] = {}
+        for shard in self.array.addressable_shards:
+            start = shard.index[0].start or 0
+            for offset in range(shard.data.shape[0]):
+                rows.setdefault(start + offset, (shard.data, offset))
+        return {
+            replica: data[offset]
+            for replica in held
+            if replica in rows
+            for data, offset in [rows[replica]]
+        }
+
+    @property
+    def active(self) -> jax.Array:
+        """The rows of `stacked` that mean something."""
+        stacked = self.stacked
+        if self.num_active == stacked.shape[0]:
+            return stacked
+        if isinstance(self.active_replicas, tuple):
+            return stacked[np.array(self.active_replicas)]
+        return stacked[: self.num_active]
+
+    def holds(self, replica: int) -> bool:
+        """Returns whether a replica holds a value."""
+        return replica in list_active(self.active_replicas)
+
+    def __repr__(self) -> str:
+        shape = getattr(self.array, "shape", None)
+        own = slice(None) if self.is_shared else slice(1, None)
+        inside = "?" if shape is None else f"{self.array.dtype}{list(shape[own])}"
+        return f"PerReplica({self.num_active} x {inside})"
+
+    def _explain(self, use: str) -> str:
+        return (
+            f"{self!r} {use}, but it holds one part for each of {self.num_active} "
+            "replicas. Put the code into a function, and call that with "
+            "`strategy.run(step_fn, args=(batch,))`, or combine the parts first: "
+            "`strategy.reduce(ReduceOp.SUM, value)`, `strategy.gather(value, axis=0)`."
+        )
+
+    __jax_array__ = __array__ = _refuse("was used as one array")
+    __getitem__ = _refuse("was indexed")
+    __iter__ = _refuse("was iterated over")
+    __len__ = _refuse("was asked for its length")
+    __float__ = __int__ = _refuse("was converted to a number")
+    __bool__ = _refuse("was used as a condition")
+
+    def __array_ufunc__(self, function: np.ufunc, *_: Any, **__: Any) -> NoReturn:
+        """Says what to do instead of arithmetic; all operators lead here.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(self._explain(f"was used in `{function.__name__}`"))
+
+    # Programs look values up by identity, as they do with any object that is no array.
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __getattr__(self, name: str) -> Any:
+        # What is asked for by protocol, such as `__array_interface__`, is just missing.
+        if name.startswith("_") or not hasattr(jax.Array, name):
+            raise AttributeError(f"PerReplica has no attribute {name!r}")
+        raise AttributeError(self._explain(f"was asked for `{name}`"))
+
+    def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, int | None, bool]]:
+        """Flattens into the array."""
+        return (self.array,), (self.active_replicas, self.shared_by, self.has_own_data)
+
+    @classmethod
+    def tree_unflatten(
+        cls, attributes: tuple[Active, int | None, bool], children: tuple[Any]
+    ) -> "PerReplica":
+        """Builds a value from the array."""
+        return cls(children[0], *attributes)
+
+
+# To functions for nests, `jax.tree.map` hands the array that is inside, as if it were
+# the same on all replicas.
+_owners: weakref.WeakValueDictionary[int, PerReplica] = weakref.WeakValueDictionary()
+
+
+def _copies(array: jax.Array, num_replicas: int) -> dict[int, jax.Array]:
+    """Returns the copies of an array on a mesh in this process, by replica.
+
+    Fewer replicas than devices are on several of them each, the same number in a row.
+    """
+    if not isinstance(array.sharding, NamedSharding):
+        return {}
+    mesh = array.sharding.mesh
+    assert isinstance(mesh, Mesh)
+    devices = list(mesh.devices.flat)
+    copies: dict[int, jax.Array] = {}
+    for shard in array.addressable_shards:
+        replica = devices.index(shard.device) * num_replicas // len(devices)
+        copies.setdefault(replica, shard.data)
+    return copies
+
+
+def count_active(active: Active) -> int:
+    """Returns how many replicas have data."""
+    return active if isinstance(active, int) else len(active)
+
+
+def list_active(active: Active) -> Sequence[int]:
+    """Returns the numbers of the replicas that have data."""
+    return range(active) if isinstance(active, int) else active
+
+
+def is_inside(leaf: Any) -> bool:
+    """Returns whether `leaf` is the array inside a `PerReplica` that is in use."""
+    owner = _owners.get(id(leaf)) if isinstance(leaf, jax.Array) else None
+    return owner is not None and owner.array is leaf
+
+
+def is_per_replica(value: Any) -> bool:
+    """Returns whether `value` is a `PerReplica`, for use as `is_leaf`."""
+    return isinstance(value, PerReplica)

@@ -1,0 +1,3 @@
+"""The strategies: one device, several devices, several processes."""
+
+__all__: list[str] = []

@@ -1,0 +1,181 @@
+"""What a trainer does where a loop begins and ends, as part of the compiled program.
+
+`train_loop_begin` and `train_loop_end` are Python. Where they are part of the program,
+many loops are one program, and Python's time between two loops is gone. They may be if
+Python need not run: if all they do is to reset metrics, set arrays, and compute numbers
+from them. Either the user says so (`compile_hooks=True`), or their code shows it
+(`_pure_code.py`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from armillary._logging import logger
+from armillary.distribute.program._trace import TracedStep, trace_step
+from armillary.errors import StateStructureError
+from armillary.state._lift import State
+from armillary.trainer._pure_code import find_effect
+from armillary.typing import Output
+
+BEGIN, END = "train_loop_begin", "train_loop_end"
+
+
+class Hooks(NamedTuple):
+    """The traced hooks of a trainer.
+
+    Attributes:
+        begin: What runs before the first step of a loop.
+        end: What runs after the last one; its results are the leaves of the output.
+        shape: The output, with the number of its leaf in the place of each.
+    """
+
+    begin: TracedStep
+    end: TracedStep
+    shape: Any
+
+    def is_same(self, other: "Hooks | None") -> bool:
+        """Returns whether two traces are the same program."""
+        return (
+            other is not None
+            and self.shape == other.shape
+            and self.begin.is_same(other.begin)
+            and self.end.is_same(other.end)
+        )
+
+    def output(self, arrays: Sequence[Any]) -> Output:
+        """Returns the output of one loop, from the arrays among its leaves."""
+        leaves = self.end.results(arrays)
+        return _rebuild(self.shape, leaves)
+
+
+class LoopOutputs:
+    """The outputs of loops that ran with their hooks, on the device until `fetch`.
+
+    Args:
+        hooks: The hooks.
+
+    Attributes:
+        num_loops: How many loops there are.
+    """
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+        self._stacks: list[tuple[Sequence[Any], int]] = []
+        self.num_loops = 0
+
+    def add(self, arrays: Sequence[jax.Array], count: int) -> None:
+        """Adds the first `count` loops of what a program puts out."""
+        if count:
+            self._stacks.append((arrays, count))
+            self.num_loops += count
+
+    def fetch(self) -> None:
+        """Waits for the device, and fetches the values."""
+        for arrays, _ in self._stacks:
+            for array in arrays:
+                array.copy_to_host_async()
+        self._stacks = [
+            ([np.asarray(array) for array in arrays], count)
+            for arrays, count in self._stacks
+        ]
+
+    def __iter__(self) -> Iterator[Output]:
+        """Yields the output of each loop."""
+        for arrays, count in self._stacks:
+            for index in range(count):
+                yield self._hooks.output([array[index] for array in arrays])
+
+
+def find_reason(owner: Any) -> str | None:
+    """Returns why the hooks of a trainer stay in Python; `None` if they need not."""
+    for name in (BEGIN, END):
+        if effect := find_effect(owner, name):
+            return f"`{name}` runs in Python: {effect}"
+    return None
+
+
+def trace_hooks(
+    owner: Any, state: State, types: Sequence[Any], *, is_asked: bool
+) -> Hooks | None:
+    """Traces the hooks of a trainer, if Python need not run them.
+
+    Args:
+        owner: The trainer.
+        state: What it reaches.
+        types: Shape and dtype of the arrays of the state.
+        is_asked: Whether the user says that Python need not run.
+
+    Returns:
+        The traced hooks, or `None` if they must stay in Python.
+
+    Raises:
+        StateStructureError: If the user says so, and a hook changes plain values.
+    """
+    try:
+        return _trace(owner, state, types)
+    except Exception as error:
+        if is_asked:
+            error.add_note(
+                "`compile_hooks=True` makes `train_loop_begin` and `train_loop_end` "
+                "part of the compiled program. Leave it out if they need Python."
+            )
+            raise
+        logger.debug("The hooks of the trainer run in Python: %r", error)
+        return None
+
+
+def _trace(owner: Any, state: State, types: Sequence[Any]) -> Hooks:
+    shapes: list[Any] = []
+
+    def end() -> list[Any]:
+        leaves: list[Any] = []
+        shapes[:] = [_number(owner.train_loop_end(), leaves)]
+        return leaves
+
+    def begin() -> None:
+        owner.train_loop_begin()
+
+    traced = []
+    for name, run in ((BEGIN, begin), (END, end)):
+        with state.kept() as changes:
+            traced.append(_trace_one(owner, name, run, state, types))
+            if changed := changes():
+                raise StateStructureError(
+                    f"`{name}` changes plain values ({', '.join(sorted(changed)[:5])}),"
+                    " which a compiled program would do once, and not in every loop. "
+                    "Hold them in arrays, or leave `compile_hooks` out."
+                )
+    return Hooks(*traced, *shapes)
+
+
+def _trace_one(
+    owner: Any,
+    name: str,
+    run: Callable[[], Any],
+    state: State,
+    types: Sequence[Any],
+) -> TracedStep:
+    hook = getattr(owner, name)
+    return trace_step(run, state, types, (), user_fn=hook, owner="the trainer")
+
+
+def _number(output: Any, leaves: list[Any]) -> Any:
+    """Returns an output with numbers for leaves, which it collects. Keeps all orders.
+
+    `jax.tree` would sort the user's names.
+    """
+    if isinstance(output, dict):
+        return {name: _number(value, leaves) for name, value in output.items()}
+    if output is None:
+        return None
+    leaves.append(output)
+    return len(leaves) - 1
+
+
+def _rebuild(shape: Any, leaves: Sequence[Any]) -> Any:
+    if isinstance(shape, dict):
+        return {name: _rebuild(part, leaves) for name, part in shape.items()}
+    return None if shape is None else leaves[shape]

@@ -1,0 +1,295 @@
+"""One compiled program: some steps of a chunk, with the state carried on the device.
+
+The program takes where to begin and how many steps to run as numbers, not as shapes. So
+one program serves every remainder, a chunk may be used up over several loops, and the
+same instructions run for every step whatever the loop's length is: that is why results
+do not depend, bit for bit, on how steps are divided into loops and chunks.
+
+Where the hooks of the trainer are part of the program, it runs many loops, one after
+the other, or a part of one: how long a loop is, and how far the first one has come, are
+numbers as well.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from armillary.distribute.program._placement import Placement
+from armillary.distribute.program._trace import TracedStep
+from armillary.distribute.replica._varying import corrected_types
+from armillary.trainer._hooks import Hooks
+from armillary.trainer._non_finite import Health, StepGuard
+from armillary.trainer._take_batches import Gather, take_batches
+from armillary.typing import PyTree
+from armillary.xla._steps import compile_step
+
+# Room for the outputs of loops that are one program.
+_MOST_OUTPUT_BYTES = 2**20
+
+
+class Loops(NamedTuple):
+    """How the steps of a call are divided into loops.
+
+    Attributes:
+        num_steps: Steps of a loop.
+        num_done: Steps that the first loop has had already.
+        is_end: Whether the last loop ends with the call, however short it is.
+    """
+
+    num_steps: Any
+    num_done: Any
+    is_end: Any
+
+
+class _Inputs(NamedTuple):
+    """What a call takes besides the arrays that it takes over."""
+
+    others: list[Any]
+    chunk: list[Any]
+    start: Any
+    num_steps: Any
+    health: Any
+    loops: Any
+
+
+class Program:
+    """Compiles a traced step into a loop over a chunk.
+
+    Args:
+        step: The step.
+        batches_per_step: How many batches of each dataset it takes.
+        gathers: For each dataset, `Gather.on_device`.
+        capacity: Steps for which the chunk has room.
+        placement: Where the state lives.
+        keep_results: Whether to return what each step returned.
+        is_nested: Whether the loop runs on the device. If not, each step is a program
+            of its own.
+        guard: Undoes bad steps. Without it, none is looked at.
+        hooks: What runs where a loop begins and ends; `None` leaves that to Python.
+        compiler_options: As in `StandardTrainerOptions`.
+
+    Attributes:
+        step: As given, like `hooks` and `is_nested`.
+        changed: Indices of the arrays of the state that the program changes.
+        most_loops: The largest number of loops that one call may end, with hooks.
+    """
+
+    def __init__(
+        self,
+        step: TracedStep,
+        batches_per_step: Sequence[int],
+        gathers: Sequence[Gather],
+        capacity: int,
+        placement: Placement,
+        *,
+        keep_results: bool,
+        is_nested: bool,
+        guard: StepGuard | None = None,
+        hooks: Hooks | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.step = step
+        self._batches_per_step = tuple(batches_per_step)
+        self._gathers = tuple(gathers)
+        self._capacity = capacity
+        self._placement = placement
+        self._keep_results = keep_results
+        self._guard = guard
+        self.is_nested = is_nested
+        self.hooks = hooks
+        parts = [step] if hooks is None else [hooks.begin, step, hooks.end]
+        self.changed = tuple(sorted({i for part in parts for i in part.changed}))
+        self.most_loops = 0 if hooks is None else self._count_loops(hooks)
+        self._compiled = compile_step(
+            self._run,
+            step.program,
+            placement.platform,
+            compiler_options,
+            donate_argnums=0,
+            out_shardings=(
+                placement.shardings(self.changed),
+                None,
+                None,
+                None if guard is None else guard.sharding,
+            ),
+        )
+
+    @property
+    def most_steps(self) -> int:
+        """The largest number of steps that one call may run."""
+        return self._capacity if self.is_nested else 1
+
+    def __call__(
+        self,
+        donated: list[jax.Array],
+        others: list[jax.Array],
+        chunk: Sequence[tuple[PyTree, PyTree]],
+        start: int,
+        num_steps: int,
+        health: Health | None = None,
+        loops: Loops | None = None,
+    ) -> tuple[list[jax.Array], list[jax.Array], jax.Array, Health | None]:
+        """Runs steps `start` to `start + num_steps` of a chunk, given as `inputs`.
+
+        `donated` and `others` are what `Placement.place` gives, and `health` what the
+        guard knows, if there is one.
+
+        Returns:
+            The changed slots, and the result arrays with the steps as first axis: step
+            `start + i` at index `start + i` of a nested program, at 0 of any other.
+            With hooks they are instead the arrays of the output of each loop that has
+            ended. An array that is there to be waited for, and what the guard knows
+            now.
+        """
+        begin, count = np.int32(start), np.int32(num_steps)
+        inputs = _Inputs(others, list(chunk), begin, count, health, loops)
+        # JAX traces some operations while it compiles.
+        with corrected_types():
+            return self._compiled(donated, inputs)
+
+    def results(self, arrays: Sequence[jax.Array], index: int) -> PyTree:
+        """Returns what the step at `index` returned."""
+        return self.step.results([array[index] for array in arrays])
+
+    def batches(self, chunk: Sequence[PyTree], index: Any) -> list[Any]:
+        """Returns the arrays of the batches of one step."""
+        return take_batches(chunk, self._batches_per_step, self._gathers, index)
+
+    def _one_step(
+        self, slots: list[Any], chunk: Sequence[PyTree], index: Any, health: Any
+    ) -> tuple[list[Any], list[Any], Any]:
+        new, results = self.step.call(slots, self.batches(chunk, index))
+        if self._guard is not None:
+            old = [slots[i] for i in self.step.changed]
+            new, health = self._guard.check(old, new, health)
+        return new, results if self._keep_results else [], health
+
+    def _run(
+        self, donated: list[Any], inputs: _Inputs
+    ) -> tuple[list[Any], list[Any], Any, Any]:
+        slots = self._placement.join(self.changed, donated, inputs.others)
+        if self.hooks is not None:
+            return self._run_loops(self.hooks, slots, inputs)
+        run = self._run_many if self.is_nested else self._run_one
+        return run(slots, inputs)
+
+    def _run_one(
+        self, slots: list[Any], inputs: _Inputs
+    ) -> tuple[list[Any], list[Any], Any, Any]:
+        _, chunk, start, num_steps, health, _ = inputs
+        new, results, health = self._one_step(slots, chunk, start, health)
+        stop = jnp.asarray(start + num_steps)
+        return new, [result[None] for result in results], stop, health
+
+    def _run_many(
+        self, slots: list[Any], inputs: _Inputs
+    ) -> tuple[list[Any], list[Any], Any, Any]:
+        _, chunk, start, num_steps, health, _ = inputs
+        _, shapes, _ = jax.eval_shape(self._one_step, slots, chunk, start, health)
+        results = [
+            jnp.zeros((self._capacity, *shape.shape), shape.dtype) for shape in shapes
+        ]
+        stop = jnp.asarray(start + num_steps)
+        changed = [slots[i] for i in self.step.changed]
+        _, new, results, health = self._run_steps(
+            slots, chunk, (start, changed, results, health), stop
+        )
+        return new, results, stop, health
+
+    def _run_steps(
+        self, slots: list[Any], chunk: list[Any], begin: tuple[Any, ...], stop: Any
+    ) -> tuple[Any, ...]:
+        """Runs steps up to `stop`, from what `begin` carries to what it carries then.
+
+        That is the index of the step, the slots that steps change, their results, and
+        what the guard knows.
+        """
+
+        def goes_on(carry: tuple[Any, ...]) -> Any:
+            index, _, _, health = carry
+            return (
+                index < stop if health is None else ((index < stop) & ~health.is_halted)
+            )
+
+        def body(carry: tuple[Any, ...]) -> Any:
+            index, changed, results, health = carry
+            now = _replace(slots, self.step.changed, changed)
+            new, values, health = self._one_step(now, chunk, index, health)
+            results = [
+                jax.lax.dynamic_update_index_in_dim(all_, value, index, 0)
+                for all_, value in zip(results, values, strict=True)
+            ]
+            return index + 1, new, results, health
+
+        return jax.lax.while_loop(goes_on, body, begin)
+
+    def _run_loops(
+        self, hooks: Hooks, slots: list[Any], inputs: _Inputs
+    ) -> tuple[list[Any], list[Any], Any, Any]:
+        _, chunk, start, num_steps, _, loops = inputs
+        stop = jnp.asarray(start + num_steps)
+        _, shapes = jax.eval_shape(hooks.end.call, slots, [])
+        outputs = [
+            jnp.zeros((self.most_loops, *shape.shape), shape.dtype) for shape in shapes
+        ]
+
+        def goes_on(carry: tuple[Any, ...]) -> Any:
+            # A call without steps only ends a loop.
+            index, _, number, _, _ = carry
+            return (index < stop) | ((num_steps == 0) & (number == 0))
+
+        def body(carry: tuple[Any, ...]) -> Any:
+            index, num_done, number, changed, outputs = carry
+            now = _replace(slots, self.changed, changed)
+            now = _call_if(num_done == 0, hooks.begin, now)[0]
+            end = jnp.minimum(index + loops.num_steps - num_done, stop)
+            new = [now[i] for i in self.step.changed]
+            last, new, _, _ = self._run_steps(now, chunk, (index, new, [], None), end)
+            now = _replace(now, self.step.changed, new)
+            num_done = num_done + last - index
+            is_over = (num_done == loops.num_steps) | (loops.is_end & (last == stop))
+            now, values = _call_if(is_over, hooks.end, now)
+            outputs = [
+                jax.lax.dynamic_update_index_in_dim(all_, value, number, 0)
+                for all_, value in zip(outputs, values, strict=True)
+            ]
+            num_done = jnp.where(is_over, 0, num_done)
+            kept = [now[i] for i in self.changed]
+            return last, num_done, number + is_over, kept, outputs
+
+        changed = [slots[i] for i in self.changed]
+        begin = (start, loops.num_done, jnp.int32(0), changed, outputs)
+        _, _, _, new, outputs = jax.lax.while_loop(goes_on, body, begin)
+        return new, outputs, stop, None
+
+    def _count_loops(self, hooks: Hooks) -> int:
+        """Returns how many outputs of loops there is room for."""
+        types = hooks.end.program.out_avals[len(hooks.end.changed) :]
+        size = sum(aval.size * aval.dtype.itemsize for aval in types)
+        return max(1, min(self._capacity, _MOST_OUTPUT_BYTES // max(size, 1)))
+
+
+def _replace(
+    slots: Sequence[Any], indices: Sequence[int], values: Sequence[Any]
+) -> list[Any]:
+    now = list(slots)
+    for i, value in zip(indices, values, strict=True):
+        now[i] = value
+    return now
+
+
+def _call_if(
+    is_due: Any, hook: TracedStep, slots: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Returns the slots, and what a hook returns, or zeros if it is not due."""
+    _, shapes = jax.eval_shape(hook.call, slots, [])
+
+    def skip(slots: list[Any]) -> tuple[list[Any], list[Any]]:
+        zeros = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+        return [slots[i] for i in hook.changed], zeros
+
+    new, results = jax.lax.cond(is_due, lambda slots: hook.call(slots, []), skip, slots)
+    return _replace(slots, hook.changed, new), results

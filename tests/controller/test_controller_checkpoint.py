@@ -1,0 +1,556 @@
+"""`Controller` with checkpoints: saves, restores, resumes, watches."""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from armillary import _training_end
+from armillary.actions import EarlyStopping
+from armillary.checkpoint import Checkpoint, CheckpointManager
+from armillary.controller._controller import Controller
+from armillary.errors import (
+    CheckpointDamageError,
+    CheckpointError,
+    CheckpointMismatchError,
+)
+from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
+
+
+class Run(AbstractTrainer, AbstractEvaluator):
+    """A job whose state is a step and a sum of all steps."""
+
+    def __init__(self, fail_at=None):
+        self.step = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.total = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.fail_at = fail_at
+        self.num_loops = 0
+        self.evaluated = []
+
+    def train(self, num_steps):
+        for _ in range(num_steps):
+            self.step.set_value(self.step.get_value() + 1)
+            self.total.set_value(self.total.get_value() + self.step.get_value())
+            if self.step.get_value() == self.fail_at:
+                raise RuntimeError("out of memory")
+        self.num_loops += 1
+        return {"total": self.total.get_value()}
+
+    def evaluate(self, num_steps):
+        self.evaluated.append(int(self.step.get_value()))
+        return {"total": self.total.get_value()}
+
+
+def make_controller(run, directory, manager_options=None, objects=None, **options):
+    checkpoint = Checkpoint(step=run.step, total=run.total, **(objects or {}))
+    manager = CheckpointManager(
+        checkpoint, directory, **{"checkpoint_interval": 4, **(manager_options or {})}
+    )
+    return Controller(
+        trainer=run,
+        evaluator=run,
+        global_step=run.step,
+        steps_per_loop=2,
+        checkpoint_manager=manager,
+        **options,
+    )
+
+
+def saved_steps(controller):
+    manager = controller.checkpoint_manager
+    names = [Path(path).name for path in manager.checkpoints]
+    return [int(name.removeprefix("checkpoint_").partition(".")[0]) for name in names]
+
+
+@pytest.mark.slow
+def test_saves_at_the_interval_and_at_the_end(tmp_path):
+    controller = make_controller(Run(), tmp_path)
+
+    controller.train(10)
+
+    assert saved_steps(controller) == [2, 6, 10]
+
+    controller.train(12)
+
+    assert saved_steps(controller) == [2, 6, 10, 12]
+
+
+def test_end_of_training_saves_on_request_only(tmp_path):
+    controller = make_controller(Run(), tmp_path, {"checkpoint_interval": 1000})
+
+    controller.train(6, checkpoint_at_completion=False)
+    before = saved_steps(controller)
+    controller.train(8)
+
+    assert 6 not in before
+    assert saved_steps(controller)[-1] == 8
+
+
+def test_without_an_interval_only_the_end_is_saved(tmp_path):
+    controller = make_controller(Run(), tmp_path, {"checkpoint_interval": None})
+
+    controller.train(10)
+
+    assert saved_steps(controller) == [10]
+
+
+@pytest.mark.slow
+def test_a_step_is_saved_once(tmp_path, caplog):
+    caplog.set_level("INFO", "armillary")
+    controller = make_controller(Run(), tmp_path)
+
+    controller.train(4)
+    controller.train(4)
+
+    assert caplog.text.count("saving checkpoint to") == 2
+    assert saved_steps(controller) == [2, 4]
+
+
+def test_new_controller_resumes_where_the_last_one_ended(tmp_path, caplog):
+    caplog.set_level("INFO", "armillary")
+    make_controller(Run(), tmp_path).train(6)
+    run = Run()
+
+    controller = make_controller(run, tmp_path)
+    assert run.step.get_value() == 6
+    assert caplog.text.count("restored from checkpoint: ") == 1
+    assert "checkpoint_6" in caplog.text
+    controller.train(10)
+
+    assert run.total.get_value() == sum(range(11))
+    assert run.num_loops == 2
+
+
+def test_finished_run_is_evaluated_again_without_saving(tmp_path, caplog):
+    make_controller(Run(), tmp_path).train_and_evaluate(6)
+    run = Run()
+    controller = make_controller(run, tmp_path)
+    caplog.set_level("INFO", "armillary")
+    caplog.clear()
+
+    output = controller.train_and_evaluate(6)
+
+    assert output == {"total": sum(range(7))}
+    assert "saving" not in caplog.text
+
+
+def test_evaluations_keep_their_steps_after_a_restart(tmp_path):
+    make_controller(Run(), tmp_path).train(6)
+    run = Run()
+
+    make_controller(run, tmp_path).train_and_evaluate(12, eval_interval=5)
+
+    assert run.evaluated == [10, 12]
+
+
+def test_last_state_is_saved_before_the_last_evaluation(tmp_path):
+    class Failing(Run):
+        def evaluate(self, num_steps):
+            raise RuntimeError("bad evaluation data")
+
+    with pytest.raises(RuntimeError, match="bad evaluation data"):
+        make_controller(Failing(), tmp_path).train_and_evaluate(6)
+
+    run = Run()
+    make_controller(run, tmp_path)
+    assert run.step.get_value() == 6
+
+
+def test_stop_request_saves_first(tmp_path):
+    run = Run()
+    controller = make_controller(
+        run,
+        tmp_path,
+        {"checkpoint_interval": 1000},
+        train_actions=[
+            lambda output: (
+                controller.request_stop("x") if output["total"] > 20 else None
+            )
+        ],
+    )
+
+    controller.train(100, checkpoint_at_completion=False)
+
+    assert run.step.get_value() == 6
+    assert saved_steps(controller)[-1] == 6
+
+
+def test_signal_handler_may_request_a_stop(tmp_path):
+    def kill_once(output):
+        if output["total"] == sum(range(5)):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    controller = make_controller(Run(), tmp_path, train_actions=[kill_once])
+    previous = signal.signal(
+        signal.SIGUSR1, lambda *_: controller.request_stop("signal 10")
+    )
+    try:
+        controller.train(100)
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+    assert saved_steps(controller)[-1] == 4
+
+
+def test_early_stopping_is_part_of_the_checkpoint(tmp_path):
+    def stopping():
+        return EarlyStopping(
+            lambda reason: reasons.append(reason),
+            "total",
+            patience=3,
+            higher_is_better=False,
+        )
+
+    reasons = []
+    first = stopping()
+    make_controller(
+        Run(), tmp_path, objects={"stopping": first}, train_actions=[first]
+    ).train(4)
+    second = stopping()
+    make_controller(
+        Run(), tmp_path, objects={"stopping": second}, train_actions=[second]
+    )
+
+    assert second.best_value == first.best_value == 3.0
+    assert second.num_without_improvement == 1
+
+
+def test_exception_leaves_saves_on_disk(tmp_path):
+    controller = make_controller(
+        Run(fail_at=7), tmp_path / "run", summary_dir=tmp_path / "summaries"
+    )
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        controller.train(10)
+
+    run = Run()
+    make_controller(run, tmp_path / "run")
+    assert run.step.get_value() == 6
+    events = EventAccumulator(str(tmp_path / "summaries")).Reload()
+    assert [event.step for event in events.Scalars("total")] == [2, 4, 6]
+
+
+def test_save_checkpoint_always_writes(tmp_path):
+    run = Run()
+    controller = make_controller(run, tmp_path, {"checkpoint_interval": 1000})
+
+    path = controller.save_checkpoint()
+    run.total.set_value(jnp.int32(7))
+    again = controller.save_checkpoint()
+
+    assert path == str(tmp_path / "checkpoint_0")
+    assert controller.checkpoint_manager.checkpoints == [again]
+    run.total.set_value(jnp.int32(0))
+    assert controller.restore_checkpoint() is not None
+    assert run.total.get_value() == 7
+
+
+def test_save_that_writes_nothing_is_an_error(tmp_path, monkeypatch):
+    controller = make_controller(Run(), tmp_path)
+    monkeypatch.setattr(controller.checkpoint_manager, "save", lambda **_: None)
+
+    with pytest.raises(CheckpointError, match=r"wrote nothing at step 0.*Manager"):
+        controller.save_checkpoint()
+
+
+def test_restores_a_given_checkpoint_and_goes_on_from_it(tmp_path):
+    run = Run()
+    controller = make_controller(run, tmp_path)
+    controller.train(10)
+
+    path = tmp_path / "checkpoint_6"
+    assert controller.restore_checkpoint(path) == str(path)
+    assert run.step.get_value() == 6
+    controller.train(8)
+
+    assert run.total.get_value() == sum(range(9))
+    assert controller.checkpoint_manager.latest_checkpoint.endswith("checkpoint_8")
+
+
+def test_nothing_to_restore_runs_the_init_function(tmp_path, caplog):
+    caplog.set_level("INFO", "armillary")
+    run = Run()
+
+    controller = make_controller(
+        run, tmp_path, {"init_fn": lambda: run.total.set_value(jnp.int32(5))}
+    )
+
+    assert run.total.get_value() == 5
+    assert "found no checkpoint in" in caplog.text
+    assert controller.restore_checkpoint() is None
+
+
+def test_manager_takes_the_global_step_of_the_controller(tmp_path):
+    run = Run()
+    controller = make_controller(run, tmp_path)
+    run.step.set_value(jnp.int32(7))
+
+    assert controller.checkpoint_manager.save() == str(tmp_path / "checkpoint_7")
+    controller.checkpoint_manager.sync()
+
+
+def test_manager_keeps_its_own_step_counter(tmp_path):
+    run = Run()
+    counter = nnx.Variable(jnp.int32(3))
+
+    controller = make_controller(run, tmp_path, {"step_counter": counter})
+
+    assert controller.checkpoint_manager.save() == str(tmp_path / "checkpoint_3")
+    controller.checkpoint_manager.sync()
+
+
+def make_evaluation_job(directory, run, **options):
+    checkpoint = Checkpoint(step=run.step, total=run.total)
+    return Controller(
+        evaluator=run,
+        global_step=run.step,
+        checkpoint_manager=CheckpointManager(checkpoint, directory),
+        **options,
+    )
+
+
+def test_evaluates_every_checkpoint_of_another_job_once(tmp_path):
+    training = make_controller(Run(), tmp_path)
+    training.train(4)
+    run = Run()
+
+    def train_on(output):
+        if run.evaluated == [2]:
+            training.train(12)
+
+    evaluation = make_evaluation_job(tmp_path, run, eval_actions=[train_on])
+    output = evaluation.evaluate_continuously(timeout=0.05)
+
+    assert run.evaluated == saved_steps(training) == [2, 4, 8, 12]
+    assert output == {"total": sum(range(13))}
+
+
+def test_waits_for_checkpoints_of_a_running_job(tmp_path):
+    training = make_controller(Run(), tmp_path, {"checkpoint_interval": 2})
+    run = Run()
+    evaluation = make_evaluation_job(tmp_path, run)
+    waits = itertools.count()
+    thread = threading.Thread(target=training.train, args=(6,))
+
+    thread.start()
+    evaluation.evaluate_continuously(
+        timeout=0.05, timeout_fn=lambda: 6 in run.evaluated or next(waits) == 600
+    )
+    thread.join()
+
+    assert run.evaluated == saved_steps(training) == [2, 4, 6]
+
+
+def test_no_checkpoint_before_the_timeout_returns_none(tmp_path):
+    evaluation = make_evaluation_job(tmp_path, Run())
+
+    assert evaluation.evaluate_continuously(timeout=0.01) is None
+
+
+def test_checkpoint_deleted_while_it_is_restored_is_skipped(
+    tmp_path, monkeypatch, caplog
+):
+    make_controller(Run(), tmp_path, {"checkpoint_interval": 2}).train(4)
+    run = Run()
+    evaluation = make_evaluation_job(tmp_path, run)
+    restore = evaluation.restore_checkpoint
+
+    def delete_first(path):
+        if str(path).endswith("checkpoint_2"):
+            shutil.rmtree(path)
+        return restore(path)
+
+    monkeypatch.setattr(evaluation, "restore_checkpoint", delete_first)
+    evaluation.evaluate_continuously(timeout=0)
+
+    assert run.evaluated == [4]
+    assert "checkpoint_2` is not evaluated: it was deleted meanwhile." in caplog.text
+
+
+def test_checkpoint_that_cannot_be_restored_is_an_error(tmp_path):
+    make_controller(Run(), tmp_path).train(2)
+    run = Run()
+    evaluation = Controller(
+        evaluator=run,
+        global_step=run.step,
+        checkpoint_manager=CheckpointManager(Checkpoint(step=run.step), tmp_path / "x"),
+    )
+    (tmp_path / "x").mkdir()
+    shutil.move(tmp_path / "checkpoint_2", tmp_path / "x" / "checkpoint_2")
+
+    with pytest.raises(CheckpointMismatchError, match="total"):
+        evaluation.evaluate_continuously(timeout=0)
+    assert run.evaluated == []
+
+
+def test_a_damaged_checkpoint_is_not_evaluated_and_the_next_one_is(tmp_path, caplog):
+    make_controller(Run(), tmp_path, {"checkpoint_interval": 2}).train(6)
+    (damaged,) = (tmp_path / "checkpoint_4").glob("arrays/manifest.ocdbt")
+    damaged.write_bytes(damaged.read_bytes()[:20])
+    run = Run()
+
+    output = make_evaluation_job(tmp_path, run).evaluate_continuously(timeout=0)
+
+    assert run.evaluated == [2, 6]
+    assert output == {"total": sum(range(7))}
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert (
+        f"`{tmp_path / 'checkpoint_4'}` is not evaluated: it is damaged: "
+        "`arrays/manifest.ocdbt` has 20 bytes instead of"
+    ) in record.getMessage()
+
+
+def test_an_error_of_an_evaluation_is_no_damage(tmp_path):
+    make_controller(Run(), tmp_path).train(2)
+
+    def fail(output):
+        raise CheckpointDamageError("of something else")
+
+    evaluation = make_evaluation_job(tmp_path, Run(), eval_actions=[fail])
+
+    with pytest.raises(CheckpointDamageError, match="of something else"):
+        evaluation.evaluate_continuously(timeout=0)
+
+
+@pytest.mark.slow
+def test_evaluation_ends_with_the_step_that_training_goes_up_to(tmp_path):
+    training = make_controller(Run(), tmp_path, {"checkpoint_interval": 2})
+    training.train(4)
+    run = Run()
+
+    def train_on(output):
+        # Twice it stops early and goes on, before it reaches its goal.
+        if run.evaluated == [2, 4]:
+            training.train(6)
+        elif run.evaluated == [2, 4, 6]:
+            make_controller(Run(), tmp_path, {"checkpoint_interval": 2}).train(10)
+
+    evaluation = make_evaluation_job(tmp_path, run, eval_actions=[train_on])
+    evaluation.evaluate_continuously(until_step=10)
+
+    assert run.evaluated == [2, 4, 6, 8, 10]
+
+
+def test_a_later_step_than_the_last_one_ends_evaluation_too(tmp_path):
+    make_controller(Run(), tmp_path, {"checkpoint_interval": 4}).train(6)
+    run = Run()
+
+    make_evaluation_job(tmp_path, run).evaluate_continuously(until_step=5)
+
+    assert run.evaluated == [2, 6]
+
+
+def test_a_timeout_ends_evaluation_before_the_last_step(tmp_path):
+    make_controller(Run(), tmp_path).train(2)
+    run = Run()
+
+    make_evaluation_job(tmp_path, run).evaluate_continuously(timeout=0, until_step=9)
+
+    assert run.evaluated == [2]
+
+
+def test_evaluation_ends_with_the_last_checkpoint_of_a_program_that_has_ended(tmp_path):
+    training = make_controller(Run(), tmp_path, {"checkpoint_interval": 2})
+    training.train(4)
+    run = Run()
+
+    def train_on(output):
+        if run.evaluated == [2, 4]:
+            training.train(6)
+            assert not (tmp_path / "DONE").exists()
+            training.train(8)
+            # The program that trains would end now.
+            _training_end.announce_ends()
+
+    evaluation = make_evaluation_job(tmp_path, run, eval_actions=[train_on])
+    evaluation.evaluate_continuously()
+
+    assert run.evaluated == [2, 4, 6, 8]
+    assert json.loads((tmp_path / "DONE").read_text())["step"] == 8
+
+
+def test_training_that_goes_on_or_fails_is_not_over(tmp_path):
+    training = make_controller(Run(), tmp_path, {"checkpoint_interval": 2})
+    training.train(2)
+    _training_end.announce_ends()
+    assert (tmp_path / "DONE").exists()
+
+    def fail(output):
+        assert not (tmp_path / "DONE").exists()
+        raise SystemExit(77)
+
+    failing = make_controller(Run(), tmp_path, train_actions=[fail])
+    with pytest.raises(SystemExit):
+        failing.train(4)
+    _training_end.announce_ends()
+    assert not (tmp_path / "DONE").exists()
+
+
+def test_evaluating_writes_nothing_beside_the_checkpoints(tmp_path):
+    make_controller(
+        Run(), tmp_path, {"checkpoint_interval": 1, "max_to_keep": 9}
+    ).train(6)
+    unfinished = tmp_path / "checkpoint_7.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    before = list_files(tmp_path)
+    run = Run()
+    # One script for all roles: the same manager, which would keep fewer.
+    evaluation = make_controller(run, tmp_path, {"max_to_keep": 1})
+
+    evaluation.evaluate_continuously(until_step=6)
+    evaluation.checkpoint_manager.close()
+
+    assert run.evaluated == [2, 4, 6]
+    assert list_files(tmp_path) == before
+
+
+def list_files(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_stop_request_ends_continuous_evaluation(tmp_path, caplog):
+    caplog.set_level("INFO", "armillary")
+    make_controller(Run(), tmp_path, {"checkpoint_interval": 2}).train(6)
+    run = Run()
+    evaluation = make_evaluation_job(
+        tmp_path, run, eval_actions=[lambda output: evaluation.request_stop("enough")]
+    )
+
+    evaluation.evaluate_continuously()
+
+    assert len(run.evaluated) == 1
+    assert "enough" in caplog.text
+
+
+def test_wrong_timeouts_are_errors(tmp_path):
+    evaluation = make_evaluation_job(tmp_path, Run())
+
+    with pytest.raises(ValueError, match=r"`timeout` is -1.*not negative"):
+        evaluation.evaluate_continuously(timeout=-1)
+    with pytest.raises(TypeError, match=r"`timeout_fn` is 3.*callable"):
+        evaluation.evaluate_continuously(timeout_fn=3)
+    with pytest.raises(ValueError, match=r"`until_step` is 0.*`until_step=1` or more"):
+        evaluation.evaluate_continuously(until_step=0)
+
+
+def test_summaries_of_training_and_evaluation_in_their_own_directories(tmp_path):
+    controller = make_controller(
+        Run(), tmp_path, summary_dir=tmp_path, eval_summary_dir=tmp_path / "eval"
+    )
+
+    controller.train_and_evaluate(4)
+
+    training = EventAccumulator(str(tmp_path)).Reload()
+    evaluation = EventAccumulator(str(tmp_path / "eval")).Reload()
+    assert set(training.Tags()["scalars"]) == {"total", "steps_per_second"}
+    assert [event.step for event in training.Scalars("total")] == [2, 4]
+    assert [event.value for event in evaluation.Scalars("total")] == [10.0]

@@ -1,0 +1,197 @@
+"""Arguments of `Controller` are checked before anything runs or is written."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from armillary.controller._controller import Controller
+from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
+
+
+class Trainer(AbstractTrainer):
+    """Counts steps."""
+
+    def __init__(self):
+        self.step = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def train(self, num_steps):
+        self.step.set_value(self.step.get_value() + num_steps)
+
+
+class Evaluator(AbstractEvaluator):
+    """Evaluates nothing."""
+
+    def evaluate(self, num_steps):
+        return None
+
+
+def make_controller(**options):
+    trainer = Trainer()
+    options = {
+        "trainer": trainer,
+        "evaluator": Evaluator(),
+        "global_step": trainer.step,
+        "steps_per_loop": 10,
+        **options,
+    }
+    return Controller(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"trainer": None, "evaluator": None},
+            ValueError,
+            r"`trainer` and `evaluator` are both None.*Pass `trainer=\.\.\.`",
+        ),
+        ({"trainer": Trainer}, TypeError, r"`trainer` is the class Trainer.*instance"),
+        (
+            {"trainer": Evaluator()},
+            TypeError,
+            r"`trainer` is .* of type Evaluator, but it must have `train`",
+        ),
+        (
+            {"evaluator": object()},
+            TypeError,
+            r"`evaluator` is .* of type object, but it must have `evaluate`",
+        ),
+        (
+            {"strategy": object()},
+            TypeError,
+            r"`strategy` is .* of type object, but it must have `scope`",
+        ),
+        (
+            {"checkpoint_manager": object()},
+            TypeError,
+            r"`checkpoint_manager` is .* it must have `save`, `restore`",
+        ),
+        ({"global_step": 3}, TypeError, r"`global_step` is 3 of type int"),
+        ({"global_step": np.zeros(())}, TypeError, r"`global_step` is array"),
+        (
+            {"steps_per_loop": None},
+            ValueError,
+            r"`steps_per_loop` is None.*`steps_per_loop=100`",
+        ),
+        ({"steps_per_loop": 0}, ValueError, r"`steps_per_loop` is 0.*positive integer"),
+        ({"steps_per_loop": 2.0}, ValueError, r"`steps_per_loop` is 2\.0"),
+        ({"summary_interval": 0}, ValueError, r"`summary_interval` is 0.*positive"),
+        (
+            {"summary_interval": 15},
+            ValueError,
+            r"`summary_interval` is 15.*multiple of `steps_per_loop` \(10\).*"
+            r"`summary_interval=20`",
+        ),
+        ({"hang_timeout": 0}, ValueError, r"`hang_timeout` is 0.*positive number of"),
+        ({"hang_timeout": float("inf")}, ValueError, r"`hang_timeout` is inf.*`None`"),
+        ({"hang_timeout": "1m"}, ValueError, r"`hang_timeout` is '1m'.*positive num"),
+        ({"hang_timeout": True}, ValueError, r"`hang_timeout` is True.*positive num"),
+        (
+            {"train_actions": print},
+            TypeError,
+            r"`train_actions` is .*must be a sequence.*`train_actions=\[action\]`",
+        ),
+        (
+            {"eval_actions": [print, 3]},
+            TypeError,
+            r"`eval_actions\[1\]` is 3 of type int.*callable",
+        ),
+    ],
+)
+def test_wrong_arguments_are_errors(options, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        make_controller(summary_dir=tmp_path / "run", **options)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_summary_interval_fits_a_function_of_the_step():
+    make_controller(steps_per_loop=lambda step: 10, summary_interval=15).train(20)
+
+
+@pytest.mark.parametrize("num_steps", [0, -1, 2.5, None, True])
+def test_steps_per_loop_function_must_return_a_positive_integer(num_steps):
+    controller = make_controller(
+        steps_per_loop=lambda step: 4 if step < 4 else num_steps
+    )
+    message = (
+        f"The function `steps_per_loop` returned {num_steps} at global step 4, but it "
+        "must return how many steps the next loop has, a positive integer. Return at "
+        "least 1 at every step, such as `max(1, int(num_steps))`."
+    )
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        controller.train(10)
+
+
+@pytest.mark.parametrize("steps", [0, -2, 1.5, None, True])
+def test_steps_are_positive_or_minus_one(steps):
+    controller = make_controller()
+
+    with pytest.raises(ValueError, match=r"`steps` is .*or -1"):
+        controller.train(steps)
+    with pytest.raises(ValueError, match=r"`steps` is .*or -1"):
+        controller.evaluate(steps)
+    with pytest.raises(ValueError, match=r"`train_steps` is .*or -1"):
+        controller.train_and_evaluate(steps)
+    with pytest.raises(ValueError, match=r"`eval_steps` is .*or -1"):
+        controller.train_and_evaluate(10, eval_steps=steps)
+    assert controller.trainer.step.get_value() == 0
+
+
+def test_steps_out_of_an_array_are_converted():
+    controller = make_controller()
+    steps = jnp.int32(20)
+
+    with pytest.raises(
+        ValueError, match=r"`steps=int\(...\)` takes the value out of an"
+    ):
+        controller.train(steps)
+    with pytest.raises(ValueError, match=r"`eval_interval=int\(...\)` takes the value"):
+        controller.train_and_evaluate(20, eval_interval=steps)
+    controller.train(int(steps))
+
+
+def test_eval_interval_is_positive():
+    with pytest.raises(ValueError, match=r"`eval_interval` is 0.*positive integer"):
+        make_controller().train_and_evaluate(10, eval_interval=0)
+
+
+def test_target_before_the_global_step_is_an_error():
+    controller = make_controller()
+    controller.train(20)
+
+    with pytest.raises(ValueError, match=r"`steps` is 10.*already 20.*`steps=20`"):
+        controller.train(10)
+    with pytest.raises(ValueError, match=r"`train_steps` is 10.*already 20"):
+        controller.train_and_evaluate(10)
+
+
+@pytest.mark.parametrize(
+    ("missing", "method"),
+    [
+        ("trainer", lambda controller: controller.train(1)),
+        ("trainer", lambda controller: controller.train_and_evaluate(1)),
+        ("evaluator", lambda controller: controller.evaluate()),
+        ("evaluator", lambda controller: controller.train_and_evaluate(1)),
+        ("evaluator", lambda controller: controller.evaluate_continuously()),
+        ("checkpoint_manager", lambda controller: controller.evaluate_continuously()),
+        ("checkpoint_manager", lambda controller: controller.save_checkpoint()),
+        ("checkpoint_manager", lambda controller: controller.restore_checkpoint()),
+    ],
+)
+def test_what_a_method_needs_is_named(missing, method):
+    controller = make_controller(**{missing: None})
+
+    with pytest.raises(
+        ValueError, match=rf"`{missing}` is None.*Pass `{missing}=\.\.\."
+    ):
+        method(controller)
+
+
+def test_stop_reason_is_a_string():
+    with pytest.raises(TypeError, match=r"`reason` is 15 of type int.*a string"):
+        make_controller().request_stop(15)

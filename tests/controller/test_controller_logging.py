@@ -1,0 +1,284 @@
+"""Log lines keep Orbit's form, and a program without logging sees them once."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from armillary import create_global_step
+from armillary.controller._controller import Controller
+from armillary.controller._loop_report import LoopReport
+from armillary.controller._progress import format_output
+from armillary.data import from_arrays
+from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
+from armillary.trainer._standard import StandardTrainer
+
+
+class Loops(AbstractTrainer, AbstractEvaluator):
+    """Trains and evaluates nothing."""
+
+    def __init__(self):
+        self.step = 0
+
+    def train(self, num_steps):
+        self.step += num_steps
+        return {"loss": jnp.float32(0.123456)}
+
+    def evaluate(self, num_steps):
+        return {"accuracy": 0.5}
+
+
+def test_lines_of_a_run(caplog):
+    caplog.set_level("INFO", "armillary")
+    loops = Loops()
+    controller = Controller(
+        trainer=loops,
+        evaluator=loops,
+        global_step=lambda: loops.step,
+        steps_per_loop=100,
+    )
+
+    controller.train_and_evaluate(100)
+    controller.evaluate(5)
+
+    patterns = [
+        r"train \| step:      0 \| training until step 100\.\.\.",
+        r"train \| step:    100 \| steps/sec: +\d+\.\d \| output: {'loss': 0\.12346}",
+        r" eval \| step:    100 \| running complete evaluation\.\.\.",
+        r" eval \| step:    100 \| eval time: +\d+\.\d sec \| output: {.*0\.5}",
+        r" eval \| step:    100 \| running 5 steps of evaluation\.\.\.",
+        r" eval \| step:    100 \| steps/sec: +\d+\.\d \| eval time: +\d+\.\d sec "
+        r"\| output: {'accuracy': 0\.5}",
+    ]
+    assert len(caplog.messages) == len(patterns)
+    for message, pattern in zip(caplog.messages, patterns, strict=True):
+        assert re.fullmatch(pattern, message), message
+
+
+class Waiting(StandardTrainer):
+    """A trainer whose output is looked at while its next loop runs."""
+
+    def __init__(self):
+        super().__init__(from_arrays({"x": np.arange(4)}, batch_size=1, repeat=True))
+        self.step = create_global_step()
+
+    def train_step(self, iterator):
+        next(iterator)
+        self.step[...] += 1
+
+    def train_loop_end(self):
+        return {"step": self.step[...]}
+
+
+def test_loops_that_ctrl_c_leaves_behind_are_reported(caplog, monkeypatch):
+    caplog.set_level("INFO", "armillary")
+    trainer, own = Waiting(), LoopReport.fetch
+
+    def fetch(loop, last_end):
+        if loop.reached == 30 and trainer.step[...] == 40:
+            monkeypatch.setattr(LoopReport, "fetch", own)
+            raise KeyboardInterrupt
+        return own(loop, last_end)
+
+    monkeypatch.setattr(LoopReport, "fetch", fetch)
+    controller = Controller(
+        trainer=trainer, global_step=trainer.step, steps_per_loop=10
+    )
+    with pytest.raises(KeyboardInterrupt):
+        controller.train(60)
+    controller.train(60)
+
+    reported = [m for m in caplog.messages if "output" in m]
+    assert [re.findall(r"'step': (\d+)", m) for m in reported] == [
+        [str(step)] for step in (10, 20, 30, 40, 50, 60)
+    ]
+
+
+def make_arrays_controller(**options):
+    class Arrays(Loops):
+        def train(self, num_steps):
+            self.step += num_steps
+            return {"loss": 0.5, "counts": jnp.arange(3)}
+
+    loops = Arrays()
+    return Controller(
+        trainer=loops, global_step=lambda: loops.step, steps_per_loop=1, **options
+    )
+
+
+def test_arrays_reach_log_lines_and_actions(caplog):
+    caplog.set_level("INFO", "armillary")
+    seen = []
+
+    make_arrays_controller(train_actions=[seen.append]).train(1)
+
+    assert "output: {'loss': 0.5, 'counts': array([0, 1, 2]" in caplog.messages[-1]
+    np.testing.assert_array_equal(seen[0]["counts"], [0, 1, 2])
+
+
+def test_arrays_become_histograms_in_summaries(tmp_path):
+    make_arrays_controller(summary_dir=tmp_path).train(2)
+
+    (file,) = tmp_path.iterdir()
+    assert file.read_bytes().count(b"counts") == 2
+
+
+def train_with_output(output):
+    class Fixed(Loops):
+        def train(self, num_steps):
+            super().train(num_steps)
+            return output
+
+    loops = Fixed()
+    Controller(trainer=loops, global_step=lambda: loops.step, steps_per_loop=4).train(
+        12
+    )
+
+
+@pytest.mark.parametrize(
+    ("output", "shown"),
+    [
+        ({"loss": jnp.float32("nan")}, "`loss` is nan"),
+        ({"a": 1.0, "b": {"c": float("inf")}}, "`b/c` is inf"),
+        ({"d": np.float64("nan"), "e": -np.inf}, "`d` is nan, `e` is -inf"),
+    ],
+)
+def test_an_output_that_is_not_finite_is_a_warning_once(output, shown, caplog):
+    train_with_output(output)
+
+    (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert record.getMessage() == (
+        f"At step 4, {shown}. To find the first such step, and the operation that made "
+        'the value, start again with `StandardTrainerOptions(on_non_finite="raise")`. '
+        "Frequent causes: a learning rate that is too high, the logarithm of 0 or a "
+        "division by it, and labels that are not among the classes (negative, or as "
+        "many as there are or more)."
+    )
+
+
+@pytest.mark.parametrize(
+    "output", [{"a": 1, "b": True, "c": 0.5}, {"d": np.array([np.nan])}, None]
+)
+def test_other_outputs_are_no_warning(output, caplog):
+    train_with_output(output)
+
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_training_without_a_target_says_so(caplog):
+    caplog.set_level("INFO", "armillary")
+    loops = Loops()
+    controller = Controller(
+        trainer=loops,
+        global_step=lambda: loops.step,
+        steps_per_loop=3,
+        train_actions=[lambda output: controller.request_stop("enough")],
+    )
+
+    controller.train()
+
+    assert caplog.messages[0] == (
+        "train | step:      0 | training until the data ends..."
+    )
+
+
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [
+        ({}, "{}"),
+        ({"b": 0.123456789, "a": 1234.5678}, "{'b': 0.12346, 'a': 1234.6}"),
+        ({"one": 1.0, "count": np.int32(7)}, "{'one': 1.0, 'count': 7}"),
+        ({"nan": float("nan"), "inf": -np.inf}, "{'nan': nan, 'inf': -inf}"),
+        ({"half": jnp.bfloat16(0.5)[()]}, "{'half': 0.5}"),
+        ({"done": np.True_, "name": "x"}, "{'done': True, 'name': 'x'}"),
+        ({"train": {"loss": np.float32(0.1)}}, "{'train': {'loss': 0.1}}"),
+    ],
+)
+def test_outputs_print_with_few_digits(output, text):
+    assert format_output(output) == text
+
+
+def test_long_outputs_are_indented_on_lines_of_their_own():
+    text = format_output({"training": {"x" * 30: 1.0, "y" * 30: 2.0, "z" * 30: 3.0}})
+
+    first, *lines = text.splitlines()
+    assert first == ""
+    assert len(lines) == 3
+    assert all(line.startswith("    ") for line in lines)
+
+
+PROGRAM = """
+import logging
+import orbax.checkpoint  # leaves a handler on the root logger
+from armillary.controller._controller import Controller
+from armillary.trainer._contract import AbstractTrainer
+
+class Trainer(AbstractTrainer):
+    step = 0
+    def train(self, num_steps):
+        self.step += num_steps
+
+{before}
+def make():
+    trainer = Trainer()
+    return Controller(
+        trainer=trainer, global_step=lambda: trainer.step, steps_per_loop=1)
+make().train(1)
+{after}
+make().train(1)
+"""
+
+
+def run_program(before="", after=""):
+    program = textwrap.dedent(PROGRAM).format(before=before, after=after)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+    return [line for line in result.stderr.splitlines() if "steps/sec" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "starts"),
+    [
+        ("", "", ["train", "train"]),
+        ("logging.basicConfig(level='INFO', force=True)", "", ["INFO:", "INFO:"]),
+        ("", "logging.basicConfig(level='INFO', force=True)", ["train", "INFO:"]),
+        ("logging.getLogger('armillary').setLevel('ERROR')", "", []),
+    ],
+    ids=["unconfigured", "configured", "configured-later", "silenced"],
+)
+def test_each_line_shows_once(before, after, starts):
+    lines = run_program(before, after)
+
+    assert [line[:5] for line in lines] == starts
+
+
+@pytest.mark.slow
+def test_a_terminal_gets_lines_that_are_not_wrapped():
+    leader, follower = os.openpty()
+    program = PROGRAM.format(before="", after="").replace(
+        "self.step += num_steps", "self.step += num_steps; return {'x' * 200: 1.0}"
+    )
+    environment = {**os.environ, "COLUMNS": "40", "TERM": "xterm"}
+
+    subprocess.run(
+        [sys.executable, "-c", program],
+        stderr=follower,
+        env=environment,
+        timeout=120,
+        check=True,
+    )
+    os.close(follower)
+    text = os.read(leader, 1 << 16).decode()
+    os.close(leader)
+
+    assert "x" * 200 in text
+    assert "\x1b[" in text

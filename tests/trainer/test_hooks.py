@@ -1,0 +1,477 @@
+"""Tests of loops whose begin and end are part of the compiled program."""
+
+import logging
+import re
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import armillary
+from armillary.data import from_arrays
+from armillary.errors import StateStructureError
+from armillary.trainer._loop import Loop
+from armillary.trainer._pure_code import find_effect
+from tests.problems import assert_identical, make_strategy, read_state
+
+NUM_EXAMPLES, BATCH = 60, 4
+SCALE = 2.0
+
+
+def make_data(**options):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(NUM_EXAMPLES, 3)).astype(np.float32)
+    arrays = {"x": x, "y": x.sum(axis=1)}
+    return from_arrays(arrays, batch_size=BATCH, shuffle_seed=0, **options)
+
+
+class Regression(armillary.StandardTrainer):
+    """A linear model, whose hooks reset and compute metrics."""
+
+    def __init__(self, num_replicas=1, data=None, remainder=None, **options):
+        strategy = make_strategy(num_replicas)
+        with strategy.scope():
+            data = make_data(repeat=True) if data is None else data
+            input_options = armillary.InputOptions(remainder=remainder)
+            data = strategy.distribute_dataset(data, input_options)
+            super().__init__(data, armillary.StandardTrainerOptions(**options))
+            self.model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+            self.optimizer = nnx.Optimizer(self.model, optax.adam(0.1), wrt=nnx.Param)
+            self.loss = nnx.metrics.Average("loss")
+        self.strategy, self.factor = strategy, 1.0
+        self.num_loops = jnp.zeros((), jnp.int32)
+
+    def train_loop_begin(self):
+        self.loss.reset()
+        self.num_loops = self.num_loops + 1
+
+    def train_step(self, iterator):
+        def step_fn(batch):
+            def loss_fn(model):
+                losses = (model(batch["x"])[:, 0] - batch["y"]) ** 2
+                return armillary.compute_average_loss(losses), losses
+
+            gradients, losses = nnx.grad(loss_fn, has_aux=True)(self.model)
+            self.optimizer.update(self.model, gradients)
+            self.loss.update(loss=losses)
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+    def train_loop_end(self):
+        return {
+            "loss": self.factor * self.loss.compute(),
+            "nested": {"z": self.num_loops, "count": self.loss.count[...]},
+        }
+
+
+class Outputs:
+    """What a controller reports of its loops."""
+
+    def __init__(self):
+        self.steps, self.outputs = [], []
+
+    def write_summaries(self, output, step):
+        self.steps.append(step)
+        values = {k: v for k, v in output.items() if k != "steps_per_second"}
+        self.outputs.append(jax.tree.map(float, values))
+
+    def flush(self):
+        pass
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The number of loops that each call of `run_loops` has run."""
+    found, run_loops = [], Loop.run_loops
+
+    def counted(self, num_steps, num_loops):
+        count, outputs = run_loops(self, num_steps, num_loops)
+        found.append(outputs.num_loops)
+        return count, outputs
+
+    monkeypatch.setattr(Loop, "run_loops", counted)
+    return found
+
+
+def train(trainer, steps_per_loop, steps, **options):
+    written = Outputs()
+    controller = armillary.Controller(
+        trainer=trainer,
+        global_step=trainer.optimizer.step,
+        strategy=trainer.strategy,
+        steps_per_loop=steps_per_loop,
+        summary_manager=written,
+        **options,
+    )
+    controller.train(steps)
+    return written
+
+
+def assert_equal_runs(first, second):
+    assert_identical(read_state(first[0]), read_state(second[0]))
+    assert first[1].steps == second[1].steps
+    assert first[1].outputs == second[1].outputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps_per_loop", [1, 3, 10, 47])
+@pytest.mark.parametrize("num_replicas", [1, 4])
+def test_loops_in_one_program_equal_loops_with_python_between(
+    num_replicas, steps_per_loop, calls
+):
+    runs = []
+    for compile_hooks in (False, None):
+        trainer = Regression(num_replicas, compile_hooks=compile_hooks)
+        runs.append((trainer, train(trainer, steps_per_loop, 94)))
+
+    assert_equal_runs(*runs)
+    assert calls  # of the second run
+    assert steps_per_loop > 10 or max(calls) > 1
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=6,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    steps_per_loop=st.integers(1, 12),
+    steps_per_chunk=st.integers(1, 20),
+    steps=st.integers(1, 40),
+)
+def test_any_division_gives_the_same_state_and_outputs(
+    steps_per_loop, steps_per_chunk, steps
+):
+    runs = []
+    for compile_hooks in (False, True):
+        options = {"compile_hooks": compile_hooks, "steps_per_chunk": steps_per_chunk}
+        trainer = Regression(data=make_data(), **options)
+        runs.append((trainer, train(trainer, steps_per_loop, min(steps, 15))))
+
+    assert_equal_runs(*runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps_per_loop", [4, 5, 15, 16, 100])
+def test_a_loop_that_the_data_cuts_short_has_its_end(steps_per_loop):
+    runs = []
+    for compile_hooks in (False, None):
+        trainer = Regression(data=make_data(), compile_hooks=compile_hooks)
+        runs.append((trainer, train(trainer, steps_per_loop, -1)))
+
+    assert_equal_runs(*runs)
+    assert runs[1][1].steps[-1] == NUM_EXAMPLES // BATCH
+    counts = [output["nested"]["count"] for output in runs[1][1].outputs]
+    assert sum(counts) == NUM_EXAMPLES
+
+
+@pytest.mark.slow
+def test_uneven_batches_of_a_loop_are_one_loop():
+    runs = []
+    for compile_hooks in (False, None):
+        arrays = {"x": np.ones((22, 3), np.float32), "y": np.arange(22.0)}
+        data = from_arrays(arrays, batch_size=BATCH)
+        trainer = Regression(4, data, "exact", compile_hooks=compile_hooks)
+        runs.append((trainer, train(trainer, 4, -1)))
+
+    assert_equal_runs(*runs)
+    assert runs[1][1].steps == [4, 6]
+
+
+def test_train_by_hand_runs_the_hooks():
+    trainer = Regression()
+    plain = Regression(compile_hooks=False)
+
+    for num_steps in (3, 5, 3):
+        output, expected = trainer.train(num_steps), plain.train(num_steps)
+        assert list(output) == list(expected)
+        assert jax.tree.map(float, output) == jax.tree.map(float, expected)
+
+
+@pytest.mark.slow
+def test_a_plain_value_that_an_end_reads_is_watched():
+    trainer = Regression()
+    before = trainer.train(15)["loss"]
+    trainer.factor = 0.0
+
+    assert before > 0
+    assert trainer.train(15)["loss"] == 0
+
+
+@pytest.mark.slow
+def test_a_global_value_that_an_end_reads_is_watched(monkeypatch):
+    class Scaled(Regression):
+        def train_loop_end(self):
+            return {"scale": SCALE * self.loss.count[...]}
+
+    trainer = Scaled()
+    assert trainer.train(5)["scale"] == 40
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+
+    assert trainer.train(5)["scale"] == 60
+
+
+@pytest.mark.slow
+def test_loops_end_where_something_is_due(tmp_path, calls):
+    saved = []
+    for compile_hooks in (False, None):
+        trainer = Regression(compile_hooks=compile_hooks)
+        manager = armillary.CheckpointManager(
+            armillary.Checkpoint(trainer=trainer),
+            tmp_path / str(compile_hooks),
+            checkpoint_interval=6,
+            max_to_keep=None,
+        )
+        train(trainer, 2, 21, checkpoint_manager=manager)
+        saved.append([path.rsplit("_", 1)[1] for path in manager.checkpoints])
+
+    assert saved[0] == saved[1]
+    assert max(calls) == 3
+
+
+def test_actions_see_the_state_of_their_loop(calls):
+    seen, trainer = [], Regression()
+    action = lambda output: seen.append(int(trainer.optimizer.step[...]))  # noqa: E731
+    train(trainer, 5, 20, train_actions=[action])
+
+    assert seen == [5, 10, 15, 20]
+    assert calls == [1, 1, 1, 1]
+
+
+class Printing(Regression):
+    def train_loop_end(self):
+        sys.stdout.write("end")
+        return super().train_loop_end()
+
+
+def test_a_hook_with_an_effect_runs_in_each_loop(capsys, calls):
+    train(Printing(), 5, 20)
+
+    assert capsys.readouterr().out.count("end") == 4
+    assert not calls
+
+
+@pytest.mark.slow
+def test_a_hook_runs_once_if_the_user_says_so(capsys, calls):
+    train(Printing(compile_hooks=True), 5, 20)
+
+    assert capsys.readouterr().out.count("end") == 1
+    assert sum(calls) == 4
+
+
+class Counting(Regression):
+    num_begun = 0
+
+    def train_loop_begin(self):
+        self.num_begun += 1
+
+
+class Fetching(Regression):
+    def train_loop_end(self):
+        return {"loss": float(self.loss.compute())}
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        (
+            Counting,
+            StateStructureError,
+            r"`train_loop_begin` changed plain values(.|\n)*num_begun",
+        ),
+        (
+            Fetching,
+            jax.errors.ConcretizationTypeError,
+            "`compile_hooks=True` makes `train_loop_begin` and `train_loop_end` part of"
+            " the compiled program. Leave it out if they need Python.",
+        ),
+    ],
+)
+def test_a_hook_that_needs_python_is_an_error_if_the_user_says_it_does_not(
+    kind, error, message
+):
+    with pytest.raises(error) as caught:
+        kind(compile_hooks=True).train(2)
+
+    notes = getattr(caught.value, "__notes__", [])
+    assert re.search(message, "\n".join([str(caught.value), *notes]))
+
+
+@pytest.mark.parametrize("kind", [Counting, Fetching])
+def test_a_hook_that_needs_python_has_it(kind, calls):
+    trainer = kind()
+    trainer.train(2)
+    trainer.train(2)
+
+    assert not calls
+    assert kind is not Counting or trainer.num_begun == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"on_non_finite": "raise"},
+        {"check_replicas_every": 5},
+        {"compile_loop": False},
+        {"compile_hooks": False},
+    ],
+    ids=str,
+)
+def test_hooks_stay_in_python_where_an_option_needs_it(options, calls):
+    trainer = Regression(**options)
+    trainer.train(2)
+
+    assert trainer.num_loops == 1
+    assert not calls
+
+
+def test_compile_hooks_is_checked():
+    with pytest.raises(ValueError, match="`compile_hooks` is 'yes', but it must be"):
+        armillary.StandardTrainerOptions(compile_hooks="yes")
+
+
+class Own(nnx.Metric):
+    def __init__(self):
+        self.count = nnx.metrics.MetricState(jnp.zeros(()))
+
+    def reset(self):
+        sys.stdout.write("reset")
+
+    def compute(self):
+        return 0.0
+
+
+class Property(Regression):
+    @property
+    def shown(self):
+        return 1.0
+
+
+PURE = [
+    "pass",
+    '"""Does nothing."""',
+    "self.loss.reset()",
+    "loss = self.loss.compute()\nreturn {'loss': loss, 'twice': 2 * loss}",
+    "return {'rate': SCALE, 'x': jnp.sqrt(self.num_loops + 1)}",
+    "self.num_loops = jnp.zeros_like(self.num_loops)",
+    "self.loss.total[...] = jnp.zeros(())",
+    "return {'step': self.optimizer.step[...], **self.loss.compute()}",
+    "return {'factor': -self.factor, 'list': [1, 2], 'none': None}",
+]
+NOT_PURE = [
+    "print(1)",
+    "self.num_begun = 1",
+    "self.factor += 1",
+    "self.loss.extra = 1",
+    "self.model.train()",
+    "self.own.reset()",
+    "return {'time': time.time()}",
+    "return {'own': self.own.compute()}",
+    "return {'shown': self.shown}",
+    "return {'missing': self.missing}",
+    "return {'loss': float(self.loss.compute())}",
+    "return {'random': np.random.rand()}",
+    "logging.info('begin')",
+    "global SCALE\nSCALE = 1",
+    "jnp = time\nreturn jnp.zeros()",
+    "jnp.save('x', self.num_loops)",
+    "for x in [1]: pass",
+    "if self.factor: self.loss.reset()",
+    "return {'x': [print(i) for i in range(2)]}",
+    "return {'x': (lambda: 1)()}",
+    "return {f'{print(1)}': 1}",
+    "return (yield)",
+    "self.strategy.x = 1",
+    "self.model.kernel[0] = 1",
+    "return self",
+    "return {'x': unknown}",
+    "import os",
+    "del self.loss",
+    "with self.strategy.scope(): pass",
+    "self = 1",
+    "return {'n': (n := print(1))}",
+    "self.loss.reset(*[print(1)])",
+]
+
+
+def read(tmp_path, body):
+    path = tmp_path / "hooks.py"
+    lines = "\n".join(f"    {line}" for line in body.splitlines())
+    path.write_text(f"def train_loop_end(self):\n{lines}\n")
+    names = {"jnp": jnp, "np": np, "time": time, "SCALE": SCALE, "logging": logging}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    kind = type("Written", (Property,), {"train_loop_end": names["train_loop_end"]})
+    trainer = kind()
+    trainer.own = Own()
+    return find_effect(trainer, "train_loop_end")
+
+
+@pytest.mark.parametrize("body", PURE)
+def test_code_that_computes_needs_no_python(tmp_path, body):
+    assert read(tmp_path, body) is None
+
+
+@pytest.mark.parametrize("body", NOT_PURE)
+def test_code_that_may_do_more_needs_python(tmp_path, body):
+    assert read(tmp_path, body) is not None
+
+
+def test_code_without_source_needs_python():
+    names = {}
+    exec("def train_loop_end(self): return {}", names)
+    kind = type("Written", (Regression,), dict(train_loop_end=names["train_loop_end"]))
+
+    assert find_effect(kind(), "train_loop_end") == "its code cannot be read"
+
+
+def test_a_hook_of_one_object_needs_python():
+    trainer = Regression()
+    trainer.train_loop_end = dict
+
+    assert find_effect(trainer, "train_loop_end") == "it is no plain method"
+
+
+def test_a_trainer_that_is_written_by_hand_starts_loops_of_its_own():
+    class Pending(armillary.PendingLoops):
+        may_overlap = True
+
+        def __init__(self, counts):
+            self.num_steps, self.counts = sum(counts), counts
+
+        def fetch(self) -> list[armillary.Output]:
+            return [{"steps": count} for count in self.counts]
+
+    class Trainer(armillary.AbstractTrainer):
+        def __init__(self):
+            self.step, self.lengths = 0, []
+
+        def train(self, num_steps):
+            raise AssertionError("the controller calls `start`")
+
+        def prepare(self, steps_per_loop):
+            self.lengths.append(steps_per_loop)
+
+        def start(self, num_steps, num_loops):
+            self.step += num_steps * num_loops
+            return Pending([num_steps] * num_loops)
+
+    trainer, written = Trainer(), Outputs()
+    armillary.Controller(
+        trainer=trainer,
+        global_step=lambda: trainer.step,
+        steps_per_loop=3,
+        summary_manager=written,
+    ).train(40)
+
+    assert written.steps == [*range(3, 40, 3), 40]
+    assert [output["steps"] for output in written.outputs] == [3] * 13 + [1]
+    assert trainer.lengths == [3]

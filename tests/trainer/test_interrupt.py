@@ -1,0 +1,180 @@
+"""Ctrl-C at any line of a loop leaves a state that can be saved and trained on."""
+
+import signal
+import sys
+
+import grain.python as grain
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import armillary
+from armillary.data import (
+    _arrays,
+    _chunk_builder,
+    _feed,
+    _gather,
+    _reader,
+    _split,
+    _stream,
+    from_arrays,
+)
+from armillary.distribute import _placement, _use
+from armillary.state import _access
+from armillary.trainer import _loop
+
+LOOP = {module.__file__ for module in (_loop, _placement, _use, _access)}
+READING = {
+    module.__file__
+    for module in (_arrays, _chunk_builder, _feed, _gather, _reader, _split, _stream)
+}
+
+NUMBERS = np.arange(1, 9, dtype=np.float32)
+
+
+class Sum(armillary.StandardTrainer):
+    def __init__(self, data=None, **options):
+        if data is None:
+            data = from_arrays({"x": NUMBERS}, batch_size=1, repeat=True)
+        options = armillary.StandardTrainerOptions(steps_per_chunk=2, **options)
+        super().__init__(data, options)
+        self.total = jnp.zeros(1)
+        self.num_steps = jnp.zeros((), int)
+
+    def train_step(self, iterator):
+        self.total = self.total + next(iterator)["x"]
+        self.num_steps = self.num_steps + 1
+
+    def is_exact(self):
+        taken = np.resize(NUMBERS, int(self.num_steps))
+        return float(self.total[0]) == taken.sum()
+
+
+def make_data(prefetch):
+    options = armillary.InputOptions(prefetch=prefetch)
+    data = from_arrays({"x": NUMBERS}, batch_size=1, repeat=True)
+    return armillary.DefaultStrategy().distribute_dataset(data, options)
+
+
+def train_interrupted(trainer, files, num_lines):
+    """Trains, with Ctrl-C after some lines of files; returns whether it came."""
+    lines = iter(range(num_lines))
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line" and next(lines, None) is None:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        trainer.train(4 if files is LOOP else 2)
+    except KeyboardInterrupt:
+        # Here, where the traceback still holds what the loop left behind.
+        assert trainer.is_exact()
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("files", [LOOP, READING], ids=["loop", "reading"])
+def test_an_interrupt_at_any_line_of_a_loop_leaves_an_exact_state(files, prefetch):
+    trainer = Sum(make_data(prefetch))
+    trainer.train(4)
+
+    num_lines = 0
+    while train_interrupted(trainer, files, num_lines):
+        trainer.train(1)
+        assert trainer.is_exact()
+        num_lines += 1
+
+    assert num_lines > (20 if prefetch else 40)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_an_interrupt_at_any_line_loses_no_batch_of_an_iterator(prefetch):
+    num_lines, is_interrupted = 0, True
+    while is_interrupted:
+        lines = iter(range(num_lines))
+
+        def trace(frame, event, _, lines=lines):
+            if frame.f_code.co_filename not in READING:
+                return None
+            if event == "line" and next(lines, None) is None:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+            return trace
+
+        iterator, seen, is_interrupted = iter(make_data(prefetch)), [], False
+        seen.append(float(next(iterator)["x"][0]))
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            seen.append(float(next(iterator)["x"][0]))
+        except KeyboardInterrupt:
+            is_interrupted = True
+        finally:
+            sys.settrace(before)
+        seen += [float(next(iterator)["x"][0]) for _ in range(3)]
+        iterator.close()
+        assert seen == NUMBERS[: len(seen)].tolist()
+        num_lines += 1
+
+    assert num_lines > 10
+
+
+def test_an_interrupt_before_a_chunk_is_in_hand_loses_none(monkeypatch):
+    trainer = Sum()
+    trainer.train(4)
+    next_chunk = _feed.Feed.next_chunk
+
+    def interrupted(feed):
+        next_chunk(feed)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(_feed.Feed, "next_chunk", interrupted)
+        trainer.train(4)
+    trainer.train(4)
+
+    assert trainer.is_exact()
+
+
+class Interrupted:
+    """Data that gets Ctrl-C once, while it is read."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == self.at:
+            self.at = None
+            signal.raise_signal(signal.SIGINT)
+        return {"x": NUMBERS[index : index + 1]}
+
+
+@pytest.mark.parametrize("compile_step", [True, False])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_an_interrupt_of_a_read_is_no_end_of_the_data(at, compile_step):
+    data = grain.MapDataset.source(Interrupted(at)).to_iter_dataset(
+        grain.ReadOptions(num_threads=0)
+    )
+    strategy = armillary.DefaultStrategy()
+    trainer = Sum(
+        strategy.distribute_dataset(data, armillary.InputOptions(prefetch=0)),
+        compile_step=compile_step,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(8)
+    assert trainer.is_exact()
+    trainer.train(8 - int(trainer.num_steps))
+    assert trainer.is_exact()

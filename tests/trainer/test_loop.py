@@ -1,0 +1,515 @@
+"""Tests of loops over chunks: positions, programs, and state between loops."""
+
+import gc
+import logging
+import time
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary import StandardTrainerOptions as Options
+from armillary.data import InputOptions, from_arrays
+from armillary.data.feed._feed import Feed
+from armillary.errors import DatasetStateError
+from armillary.trainer._program import Program
+from tests.problems import (
+    CNN,
+    MLP,
+    Classifier,
+    Snapshot,
+    assert_identical,
+    make_strategy,
+    read_state,
+)
+
+
+class Trainer(armillary.StandardTrainer):
+    """Keeps the numbers it saw, in order."""
+
+    def __init__(self, dataset, **options):
+        super().__init__(dataset, Options(**options))
+        self.seen = jnp.full(64, -1)
+        self.num_steps = armillary.create_global_step()
+
+    def train_step(self, iterator):
+        value = next(iterator)["x"][0]
+        self.seen = self.seen.at[self.num_steps[...]].set(value)
+        self.num_steps[...] += 1
+
+    @property
+    def values(self):
+        return np.asarray(self.seen)[: int(self.num_steps[...])].tolist()
+
+
+def make_dataset(num_examples=40, prefetch=2, shuffle_seed=None):
+    source = from_arrays(
+        {"x": np.arange(num_examples, dtype=np.int32)},
+        batch_size=1,
+        shuffle_seed=shuffle_seed,
+    )
+    options = InputOptions(prefetch=prefetch)
+    strategy = armillary.DefaultStrategy()
+    return strategy.distribute_dataset(source, options)
+
+
+# Positions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("compile_loop", [True, False])
+def test_the_position_is_that_of_the_steps_run(prefetch, compile_loop):
+    dataset = make_dataset(prefetch=prefetch, shuffle_seed=5)
+    trainer = Trainer(dataset, steps_per_chunk=7, compile_loop=compile_loop)
+
+    for _ in range(3):
+        trainer.train(3)
+        resumed = make_dataset(shuffle_seed=5)
+        resumed.set_state(dataset.get_state())
+        rest = [int(batch["x"][0]) for batch in resumed]
+        assert len(rest) == 40 - len(trainer.values)
+        assert sorted(trainer.values + rest) == list(range(40))
+
+
+def test_a_new_position_drops_the_rest_of_the_chunk():
+    dataset = make_dataset()
+    trainer = Trainer(dataset, steps_per_chunk=7)
+    trainer.train(3)
+    position = dataset.get_state()
+    trainer.train(2)
+
+    dataset.set_state(position)
+    trainer.train(6)
+
+    assert trainer.values == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7, 8]
+
+
+def test_data_that_cannot_be_repositioned_trains_but_has_no_position():
+    def make_data():
+        yield from ({"x": np.full(1, value)} for value in range(9))
+
+    dataset = armillary.DefaultStrategy().distribute_dataset(make_data)
+    trainer = Trainer(dataset, steps_per_chunk=4)
+
+    trainer.train(5)
+    with pytest.raises(DatasetStateError, match="cannot be repositioned"):
+        dataset.get_state()
+    trainer.train(9)
+
+    assert trainer.values == list(range(9))
+
+
+def test_prefetch_zero_reads_no_further_than_the_chunk():
+    num_read = []
+
+    def make_data():
+        for value in range(20):
+            num_read.append(value)
+            yield {"x": np.full(1, value)}
+
+    dataset = armillary.DefaultStrategy().distribute_dataset(
+        make_data, InputOptions(prefetch=0)
+    )
+    trainer = Trainer(dataset, steps_per_chunk=5)
+
+    trainer.train(3)
+
+    assert num_read == [0, 1, 2, 3, 4]
+    assert trainer.values == [0, 1, 2]
+
+
+# Programs
+
+
+@pytest.mark.slow
+def test_every_program_is_compiled_once(no_retrace):
+    strategy = make_strategy(2)
+    trainer = Classifier(strategy, MLP(nnx.Rngs(0)), optax.sgd(0.1), steps_per_chunk=7)
+
+    class Evaluator(armillary.StandardEvaluator):
+        def __init__(self):
+            source = from_arrays({"x": np.ones(23, np.float32)}, batch_size=4)
+            super().__init__(source)
+            self.strategy, self.average = strategy, nnx.metrics.Average("x")
+
+        def eval_begin(self):
+            self.average.reset()
+
+        def eval_step(self, iterator):
+            def step_fn(batch):
+                self.average.update(x=batch["x"])
+
+            self.strategy.run(step_fn, args=(next(iterator),))
+
+    evaluator = Evaluator()
+    for _ in range(2):
+        trainer.train(9)
+        evaluator.evaluate(-1)
+
+    with no_retrace():
+        for num_steps in (1, 2, 5, 7, 20):
+            trainer.train(num_steps)
+            evaluator.evaluate(-1)
+            evaluator.evaluate(2)
+
+    assert int(evaluator.average.count[...]) == 8
+
+
+def test_compiled_programs_are_warm_after_the_first_loop(no_retrace, caplog):
+    trainer = Classifier(
+        make_strategy(2), MLP(nnx.Rngs(0)), optax.sgd(0.1), steps_per_chunk=7
+    )
+    trainer.train(1)
+
+    caplog.set_level(logging.WARNING)
+    with no_retrace(), jax.log_compiles():
+        for num_steps in (1, 3, 8, 20):
+            trainer.train(num_steps)
+
+    assert "Compiling" not in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "is_slow"), [(CNN, True), (MLP, False)])
+def test_convolutions_on_a_cpu_run_step_by_step_and_say_so(model, is_slow, caplog):
+    caplog.set_level("INFO", "armillary")
+    trainer = Classifier(make_strategy(1), model(nnx.Rngs(0)), optax.sgd(0.1))
+
+    trainer.train(2)
+    trainer.train(2)
+
+    assert caplog.text.count("`train_step` has convolutions") == int(is_slow)
+
+
+# State between loops
+
+
+def make_classifier(**options):
+    return Classifier(make_strategy(2), MLP(nnx.Rngs(0)), optax.adam(1e-2), **options)
+
+
+def test_arrays_that_the_user_holds_stay_valid():
+    trainer = make_classifier()
+    model = trainer.model
+    held = [model.first.kernel[...], trainer.losses, trainer.optimizer.step[...]]
+    copies = [np.array(array) for array in held]
+
+    trainer.train(3)
+    held.append(model.first.kernel.get_value())
+    copies.append(np.array(held[-1]))
+    before = trainer.model
+
+    assert not any(array.is_deleted() for array in held)
+    for array, copy in zip(held, copies, strict=True):
+        np.testing.assert_array_equal(array, copy)
+    assert before is model
+    assert not np.array_equal(model.first.kernel[...], copies[0])
+
+
+def test_state_that_the_user_replaces_is_seen():
+    trainer = make_classifier()
+    start = Snapshot(trainer)
+    trainer.train(5)
+    expected = read_state(trainer)
+    start.restore()
+    trainer.train(2)
+    kernel = np.array(trainer.model.first.kernel[...])
+    trainer.train(1)
+
+    # Undo the last step by hand, then repeat it.
+    trainer.model.first.kernel[...] = jnp.zeros_like(kernel)
+    trainer.train(1)
+    assert not np.array_equal(trainer.model.first.kernel[...], kernel)
+    start.restore()
+    trainer.train(5)
+
+    assert_identical(read_state(trainer), expected)
+
+
+def test_a_metric_that_the_user_replaces_is_used(no_retrace):
+    trainer = make_classifier()
+    trainer.train(2)
+    old = trainer.accuracy
+
+    trainer.accuracy = nnx.metrics.Accuracy()
+    trainer.train(3)
+
+    assert int(old.count[...]) == 2 * 16
+    assert int(trainer.accuracy.count[...]) == 3 * 16
+
+
+class Tally(armillary.StandardTrainer):
+    """Adds up ones in a dictionary, and counts each loop's steps in place."""
+
+    def __init__(self):
+        ones = from_arrays({"x": np.ones(2, np.float32)}, batch_size=2, repeat=True)
+        super().__init__(ones)
+        self.values = {"total": jnp.zeros(()), "parts": [jnp.zeros(()), 1.0]}
+
+    def train_loop_begin(self):
+        self.values["parts"][0] = jnp.zeros(())
+
+    def train_step(self, iterator):
+        count, unit = self.values["parts"]
+        total = self.values["total"] + unit * next(iterator)["x"].mean()
+        self.values = {**self.values, "total": total, "parts": [count + 1, unit]}
+
+
+def test_arrays_may_be_put_into_a_container_between_loops():
+    tally = Tally()
+    tally.train(5)
+
+    tally.values["total"] = jnp.full((), 100.0)
+    tally.train(3)
+
+    assert float(tally.values["total"]) == 103
+    assert float(tally.values["parts"][0]) == 3
+
+
+def test_a_container_may_get_other_entries_between_loops():
+    tally = Tally()
+    tally.train(1)
+
+    tally.values["extra"] = jnp.ones(3)
+    tally.train(2)
+    np.testing.assert_array_equal(tally.values["extra"], np.ones(3))
+    del tally.values["extra"]
+    tally.train(1)
+
+    assert tally.values.keys() == {"total", "parts"}
+    assert float(tally.values["total"]) == 4
+
+
+def test_a_number_beside_arrays_may_change_between_loops():
+    tally = Tally()
+    tally.train(1)
+
+    tally.values["parts"][1] = 10.0
+    tally.train(2)
+    tally.values = {**tally.values, "parts": [jnp.zeros(()), 0.5]}
+    tally.train(1)
+
+    assert float(tally.values["total"]) == 1 + 20 + 0.5
+
+
+@pytest.mark.slow
+def test_attributes_may_be_added_between_loops():
+    trainer = make_classifier()
+    trainer.train(2)
+
+    trainer.extra = jnp.ones(3)
+    trainer.note = "later"
+    trainer.train(1)
+
+    np.testing.assert_array_equal(trainer.extra, np.ones(3))
+    assert int(trainer.optimizer.step[...]) == 3
+
+
+def test_a_copy_of_what_is_trained_may_be_read_by_the_step():
+    strategy = make_strategy(2)
+
+    class Target(armillary.StandardTrainer):
+        def __init__(self):
+            data = from_arrays({"x": np.ones(2, np.float32)}, batch_size=2, repeat=True)
+            super().__init__(data)
+            self.strategy = strategy
+            self.weight = nnx.Variable(jnp.zeros(()))
+            self.target = nnx.Variable(self.weight[...])
+
+        def train_step(self, iterator):
+            def step_fn(batch):
+                del batch
+                self.weight[...] = self.target[...] + 1
+
+            strategy.run(step_fn, args=(next(iterator),))
+
+    trainer = Target()
+    initial = trainer.weight[...]
+
+    for _ in range(3):
+        trainer.train(2)
+        trainer.target[...] = trainer.weight[...]
+    trainer.train(2)
+
+    assert float(trainer.weight[...]) == 4
+    assert float(trainer.target[...]) == 3
+    assert float(initial) == 0
+
+
+def test_state_that_becomes_trained_later_is_not_taken_from_the_user():
+    strategy = make_strategy(2)
+
+    class Unfreezes(armillary.StandardTrainer):
+        def __init__(self):
+            data = from_arrays({"x": np.ones(2, np.float32)}, batch_size=2, repeat=True)
+            super().__init__(data)
+            self.strategy, self.is_frozen = strategy, True
+            self.weight = jnp.zeros(3)
+            self.total = jnp.zeros(3)
+
+        def train_step(self, iterator):
+            next(iterator)
+            self.total = self.total + self.weight
+            if not self.is_frozen:
+                self.weight = self.weight + 1
+
+    trainer = Unfreezes()
+    held = trainer.weight
+    trainer.train(2)
+    trainer.is_frozen = False
+
+    trainer.train(2)
+
+    np.testing.assert_array_equal(held, np.zeros(3))
+    np.testing.assert_array_equal(trainer.weight, np.full(3, 2))
+
+
+def test_two_attributes_may_share_an_array():
+    class Average(armillary.StandardTrainer):
+        def __init__(self):
+            data = from_arrays({"x": np.ones(2, np.float32)}, batch_size=2, repeat=True)
+            super().__init__(data)
+            self.params = {"w": jnp.zeros(2)}
+            self.ema = self.params
+
+        def train_step(self, iterator):
+            x = next(iterator)["x"]
+            self.params = {"w": self.params["w"] + x}
+            self.ema = {"w": 0.5 * self.ema["w"] + 0.5 * self.params["w"]}
+
+    trainer = Average()
+
+    trainer.train(2)
+    trainer.ema = dict(trainer.params)
+    trainer.train(1)
+
+    np.testing.assert_array_equal(trainer.params["w"], [3, 3])
+    np.testing.assert_array_equal(trainer.ema["w"], [2.5, 2.5])
+
+
+def test_state_that_no_step_changes_is_not_copied_each_loop():
+    strategy = make_strategy(2)
+
+    class Frozen(armillary.StandardTrainer):
+        def __init__(self):
+            data = from_arrays(
+                {"x": np.ones((2, 2), np.float32)}, batch_size=2, repeat=True
+            )
+            super().__init__(data)
+            self.strategy = strategy
+            self.teacher = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+            self.total = nnx.Variable(
+                jnp.zeros(()), aggregation=armillary.VariableAggregation.SUM
+            )
+
+        def train_step(self, iterator):
+            def step_fn(batch):
+                self.total[...] += self.teacher(batch["x"]).sum()
+
+            self.strategy.run(step_fn, args=(next(iterator),))
+
+    trainer = Frozen()
+    trainer.train(1)
+    kernel = trainer.teacher.kernel.get_value()
+    values = np.array(kernel)
+
+    trainer.train(2)
+
+    assert trainer.teacher.kernel.get_value() is kernel
+    assert not kernel.is_deleted()
+    np.testing.assert_allclose(trainer.total[...], 3 * 2 * values.sum(), rtol=1e-6)
+
+
+def test_memory_of_changed_state_is_reused():
+    trainer = make_classifier()
+    trainer.train(2)
+    old = trainer.model.first.kernel.get_value()
+
+    trainer.train(2)
+
+    assert old.is_deleted()
+
+
+def test_arrays_that_a_loop_replaced_are_let_go():
+    trainer = make_classifier()
+    old = weakref.ref(trainer.model.first.kernel.get_value())
+
+    trainer.train(2)
+
+    assert old() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "steps_per_chunk", "capacity"),
+    [(1, None, 20), (50, None, 50), (300, None, 100), (300, 7, 7)],
+)
+def test_a_chunk_has_the_steps_of_the_first_loop_within_bounds(
+    first, steps_per_chunk, capacity
+):
+    dataset = from_arrays({"x": np.arange(4)}, batch_size=1, repeat=True)
+    trainer = Trainer(dataset, steps_per_chunk=steps_per_chunk)
+    for num_steps in (first, 120):
+        trainer.train(num_steps)
+        if trainer._train_loop._feed.chunk is not None:
+            assert trainer._train_loop._feed.chunk.capacity == capacity
+    assert len(trainer._train_loop._programs) == 1
+
+
+def test_a_loop_that_is_shortened_leaves_chunks_as_they_are():
+    dataset = from_arrays({"x": np.arange(4)}, batch_size=1, repeat=True)
+    trainer = Trainer(dataset)
+    controller = armillary.Controller(
+        trainer=trainer, global_step=trainer.num_steps, steps_per_loop=50
+    )
+    controller.train(30)
+    assert trainer._train_loop._feed.chunk.capacity == 50
+
+
+def test_the_next_chunk_is_read_once_the_device_has_work(monkeypatch):
+    events = []
+
+    def noting(kind, name):
+        own = getattr(kind, name)
+
+        def call(self, *arguments):
+            events.append(name)
+            return own(self, *arguments)
+
+        monkeypatch.setattr(kind, name, call)
+
+    noting(Program, "__call__")
+    noting(Feed, "next_chunk")
+    noting(Feed, "read_on")
+    trainer = Trainer(make_dataset(), steps_per_chunk=2)
+    trainer.train(4)
+    assert events == ["next_chunk", "__call__", "read_on"] * 2
+
+
+def test_a_chunk_that_is_used_up_is_let_go():
+    trainer = Trainer(make_dataset(), steps_per_chunk=2)
+    trainer.train(3)
+    loop = trainer._train_loop
+    chunk = weakref.ref(loop._feed.chunk)
+    trainer.train(1)
+    deadline = time.monotonic() + 10
+    while chunk() is not None:  # The thread that made it may be at it still.
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_dropped_is_collected():
+    trainer = make_classifier(steps_per_chunk=2)
+    trainer.train(3)
+    array = trainer.losses
+
+    del trainer
+    gc.collect()
+
+    assert array.shape == (64,)

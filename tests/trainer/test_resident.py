@@ -1,0 +1,361 @@
+"""Proofs that data which stays on the device changes nothing but the speed."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.data import InputOptions, from_arrays
+from armillary.trainer._take_batches import take_batches
+from tests.feeds import open_chunks
+from tests.problems import (
+    CNN,
+    MLP,
+    Classifier,
+    assert_identical,
+    make_digits,
+    make_strategy,
+    read_state,
+)
+
+MAKERS = {
+    "default": armillary.DefaultStrategy,
+    "one device": lambda: armillary.OneDeviceStrategy("cpu:1"),
+    "mirrored 4": lambda: make_strategy(4),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def strategy(request):
+    return MAKERS[request.param]()
+
+
+def make_data(strategy, is_resident, num_examples=72, **arguments):
+    """Returns a shuffled data set whose epochs end inside batches and chunks."""
+    arguments = {"batch_size": 16, "shuffle_seed": 3, "repeat": True} | arguments
+    source = from_arrays(make_digits(num_examples), **arguments)
+    options = InputOptions(place_on_device=is_resident)
+    return strategy.distribute_dataset(source, options)
+
+
+def make_trainer(strategy, is_resident, model=MLP, **options):
+    dataset = make_data(strategy, is_resident)
+    options = {"steps_per_chunk": 7} | options
+    return Classifier(
+        strategy, model(nnx.Rngs(0)), optax.adam(3e-3), dataset, **options
+    )
+
+
+def train(trainer, *lengths):
+    for num_steps in lengths:
+        trainer.train(num_steps)
+    return read_state(trainer)
+
+
+# Training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [MLP, CNN])
+def test_training_is_bit_identical_over_epochs(strategy, model):
+    lengths = (1, 9, 13, 7)
+    host = make_trainer(strategy, False, model)
+    resident = make_trainer(strategy, True, model)
+
+    assert_identical(train(resident, *lengths), train(host, *lengths))
+    assert resident.train_dataset.get_state() == host.train_dataset.get_state()
+    assert host.train_dataset.get_state()["source"]["epoch"] == 6
+
+
+@pytest.mark.slow
+def test_training_is_bit_identical_with_a_loop_in_python():
+    strategy = make_strategy(2)
+    compiled = make_trainer(strategy, True)
+    stepwise = make_trainer(strategy, True, compile_loop=False)
+    assert_identical(train(stepwise, 5, 6), train(compiled, 11))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_resident_first", [True, False])
+@pytest.mark.parametrize("maker", ["one device", "mirrored 4"])
+def test_a_stopped_run_may_continue_with_or_without_it(
+    tmp_path, maker, is_resident_first
+):
+    def make_controller(name, is_resident):
+        strategy = MAKERS[maker]()
+        trainer = make_trainer(strategy, is_resident)
+        return armillary.Controller(
+            trainer=trainer,
+            global_step=trainer.optimizer.step,
+            strategy=strategy,
+            steps_per_loop=4,
+            checkpoint_manager=armillary.CheckpointManager(
+                armillary.Checkpoint(trainer=trainer, data=trainer.train_dataset),
+                tmp_path / name,
+            ),
+        )
+
+    whole = make_controller("whole", is_resident_first)
+    whole.train(20)
+    make_controller("stopped", is_resident_first).train(9)
+
+    resumed = make_controller("stopped", not is_resident_first)
+    assert int(resumed.trainer.optimizer.step[...]) == 9
+    resumed.train(20)
+
+    assert_identical(read_state(resumed.trainer), read_state(whole.trainer))
+    assert (
+        resumed.trainer.train_dataset.get_state()
+        == whole.trainer.train_dataset.get_state()
+    )
+
+
+def test_a_new_position_drops_what_was_read_ahead():
+    trainer = make_trainer(make_strategy(2), True)
+    trainer.train(3)
+    position = trainer.train_dataset.get_state()
+    before = read_state(trainer)
+    trainer.train(2)
+    trainer.train_dataset.set_state(position)
+    assert trainer.train_dataset.get_state() == position
+    trainer.train(1)
+    losses = np.asarray(trainer.losses)
+    assert before["losses"][3] == 0 and np.all(losses[:6] > 0)
+
+
+def test_loops_after_the_first_trace_nothing(no_retrace):
+    trainer = make_trainer(make_strategy(4), True)
+    trainer.train(9)
+    with no_retrace():
+        trainer.train(9)
+
+
+@pytest.mark.parametrize("is_resident", [True, False])
+def test_taking_batches_needs_no_collective_and_no_copy_of_the_arrays(is_resident):
+    dataset = make_data(make_strategy(4), is_resident, num_examples=4096)
+    chunk = open_chunks(dataset, steps_per_chunk=64).next_chunk()
+
+    def run(inputs, num_steps):
+        def body(index, total):
+            image, label = take_batches(inputs, [1], [dataset.gather.on_device], index)
+            return total + image.sum((1, 2, 3, 4)) + label.sum(1)
+
+        return jax.lax.fori_loop(0, num_steps, body, jnp.zeros(4))
+
+    compiled = jax.jit(run).lower(chunk.inputs, np.int32(64)).compile()
+
+    operations = re.findall(r" ([a-z-]+)\(", compiled.as_text())
+    assert "while" in operations
+    assert not {"all-gather", "all-reduce", "all-to-all", "collective-permute"} & set(
+        operations
+    )
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(chunk.inputs))
+    assert compiled.memory_analysis().temp_size_in_bytes < num_bytes / 20
+
+
+class Squashes(armillary.StandardTrainer):
+    """Has arithmetic that compilers like to merge with the reading of its data."""
+
+    def __init__(self, strategy, dataset, **options):
+        super().__init__(dataset, armillary.StandardTrainerOptions(**options))
+        self.strategy = strategy
+        self.totals = jnp.zeros(6)
+
+    def train_step(self, iterator):
+        def step_fn(batch):
+            x = batch["x"].astype(jnp.float32)
+            rows = x.reshape(x.shape[0], -1)
+            return jnp.stack(
+                [
+                    x.sum(),
+                    jnp.tanh(x).mean(),
+                    (x * x).sum(),
+                    jnp.exp(rows * 0.01).sum(0).max(),
+                    jnp.linalg.norm(rows, axis=1).sum(),
+                    rows.var(0).sum(),
+                ]
+            )
+
+        values = self.strategy.run(step_fn, args=(next(iterator),))
+        self.totals = self.totals * 0.5 + self.strategy.reduce("sum", values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.float32, np.uint8])
+def test_arithmetic_on_the_rows_rounds_alike_in_chunks_of_any_size(strategy, dtype):
+    values = np.random.default_rng(0).normal(size=200) * 50
+    source = from_arrays(
+        {"x": values.astype(dtype)}, batch_size=32, shuffle_seed=1, repeat=True
+    )
+    totals = []
+    for is_resident, steps_per_chunk in itertools.product((False, True), (None, 1, 7)):
+        options = InputOptions(place_on_device=is_resident)
+        dataset = strategy.distribute_dataset(source, options)
+        trainer = Squashes(strategy, dataset, steps_per_chunk=steps_per_chunk)
+        totals.append([])
+        for _ in range(45):
+            trainer.train(1)
+            totals[-1].append(np.asarray(trainer.totals).tolist())
+    assert all(each == totals[0] for each in totals)
+
+
+# Steps of several batches, and nests
+
+
+class Pairs(armillary.StandardTrainer):
+    """Takes two batches of one dataset and one of the other in each step."""
+
+    def __init__(self, strategy, first, second, **options):
+        options = armillary.StandardTrainerOptions(steps_per_chunk=3, **options)
+        super().__init__({"first": first, "second": second}, options)
+        self.strategy = strategy
+        self.seen = jnp.zeros((16, 3), jnp.int32)
+        self.num_steps = armillary.create_global_step()
+
+    def train_step(self, iterator):
+        values = [
+            identify(self.strategy, next(iterator[name]))
+            for name in ("first", "second", "first")
+        ]
+        self.seen = self.seen.at[self.num_steps[...]].set(jnp.stack(values))
+        self.num_steps[...] += 1
+
+
+def identify(strategy, batch):
+    """Returns a number that tells which rows a batch has."""
+    value = strategy.run(
+        lambda b: jnp.sum(b["label"] * jnp.round(b["image"][:, 0, 0, 0] * 100)),
+        args=(batch,),
+    )
+    return strategy.reduce("sum", value).astype(jnp.int32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [(True, True), (True, False), (False, True)], ids=str)
+def test_each_dataset_of_a_nest_may_stay_on_the_device(strategy, kinds):
+    seen = []
+    for first, second in ((False, False), kinds):
+        trainer = Pairs(
+            strategy,
+            make_data(strategy, first),
+            make_data(strategy, second, batch_size=8, shuffle_seed=9),
+        )
+        train(trainer, 4, 7)
+        seen.append(np.asarray(trainer.seen))
+    assert len(np.unique(seen[0][:11])) > 20
+    np.testing.assert_array_equal(seen[1], seen[0])
+
+
+@pytest.mark.slow
+def test_eager_steps_see_the_rows(strategy):
+    seen = []
+    for is_resident, compile_step in ((False, True), (True, False)):
+        dataset, other = (
+            make_data(strategy, is_resident, shuffle_seed=seed) for seed in (1, 2)
+        )
+        trainer = Pairs(strategy, dataset, other, compile_step=compile_step)
+        train(trainer, 3)
+        seen.append((np.asarray(trainer.seen).tolist(), dataset.get_state()))
+    assert seen[1] == seen[0]
+
+
+# Evaluation
+
+
+class Evaluator(armillary.StandardEvaluator):
+    """Counts examples and sums what it sees of each."""
+
+    def __init__(self, strategy, dataset, **options):
+        super().__init__(dataset, armillary.StandardEvaluatorOptions(**options))
+        self.strategy = strategy
+        self.label = nnx.metrics.Average("label")
+
+    def eval_begin(self):
+        self.label.reset()
+        return []
+
+    def eval_step(self, iterator):
+        def step_fn(batch):
+            self.label.update(label=batch["label"])
+            return batch["image"][:, 0, 0, 0]
+
+        return self.strategy.run(step_fn, args=(next(iterator),))
+
+    def eval_reduce(self, state, step_outputs):
+        results = self.strategy.local_results(step_outputs)
+        return state + [float(value) for rows in results for value in rows]
+
+    def eval_end(self, *state):
+        count = int(self.label.count[...])
+        return {
+            "values": sorted(state[0]),
+            "count": count,
+            "mean": self.label.compute(),
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compile_step", [True, False])
+def test_a_complete_evaluation_sees_every_example_once(strategy, compile_step):
+    arguments = {"repeat": False, "batch_size": 10, "shuffle_seed": None}
+    dataset = make_data(strategy, True, num_examples=13, **arguments)
+    evaluator = Evaluator(strategy, dataset, compile_step=compile_step)
+    digits = make_digits(13)
+    for _ in range(2):
+        output = evaluator.evaluate(-1)
+        assert output["count"] == 13
+        assert output["values"] == sorted(digits["image"][:, 0, 0, 0].tolist())
+        assert float(output["mean"]) == pytest.approx(digits["label"].mean())
+
+
+def test_training_and_evaluation_share_the_arrays():
+    strategy = make_strategy(2)
+    source = from_arrays(make_digits(72), batch_size=16)
+    options = InputOptions(place_on_device=True)
+    first, second = (strategy.distribute_dataset(source, options) for _ in range(2))
+    trainer = Classifier(strategy, MLP(nnx.Rngs(0)), optax.sgd(0.1), first)
+    evaluator = Evaluator(strategy, second)
+    trainer.train(2)
+    evaluator.evaluate(-1)
+    assert first.gather.resident is second.gather.resident
+
+
+# The end of the data, and custom loops
+
+
+@pytest.mark.slow
+def test_training_ends_where_the_data_ends(strategy):
+    states = []
+    for is_resident in (False, True):
+        dataset = make_data(strategy, is_resident, repeat=False, drop_remainder=True)
+        trainer = Classifier(strategy, MLP(nnx.Rngs(0)), optax.sgd(0.1), dataset)
+        states.append(train(trainer, 3, 9))
+        assert trainer.data_exhausted
+        assert int(trainer.optimizer.step[...]) == 4
+    assert_identical(*states)
+
+
+@pytest.mark.slow
+def test_replicas_see_what_one_replica_sees():
+    one, four = (make_trainer(make_strategy(count), True, CNN) for count in (1, 4))
+    train(one, 11)
+    train(four, 11)
+    np.testing.assert_allclose(one.losses, four.losses, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_custom_loop_gets_rows(strategy):
+    seen = []
+    for is_resident in (False, True):
+        dataset = make_data(strategy, is_resident)
+        step = armillary.function(lambda batch: identify(strategy, batch))
+        with strategy.scope():
+            seen.append([int(step(b)) for b in itertools.islice(dataset, 12)])
+    assert seen[0] == seen[1]
+    assert len(set(seen[0])) > 8

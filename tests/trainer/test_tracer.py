@@ -1,0 +1,467 @@
+"""Tests of what makes a step be traced again, and of what may not change."""
+
+import collections
+import queue
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.data import from_arrays
+from armillary.errors import CapturedStateError, RetraceError, StateStructureError
+from armillary.trainer._loop import Loop
+from tests.problems import MLP, Classifier, make_strategy
+
+
+class Trainer(armillary.StandardTrainer):
+    """Adds up batches, scaled by a plain number, and counts how often it is traced."""
+
+    def __init__(self, dataset=None, **options):
+        if dataset is None:
+            dataset = from_arrays(
+                {"x": np.ones(2, np.float32)}, batch_size=2, repeat=True
+            )
+        super().__init__(dataset, armillary.StandardTrainerOptions(**options))
+        self.total = jnp.zeros(())
+        self.scale = 1.0
+        self.num_epochs = 0
+        self.history = []
+        self.traces = queue.SimpleQueue()  # which is not searched
+
+    def train_step(self, iterator):
+        self.traces.put(None)
+        self.total = self.total + self.scale * next(iterator)["x"].sum()
+
+
+def as_batches(*arrays):
+    return [{"x": np.asarray(array)} for array in arrays]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("second", "change"),
+    [
+        (np.ones((2, 4), np.float32), r"x: float32 \(2, 3\) became float32 \(2, 4\)"),
+        (np.ones((2, 3), np.int32), r"x: float32 \(2, 3\) became int32 \(2, 3\)"),
+        (np.ones((2,), np.float32), r"x: float32 \(2, 3\) became float32 \(2,\)"),
+    ],
+    ids=["shape", "dtype", "rank"],
+)
+def test_batches_that_change_are_an_error(second, change):
+    trainer = Trainer(as_batches(np.ones((2, 3), np.float32), second))
+
+    with pytest.raises(
+        RetraceError,
+        match=rf"changed after `train_step` was compiled(.|\n)*{change}\n"
+        "Only the number of examples may be smaller(.|\n)*Give all batches one shape",
+    ):
+        trainer.train(2)
+    assert float(trainer.total) == 6
+
+
+def test_all_changes_are_reported_by_path():
+    first = {"a": np.ones(2), "b": {"c": np.ones((2, 3))}, "d": np.ones(2)}
+    second = {"a": np.ones(2, int), "b": {"c": np.ones((2, 5))}, "d": np.ones(2)}
+
+    class Any(Trainer):
+        def train_step(self, iterator):
+            next(iterator)
+
+    with pytest.raises(RetraceError) as caught:
+        Any([first, second]).train(2)
+    assert "\n  a: float32 (2,) became int32 (2,)\n  b/c: float32 (2, 3)" in str(
+        caught.value
+    )
+    assert "  d:" not in str(caught.value)
+
+
+def test_a_batch_of_another_structure_is_an_error():
+    trainer = Trainer([{"x": np.ones(2)}, {"x": np.ones(2), "y": np.ones(2)}])
+
+    with pytest.raises(RetraceError, match=r"structure .*'x'.* became .*'y'"):
+        trainer.train(2)
+
+
+def test_a_batch_that_is_an_array_is_named_so():
+    class Bare(Trainer):
+        def train_step(self, iterator):
+            self.total = self.total + next(iterator).sum()
+
+    batches = [np.ones((2, 3), np.float32), np.ones((2, 4), np.float32)]
+
+    with pytest.raises(RetraceError, match="the batch: float32"):
+        Bare(batches).train(2)
+
+
+def test_a_step_that_takes_all_data_is_an_error():
+    class Greedy(Trainer):
+        def train_step(self, iterator):
+            for batch in iterator:
+                del batch
+
+    with pytest.raises(
+        RetraceError,
+        match=r"`train_step` took over 64 batches in one step.*Take a fixed number "
+        r"with `next\(iterator\)`",
+    ):
+        Greedy().train(1)
+
+
+def test_a_step_that_takes_another_number_of_batches_later_is_an_error():
+    class Changes(Trainer):
+        num_batches = 1
+
+        def train_loop_begin(self):
+            self.count = self.num_batches
+
+        def train_step(self, iterator):
+            for _ in range(self.count):
+                super().train_step(iterator)
+
+    trainer = Changes()
+    trainer.train(2)
+    trainer.num_batches = 2
+
+    with pytest.raises(
+        RetraceError,
+        match=r"took \[1\] batches of its datasets in one step, and now takes \[2\]"
+        ".*take the same number in every step, or make a new trainer",
+    ):
+        trainer.train(2)
+
+
+def test_a_plain_value_that_the_step_reads_makes_it_compile_again(caplog):
+    trainer = Trainer()
+    trainer.train(3)
+    trainer.scale = 10.0
+
+    trainer.train(1)
+
+    assert float(trainer.total) == 6 + 20
+    assert (
+        "`train_step` is compiled again, because it read plain values that have "
+        "changed (scale). Hold a value that changes often in an array"
+    ) in caplog.text
+
+
+def test_a_plain_value_that_the_step_does_not_read_changes_nothing(no_retrace):
+    trainer = Trainer()
+    trainer.train(1)
+
+    with no_retrace():
+        for epoch in range(3):
+            trainer.num_epochs = epoch + 1
+            trainer.history.append({"loss": float(epoch)})
+            trainer.train(1)
+
+    assert trainer.traces.qsize() == 1
+
+
+@pytest.mark.slow
+def test_a_flag_of_a_module_that_is_set_between_loops_is_seen():
+    trainer = Classifier(make_strategy(2), MLP(nnx.Rngs(0)), optax.sgd(0.1))
+    trainer.train(2)
+    model = trainer.model
+    mean, count = np.array(model.norm.mean[...]), int(model.dropout.rngs.count[...])
+
+    model.eval()
+    trainer.train(2)
+
+    assert count > 0
+    assert int(model.dropout.rngs.count[...]) == count
+    np.testing.assert_array_equal(model.norm.mean[...], mean)
+
+
+def test_an_attribute_that_is_removed_between_loops_is_missed():
+    class Optional(Trainer):
+        def train_step(self, iterator):
+            super().train_step(iterator)
+            if not hasattr(self, "history"):
+                self.total = self.total + 100
+
+    trainer = Optional()
+    trainer.train(1)
+
+    del trainer.history
+    trainer.train(1)
+
+    assert float(trainer.total) == 2 + 2 + 100
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_when_it_is_traced_again_fails_in_the_next_loop_too():
+    class Strict(Trainer):
+        def train_step(self, iterator):
+            if self.scale < 0:
+                raise ValueError("a negative scale")
+            super().train_step(iterator)
+
+    trainer = Strict()
+    trainer.train(1)
+
+    trainer.scale = -1.0
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a negative scale"):
+            trainer.train(1)
+    trainer.scale = 10.0
+    trainer.train(1)
+
+    assert float(trainer.total) == 2 + 20
+
+
+def test_a_class_that_knows_its_subclasses_gets_no_other_ones():
+    known = []
+
+    class Registry(Trainer):
+        def __init_subclass__(cls, *, title):
+            known.append(title)
+
+    class Registered(Registry, title="mine"):
+        def __setattr__(self, name, value):
+            assert name != "__class__"
+            super().__setattr__(name, value)
+
+    trainer = Registered()
+    trainer.train(1)
+
+    assert known == ["mine"]
+    assert type(trainer) is Registered
+
+
+def test_a_trainer_may_be_an_nnx_object_that_is_differentiated():
+    class Node(armillary.StandardTrainer, nnx.Pytree):
+        def __init__(self):
+            data = {"x": np.ones((2, 3), np.float32)}
+            super().__init__(from_arrays(data, batch_size=2, repeat=True))
+            self.weight = nnx.Param(jnp.zeros(3))
+
+        def train_step(self, iterator):
+            x = next(iterator)["x"]
+            gradients = nnx.grad(lambda me: (x @ me.weight[...]).sum())(self)
+            self.weight[...] = self.weight[...] + gradients["weight"][...]
+
+    trainer = Node()
+    trainer.train(3)
+
+    np.testing.assert_array_equal(trainer.weight[...], [6, 6, 6])
+
+
+def test_a_plain_value_that_the_step_counts_up_is_an_error():
+    class Counts(Trainer):
+        def train_step(self, iterator):
+            super().train_step(iterator)
+            self.num_epochs += 1
+
+    with pytest.raises(
+        StateStructureError,
+        match=r"changed plain values(.|\n)*num_epochs: int 0 became 1, once, while",
+    ):
+        Counts().train(1)
+
+
+def test_state_that_the_trainer_does_not_reach_is_an_error():
+    linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    class Reads(Trainer):
+        def train_step(self, iterator):
+            self.total = self.total + hidden(next(iterator)["x"]).sum()
+
+    def hidden(x):
+        return linear(x)
+
+    trainer = Reads()
+
+    with pytest.raises(
+        CapturedStateError,
+        match=r"`train_step` reads 2 variables that the trainer does not reach(.|\n)*"
+        r"hidden/linear/kernel \(nnx.Param \(2, 2\)\)(.|\n)*Assign what holds them to",
+    ):
+        trainer.train(1)
+
+
+def test_an_evaluator_is_named_in_messages():
+    counter = nnx.Variable(jnp.ones(()))
+
+    class Evaluator(armillary.StandardEvaluator):
+        def eval_step(self, iterator):
+            return counter[...] + next(iterator)["x"]
+
+    with pytest.raises(CapturedStateError, match="that the evaluator does not reach"):
+        Evaluator(as_batches(np.ones(2))).evaluate(-1)
+
+
+def test_sizes_are_compared_behind_the_replica_axis():
+    class Rows(Trainer):
+        def __init__(self, strategy):
+            super().__init__(
+                as_batches(np.ones((8, 3)), np.ones((4, 3)), np.ones((4, 5)))
+            )
+            self.strategy = strategy
+
+        def train_step(self, iterator):
+            out = self.strategy.run(lambda batch: batch["x"].sum(), (next(iterator),))
+            self.total = self.total + self.strategy.reduce("sum", out)
+
+    trainer = Rows(make_strategy(4))
+
+    with pytest.raises(
+        RetraceError, match=r"x: float32 \(4, 2, 3\) became float32 \(4, 1, 5\)"
+    ):
+        trainer.train(3)
+    assert float(trainer.total) == 36
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["model first", "model last"])
+def test_a_flag_of_a_model_that_two_attributes_lead_to_is_seen(order):
+    class Shared(Trainer):
+        def __init__(self):
+            super().__init__()
+            model = nnx.BatchNorm(1, momentum=0.0, rngs=nnx.Rngs(0))
+            if order == "model first":
+                self.model = model
+            self.wrapper = types.SimpleNamespace(inner=[model])
+            self.model = model
+
+        def train_step(self, iterator):
+            self.total = self.total + 1
+            self.wrapper.inner[0](self.total + next(iterator)["x"][:, None])
+
+    trainer = Shared()
+    trainer.train(2)
+    mean = float(trainer.model.mean[...][0])
+    trainer.model.eval()
+    trainer.train(2)
+
+    assert mean == 3
+    assert float(trainer.model.mean[...][0]) == mean
+
+
+@pytest.mark.slow
+def test_a_parameter_that_is_frozen_by_its_metadata_between_loops_stays(caplog):
+    def is_trainable(path, value):
+        del path
+        return isinstance(value, nnx.Param) and not hasattr(value, "frozen")
+
+    class Selective(Trainer):
+        def __init__(self):
+            super().__init__()
+            self.model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+
+        def train_step(self, iterator):
+            x = next(iterator)["x"][:, None]
+            gradients = nnx.grad(
+                lambda model: model(x).sum(), argnums=nnx.DiffState(0, is_trainable)
+            )(self.model)
+            params = nnx.state(self.model, is_trainable)
+            nnx.update(self.model, jax.tree.map(jnp.subtract, params, gradients))
+
+    trainer = Selective()
+    trainer.train(1)
+    trainer.model.kernel.set_metadata(frozen=True)
+    kernel, bias = np.array(trainer.model.kernel[...]), trainer.model.bias[...].copy()
+    trainer.train(1)
+
+    np.testing.assert_array_equal(trainer.model.kernel[...], kernel)
+    assert trainer.model.bias[...][0] != bias[0]
+    assert "(model/kernel/frozen)" in caplog.text
+
+
+def test_a_metric_made_anew_for_every_loop_is_the_same_to_a_program(no_retrace):
+    class Anew(Trainer):
+        def train_loop_begin(self):
+            self.loss = nnx.metrics.Average("loss")
+
+        def train_step(self, iterator):
+            super().train_step(iterator)
+            self.loss.update(loss=self.total)
+
+        def train_loop_end(self):
+            return {"loss": self.loss.compute()}
+
+    trainer = Anew()
+    losses = [float(trainer.train(2)["loss"])]
+    with no_retrace():
+        losses += [float(trainer.train(2)["loss"]) for _ in range(3)]
+
+    assert losses == [3, 7, 11, 15]
+    assert trainer.traces.qsize() == 1
+
+
+@pytest.mark.slow
+def test_values_that_change_beside_others_that_are_read_are_named_once(caplog):
+    class Crowded(Trainer):
+        def __init__(self):
+            super().__init__()
+            self.config = {"scale": 1.0, "epoch": 0}
+
+        def train_loop_begin(self):
+            self.config["epoch"] += 1
+
+        def train_step(self, iterator):
+            self.total = self.total + self.config["scale"] * next(iterator)["x"].sum()
+
+    trainer = Crowded()
+    for _ in range(12):
+        trainer.train(1)
+
+    assert caplog.text.count("`train_step` was traced 5 times to find that it is") == 1
+    assert "(config/epoch). That takes as long as the first trace" in caplog.text
+
+
+def test_what_no_step_reads_is_not_looked_at():
+    class Untouchable(collections.UserDict):
+        pass
+
+    trainer = Trainer()
+    trainer.vocabulary = Untouchable({str(i): i for i in range(1000)})
+    trainer.train(1)
+    (loop,) = (held for held in vars(trainer).values() if isinstance(held, Loop))
+    state = loop._tracer.state
+    assert state is not None
+
+    trainer.vocabulary["new"] = 1
+    trainer.history.append(1)
+    assert state.is_current()
+    trainer.scale = 2.0
+    assert not state.is_current()
+
+
+def test_a_trace_that_was_cut_off_leaves_nothing_behind():
+    class Stacks(Trainer):
+        def __init__(self):
+            super().__init__()
+            self.names, self.stack = [], []
+
+        def train_step(self, iterator):
+            first = next(iterator)["x"].sum()
+            self.names.append("one")
+            self.stack.append(first)
+            second = next(iterator)["x"].sum()
+            self.total = self.total + len(self.names) * (self.stack.pop() + second)
+            self.names.clear()
+
+    trainer = Stacks()
+    trainer.train(3)
+
+    assert float(trainer.total) == 12
+    assert trainer.names == trainer.stack == []
+
+
+def test_a_step_that_looks_at_all_attributes_sees_all_changes():
+    class Looks(Trainer):
+        def train_step(self, iterator):
+            self.total = self.total + len(vars(self)) * next(iterator)["x"].sum()
+
+    trainer = Looks()
+    trainer.train(1)
+    count, total = len(vars(trainer)), float(trainer.total)
+    trainer.another = 1
+    trainer.train(1)
+
+    assert float(trainer.total) == total + 2 * (count + 1)
