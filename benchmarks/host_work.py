@@ -121,6 +121,10 @@ def measure(
     contestant = ControllerContestant()
     task = dataclasses.replace(make_task(_TASK, size), optimizer=optimizer)
     contestant.setup(task, Options(steps_per_loop=_CHUNK_STEPS))
+    # Between two programs there is Python, as with hooks that need it.
+    contestant.trainer._train_options = dataclasses.replace(
+        contestant.trainer._train_options, compile_hooks=False
+    )
     contestant.run(_WARM_UP_LOOPS * _CHUNK_STEPS)
     shares = _Shares()
 

@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from armillary import _training_end
 from armillary.actions import EarlyStopping
 from armillary.checkpoint import Checkpoint, CheckpointManager
+from armillary.controller import _training_end
 from armillary.controller._controller import Controller
 from armillary.errors import (
     CheckpointDamageError,

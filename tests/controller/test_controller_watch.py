@@ -3,7 +3,7 @@
 import threading
 import time
 
-from armillary import _watch
+from armillary.controller import _new_checkpoints as _watch
 from armillary.controller._new_checkpoints import watch_checkpoints
 
 

@@ -7,8 +7,9 @@ import sys
 import pytest
 from etils import epath
 
-from armillary import _process, _training_end
+from armillary import _process
 from armillary._process import Process
+from armillary.controller import _training_end
 from armillary.controller._training_end import (
     announce_ends,
     begin_training,

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.distribute import _function
+from armillary.distribute.program import _function
 from armillary.errors import (
     CapturedStateError,
     StateStructureError,

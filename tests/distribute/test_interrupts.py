@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from armillary.distribute import _interrupts
+from armillary.distribute.program import _signals as _interrupts
 from armillary.distribute.program._signals import uninterrupted
 
 

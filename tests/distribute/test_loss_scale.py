@@ -5,7 +5,7 @@ import pytest
 
 import armillary
 from armillary import ReduceOp
-from armillary.distribute import _loss_scale
+from armillary.distribute.replica import _loss_scale
 
 ROWS = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 

@@ -59,7 +59,7 @@ def test_platforms_cannot_be_mixed(monkeypatch):
     class Other:
         platform, id = "gpu", 0
 
-    from armillary.distribute import _devices
+    from armillary.distribute.strategies import _devices
 
     def as_device(name, device):
         return Other() if device == "gpu:0" else jax.devices()[0]

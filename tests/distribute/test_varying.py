@@ -9,7 +9,7 @@ from flax import nnx
 from jax.extend import core
 
 import armillary
-from armillary.distribute import _varying
+from armillary.distribute.replica import _varying
 from armillary.distribute.replica._varying import corrected_types
 
 BIND = core.Primitive.bind

@@ -21,6 +21,6 @@ class FakeClock:
 def clock(monkeypatch):
     clock = FakeClock()
     time = SimpleNamespace(perf_counter=clock, time=clock)
-    monkeypatch.setattr(_stopwatch, "time", time)
+    monkeypatch.setattr(_stopwatch, "_now", clock)
     monkeypatch.setattr(_recorder, "time", time)
     return clock

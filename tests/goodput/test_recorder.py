@@ -157,7 +157,7 @@ def test_the_first_recorder_accounts_for_the_start_of_the_process(tmp_path):
     code = (
         "import sys, time\n"
         "time.sleep(0.3)\n"
-        "from armillary.goodput import make_recorder\n"
+        "from armillary.goodput._recorder import make_recorder\n"
         "{}"
         "print(*(sum(make_recorder(sys.argv[1]).seconds.values()) for _ in 'ab'))\n"
     )

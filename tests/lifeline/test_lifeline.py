@@ -224,7 +224,7 @@ def test_a_forked_child_does_not_keep_a_dead_process_alive(start):
 
 FORKS = """
     import asyncio, os
-    from armillary.lifeline import Link, listen
+    from armillary.lifeline._link import Link, listen
 
     def fork(in_child=lambda: None):
         child = os.fork()

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 import armillary
-from armillary.data import (
-    _arrays,
+from armillary.data import from_arrays
+from armillary.data.feed import (
     _chunk_builder,
     _feed,
     _gather,
     _reader,
     _split,
     _stream,
-    from_arrays,
 )
-from armillary.distribute import _placement, _use
+from armillary.data.sources import _arrays
+from armillary.distribute.program import _placement, _use
 from armillary.state import _access
 from armillary.trainer import _loop
 
