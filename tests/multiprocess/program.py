@@ -423,7 +423,8 @@ def saves(strategy: Any, run_dir: str) -> dict[str, Any]:
     found["another folder"] = catch(lambda: good.restore(mine))
 
     manager = make("run")
-    block(directory / "run", index == 0)
+    if not index:  # The other one must not take it away again.
+        block(directory / "run", True)
     found["start"] = catch(lambda: manager.save(3))
     found["start error"] = str(manager.last_error)
     block(directory / "run", False)
