@@ -12,9 +12,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
-	@echo "make quick     the tests of daily work; under 90 seconds on 2 cores"
-	@echo "make test      install and run the tests; about 10 minutes on 2 cores"
-	@echo "make differential  compare 850 constructs with plain JAX; about 25 minutes"
+	@echo "make quick     the tests of daily work; about 3 minutes on 2 cores"
+	@echo "make test      install and run the tests; about 25 minutes on 2 cores"
+	@echo "make differential  compare 850 constructs with plain JAX; about an hour"
 	@echo "make soak      kill a training program 100 times; about 12 minutes"
 	@echo "make check     lint, types, layers and spelling"
 	@echo "make bench     measure against hand-written loops; about 45 minutes"
