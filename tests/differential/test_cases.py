@@ -11,7 +11,7 @@ from tests.differential.harness import Case, can_merge, check
 from tests.differential.suite import CASES, GROUP, groups
 
 IS_FULL = os.environ.get("ARMILLARY_DIFFERENTIAL") == "all"
-SAMPLED_EVERY = 31
+SAMPLED_EVERY = 73
 REPLICAS = (0, 1, 2, 4) if IS_FULL else (2,)
 SAMPLE = [case for case in CASES if can_merge(case)][::SAMPLED_EVERY]
 GROUPS = groups(CASES if IS_FULL else SAMPLE)

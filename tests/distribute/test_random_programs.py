@@ -23,7 +23,7 @@ from tests.distribute.random_programs import (
     run_traced,
 )
 
-NUM_PROGRAMS = int(os.environ.get("ARMILLARY_PROGRAMS", "15"))
+NUM_PROGRAMS = int(os.environ.get("ARMILLARY_PROGRAMS", "10"))
 CONSTANT = np.array([0.25, -0.5, 1.0], np.float32)
 
 
