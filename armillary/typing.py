@@ -13,8 +13,7 @@ Output: TypeAlias = dict[str, Any] | None
 """What a loop returns: scalars by name, nested as deep as the user likes.
 
 A `Histogram`, an `Image` or a `Text` of `armillary.summary` may be among them. So may
-arrays with axes, for log lines and actions; a `SummaryManager`, which `summary_dir`
-stands for, raises for these.
+arrays with axes, which a `SummaryManager` writes as histograms.
 """
 
 Action: TypeAlias = Callable[[Output], None]

@@ -7,11 +7,10 @@ from them. Either the user says so (`compile_hooks=True`), or their code shows i
 (`_pure_code.py`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from armillary._logging import logger
 from armillary.distribute.program._trace import TracedStep, trace_step
@@ -36,11 +35,10 @@ class Hooks(NamedTuple):
     end: TracedStep
     shape: Any
 
-    def is_same(self, other: "Hooks | None") -> bool:
+    def is_same(self, other: "Hooks") -> bool:
         """Returns whether two traces are the same program."""
         return (
-            other is not None
-            and self.shape == other.shape
+            self.shape == other.shape
             and self.begin.is_same(other.begin)
             and self.end.is_same(other.end)
         )
@@ -74,13 +72,7 @@ class LoopOutputs:
 
     def fetch(self) -> None:
         """Waits for the device, and fetches the values."""
-        for arrays, _ in self._stacks:
-            for array in arrays:
-                array.copy_to_host_async()
-        self._stacks = [
-            ([np.asarray(array) for array in arrays], count)
-            for arrays, count in self._stacks
-        ]
+        self._stacks = jax.device_get(self._stacks)
 
     def __iter__(self) -> Iterator[Output]:
         """Yields the output of each loop."""
@@ -141,7 +133,10 @@ def _trace(owner: Any, state: State, types: Sequence[Any]) -> Hooks:
     traced = []
     for name, run in ((BEGIN, begin), (END, end)):
         with state.kept() as changes:
-            traced.append(_trace_one(owner, name, run, state, types))
+            hook = getattr(owner, name)
+            traced.append(
+                trace_step(run, state, types, (), user_fn=hook, owner="the trainer")
+            )
             if changed := changes():
                 raise StateStructureError(
                     f"`{name}` changes plain values ({', '.join(sorted(changed)[:5])}),"
@@ -149,17 +144,6 @@ def _trace(owner: Any, state: State, types: Sequence[Any]) -> Hooks:
                     "Hold them in arrays, or leave `compile_hooks` out."
                 )
     return Hooks(*traced, *shapes)
-
-
-def _trace_one(
-    owner: Any,
-    name: str,
-    run: Callable[[], Any],
-    state: State,
-    types: Sequence[Any],
-) -> TracedStep:
-    hook = getattr(owner, name)
-    return trace_step(run, state, types, (), user_fn=hook, owner="the trainer")
 
 
 def _number(output: Any, leaves: list[Any]) -> Any:

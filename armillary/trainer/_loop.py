@@ -189,11 +189,17 @@ class Loop:
         if not self._may_compile_hooks:
             return False
         if self._hooks is not None:
-            self._find_state()
-        self._hooks = self._tracer.hooks(is_asked=self._has_pure_hooks)
-        if self._hooks is not None:
-            self._globals.watch(*(getattr(self._owner, name) for name in (BEGIN, END)))
-        chunk = None if self._hooks is None else self._next_chunk()
+            self._refresh()
+        hooks = self._tracer.hooks(is_asked=self._has_pure_hooks)
+        if hooks is not self._hooks:
+            self._hooks = hooks
+            self._programs.clear()
+            if hooks is not None:
+                own = [getattr(self._owner, name) for name in (BEGIN, END)]
+                self._globals.watch(*own)
+        if hooks is None:
+            return False
+        chunk = self._next_chunk()
         return chunk is not None and self._program(chunk).hooks is not None
 
     def run_loops(self, num_steps: int, num_loops: int) -> tuple[int, LoopOutputs]:
@@ -281,12 +287,16 @@ class Loop:
 
     def _find_state(self) -> tuple[Placement, State]:
         """Finds the state as it is now."""
-        self._forget_if_changed()
-        if self._tracer.find_state():
-            self._programs.clear()
+        self._refresh()
         placement, state = self._tracer.placement, self._tracer.state
         assert placement is not None and state is not None
         return placement, state
+
+    def _refresh(self) -> None:
+        """Drops traces and programs that are out of date."""
+        self._forget_if_changed()
+        if self._tracer.find_state():
+            self._programs.clear()
 
     @contextlib.contextmanager
     def _released(self, placement: Placement) -> Iterator[None]:

@@ -231,9 +231,9 @@ class Program:
     ) -> tuple[list[Any], list[Any], Any, Any]:
         _, chunk, start, num_steps, _, loops = inputs
         stop = jnp.asarray(start + num_steps)
-        shapes = hooks.end.program.out_avals[len(hooks.end.changed) :]
         outputs = [
-            jnp.zeros((self.most_loops, *shape.shape), shape.dtype) for shape in shapes
+            jnp.zeros((self.most_loops, *result.shape), result.dtype)
+            for result in hooks.end.result_types
         ]
 
         def goes_on(carry: tuple[Any, ...]) -> Any:
@@ -267,7 +267,7 @@ class Program:
 
     def _count_loops(self, hooks: Hooks) -> int:
         """Returns how many outputs of loops there is room for."""
-        types = hooks.end.program.out_avals[len(hooks.end.changed) :]
+        types = hooks.end.result_types
         size = sum(aval.size * aval.dtype.itemsize for aval in types)
         return max(1, min(self._capacity, _MOST_OUTPUT_BYTES // max(size, 1)))
 
@@ -287,10 +287,9 @@ def _call_if(
     """Returns the slots, and what a hook returns, or zeros if it is not due."""
     if not hook.program.out_avals:
         return slots, []
-    shapes = hook.program.out_avals[len(hook.changed) :]
 
     def skip(slots: list[Any]) -> tuple[list[Any], list[Any]]:
-        zeros = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+        zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in hook.result_types]
         return [slots[i] for i in hook.changed], zeros
 
     new, results = jax.lax.cond(is_due, lambda slots: hook.call(slots, []), skip, slots)

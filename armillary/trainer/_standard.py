@@ -251,8 +251,8 @@ class StandardTrainer(_Runner, AbstractTrainer):
         """Returns the loop's output, such as computed metrics; override as needed.
 
         Values are scalars, or a `Histogram`, an `Image` or a `Text` of
-        `armillary.summary`. Arrays with axes reach log lines and actions too, but are
-        an error with the controller's `summary_dir`.
+        `armillary.summary`. Arrays with axes reach log lines and actions too; with the
+        controller's `summary_dir` they are written as histograms.
         """
         return None
 
@@ -284,6 +284,9 @@ class StandardTrainer(_Runner, AbstractTrainer):
 
     def prepare(self, steps_per_loop: int) -> None:
         """Hears how long loops are: chunks have as many steps."""
+        if self._has_own_train():
+            return
+        self._check_initialized("_train_data", "train_dataset")
         self._train_data.steps_per_loop = steps_per_loop
 
     def start(self, num_steps: int, num_loops: int) -> PendingLoops:
@@ -292,9 +295,12 @@ class StandardTrainer(_Runner, AbstractTrainer):
         After a step that stops training, no step has an effect: a caller that starts
         other loops before it looks at these loses nothing.
         """
-        if type(self).train is not StandardTrainer.train or "train" in vars(self):
+        if self._has_own_train():
             return super().start(num_steps, num_loops)
         return self._start(num_steps, num_loops)
+
+    def _has_own_train(self) -> bool:
+        return type(self).train is not StandardTrainer.train or "train" in vars(self)
 
     def _start(self, num_steps: int, num_loops: int) -> "_StartedLoops":
         check_positive_int("num_steps", num_steps)
@@ -443,8 +449,7 @@ class StandardEvaluator(_Runner, AbstractEvaluator):
     def eval_end(self, *state: Any) -> Output:
         """Returns the evaluation's output; override as needed.
 
-        Values are as for `train_loop_end`: arrays with axes reach log lines and actions
-        too, but are an error with the controller's `eval_summary_dir`.
+        Values are as for `train_loop_end`.
 
         Args:
             *state: The last state, if `eval_begin` returned one.

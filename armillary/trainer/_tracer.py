@@ -165,35 +165,39 @@ class StepTracer:
         """
         if self._hooks is None:
             self._is_asked = is_asked
-            if not is_asked and (reason := find_reason(self._owner)):
-                logger.debug("%s.", reason)
-                self._hooks = (None,)
-            else:
+            if self.state is not None:
                 self.find_state()
-                self._hooks = (self._trace_hooks(),)
+            self._hooks = (self._trace_hooks(),)
         return self._hooks[0]
 
     def _trace_hooks(self) -> Hooks | None:
-        assert self.state is not None
-        with recorded_reads(self._owner, self.state.note_read):
-            hooks = trace_hooks(
-                self._owner, self.state, self._types, is_asked=self._is_asked
-            )
-        self.state.watch()
-        if hooks is None:
-            # What Python does where a loop begins may change the state.
-            self.state = None
-        return hooks
+        reason = None if self._is_asked else find_reason(self._owner)
+        if reason is None:
+            if self.state is None:
+                self.find_state()
+            assert self.state is not None
+            with recorded_reads(self._owner, self.state.note_read):
+                hooks = trace_hooks(
+                    self._owner, self.state, self._types, is_asked=self._is_asked
+                )
+            self.state.watch()
+            if hooks is not None:
+                return hooks
+        else:
+            logger.debug("%s.", reason)
+        # What Python does where a loop begins may change the state.
+        self.state = None
+        return None
 
     def _has_other_hooks(self) -> bool:
-        """Traces the hooks again; returns whether that made a change."""
-        if self._hooks is None:
+        """Traces the hooks again, if there are any; returns if that made a change."""
+        old = self._hooks[0] if self._hooks is not None else None
+        if old is None:
             return False
-        old, self._hooks = self._hooks[0], None
-        is_pure = self._is_asked or find_reason(self._owner) is None
-        new = self._trace_hooks() if is_pure else None
+        self._hooks = None
+        new = self._trace_hooks()
         self._hooks = (new,)
-        return new is not old and (new is None or not new.is_same(old))
+        return new is None or not new.is_same(old)
 
     def trace(
         self, batches: list[PyTree], active: tuple[Active, ...], layouts: Sequence[Any]

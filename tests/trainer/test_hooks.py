@@ -220,6 +220,20 @@ def test_a_global_value_that_an_end_reads_is_watched(monkeypatch):
 
 
 @pytest.mark.slow
+def test_an_end_that_a_new_plain_value_breaks_is_python_again():
+    trainer = Regression()
+    trainer.train(5)
+    trainer.factor = "twice"
+
+    with pytest.raises(TypeError) as caught:
+        trainer.train(5)
+    assert caught.traceback[-1].name != "_find_state"
+    assert trainer.optimizer.step[...] == 10
+
+    trainer.factor = 1.0
+    assert trainer.train(5)["nested"]["count"] == 5 * BATCH
+
+
 def test_loops_end_where_something_is_due(tmp_path, calls):
     saved = []
     for compile_hooks in (False, None):
@@ -438,6 +452,22 @@ def test_a_hook_of_one_object_needs_python():
     trainer.train_loop_end = dict
 
     assert find_effect(trainer, "train_loop_end") == "it is no plain method"
+
+
+def test_a_trainer_without_its_base_class_is_named_by_a_controller():
+    class Bare(armillary.StandardTrainer):
+        def __init__(self):
+            self.step = jnp.zeros((), jnp.int32)
+
+        def train_step(self, iterator):
+            raise AssertionError("there is no data")
+
+    trainer = Bare()
+    controller = armillary.Controller(
+        trainer=trainer, global_step=lambda: trainer.step, steps_per_loop=1
+    )
+    with pytest.raises(TypeError, match=r"`super\(\).__init__\(train_dataset\)`"):
+        controller.train(1)
 
 
 def test_a_trainer_that_is_written_by_hand_starts_loops_of_its_own():

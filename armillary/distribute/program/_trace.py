@@ -56,6 +56,11 @@ class TracedStep(NamedTuple):
         outputs = core.jaxpr_as_fun(self.program)(*slots, *arguments)
         return outputs[: len(self.changed)], outputs[len(self.changed) :]
 
+    @property
+    def result_types(self) -> list[Any]:
+        """Shape and dtype of the result arrays."""
+        return self.program.out_avals[len(self.changed) :]
+
     def is_same(self, other: "TracedStep") -> bool:
         """Returns whether two traces are the same program."""
         return (
