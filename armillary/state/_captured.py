@@ -6,10 +6,13 @@ constants of the program are compared, by identity, with every live variable.
 """
 
 import gc
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import jax
+import numpy as np
 from jax.extend import core
 
 from armillary._checks import list_lines
@@ -37,7 +40,7 @@ def check_captured(
     Raises:
         CapturedStateError: If a constant is the value of a variable outside `state`.
     """
-    constants = {id(constant) for constant in find_constants(program)}
+    constants = set(map(id, filter(_may_be_held, find_constants(program))))
     if not constants:
         return
     lifted = {slot.key for slot in state.slots}
@@ -66,12 +69,21 @@ def write_error(
     return CapturedStateError(_message(unlifted, named, fn, owner, "writes"))
 
 
+def _may_be_held(constant: Any) -> bool:
+    """Returns whether a variable may hold a constant: not one that JAX has made.
+
+    JAX makes a NumPy array of a type of its own from each number in the user's code.
+    """
+    return isinstance(constant, jax.Array) or type(constant) is np.ndarray
+
+
 def _live_variables() -> Iterator["nnx.Variable"]:
+    objects = gc.get_objects()
+    # `type`, not `isinstance`: proxies among live objects may run code on access.
+    types_ = list(map(type, objects))
     kind = variable_type()
-    for value in gc.get_objects():
-        # `type`, not `isinstance`: proxies among live objects may run code on access.
-        if issubclass(type(value), kind):
-            yield value
+    kinds = {type_ for type_ in set(types_) if issubclass(type_, kind)}
+    return itertools.compress(objects, map(kinds.__contains__, types_))
 
 
 def _variables_by_name(
