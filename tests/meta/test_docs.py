@@ -1,4 +1,4 @@
-"""Documents keep their promises: their code runs and their commands exist."""
+"""Documents keep their promises: code prints what they show, and commands exist."""
 
 import re
 from pathlib import Path
@@ -32,19 +32,39 @@ def name_of(path: Path) -> str:
     return path.relative_to(REPOSITORY).as_posix()
 
 
+def find_missing(printed: str, shown: str) -> list[str]:
+    """Returns printed lines that a page does not show; `...` there is any text."""
+    rules = [re.escape(line).replace(r"\.\.\.", ".*") for line in shown.splitlines()]
+    return [
+        line
+        for line in printed.splitlines()
+        if not any(re.fullmatch(rule, line) for rule in rules)
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
-def test_python_blocks_run(path, tmp_path, monkeypatch):
+def test_python_blocks_run_and_print_what_the_page_shows(
+    path, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "document"}
+    printed = ""
     for info, line, body in find_blocks(path):
+        if info == "text":
+            assert find_missing(printed, body) == [], f"{path.name}:{line}"
+            # Other pages show what is logged, too.
+            assert printed == body or path.name != "errors.md", f"errors.md:{line}"
+        printed = ""
         if info.split()[:1] != ["python"]:
             continue
         # Blank lines in front make a traceback point into the document.
         code = compile("\n" * line + body, str(path), "exec")
         if info != "python no-run":
             assert info == "python", f"{path.name}:{line}: unknown marks in {info!r}"
+            capsys.readouterr()
             exec(code, namespace)
+            printed = capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
