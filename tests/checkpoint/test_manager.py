@@ -314,14 +314,6 @@ def test_only_the_newest_are_kept_in_the_order_of_saving(
     assert sorted(os.listdir(manager.directory)) == sorted(names(manager))
 
 
-def test_none_keeps_all(make_manager: MakeManager) -> None:
-    counter = Counter()
-    manager = make_manager(Checkpoint(counter=counter), max_to_keep=None)
-    save_steps(manager, counter, *range(7))
-
-    assert len(manager.checkpoints) == 7
-
-
 def test_a_new_manager_goes_on_with_the_same_retention(
     make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,24 +353,6 @@ def test_saving_a_number_again_writes_again(make_manager: MakeManager) -> None:
     assert manager.checkpoints == [second]
     assert os.listdir(manager.directory) == ["checkpoint_7.1"]
     np.testing.assert_array_equal(counter.array, np.full(3, 2.0))
-
-
-def test_a_crash_before_the_older_one_is_removed_leaves_the_newer_one(
-    make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counter = Counter()
-    manager = make_manager(Checkpoint(counter=counter))
-    save_steps(manager, counter, 7)
-    with monkeypatch.context() as patch:
-        patch.setattr(_folder, "remove", lambda path: 1 / 0)
-        with pytest.raises(CheckpointError, match="ZeroDivisionError"):
-            save_steps(manager, counter, 7)
-
-    assert sorted(os.listdir(manager.directory)) == ["checkpoint_7", "checkpoint_7.1"]
-    assert names(manager) == ["checkpoint_7.1"]
-
-    save_steps(make_manager(Checkpoint(counter=counter)), counter, 8)
-    assert sorted(os.listdir(manager.directory)) == ["checkpoint_7.1", "checkpoint_8"]
 
 
 def test_other_content_of_the_directory_is_not_touched(
