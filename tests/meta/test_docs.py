@@ -75,8 +75,9 @@ def test_make_targets_exist(path):
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
-def test_links_to_files_resolve(path):
+def test_links_and_tests_that_are_named_exist(path):
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
     local = [link for link in links if "://" not in link]
     missing = [link for link in local if not (path.parent / link).exists()]
-    assert not missing
+    named = re.findall(r"\btests/[\w/]+\.py\b", path.read_text())
+    assert not missing + [name for name in named if not (REPOSITORY / name).exists()]
