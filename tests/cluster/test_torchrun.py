@@ -56,45 +56,47 @@ def test_a_process_with_a_machine_of_its_own_takes_all_gpus():
     assert resolve(without=["LOCAL_RANK"]).local_device_ids is None
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_missing_variable_is_an_error(name):
-    message = rf"`{name}` is not set\. Start the program with `torchrun`, which sets it"
-    with pytest.raises(ClusterError, match=message):
-        resolve(without=[name])
-
-
-def test_a_rank_beyond_the_size_is_an_error():
-    message = r"`RANK` is 8, but it must be below 8, the value of `WORLD_SIZE`\. Set it"
-    with pytest.raises(ClusterError, match=message):
-        resolve(RANK="8")
-    message = r"`LOCAL_RANK` is 4, but it must be below 4, the value of `LOCAL_WORLD_"
-    with pytest.raises(ClusterError, match=message):
-        resolve(LOCAL_RANK="4")
+MISSING = r"`%s` is not set\. Start the program with `torchrun`, which sets it"
+NO_ADDRESS = r"`MASTER_ADDR` and `MASTER_PORT` cannot be used to reach process 0"
 
 
 @pytest.mark.parametrize(
-    "change", [{"MASTER_ADDR": "tcp://a"}, {"MASTER_PORT": "65536"}]
+    ("changes", "error", "message"),
+    [
+        *[
+            ({"without": [name]}, ClusterError, MISSING % name)
+            for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        ],
+        (
+            {"RANK": "8"},
+            ClusterError,
+            r"`RANK` is 8, but it must be below 8, the value of `WORLD_SIZE`\. Set it",
+        ),
+        (
+            {"LOCAL_RANK": "4"},
+            ClusterError,
+            r"`LOCAL_RANK` is 4, but it must be below 4, the value of `LOCAL_WORLD_",
+        ),
+        ({"MASTER_ADDR": "tcp://a"}, ClusterError, NO_ADDRESS),
+        ({"MASTER_PORT": "65536"}, ClusterError, NO_ADDRESS),
+        (
+            {"MASTER_PORT": "65535", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            ClusterError,
+            r"is '10.0.0.1:65536', but it must be a host, a colon and a port from 1",
+        ),
+        (
+            {"gpus_per_task": 2, "without": ["LOCAL_RANK"]},
+            ClusterError,
+            r"`gpus_per_task` is 2, but `LOCAL_RANK` is not set, so the processes of",
+        ),
+        ({"port": 0}, ValueError, "`port` is 0, but it must be a positive"),
+        (
+            {"gpus_per_task": 0},
+            ValueError,
+            "`gpus_per_task` is 0, but it must be a po",
+        ),
+    ],
 )
-def test_an_address_that_is_none_is_an_error(change):
-    message = r"`MASTER_ADDR` and `MASTER_PORT` cannot be used to reach process 0"
-    with pytest.raises(ClusterError, match=message):
-        resolve(**change)
-
-
-def test_the_port_after_the_last_one_is_an_error():
-    message = r"is '10.0.0.1:65536', but it must be a host, a colon and a port from 1"
-    with pytest.raises(ClusterError, match=message):
-        resolve(MASTER_PORT="65535", TORCHELASTIC_USE_AGENT_STORE="True")
-
-
-def test_sharing_gpus_without_a_local_rank_is_an_error():
-    message = r"`gpus_per_task` is 2, but `LOCAL_RANK` is not set, so the processes of"
-    with pytest.raises(ClusterError, match=message):
-        resolve(gpus_per_task=2, without=["LOCAL_RANK"])
-
-
-def test_arguments_of_another_kind_are_errors():
-    with pytest.raises(ValueError, match=r"`port` is 0, but it must be a positive"):
-        resolve(0)
-    with pytest.raises(ValueError, match=r"`gpus_per_task` is 0, but it must be a pos"):
-        resolve(gpus_per_task=0)
+def test_what_describes_no_process_is_an_error(changes, error, message):
+    with pytest.raises(error, match=message):
+        resolve(**changes)

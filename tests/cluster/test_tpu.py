@@ -72,48 +72,51 @@ def test_without_variables_jax_finds_out():
     assert plan.initialize_arguments() == {}
 
 
-def test_a_missing_index_is_an_error():
-    message = r"`TPU_WORKER_ID` is not set\. It is the index of this machine in its sli"
-    with pytest.raises(ClusterError, match=message):
-        resolve({"TPU_WORKER_HOSTNAMES": "t1v-0,t1v-1"})
-
-
-def test_an_index_beyond_the_machines_is_an_error():
-    message = (
-        r"`TPU_WORKER_ID` is 2, but it must be below 2, the number of machines in "
-        r"`TPU_WORKER_HOSTNAMES`\. Set it"
-    )
-    with pytest.raises(ClusterError, match=message):
-        resolve(SLICE, TPU_WORKER_ID="2")
-
-
-def test_a_slice_beyond_the_slices_is_an_error():
-    message = r"`MEGASCALE_SLICE_ID` is 3, but it must be below 3, the value of `MEGASC"
-    with pytest.raises(ClusterError, match=message):
-        resolve(SLICES, MEGASCALE_SLICE_ID="3")
+OF_SLICES = r"`%s` is not set\. It is about the sl"
+NO_HOST = r"`TPU_WORKER_HOSTNAMES` cannot be used to reach process 0\. .* Set it to"
 
 
 @pytest.mark.parametrize(
-    "name", ["MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS"]
+    ("environ", "name", "value", "message"),
+    [
+        (
+            SLICE,
+            "TPU_WORKER_ID",
+            "",
+            r"`TPU_WORKER_ID` is not set\. It is the index o",
+        ),
+        (
+            SLICE,
+            "TPU_WORKER_ID",
+            "2",
+            r"`TPU_WORKER_ID` is 2, but it must be below 2, the number of machines in "
+            r"`TPU_WORKER_HOSTNAMES`\. Set it",
+        ),
+        (
+            SLICES,
+            "MEGASCALE_SLICE_ID",
+            "3",
+            r"`MEGASCALE_SLICE_ID` is 3, but it must be below 3, the value of `MEGASC",
+        ),
+        *[
+            (SLICES, name, "", OF_SLICES % name)
+            for name in ("MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS")
+        ],
+        *[
+            (SLICE, "TPU_WORKER_HOSTNAMES", hosts, NO_HOST)
+            for hosts in (",b", "a b,c", "a/b,c")
+        ],
+        (
+            SLICES,
+            "MEGASCALE_COORDINATOR_ADDRESS",
+            "a b",
+            r"`MEGASCALE_COORDINATOR_ADDRESS` cannot be used to reach process 0",
+        ),
+    ],
 )
-def test_a_missing_variable_of_the_slices_is_an_error(name):
-    with pytest.raises(
-        ClusterError, match=rf"`{name}` is not set\. It is about the sl"
-    ):
-        resolve(SLICES, **{name: ""})
-
-
-@pytest.mark.parametrize("hosts", [",b", "a b,c", "a/b,c"])
-def test_a_first_machine_that_has_no_name_is_an_error(hosts):
-    message = r"`TPU_WORKER_HOSTNAMES` cannot be used to reach process 0\. .* Set it to"
+def test_variables_that_describe_no_machine_are_errors(environ, name, value, message):
     with pytest.raises(ClusterError, match=message):
-        resolve(SLICE, TPU_WORKER_HOSTNAMES=hosts)
-
-
-def test_a_coordinator_that_is_no_address_is_an_error():
-    message = r"`MEGASCALE_COORDINATOR_ADDRESS` cannot be used to reach process 0"
-    with pytest.raises(ClusterError, match=message):
-        resolve(SLICES, MEGASCALE_COORDINATOR_ADDRESS="a b")
+        resolve(environ, **{name: value})
 
 
 def test_a_port_that_is_no_port_is_an_error():
