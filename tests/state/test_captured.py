@@ -12,17 +12,13 @@ from armillary.distribute.program._trace import trace_step
 from armillary.errors import CapturedStateError
 from armillary.state._lift import State
 from armillary.state._same import find_constants
+from tests.problems import Holder
 
 global_model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
 FIX = (
     r"Assign what holds them to the trainer \(`self\.{0} = {0}` in `__init__`\), or "
     r"take their value as a constant on purpose"
 )
-
-
-class Holder:
-    def __init__(self, **attributes: Any) -> None:
-        vars(self).update(attributes)
 
 
 def trace(step: Any, root: Any) -> Any:

@@ -11,11 +11,7 @@ import pytest
 from flax import nnx
 
 from armillary.state._lift import State, as_array, strong
-
-
-class Holder:
-    def __init__(self, **attributes: Any) -> None:
-        vars(self).update(attributes)
+from tests.problems import Holder
 
 
 def linear(seed: int = 0) -> nnx.Linear:

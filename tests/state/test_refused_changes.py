@@ -16,11 +16,7 @@ from flax import nnx
 
 import armillary
 from armillary.errors import StateStructureError
-
-
-class Holder:
-    def __init__(self, **attributes: Any) -> None:
-        vars(self).update(attributes)
+from tests.problems import Holder
 
 
 @dataclasses.dataclass(frozen=True)
