@@ -2,6 +2,7 @@ import pytest
 
 from armillary.cluster import ClusterSpec, TorchrunClusterResolver
 from armillary.errors import ClusterError
+from tests.mistakes import mistakes
 
 PROCESS = {
     "RANK": "5",
@@ -56,47 +57,44 @@ def test_a_process_with_a_machine_of_its_own_takes_all_gpus():
     assert resolve(without=["LOCAL_RANK"]).local_device_ids is None
 
 
-MISSING = r"`%s` is not set\. Start the program with `torchrun`, which sets it"
-NO_ADDRESS = r"`MASTER_ADDR` and `MASTER_PORT` cannot be used to reach process 0"
+ADDRESS = "`MASTER_ADDR` and `MASTER_PORT` cannot be used to reach process 0"
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        *[
-            ({"without": [name]}, ClusterError, MISSING % name)
-            for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        ],
-        (
-            {"RANK": "8"},
-            ClusterError,
-            r"`RANK` is 8, but it must be below 8, the value of `WORLD_SIZE`\. Set it",
-        ),
-        (
-            {"LOCAL_RANK": "4"},
-            ClusterError,
-            r"`LOCAL_RANK` is 4, but it must be below 4, the value of `LOCAL_WORLD_",
-        ),
-        ({"MASTER_ADDR": "tcp://a"}, ClusterError, NO_ADDRESS),
-        ({"MASTER_PORT": "65536"}, ClusterError, NO_ADDRESS),
-        (
-            {"MASTER_PORT": "65535", "TORCHELASTIC_USE_AGENT_STORE": "True"},
-            ClusterError,
-            r"is '10.0.0.1:65536', but it must be a host, a colon and a port from 1",
-        ),
-        (
-            {"gpus_per_task": 2, "without": ["LOCAL_RANK"]},
-            ClusterError,
-            r"`gpus_per_task` is 2, but `LOCAL_RANK` is not set, so the processes of",
-        ),
-        ({"port": 0}, ValueError, "`port` is 0, but it must be a positive"),
-        (
-            {"gpus_per_task": 0},
-            ValueError,
-            "`gpus_per_task` is 0, but it must be a po",
-        ),
-    ],
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_missing_variable_is_an_error(name):
+    message = rf"`{name}` is not set\. Start the program with `torchrun`, which sets it"
+    with pytest.raises(ClusterError, match=message):
+        resolve(without=[name])
+
+
+@mistakes(
+    {
+        ClusterError: {
+            r"`RANK` is 8, but it must be below 8, the value of `WORLD_SIZE`\. Set i": (
+                lambda: resolve(RANK="8")
+            ),
+            "`LOCAL_RANK` is 4, but it must be below 4, the value of `LOCAL_WORLD_": (
+                lambda: resolve(LOCAL_RANK="4")
+            ),
+            rf"{ADDRESS}.*tcp": lambda: resolve(MASTER_ADDR="tcp://a"),
+            rf"{ADDRESS}.*65536": lambda: resolve(MASTER_PORT="65536"),
+            "is '10.0.0.1:65536', but it must be a host, a colon and a port from 1": (
+                lambda: resolve(
+                    MASTER_PORT="65535", TORCHELASTIC_USE_AGENT_STORE="True"
+                )
+            ),
+            "`gpus_per_task` is 2, but `LOCAL_RANK` is not set, so the processes of": (
+                lambda: resolve(gpus_per_task=2, without=["LOCAL_RANK"])
+            ),
+        },
+        ValueError: {
+            "`port` is 0, but it must be a positive": lambda: resolve(0),
+            "`gpus_per_task` is 0, but it must be a pos": (
+                lambda: resolve(gpus_per_task=0)
+            ),
+        },
+    }
 )
-def test_what_describes_no_process_is_an_error(changes, error, message):
+def test_what_describes_no_process_is_an_error(call, error, message):
     with pytest.raises(error, match=message):
-        resolve(**changes)
+        call()

@@ -2,6 +2,7 @@ import pytest
 
 from armillary.cluster import ClusterSpec, ProcessPlan, TPUClusterResolver
 from armillary.errors import ClusterError
+from tests.mistakes import mistakes
 
 SLICE = {"TPU_WORKER_HOSTNAMES": "t1v-0, t1v-1", "TPU_WORKER_ID": "1"}
 SLICES = {
@@ -72,53 +73,46 @@ def test_without_variables_jax_finds_out():
     assert plan.initialize_arguments() == {}
 
 
-OF_SLICES = r"`%s` is not set\. It is about the sl"
-NO_HOST = r"`TPU_WORKER_HOSTNAMES` cannot be used to reach process 0\. .* Set it to"
-
-
 @pytest.mark.parametrize(
-    ("environ", "name", "value", "message"),
-    [
-        (
-            SLICE,
-            "TPU_WORKER_ID",
-            "",
-            r"`TPU_WORKER_ID` is not set\. It is the index o",
-        ),
-        (
-            SLICE,
-            "TPU_WORKER_ID",
-            "2",
-            r"`TPU_WORKER_ID` is 2, but it must be below 2, the number of machines in "
-            r"`TPU_WORKER_HOSTNAMES`\. Set it",
-        ),
-        (
-            SLICES,
-            "MEGASCALE_SLICE_ID",
-            "3",
-            r"`MEGASCALE_SLICE_ID` is 3, but it must be below 3, the value of `MEGASC",
-        ),
-        *[
-            (SLICES, name, "", OF_SLICES % name)
-            for name in ("MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS")
-        ],
-        *[
-            (SLICE, "TPU_WORKER_HOSTNAMES", hosts, NO_HOST)
-            for hosts in (",b", "a b,c", "a/b,c")
-        ],
-        (
-            SLICES,
-            "MEGASCALE_COORDINATOR_ADDRESS",
-            "a b",
-            r"`MEGASCALE_COORDINATOR_ADDRESS` cannot be used to reach process 0",
-        ),
-    ],
+    "name", ["MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS"]
 )
-def test_variables_that_describe_no_machine_are_errors(environ, name, value, message):
+def test_a_missing_variable_of_the_slices_is_an_error(name):
+    message = rf"`{name}` is not set\. It is about the sl"
     with pytest.raises(ClusterError, match=message):
-        resolve(environ, **{name: value})
+        resolve(SLICES, **{name: ""})
 
 
-def test_a_port_that_is_no_port_is_an_error():
-    with pytest.raises(ValueError, match=r"`port` is 70000, but ports go up to 65535"):
-        TPUClusterResolver(70_000, environ=SLICE)
+@pytest.mark.parametrize("hosts", [",b", "a b,c", "a/b,c"])
+def test_a_first_machine_that_has_no_name_is_an_error(hosts):
+    message = r"`TPU_WORKER_HOSTNAMES` cannot be used to reach process 0\. .* Set it to"
+    with pytest.raises(ClusterError, match=message):
+        resolve(SLICE, TPU_WORKER_HOSTNAMES=hosts)
+
+
+@mistakes(
+    {
+        ClusterError: {
+            r"`TPU_WORKER_ID` is not set\. It is the index of this machine in its sl": (
+                lambda: resolve(SLICE, TPU_WORKER_ID="")
+            ),
+            "`TPU_WORKER_ID` is 2, but it must be below 2, the number of machines in "
+            r"`TPU_WORKER_HOSTNAMES`\. Set it": (
+                lambda: resolve(SLICE, TPU_WORKER_ID="2")
+            ),
+            "`MEGASCALE_SLICE_ID` is 3, but it must be below 3, the value of `MEGASC": (
+                lambda: resolve(SLICES, MEGASCALE_SLICE_ID="3")
+            ),
+            "`MEGASCALE_COORDINATOR_ADDRESS` cannot be used to reach process 0": (
+                lambda: resolve(SLICES, MEGASCALE_COORDINATOR_ADDRESS="a b")
+            ),
+        },
+        ValueError: {
+            "`port` is 70000, but ports go up to 65535": (
+                lambda: TPUClusterResolver(70_000, environ=SLICE)
+            ),
+        },
+    }
+)
+def test_what_describes_no_machine_is_an_error(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -12,6 +12,7 @@ from armillary import StandardTrainer as Base
 from armillary import StandardTrainerOptions as Options
 from armillary.data import InputOptions, from_arrays
 from armillary.errors import BatchSizeError
+from tests.mistakes import mistakes
 from tests.problems import make_strategy
 
 
@@ -461,52 +462,40 @@ def evaluate(num_steps, options=None):
     Evaluator(make_batches(2), options).evaluate(num_steps)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        *[
-            (lambda n=n: train(n), ValueError, "`num_steps` is .* a positive integer")
-            for n in (0, -1, 1.5, True, "3")
-        ],
-        *[
-            (
-                lambda n=n: evaluate(n),
-                ValueError,
-                "`num_steps` is .*, or `num_steps=-1`",
-            )
-            for n in (0, -2, 1.5, True)
-        ],
-        *[
-            (
-                lambda kind=kind, name=name, value=value: kind(**{name: value}),
-                ValueError,
-                f"`{name}` is {value}, but it must be a pos",
-            )
-            for kind in (Options, armillary.StandardEvaluatorOptions)
-            for name in ("steps_per_chunk", "max_chunk_bytes")
-            for value in (0, -1, 2.0)
-        ],
-        (
-            lambda: train(1, {"compile_loop": False}),
-            TypeError,
+@pytest.mark.parametrize("num_steps", [0, -1, -2, 1.5, True, "3"])
+def test_a_wrong_number_of_steps_is_an_error(num_steps):
+    with pytest.raises(ValueError, match=r"`num_steps` is .* be a positive integer"):
+        train(num_steps)
+    if num_steps != -1:
+        with pytest.raises(ValueError, match=r"`num_steps` is .*, or `num_steps=-1`"):
+            evaluate(num_steps)
+
+
+@pytest.mark.parametrize("name", ["steps_per_chunk", "max_chunk_bytes"])
+@pytest.mark.parametrize("value", [0, -1, 2.0])
+@pytest.mark.parametrize("kind", [Options, armillary.StandardEvaluatorOptions])
+def test_options_below_one_are_an_error(kind, name, value):
+    with pytest.raises(ValueError, match=f"`{name}` is {value}, but it must be a pos"):
+        kind(**{name: value})
+
+
+@mistakes(
+    {
+        TypeError: {
             r"`options` is \{'compile_loop': False\} of type dict, but it must be a "
             r"`StandardTrainerOptions`. Write "
-            r"`options=armillary.StandardTrainerOptions\(\.\.\.\)`",
-        ),
-        (
-            lambda: evaluate(1, Options()),
-            TypeError,
-            "be a `StandardEvaluatorOptions`",
-        ),
-        (
-            lambda: Unprepared().train(1),
-            TypeError,
-            r"Begin it with `super\(\).__init__\(train_dataset\)`",
-        ),
-        (lambda: train(1, kind=Indexing), TypeError, r"`batch = next\(iterator\)`"),
-    ],
+            r"`options=armillary.StandardTrainerOptions\(\.\.\.\)`": (
+                lambda: train(1, {"compile_loop": False})
+            ),
+            "must be a `StandardEvaluatorOptions`": lambda: evaluate(1, Options()),
+            r"Begin it with `super\(\).__init__\(train_dataset\)`": (
+                lambda: Unprepared().train(1)
+            ),
+            r"`batch = next\(iterator\)`": lambda: train(1, kind=Indexing),
+        }
+    }
 )
-def test_wrong_arguments_are_errors(call, error, message):
+def test_what_a_trainer_cannot_use_is_an_error(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
