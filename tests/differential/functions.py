@@ -92,6 +92,17 @@ def weighed(argument: Losses, fn: Function) -> Losses:
     )
 
 
+def features(w: Any, b: Batch) -> Any:
+    """Returns what the batch holds, without any parameter."""
+    del w
+    return b["x"]
+
+
+def nearest(x: Any, start: Any) -> Any:
+    """Returns the vector that is nearest to `x`, as an optimizer finds it."""
+    return minimize(lambda v: jnp.sum((v - x) ** 2), start, method="BFGS").x
+
+
 def targets(b: Batch) -> Any:
     """Returns one-hot labels."""
     return jax.nn.one_hot(b["label"], CLASSES)
@@ -471,9 +482,7 @@ STATS: dict[str, Losses] = {
     "gaussian_kde": lambda w, b: jax.vmap(
         lambda r: jsp.stats.gaussian_kde(r)(jnp.zeros(1))[0]
     )(rows(w, b)),
-    "mode": lambda w, b: (
-        z(w, b) * jax.vmap(lambda x: jsp.stats.mode(jnp.round(x)).mode)(b["x"])
-    ),
+    "mode": weighed(features, lambda x: jsp.stats.mode(jnp.round(x)).mode),
     "rankdata": lambda w, b: total(jsp.stats.rankdata(b["x"], axis=1) * w),
     "sem": of(rows, lambda r: jsp.stats.sem(r, axis=1)),
 }
@@ -528,18 +537,12 @@ SCIPY_LINALG: dict[str, Losses] = {
     "cholesky": of(definite, jsp.linalg.cholesky),
     "det": of(matrix, jsp.linalg.det),
     "eigh": of(definite, lambda m: jsp.linalg.eigh(m, eigvals_only=True)),
-    "eigh_tridiagonal": lambda w, b: (
-        z(w, b)
-        * jax.vmap(
-            lambda x: jsp.linalg.eigh_tridiagonal(x, x[1:], eigvals_only=True)[0]
-        )(b["x"])
+    "eigh_tridiagonal": weighed(
+        features, lambda x: jsp.linalg.eigh_tridiagonal(x, x[1:], eigvals_only=True)[0]
     ),
     "expm": of(matrix, lambda m: jsp.linalg.expm(0.1 * m)),
     "expm_frechet": each(matrix, lambda m: jsp.linalg.expm_frechet(0.1 * m, m)),
-    "hessenberg": lambda w, b: (
-        z(w, b)
-        * total(jnp.abs(jsp.linalg.hessenberg(jax.lax.stop_gradient(matrix(w, b)))))
-    ),
+    "hessenberg": weighed(matrix, lambda m: jnp.abs(jsp.linalg.hessenberg(m))),
     "inv": of(matrix, jsp.linalg.inv),
     "lu": each(matrix, lambda m: jsp.linalg.lu(m)[2]),
     "lu_factor": of(matrix, lambda m: jsp.linalg.lu_factor(m)[0]),
@@ -621,16 +624,7 @@ SCIPY: dict[str, Losses] = {
         f"fft.{name}": each(rows, fn)
         for name, fn in named(jsp.fft, "dct idct dctn idctn")
     },
-    "optimize.minimize": lambda w, b: (
-        z(w, b)
-        * jax.lax.stop_gradient(
-            jax.vmap(
-                lambda x: minimize(
-                    lambda v: jnp.sum((v - x) ** 2), 0 * x, method="BFGS"
-                ).x.sum()
-            )(b["x"])
-        )
-    ),
+    "optimize.minimize": weighed(features, lambda x: nearest(x, 0 * x)),
     "sparse.linalg.cg": each(
         definite, lambda m: jsp.sparse.linalg.cg(lambda v: m @ v, jnp.ones(3))[0]
     ),
@@ -655,15 +649,8 @@ REFUSED = [
     *functions(
         "jax.scipy.",
         {
-            "optimize.minimize (under vmap, a shared start)": lambda w, b: (
-                z(w, b)
-                * jax.lax.stop_gradient(
-                    jax.vmap(
-                        lambda x: minimize(
-                            lambda v: jnp.sum((v - x) ** 2), jnp.zeros(6), method="BFGS"
-                        ).x.sum()
-                    )(b["x"])
-                )
+            "optimize.minimize (under vmap, a shared start)": weighed(
+                features, lambda x: nearest(x, jnp.zeros(6))
             ),
         },
         refusal=Refusal(
@@ -723,8 +710,7 @@ ARRAYS: dict[str, Losses] = {
         for name, f in named(jax.ops, "segment_max segment_min segment_sum")
     },
     "jax.ops.segment_prod": weighed(
-        lambda w, b: b["x"],
-        lambda x: jax.ops.segment_prod(x, jnp.array([0, 0, 1, 1, 2, 2]), 3),
+        features, lambda x: jax.ops.segment_prod(x, jnp.array([0, 0, 1, 1, 2, 2]), 3)
     ),
     "jnp.argsort (indices of parameters)": lambda w, b: total(
         w[jnp.argsort(b["x"], 1)] * b["x"]
