@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from armillary.cluster._join import expire_boundary
 from armillary.controller._progress import fetch_output, format_output, log_line
 from armillary.goodput._category import Category
 from armillary.goodput._recorder import Recorder
@@ -67,5 +68,6 @@ class Evaluation:
         self._summary_manager.flush()
         with self._scope():
             for action in self._actions:
+                expire_boundary()
                 action(output)
         return output

@@ -229,24 +229,25 @@ def _copy_rows(arrays: PyTree, offer: _Offer) -> PyTree:
     return jax.tree.map(copy, arrays)
 
 
-def check_same_chunk(peers: Peers, name: str, chunk: object | None) -> None:
+def describe_chunk(chunk: object | None) -> str:
+    """Returns a text that is equal for chunks that may run together."""
+    return "no more data" if chunk is None else str(chunk)
+
+
+def check_same_chunk(name: str, texts: list[str]) -> None:
     """Raises if the processes have different chunks to run.
 
     Args:
-        peers: The processes.
         name: How messages call the step.
-        chunk: The chunk of this process, `None` at the end. Its text is compared.
+        texts: For each process, the description of its chunk.
 
     Raises:
         PeerError: If they differ in the number of steps, or in shapes.
     """
-    text = "no more data" if chunk is None else str(chunk)
-    texts = peers.gather(f"the data of {name}", text)
     if len(set(texts)) == 1:
         return
     shown = "\n".join(
-        f"  process {index} of {peers.count}: {text}"
-        for index, text in enumerate(texts)
+        f"  process {index} of {len(texts)}: {text}" for index, text in enumerate(texts)
     )
     raise PeerError(
         f"The processes have different data for `{name}`:\n{shown}\n"
