@@ -3,10 +3,9 @@
 import enum
 import math
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
-from armillary._checks import check_not_negative_int, check_one_of
+from armillary._checks import check_not_negative_int, check_one_of, check_seconds
 
 GPU_PLATFORMS = ("cuda", "gpu", "rocm")
 PLATFORMS = ("cpu", *GPU_PLATFORMS, "tpu")
@@ -93,13 +92,12 @@ class CommunicationOptions:
 
     def __post_init__(self) -> None:
         check_not_negative_int("bytes_per_pack", self.bytes_per_pack)
-        timeout = self.timeout_seconds
-        if timeout is not None and not _is_duration(timeout):
-            raise ValueError(
-                f"`timeout_seconds` is {timeout!r}, but it must be a number of seconds "
-                "above 0, and XLA has no wait without end on CPUs. Use, for example, "
+        if self.timeout_seconds is not None:
+            fix = (
+                "XLA has no wait without end on CPUs. Use, for example, "
                 "`timeout_seconds=120`, or None for XLA's own limit."
             )
+            check_seconds("timeout_seconds", self.timeout_seconds, fix)
         check_one_of(
             "implementation",
             self.implementation,
@@ -184,11 +182,6 @@ class CommunicationOptions:
             f"`implementation` is '{self.implementation}', but the platform is "
             f"{platform!r}, and {reason}. Use `CommunicationImplementation.AUTO`."
         )
-
-
-def _is_duration(value: Any) -> bool:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return is_number and 0 < float(value) < math.inf
 
 
 def _round_up(seconds: float) -> str:
