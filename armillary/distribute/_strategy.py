@@ -380,6 +380,13 @@ class Strategy:
     experimental_local_results = local_results
     experimental_make_numpy_dataset = make_numpy_dataset
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # A method that a subclass overrides is overridden under both its names.
+        for name, method in list(vars(cls).items()):
+            if hasattr(Strategy, f"experimental_{name}"):
+                setattr(cls, f"experimental_{name}", method)
+
 
 def _check_whole(function: str, leaf: Any) -> None:
     if is_inside(leaf):
