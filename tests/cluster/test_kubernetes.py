@@ -12,7 +12,7 @@ POD = {
     "ARMILLARY_NUM_PROCESSES": "2",
     "ARMILLARY_SERVICE_NAME": "pods",
 }
-FIRST = ClusterSpec({"worker": {0: "train-0.pods:2222"}})
+FIRST = ClusterSpec({"worker": ["train-0.pods:2222"]})
 
 
 def resolve(*arguments, without=(), **options):

@@ -24,7 +24,7 @@ class ScheduledResolver(ClusterResolver):
     def __init__(self, plan: ProcessPlan, chief_job: str = "worker") -> None:
         self._plan = plan
         address = plan.coordinator_address
-        self._cluster_spec = ClusterSpec({chief_job: {0: address}} if address else {})
+        self._cluster_spec = ClusterSpec({chief_job: [address]} if address else {})
 
     @classmethod
     @abstractmethod
