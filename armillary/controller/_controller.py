@@ -31,7 +31,7 @@ from armillary.controller._arguments import (
     check_target,
     require,
 )
-from armillary.controller._evaluation import Evaluation
+from armillary.controller._evaluation import run_evaluation
 from armillary.controller._new_checkpoints import restore_if_good, watch_checkpoints
 from armillary.controller._progress import log_line
 from armillary.controller._saving import Saving
@@ -178,12 +178,6 @@ class Controller:
             summary_interval=summary_interval,
             actions=self.train_actions,
         )
-        self._evaluation = Evaluation(
-            evaluator,
-            *shared,
-            summary_manager=self.eval_summary_manager,
-            actions=self.eval_actions,
-        )
 
         ensure_visible()
         if checkpoint_manager is not None:
@@ -240,7 +234,15 @@ class Controller:
         require(self, "evaluator", for_method="evaluate")
         check_num_steps("steps", steps)
         with self._watch():
-            return self._evaluation.run(steps)
+            return run_evaluation(
+                self.evaluator,
+                steps,
+                step=self._read_step(),
+                scope=self._scope,
+                goodput=self._goodput,
+                summary_manager=self.eval_summary_manager,
+                actions=self.eval_actions,
+            )
 
     @hides_frames
     def train_and_evaluate(
