@@ -7,14 +7,14 @@ answers when they look for them::
 
     SaveCheckpointIfPreempted    exchange              before training goes on
     StopRequest                  take, or exchange     before the next loop
-    Feed                         take, or a round      before the next chunk
+    Feed, Lockstep               take, or a round      before the next data
 
 What is said before a loop or an action runs is out of date after it.
 
-Three things have rounds of their own. A chunk that begins within a loop, or that is not
-read when the loop before has ended: to wait for it would put off a stop. Batches that
-each process reads for itself: they are agreed on while a chunk is made of them. A save:
-what process 0 has done is known when it is done.
+Two things have rounds of their own. Data that is not read when a loop ends, or that a
+loop takes in its middle (a chunk; ten batches that each process reads for itself): to
+wait for it would put off a stop. A save: what process 0 has done is known when it is
+done.
 """
 
 import itertools

@@ -17,7 +17,7 @@ from armillary.cluster import _join
 from armillary.cluster._boundary import Boundary
 from armillary.cluster._peers import Peers
 from armillary.data import from_arrays
-from armillary.data.feed._feed import Feed
+from armillary.data.feed._prefetch import Prefetcher
 from armillary.distribute.strategies import _multi_worker
 from tests.peers import Store, run_together
 
@@ -78,12 +78,17 @@ def test_a_part_that_nobody_holds_says_nothing_more():
 
 
 class Adder(armillary.StandardTrainer):
-    """Adds up examples."""
+    """Adds up examples: of one data set for all, or of each process's own."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Any, has_own_data: bool) -> None:
         rows = np.arange(64, dtype=np.float32)
         source = from_arrays({"x": rows}, batch_size=8, repeat=True)
-        super().__init__(strategy.distribute_dataset(source))
+        distribute = strategy.distribute_dataset
+        if has_own_data:
+            distribute = strategy.distribute_datasets_from_function
+        dataset = distribute((lambda _: source) if has_own_data else source)
+        options = armillary.StandardTrainerOptions(steps_per_chunk=10)
+        super().__init__(dataset, options)
         self.strategy = strategy
         self.step = nnx.Variable(jnp.zeros((), jnp.int32))
         self.total = nnx.metrics.Average("x")
@@ -97,30 +102,37 @@ class Adder(armillary.StandardTrainer):
 def topics(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Makes this process one of a job of its own; lists what it exchanges."""
     topics: list[str] = []
-    gather, say = Peers.gather, Feed._say
+    gather, ahead = Peers.gather, Prefetcher.ahead
 
     def note(peers: Peers, topic: str, value: str) -> list[str]:
         topics.append(topic)
         return gather(peers, topic, value)
 
-    def say_what_is_read(feed: Feed[Any]) -> str | None:
+    def wait_and_look(prefetcher: Prefetcher[Any]) -> Any:
         # How fast a thread reads is not what is tested.
         end = time.monotonic() + 30.0
-        while feed.chunk is None and not feed.is_ready and time.monotonic() < end:
+        has_thread = prefetcher._channel._thread is not None
+        while has_thread and not prefetcher.is_ready and time.monotonic() < end:
+            prefetcher.read_on()
             time.sleep(0.001)
-        return say(feed)
+        return ahead.fget(prefetcher)
 
     monkeypatch.setattr(Peers, "gather", note)
-    monkeypatch.setattr(Feed, "_say", say_what_is_read)
+    monkeypatch.setattr(Prefetcher, "ahead", property(wait_and_look))
     peers = Peers(Store(), 0, 1, 10.0)
     monkeypatch.setattr(_join, "_joined", SimpleNamespace(peers=peers))
     monkeypatch.setattr(_multi_worker, "join_cluster", lambda *args: peers)
     return topics
 
 
-def train(steps: int, make_actions: Callable[[Any], Any], tmp_path: Any) -> Adder:
+def train(
+    num_loops: int,
+    make_actions: Callable[[Any], Any],
+    tmp_path: Any,
+    has_own_data: bool = False,
+) -> Adder:
     strategy = armillary.MultiWorkerMirroredStrategy()
-    trainer = Adder(strategy)
+    trainer = Adder(strategy, has_own_data)
     checkpoint = armillary.Checkpoint(trainer=trainer)
     manager = armillary.CheckpointManager(checkpoint, tmp_path)
     controller: Any = None
@@ -133,10 +145,10 @@ def train(steps: int, make_actions: Callable[[Any], Any], tmp_path: Any) -> Adde
         trainer=trainer,
         global_step=trainer.step,
         strategy=strategy,
-        steps_per_loop=20,
+        steps_per_loop=10,
         train_actions=actions,
     )
-    controller.train(steps)
+    controller.train(10 * num_loops)
     return trainer
 
 
@@ -152,18 +164,21 @@ def closing() -> Iterator[list[Any]]:
         action.close()
 
 
+@pytest.mark.parametrize("has_own_data", [False, True])
 @pytest.mark.parametrize("is_preemptible", [False, True])
-def test_a_loop_costs_one_exchange(topics, closing, tmp_path, is_preemptible):
+def test_a_loop_costs_one_exchange(
+    topics, closing, tmp_path, is_preemptible, has_own_data
+):
     def make(run: Any) -> list[Any]:
         if is_preemptible:
             closing.append(SaveCheckpointIfPreempted(run.manager))
         return closing
 
-    train(20 * 10, make, tmp_path)
-    # The first chunk is compared before the program, and that before the state.
+    train(8, make, tmp_path, has_own_data)
+    # What the first loop does is compared once: data, program and state.
     start = topics.index("state") + 1
     assert "the data of train_step" in topics[:start]
-    assert topics[start:] == [PREEMPTED if is_preemptible else STOP] * 10
+    assert topics[start:] == [PREEMPTED if is_preemptible else STOP] * 8
 
 
 def test_a_stop_asked_for_after_the_exchange_of_an_action_is_heard(
@@ -173,6 +188,6 @@ def test_a_stop_asked_for_after_the_exchange_of_an_action_is_heard(
         closing.append(SaveCheckpointIfPreempted(run.manager))
         return [*closing, lambda output: run.stop()]
 
-    trainer = train(100, make, tmp_path)
-    assert int(trainer.step[...]) == 20
+    trainer = train(5, make, tmp_path)
+    assert int(trainer.step[...]) == 10
     assert topics[-2:] == [PREEMPTED, STOP]
