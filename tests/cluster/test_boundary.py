@@ -4,7 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -102,7 +102,7 @@ class Adder(armillary.StandardTrainer):
 def topics(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Makes this process one of a job of its own; lists what it exchanges."""
     topics: list[str] = []
-    gather, ahead = Peers.gather, Prefetcher.ahead
+    gather, ahead = Peers.gather, cast("Any", Prefetcher.ahead)
 
     def note(peers: Peers, topic: str, value: str) -> list[str]:
         topics.append(topic)

@@ -49,21 +49,13 @@ class ClusterSpec:
         """The names of the jobs, in the order in which they were given."""
         return list(self._tasks)
 
-    def num_tasks(self, job_name: str) -> int:
-        """Returns how many tasks a job has.
-
-        Raises:
-            ValueError: If the cluster has no job of that name.
-        """
-        return len(self._get_tasks(job_name))
-
     def task_indices(self, job_name: str) -> list[int]:
         """Returns the indices of the tasks of a job, from 0.
 
         Raises:
             ValueError: If the cluster has no job of that name.
         """
-        return list(range(self.num_tasks(job_name)))
+        return list(range(len(self._get_tasks(job_name))))
 
     def task_address(self, job_name: str, task_index: int) -> str:
         """Returns the address of one task.
@@ -78,14 +70,6 @@ class ClusterSpec:
                 f"are {_list_values(range(len(tasks)))}. Use one of these."
             )
         return tasks[task_index]
-
-    def job_tasks(self, job_name: str) -> list[str]:
-        """Returns the addresses of a job by index.
-
-        Raises:
-            ValueError: If the cluster has no job of that name.
-        """
-        return list(self._get_tasks(job_name))
 
     def _get_tasks(self, job_name: str) -> list[str]:
         if job_name not in self._tasks:
