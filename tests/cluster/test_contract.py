@@ -114,7 +114,6 @@ def test_every_resolver_tells_the_task(make_resolver):
     resolver = make_resolver(1)
     assert isinstance(resolver, ClusterResolver)
     assert (resolver.task_type, resolver.task_id) == ("worker", 1)
-    assert resolver.local_device_ids is None
 
 
 def test_every_resolver_knows_where_worker_0_is(make_resolver):

@@ -93,7 +93,7 @@ def test_the_port_is_made_from_the_job_and_the_step():
 
 def test_gpus_are_shared_out_by_the_number_on_the_node():
     assert resolve().process_plan().local_device_ids is None
-    assert resolve(gpus_per_task=1).local_device_ids == (1,)
+    assert resolve(gpus_per_task=1).process_plan().local_device_ids == (1,)
     assert resolve(gpus_per_task=2).process_plan().local_device_ids == (2, 3)
 
 

@@ -76,10 +76,7 @@ class ProcessPlan:
 
 
 def plan_process(
-    cluster_spec: ClusterSpec,
-    task_type: str | None,
-    task_id: int | None,
-    local_device_ids: tuple[int, ...] | None = None,
+    cluster_spec: ClusterSpec, task_type: str | None, task_id: int | None
 ) -> ProcessPlan:
     """Returns the plan of one task of a cluster whose addresses are all known.
 
@@ -87,12 +84,10 @@ def plan_process(
         ValueError: If the task is not one of the cluster's, or there are two chiefs.
     """
     if not cluster_spec and task_type is None and task_id is None:
-        return ProcessPlan(local_device_ids=local_device_ids)
+        return ProcessPlan()
     check_task(cluster_spec, task_type, task_id)
     assert task_type is not None and task_id is not None
-    alone = ProcessPlan(
-        task_type=task_type, task_id=task_id, local_device_ids=local_device_ids
-    )
+    alone = ProcessPlan(task_type=task_type, task_id=task_id)
     if not cluster_spec or not alone.is_training:
         return alone
     tasks = [
@@ -113,7 +108,6 @@ def plan_process(
         num_processes=len(tasks),
         process_id=tasks.index((task_type, task_id)),
         coordinator_address=cluster_spec.task_address(*tasks[0]),
-        local_device_ids=local_device_ids,
     )
 
 

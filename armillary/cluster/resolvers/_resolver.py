@@ -30,11 +30,6 @@ class ClusterResolver(ABC):
         """The index of this process in its job, or None if it is not known."""
         return None
 
-    @property
-    def local_device_ids(self) -> tuple[int, ...] | None:
-        """The GPUs of the machine that are for this process, or None for all."""
-        return None
-
     def process_plan(self) -> ProcessPlan:
         """Returns what this process needs to join the others.
 
@@ -42,9 +37,7 @@ class ClusterResolver(ABC):
             ValueError: If this process is not a task of the cluster, or the cluster is
                 not fit for training.
         """
-        return plan_process(
-            self.cluster_spec(), self.task_type, self.task_id, self.local_device_ids
-        )
+        return plan_process(self.cluster_spec(), self.task_type, self.task_id)
 
 
 class SimpleClusterResolver(ClusterResolver):

@@ -45,11 +45,6 @@ class ScheduledResolver(ClusterResolver):
         """The index of this process in its job, or None if JAX finds out."""
         return None if self._plan.process_id is None else self._plan.task_id
 
-    @property
-    def local_device_ids(self) -> tuple[int, ...] | None:
-        """The GPUs of the machine that are for this process, or None for all."""
-        return self._plan.local_device_ids
-
     def process_plan(self) -> ProcessPlan:
         """Returns what this process needs to join the others."""
         return self._plan
