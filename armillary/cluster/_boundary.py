@@ -9,7 +9,7 @@ answers when they look for them::
     StopRequest                  take, or exchange     before the next loop
     Feed, Lockstep               take, or a round      before the next data
 
-What is said before a loop or an action runs is out of date after it.
+What was said before a loop, an evaluation or an action is out of date after it.
 
 Two things have rounds of their own. Data that is not read when a loop ends, or that a
 loop takes in its middle (a chunk; ten batches that each process reads for itself): to
@@ -33,6 +33,9 @@ class Boundary:
 
     Args:
         gather: Returns a text of each process; see `Peers.gather`.
+
+    Attributes:
+        num_expired: How often something has run; what was said counts until the next.
     """
 
     def __init__(self, gather: Callable[[str, str], list[str]]) -> None:
@@ -41,6 +44,7 @@ class Boundary:
         self._counter = itertools.count()
         self._parts: dict[weakref.WeakMethod[Callable[[], Any]], str] = {}
         self._said: list[dict[str, Any]] = []
+        self.num_expired = 0
 
     def exchange(self, topic: str, say: Callable[[], Any]) -> list[Any]:
         """Lets all parts speak; returns what each process says by `say`.
@@ -75,6 +79,7 @@ class Boundary:
     def expire(self) -> None:
         """Forgets what was said, because something has run since."""
         self._said = []
+        self.num_expired += 1
 
     def _number(self, say: Callable[[], Any]) -> str:
         reference = weakref.WeakMethod(say)

@@ -43,6 +43,7 @@ def run_evaluation(
             output = evaluator.evaluate(num_steps)
         output = fetch_output(output, "evaluator.evaluate")
     seconds = time.perf_counter() - start
+    expire_boundary()
     goodput.mark("evaluation", step)
     log_line(
         "eval",

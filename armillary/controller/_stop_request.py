@@ -16,6 +16,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.reason: str | None = None
         self._is_agreed = False
+        self._asked_at = -1
 
     def clear(self) -> None:
         """Forgets the request: a new call begins."""
@@ -39,12 +40,16 @@ class StopRequest:
             self.reason = reason
 
     def is_agreed(self) -> bool:
-        """Returns whether any process requested a stop; all of them must ask."""
+        """Returns whether any process requested a stop; all of them must ask.
+
+        Between two loops, the answer stays what it was when it was asked for first.
+        """
         peers = get_peers()
         if peers is None:
             return self.reason is not None
-        if not self._is_agreed:
-            boundary = peers.boundary
+        boundary = peers.boundary
+        if not self._is_agreed and self._asked_at != boundary.num_expired:
+            self._asked_at = boundary.num_expired
             said = boundary.take(self._say) or boundary.exchange(
                 "whether to stop", self._say
             )

@@ -191,3 +191,37 @@ def test_a_stop_asked_for_after_the_exchange_of_an_action_is_heard(
     trainer = train(5, make, tmp_path)
     assert int(trainer.step[...]) == 10
     assert topics[-2:] == [PREEMPTED, STOP]
+
+
+def test_an_evaluation_costs_one_exchange_more_than_its_data(topics):
+    strategy = armillary.MultiWorkerMirroredStrategy()
+    trainer = Adder(strategy, has_own_data=False)
+    controller = armillary.Controller(
+        trainer=trainer,
+        evaluator=SimpleNamespace(evaluate=lambda num_steps: {}),
+        global_step=trainer.step,
+        strategy=strategy,
+        steps_per_loop=10,
+    )
+    controller.train_and_evaluate(60, eval_interval=10)
+    # After a loop, and after an evaluation.
+    assert topics[topics.index("state") + 1 :] == [STOP] * (2 * 6 - 1)
+
+
+def test_a_stop_asked_for_while_an_evaluation_runs_ends_it_all(topics):
+    strategy = armillary.MultiWorkerMirroredStrategy()
+    trainer = Adder(strategy, has_own_data=False)
+
+    def evaluate(num_steps: int) -> dict[str, Any]:
+        controller.request_stop("enough")
+        return {}
+
+    controller = armillary.Controller(
+        trainer=trainer,
+        evaluator=SimpleNamespace(evaluate=evaluate),
+        global_step=trainer.step,
+        strategy=strategy,
+        steps_per_loop=10,
+    )
+    controller.train_and_evaluate(60, eval_interval=20)
+    assert int(trainer.step[...]) == 20
