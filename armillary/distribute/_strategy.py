@@ -98,11 +98,7 @@ class Strategy:
         raise NotImplementedError
 
     def _run(
-        self,
-        fn: Callable[..., PyTree],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        state: State | None,
+        self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> PyTree:
         """Runs `fn` once per replica; `state` is what an enclosing step has lifted."""
         raise NotImplementedError
@@ -162,7 +158,7 @@ class Strategy:
         replica = merging_replica()
         if replica is not None:
             return replica.run_merged(fn, tuple(args), kwargs or {})
-        return self._run(fn, tuple(args), kwargs or {}, lifted_state())
+        return self._run(lifted_state(), fn, *args, **(kwargs or {}))
 
     @hides_frames
     def reduce(
