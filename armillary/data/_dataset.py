@@ -84,7 +84,7 @@ class DistributedDataset:
         """Whether processes that read data of their own agree on each batch."""
         self._source, self.gather = make_gather(self._source, layout, self.options)
         self._progress = Progress(Position())
-        # A stream that was opened, to peek or at a restored position, and not yet used.
+        # A stream that was opened at a restored position, and not used yet.
         self._waiting: BatchStream | None = None
         self._next_epoch = 0
         self._feed: weakref.ref[Feed] | None = None
