@@ -23,7 +23,6 @@ from armillary.data.feed._stream import BatchStream
 from armillary.data.sources._arrays import ArrayDataset
 from armillary.data.sources._source import as_source
 from armillary.errors import DatasetStateError
-from armillary.typing import PyTree
 
 _PIPELINES = "pipelines"
 _EXACT_NEEDS_ONE_DATASET = (
@@ -81,14 +80,14 @@ class DistributedDataset:
         self._source = as_source(source)
         self.is_endless = isinstance(self._source, ArrayDataset) and self._source.repeat
         """Whether it is known to repeat its data for ever."""
-        self._is_agreed = per_replica_batches and layout.peers is not None
+        self.is_agreed = per_replica_batches and layout.peers is not None
+        """Whether processes that read data of their own agree on each batch."""
         self._source, self.gather = make_gather(self._source, layout, self.options)
         self._progress = Progress(Position())
-        # A stream that was opened, to peek or at a restored position, and not yet used.
+        # A stream that was opened at a restored position, and not used yet.
         self._waiting: BatchStream | None = None
         self._next_epoch = 0
         self._feed: weakref.ref[Feed] | None = None
-        self._element_spec: PyTree | None = None
 
     def __iter__(self) -> DistributedIterator:
         """Returns an iterator over the next pass.
@@ -101,7 +100,7 @@ class DistributedDataset:
     @property
     def prefetch(self) -> int:
         """How far to place batches ahead; processes that must agree only read ahead."""
-        return 0 if self._is_agreed else self.options.prefetch
+        return 0 if self.is_agreed else self.options.prefetch
 
     def begin(self, *, exact: bool, begins_anew: bool) -> BatchStream:
         """Returns the stream that the next feed begins with.
@@ -112,7 +111,7 @@ class DistributedDataset:
         Raises:
             ValueError: If rows would have to travel between processes.
         """
-        if self._is_agreed and self.options.remainder == "exact" and not exact:
+        if self.is_agreed and self.options.remainder == "exact" and not exact:
             raise ValueError(_EXACT_NEEDS_ONE_DATASET)
         stream, self._waiting = self._waiting, None
         if stream is not None and stream.position.is_exhausted and begins_anew:
@@ -147,7 +146,7 @@ class DistributedDataset:
                 treated as `options.remainder` says.
         """
         splitter, lockstep = self._make_splitter(exact), None
-        if self._is_agreed:
+        if self.is_agreed:
             peers, num_own = self.layout.peers, len(self.layout.local_replicas)
             assert peers is not None
             splitter = dataclasses.replace(splitter, num_replicas=num_own, local=None)
@@ -169,43 +168,13 @@ class DistributedDataset:
             remainder=self.options.remainder,
             exact=exact,
             local=None if layout.peers is None else layout.local_replicas,
-            has_peers=self._is_agreed,
+            has_peers=self.is_agreed,
         )
 
     @property
     def _current_feed(self) -> Feed | None:
         feed = self._feed() if self._feed is not None else None
         return None if feed is None or feed.is_closed else feed
-
-    @property
-    def element_spec(self) -> PyTree:
-        """A `jax.ShapeDtypeStruct` for each leaf of the first global batch.
-
-        Reads one batch of the source, if none was read yet, without using it.
-
-        Raises:
-            ValueError: If the source has no batch.
-        """
-        if self._element_spec is None:
-            feed = self._current_feed
-            stream = self._waiting if feed is None else feed.stream_of(self._progress)
-            if stream is None or stream.position.is_exhausted:
-                stream = self.open_stream(Position(epoch=self._next_epoch))
-                self._waiting = stream
-            has_none = stream.element_spec is None and stream.peek() is None
-            if has_none and stream.position.source is not None:
-                # The pass was saved behind its last batch; another one has some.
-                stream = self.open_stream(Position(epoch=self._next_epoch))
-            if stream.element_spec is None and stream.peek() is None:
-                raise ValueError(
-                    f"The source ({self._source.name}) has no batches, so there is no "
-                    "`element_spec`. Pass a data set with at least one example."
-                )
-            spec = self._make_splitter(exact=False).get_global_spec(
-                stream.element_spec, stream.full_size or 0
-            )
-            self._element_spec = self.gather.rows(spec)
-        return self._element_spec
 
     @property
     def source_name(self) -> str:
@@ -240,7 +209,7 @@ class DistributedDataset:
         """
         self.check_repositionable()
         state = encode_position(self._progress.position, self._source.name)
-        if not self._is_agreed:
+        if not self.is_agreed:
             return state
         peers = self.layout.peers
         assert peers is not None
@@ -277,7 +246,7 @@ class DistributedDataset:
             DatasetStateError: If it was saved by another number of processes.
         """
         states = state.get(_PIPELINES) if isinstance(state, dict) else None
-        peers = self.layout.peers if self._is_agreed else None
+        peers = self.layout.peers if self.is_agreed else None
         if states is None and peers is None:
             return state
         saved = 1 if states is None else len(states)
