@@ -23,6 +23,7 @@ from armillary.data.feed._stream import BatchStream
 from armillary.data.sources._arrays import ArrayDataset
 from armillary.data.sources._source import as_source
 from armillary.errors import DatasetStateError
+from armillary.typing import PyTree
 
 _PIPELINES = "pipelines"
 _EXACT_NEEDS_ONE_DATASET = (
@@ -84,10 +85,11 @@ class DistributedDataset:
         """Whether processes that read data of their own agree on each batch."""
         self._source, self.gather = make_gather(self._source, layout, self.options)
         self._progress = Progress(Position())
-        # A stream that was opened at a restored position, and not used yet.
+        # A stream that was opened, to peek or at a restored position, and not yet used.
         self._waiting: BatchStream | None = None
         self._next_epoch = 0
         self._feed: weakref.ref[Feed] | None = None
+        self._element_spec: PyTree | None = None
 
     def __iter__(self) -> DistributedIterator:
         """Returns an iterator over the next pass.
@@ -175,6 +177,36 @@ class DistributedDataset:
     def _current_feed(self) -> Feed | None:
         feed = self._feed() if self._feed is not None else None
         return None if feed is None or feed.is_closed else feed
+
+    @property
+    def element_spec(self) -> PyTree:
+        """A `jax.ShapeDtypeStruct` for each leaf of the first global batch.
+
+        Reads one batch of the source, if none was read yet, without using it.
+
+        Raises:
+            ValueError: If the source has no batch.
+        """
+        if self._element_spec is None:
+            feed = self._current_feed
+            stream = self._waiting if feed is None else feed.stream_of(self._progress)
+            if stream is None or stream.position.is_exhausted:
+                stream = self.open_stream(Position(epoch=self._next_epoch))
+                self._waiting = stream
+            has_none = stream.element_spec is None and stream.peek() is None
+            if has_none and stream.position.source is not None:
+                # The pass was saved behind its last batch; another one has some.
+                stream = self.open_stream(Position(epoch=self._next_epoch))
+            if stream.element_spec is None and stream.peek() is None:
+                raise ValueError(
+                    f"The source ({self._source.name}) has no batches, so there is no "
+                    "`element_spec`. Pass a data set with at least one example."
+                )
+            spec = self._make_splitter(exact=False).get_global_spec(
+                stream.element_spec, stream.full_size or 0
+            )
+            self._element_spec = self.gather.rows(spec)
+        return self._element_spec
 
     @property
     def source_name(self) -> str:

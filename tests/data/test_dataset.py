@@ -370,6 +370,41 @@ def test_breaking_out_of_a_loop_ends_the_thread(make_dataset):
     wait_for_threads()
 
 
+def test_element_spec_does_not_use_a_batch(make_dataset):
+    for source in [make_batches(), iter(make_batches()), SOURCES["arrays"]()]:
+        dataset = make_dataset(source)
+        assert dataset.element_spec.shape == (4,)
+        iterator = iter(dataset)
+        assert dataset.element_spec.dtype == np.int32
+        assert len(read(iterator)) == NUM_BATCHES
+
+
+def test_element_spec_of_a_pass_that_has_begun(make_dataset):
+    for count in [0, 1]:
+        dataset = make_dataset(iter(make_batches()))
+        iterator = iter(dataset)
+        read(iterator, count)
+        assert dataset.element_spec.shape == (4,)
+        assert len(read(iterator)) == NUM_BATCHES - count
+
+
+def test_element_spec_of_a_pass_that_was_saved_at_its_last_batch(make_dataset):
+    dataset = make_dataset(SOURCES["arrays"]())
+    iterator = iter(dataset)
+    read(iterator, NUM_BATCHES)
+    restored = make_dataset(SOURCES["arrays"]())
+    restored.set_state(dataset.get_state())
+    assert restored.element_spec == dataset.element_spec
+    assert read(iter(restored)) == []
+    assert len(read(iter(restored))) == NUM_BATCHES
+
+
+def test_element_spec_of_no_data_is_an_error(make_dataset):
+    for source, name in [([], "iterable list"), (iter([]), "iterator")]:
+        with pytest.raises(ValueError, match=rf"source \({name}\) has no batches"):
+            _ = make_dataset(source).element_spec
+
+
 def test_batches_can_live_on_devices():
     class DeviceLayout:
         num_replicas, stacked, peers = 2, True, None

@@ -94,6 +94,7 @@ def test_batches_are_those_of_the_host(strategy, arguments, prefetch):
 def test_remainders_are_those_of_the_host(strategy, remainder):
     source = from_arrays(make_arrays(37), batch_size=10, shuffle_seed=1)
     host, resident = make_pair(strategy, source, remainder=remainder)
+    assert resident.element_spec == host.element_spec
     for expected, actual in zip(host, resident, strict=True):
         assert ("mask" in actual) == (remainder == "pad")
         assert_same(actual, expected)
@@ -119,6 +120,7 @@ def test_per_replica_batches_are_those_of_the_host(strategy, remainder):
 def test_numpy_datasets_can_stay_on_the_device(strategy):
     source = strategy.make_numpy_dataset(np.arange(8.0), batch_size=8)
     host, resident = make_pair(strategy, source)
+    assert resident.element_spec == jax.ShapeDtypeStruct((8,), np.float32)
     assert_same(next(iter(resident)), next(iter(host)))
 
 
@@ -247,6 +249,7 @@ def test_arrays_are_placed_at_the_first_batch_and_once_for_all_passes():
     layout = Counting(make_strategy(2).layout)
     dataset = DistributedDataset(source, layout, options=OPTIONS)
     iterators = [iter(dataset) for _ in range(3)]
+    assert dataset.element_spec["int64"].shape == (8,)
     assert layout.num_replicated == 0
     for iterator in iterators:
         next(iterator)

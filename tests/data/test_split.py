@@ -1,5 +1,6 @@
 import re
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -285,3 +286,27 @@ def test_pad_needs_a_place_for_the_mask(split):
         split([np.arange(4)], 2, remainder="pad")
     with pytest.raises(ValueError, match=r"have a leaf `mask` already.*Rename it"):
         split([{"x": np.arange(2), "mask": np.ones(2)}], 2, remainder="pad")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"x": (8, 3)}),
+        ({"per_replica_batches": True}, {"x": (16, 3)}),
+        ({"remainder": "exact", "num_replicas": 3}, {"x": (8, 3)}),
+        ({"remainder": "drop", "num_replicas": 3}, {"x": (6, 3)}),
+        ({"remainder": "pad", "num_replicas": 3}, {"x": (9, 3), "mask": (9,)}),
+    ],
+)
+def test_element_spec_is_that_of_a_global_batch(options, expected, make_layout):
+    options = dict(options)
+    dataset = DistributedDataset(
+        [{"x": np.zeros((8, 3))}],
+        make_layout(options.pop("num_replicas", 2)),
+        options=InputOptions(remainder=options.pop("remainder", None)),
+        **options,
+    )
+    spec = dataset.element_spec
+    assert {name: leaf.shape for name, leaf in spec.items()} == expected
+    assert isinstance(spec["x"], jax.ShapeDtypeStruct)
+    assert spec["x"].dtype == np.float32

@@ -18,6 +18,7 @@ from armillary.data.feed._position import Position
 from armillary.data.feed._prefetch import Prefetcher
 from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import HostBatch
+from armillary.data.feed._stream import BatchStream
 from armillary.errors import DatasetStateError
 
 if TYPE_CHECKING:
@@ -278,6 +279,10 @@ class Feed(Generic[T]):
     def move(self, progress: Progress, position: Position) -> None:
         """Goes to another position of one dataset, known by its progress."""
         self.seek([position if p is progress else p.position for p in self._progress])
+
+    def stream_of(self, progress: Progress) -> BatchStream:
+        """Returns what reads the source of one dataset, known by its progress."""
+        return self.readers[self._progress.index(progress)].stream
 
     def close(self) -> None:
         """Lets go of the data; the positions reached stay."""

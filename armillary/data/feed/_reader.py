@@ -40,7 +40,7 @@ class BatchReader:
         *,
         reads_ahead: bool = False,
     ) -> None:
-        self.gather = gather
+        self.stream, self.gather = stream, gather
         self.position = stream.position
         self.has_ended = False
         self._pieces: Iterator[HostBatch] = splitter.split(stream)

@@ -120,6 +120,21 @@ class Splitter:
                 yield HostBatch(arrays, num_active, count, position, is_last)
             before = stream.position
 
+    def get_global_spec(self, spec: PyTree, full_size: int) -> PyTree:
+        """Returns `spec`, of one source batch, as that of a distributed batch."""
+        first = jax.tree.leaves(spec)[0].shape[0]
+        if self.remainder == "pad":
+            first = self._round_up(max(first, full_size))
+            mask = jax.ShapeDtypeStruct((first,), np.dtype(bool))
+            spec = add_mask(spec, mask)
+        elif self.remainder == "drop":
+            first = self._round_down(first, full_size)
+        num_rows = first * self._num_shares if self.per_replica_batches else first
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype),
+            spec,
+        )
+
     def _read_groups(self, stream: BatchStream) -> Iterator[list[SourceBatch]]:
         group: list[SourceBatch] = []
         for batch in stream:

@@ -3,8 +3,10 @@
 import copy
 from typing import Any, NamedTuple
 
+import jax
+
 from armillary.data.feed._position import Position
-from armillary.data.sources._batch import check_batch
+from armillary.data.sources._batch import canonical_dtype, check_batch
 from armillary.data.sources._source import Source
 from armillary.errors import DatasetStateError
 from armillary.typing import PyTree
@@ -37,6 +39,8 @@ class BatchStream:
         self._peeked: list[tuple[SourceBatch, Position]] = []
         self._num_read = 0
         self.full_size = source.full_size or position.full_size
+        self.element_spec: PyTree | None = None
+        """Shapes and dtypes of the first batch, once it was read."""
         self.position = position
         """The position after the last batch that `next` returned."""
         if not position.is_exhausted:
@@ -71,6 +75,11 @@ class BatchStream:
             return
         if self.full_size is None:
             self.full_size = num_rows
+        if self.element_spec is None:
+            self.element_spec = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, canonical_dtype(leaf)),
+                arrays,
+            )
         state = self._iterator.get_state() if self._has_positions else None
         position = Position(self.position.epoch, state, self.full_size)
         self._peeked.append((SourceBatch(arrays, num_rows), position))
