@@ -19,7 +19,7 @@ def resolve(jobs=None, port_base=8888, *, environ=STEP, **options):
 
 def test_a_task_meets_the_others_at_the_first_node():
     resolver = resolve()
-    assert resolver.cluster_spec() == ClusterSpec({"worker": {0: "node001:8888"}})
+    assert resolver.cluster_spec() == ClusterSpec({"worker": ["node001:8888"]})
     plan = resolver.process_plan()
     assert (plan.process_id, plan.num_processes) == (3, 4)
     assert plan.coordinator_address == "node001:8888"
@@ -56,7 +56,7 @@ def test_jobs_take_the_tasks_with_the_chief_and_the_workers_first():
     assert task == ("worker", 1)
     plan = worker.process_plan()
     assert (plan.process_id, plan.num_processes) == (2, 3)
-    assert worker.cluster_spec() == ClusterSpec({"chief": {0: "node001:8888"}})
+    assert worker.cluster_spec() == ClusterSpec({"chief": ["node001:8888"]})
     chief, task = find_task("0")
     assert task == ("chief", 0)
     assert chief.process_plan().is_chief
@@ -93,7 +93,7 @@ def test_the_port_is_made_from_the_job_and_the_step():
 
 def test_gpus_are_shared_out_by_the_number_on_the_node():
     assert resolve().process_plan().local_device_ids is None
-    assert resolve(gpus_per_task=1).local_device_ids == (1,)
+    assert resolve(gpus_per_task=1).process_plan().local_device_ids == (1,)
     assert resolve(gpus_per_task=2).process_plan().local_device_ids == (2, 3)
 
 

@@ -46,15 +46,15 @@ def test_an_ipv6_address_gets_brackets():
 
 def test_processes_of_one_machine_take_a_gpu_each():
     assert resolve().process_plan().local_device_ids == (1,)
-    assert resolve(without=["LOCAL_WORLD_SIZE"]).local_device_ids == (1,)
-    assert resolve(gpus_per_task=2).local_device_ids == (2, 3)
+    assert resolve(without=["LOCAL_WORLD_SIZE"]).process_plan().local_device_ids == (1,)
+    assert resolve(gpus_per_task=2).process_plan().local_device_ids == (2, 3)
 
 
 def test_a_process_with_a_machine_of_its_own_takes_all_gpus():
     alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     assert resolve(**alone).process_plan().local_device_ids is None
-    assert resolve(gpus_per_task=2, **alone).local_device_ids == (0, 1)
-    assert resolve(without=["LOCAL_RANK"]).local_device_ids is None
+    assert resolve(gpus_per_task=2, **alone).process_plan().local_device_ids == (0, 1)
+    assert resolve(without=["LOCAL_RANK"]).process_plan().local_device_ids is None
 
 
 ADDRESS = "`MASTER_ADDR` and `MASTER_PORT` cannot be used to reach process 0"

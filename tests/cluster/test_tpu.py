@@ -20,7 +20,7 @@ def resolve(environ, **changes):
 
 def test_the_machines_of_a_slice_are_the_workers():
     resolver = resolve(SLICE)
-    assert resolver.cluster_spec() == ClusterSpec({"worker": {0: "t1v-0:8482"}})
+    assert resolver.cluster_spec() == ClusterSpec({"worker": ["t1v-0:8482"]})
     plan = resolver.process_plan()
     assert (plan.process_id, plan.num_processes) == (1, 2)
 

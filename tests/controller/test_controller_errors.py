@@ -85,10 +85,14 @@ def make_controller(**options):
             r"`summary_interval` is 15.*multiple of `steps_per_loop` \(10\).*"
             r"`summary_interval=20`",
         ),
-        ({"hang_timeout": 0}, ValueError, r"`hang_timeout` is 0.*positive number of"),
-        ({"hang_timeout": float("inf")}, ValueError, r"`hang_timeout` is inf.*`None`"),
-        ({"hang_timeout": "1m"}, ValueError, r"`hang_timeout` is '1m'.*positive num"),
-        ({"hang_timeout": True}, ValueError, r"`hang_timeout` is True.*positive num"),
+        (
+            {"hang_timeout_seconds": 0},
+            ValueError,
+            r"`hang_timeout_seconds` is 0.*posit",
+        ),
+        ({"hang_timeout_seconds": float("inf")}, ValueError, r"is inf.*or `None` to"),
+        ({"hang_timeout_seconds": "1m"}, ValueError, r"is '1m'.*positive num"),
+        ({"hang_timeout_seconds": True}, ValueError, r"is True.*positive num"),
         (
             {"train_actions": print},
             TypeError,

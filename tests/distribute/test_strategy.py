@@ -15,6 +15,7 @@ from armillary import (
     get_replica_context,
     set_strategy,
 )
+from armillary.distribute import Strategy
 from armillary.errors import (
     BatchSizeError,
     DoubleReductionError,
@@ -251,3 +252,16 @@ def test_arguments_with_data_on_different_replicas_are_an_error(
 def test_from_function_needs_a_function(method, name, make_mirrored):
     with pytest.raises(TypeError, match=f"`{name}` is 3 of type int, but it must be"):
         getattr(make_mirrored(2), method)(3)
+
+
+def test_a_subclass_overrides_both_spellings_of_a_method():
+    class Renamed(MirroredStrategy):
+        def local_results(self, value):
+            return ("its own", value)
+
+    class Derived(Renamed):
+        pass
+
+    for kind in (Renamed, Derived):
+        assert kind([jax.devices()[0]]).experimental_local_results(1) == ("its own", 1)
+    assert MirroredStrategy.experimental_local_results is Strategy.local_results
