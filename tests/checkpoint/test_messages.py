@@ -96,7 +96,7 @@ IS_FILE = r"`directory` is .*file' is a file"
                 lambda d: make(d, keep_checkpoint_every_n_hours=-1)
             ),
             "`checkpoint_interval` is 0": lambda d: make(d, checkpoint_interval=0),
-            "`on_write_error` is 'ignore', but .*'raise' or 'warn'": (
+            "`on_write_error` is 'ignore', but it must be one of 'raise', 'warn'": (
                 lambda d: make(d, on_write_error="ignore")
             ),
             f"{IS_FILE}, .*": make_below_a_file,
