@@ -75,7 +75,8 @@ class State:
     def is_current(self) -> bool:
         """Returns whether a new search would find the same; much faster than one.
 
-        What no step has looked at may differ.
+        What no step has looked at may differ, and so may what slots hold, which
+        `Slot.read` and `Slot.holds_same_objects` tell.
         """
         return self._watch.is_current()
 

@@ -193,3 +193,47 @@ def test_what_is_written_into_a_variable_with_a_numpy_array_is_used(strategy):
     trainer.train(1)
 
     np.testing.assert_array_equal(trainer.plain, [31, 21])
+
+
+class Layer:
+    """An object with an array, equal to others of its name."""
+
+    def __init__(self, weight):
+        self.name, self.weight = "layer", jnp.full(2, weight)
+
+    def __eq__(self, other):
+        return self.name == other.name
+
+    def __hash__(self):
+        return hash(self.name)
+
+
+class Nest(Trainer):
+    """Adds up what a dictionary holds: arrays, numbers, and objects with arrays."""
+
+    def __init__(self):
+        super().__init__()
+        self.nest = {"array": jnp.ones(2)}
+
+    def train_step(self, iterator):
+        next(iterator)
+        values = [getattr(value, "weight", value) for value in self.nest.values()]
+        self.plain = self.plain + sum(values)
+
+
+@pytest.mark.parametrize("added", [jnp.full(2, 10.0), 10.0, Layer(10.0)], ids=type)
+def test_a_key_that_is_added_to_a_dictionary_of_arrays_is_used(added):
+    trainer = Nest()
+    trainer.train(1)
+    trainer.nest["added"] = added
+    trainer.train(1)
+    np.testing.assert_array_equal(trainer.plain, [12, 12])
+
+
+def test_an_object_beside_arrays_that_is_replaced_by_an_equal_one_is_used():
+    trainer = Nest()
+    trainer.nest["layer"] = Layer(10.0)
+    trainer.train(1)
+    trainer.nest["layer"] = Layer(100.0)
+    trainer.train(1)
+    np.testing.assert_array_equal(trainer.plain, [112, 112])

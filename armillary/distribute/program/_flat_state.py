@@ -108,7 +108,7 @@ class FlatState:
         return all(
             (array.shape, array.dtype) == (types[i].shape, types[i].dtype)
             for i, array in ((i, as_array(leaf)) for i, leaf in leaves)
-        )
+        ) and all(self._places[place][0].holds_same_objects() for place in self._stale)
 
     @contextlib.contextmanager
     def lent(
