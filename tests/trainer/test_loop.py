@@ -452,14 +452,20 @@ def test_arrays_that_a_loop_replaced_are_let_go():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "steps_per_chunk", "capacity"),
-    [(1, None, 20), (50, None, 50), (300, None, 100), (300, 7, 7)],
+    ("first", "options", "capacity"),
+    [
+        (1, {}, 50),
+        (1, {"compile_hooks": False}, 20),
+        (70, {}, 70),
+        (300, {}, 100),
+        (300, {"steps_per_chunk": 7}, 7),
+    ],
 )
 def test_a_chunk_has_the_steps_of_the_first_loop_within_bounds(
-    first, steps_per_chunk, capacity
+    first, options, capacity
 ):
     dataset = from_arrays({"x": np.arange(4)}, batch_size=1, repeat=True)
-    trainer = Trainer(dataset, steps_per_chunk=steps_per_chunk)
+    trainer = Trainer(dataset, **options)
     for num_steps in (first, 120):
         trainer.train(num_steps)
         if trainer._train_loop.data.feed.chunk is not None:
