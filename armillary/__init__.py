@@ -64,6 +64,7 @@ from armillary.distribute import in_cross_replica_context as in_cross_replica_co
 from armillary.distribute import make_distributed_dataset as make_distributed_dataset
 from armillary.distribute import scale_regularization_loss as scale_regularization_loss
 from armillary.distribute import set_strategy as set_strategy
+from armillary.distribute import value_and_grad as value_and_grad
 from armillary.trainer._contract import AbstractEvaluator as AbstractEvaluator
 from armillary.trainer._contract import AbstractTrainer as AbstractTrainer
 from armillary.trainer._contract import PendingLoops as PendingLoops
@@ -121,6 +122,7 @@ __all__ = [
     "scale_regularization_loss",
     "set_strategy",
     "summary",
+    "value_and_grad",
     "xla",
 ]
 

@@ -15,6 +15,7 @@ _OPAQUE_PACKAGES = frozenset(sys.stdlib_module_names) | {
     "grain",
     "jax",
     "jaxlib",
+    "keras",
     "numpy",
     "optax",
     "orbax",
