@@ -78,6 +78,7 @@ from armillary.typing import Action as Action
 from armillary.typing import Output as Output
 
 if TYPE_CHECKING:
+    from armillary import keras as keras
     from armillary import metrics as metrics
 
 __version__ = "0.1.0"
@@ -117,6 +118,7 @@ __all__ = [
     "goodput",
     "has_strategy",
     "in_cross_replica_context",
+    "keras",
     "make_distributed_dataset",
     "metrics",
     "scale_regularization_loss",
@@ -128,11 +130,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `armillary.metrics`, and so Flax NNX, when it is first used.
+    """Imports what is optional, or takes long, when it is first used.
+
+    That is `armillary.metrics`, and so Flax NNX, and `armillary.keras`.
 
     Raises:
         AttributeError: For any other name.
     """
-    if name == "metrics":
-        return importlib.import_module("armillary.metrics")
+    if name in ("keras", "metrics"):
+        return importlib.import_module(f"armillary.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -115,9 +115,24 @@ class KerasSlot(Slot):
 
 
 def keras_module() -> Any:
-    """Returns the package `keras`, if it is loaded and runs on JAX; else `None`."""
+    """Returns the package `keras`, if it is loaded; else `None`."""
     module = sys.modules.get("keras")
-    return module if _uses_jax() and hasattr(module, "Variable") else None
+    return module if hasattr(module, "Variable") else None
+
+
+def check_backend() -> None:
+    """Raises if Keras, which is loaded, does not run on JAX.
+
+    Raises:
+        ImportError: If it does not.
+    """
+    backend = sys.modules["keras"].config.backend()
+    if backend != "jax":
+        raise ImportError(
+            f"Keras runs on the backend {backend!r}, but Armillary needs it on JAX. "
+            "Set the environment variable `KERAS_BACKEND=jax` before the first "
+            "`import keras`."
+        )
 
 
 def variable_type() -> "type[keras.Variable] | tuple[()]":
@@ -133,13 +148,13 @@ def is_variable(value: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def is_variable_type(kind: type) -> bool:
     """Returns whether instances of `kind` are Keras variables."""
-    return issubclass(kind, variable_type())
+    return _is_on_jax(kind, variable_type())
 
 
 @functools.lru_cache(maxsize=4096)
 def is_node_type(kind: type) -> bool:
     """Returns whether instances of `kind` are Keras objects with attributes of note."""
-    return issubclass(kind, _node_types())
+    return _is_on_jax(kind, _node_types())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -244,7 +259,6 @@ _guards = _Guards()
 @functools.cache
 def _install_guard() -> None:
     """Lets `_direct_assign` ask the guard of this thread, if there is one."""
-    _check_keras()
     kind: Any = sys.modules["keras"].Variable
     assign = kind._direct_assign
 
@@ -272,10 +286,11 @@ def _install_check(check: "Callable[[keras.Loss], None]") -> None:
     kind.__call__ = checked_call
 
 
-def _uses_jax() -> bool:
-    config = sys.modules.get("keras.config")
-    backend = getattr(config, "backend", None)
-    return backend is not None and backend() == "jax"
+def _is_on_jax(kind: type, types: Any) -> bool:
+    if not issubclass(kind, types):
+        return False
+    check_backend()
+    return True
 
 
 def _node_types() -> tuple[type, ...]:
