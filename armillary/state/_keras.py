@@ -182,6 +182,11 @@ def value_of(variable: "keras.Variable") -> Any:
     return variable._value
 
 
+def set_value(variable: "keras.Variable", value: jax.Array) -> None:
+    """Puts an array into a variable as it is, wherever it lies."""
+    variable._value = value
+
+
 def visible_names(attributes: dict[str, Any]) -> list[str]:
     """Returns which attributes of a Keras object matter, in the order to look at them.
 
