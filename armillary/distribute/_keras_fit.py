@@ -43,8 +43,8 @@ _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 # The strategy that each model was compiled under.
 _strategies: "weakref.WeakKeyDictionary[Any, Strategy]" = weakref.WeakKeyDictionary()
-# The mesh that the functions of each model were compiled for.
-_meshes: "weakref.WeakKeyDictionary[Any, Mesh]" = weakref.WeakKeyDictionary()
+# The strategy that the functions of each model were made for.
+_made_for: "weakref.WeakKeyDictionary[Any, Strategy]" = weakref.WeakKeyDictionary()
 
 
 def follow_keras() -> None:
@@ -69,6 +69,7 @@ def _follow() -> None:
         _wrap(kind, name, functools.partial(_run, name=name))
     for name in _MAKING:
         _wrap(kind, name, _make)
+    _wrap(kind, "_make_function", _bound)
     epoch_iterator: Any = JAXEpochIterator
     get_iterator = epoch_iterator._get_distributed_iterator
 
@@ -108,36 +109,53 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
             "processes, where it does not run yet. Use `armillary.keras.KerasTrainer` "
             "and `KerasEvaluator` with a `Controller`."
         )
-    mesh = _mesh_of(strategy)
-    if _meshes.get(model, mesh) != mesh:
+    if _made_for.get(model) is not strategy:
         for function in _FUNCTIONS:
             setattr(model, function, None)
-    _meshes[model] = mesh
+    _made_for[model] = strategy
     if args and isinstance(args[0], DistributedDataset):
         args = (_as_adapter(args[0], name, kwargs), *args[1:])
     for key in ("x", "validation_data"):
         if isinstance(kwargs.get(key), DistributedDataset):
             kwargs = {**kwargs, key: _as_adapter(kwargs[key], name, kwargs)}
-    with _make_distribution(mesh).scope():
-        if name.startswith("predict"):
-            _place(model)
+    with _make_distribution(_mesh_of(strategy)).scope():
         return method(*args, **kwargs)
 
 
 def _make(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
     """Makes a function of a model, once its variables are where they belong."""
-    import keras
-
-    if getattr(keras.distribution.distribution(), "is_of_strategy", False):
+    if _is_running_here():
         _place(model)
     return method(*args, **kwargs)
+
+
+def _bound(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
+    """Makes a function of a compiled step, which waits until another one may start."""
+    if not _is_running_here():
+        return method(*args, **kwargs)
+    step, *others = args
+    dispatch = _made_for[model].dispatch
+
+    def bounded_step(state: Any, data: Any) -> tuple[Any, Any]:
+        dispatch.wait()
+        outputs, state = step(state, data)
+        dispatch.started(outputs)
+        return outputs, state
+
+    return method(bounded_step, *others, **kwargs)
+
+
+def _is_running_here() -> bool:
+    import keras
+
+    return getattr(keras.distribution.distribution(), "is_of_strategy", False)
 
 
 def _place(model: Any) -> None:
     """Copies the variables of a model to all devices."""
     optimizer = getattr(model, "optimizer", None)
     own = [] if optimizer is None else optimizer.variables
-    sharding = NamedSharding(_meshes[model], PartitionSpec())
+    sharding = NamedSharding(_mesh_of(_made_for[model]), PartitionSpec())
     for variable in [*model.variables, *own, *model.metrics_variables]:
         if not _keras.is_unset(variable):
             value = _keras.value_of(variable)
