@@ -68,12 +68,12 @@ from armillary.distribute import value_and_grad as value_and_grad
 from armillary.trainer._contract import AbstractEvaluator as AbstractEvaluator
 from armillary.trainer._contract import AbstractTrainer as AbstractTrainer
 from armillary.trainer._contract import PendingLoops as PendingLoops
-from armillary.trainer._standard import StandardEvaluator as StandardEvaluator
-from armillary.trainer._standard import (
+from armillary.trainer._options import (
     StandardEvaluatorOptions as StandardEvaluatorOptions,
 )
-from armillary.trainer._standard import StandardTrainer as StandardTrainer
-from armillary.trainer._standard import StandardTrainerOptions as StandardTrainerOptions
+from armillary.trainer._options import StandardTrainerOptions as StandardTrainerOptions
+from armillary.trainer._standard_evaluator import StandardEvaluator as StandardEvaluator
+from armillary.trainer._standard_trainer import StandardTrainer as StandardTrainer
 from armillary.typing import Action as Action
 from armillary.typing import Output as Output
 

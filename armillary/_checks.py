@@ -4,6 +4,7 @@ And one for lists in messages.
 """
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -47,6 +48,20 @@ def check_not_negative(name: str, value: Any) -> float:
         raise ValueError(
             f"`{name}` is {value!r}, but it must be a number that is not negative. "
             f"Use `{name}=0` or more."
+        )
+    return float(value)
+
+
+def check_seconds(name: str, value: Any, fix: str) -> float:
+    """Returns `value`, or raises if it is not a time that can pass.
+
+    Raises:
+        ValueError: If `value` is not a positive, finite number; `fix` says what to do.
+    """
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0 < float(value) < math.inf:
+        raise ValueError(
+            f"`{name}` is {value!r}, but it must be a positive number of seconds. {fix}"
         )
     return float(value)
 

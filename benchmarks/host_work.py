@@ -162,10 +162,9 @@ def _time_handling(
     """Returns seconds of handling the state, and the number of its arrays."""
     loop = contestant.trainer._train_loop
     assert loop is not None
-    tracer, program = loop._tracer, next(iter(loop._programs.values()))
-    placement = tracer.placement
-    assert placement is not None
-    arrays = placement.arrays()
+    programs = loop._programs
+    flat, program = programs.find_state(), next(iter(programs._programs.values()))
+    arrays = flat.arrays
     # A program gives new arrays each time.
     outputs = itertools.cycle(
         [[arrays[i].copy() for i in program.changed] for _ in range(2)]
@@ -174,10 +173,10 @@ def _time_handling(
     seconds = []
     for output in itertools.islice(outputs, num_times):
         begin = time.thread_time()
-        tracer.find_state()
-        placement.place(program.changed)
-        placement.hold(output, may_share=False)
-        placement.release()
+        programs._tracer.find_state()
+        flat.take(program.changed)
+        flat.give(output, (), may_share=False)
+        flat.write_back()
         seconds.append(time.thread_time() - begin)
     return seconds, len(arrays)
 

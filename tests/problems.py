@@ -15,6 +15,13 @@ from armillary.data import from_arrays
 from armillary.state._lift import find_slots
 
 
+class Holder:
+    """Holds what it is given in attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
 class CNN(nnx.Module):
     """A convolutional classifier of 8 x 8 images, without batch norm."""
 

@@ -43,6 +43,7 @@ RENAMED = {
     },
     armillary.Controller: {
         "enable_async_checkpointing": "Leave it out: every save goes on in the ",
+        "hang_timeout": "It is called `hang_timeout_seconds` here.",
     },
 }
 

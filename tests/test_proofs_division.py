@@ -57,19 +57,14 @@ def assert_same_as_reference(model, run, sizes):
     assert position == expected_position
 
 
-@pytest.mark.parametrize("steps_per_chunk", [1, 3, 7, 100])
+@pytest.mark.parametrize(
+    "options",
+    [*({"steps_per_chunk": size} for size in (1, 3, 7, 100)), {"compile_loop": False}],
+    ids=str,
+)
 @pytest.mark.parametrize("model", MODELS)
-def test_chunks_and_loops_of_any_size_give_identical_state(model, steps_per_chunk):
-    run = make_run(model, steps_per_chunk=steps_per_chunk)
-
-    for steps_per_loop in (1, 5, 50):
-        sizes = [steps_per_loop] * (NUM_STEPS // steps_per_loop)
-        assert_same_as_reference(model, run, sizes)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_the_python_loop_gives_identical_state(model):
-    run = make_run(model, compile_loop=False)
+def test_chunks_and_loops_of_any_size_give_identical_state(model, options):
+    run = make_run(model, **options)
 
     for steps_per_loop in (1, 5, 50):
         sizes = [steps_per_loop] * (NUM_STEPS // steps_per_loop)

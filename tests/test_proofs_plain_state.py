@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import armillary
+from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import trace_step
 from armillary.errors import StateStructureError
 from armillary.state._lift import State
@@ -217,8 +218,8 @@ def test_a_step_that_fails_leaves_everything_as_it_was(nest, changes):
             change(holder.nest, *one, holder.total * 2)
         raise RuntimeError("a mistake of the user")
 
-    state = State([(holder, "")])
+    flat = FlatState(State([(holder, "")]), armillary.DefaultStrategy())
     with pytest.raises(RuntimeError, match="a mistake of the user"):
-        trace_step(step, state, state.read(), (), user_fn=step, owner="the test")
+        trace_step(step, flat, (), user_fn=step, owner="the test")
     assert holder.nest is nest and is_like(nest, untouched)
     assert float(holder.total) == 0

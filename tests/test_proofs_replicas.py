@@ -73,29 +73,6 @@ def test_metrics_over_replicas_equal_those_of_one(batch_size):
     assert float(outputs[1]["accuracy"]) == float(outputs[0]["accuracy"])
 
 
-def test_batch_statistics_are_the_mean_over_replicas():
-    strategy = make_strategy(4)
-    rows = np.random.default_rng(2).normal(size=(8, 3)).astype(np.float32)
-
-    class Trainer(armillary.StandardTrainer):
-        def __init__(self):
-            super().__init__(from_arrays({"x": rows}, batch_size=8))
-            self.strategy = strategy
-            self.norm = nnx.BatchNorm(3, momentum=0.9, rngs=nnx.Rngs(0))
-
-        def train_step(self, iterator):
-            strategy.run(lambda batch: self.norm(batch["x"]), args=(next(iterator),))
-
-    trainer = Trainer()
-    trainer.train(1)
-
-    shares = rows.reshape(4, 2, 3)
-    mean = 0.1 * shares.mean(axis=1).mean(axis=0)
-    var = 0.9 + 0.1 * shares.var(axis=1).mean(axis=0)
-    np.testing.assert_allclose(trainer.norm.mean[...], mean, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(trainer.norm.var[...], var, rtol=1e-5)
-
-
 def test_thousands_of_tiny_steps_on_four_devices():
     strategy = make_strategy(4)
 

@@ -148,15 +148,22 @@ class SaveCheckpointIfPreempted:
             )
         self._notice.close()
 
+    def _say(self) -> tuple[str | None, float]:
+        """Returns what gave notice, and the time left, for the other processes."""
+        spare = 0.0 if self._found is None else self._grace_period.spare_seconds()
+        return self._notice.source, spare
+
     def _find_notice(self) -> str | None:
         """Returns which process got a notice; all processes return the same."""
-        peers, source = get_peers(), self._notice.source
+        peers = get_peers()
         if peers is None:
-            return source
-        sources = peers.gather("whether a machine is going to be taken", source or "")
+            return self._notice.source
+        said = peers.boundary.exchange(
+            "whether a machine is going to be taken", self._say
+        )
         found = [
             f"{source} in process {index} of {peers.count}"
-            for index, source in enumerate(sources)
+            for index, (source, _) in enumerate(said)
             if source
         ]
         if not found:
@@ -168,11 +175,10 @@ class SaveCheckpointIfPreempted:
         """Returns whether all processes have the time for another loop."""
         if not self._grace_period.seconds:
             return False
-        spare, peers = self._grace_period.spare_seconds(), get_peers()
-        if peers is None:
-            return spare > 0
-        all_spare = peers.gather("how long training may go on", str(spare))
-        return min(map(float, all_spare)) > 0
+        said, peers = [self._say()], get_peers()
+        if peers is not None:
+            said = peers.boundary.exchange("how long training may go on", self._say)
+        return min(spare for _, spare in said) > 0
 
     def _save(self) -> None:
         manager = self._manager

@@ -14,6 +14,7 @@ from armillary._checks import (
     answers_old_names,
     check_callable,
     check_not_negative,
+    check_one_of,
     check_positive_int,
 )
 from armillary._process import get_process
@@ -101,11 +102,8 @@ class CheckpointManager:
             )
         if init_fn is not None:
             check_callable("init_fn", init_fn)
-        if on_write_error not in ("raise", "warn"):
-            raise ValueError(
-                f"`on_write_error` is {on_write_error!r}, but it must be 'raise' or "
-                "'warn'. Use `on_write_error=\"warn\"` to train on when a save fails."
-            )
+        fix = 'Use `on_write_error="warn"` to train on when a save fails.'
+        check_one_of("on_write_error", on_write_error, ("raise", "warn"), fix)
         self._checkpoint = checkpoint
         self._directory = as_absolute(directory)
         self._interval = checkpoint_interval

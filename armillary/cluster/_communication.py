@@ -3,13 +3,19 @@
 import enum
 import math
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
-from armillary._checks import check_not_negative_int, check_one_of
+from armillary._checks import check_not_negative_int, check_one_of, check_seconds
 
 GPU_PLATFORMS = ("cuda", "gpu", "rocm")
 PLATFORMS = ("cpu", *GPU_PLATFORMS, "tpu")
+_MISFITS = {
+    ("cpu", "NCCL"): "NCCL exchanges values between GPUs only",
+    ("gpu", "RING"): "XLA exchanges values between GPUs with NCCL, which chooses "
+    "between rings and trees by itself unless the variable `NCCL_ALGO` is set",
+    ("tpu", "RING"): "TPUs have a network of their own",
+    ("tpu", "NCCL"): "TPUs have a network of their own",
+}
 
 
 class CommunicationImplementation(enum.StrEnum):
@@ -93,13 +99,12 @@ class CommunicationOptions:
 
     def __post_init__(self) -> None:
         check_not_negative_int("bytes_per_pack", self.bytes_per_pack)
-        timeout = self.timeout_seconds
-        if timeout is not None and not _is_duration(timeout):
-            raise ValueError(
-                f"`timeout_seconds` is {timeout!r}, but it must be a number of seconds "
-                "above 0, and XLA has no wait without end on CPUs. Use, for example, "
+        if self.timeout_seconds is not None:
+            fix = (
+                "XLA has no wait without end on CPUs. Use, for example, "
                 "`timeout_seconds=120`, or None for XLA's own limit."
             )
+            check_seconds("timeout_seconds", self.timeout_seconds, fix)
         check_one_of(
             "implementation",
             self.implementation,
@@ -120,79 +125,50 @@ class CommunicationOptions:
             ValueError: If `platform` is another one, or cannot follow an option.
         """
         check_one_of("platform", platform, PLATFORMS)
-        if platform == "cpu":
-            return self._cpu_settings()
-        if platform in GPU_PLATFORMS:
-            return self._gpu_settings()
-        return self._tpu_settings()
-
-    def _cpu_settings(self) -> JaxSettings:
-        if self.implementation == CommunicationImplementation.NCCL:
-            raise self._make_error("NCCL exchanges values between GPUs only", "cpu")
-        self._check_no_packs("cpu")
-        config = {}
-        if self.implementation == CommunicationImplementation.RING:
+        kind = "gpu" if platform in GPU_PLATFORMS else platform
+        self._check_fits(kind)
+        config: dict[str, Any] = {}
+        flags: dict[str, str] = {}
+        if kind == "cpu" and self.implementation == CommunicationImplementation.RING:
             config["jax_cpu_collectives_implementation"] = "gloo"
-        flags = {}
-        if self.timeout_seconds is not None:
-            flags["xla_cpu_collective_timeout_seconds"] = _round_up(
-                self.timeout_seconds
-            )
-        return JaxSettings(config=config, xla_flags=flags)
-
-    def _gpu_settings(self) -> JaxSettings:
-        if self.implementation == CommunicationImplementation.RING:
-            raise self._make_error(
-                "XLA exchanges values between GPUs with NCCL, which chooses between "
-                "rings and trees by itself unless the variable `NCCL_ALGO` is set",
-                "gpu",
-            )
-        flags = {}
         if self.bytes_per_pack:
             for operation in ("all_reduce", "all_gather", "reduce_scatter"):
                 name = f"xla_gpu_{operation}_combine_threshold_bytes"
                 flags[name] = str(self.bytes_per_pack)
         if self.timeout_seconds is not None:
-            seconds = _round_up(self.timeout_seconds)
-            # The first flag does not end a process that waits inside NCCL
-            # (https://github.com/jax-ml/jax/issues/38503); the second one does.
-            flags["xla_gpu_nccl_termination_timeout_seconds"] = seconds
-            flags["xla_gpu_execution_terminate_timeout"] = f"{seconds}s"
-        return JaxSettings(xla_flags=flags)
+            seconds = str(math.ceil(self.timeout_seconds))
+            if kind == "cpu":
+                flags["xla_cpu_collective_timeout_seconds"] = seconds
+            else:
+                # The first flag does not end a process that waits inside NCCL
+                # (https://github.com/jax-ml/jax/issues/38503); the second one does.
+                flags["xla_gpu_nccl_termination_timeout_seconds"] = seconds
+                flags["xla_gpu_execution_terminate_timeout"] = f"{seconds}s"
+        return JaxSettings(config=config, xla_flags=flags)
 
-    def _tpu_settings(self) -> JaxSettings:
-        if self.implementation != CommunicationImplementation.AUTO:
-            raise self._make_error("TPUs have a network of their own", "tpu")
-        self._check_no_packs("tpu")
-        if self.timeout_seconds is not None:
+    def _check_fits(self, kind: str) -> None:
+        """Raises if a kind of platform cannot follow an option.
+
+        Raises:
+            ValueError: If there is such an option.
+        """
+        reason = _MISFITS.get((kind, str(self.implementation)))
+        if reason is not None:
+            raise ValueError(
+                f"`implementation` is '{self.implementation}', but the platform is "
+                f"{kind!r}, and {reason}. Use `CommunicationImplementation.AUTO`."
+            )
+        if self.bytes_per_pack and kind != "gpu":
+            raise ValueError(
+                f"`bytes_per_pack` is {self.bytes_per_pack}, but XLA packs collective "
+                f"operations by size on GPUs only, and the platform is {kind!r}. "
+                "Leave `bytes_per_pack` out, or use `bytes_per_pack=0`."
+            )
+        if self.timeout_seconds is not None and kind == "tpu":
             raise ValueError(
                 f"`timeout_seconds` is {self.timeout_seconds!r}, but XLA cannot limit "
                 "how long TPUs wait for each other. Leave `timeout_seconds` out."
             )
-        return JaxSettings()
-
-    def _check_no_packs(self, platform: str) -> None:
-        if self.bytes_per_pack:
-            raise ValueError(
-                f"`bytes_per_pack` is {self.bytes_per_pack}, but XLA packs collective "
-                f"operations by size on GPUs only, and the platform is {platform!r}. "
-                "Leave `bytes_per_pack` out, or use `bytes_per_pack=0`."
-            )
-
-    def _make_error(self, reason: str, platform: str) -> ValueError:
-        return ValueError(
-            f"`implementation` is '{self.implementation}', but the platform is "
-            f"{platform!r}, and {reason}. Use `CommunicationImplementation.AUTO`."
-        )
-
-
-def _is_duration(value: Any) -> bool:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return is_number and 0 < float(value) < math.inf
-
-
-def _round_up(seconds: float) -> str:
-    return str(math.ceil(seconds))
 
 
 def _split_flag(flag: str) -> tuple[str, str]:

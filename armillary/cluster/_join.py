@@ -36,6 +36,12 @@ def get_peers() -> Peers | None:
     return None if _joined is None else _joined.peers
 
 
+def expire_boundary() -> None:
+    """Says that what processes told each other between two loops is out of date."""
+    if _joined is not None:
+        _joined.peers.boundary.expire()
+
+
 def join_cluster(
     resolver: ClusterResolver, options: CommunicationOptions | None = None
 ) -> Peers | None:

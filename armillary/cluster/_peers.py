@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 import jax
 
+from armillary.cluster._boundary import Boundary
 from armillary.errors import PeerError
 from armillary.lifeline._lifeline import Lifeline
 
@@ -47,6 +48,7 @@ class Peers:
 
     Attributes:
         has_failed: Whether one of the processes has failed, as far as is known here.
+        boundary: What they tell each other between two loops.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Peers:
         self._timeout_seconds = timeout_seconds
         self._round = 0
         self.has_failed = False
+        self.boundary = Boundary(self.gather)
 
     def gather(self, topic: str, value: str) -> list[str]:
         """Returns the values of all processes, in their order.

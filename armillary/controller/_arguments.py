@@ -1,7 +1,6 @@
 """Checks of what a controller and its methods are given, before anything is touched."""
 
 from collections.abc import Callable, Iterable
-from numbers import Real
 from typing import Any
 
 from armillary._checks import (
@@ -74,22 +73,6 @@ def check_steps_returned(num_steps: Any, step: int) -> int:
             "`max(1, int(num_steps))`."
         )
     return int(num_steps)
-
-
-def check_hang_timeout(seconds: Any) -> None:
-    """Raises if it is given and no time that can pass.
-
-    Raises:
-        ValueError: If it is not a positive, finite number.
-    """
-    if seconds is None:
-        return
-    is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
-    if not is_number or not 0 < float(seconds) < float("inf"):
-        raise ValueError(
-            f"`hang_timeout` is {seconds!r}, but it must be a positive number of "
-            "seconds. Use `hang_timeout=600`, or `None` to wait for ever."
-        )
 
 
 def as_actions(name: str, actions: Iterable[Action] | None) -> tuple[Action, ...]:

@@ -17,13 +17,13 @@ from armillary._checks import (
     check_not_negative,
     check_num_steps,
     check_positive_int,
+    check_seconds,
 )
 from armillary._logging import ensure_visible, logger
 from armillary._traceback import hides_frames
 from armillary.cluster._join import get_peers
 from armillary.controller._arguments import (
     as_actions,
-    check_hang_timeout,
     check_intervals,
     check_managers,
     check_runners,
@@ -31,7 +31,7 @@ from armillary.controller._arguments import (
     check_target,
     require,
 )
-from armillary.controller._evaluation import Evaluation
+from armillary.controller._evaluation import run_evaluation
 from armillary.controller._new_checkpoints import restore_if_good, watch_checkpoints
 from armillary.controller._progress import log_line
 from armillary.controller._saving import Saving
@@ -58,7 +58,8 @@ _DATA_ENDED_BEFORE = (
 
 
 @answers_old_names(
-    enable_async_checkpointing="Leave it out: every save goes on in the background."
+    enable_async_checkpointing="Leave it out: every save goes on in the background.",
+    hang_timeout="It is called `hang_timeout_seconds` here.",
 )
 class Controller:
     """Runs the outer loop around a trainer and an evaluator.
@@ -104,11 +105,11 @@ class Controller:
             `summary_dir`.
         summary_manager: Takes the place of the one made from `summary_dir`.
         eval_summary_manager: Takes the place of the one made from `eval_summary_dir`.
-        hang_timeout: Seconds after which the program counts as stuck if it has not gone
-            on: it prints where it is, where all processes are if there are several, and
-            ends with `ExitCode.RESTART_REQUESTED`. It must exceed the longest loop,
-            evaluation, save and action; time in XLA's compiler does not count. `None`
-            waits for ever.
+        hang_timeout_seconds: Time after which the program counts as stuck if it has not
+            gone on: it prints where it is, where all processes are if there are
+            several, and ends with `ExitCode.RESTART_REQUESTED`. It must exceed the
+            longest loop, evaluation, save and action; time in XLA's compiler does not
+            count. `None` waits for ever.
 
     Attributes:
         global_step: As given, like all arguments; attributes are for reading only and
@@ -138,13 +139,15 @@ class Controller:
         eval_summary_dir: str | os.PathLike[str] | None = None,
         summary_manager: SummaryManager | NoopSummaryManager | None = None,
         eval_summary_manager: SummaryManager | NoopSummaryManager | None = None,
-        hang_timeout: float | None = None,
+        hang_timeout_seconds: float | None = None,
     ) -> None:
         self._read_step = as_step_counter(global_step)
         check_runners(trainer, evaluator)
         check_intervals(trainer, steps_per_loop, summary_interval)
         check_managers(strategy, checkpoint_manager)
-        check_hang_timeout(hang_timeout)
+        if hang_timeout_seconds is not None:
+            fix = "Use `hang_timeout_seconds=600`, or `None` to wait for ever."
+            check_seconds("hang_timeout_seconds", hang_timeout_seconds, fix)
 
         self.global_step = global_step
         self.trainer = trainer
@@ -154,7 +157,7 @@ class Controller:
         self.eval_actions = as_actions("eval_actions", eval_actions)
         self.checkpoint_manager = checkpoint_manager
         self.summary_interval = summary_interval
-        self.hang_timeout = hang_timeout
+        self.hang_timeout_seconds = hang_timeout_seconds
         if eval_summary_manager is None and eval_summary_dir not in (None, summary_dir):
             eval_summary_manager = self._make_summary_manager(eval_summary_dir)
         if summary_manager is None and summary_dir is not None:
@@ -174,12 +177,6 @@ class Controller:
             summary_manager=self.summary_manager,
             summary_interval=summary_interval,
             actions=self.train_actions,
-        )
-        self._evaluation = Evaluation(
-            evaluator,
-            *shared,
-            summary_manager=self.eval_summary_manager,
-            actions=self.eval_actions,
         )
 
         ensure_visible()
@@ -237,7 +234,15 @@ class Controller:
         require(self, "evaluator", for_method="evaluate")
         check_num_steps("steps", steps)
         with self._watch():
-            return self._evaluation.run(steps)
+            return run_evaluation(
+                self.evaluator,
+                steps,
+                step=self._read_step(),
+                scope=self._scope,
+                goodput=self._goodput,
+                summary_manager=self.eval_summary_manager,
+                actions=self.eval_actions,
+            )
 
     @hides_frames
     def train_and_evaluate(
@@ -419,7 +424,8 @@ class Controller:
 
     def _watch(self) -> contextlib.AbstractContextManager[None]:
         """Ends the process, from another thread, if it is stuck."""
-        return get_lifeline().watching(self.hang_timeout, self._goodput.find_place)
+        find_place = self._goodput.find_place
+        return get_lifeline().watching(self.hang_timeout_seconds, find_place)
 
     @contextlib.contextmanager
     def _run(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ import jax
 from armillary._logging import logger
 from armillary.data._dataset import DistributedDataset
 from armillary.data.sources._arrays import ArrayDataset
-from armillary.trainer._standard import StandardTrainer
+from armillary.trainer._standard_trainer import StandardTrainer
 
 
 def warn_of_missing(

@@ -1,10 +1,9 @@
 """Whether a run is to stop: asked for in one process, agreed between all of them."""
 
-import json
 from collections.abc import Callable
 
 from armillary._logging import logger
-from armillary.cluster._join import get_peers
+from armillary.cluster._join import expire_boundary, get_peers
 
 
 class StopRequest:
@@ -17,11 +16,13 @@ class StopRequest:
     def __init__(self) -> None:
         self.reason: str | None = None
         self._is_agreed = False
+        self._asked_at = -1
 
     def clear(self) -> None:
         """Forgets the request: a new call begins."""
         self.reason = None
         self._is_agreed = False
+        expire_boundary()
 
     def make(self, reason: str) -> None:
         """Requests a stop; of several requests the first counts.
@@ -39,19 +40,29 @@ class StopRequest:
             self.reason = reason
 
     def is_agreed(self) -> bool:
-        """Returns whether any process requested a stop; all of them must ask."""
+        """Returns whether any process requested a stop; all of them must ask.
+
+        Between two loops, the answer stays what it was when it was asked for first.
+        """
         peers = get_peers()
         if peers is None:
             return self.reason is not None
-        if not self._is_agreed:
-            own = [] if self.reason is None else [self.reason]
-            reasons = peers.gather("whether to stop", json.dumps(own))
-            for index, reason in reversed(list(enumerate(map(json.loads, reasons)))):
+        boundary = peers.boundary
+        if not self._is_agreed and self._asked_at != boundary.num_expired:
+            self._asked_at = boundary.num_expired
+            said = boundary.take(self._say) or boundary.exchange(
+                "whether to stop", self._say
+            )
+            for index, reason in reversed(list(enumerate(said))):
                 if reason:
                     at = f"(requested in process {index} of {peers.count})"
                     self.reason = f"{reason[0]} {at}"
                     self._is_agreed = True
         return self._is_agreed
+
+    def _say(self) -> list[str]:
+        """Returns the reason, if there is one, for the other processes."""
+        return [] if self.reason is None else [self.reason]
 
     def log(self, read_step: Callable[[], int]) -> None:
         """Logs the reason, if there is one, and the global step that was reached."""

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from armillary._logging import logger
-from armillary.cluster._join import get_peers
+from armillary.cluster._join import expire_boundary, get_peers
 from armillary.controller._loop_report import LoopReport
 from armillary.controller._progress import find_non_finite, format_output, log_line
 from armillary.goodput._category import Category
@@ -111,6 +111,7 @@ class TrainLoops:
             executor=self._executor,
         )
         self._pending.append(loops)
+        expire_boundary()
         # The first loop is looked at before a second one runs, and so is every loop if
         # actions need its output.
         if self._last_end == 0 or self._actions or not started.may_overlap:
@@ -179,6 +180,7 @@ class TrainLoops:
         if self._actions:
             with self._scope():
                 for action in self._actions:
+                    expire_boundary()
                     action(output)
 
     def _warn_once(self, step: int, bad: dict[str, Any]) -> None:

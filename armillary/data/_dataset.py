@@ -82,7 +82,8 @@ class DistributedDataset:
         self._source = as_source(source)
         self.is_endless = isinstance(self._source, ArrayDataset) and self._source.repeat
         """Whether it is known to repeat its data for ever."""
-        self._is_agreed = per_replica_batches and layout.peers is not None
+        self.is_agreed = per_replica_batches and layout.peers is not None
+        """Whether processes that read data of their own agree on each batch."""
         self._source, self.gather = make_gather(self._source, layout, self.options)
         self._progress = Progress(Position())
         # A stream that was opened, to peek or at a restored position, and not yet used.
@@ -102,7 +103,7 @@ class DistributedDataset:
     @property
     def prefetch(self) -> int:
         """How far to place batches ahead; processes that must agree only read ahead."""
-        return 0 if self._is_agreed else self.options.prefetch
+        return 0 if self.is_agreed else self.options.prefetch
 
     def begin(self, *, exact: bool, begins_anew: bool) -> BatchStream:
         """Returns the stream that the next feed begins with.
@@ -113,7 +114,7 @@ class DistributedDataset:
         Raises:
             ValueError: If rows would have to travel between processes.
         """
-        if self._is_agreed and self.options.remainder == "exact" and not exact:
+        if self.is_agreed and self.options.remainder == "exact" and not exact:
             raise ValueError(_EXACT_NEEDS_ONE_DATASET)
         stream, self._waiting = self._waiting, None
         if stream is not None and stream.position.is_exhausted and begins_anew:
@@ -148,7 +149,7 @@ class DistributedDataset:
                 treated as `options.remainder` says.
         """
         splitter, lockstep = self._make_splitter(exact), None
-        if self._is_agreed:
+        if self.is_agreed:
             peers, num_own = self.layout.peers, len(self.layout.local_replicas)
             assert peers is not None
             splitter = dataclasses.replace(splitter, num_replicas=num_own, local=None)
@@ -189,7 +190,7 @@ class DistributedDataset:
             remainder=self.options.remainder,
             exact=exact,
             local=None if layout.peers is None else layout.local_replicas,
-            has_peers=self._is_agreed,
+            has_peers=self.is_agreed,
         )
 
     @property
@@ -260,7 +261,7 @@ class DistributedDataset:
         """
         self.check_repositionable()
         state = encode_position(self._progress.position, self._source.name)
-        if not self._is_agreed:
+        if not self.is_agreed:
             return state
         peers = self.layout.peers
         assert peers is not None
@@ -297,7 +298,7 @@ class DistributedDataset:
             DatasetStateError: If it was saved by another number of processes.
         """
         states = state.get(_PIPELINES) if isinstance(state, dict) else None
-        peers = self.layout.peers if self._is_agreed else None
+        peers = self.layout.peers if self.is_agreed else None
         if states is None and peers is None:
             return state
         saved = 1 if states is None else len(states)

@@ -1,6 +1,6 @@
 """What data must know about a strategy: how many replicas, and where arrays go."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
@@ -10,8 +10,21 @@ Active: TypeAlias = int | tuple[int, ...]
 """Which replicas have data: so many, the first ones, or those of these numbers."""
 
 
+class Boundary(Protocol):
+    """What processes tell each other between two loops."""
+
+    def take(self, say: Callable[[], Any]) -> list[Any] | None:
+        """Returns, once, what each process said by the method `say`."""
+        ...
+
+
 class Peers(Protocol):
     """The processes that train together, where there are several."""
+
+    @property
+    def boundary(self) -> Boundary:
+        """What they tell each other between two loops."""
+        ...
 
     @property
     def index(self) -> int:

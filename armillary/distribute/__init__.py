@@ -9,8 +9,8 @@
 
 `_strategy` is the base. Below it, `_replicas` maps a function over replicas,
 `_variables` says what that means for each slot, `_collectives` is what a replica can
-do. `_function` compiles a step, `_trace` makes it pure, `_placement` holds its state on
-the devices.
+do. `_function` compiles a step, `_trace` makes it pure, `_flat_state` holds its state
+on the devices.
 """
 
 from armillary.distribute._strategy import Strategy as Strategy

@@ -100,11 +100,7 @@ class Strategy:
         raise NotImplementedError
 
     def _run(
-        self,
-        fn: Callable[..., PyTree],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        state: State | None,
+        self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> PyTree:
         """Runs `fn` once per replica; `state` is what an enclosing step has lifted."""
         raise NotImplementedError
@@ -165,7 +161,7 @@ class Strategy:
         replica = merging_replica()
         if replica is not None:
             return replica.run_merged(fn, tuple(args), kwargs or {})
-        return self._run(fn, tuple(args), kwargs or {}, lifted_state())
+        return self._run(lifted_state(), fn, *args, **(kwargs or {}))
 
     @hides_frames
     def reduce(
@@ -382,6 +378,13 @@ class Strategy:
     experimental_distribute_values_from_function = distribute_values_from_function
     experimental_local_results = local_results
     experimental_make_numpy_dataset = make_numpy_dataset
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # A method that a subclass overrides is overridden under both its names.
+        for name, method in list(vars(cls).items()):
+            if hasattr(Strategy, f"experimental_{name}"):
+                setattr(cls, f"experimental_{name}", method)
 
 
 def _check_whole(function: str, leaf: Any) -> None:

@@ -6,7 +6,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from armillary.goodput._category import Category
@@ -27,8 +26,8 @@ _LONGEST_PAUSE_SECONDS = 10.0
 _is_claimed = False
 
 
-class Recorder:
-    """Keeps a stopwatch of what the controller does, and a journal of its totals.
+class Recorder(Stopwatch):
+    """A stopwatch of what the controller does, with a journal of its totals.
 
     Nothing is written before training begins, so a job that only evaluates the
     checkpoints of another one leaves its journal alone. Time between two calls of the
@@ -41,30 +40,27 @@ class Recorder:
     """
 
     def __init__(self, journal: Journal | None, start_up_seconds: float = 0.0) -> None:
+        super().__init__(Category.START_UP, elapsed=start_up_seconds)
         self._journal = journal
         self._attempt = uuid.uuid4().hex[:12]
-        self._stopwatch = Stopwatch(Category.START_UP, elapsed=start_up_seconds)
         self._step = 0
         self._has_begun = self._is_done = False
         self._written_at = 0.0
 
-    @property
-    def seconds(self) -> dict[Category, float]:
-        """The seconds of each category so far."""
-        return self._stopwatch.seconds
-
-    def phase(self, category: Category) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def phase(self, category: Category) -> Iterator[None]:
         """Counts a block in a category, and its compilations as such."""
         if category is Category.RESTORING:
             # A line parts what was done so far, and may be lost, from going back.
             self.mark("going back", self._step)
-        return self._stopwatch.phase(category)
+        with super().phase(category):
+            yield
 
     def find_place(self) -> Place:
         """Returns where the program is; other threads may ask, too."""
-        category = self._stopwatch.category
+        category = self.category
         phase = "outside of loops" if category is None else _PHASES[category]
-        return Place(phase, self._stopwatch.moves)
+        return Place(phase, self.moves)
 
     @contextlib.contextmanager
     def run(self, step: int, has_reached_goal: Callable[[], bool]) -> Iterator[None]:
@@ -77,7 +73,7 @@ class Recorder:
         """
         self._has_begun, self._is_done = True, False
         try:
-            with self._stopwatch.phase(Category.OTHER):
+            with self.phase(Category.OTHER):
                 self.mark("start", step)
                 try:
                     yield
@@ -86,7 +82,7 @@ class Recorder:
                     self.mark("end", self._step)
         finally:
             # Also after the first run: start-up has ended with its beginning.
-            self._stopwatch.switch(None)
+            self.switch(None)
 
     def mark(self, event: str, step: int) -> None:
         """Notes that a step was reached, and writes a line.

@@ -11,7 +11,8 @@ from armillary.keras._model import (
     results,
 )
 from armillary.keras._scaling import scaled_for_replicas
-from armillary.trainer._standard import StandardEvaluator, StandardEvaluatorOptions
+from armillary.trainer._options import StandardEvaluatorOptions
+from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.typing import Batch, Output
 
 

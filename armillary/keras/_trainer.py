@@ -13,7 +13,8 @@ from armillary.keras._model import (
     results,
 )
 from armillary.keras._scaling import scaled_for_replicas
-from armillary.trainer._standard import StandardTrainer, StandardTrainerOptions
+from armillary.trainer._options import StandardTrainerOptions
+from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.typing import Batch, Output
 
 

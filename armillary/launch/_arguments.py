@@ -117,8 +117,8 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     if devices_per_worker is not None:
         check_positive_int("--devices-per-worker", devices_per_worker)
     max_restarts = check_not_negative_int("--max-restarts", namespace.max_restarts)
-    restart_pause = _check_seconds("--restart-pause", namespace.restart_pause)
-    grace_period = _check_seconds("--grace-period", namespace.grace_period)
+    pause_seconds = _check_seconds("--restart-pause", namespace.restart_pause)
+    grace_seconds = _check_seconds("--grace-period", namespace.grace_period)
     arguments = _make_arguments(namespace.module, namespace.script)
     check_environment(os.environ)
     devices = plan_devices(
@@ -136,8 +136,8 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         has_evaluator=namespace.evaluator,
         devices=devices,
         max_restarts=max_restarts,
-        restart_pause=restart_pause,
-        grace_period=grace_period,
+        pause_seconds=pause_seconds,
+        grace_seconds=grace_seconds,
         logs=_open_logs(namespace.log_dir, labels),
     )
     return lambda: run_job(job)

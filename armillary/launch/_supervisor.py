@@ -41,8 +41,8 @@ class Job:
         has_evaluator: Whether an evaluator runs beside them.
         devices: The devices of each process.
         max_restarts: Restarts allowed, of the workers, and of the evaluator alone.
-        restart_pause: Seconds before the first restart.
-        grace_period: Seconds that processes get to end by themselves.
+        pause_seconds: Seconds before the first restart.
+        grace_seconds: Seconds that processes get to end by themselves.
         logs: A log file for each process by its label, or none at all. They are closed
             at the end.
     """
@@ -52,8 +52,8 @@ class Job:
     has_evaluator: bool = False
     devices: DevicePlan
     max_restarts: int
-    restart_pause: float
-    grace_period: float
+    pause_seconds: float
+    grace_seconds: float
     logs: Mapping[str, FileIO]
 
 
@@ -120,7 +120,7 @@ class _Supervisor:
     def __init__(self, job: Job, output: Output) -> None:
         self._job = job
         self._output, self._say = output, output.say
-        self._policy = RestartPolicy(job.max_restarts, job.restart_pause)
+        self._policy = RestartPolicy(job.max_restarts, job.pause_seconds)
         self._addresses: list[str] = []
         self._tails: dict[str, deque[str]] = {}
         self._workers, self._evaluator = _Group(self._say), _Group(self._say)
@@ -245,9 +245,9 @@ class _Supervisor:
             # Several may have ended at once: one that only reacted is not the first.
             failure = min(failed, key=lambda child: child.ended.result().is_reaction)
             if pending:
-                grace_period = self._job.grace_period
+                grace_seconds = self._job.grace_seconds
                 group.end_after(
-                    (grace_period, signal.SIGTERM),
+                    (grace_seconds, signal.SIGTERM),
                     (_TERMINATE_SECONDS, signal.SIGKILL),
                 )
                 # What a worker said before it ended comes first.
@@ -255,7 +255,7 @@ class _Supervisor:
                 self._say(
                     f"{failure.label}: {failure.ended.result().describe()}. "
                     f"{len(pending)} of {len(group.children)} still run, and have "
-                    f"{grace_period:g} s to end by themselves."
+                    f"{grace_seconds:g} s to end by themselves."
                 )
         return failure
 
@@ -274,7 +274,7 @@ class _Supervisor:
         It reads checkpoints and takes part in nothing else, so the workers go on when
         it fails, and it goes on when they are restarted.
         """
-        policy = RestartPolicy(self._job.max_restarts, self._job.restart_pause)
+        policy = RestartPolicy(self._job.max_restarts, self._job.pause_seconds)
         cause = ExitCode.FAILED
         while not self._is_ending.is_set():
             self._say("starts the evaluator.")
@@ -340,7 +340,7 @@ class _Supervisor:
     def _receive(self, number: int) -> None:
         """Passes a signal on; asks all processes to end if it is one of those."""
         workers, evaluator = self._workers, self._evaluator
-        grace_period, now = self._job.grace_period, asyncio.get_running_loop().time()
+        grace_seconds, now = self._job.grace_seconds, asyncio.get_running_loop().time()
         if number == signal.SIGCHLD:
             for child in (*workers.children, *evaluator.children):
                 child.look()
@@ -351,11 +351,11 @@ class _Supervisor:
             self._stop, self._asked_at = number, now
             self._is_ending.set()
             evaluator.pass_on(number)
-            more = f"; SIGKILL in {grace_period:g} s, or after a second signal"
+            more = f"; SIGKILL in {grace_seconds:g} s, or after a second signal"
             workers.pass_on(number, more)
             # Beside workers, the evaluator has as long as they have.
             group = workers if workers.running else evaluator
-            group.end_after((grace_period, signal.SIGKILL))
+            group.end_after((grace_seconds, signal.SIGKILL))
         # One request may arrive twice: `timeout` signals a process and its group.
         elif now > self._asked_at + _REPEAT_SECONDS:
             if workers.running:

@@ -5,7 +5,7 @@ each process holds a connection to process 0, over which they tell each other, e
 second, what they do. The kernel closes the connection of a process that ends, however
 that happens, and notices when a machine no longer answers. A process that only works
 hard in C code, or compiles for an hour, keeps its connection. One that is *stuck* is
-found by `hang_timeout`: no process has gone on for that long.
+found by `hang_timeout_seconds`: no process has gone on for that long.
 
 Whoever learns of it prints it, lets the main thread and a save come to an end for a few
 seconds, and ends the process with `ExitCode.RESTART_REQUESTED`.

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 _FRESH_SECONDS = 10.0
 _SILENT_SECONDS = 3.0
-"""Three reports that did not come. It must be less than any sensible `hang_timeout`."""
+"""Three reports that did not come: less than any sensible `hang_timeout_seconds`."""
 
 
 class Place(NamedTuple):
@@ -91,10 +91,10 @@ def find_hang(sightings: Mapping[int, Sighting], count: int, now: float) -> str 
         for index, seen in sightings.items()
     )
     return (
-        f"{who} gone on for {min(limits):g} seconds (`hang_timeout`):\n"
+        f"{who} gone on for {min(limits):g} seconds (`hang_timeout_seconds`):\n"
         f"{places}\n"
-        f"{advice}, or allow more time with a larger `hang_timeout`: it must exceed "
-        "the longest loop, evaluation, save and action."
+        f"{advice}, or allow more time with a larger `hang_timeout_seconds`: it must "
+        "exceed the longest loop, evaluation, save and action."
     )
 
 

@@ -14,30 +14,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
-from armillary._checks import list_lines
 from armillary.errors import StateStructureError
 from armillary.state import _nnx
 from armillary.state._compare import compare
 from armillary.state._holders import ABSENT, Numbers
-from armillary.state._place import PlaceSlot
 from armillary.state._slots import Slot, describe
+from armillary.state._step_changes import changed_message, find_new_places
 from armillary.state._walk import Walk
 from armillary.state._watch import Watch
-
-_MADE = "made by the step, so nothing carries it to the next one"
-_MADE_ANEW = (
-    "in a new object that the step made, while the loop carries what the old one "
-    "holds: assign to that (`variable[...] = value`, `setattr`), or make its class a "
-    "pytree (`jax.tree_util.register_dataclass`), so that a new value takes its place"
-)
-
-
-_LOST = (
-    "the step put an array into a name, a tuple or a function, which nothing carries "
-    "to the next step: hold it in an attribute or a variable"
-)
 
 
 class State:
@@ -52,7 +37,6 @@ class State:
         slots: The slots, each place once.
         paths: The path of each array in the flat list.
         owners: The slot of each array in the flat list.
-        places: The keys of the slots.
         ranges: For each slot: the slot, and the range of its arrays in the flat list.
     """
 
@@ -73,7 +57,6 @@ class State:
         self.owners = tuple(slot for slot in self.slots for _ in slot.paths)
         stops = list(itertools.accumulate(len(slot.paths) for slot in self.slots))
         self.ranges = list(zip(self.slots, [0, *stops], stops, strict=False))
-        self.places = frozenset(slot.key for slot in self.slots)
 
     @property
     def _names(self) -> set[str] | None:
@@ -92,7 +75,8 @@ class State:
     def is_current(self) -> bool:
         """Returns whether a new search would find the same; much faster than one.
 
-        What no step has looked at may differ.
+        What no step has looked at may differ, and so may what slots hold, which
+        `Slot.read` and `Slot.holds_same_objects` tell.
         """
         return self._watch.is_current()
 
@@ -215,39 +199,12 @@ class State:
                 if (a.shape, a.dtype) != (b.shape, b.dtype):
                     changes.append(f"{path}: {describe(a)} became {describe(b)}")
             leaves.extend(strong(leaf) for leaf in new)
-        new_places = self._new_places()
+        new_places = find_new_places(self.slots, Walk(self.roots), self._before[-1])
         if changes or new_places:
             num_places = len(self.paths) + len(new_places)
             changes.extend(new_places)
-            raise StateStructureError(_message(step_name, changes, num_places))
+            raise StateStructureError(changed_message(step_name, changes, num_places))
         return leaves
-
-    def _new_places(self) -> list[str]:
-        """Returns what is wrong with the places that a step put arrays into."""
-        now = Walk(self.roots)
-        made = [slot for key, slot in now.slots.items() if key not in self.places]
-        lost = [path for path, array in now.constants if isinstance(array, Tracer)]
-        return [f"{slot.path}: {self._describe_new(slot)}" for slot in made] + [
-            f"{path}: {_LOST}" for path in lost
-        ]
-
-    def _describe_new(self, slot: Slot) -> str:
-        """Returns what a step did to make a slot."""
-        if slot.path in {old.path for old in self.slots}:
-            return _MADE_ANEW
-        if not isinstance(slot, PlaceSlot):
-            return _MADE
-        part = self._before[-1].part_of(slot.part.source)
-        before = ABSENT if part is None else part.found(slot.name)
-        if before is ABSENT:
-            return _MADE
-        if before is slot.get():
-            kind = type(before).__name__
-            return f"the step put an array into this {kind}, which held none before"
-        arrays = slot.read()
-        is_one = slot.paths == (slot.path,)
-        became = describe(arrays[0]) if is_one else "a nest of arrays"
-        return f"held `{before!r:.60}` before the step, and {became} after it"
 
     def _parts(self, leaves: Sequence[Any]) -> Iterator[tuple[Slot, list[Any]]]:
         for slot, start, stop in self.ranges:
@@ -286,30 +243,3 @@ def _rebound(before: Walk) -> Iterator[str]:
             if now.pop(name, ABSENT) is not value:
                 yield name
         yield from now
-
-
-def _message(step_name: str, changes: list[str], num_slots: int) -> str:
-    lines = "\n".join(f"  {change}" for change in changes)
-    return (
-        f"`{step_name}` changed {len(changes)} of {num_slots} slots, and a compiled "
-        "loop needs the same places with the same shape and dtype after every step:\n"
-        f"{lines}\n"
-        "Make every place in the constructor with its final shape and dtype (an array, "
-        "`jnp.zeros(...)`, where it counts), and cast before assigning "
-        "(`value.astype(jnp.float32)`)."
-    )
-
-
-def unsettled_message(step_name: str, changes: dict[str, str]) -> str:
-    """Returns what is wrong with a step that would not do the same a second time."""
-    lines = [
-        f"{path}: {change}, once, while the step was traced"
-        for path, change in sorted(changes.items())
-    ]
-    return (
-        f"`{step_name}` changed plain values, so that the next step would be another "
-        f"one, and a compiled loop runs Python only once:\n"
-        f"{list_lines(lines, most=10)}\n"
-        "Hold what a step counts or decides by in an array (`jnp.zeros(...)`, "
-        "`jnp.where`), and set what is set once in `__init__` or `train_loop_begin`."
-    )

@@ -119,6 +119,12 @@ class PlaceSlot(Slot):
         self.put(raw.treedef.unflatten(values))
         return Held(raw.treedef, values)
 
+    def holds_same_objects(self) -> bool:
+        # An object that is equal to another may hold other arrays.
+        now = jax.tree.leaves(self.get(), is_leaf=self._is_leaf)
+        pairs = zip(self.static, now, strict=False)
+        return all(old is new for old, new in pairs if self._is_leaf(old))
+
     def is_of_optimizer(self) -> list[bool]:
         def is_part(value: Any) -> bool:
             return self._is_leaf(value) or _is_optax_state(value)

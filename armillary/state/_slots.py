@@ -77,6 +77,10 @@ class Slot(ABC):
         self.write(values)
         return self.raw()
 
+    def holds_same_objects(self) -> bool:
+        """Returns whether the objects beside the arrays are those that were found."""
+        return True
+
     def is_of_optimizer(self) -> list[bool]:
         """Returns, for each array, whether it is part of an optimizer's state."""
         return [False] * len(self.paths)

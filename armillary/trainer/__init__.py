@@ -2,21 +2,21 @@
 
 `_contract` is what a controller asks of any trainer; `StandardTrainer` and
 `StandardEvaluator` implement it around one step. Behind them a `Loop` moves through the
-data and keeps one `Program` for each shape of batch, which carries the state through
-the steps of a chunk on the device.
+data, with one `Program` for each shape of batch, which carries the state through the
+steps of a chunk on the device.
 """
 
 from armillary.trainer._contract import AbstractEvaluator as AbstractEvaluator
 from armillary.trainer._contract import AbstractTrainer as AbstractTrainer
 from armillary.trainer._contract import PendingLoops as PendingLoops
-from armillary.trainer._standard import StandardEvaluator as StandardEvaluator
-from armillary.trainer._standard import (
+from armillary.trainer._options import (
     StandardEvaluatorOptions as StandardEvaluatorOptions,
 )
-from armillary.trainer._standard import StandardTrainer as StandardTrainer
-from armillary.trainer._standard import (
+from armillary.trainer._options import (
     StandardTrainerOptions as StandardTrainerOptions,
 )
+from armillary.trainer._standard_evaluator import StandardEvaluator as StandardEvaluator
+from armillary.trainer._standard_trainer import StandardTrainer as StandardTrainer
 
 __all__ = [
     "AbstractEvaluator",

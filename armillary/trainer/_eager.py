@@ -5,21 +5,20 @@ values (on several replicas: one line, with the values of all). Slow, and equal 
 compiled loop up to rounding only.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 
-from armillary.data.feed._feed import Feed
 from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import HostBatch
-from armillary.distribute._strategy import Strategy
-from armillary.distribute.program._placement import Placement
+from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import explained
 from armillary.distribute.replica._context import lifted
 from armillary.state._lift import State, as_array
 from armillary.trainer._guard import LoopGuard
+from armillary.trainer._loop_data import LoopData
 from armillary.trainer._step_iterator import check_taken
+from armillary.trainer._step_method import StepMethod
 from armillary.typing import PyTree
 
 
@@ -43,39 +42,32 @@ class EagerIterator:
 
 
 def run_eagerly(
-    owner: Any,
-    step_fn: Callable[[Any], PyTree],
-    nest: Any,
-    feed: Feed,
-    strategy: Strategy,
-    owner_name: str,
-    guard: LoopGuard,
+    method: StepMethod, data: LoopData, guard: LoopGuard
 ) -> Iterator[tuple[PyTree, bool]]:
     """Yields what each step returned, and whether it ended its batch, until data ends.
 
     It also ends when `guard` finds a step that ends training. A step for which the data
     ends in the middle is not counted, but what it did before stays done.
     """
-    readers = feed.readers
+    readers, step_fn = data.feed.readers, method.fn
     while all(reader.peek() is not None for reader in readers):
         if guard.health is not None and guard.health.is_halted:
             return
-        state = State([(owner, "")])
-        everything = tuple(range(len(state.paths)))
-        placement = Placement(state, strategy)
-        arrays = placement.join(everything, *placement.place(everything))
-        placement.update(arrays)
+        state = State([(method.owner, "")])
+        flat = FlatState(state, method.strategy)
+        flat.take(tuple(range(len(state.paths))))
+        state.write(flat.arrays)
         iterators = [EagerIterator(reader) for reader in readers]
-        with lifted(state), explained(step_fn, state, owner_name):
+        with lifted(state), explained(step_fn, state, method.owner_name):
             try:
-                result = step_fn(jax.tree.unflatten(nest, iterators))
+                result = step_fn(jax.tree.unflatten(data.structure, iterators))
             except StopIteration:
                 return
         taken = [iterator.taken for iterator in iterators if iterator.taken is not None]
         check_taken(step_fn.__name__, [int(bool(i.taken)) for i in iterators])
-        _undo_if_bad(guard, state, arrays)
-        feed.commit_taken()
-        guard.add([feed.positions])
+        _undo_if_bad(guard, state, flat.arrays)
+        data.feed.commit_taken()
+        guard.add([data.feed.positions])
         yield result, all(batch.is_last for batch in taken)
 
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 
 from armillary._logging import logger
+from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep, trace_step
 from armillary.errors import StateStructureError
-from armillary.state._lift import State
 from armillary.trainer._pure_code import find_effect
 from armillary.typing import Output
 
@@ -89,15 +89,12 @@ def find_reason(owner: Any) -> str | None:
     return None
 
 
-def trace_hooks(
-    owner: Any, state: State, types: Sequence[Any], *, is_asked: bool
-) -> Hooks | None:
+def trace_hooks(owner: Any, flat: FlatState, *, is_asked: bool) -> Hooks | None:
     """Traces the hooks of a trainer, if Python need not run them.
 
     Args:
         owner: The trainer.
-        state: What it reaches.
-        types: Shape and dtype of the arrays of the state.
+        flat: The state that it reaches.
         is_asked: Whether the user says that Python need not run.
 
     Returns:
@@ -107,7 +104,7 @@ def trace_hooks(
         StateStructureError: If the user says so, and a hook changes plain values.
     """
     try:
-        return _trace(owner, state, types)
+        return _trace(owner, flat)
     except Exception as error:
         if is_asked:
             error.add_note(
@@ -119,7 +116,7 @@ def trace_hooks(
         return None
 
 
-def _trace(owner: Any, state: State, types: Sequence[Any]) -> Hooks:
+def _trace(owner: Any, flat: FlatState) -> Hooks:
     shapes: list[Any] = []
 
     def end() -> list[Any]:
@@ -132,11 +129,9 @@ def _trace(owner: Any, state: State, types: Sequence[Any]) -> Hooks:
 
     traced = []
     for name, run in ((BEGIN, begin), (END, end)):
-        with state.kept() as changes:
+        with flat.state.kept() as changes:
             hook = getattr(owner, name)
-            traced.append(
-                trace_step(run, state, types, (), user_fn=hook, owner="the trainer")
-            )
+            traced.append(trace_step(run, flat, (), user_fn=hook, owner="the trainer"))
             if changed := changes():
                 raise StateStructureError(
                     f"`{name}` changes plain values ({', '.join(sorted(changed)[:5])}),"

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from armillary.distribute.program._placement import Placement
+from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep
 from armillary.distribute.replica._varying import corrected_types
 from armillary.trainer._hooks import Hooks
@@ -47,7 +47,7 @@ class Loops(NamedTuple):
 class _Inputs(NamedTuple):
     """What a call takes besides the arrays that it takes over."""
 
-    others: list[Any]
+    others: Sequence[Any]
     chunk: list[Any]
     start: Any
     num_steps: Any
@@ -63,7 +63,7 @@ class Program:
         batches_per_step: How many batches of each dataset it takes.
         gathers: For each dataset, `Gather.on_device`.
         capacity: Steps for which the chunk has room.
-        placement: Where the state lives.
+        flat: The state.
         keep_results: Whether to return what each step returned.
         is_nested: Whether the loop runs on the device. If not, each step is a program
             of its own.
@@ -83,7 +83,7 @@ class Program:
         batches_per_step: Sequence[int],
         gathers: Sequence[Gather],
         capacity: int,
-        placement: Placement,
+        flat: FlatState,
         *,
         keep_results: bool,
         is_nested: bool,
@@ -95,7 +95,7 @@ class Program:
         self._batches_per_step = tuple(batches_per_step)
         self._gathers = tuple(gathers)
         self._capacity = capacity
-        self._placement = placement
+        self._flat = flat
         self._keep_results = keep_results
         self._guard = guard
         self.is_nested = is_nested
@@ -106,11 +106,11 @@ class Program:
         self._compiled = compile_step(
             self._run,
             step.program,
-            placement.platform,
+            flat.platform,
             compiler_options,
             donate_argnums=0,
             out_shardings=(
-                placement.shardings(self.changed),
+                flat.shardings(self.changed),
                 None,
                 None,
                 None if guard is None else guard.sharding,
@@ -124,8 +124,8 @@ class Program:
 
     def __call__(
         self,
-        donated: list[jax.Array],
-        others: list[jax.Array],
+        donated: Sequence[jax.Array],
+        others: Sequence[jax.Array],
         chunk: Sequence[tuple[PyTree, PyTree]],
         start: int,
         num_steps: int,
@@ -134,7 +134,7 @@ class Program:
     ) -> tuple[list[jax.Array], list[jax.Array], jax.Array, Health | None]:
         """Runs steps `start` to `start + num_steps` of a chunk, given as `inputs`.
 
-        `donated` and `others` are what `Placement.place` gives, and `health` what the
+        `donated` and `others` are what `FlatState.lent` gives, and `health` what the
         guard knows, if there is one.
 
         Returns:
@@ -168,9 +168,9 @@ class Program:
         return new, results if self._keep_results else [], health
 
     def _run(
-        self, donated: list[Any], inputs: _Inputs
+        self, donated: Sequence[Any], inputs: _Inputs
     ) -> tuple[list[Any], list[Any], Any, Any]:
-        slots = self._placement.join(self.changed, donated, inputs.others)
+        slots = self._flat.join(self.changed, donated, inputs.others)
         if self.hooks is not None:
             return self._run_loops(self.hooks, slots, inputs)
         run = self._run_many if self.is_nested else self._run_one

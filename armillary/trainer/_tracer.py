@@ -5,22 +5,20 @@ batches, and the plain Python values (flags, rates, names) that were read on the
 New places or values are noticed between loops; batches may only get smaller.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from armillary._logging import logger
-from armillary.data._layout import Active
-from armillary.distribute._strategy import Strategy
-from armillary.distribute.program._placement import Placement
+from armillary.data._layout import Active, BatchLayout
+from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep, trace_step
 from armillary.errors import RetraceError
 from armillary.state._lift import State
-from armillary.state._slots import describe
+from armillary.trainer._batch_types import check_types, key_of
 from armillary.trainer._hooks import Hooks, find_reason, trace_hooks
 from armillary.trainer._reads import recorded_reads
 from armillary.trainer._step_iterator import MoreBatches, StepIterator, check_taken
+from armillary.trainer._step_method import StepMethod
 from armillary.typing import PyTree
 
 _MAX_BATCHES_PER_STEP = 64
@@ -55,74 +53,56 @@ class _Entry(NamedTuple):
 
     batches: list[PyTree]
     active: tuple[Active, ...]
-    layouts: list[Any]
     trace: Trace
 
 
 class StepTracer:
-    """Traces one method of one owner.
+    """Traces one step.
 
     Args:
-        owner: The trainer or evaluator, from which state is reached.
-        step_fn: Its step, a function of a nest of iterators.
-        name: How messages call the step.
-        nest: The structure of the nest.
-        strategy: The strategy in effect while the step runs.
+        method: The step.
+        structure: The structure of the nest of iterators that it takes.
+        layouts: How the batches of each of them are laid out.
+
+    Attributes:
+        flat: The state; `None` before `find_state`.
     """
 
     def __init__(
-        self,
-        owner: Any,
-        step_fn: Callable[[Any], PyTree],
-        name: str,
-        nest: Any,
-        strategy: Strategy,
+        self, method: StepMethod, structure: Any, layouts: Sequence[BatchLayout]
     ) -> None:
-        self._owner, self._step_fn, self._name = owner, step_fn, name
-        self._nest, self._strategy = nest, strategy
+        self._method, self._structure, self._layouts = method, structure, layouts
         self._traces: dict[Any, _Entry] = {}
         self._first_batches: list[PyTree] | None = None
         # The attributes of the owner that steps looked at; shared with the state.
         self._reads: set[str] = set()
         self._num_in_vain = 0
-        self._types: list[jax.ShapeDtypeStruct] = []
-        self._signature: Any = None
         # Once they are known: `(None,)` if they stay in Python.
         self._hooks: tuple[Hooks | None] | None = None
         self._is_asked = False
-        self.state: State | None = None
-        self.placement: Placement | None = None
+        self.flat: FlatState | None = None
 
     def find_state(self) -> bool:
         """Finds the state as it is now; returns whether programs are out of date."""
-        old = self.state
-        if old is None or self.placement is None:
-            self._adopt(State([(self._owner, "")], self._reads))
+        flat = self.flat
+        if flat is None:
+            self.flat = FlatState(self._search(), self._method.strategy)
             return True
-        if old.is_current() and self.placement.has_types(self._types):
+        if flat.state.is_current() and flat.fits():
             return False
-        found = State([(self._owner, "")], self._reads)
+        old, new = flat.state, self._search()
         # That of `old` as it was: its places may have another structure by now.
-        if found.signature() != self._signature:
-            self._adopt(found)
+        if new.signature() != flat.signature:
+            self.flat = FlatState(new, self._method.strategy)
             self._traces.clear()
             self._hooks = None
             return True
-        self._go_on_with(found)
-        changes = found.changes_since(old)
+        flat.rebind(new)
+        changes = new.changes_since(old)
         return bool(changes) and self._trace_again(changes)
 
-    def _adopt(self, state: State) -> None:
-        self.state = state
-        self.placement = Placement(state, self._strategy)
-        self._types = self.placement.types()
-        self._signature = state.signature()
-
-    def _go_on_with(self, state: State) -> None:
-        """Takes what a new search has found: the same slots, or others like them."""
-        assert self.placement is not None
-        self.state = state
-        self.placement.rebind(state)
+    def _search(self) -> State:
+        return State([(self._method.owner, "")], self._reads)
 
     def _trace_again(self, changes: Collection[str]) -> bool:
         """Traces again where plain values changed; returns whether that made a change.
@@ -133,26 +113,31 @@ class StepTracer:
         old, self._traces = self._traces, {}
         shown = ", ".join(sorted(changes)[:5])
         if self._has_other_hooks():
-            logger.warning(_COMPILED_AGAIN, self._name, shown)
+            logger.warning(_COMPILED_AGAIN, self._method.name, shown)
             return True
         for entry in old.values():
             try:
-                again = self.trace(entry.batches, entry.active, entry.layouts)
+                again = self.trace(entry.batches, entry.active)
             except BaseException:
                 # The next loop must not run what was traced before.
-                self.state, self._traces = None, {}
+                self.flat, self._traces = None, {}
                 raise
             if (
                 again.batches_per_step != entry.trace.batches_per_step
                 or not again.step.is_same(entry.trace.step)
             ):
-                logger.warning(_COMPILED_AGAIN, self._name, shown)
+                logger.warning(_COMPILED_AGAIN, self._method.name, shown)
                 return True
         self._traces = old
         self._num_in_vain += 1
         if self._num_in_vain == _MANY_IN_VAIN:
-            logger.warning(_TRACED_IN_VAIN, self._name, _MANY_IN_VAIN, shown)
+            logger.warning(_TRACED_IN_VAIN, self._method.name, _MANY_IN_VAIN, shown)
         return False
+
+    @property
+    def has_python_hooks(self) -> bool:
+        """Whether the hooks of the trainer are known to stay in Python."""
+        return self._hooks == (None,)
 
     def hooks(self, *, is_asked: bool) -> Hooks | None:
         """Returns the hooks of the trainer, or `None` if they stay in Python.
@@ -165,28 +150,22 @@ class StepTracer:
         """
         if self._hooks is None:
             self._is_asked = is_asked
-            if self.state is not None:
-                self.find_state()
             self._hooks = (self._trace_hooks(),)
         return self._hooks[0]
 
     def _trace_hooks(self) -> Hooks | None:
-        reason = None if self._is_asked else find_reason(self._owner)
-        if reason is None:
-            if self.state is None:
-                self.find_state()
-            assert self.state is not None
-            with recorded_reads(self._owner, self.state.note_read):
-                hooks = trace_hooks(
-                    self._owner, self.state, self._types, is_asked=self._is_asked
-                )
-            self.state.watch()
+        owner, flat = self._method.owner, self.flat
+        reason = None if self._is_asked else find_reason(owner)
+        if reason is not None:
+            logger.debug("%s.", reason)
+        elif flat is not None:
+            with recorded_reads(owner, flat.state.note_read):
+                hooks = trace_hooks(owner, flat, is_asked=self._is_asked)
+            flat.state.watch()
             if hooks is not None:
                 return hooks
-        else:
-            logger.debug("%s.", reason)
-        # What Python does where a loop begins may change the state.
-        self.state = None
+        # What Python does where a loop begins may put state where there was none.
+        self.flat = None
         return None
 
     def _has_other_hooks(self) -> bool:
@@ -199,34 +178,31 @@ class StepTracer:
         self._hooks = (new,)
         return new is None or not new.is_same(old)
 
-    def trace(
-        self, batches: list[PyTree], active: tuple[Active, ...], layouts: Sequence[Any]
-    ) -> Trace:
+    def trace(self, batches: list[PyTree], active: tuple[Active, ...]) -> Trace:
         """Returns the traced step for batches of some shape.
 
         Args:
             batches: Shape and dtype of one batch of each dataset, in the layout's form.
             active: Which replicas hold data, for each dataset.
-            layouts: The layout of each dataset.
 
         Raises:
             RetraceError: If batches have changed in more than their size, or the step
                 takes no batch of a dataset, or nearly all of them.
         """
-        key = _batch_key(batches, active)
+        key = key_of(batches, active)
         if key not in self._traces:
-            self._check_batches(batches)
-            trace = self._trace_new(batches, active, layouts)
-            self._traces[key] = _Entry(batches, active, list(layouts), trace)
+            if self._first_batches is None:
+                self._first_batches = batches
+            check_types(self._method, self._first_batches, batches)
+            trace = self._trace_new(batches, active)
+            self._traces[key] = _Entry(batches, active, trace)
         return self._traces[key].trace
 
-    def _trace_new(
-        self, batches: list[PyTree], active: tuple[Active, ...], layouts: Sequence[Any]
-    ) -> Trace:
-        counts = [1] * len(batches)
+    def _trace_new(self, batches: list[PyTree], active: tuple[Active, ...]) -> Trace:
+        name, counts = self._method.name, [1] * len(batches)
         while True:
             try:
-                step, taken = self._trace_with(batches, counts, active, layouts)
+                step, taken = self._trace_with(batches, counts, active)
             except MoreBatches as more:
                 if counts[more.index] < _MAX_BATCHES_PER_STEP:
                     # Doubled, since each try is a trace of the whole step.
@@ -234,108 +210,47 @@ class StepTracer:
                     counts[more.index] = min(doubled, _MAX_BATCHES_PER_STEP)
                     continue
                 raise RetraceError(
-                    f"`{self._name}` took over {_MAX_BATCHES_PER_STEP} batches in one "
+                    f"`{name}` took over {_MAX_BATCHES_PER_STEP} batches in one "
                     "step, so it seems to loop over the whole data set. Take a fixed "
                     "number with `next(iterator)`; the library calls the step until "
                     "the data ends."
                 ) from None
-            check_taken(self._name, taken)
+            check_taken(name, taken)
             if taken == counts:
                 return Trace(step, tuple(counts))
             counts = taken
 
     def _trace_with(
-        self,
-        batches: list[PyTree],
-        counts: list[int],
-        active: tuple[Active, ...],
-        layouts: Sequence[Any],
+        self, batches: list[PyTree], counts: list[int], active: tuple[Active, ...]
     ) -> tuple[TracedStep, list[int]]:
         """Traces the step with so many batches to take; returns how many it took."""
-        assert self.state is not None and self.placement is not None
+        method, flat = self._method, self.flat
+        assert flat is not None
         taken: list[int] = []
 
         def fn(*arguments: Any) -> PyTree:
             iterators = [
                 StepIterator(
-                    i, [layouts[i].wrap(batch, active[i]) for batch in offered]
+                    i, [self._layouts[i].wrap(batch, active[i]) for batch in offered]
                 )
                 for i, offered in enumerate(arguments)
             ]
-            result = self._step_fn(self._nest.unflatten(iterators))
+            result = method.fn(self._structure.unflatten(iterators))
             taken[:] = [iterator.num_taken for iterator in iterators]
             return result
 
-        was_current = self.state.is_current()
-        with recorded_reads(self._owner, self.state.note_read):
+        offered = zip(batches, counts, strict=True)
+        was_current = flat.state.is_current()
+        with recorded_reads(method.owner, flat.state.note_read):
             step = trace_step(
                 fn,
-                self.state,
-                self._types,
-                tuple(
-                    [batch] * count
-                    for batch, count in zip(batches, counts, strict=True)
-                ),
-                user_fn=self._step_fn,
-                owner=owner_of(self._name),
+                flat,
+                tuple([batch] * count for batch, count in offered),
+                user_fn=method.fn,
+                owner=method.owner_name,
             )
-        self.state.watch()
-        if was_current and not self.state.is_current():
+        flat.state.watch()
+        if was_current and not flat.state.is_current():
             # The step set something to what it is after each of its runs.
-            self._go_on_with(State(self.state.roots, self._reads))
+            flat.rebind(self._search())
         return step, taken
-
-    def _check_batches(self, batches: list[PyTree]) -> None:
-        """Checks that batches differ from the first ones in their size only.
-
-        Raises:
-            RetraceError: If anything else differs.
-        """
-        if self._first_batches is None:
-            self._first_batches = batches
-        axis = 1 if self._strategy.layout.stacked else 0
-        changes = [
-            change
-            for first, batch in zip(self._first_batches, batches, strict=True)
-            for change in _compare(first, batch, axis)
-        ]
-        if changes:
-            shown = "\n".join(changes)
-            raise RetraceError(
-                f"Batches changed after `{self._name}` was compiled, and it would be "
-                f"compiled again for each new shape:\n{shown}\n"
-                "Only the number of examples may be smaller at the end of the data. "
-                "Give all batches one shape and dtype, for example by padding "
-                "sequences to a fixed length."
-            )
-
-
-def _batch_key(batches: Sequence[PyTree], active: tuple[Active, ...]) -> Any:
-    """Returns a key that is equal for batches which one trace serves."""
-    leaves, treedef = jax.tree.flatten(list(batches))
-    return treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves), active
-
-
-def owner_of(step_name: str) -> str:
-    """Returns what messages call the object that has the step."""
-    return "the evaluator" if step_name.startswith("eval") else "the trainer"
-
-
-def _compare(first: PyTree, batch: PyTree, axis: int) -> list[str]:
-    old, new = jax.tree.structure(first), jax.tree.structure(batch)
-    if old != new:
-        return [f"  structure {old} became {new}"]
-    changes = []
-    pairs = zip(
-        jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(batch), strict=True
-    )
-    for (path, old_leaf), leaf in pairs:
-        if _without(old_leaf, axis) != _without(leaf, axis):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            was, became = describe(old_leaf), describe(leaf)
-            changes.append(f"  {name or 'the batch'}: {was} became {became}")
-    return changes
-
-
-def _without(leaf: Any, axis: int) -> tuple[Any, ...]:
-    return (*leaf.shape[axis + 1 :], str(leaf.dtype))

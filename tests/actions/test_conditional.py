@@ -1,7 +1,5 @@
 """`ConditionalAction` runs its actions exactly when the condition holds."""
 
-import pytest
-
 from armillary.actions import ConditionalAction
 
 
@@ -25,12 +23,3 @@ def test_several_actions_run_in_order():
     action({})
 
     assert seen == ["first", "second"]
-
-
-def test_what_is_not_callable_is_an_error():
-    with pytest.raises(TypeError, match=r"`condition` is True of type bool.*callable"):
-        ConditionalAction(True, print)
-    with pytest.raises(TypeError, match=r"`action` is 3 of type int.*callable"):
-        ConditionalAction(bool, 3)
-    with pytest.raises(TypeError, match=r"`action\[1\]` is 3 of type int.*callable"):
-        ConditionalAction(bool, [print, 3])

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from armillary.actions import EarlyStopping
 
@@ -83,15 +82,3 @@ def test_state_goes_through_a_checkpoint():
     restored({"loss": 1.0})
 
     assert len(reasons) == 1
-
-
-def test_wrong_arguments_are_errors():
-    options = {"higher_is_better": False}
-    with pytest.raises(TypeError, match=r"`request_stop` is None.*callable"):
-        EarlyStopping(None, "loss", 1, **options)
-    with pytest.raises(TypeError, match=r"`metric` is 3 of type int"):
-        EarlyStopping(print, 3, 1, **options)
-    with pytest.raises(ValueError, match=r"`patience` is 0.*positive integer"):
-        EarlyStopping(print, "loss", 0, **options)
-    with pytest.raises(ValueError, match=r"`min_delta` is -1.*not negative"):
-        EarlyStopping(print, "loss", 1, min_delta=-1, **options)

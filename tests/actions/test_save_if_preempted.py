@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from armillary.actions import SaveCheckpointIfPreempted, _save_if_preempted
 from armillary.actions._grace_period import GracePeriod
 from armillary.checkpoint import Checkpoint, CheckpointManager
 from armillary.checkpoint._store import Store
-from armillary.cluster import SimpleClusterResolver, TerminationConfig
+from armillary.cluster import TerminationConfig
 from armillary.cluster._peers import Peers
 from armillary.controller._controller import Controller
 from armillary.errors import CheckpointError
@@ -452,28 +451,3 @@ def test_a_signal_to_all_processes_is_one_notice(tmp_path, monkeypatch, caplog):
         action._notice.source = "SIGTERM"
         found = run_all(lambda peers: action._find_notice())
     assert found == ["SIGTERM in process 0 of 2, and in 1 more"] * 2
-
-
-def test_a_cluster_resolver_in_the_place_of_the_manager_is_an_error():
-    with pytest.raises(TypeError, match="this action takes no cluster resolver") as e:
-        SaveCheckpointIfPreempted(SimpleClusterResolver({}))
-    assert (
-        "of type SimpleClusterResolver, but it must be a `CheckpointManager`."
-        in str(e.value)
-    )
-
-
-def test_what_is_no_configuration_is_an_error(tmp_path):
-    manager = make_manager(Run(), tmp_path)
-    with pytest.raises(TypeError, match="`termination_config` is 120 of type int, but"):
-        SaveCheckpointIfPreempted(manager, 120)
-
-
-@pytest.mark.parametrize(
-    "config", [TerminationConfig(grace_period=5), TerminationConfig(exit_fn=print)]
-)
-def test_to_keep_running_needs_no_end(tmp_path, config):
-    manager = make_manager(Run(), tmp_path)
-    told = re.escape(f"has grace_period={config.grace_period!r} and exit_fn=")
-    with pytest.raises(ValueError, match=f"`keep_running_after_save` is True.* {told}"):
-        SaveCheckpointIfPreempted(manager, config, keep_running_after_save=True)

@@ -1,7 +1,7 @@
 """A worker that says what its arguments tell it to: for tests of the parent.
 
 Arguments: the seconds of one step, and what it does at a run (`run`, `hang`, `die`,
-`error`, `skip`, `babble`).
+`error`, `skip`).
 """
 
 import sys
@@ -23,9 +23,6 @@ class Fake:
         if behavior == "die":
             sys.stderr.write("Something broke.\n")
             sys.exit(3)
-        if behavior == "babble":
-            sys.stdout.write("hello\n")
-            sys.stdout.flush()
         if behavior in ("error", "skip"):
             event = {
                 "event": "error",

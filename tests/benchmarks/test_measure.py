@@ -58,13 +58,6 @@ def test_who_fails_is_left_out_with_the_reason_and_the_others_go_on():
     assert "Something broke." in entry["failed"]["reference-step"]
 
 
-def test_without_a_reference_there_are_speeds_but_no_ratios():
-    entry = measure(armillary=(0.001, "run"))
-    assert entry["reference"] is None
-    assert "ratio" not in entry["contestants"]["armillary"]
-    assert entry["contestants"]["armillary"]["steps_per_second"] > 0
-
-
 def test_a_worker_that_hangs_is_given_up_and_ended():
     start = time.monotonic()
     with start_fake(0.0, "hang") as worker:
@@ -75,19 +68,6 @@ def test_a_worker_that_hangs_is_given_up_and_ended():
         with pytest.raises(ProcessLookupError):
             os.kill(worker.pid, 0)
     assert time.monotonic() - start < 60
-
-
-def test_another_answer_than_expected_is_an_error():
-    message = r"answered .*'ready'.* not 'ran'"
-    with start_fake() as worker, pytest.raises(WorkerError, match=message):
-        worker.run(1, 60.0)
-
-
-def test_a_line_that_is_no_message_fails_the_worker():
-    with start_fake(0.0, "babble") as worker:
-        worker.wait_ready(60.0)
-        with pytest.raises(WorkerError, match="fake wrote 'hello"):
-            worker.run(1, 60.0)
 
 
 def test_workers_end_with_the_block_also_when_it_is_interrupted():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import checkpoint_cost, host_work, import_time, memory, start_time
+from benchmarks import checkpoint_cost, host_work, memory, start_time
 from benchmarks.cases import Case
 from benchmarks.contestants import make_contestant
 from benchmarks.measure import Settings
@@ -42,13 +42,6 @@ def test_the_loop_needs_no_more_memory_than_a_scan_and_one_chunk(task):
 
 
 @pytest.mark.slow
-def test_the_import_is_timed_in_fresh_processes():
-    measurement = import_time.measure(2)
-    assert len(measurement["seconds"]) == 2
-    assert 0 < measurement["median"] < 60
-
-
-@pytest.mark.slow
 def test_a_second_start_takes_its_programs_from_the_cache(monkeypatch):
     # The suite's own cache would serve the first start.
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
@@ -72,15 +65,6 @@ def test_the_cost_of_checkpoints_is_a_ratio_over_bursts_of_one_interval():
     assert measurement["burst_steps"] == 100
     assert len(measurement["contestants"]["armillary-saving"]["seconds"]) == 2
     assert 0.2 < measurement["ratio"]["median"] < 0.9
-
-
-def test_a_failure_leaves_the_cost_of_checkpoints_open():
-    measurement = checkpoint_cost.measure("mlp", "small", 1, start_fake)
-    assert "ratio" not in measurement
-    assert measurement["failed"] == {
-        "armillary": "No luck.",
-        "armillary-saving": "No luck.",
-    }
 
 
 @pytest.mark.slow

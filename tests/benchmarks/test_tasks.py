@@ -70,10 +70,3 @@ def test_tasks_need_no_framework():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY
     )
     assert result.stdout.strip() == "[]", result.stderr
-
-
-def test_an_unknown_task_or_size_is_an_error():
-    with pytest.raises(ValueError, match="`name` is 'gpt', but there is no such task"):
-        make_task("gpt")
-    with pytest.raises(ValueError, match="`size` is 'huge', but it must be one of"):
-        make_task("mlp", "huge")

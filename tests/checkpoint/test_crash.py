@@ -119,7 +119,9 @@ def test_a_kill_before_the_older_one_of_a_number_goes_leaves_the_newer_one(
     manager, path, values = restore(tmp_path)
     assert path == str(tmp_path / "checkpoint_1.1")
     assert values[:2] == [7.0, 7.0]
+    manager.save(2)
     manager.close()
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_1.1", "checkpoint_2"]
 
 
 @pytest.mark.slow

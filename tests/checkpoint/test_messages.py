@@ -19,6 +19,7 @@ from armillary.errors import (
     CheckpointMismatchError,
     DatasetStateError,
 )
+from tests.mistakes import mistakes
 
 
 class Position:
@@ -56,85 +57,68 @@ def read_donated(_: Path) -> None:
 
 
 NOT_NUMERIC = {"name": nnx.Variable("text"), "array": nnx.Variable(jnp.zeros(1))}
-NUMBER = r"`checkpoint_number` is .* not negative"
+NUMBER = "`checkpoint_number` is %s, .* not negative"
 NOTHING = r"(?s)`thing` is of %s, .*Checkpoint\(thing=\{"
 IS_FILE = r"`directory` is .*file' is a file"
-ERRORS: list[tuple[Callable[[Path], object], type[Exception], str]] = [
-    # What a checkpoint may hold.
-    (lambda _: Checkpoint(), ValueError, "names no objects"),
-    (lambda _: Checkpoint(thing=3), TypeError, NOTHING % "type int"),
-    (lambda _: Checkpoint(thing="text"), TypeError, NOTHING % "type str"),
-    (lambda _: Checkpoint(thing=None), TypeError, NOTHING % "type NoneType"),
-    (lambda _: Checkpoint(thing=nnx.Linear), TypeError, NOTHING % "class Linear"),
-    (lambda _: Checkpoint(thing=Position), TypeError, NOTHING % "class Position"),
-    (
-        lambda _: Checkpoint(thing=SimpleNamespace(name="x")),
-        TypeError,
-        NOTHING % "type SimpleNamespace",
-    ),
-    (
-        lambda _: Checkpoint(w=jnp.zeros(3)),
-        TypeError,
-        r"Checkpoint\(w=\{'value': value\}\)",
-    ),
-    (lambda _: Checkpoint(data=Source()), DatasetStateError, "cannot be repositioned"),
-    (
-        lambda _: Checkpoint(data=Position({"array": np.zeros(3)})).read(),
-        TypeError,
-        r"`data` of type Position.*ndarray",
-    ),
-    (
-        lambda _: Checkpoint(h=NOT_NUMERIC),
-        TypeError,
-        r"holds 1 values.*\n  h/name: str 'text'\n",
-    ),
-    (
-        lambda _: Checkpoint(h={1: jnp.zeros(1), "1": jnp.zeros(2)}),
-        ValueError,
-        r"finds 1 paths that name two arrays.*h/1",
-    ),
-    (read_donated, CheckpointError, r"holds 1 arrays .*\n  holder/array\n"),
-    # The arguments of a manager.
-    (
-        lambda d: CheckpointManager({}, d),
-        TypeError,
-        "`checkpoint` is of type dict",
-    ),
-    (lambda d: make(d, max_to_keep=0), ValueError, "`max_to_keep` is 0"),
-    (
-        lambda d: make(d, keep_checkpoint_every_n_hours=-1),
-        ValueError,
-        "`keep_checkpoint_every_n_hours` is -1",
-    ),
-    (
-        lambda d: make(d, checkpoint_interval=0),
-        ValueError,
-        "`checkpoint_interval` is 0",
-    ),
-    (lambda d: make(d, step_counter=3), TypeError, "is 3 of type int"),
-    (lambda d: make(d, init_fn=3), TypeError, "`init_fn` is 3"),
-    (
-        lambda d: make(d, on_write_error="ignore"),
-        ValueError,
-        r"`on_write_error` is 'ignore', but .*'raise' or 'warn'",
-    ),
-    (lambda d: make_below_a_file(d), ValueError, IS_FILE),
-    (lambda d: make_below_a_file(d, "run"), ValueError, IS_FILE),
-    # The numbers of checkpoints, and paths to restore.
-    (lambda d: make(d).save(-1), ValueError, NUMBER),
-    (lambda d: make(d).save(1.5), ValueError, NUMBER),
-    (lambda d: make(d).save("3"), ValueError, NUMBER),
-    (lambda d: make(d).save(True), ValueError, NUMBER),
-    (
-        lambda d: make(d, checkpoint_interval=5).save(check_interval=True),
-        ValueError,
-        "is 5, but there is no `step_counter`",
-    ),
-    (lambda d: make(d).restore(d), CheckpointError, "named `checkpoint_<number>`"),
-]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), ERRORS)
+@mistakes(
+    {
+        TypeError: {
+            # What a checkpoint may hold.
+            NOTHING % "type int": lambda _: Checkpoint(thing=3),
+            NOTHING % "type str": lambda _: Checkpoint(thing="text"),
+            NOTHING % "type NoneType": lambda _: Checkpoint(thing=None),
+            NOTHING % "class Linear": lambda _: Checkpoint(thing=nnx.Linear),
+            NOTHING % "class Position": lambda _: Checkpoint(thing=Position),
+            NOTHING % "type SimpleNamespace": (
+                lambda _: Checkpoint(thing=SimpleNamespace(name="x"))
+            ),
+            r"Checkpoint\(w=\{'value': value\}\)": lambda _: Checkpoint(w=jnp.zeros(3)),
+            "`data` of type Position.*ndarray": (
+                lambda _: Checkpoint(data=Position({"array": np.zeros(3)})).read()
+            ),
+            r"holds 1 values.*\n  h/name: str 'text'\n": (
+                lambda _: Checkpoint(h=NOT_NUMERIC)
+            ),
+            # The arguments of a manager.
+            "`checkpoint` is of type dict": lambda d: CheckpointManager({}, d),
+            "is 3 of type int": lambda d: make(d, step_counter=3),
+            "`init_fn` is 3": lambda d: make(d, init_fn=3),
+        },
+        ValueError: {
+            "names no objects": lambda _: Checkpoint(),
+            "finds 1 paths that name two arrays.*h/1": (
+                lambda _: Checkpoint(h={1: jnp.zeros(1), "1": jnp.zeros(2)})
+            ),
+            "`max_to_keep` is 0": lambda d: make(d, max_to_keep=0),
+            "`keep_checkpoint_every_n_hours` is -1": (
+                lambda d: make(d, keep_checkpoint_every_n_hours=-1)
+            ),
+            "`checkpoint_interval` is 0": lambda d: make(d, checkpoint_interval=0),
+            "`on_write_error` is 'ignore', but it must be one of 'raise', 'warn'": (
+                lambda d: make(d, on_write_error="ignore")
+            ),
+            f"{IS_FILE}, .*": make_below_a_file,
+            IS_FILE: lambda d: make_below_a_file(d, "run"),
+            # The numbers of checkpoints.
+            NUMBER % "-1": lambda d: make(d).save(-1),
+            NUMBER % "1.5": lambda d: make(d).save(1.5),
+            NUMBER % "'3'": lambda d: make(d).save("3"),
+            NUMBER % "True": lambda d: make(d).save(True),
+            "is 5, but there is no `step_counter`": (
+                lambda d: make(d, checkpoint_interval=5).save(check_interval=True)
+            ),
+        },
+        DatasetStateError: {
+            "cannot be repositioned": lambda _: Checkpoint(data=Source()),
+        },
+        CheckpointError: {
+            r"holds 1 arrays .*\n  holder/array\n": read_donated,
+            "named `checkpoint_<number>`": lambda d: make(d).restore(d),
+        },
+    }
+)
 def test_an_error_says_what_is_wrong_and_writes_nothing(
     tmp_path: Path,
     call: Callable[[Path], object],

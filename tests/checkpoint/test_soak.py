@@ -1,6 +1,6 @@
 """Proof: a run that is killed at any moment, any number of times, loses nothing.
 
-The number of kills is `ARMILLARY_SOAK_KILLS`, 10 by default and 100 in `make soak`. A
+The number of kills is `ARMILLARY_SOAK_KILLS`, 4 by default and 100 in `make soak`. A
 third of them hits a program while it starts or restores, a third while it trains, and a
 third is aimed at the middle of a save in the background.
 """
@@ -26,7 +26,7 @@ from tests.checkpoint.soak_program import (
 )
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-NUM_KILLS = int(os.environ.get("ARMILLARY_SOAK_KILLS", "10"))
+NUM_KILLS = int(os.environ.get("ARMILLARY_SOAK_KILLS", "4"))
 SEED = int(os.environ.get("ARMILLARY_SOAK_SEED", "0"))
 # A program that says nothing for so long hangs: that is a failure, and no kill of ours.
 PATIENCE_SECONDS = 300.0

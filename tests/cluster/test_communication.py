@@ -133,7 +133,9 @@ def test_a_size_that_is_no_size_is_an_error(size):
     "seconds", [0, -1, float("inf"), float("nan"), "5", True, [1.0]]
 )
 def test_a_timeout_that_is_no_time_is_an_error(seconds):
-    message = r"`timeout_seconds` is .*, but it must be a number of seconds above 0"
+    message = (
+        r"`timeout_seconds` is .*, but it must be a positive number of seconds\. XLA"
+    )
     with pytest.raises(ValueError, match=message):
         CommunicationOptions(timeout_seconds=seconds)
 

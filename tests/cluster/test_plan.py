@@ -83,24 +83,6 @@ def test_a_process_without_a_task_is_an_error():
         SimpleClusterResolver(CLUSTER).process_plan()
 
 
-def test_missing_training_tasks_are_an_error():
-    cluster = {"worker": {0: "a:1", 3: "b:1"}}
-    message = r"`cluster_spec` knows 2 'worker' tasks and lacks 1, 2, but processes"
-    with pytest.raises(ValueError, match=message):
-        plan("worker", 0, cluster)
-
-
-def test_a_wrong_index_of_any_size_is_found_at_once():
-    message = "knows 2 'worker' tasks and lacks 1, 2, 3, 4, 5 and 999999999994 more"
-    with pytest.raises(ValueError, match=message):
-        plan("worker", 0, {"worker": {0: "a:1", 10**12: "b:1"}})
-
-
-def test_missing_tasks_of_other_jobs_are_not():
-    cluster = {"worker": ["a:1"], "ps": {3: "b:1"}}
-    assert plan("worker", 0, cluster).num_processes == 1
-
-
 def test_two_chiefs_are_an_error():
     message = r"`cluster_spec` has 2 'chief' tasks, but only one process may write"
     with pytest.raises(ValueError, match=message):

@@ -1,6 +1,3 @@
-from types import SimpleNamespace
-
-import jax
 import pytest
 
 from armillary.cluster import ClusterResolver, ClusterSpec, SimpleClusterResolver
@@ -25,7 +22,6 @@ class OwnResolver(ClusterResolver):
 
 def test_a_resolver_of_your_own_makes_a_plan():
     assert OwnResolver().process_plan().process_id == 1
-    assert OwnResolver().environment == ""
 
 
 def test_a_resolver_that_knows_no_task_is_alone():
@@ -42,21 +38,9 @@ def test_a_simple_resolver_tells_what_it_was_told():
         ClusterSpec({"worker": WORKERS}),
         task_type="worker",
         task_id=0,
-        environment="mine",
-        num_accelerators={"GPU": 8},
     )
     assert resolver.cluster_spec() == ClusterSpec({"worker": WORKERS})
     assert (resolver.task_type, resolver.task_id) == ("worker", 0)
-    assert resolver.environment == "mine"
-    assert resolver.num_accelerators() == {"GPU": 8}
-
-
-def test_accelerators_are_counted_without_cpus(monkeypatch):
-    resolver = SimpleClusterResolver({"worker": WORKERS}, "worker", 0)
-    assert resolver.num_accelerators() == {}
-    devices = [SimpleNamespace(platform=name) for name in ("gpu", "cpu", "gpu")]
-    monkeypatch.setattr(jax, "local_devices", lambda: devices)
-    assert resolver.num_accelerators() == {"GPU": 2}
 
 
 def test_an_evaluator_need_not_be_in_the_cluster():

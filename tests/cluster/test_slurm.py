@@ -19,7 +19,7 @@ def resolve(jobs=None, port_base=8888, *, environ=STEP, **options):
 
 def test_a_task_meets_the_others_at_the_first_node():
     resolver = resolve()
-    assert resolver.cluster_spec() == ClusterSpec({"worker": {0: "node001:8888"}})
+    assert resolver.cluster_spec() == ClusterSpec({"worker": ["node001:8888"]})
     plan = resolver.process_plan()
     assert (plan.process_id, plan.num_processes) == (3, 4)
     assert plan.coordinator_address == "node001:8888"
@@ -56,7 +56,7 @@ def test_jobs_take_the_tasks_with_the_chief_and_the_workers_first():
     assert task == ("worker", 1)
     plan = worker.process_plan()
     assert (plan.process_id, plan.num_processes) == (2, 3)
-    assert worker.cluster_spec() == ClusterSpec({"chief": {0: "node001:8888"}})
+    assert worker.cluster_spec() == ClusterSpec({"chief": ["node001:8888"]})
     chief, task = find_task("0")
     assert task == ("chief", 0)
     assert chief.process_plan().is_chief
@@ -93,7 +93,7 @@ def test_the_port_is_made_from_the_job_and_the_step():
 
 def test_gpus_are_shared_out_by_the_number_on_the_node():
     assert resolve().process_plan().local_device_ids is None
-    assert resolve(gpus_per_task=1).local_device_ids == (1,)
+    assert resolve(gpus_per_task=1).process_plan().local_device_ids == (1,)
     assert resolve(gpus_per_task=2).process_plan().local_device_ids == (2, 3)
 
 
@@ -104,68 +104,57 @@ def test_slurm_is_there_only_in_a_step():
     assert not SlurmClusterResolver.is_present({**STEP, "TORCHELASTIC_RUN_ID": "x"})
 
 
+SRUN = r"`%s` is not set\. Start the program with `srun`"
+NODES = r"`SLURM_STEP_NODELIST` cannot be used to reach process 0\. .*Start the"
+
+
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("changes", "message"),
     [
-        ("SLURM_STEP_NODELIST", r"`SLURM_STEP_NODELIST` and .* are not set\. Start"),
-        ("SLURM_STEP_NUM_TASKS", r"`SLURM_NTASKS` are not set\. Start the program"),
-        ("SLURM_PROCID", r"`SLURM_PROCID` is not set\. Start the program with `srun`"),
-        ("SLURM_JOB_ID", r"`SLURM_JOB_ID` is not set\. Start the program with `srun`"),
+        ({"SLURM_STEP_NODELIST": ""}, r"NODELIST` and .* are not set\. Start"),
+        ({"SLURM_STEP_NUM_TASKS": ""}, r"`SLURM_NTASKS` are not set\. Start the pro"),
+        *[
+            ({name: ""}, SRUN % name)
+            for name in ("SLURM_PROCID", "SLURM_JOB_ID", "SLURM_LOCALID")
+        ],
+        *[
+            ({"SLURM_STEP_NODELIST": nodes}, NODES)
+            for nodes in ("node[", "a b", ",a", "node[x-y]", "http://a")
+        ],
         (
-            "SLURM_LOCALID",
-            r"`SLURM_LOCALID` is not set\. Start the program with `srun`",
+            {"SLURM_PROCID": "4"},
+            r"`SLURM_PROCID` is 4, but it must be below 4, the value of `SLURM_STEP_N",
         ),
     ],
 )
-def test_a_missing_variable_is_an_error(name, message):
-    environ = {key: value for key, value in STEP.items() if key != name}
+def test_variables_that_describe_no_task_are_errors(changes, message):
     with pytest.raises(ClusterError, match=message):
-        resolve(port_base=None, gpus_per_task=1, environ=environ)
+        resolve(port_base=None, gpus_per_task=1, environ={**STEP, **changes})
 
 
-@pytest.mark.parametrize("nodes", ["node[", "a b", ",a", "node[x-y]", "http://a"])
-def test_a_list_of_nodes_that_cannot_be_read_is_an_error(nodes):
-    message = r"`SLURM_STEP_NODELIST` cannot be used to reach process 0\. .*Start the"
-    with pytest.raises(ClusterError, match=message):
-        resolve(environ={**STEP, "SLURM_STEP_NODELIST": nodes})
+NO_PORT = r"`port_base` is .*(positive|ports go up to)"
+NO_COUNT = r'`jobs\["worker"\]` is .*positive integer'
 
 
-def test_a_rank_beyond_the_tasks_is_an_error():
-    message = (
-        r"`SLURM_PROCID` is 4, but it must be below 4, the value of `SLURM_STEP_NUM"
-    )
-    with pytest.raises(ClusterError, match=message):
-        resolve(environ={**STEP, "SLURM_PROCID": "4"})
-
-
-def test_jobs_of_another_size_are_an_error():
-    message = r"`jobs` is \{'worker': 3\}, which is 3 tasks, but Slurm started 4\. Cha"
-    with pytest.raises(ClusterError, match=message):
-        resolve({"worker": 3})
-
-
-def test_two_chiefs_are_an_error():
-    with pytest.raises(ClusterError, match=r"`jobs` has 2 'chief' tasks, but only one"):
-        resolve({"chief": 2, "worker": 2})
-
-
-@pytest.mark.parametrize("jobs", [{"worker": 0}, {"worker": 4.0}, {"worker": "4"}])
-def test_a_number_of_tasks_that_is_no_number_is_an_error(jobs):
-    with pytest.raises(ValueError, match=r'`jobs\["worker"\]` is .*positive integer'):
-        resolve(jobs)
-
-
-def test_a_job_without_a_meaning_is_an_error():
-    with pytest.raises(ValueError, match=r"`jobs` is 'master', but it must be one of"):
-        resolve({"master": 4})
-
-
-@pytest.mark.parametrize("port", [0, -1, "8888", 65_536])
-def test_a_port_that_is_no_port_is_an_error(port):
-    with pytest.raises(ValueError, match=r"`port_base` is .*(positive|ports go up to)"):
-        resolve(port_base=port)
-
-
-def test_a_share_of_gpus_that_is_no_number_is_an_error():
-    with pytest.raises(ValueError, match=r"`gpus_per_task` is 0, but it must be a pos"):
-        resolve(gpus_per_task=0)
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"jobs": {"worker": 3}},
+            ClusterError,
+            r"`jobs` is \{'worker': 3\}, which is 3 tasks, but Slurm started 4\. Cha",
+        ),
+        ({"jobs": {"chief": 2, "worker": 2}}, ClusterError, "`jobs` has 2 'chief' tas"),
+        ({"jobs": {"master": 4}}, ValueError, "`jobs` is 'master', but it must be one"),
+        *[({"jobs": {"worker": n}}, ValueError, NO_COUNT) for n in (0, 4.0, "4")],
+        *[({"port_base": n}, ValueError, NO_PORT) for n in (0, -1, "8888", 65_536)],
+        (
+            {"gpus_per_task": 0},
+            ValueError,
+            "`gpus_per_task` is 0, but it must be a po",
+        ),
+    ],
+)
+def test_wrong_arguments_are_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        resolve(**arguments)

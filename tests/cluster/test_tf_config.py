@@ -103,10 +103,6 @@ def test_json_that_is_no_object_is_an_error(text):
             r'`TF_CONFIG\["cluster"\]\["worker"\]\[0\]` is 1 of type int',
         ),
         (
-            {"worker": {"x": "a:1"}},
-            r'`TF_CONFIG\["cluster"\]\["worker"\]` has the task',
-        ),
-        (
             {"": ["a:1"]},
             r'`TF_CONFIG\["cluster"\]` has the job \'\', but a job is named',
         ),

@@ -2,6 +2,7 @@ import pytest
 
 from armillary.cluster import ClusterSpec, TorchrunClusterResolver
 from armillary.errors import ClusterError
+from tests.mistakes import mistakes
 
 PROCESS = {
     "RANK": "5",
@@ -45,15 +46,18 @@ def test_an_ipv6_address_gets_brackets():
 
 def test_processes_of_one_machine_take_a_gpu_each():
     assert resolve().process_plan().local_device_ids == (1,)
-    assert resolve(without=["LOCAL_WORLD_SIZE"]).local_device_ids == (1,)
-    assert resolve(gpus_per_task=2).local_device_ids == (2, 3)
+    assert resolve(without=["LOCAL_WORLD_SIZE"]).process_plan().local_device_ids == (1,)
+    assert resolve(gpus_per_task=2).process_plan().local_device_ids == (2, 3)
 
 
 def test_a_process_with_a_machine_of_its_own_takes_all_gpus():
     alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     assert resolve(**alone).process_plan().local_device_ids is None
-    assert resolve(gpus_per_task=2, **alone).local_device_ids == (0, 1)
-    assert resolve(without=["LOCAL_RANK"]).local_device_ids is None
+    assert resolve(gpus_per_task=2, **alone).process_plan().local_device_ids == (0, 1)
+    assert resolve(without=["LOCAL_RANK"]).process_plan().local_device_ids is None
+
+
+ADDRESS = "`MASTER_ADDR` and `MASTER_PORT` cannot be used to reach process 0"
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
@@ -63,38 +67,34 @@ def test_a_missing_variable_is_an_error(name):
         resolve(without=[name])
 
 
-def test_a_rank_beyond_the_size_is_an_error():
-    message = r"`RANK` is 8, but it must be below 8, the value of `WORLD_SIZE`\. Set it"
-    with pytest.raises(ClusterError, match=message):
-        resolve(RANK="8")
-    message = r"`LOCAL_RANK` is 4, but it must be below 4, the value of `LOCAL_WORLD_"
-    with pytest.raises(ClusterError, match=message):
-        resolve(LOCAL_RANK="4")
-
-
-@pytest.mark.parametrize(
-    "change", [{"MASTER_ADDR": "tcp://a"}, {"MASTER_PORT": "65536"}]
+@mistakes(
+    {
+        ClusterError: {
+            r"`RANK` is 8, but it must be below 8, the value of `WORLD_SIZE`\. Set i": (
+                lambda: resolve(RANK="8")
+            ),
+            "`LOCAL_RANK` is 4, but it must be below 4, the value of `LOCAL_WORLD_": (
+                lambda: resolve(LOCAL_RANK="4")
+            ),
+            rf"{ADDRESS}.*tcp": lambda: resolve(MASTER_ADDR="tcp://a"),
+            rf"{ADDRESS}.*65536": lambda: resolve(MASTER_PORT="65536"),
+            "is '10.0.0.1:65536', but it must be a host, a colon and a port from 1": (
+                lambda: resolve(
+                    MASTER_PORT="65535", TORCHELASTIC_USE_AGENT_STORE="True"
+                )
+            ),
+            "`gpus_per_task` is 2, but `LOCAL_RANK` is not set, so the processes of": (
+                lambda: resolve(gpus_per_task=2, without=["LOCAL_RANK"])
+            ),
+        },
+        ValueError: {
+            "`port` is 0, but it must be a positive": lambda: resolve(0),
+            "`gpus_per_task` is 0, but it must be a pos": (
+                lambda: resolve(gpus_per_task=0)
+            ),
+        },
+    }
 )
-def test_an_address_that_is_none_is_an_error(change):
-    message = r"`MASTER_ADDR` and `MASTER_PORT` cannot be used to reach process 0"
-    with pytest.raises(ClusterError, match=message):
-        resolve(**change)
-
-
-def test_the_port_after_the_last_one_is_an_error():
-    message = r"is '10.0.0.1:65536', but it must be a host, a colon and a port from 1"
-    with pytest.raises(ClusterError, match=message):
-        resolve(MASTER_PORT="65535", TORCHELASTIC_USE_AGENT_STORE="True")
-
-
-def test_sharing_gpus_without_a_local_rank_is_an_error():
-    message = r"`gpus_per_task` is 2, but `LOCAL_RANK` is not set, so the processes of"
-    with pytest.raises(ClusterError, match=message):
-        resolve(gpus_per_task=2, without=["LOCAL_RANK"])
-
-
-def test_arguments_of_another_kind_are_errors():
-    with pytest.raises(ValueError, match=r"`port` is 0, but it must be a positive"):
-        resolve(0)
-    with pytest.raises(ValueError, match=r"`gpus_per_task` is 0, but it must be a pos"):
-        resolve(gpus_per_task=0)
+def test_what_describes_no_process_is_an_error(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

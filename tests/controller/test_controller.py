@@ -316,16 +316,6 @@ def test_finished_training_is_still_evaluated():
     assert controller.evaluator.steps == [8]
 
 
-def test_evaluations_keep_their_steps_after_an_interruption():
-    trainer = Trainer()
-    trainer.step.set_value(jnp.int32(7))
-    controller = make_controller(trainer)
-
-    controller.train_and_evaluate(15, eval_interval=5)
-
-    assert controller.evaluator.steps == [10, 15]
-
-
 @pytest.mark.parametrize(
     ("num_batches", "steps"), [(12, [5, 10, 12]), (10, [5, 10]), (0, [0])]
 )

@@ -9,6 +9,7 @@ from flax import nnx
 
 from armillary.controller._controller import Controller
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
+from tests.mistakes import mistakes
 
 
 class Trainer(AbstractTrainer):
@@ -40,70 +41,55 @@ def make_controller(**options):
     return Controller(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (
-            {"trainer": None, "evaluator": None},
-            ValueError,
-            r"`trainer` and `evaluator` are both None.*Pass `trainer=\.\.\.`",
-        ),
-        ({"trainer": Trainer}, TypeError, r"`trainer` is the class Trainer.*instance"),
-        (
-            {"trainer": Evaluator()},
-            TypeError,
-            r"`trainer` is .* of type Evaluator, but it must have `train`",
-        ),
-        (
-            {"evaluator": object()},
-            TypeError,
-            r"`evaluator` is .* of type object, but it must have `evaluate`",
-        ),
-        (
-            {"strategy": object()},
-            TypeError,
-            r"`strategy` is .* of type object, but it must have `scope`",
-        ),
-        (
-            {"checkpoint_manager": object()},
-            TypeError,
-            r"`checkpoint_manager` is .* it must have `save`, `restore`",
-        ),
-        ({"global_step": 3}, TypeError, r"`global_step` is 3 of type int"),
-        ({"global_step": np.zeros(())}, TypeError, r"`global_step` is array"),
-        (
-            {"steps_per_loop": None},
-            ValueError,
-            r"`steps_per_loop` is None.*`steps_per_loop=100`",
-        ),
-        ({"steps_per_loop": 0}, ValueError, r"`steps_per_loop` is 0.*positive integer"),
-        ({"steps_per_loop": 2.0}, ValueError, r"`steps_per_loop` is 2\.0"),
-        ({"summary_interval": 0}, ValueError, r"`summary_interval` is 0.*positive"),
-        (
-            {"summary_interval": 15},
-            ValueError,
+def wrong(**options):
+    return lambda directory: make_controller(summary_dir=directory / "run", **options)
+
+
+@mistakes(
+    {
+        TypeError: {
+            "`trainer` is the class Trainer.*instance": wrong(trainer=Trainer),
+            "`trainer` is .* of type Evaluator, but it must have `train`": (
+                wrong(trainer=Evaluator())
+            ),
+            "`evaluator` is .* of type object, but it must have `evaluate`": (
+                wrong(evaluator=object())
+            ),
+            "`strategy` is .* of type object, but it must have `scope`": (
+                wrong(strategy=object())
+            ),
+            "`checkpoint_manager` is .* it must have `save`, `restore`": (
+                wrong(checkpoint_manager=object())
+            ),
+            "`global_step` is 3 of type int": wrong(global_step=3),
+            "`global_step` is array": wrong(global_step=np.zeros(())),
+            r"`train_actions` is .*must be a sequence.*`train_actions=\[action\]`": (
+                wrong(train_actions=print)
+            ),
+            r"`eval_actions\[1\]` is 3 of type int.*callable": (
+                wrong(eval_actions=[print, 3])
+            ),
+        },
+        ValueError: {
+            r"`trainer` and `evaluator` are both None.*Pass `trainer=\.\.\.`": (
+                wrong(trainer=None, evaluator=None)
+            ),
+            "`steps_per_loop` is None.*steps_per_loop=100`": wrong(steps_per_loop=None),
+            "`steps_per_loop` is 0.*positive integer": wrong(steps_per_loop=0),
+            r"`steps_per_loop` is 2\.0": wrong(steps_per_loop=2.0),
+            "`summary_interval` is 0.*positive": wrong(summary_interval=0),
             r"`summary_interval` is 15.*multiple of `steps_per_loop` \(10\).*"
-            r"`summary_interval=20`",
-        ),
-        ({"hang_timeout": 0}, ValueError, r"`hang_timeout` is 0.*positive number of"),
-        ({"hang_timeout": float("inf")}, ValueError, r"`hang_timeout` is inf.*`None`"),
-        ({"hang_timeout": "1m"}, ValueError, r"`hang_timeout` is '1m'.*positive num"),
-        ({"hang_timeout": True}, ValueError, r"`hang_timeout` is True.*positive num"),
-        (
-            {"train_actions": print},
-            TypeError,
-            r"`train_actions` is .*must be a sequence.*`train_actions=\[action\]`",
-        ),
-        (
-            {"eval_actions": [print, 3]},
-            TypeError,
-            r"`eval_actions\[1\]` is 3 of type int.*callable",
-        ),
-    ],
+            "`summary_interval=20`": wrong(summary_interval=15),
+            "`hang_timeout_seconds` is 0.*posit": wrong(hang_timeout_seconds=0),
+            "is inf.*or `None` to": wrong(hang_timeout_seconds=float("inf")),
+            "is '1m'.*positive num": wrong(hang_timeout_seconds="1m"),
+            "is True.*positive num": wrong(hang_timeout_seconds=True),
+        },
+    }
 )
-def test_wrong_arguments_are_errors(options, error, message, tmp_path):
+def test_wrong_arguments_are_errors(call, error, message, tmp_path):
     with pytest.raises(error, match=message):
-        make_controller(summary_dir=tmp_path / "run", **options)
+        call(tmp_path)
 
     assert list(tmp_path.iterdir()) == []
 

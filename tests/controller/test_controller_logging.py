@@ -16,7 +16,7 @@ from armillary.controller._loop_report import LoopReport
 from armillary.controller._progress import format_output
 from armillary.data import from_arrays
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
-from armillary.trainer._standard import StandardTrainer
+from armillary.trainer._standard_trainer import StandardTrainer
 
 
 class Loops(AbstractTrainer, AbstractEvaluator):

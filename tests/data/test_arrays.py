@@ -111,33 +111,31 @@ def test_position_out_of_range_is_an_error(change):
         iterator.set_state(iterator.get_state() | change)
 
 
-def test_unequal_leading_sizes_are_listed_by_path():
-    with pytest.raises(BatchSizeError, match="`arrays` has leaves of diff") as caught:
-        from_arrays({"x": np.zeros(3), "y": np.zeros(4)}, batch_size=1)
-    assert "  x: 3 examples" in str(caught.value)
-    assert "  y: 4 examples" in str(caught.value)
-
-
-@pytest.mark.parametrize("batch_size", [0, -1, 2.0, True])
-def test_batch_size_must_be_positive(batch_size):
-    with pytest.raises(ValueError, match=f"`batch_size` is {batch_size}"):
-        from_arrays(np.arange(3), batch_size=batch_size)
-
-
-def test_shuffle_seed_must_not_be_negative():
-    with pytest.raises(ValueError, match="`shuffle_seed` is -1"):
-        from_arrays(np.arange(3), batch_size=1, shuffle_seed=-1)
-
-
-def test_empty_arrays_are_errors():
-    with pytest.raises(TypeError, match=r"`arrays` is \{\}, which holds no array"):
-        from_arrays({}, batch_size=1)
-    with pytest.raises(ValueError, match="`arrays` has 0 examples"):
-        from_arrays(np.zeros((0, 2)), batch_size=1)
-    with pytest.raises(TypeError, match="`arrays` has leaves that are not arrays"):
-        from_arrays([1, 2, 3], batch_size=1)
-
-
-def test_drop_remainder_must_leave_a_batch():
-    with pytest.raises(BatchSizeError, match="`batch_size` is 8, but there are 5 ex"):
-        from_arrays(np.arange(5), batch_size=8, drop_remainder=True)
+@pytest.mark.parametrize(
+    ("arrays", "options", "error", "message"),
+    [
+        (np.arange(3), {"batch_size": 0}, ValueError, "`batch_size` is 0"),
+        (np.arange(3), {"batch_size": -1}, ValueError, "`batch_size` is -1"),
+        (np.arange(3), {"batch_size": 2.0}, ValueError, "`batch_size` is 2.0"),
+        (np.arange(3), {"batch_size": True}, ValueError, "`batch_size` is True"),
+        (np.arange(3), {"shuffle_seed": -1}, ValueError, "`shuffle_seed` is -1"),
+        ({}, {}, TypeError, r"`arrays` is \{\}, which holds no array"),
+        (np.zeros((0, 2)), {}, ValueError, "`arrays` has 0 examples"),
+        ([1, 2, 3], {}, TypeError, "`arrays` has leaves that are not arrays"),
+        (
+            {"x": np.zeros(3), "y": np.zeros(4)},
+            {},
+            BatchSizeError,
+            r"(?s)`arrays` has leaves of diff.*  x: 3 examples.*  y: 4 examples",
+        ),
+        (
+            np.arange(5),
+            {"batch_size": 8, "drop_remainder": True},
+            BatchSizeError,
+            "`batch_size` is 8, but there are 5 ex",
+        ),
+    ],
+)
+def test_wrong_arguments_are_errors(arrays, options, error, message):
+    with pytest.raises(error, match=message):
+        from_arrays(arrays, **({"batch_size": 1} | options))

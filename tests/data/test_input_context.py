@@ -18,25 +18,27 @@ def test_defaults_are_one_pipeline_and_one_replica():
     assert context.get_per_replica_batch_size(7) == 7
 
 
-def test_unequal_share_names_the_sizes_that_fit():
-    context = InputContext(num_replicas_in_sync=8)
-    message = (
-        "`global_batch_size` is 100, which 8 replicas cannot share equally "
-        "(100 % 8 = 4). Use a multiple of 8, such as `global_batch_size=96` or "
-        "`global_batch_size=104`."
-    )
-    with pytest.raises(BatchSizeError, match=re.escape(message)):
-        context.get_per_replica_batch_size(100)
-
-
-def test_too_small_batch_names_one_size():
-    with pytest.raises(BatchSizeError, match=r"such as `global_batch_size=4`\."):
-        InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(3)
-
-
-def test_batch_size_must_be_positive():
-    with pytest.raises(ValueError, match="`global_batch_size` is 0"):
-        InputContext().get_per_replica_batch_size(0)
+@pytest.mark.parametrize(
+    ("num_replicas", "size", "error", "message"),
+    [
+        (
+            8,
+            100,
+            BatchSizeError,
+            "`global_batch_size` is 100, which 8 replicas cannot share equally "
+            "(100 % 8 = 4). Use a multiple of 8, such as `global_batch_size=96` or "
+            "`global_batch_size=104`.",
+        ),
+        (4, 3, BatchSizeError, "such as `global_batch_size=4`."),
+        (1, 0, ValueError, "`global_batch_size` is 0"),
+    ],
+)
+def test_a_batch_that_replicas_cannot_share_is_an_error(
+    num_replicas, size, error, message
+):
+    context = InputContext(num_replicas_in_sync=num_replicas)
+    with pytest.raises(error, match=re.escape(message)):
+        context.get_per_replica_batch_size(size)
 
 
 @pytest.mark.parametrize(

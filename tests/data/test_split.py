@@ -184,16 +184,31 @@ def test_batches_that_all_run_on_fewer_replicas_are_told_of(
     assert caplog.text.count(message) == count
 
 
-def test_unequal_share_is_an_error_with_the_ways_out(split):
-    message = (
-        "A batch has 10 examples, which 4 replicas cannot share equally (10 % 4 = 2). "
-        "Use a batch size that is a multiple of 4, such as `8` or `12`, or "
-        '`InputOptions(remainder="exact")` to run it on fewer replicas, '
-        '`InputOptions(remainder="drop")` to leave examples out, or '
-        '`InputOptions(remainder="pad")` to fill up and get a `mask`.'
-    )
-    with pytest.raises(BatchSizeError, match=re.escape(message)):
-        split(sized(10), 4)
+UNEQUAL = (
+    "A batch has 10 examples, which 4 replicas cannot share equally (10 % 4 = 2). "
+    "Use a batch size that is a multiple of 4, such as `8` or `12`, or "
+    '`InputOptions(remainder="exact")` to run it on fewer replicas, '
+    '`InputOptions(remainder="drop")` to leave examples out, or '
+    '`InputOptions(remainder="pad")` to fill up and get a `mask`.'
+)
+OF_REPLICAS = {"per_replica_batches": True}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_replicas", "options", "message"),
+    [
+        ([10], 4, {}, re.escape(UNEQUAL)),
+        ([8, 6, 8], 4, {}, r"A batch has 6 .* such as `4` or `8`"),
+        ([4, 3], 2, OF_REPLICAS, r'have 4, 3 examples\. Batch.*"exact"'),
+        ([4, 4], 3, OF_REPLICAS, "have 4, 4 examples and the data ends th"),
+        ([3], 4, {"remainder": "drop"}, "A batch has 3 examples, fewer than the 4 rep"),
+    ],
+)
+def test_batches_that_replicas_cannot_share_are_errors(
+    split, sizes, num_replicas, options, message
+):
+    with pytest.raises(BatchSizeError, match=message):
+        split(sized(*sizes), num_replicas, **options)
 
 
 def test_a_last_batch_that_cannot_be_shared_says_so(split):
@@ -208,18 +223,6 @@ def test_a_last_batch_that_cannot_be_shared_says_so(split):
     for source in [sized(8, 6), from_arrays(np.arange(22), batch_size=8)]:
         with pytest.raises(BatchSizeError, match=re.escape(message)):
             split(source, 4)
-
-
-def test_a_short_batch_that_is_not_the_last_is_an_error_of_its_size(split):
-    with pytest.raises(BatchSizeError, match=r"A batch has 6 .* such as `4` or `8`"):
-        split(sized(8, 6, 8), 4)
-
-
-def test_unequal_replica_batches_are_an_error(split):
-    with pytest.raises(BatchSizeError, match=r"have 4, 3 examples\. Batch.*\"exact\""):
-        split(sized(4, 3), 2, per_replica_batches=True)
-    with pytest.raises(BatchSizeError, match="have 4, 4 examples and the data ends th"):
-        split(sized(4, 4), 3, per_replica_batches=True)
 
 
 def test_drop_leaves_out_short_batches_and_excess_rows(split):
@@ -239,12 +242,6 @@ def test_drop_leaves_out_short_replica_batches_and_incomplete_groups(split):
         [[0, 1], [2, 3]],
         [[6, 7], [8, 9]],
     ]
-
-
-def test_drop_of_everything_is_an_error(split):
-    message = "A batch has 3 examples, fewer than the 4 replicas"
-    with pytest.raises(BatchSizeError, match=message):
-        split(sized(3), 4, remainder="drop")
 
 
 def test_drop_compares_with_the_batch_size_of_arrays(split):

@@ -4,7 +4,7 @@ Each loss uses its function on something made of the parameters and the batch, s
 both the values and the gradients through it must be right.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -85,6 +85,24 @@ def each(argument: Losses, fn: Function) -> Losses:
     return lambda w, b: total(jax.vmap(fn)(argument(w, b)))
 
 
+def weighed(argument: Losses, fn: Function) -> Losses:
+    """Returns the loss that weighs each example by `fn`, which has no gradient."""
+    return lambda w, b: (
+        z(w, b) * total(jax.vmap(fn)(jax.lax.stop_gradient(argument(w, b))))
+    )
+
+
+def features(w: Any, b: Batch) -> Any:
+    """Returns what the batch holds, without any parameter."""
+    del w
+    return b["x"]
+
+
+def nearest(x: Any, start: Any) -> Any:
+    """Returns the vector that is nearest to `x`, as an optimizer finds it."""
+    return minimize(lambda v: jnp.sum((v - x) ** 2), start, method="BFGS").x
+
+
 def targets(b: Batch) -> Any:
     """Returns one-hot labels."""
     return jax.nn.one_hot(b["label"], CLASSES)
@@ -129,9 +147,9 @@ def _with_label(fn: Function) -> Losses:
     return lambda w, b: jax.vmap(fn)(logits(w, b), b["label"])
 
 
-def named(module: Any, names: Sequence[str]) -> list[tuple[str, Function]]:
+def named(module: Any, names: str) -> list[tuple[str, Function]]:
     """Returns functions of a module, with their names."""
-    return [(name, getattr(module, name)) for name in names]
+    return [(name, getattr(module, name)) for name in names.split()]
 
 
 OPTAX: dict[str, Losses] = {
@@ -203,13 +221,8 @@ OPTAX: dict[str, Losses] = {
         rows, lambda r: optax.safe_root_mean_squares(r, 0.1)[None]
     ),
     "multi_normal": lambda w, b: optax.multi_normal(w, 0 * w).log_prob(b["x"]),
-    "matrix_inverse_pth_root": lambda w, b: (
-        z(w, b)
-        * total(
-            jax.vmap(lambda m: optax.matrix_inverse_pth_root(m, 2)[0])(
-                jax.lax.stop_gradient(definite(w, b))
-            )
-        )
+    "matrix_inverse_pth_root": weighed(
+        definite, lambda m: optax.matrix_inverse_pth_root(m, 2)[0]
     ),
     "nnls": lambda w, b: (
         z(w, b)
@@ -219,12 +232,7 @@ OPTAX: dict[str, Losses] = {
             )
         )
     ),
-    "power_iteration": lambda w, b: (
-        z(w, b)
-        * jax.lax.stop_gradient(
-            jax.vmap(lambda m: optax.power_iteration(m)[0])(definite(w, b))
-        )
-    ),
+    "power_iteration": weighed(definite, lambda m: optax.power_iteration(m)[0]),
     "assignment.hungarian_algorithm": lambda w, b: (
         z(w, b)
         + jax.vmap(lambda m: m[optax.assignment.hungarian_algorithm(m)].sum())(
@@ -260,15 +268,11 @@ OPTAX: dict[str, Losses] = {
         f"projections.{name}": each(rows, lambda r, f=f: f(r))
         for name, f in named(
             optax.projections,
-            (
-                "projection_non_negative",
-                "projection_simplex",
-                "projection_l1_ball",
-                "projection_l1_sphere",
-                "projection_l2_ball",
-                "projection_l2_sphere",
-                "projection_linf_ball",
-            ),
+            """
+            projection_non_negative projection_simplex projection_l1_ball
+            projection_l1_sphere projection_l2_ball projection_l2_sphere
+            projection_linf_ball
+            """,
         )
     },
     "projections.projection_box": of(
@@ -288,33 +292,13 @@ OPTAX: dict[str, Losses] = {
         )(rows(w, b))
     ),
 }
-ACTIVATIONS = [
-    "celu",
-    "elu",
-    "gelu",
-    "hard_sigmoid",
-    "hard_silu",
-    "hard_swish",
-    "hard_tanh",
-    "identity",
-    "leaky_relu",
-    "log_sigmoid",
-    "mish",
-    "relu",
-    "relu6",
-    "selu",
-    "sigmoid",
-    "silu",
-    "soft_sign",
-    "softplus",
-    "sparse_plus",
-    "sparse_sigmoid",
-    "squareplus",
-    "swish",
-    "tanh",
-]
+ACTIVATIONS = """
+    celu elu gelu hard_sigmoid hard_silu hard_swish hard_tanh identity leaky_relu
+    log_sigmoid mish relu relu6 selu sigmoid silu soft_sign softplus sparse_plus
+    sparse_sigmoid squareplus swish tanh
+"""
 NN: dict[str, Losses] = {
-    **{name: of(z, getattr(jax.nn, name)) for name in ACTIVATIONS},
+    **{name: of(z, getattr(jax.nn, name)) for name in ACTIVATIONS.split()},
     **{
         name: of(rows, getattr(jax.nn, name))
         for name in ("glu", "softmax", "log_softmax", "standardize")
@@ -343,31 +327,14 @@ ATTENTION: dict[str, Losses] = {
     ),
 }
 
-UNARY_SPECIAL = [
-    "dawsn",
-    "digamma",
-    "entr",
-    "erf",
-    "erfc",
-    "erfcx",
-    "expi",
-    "expit",
-    "gammaln",
-    "gammasgn",
-    "i0",
-    "i0e",
-    "i1",
-    "i1e",
-    "log_ndtr",
-    "loggamma",
-    "ndtr",
-    "spence",
-    "factorial",
-    "gamma",
-    "exp1",
-]
+UNARY_SPECIAL = """
+    dawsn digamma entr erf erfc erfcx expi expit gammaln gammasgn i0 i0e i1 i1e
+    log_ndtr loggamma ndtr spence factorial gamma exp1
+"""
 SPECIAL: dict[str, Losses] = {
-    **{name: of(positive, getattr(jsp.special, name)) for name in UNARY_SPECIAL},
+    **{
+        name: of(positive, getattr(jsp.special, name)) for name in UNARY_SPECIAL.split()
+    },
     **{
         name: of(unit, getattr(jsp.special, name))
         for name in ("logit", "ndtri", "erfinv")
@@ -496,28 +463,26 @@ STATS: dict[str, Losses] = {
             lambda w, b: jax.nn.softmax(logits(w, b)),
             lambda p, f=f: f(p, jnp.ones(3) * 2)[None],
         )
-        for name, f in named(jsp.stats.dirichlet, ("logpdf", "pdf"))
+        for name, f in named(jsp.stats.dirichlet, "logpdf pdf")
     },
     **{
         f"multinomial.{name}": each(
             lambda w, b: jax.nn.softmax(logits(w, b)),
             lambda p, f=f: f(jnp.array([1, 0, 1]), 2, p)[None],
         )
-        for name, f in named(jsp.stats.multinomial, ("logpmf", "pmf"))
+        for name, f in named(jsp.stats.multinomial, "logpmf pmf")
     },
     **{
         f"multivariate_normal.{name}": of(
             logits,
             lambda v, f=f: f(v, jnp.zeros(3), jnp.eye(3)),
         )
-        for name, f in named(jsp.stats.multivariate_normal, ("logpdf", "pdf"))
+        for name, f in named(jsp.stats.multivariate_normal, "logpdf pdf")
     },
     "gaussian_kde": lambda w, b: jax.vmap(
         lambda r: jsp.stats.gaussian_kde(r)(jnp.zeros(1))[0]
     )(rows(w, b)),
-    "mode": lambda w, b: (
-        z(w, b) * jax.vmap(lambda x: jsp.stats.mode(jnp.round(x)).mode)(b["x"])
-    ),
+    "mode": weighed(features, lambda x: jsp.stats.mode(jnp.round(x)).mode),
     "rankdata": lambda w, b: total(jsp.stats.rankdata(b["x"], axis=1) * w),
     "sem": of(rows, lambda r: jsp.stats.sem(r, axis=1)),
 }
@@ -572,85 +537,37 @@ SCIPY_LINALG: dict[str, Losses] = {
     "cholesky": of(definite, jsp.linalg.cholesky),
     "det": of(matrix, jsp.linalg.det),
     "eigh": of(definite, lambda m: jsp.linalg.eigh(m, eigvals_only=True)),
-    "eigh_tridiagonal": lambda w, b: (
-        z(w, b)
-        * jax.vmap(
-            lambda x: jsp.linalg.eigh_tridiagonal(x, x[1:], eigvals_only=True)[0]
-        )(b["x"])
+    "eigh_tridiagonal": weighed(
+        features, lambda x: jsp.linalg.eigh_tridiagonal(x, x[1:], eigvals_only=True)[0]
     ),
     "expm": of(matrix, lambda m: jsp.linalg.expm(0.1 * m)),
     "expm_frechet": each(matrix, lambda m: jsp.linalg.expm_frechet(0.1 * m, m)),
-    "hessenberg": lambda w, b: (
-        z(w, b)
-        * total(jnp.abs(jsp.linalg.hessenberg(jax.lax.stop_gradient(matrix(w, b)))))
-    ),
+    "hessenberg": weighed(matrix, lambda m: jnp.abs(jsp.linalg.hessenberg(m))),
     "inv": of(matrix, jsp.linalg.inv),
     "lu": each(matrix, lambda m: jsp.linalg.lu(m)[2]),
     "lu_factor": of(matrix, lambda m: jsp.linalg.lu_factor(m)[0]),
     "lu_solve": each(
         matrix, lambda m: jsp.linalg.lu_solve(jsp.linalg.lu_factor(m), jnp.ones(3))
     ),
-    "polar": lambda w, b: (
-        z(w, b)
-        * total(
-            jax.vmap(lambda m: jsp.linalg.polar(m)[1])(
-                jax.lax.stop_gradient(matrix(w, b))
-            )
-        )
-    ),
+    "polar": weighed(matrix, lambda m: jsp.linalg.polar(m)[1]),
     "qr": of(matrix, lambda m: jnp.abs(list(jsp.linalg.qr(m))[1])),
-    "qr_multiply": lambda w, b: (
-        z(w, b)
-        * total(
-            jax.vmap(lambda m: jnp.abs(jsp.linalg.qr_multiply(m, jnp.eye(3))[1]))(
-                jax.lax.stop_gradient(matrix(w, b))
-            )
-        )
+    "qr_multiply": weighed(
+        matrix, lambda m: jnp.abs(jsp.linalg.qr_multiply(m, jnp.eye(3))[1])
     ),
-    "rsf2csf": lambda w, b: (
-        z(w, b)
-        * total(
-            jax.vmap(
-                lambda m: jnp.abs(jnp.diag(jsp.linalg.rsf2csf(*jsp.linalg.schur(m))[0]))
-            )(jax.lax.stop_gradient(definite(w, b)))
-        )
+    "rsf2csf": weighed(
+        definite,
+        lambda m: jnp.abs(jnp.diag(jsp.linalg.rsf2csf(*jsp.linalg.schur(m))[0])),
     ),
-    "schur": lambda w, b: (
-        z(w, b)
-        * total(
-            jax.vmap(lambda m: jnp.diag(jsp.linalg.schur(m)[0]))(
-                jax.lax.stop_gradient(definite(w, b))
-            )
-        )
-    ),
+    "schur": weighed(definite, lambda m: jnp.diag(jsp.linalg.schur(m)[0])),
     "solve": each(matrix, lambda m: jsp.linalg.solve(m, jnp.ones(3))),
-    "solve_sylvester": lambda w, b: (
-        z(w, b)
-        * total(
-            jax.vmap(lambda m: jsp.linalg.solve_sylvester(m, m, jnp.eye(3)))(
-                jax.lax.stop_gradient(definite(w, b))
-            )
-        )
+    "solve_sylvester": weighed(
+        definite, lambda m: jsp.linalg.solve_sylvester(m, m, jnp.eye(3))
     ),
     "solve_triangular": each(
         matrix, lambda m: jsp.linalg.solve_triangular(m, jnp.ones(3))
     ),
-    "sqrtm": lambda w, b: (
-        z(w, b)
-        * total(
-            jax.vmap(lambda m: jnp.abs(jsp.linalg.sqrtm(m)))(
-                jax.lax.stop_gradient(definite(w, b))
-            )
-        )
-    ),
-    "funm": lambda w, b: (
-        z(w, b)
-        * total(
-            jax.vmap(lambda m: jnp.abs(jsp.linalg.funm(m, jnp.exp)))(
-                jax.lax.stop_gradient(0.1 * matrix(w, b))
-            )
-        )
-    ),
+    "sqrtm": weighed(definite, lambda m: jnp.abs(jsp.linalg.sqrtm(m))),
+    "funm": weighed(matrix, lambda m: jnp.abs(jsp.linalg.funm(0.1 * m, jnp.exp))),
     "svd": of(matrix, lambda m: jsp.linalg.svd(m, compute_uv=False)),
     "toeplitz": each(rows, jsp.linalg.toeplitz),
     "circulant": each(rows, jsp.linalg.circulant),
@@ -705,18 +622,9 @@ SCIPY: dict[str, Losses] = {
     "cluster.vq.vq": lambda w, b: z(w, b) * jsp.cluster.vq.vq(b["x"], jnp.eye(6))[1],
     **{
         f"fft.{name}": each(rows, fn)
-        for name, fn in named(jsp.fft, ("dct", "idct", "dctn", "idctn"))
+        for name, fn in named(jsp.fft, "dct idct dctn idctn")
     },
-    "optimize.minimize": lambda w, b: (
-        z(w, b)
-        * jax.lax.stop_gradient(
-            jax.vmap(
-                lambda x: minimize(
-                    lambda v: jnp.sum((v - x) ** 2), 0 * x, method="BFGS"
-                ).x.sum()
-            )(b["x"])
-        )
-    ),
+    "optimize.minimize": weighed(features, lambda x: nearest(x, 0 * x)),
     "sparse.linalg.cg": each(
         definite, lambda m: jsp.sparse.linalg.cg(lambda v: m @ v, jnp.ones(3))[0]
     ),
@@ -741,15 +649,8 @@ REFUSED = [
     *functions(
         "jax.scipy.",
         {
-            "optimize.minimize (under vmap, a shared start)": lambda w, b: (
-                z(w, b)
-                * jax.lax.stop_gradient(
-                    jax.vmap(
-                        lambda x: minimize(
-                            lambda v: jnp.sum((v - x) ** 2), jnp.zeros(6), method="BFGS"
-                        ).x.sum()
-                    )(b["x"])
-                )
+            "optimize.minimize (under vmap, a shared start)": weighed(
+                features, lambda x: nearest(x, jnp.zeros(6))
             ),
         },
         refusal=Refusal(
@@ -775,29 +676,18 @@ REFUSED = [
 FFT: dict[str, Losses] = (
     {
         name: of(rows, lambda r, f=f: f(r))
-        for name, f in named(jnp.fft, ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"))
+        for name, f in named(jnp.fft, "fft ifft rfft irfft hfft ihfft")
     }
     | {
         name: of(matrix, lambda m, f=f: f(m, axes=(1, 2)))
         for name, f in named(
             jnp.fft,
-            (
-                "fft2",
-                "ifft2",
-                "rfft2",
-                "irfft2",
-                "fftn",
-                "ifftn",
-                "rfftn",
-                "irfftn",
-                "fftshift",
-                "ifftshift",
-            ),
+            "fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn fftshift ifftshift",
         )
     }
     | {
         name: lambda w, b, f=f: total(b["x"][:, :3] * f(6)[:3] * w[:3])
-        for name, f in named(jnp.fft, ("fftfreq", "rfftfreq"))
+        for name, f in named(jnp.fft, "fftfreq rfftfreq")
     }
 )
 
@@ -817,15 +707,10 @@ ARRAYS: dict[str, Losses] = {
             rows,
             lambda r, f=f: f(r, jnp.array([0, 0, 1, 1, 2, 2]), 3),
         )
-        for name, f in named(jax.ops, ("segment_max", "segment_min", "segment_sum"))
+        for name, f in named(jax.ops, "segment_max segment_min segment_sum")
     },
-    "jax.ops.segment_prod": lambda w, b: (
-        z(w, b)
-        * total(
-            jax.vmap(
-                lambda x: jax.ops.segment_prod(x, jnp.array([0, 0, 1, 1, 2, 2]), 3)
-            )(b["x"])
-        )
+    "jax.ops.segment_prod": weighed(
+        features, lambda x: jax.ops.segment_prod(x, jnp.array([0, 0, 1, 1, 2, 2]), 3)
     ),
     "jnp.argsort (indices of parameters)": lambda w, b: total(
         w[jnp.argsort(b["x"], 1)] * b["x"]

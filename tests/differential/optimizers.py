@@ -90,88 +90,27 @@ def adam() -> Any:
     return optax.adam(RATE)
 
 
-RATED = [
-    "adabelief",
-    "adadelta",
-    "adafactor",
-    "adagrad",
-    "adam",
-    "adamax",
-    "adamaxw",
-    "adamw",
-    "adan",
-    "amsgrad",
-    "fromage",
-    "lamb",
-    "lars",
-    "lion",
-    "nadam",
-    "nadamw",
-    "novograd",
-    "optimistic_adam_v2",
-    "optimistic_gradient_descent",
-    "radam",
-    "rmsprop",
-    "rprop",
-    "sgd",
-    "sign_sgd",
-    "signum",
-    "sm3",
-    "yogi",
-    "scale_by_rprop",
-    "scale_by_learning_rate",
-    "contrib.acprop",
-    "contrib.ademamix",
-    "contrib.adopt",
-    "contrib.cocob",
-    "contrib.dadapt_adamw",
-    "contrib.dog",
-    "contrib.dowg",
-    "contrib.galore",
-    "contrib.madgrad",
-    "contrib.muon",
-    "contrib.prodigy",
-    "contrib.schedule_free_adamw",
-    "contrib.schedule_free_sgd",
-    "contrib.simplified_ademamix",
-    "contrib.scale_by_madgrad",
-]
-SCALERS = [
-    "identity",
-    "centralize",
-    "normalize_by_update_norm",
-    "scale_by_adadelta",
-    "scale_by_adam",
-    "scale_by_adamax",
-    "scale_by_adan",
-    "scale_by_amsgrad",
-    "scale_by_belief",
-    "scale_by_distance_over_gradients",
-    "scale_by_factored_rms",
-    "scale_by_lbfgs",
-    "scale_by_lion",
-    "scale_by_novograd",
-    "scale_by_optimistic_gradient",
-    "scale_by_param_block_norm",
-    "scale_by_param_block_rms",
-    "scale_by_radam",
-    "scale_by_rms",
-    "scale_by_rss",
-    "scale_by_sign",
-    "scale_by_sm3",
-    "scale_by_stddev",
-    "scale_by_trust_ratio",
-    "scale_by_yogi",
-    "set_to_zero",
-    "zero_nans",
-    "contrib.normalize",
-    "contrib.scale_by_acprop",
-    "contrib.scale_by_ademamix",
-    "contrib.scale_by_adopt",
-    "contrib.scale_by_cocob",
-    "contrib.scale_by_galore",
-    "contrib.scale_by_simplified_ademamix",
-]
+RATED = """
+    adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad
+    fromage lamb lars lion nadam nadamw novograd optimistic_adam_v2
+    optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd signum sm3 yogi
+    scale_by_rprop scale_by_learning_rate contrib.acprop contrib.ademamix
+    contrib.adopt contrib.cocob contrib.dadapt_adamw contrib.dog contrib.dowg
+    contrib.galore contrib.madgrad contrib.muon contrib.prodigy
+    contrib.schedule_free_adamw contrib.schedule_free_sgd
+    contrib.simplified_ademamix contrib.scale_by_madgrad
+"""
+SCALERS = """
+    identity centralize normalize_by_update_norm scale_by_adadelta scale_by_adam
+    scale_by_adamax scale_by_adan scale_by_amsgrad scale_by_belief
+    scale_by_distance_over_gradients scale_by_factored_rms scale_by_lbfgs
+    scale_by_lion scale_by_novograd scale_by_optimistic_gradient
+    scale_by_param_block_norm scale_by_param_block_rms scale_by_radam scale_by_rms
+    scale_by_rss scale_by_sign scale_by_sm3 scale_by_stddev scale_by_trust_ratio
+    scale_by_yogi set_to_zero zero_nans contrib.normalize contrib.scale_by_acprop
+    contrib.scale_by_ademamix contrib.scale_by_adopt contrib.scale_by_cocob
+    contrib.scale_by_galore contrib.scale_by_simplified_ademamix
+"""
 
 
 def _find(name: str) -> Any:
@@ -514,8 +453,11 @@ def _aggregate_case(name: str, make: Make) -> Case:
 
 
 CASES: list[Case] = [
-    *(case(f"optax.{n}", lambda n=n: _find(n)(learning_rate=RATE)) for n in RATED),
-    *(case(f"optax.{n}", lambda n=n: scaled(_find(n)())) for n in SCALERS),
+    *(
+        case(f"optax.{n}", lambda n=n: _find(n)(learning_rate=RATE))
+        for n in RATED.split()
+    ),
+    *(case(f"optax.{n}", lambda n=n: scaled(_find(n)())) for n in SCALERS.split()),
     *(case(f"optax.{name}", make) for name, make in WRAPPERS.items()),
     *(
         case(

@@ -1,7 +1,6 @@
 import functools
 import threading
 import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +15,9 @@ from armillary.errors import (
     CapturedStateError,
     StateStructureError,
 )
-from tests.problems import Notes
+from tests.problems import Holder, Notes
 
 global_counter = nnx.Variable(jnp.asarray(0))
-
-
-class Holder:
-    def __init__(self, **attributes: Any) -> None:
-        vars(self).update(attributes)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -60,39 +59,6 @@ def test_gradients_equal_those_of_one_device(
             np.testing.assert_allclose(
                 grads[name][...], expected[name][...], rtol=1e-6, atol=1e-6
             )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_replicas", [2, 4, 8])
-@pytest.mark.parametrize("make_transform", [optax.sgd, optax.adam])
-def test_training_equals_one_device(
-    num_replicas, make_transform, make_mirrored, batches
-):
-    def train(strategy):
-        model = make_model()
-        optimizer = nnx.Optimizer(model, make_transform(0.05), wrt=nnx.Param)
-        (batch,) = batches(strategy)
-
-        @armillary.function
-        def step(batch):
-            def step_fn(batch):
-                loss, grads = nnx.value_and_grad(
-                    lambda model: average_loss(model, batch, strategy)
-                )(model)
-                optimizer.update(model, grads)
-                return loss
-
-            return strategy.reduce("sum", strategy.run(step_fn, args=(batch,)))
-
-        losses = [float(step(batch)) for _ in range(10)]
-        assert int(optimizer.step[...]) == 10
-        return np.asarray(losses), np.asarray(model.kernel[...])
-
-    losses, kernel = train(make_mirrored(num_replicas))
-    expected_losses, expected_kernel = train(armillary.DefaultStrategy())
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
-    np.testing.assert_allclose(kernel, expected_kernel, rtol=1e-5)
-    assert losses[-1] < losses[0]
 
 
 def test_a_regularization_loss_counts_once(make_mirrored, batches):

@@ -35,24 +35,42 @@ def test_batches_are_split_over_devices(make_mirrored):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("devices", [[], "cpu:0", 4, {"cpu:0": 1}])
-def test_devices_must_be_a_sequence(devices):
-    with pytest.raises(ValueError) as caught:
-        MirroredStrategy(devices)
-    assert str(caught.value) == (
-        f"`devices` is {devices!r}, but it must be a sequence of at least one device. "
-        "Use `devices=jax.local_devices()`, or names as in "
-        '`devices=["cpu:0", "cpu:1"]`.'
-    )
+NO_SEQUENCE = (
+    "`devices` is {!r}, but it must be a sequence of at least one device. "
+    "Use `devices=jax.local_devices()`, or names as in "
+    '`devices=["cpu:0", "cpu:1"]`.'
+)
 
 
-def test_a_device_cannot_be_named_twice():
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": []}, NO_SEQUENCE.format([])),
+        ({"devices": "cpu:0"}, NO_SEQUENCE.format("cpu:0")),
+        ({"devices": 4}, NO_SEQUENCE.format(4)),
+        ({"devices": {"cpu:0": 1}}, NO_SEQUENCE.format({"cpu:0": 1})),
+        (
+            {"devices": ["cpu:0", "gpu:1"]},
+            "`devices` is 'gpu:1', but this process has no such device. Its devices "
+            f"are {', '.join(f'cpu:{i}' for i in range(8))}: pass one of these names, "
+            "or a `jax.Device`.",
+        ),
+        (
+            {"devices": ["cpu:0", "cpu:1", "/cpu:0"]},
+            "`devices` is ['cpu:0', 'cpu:1', 'cpu:0'], which repeats a device. Each "
+            "replica needs a device of its own: name each device once.",
+        ),
+        (
+            {"cross_device_ops": "nccl"},
+            "`cross_device_ops` is 'nccl', but XLA chooses the collectives for the "
+            "devices it finds. Leave it out, or pass `cross_device_ops=None`.",
+        ),
+    ],
+)
+def test_wrong_arguments_are_errors(options, message):
     with pytest.raises(ValueError) as caught:
-        MirroredStrategy(["cpu:0", "cpu:1", "/cpu:0"])
-    assert str(caught.value) == (
-        "`devices` is ['cpu:0', 'cpu:1', 'cpu:0'], which repeats a device. Each "
-        "replica needs a device of its own: name each device once."
-    )
+        MirroredStrategy(**options)
+    assert str(caught.value) == message
 
 
 def test_platforms_cannot_be_mixed(monkeypatch):
@@ -70,20 +88,6 @@ def test_platforms_cannot_be_mixed(monkeypatch):
     assert str(caught.value) == (
         "`devices` is ['cpu:0', 'gpu:0'], which mixes platforms. Replicas run one "
         "program in step: use devices of one platform."
-    )
-
-
-def test_a_missing_device_is_an_error():
-    with pytest.raises(ValueError, match="`devices` is 'gpu:1', but this process has"):
-        MirroredStrategy(["cpu:0", "gpu:1"])
-
-
-def test_cross_device_ops_must_be_left_out():
-    with pytest.raises(ValueError) as caught:
-        MirroredStrategy(cross_device_ops="nccl")
-    assert str(caught.value) == (
-        "`cross_device_ops` is 'nccl', but XLA chooses the collectives for the devices "
-        "it finds. Leave it out, or pass `cross_device_ops=None`."
     )
 
 

@@ -1,7 +1,5 @@
 """Every replica draws its own random numbers, from one stored key."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +9,7 @@ from flax import nnx
 
 import armillary
 from armillary import VariableAggregation
-
-
-class Holder:
-    def __init__(self, **attributes: Any) -> None:
-        vars(self).update(attributes)
+from tests.problems import Holder
 
 
 @pytest.fixture

@@ -12,16 +12,12 @@ from flax import nnx
 import armillary
 from armillary import ReduceOp, get_replica_context
 from armillary.errors import DoubleReductionError, ReplicaMismatchError
+from tests.problems import Holder
 
 ADVICE = (
     "gradients with respect to mirrored parameters arrive already summed over "
     "replicas, so reducing them again makes them too large by the number of replicas."
 )
-
-
-class Holder:
-    def __init__(self, **attributes: Any) -> None:
-        vars(self).update(attributes)
 
 
 @pytest.fixture

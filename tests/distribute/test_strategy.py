@@ -15,16 +15,57 @@ from armillary import (
     get_replica_context,
     set_strategy,
 )
+from armillary.distribute import Strategy
 from armillary.errors import (
     BatchSizeError,
     DoubleReductionError,
     ReplicaContextError,
 )
+from tests.mistakes import mistakes
+
+PLAIN = (
+    "`value` is 2.5, which is not a per-replica value, so ReduceOp.SUM over 2 "
+    "replicas has no meaning. Pass what `strategy.run` returned, or use ReduceOp.MEAN."
+)
+UNKNOWN = "`reduce_op` is 'max', but it must be"
 
 
-def test_run_needs_a_function(make_mirrored):
-    with pytest.raises(TypeError, match="`fn` is 3 of type int, but it must be call"):
-        make_mirrored(2).run(3)
+def all_reduce(op, value):
+    return get_replica_context().all_reduce(op, value)
+
+
+@mistakes(
+    {
+        TypeError: {
+            "`fn` is 3 of type int, but it must be call": lambda s, _: s.run(3),
+            "with the comma": lambda s, _: s.run(lambda x: x, args=jnp.ones(2)),
+        },
+        ReplicaContextError: {
+            "`set_strategy` was called inside": (
+                lambda s, _: s.run(lambda: set_strategy(None))
+            ),
+        },
+        DoubleReductionError: {
+            r"No argument of `strategy\.run` is": lambda s, _: s.run(
+                lambda x: jax.lax.psum(x, "replica"), args=(jnp.ones(4),)
+            ),
+        },
+        ValueError: {
+            f"^{re.escape(PLAIN)}$": lambda s, _: s.reduce(ReduceOp.SUM, {"loss": 2.5}),
+            UNKNOWN: lambda s, rows: s.reduce("max", rows),
+            f"{UNKNOWN} ": lambda s, _: s.run(lambda: all_reduce("max", jnp.ones(1))),
+            r"value of each replica has shape \(\)": (
+                lambda s, rows: s.gather(rows, axis=0)
+            ),
+        },
+    }
+)
+def test_what_a_strategy_cannot_do_is_an_error(
+    call, error, message, make_mirrored, put_rows
+):
+    strategy = make_mirrored(2)
+    with pytest.raises(error, match=message):
+        call(strategy, put_rows(strategy, [1, 2]))
 
 
 @pytest.mark.parametrize("args", [3, {"x": 1}, None, "text"])
@@ -35,11 +76,6 @@ def test_run_needs_a_tuple(args, make_mirrored):
         f"`args` is {args!r} of type {type(args).__name__}, but it must be a tuple of "
         "arguments. Write `strategy.run(fn, args=(batch,))`, with the comma."
     )
-
-
-def test_a_single_array_is_no_tuple(make_mirrored):
-    with pytest.raises(TypeError, match="with the comma"):
-        make_mirrored(2).run(lambda x: x, args=jnp.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -88,11 +124,6 @@ def test_set_strategy_inside_a_scope_is_an_error(make_mirrored):
         set_strategy(None)
 
 
-def test_set_strategy_inside_run_is_an_error(make_mirrored):
-    with pytest.raises(ReplicaContextError, match="`set_strategy` was called inside"):
-        make_mirrored(2).run(lambda: set_strategy(None))
-
-
 def test_a_scope_inside_another_strategy_is_an_error(make_mirrored):
     outer, inner = make_mirrored(2), make_mirrored(4)
     message = (
@@ -125,16 +156,6 @@ def test_a_failing_step_leaves_the_context(make_mirrored):
         assert get_replica_context() is None
 
 
-def test_the_sum_of_a_plain_value_is_an_error(make_mirrored):
-    with pytest.raises(ValueError) as caught:
-        make_mirrored(4).reduce(ReduceOp.SUM, {"loss": 2.5})
-    assert str(caught.value) == (
-        "`value` is 2.5, which is not a per-replica value, so ReduceOp.SUM over 4 "
-        "replicas has no meaning. Pass what `strategy.run` returned, or use "
-        "ReduceOp.MEAN."
-    )
-
-
 @pytest.mark.parametrize("where", ["outside", "merge_call"])
 def test_the_sum_of_what_all_replicas_share_is_an_error(where, make_mirrored, put_rows):
     strategy, model = make_mirrored(4), nnx.Linear(1, 1, rngs=nnx.Rngs(0))
@@ -163,14 +184,6 @@ UNDISTRIBUTED = (
 )
 
 
-def test_a_psum_of_what_a_batch_for_all_gives_says_so(make_mirrored):
-    strategy = make_mirrored(2)
-    with pytest.raises(
-        DoubleReductionError, match=r"No argument of `strategy\.run` is"
-    ):
-        strategy.run(lambda x: jax.lax.psum(x, "replica"), args=(jnp.ones(4),))
-
-
 @pytest.mark.parametrize("name", ["all_reduce", "strategy.reduce"])
 def test_the_sum_of_what_a_batch_for_all_gives_says_so(name, make_mirrored):
     strategy, batch = make_mirrored(2), jnp.ones(4)
@@ -196,14 +209,6 @@ def test_the_mean_of_what_all_replicas_share_is_that(make_mirrored):
     assert float(strategy.reduce("mean", strategy.run(lambda: jnp.float32(3)))) == 3
 
 
-def test_an_unknown_operation_is_an_error(make_mirrored, put_rows):
-    strategy = make_mirrored(2)
-    with pytest.raises(ValueError, match="`reduce_op` is 'max', but it must be"):
-        strategy.reduce("max", put_rows(strategy, [1, 2]))
-    with pytest.raises(ValueError, match="`reduce_op` is 'max', but it must be"):
-        strategy.run(lambda: get_replica_context().all_reduce("max", jnp.ones(1)))
-
-
 @pytest.mark.parametrize("axis", [1, -2, 5])
 def test_an_axis_that_is_not_there_is_an_error(axis, make_mirrored, put_rows):
     strategy = make_mirrored(2)
@@ -220,12 +225,6 @@ def test_an_axis_that_is_not_there_is_an_error(axis, make_mirrored, put_rows):
         r"Use an axis it has, or `strategy\.local_results\(value\)`\.",
     ):
         strategy.gather(value, axis=axis)
-
-
-def test_scalars_cannot_be_gathered(make_mirrored, put_rows):
-    strategy = make_mirrored(2)
-    with pytest.raises(ValueError, match=r"value of each replica has shape \(\)"):
-        strategy.gather(put_rows(strategy, [1, 2]), axis=0)
 
 
 def test_arguments_with_data_on_different_replicas_are_an_error(
@@ -253,3 +252,16 @@ def test_arguments_with_data_on_different_replicas_are_an_error(
 def test_from_function_needs_a_function(method, name, make_mirrored):
     with pytest.raises(TypeError, match=f"`{name}` is 3 of type int, but it must be"):
         getattr(make_mirrored(2), method)(3)
+
+
+def test_a_subclass_overrides_both_spellings_of_a_method():
+    class Renamed(MirroredStrategy):
+        def local_results(self, value):
+            return ("its own", value)
+
+    class Derived(Renamed):
+        pass
+
+    for kind in (Renamed, Derived):
+        assert kind([jax.devices()[0]]).experimental_local_results(1) == ("its own", 1)
+    assert MirroredStrategy.experimental_local_results is Strategy.local_results

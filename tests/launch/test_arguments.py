@@ -32,7 +32,7 @@ def test_defaults(jobs):
     (job,) = jobs
     assert (job.num_workers, job.max_restarts, job.logs) == (1, 0, {})
     assert not job.has_evaluator
-    assert (job.restart_pause, job.grace_period) == (1.0, 30.0)
+    assert (job.pause_seconds, job.grace_seconds) == (1.0, 30.0)
     assert job.devices.virtual_cpus is None
 
 
@@ -59,7 +59,7 @@ def test_all_options_arrive(jobs, folder, monkeypatch):
     _cli.main(["launch", *options.split()])
     (job,) = jobs
     assert (job.num_workers, job.has_evaluator, job.max_restarts) == (2, True, 4)
-    assert (job.restart_pause, job.grace_period) == (0.5, 6.0)
+    assert (job.pause_seconds, job.grace_seconds) == (0.5, 6.0)
     # The evaluator has devices and a log of its own.
     assert job.devices.gpus == (("0",), ("1",), ("2",))
     assert list(job.logs) == ["worker 0", "worker 1", "evaluator"]

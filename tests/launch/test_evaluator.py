@@ -273,8 +273,8 @@ def test_an_evaluator_that_cannot_start_ends_no_worker(monkeypatch, capfd):
         has_evaluator=True,
         devices=DevicePlan(),
         max_restarts=0,
-        restart_pause=0.0,
-        grace_period=30.0,
+        pause_seconds=0.0,
+        grace_seconds=30.0,
         logs={},
     )
     assert run_job(job) == ExitCode.FAILED

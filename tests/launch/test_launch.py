@@ -390,8 +390,8 @@ def make_job(arguments, **options):
         arguments=arguments,
         devices=DevicePlan(),
         max_restarts=0,
-        restart_pause=0.0,
-        grace_period=30.0,
+        pause_seconds=0.0,
+        grace_seconds=30.0,
         logs={},
         **options,
     )

@@ -33,7 +33,7 @@ class Sum(armillary.StandardTrainer):
         return {"mean": self.total.compute()}
 
 
-def train(scenario: str, folder: Path, hang_timeout: float | None) -> None:
+def train(scenario: str, folder: Path, limit_seconds: float | None) -> None:
     strategy = (
         armillary.MultiWorkerMirroredStrategy()
         if "TF_CONFIG" in os.environ
@@ -65,7 +65,7 @@ def train(scenario: str, folder: Path, hang_timeout: float | None) -> None:
         strategy=strategy,
         steps_per_loop=5,
         train_actions=[act],
-        hang_timeout=hang_timeout,
+        hang_timeout_seconds=limit_seconds,
         checkpoint_manager=armillary.CheckpointManager(
             armillary.Checkpoint(step=trainer.step), folder / "checkpoints"
         ),
@@ -75,4 +75,4 @@ def train(scenario: str, folder: Path, hang_timeout: float | None) -> None:
 
 if __name__ == "__main__":
     arguments = json.loads(sys.argv[3])
-    train(sys.argv[1], Path(sys.argv[2]).parent, arguments.get("hang_timeout"))
+    train(sys.argv[1], Path(sys.argv[2]).parent, arguments.get("limit_seconds"))

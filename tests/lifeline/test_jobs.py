@@ -115,7 +115,7 @@ def test_a_process_that_is_killed_is_named_by_the_others_in_time(start, count, d
 
 @pytest.mark.parametrize(("stopped", "other"), [(0, 1), (1, 0)])
 def test_a_stopped_process_ends_the_job_within_the_timeout(start, stopped, other):
-    job = start("stop", hang_timeout=HANG_TIMEOUT)
+    job = start("stop", limit_seconds=HANG_TIMEOUT)
     job.wait_for_step(20)
     time.sleep(2.0)  # until each has told the other where it is
     job.processes[stopped].send_signal(signal.SIGSTOP)
@@ -124,7 +124,7 @@ def test_a_stopped_process_ends_the_job_within_the_timeout(start, stopped, other
     output = job.output(other)
     assert re.search(rf"process {stopped} of 2: .*has not answered for", output)
     if other == 0:  # only the chief, which is stopped otherwise, knows of all
-        assert "No process has gone on for 4 seconds (`hang_timeout`)" in output
+        assert "No process has gone on for 4 seconds (`hang_timeout_seconds`)" in output
         place = r"at .*program.py:\d+ in"
         assert re.search(rf"process 0 of 2: \w+ for \d+ s, {place}", output)
         assert re.search(r"process 1 of 2: .*program.py", output)
@@ -138,7 +138,7 @@ def test_a_stopped_process_ends_the_job_within_the_timeout(start, stopped, other
     ],
 )
 def test_every_process_prints_the_line_that_one_sleeps_at(start, scenario, place):
-    job = start(scenario, hang_timeout=HANG_TIMEOUT)
+    job = start(scenario, limit_seconds=HANG_TIMEOUT)
     codes = job.wait_for_ends([0, 1], STARTED_SECONDS)
     assert codes == [ExitCode.RESTART_REQUESTED] * 2
     for index in (0, 1):
@@ -147,7 +147,7 @@ def test_every_process_prints_the_line_that_one_sleeps_at(start, scenario, place
 
 
 def test_a_program_alone_prints_its_line_too(start):
-    job = start("sleep", count=1, hang_timeout=HANG_TIMEOUT)
+    job = start("sleep", count=1, limit_seconds=HANG_TIMEOUT)
     assert job.wait_for_ends([0], STARTED_SECONDS) == [ExitCode.RESTART_REQUESTED]
     assert "The program has not gone on for 4 seconds" in job.output(0)
     assert "in read: time.sleep(3600)  # the reader sleeps" in job.output(0)

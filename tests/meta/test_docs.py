@@ -1,4 +1,4 @@
-"""Documents keep their promises: their code runs and their commands exist."""
+"""Documents keep their promises: code prints what they show, and commands exist."""
 
 import re
 from pathlib import Path
@@ -33,22 +33,42 @@ def name_of(path: Path) -> str:
     return path.relative_to(REPOSITORY).as_posix()
 
 
+def find_missing(printed: str, shown: str) -> list[str]:
+    """Returns printed lines that a page does not show; `...` there is any text."""
+    rules = [re.escape(line).replace(r"\.\.\.", ".*") for line in shown.splitlines()]
+    return [
+        line
+        for line in printed.splitlines()
+        if not any(re.fullmatch(rule, line) for rule in rules)
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
-def test_python_blocks_run(path, tmp_path, monkeypatch):
+def test_python_blocks_run_and_print_what_the_page_shows(
+    path, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "document"}
+    printed = ""
     for info, line, body in find_blocks(path):
+        if info == "text":
+            assert find_missing(printed, body) == [], f"{path.name}:{line}"
+            # Other pages show what is logged, too.
+            assert printed == body or path.name != "errors.md", f"errors.md:{line}"
+        printed = ""
         if info.split()[:1] != ["python"]:
             continue
         # Blank lines in front make a traceback point into the document.
         code = compile("\n" * line + body, str(path), "exec")
         if info != "python no-run":
             assert info == "python", f"{path.name}:{line}: unknown marks in {info!r}"
+            capsys.readouterr()
             # The layers of Keras rely on the promotion of ranks.
             promotion = "allow" if path.name == "keras.md" else "raise"
             with jax.numpy_rank_promotion(promotion):
                 exec(code, namespace)
+            printed = capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
@@ -59,8 +79,9 @@ def test_make_targets_exist(path):
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
-def test_links_to_files_resolve(path):
+def test_links_and_tests_that_are_named_exist(path):
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
     local = [link for link in links if "://" not in link]
     missing = [link for link in local if not (path.parent / link).exists()]
-    assert not missing
+    named = re.findall(r"\btests/[\w/]+\.py\b", path.read_text())
+    assert not missing + [name for name in named if not (REPOSITORY / name).exists()]

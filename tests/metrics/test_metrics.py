@@ -13,6 +13,7 @@ import armillary
 from armillary import metrics
 from armillary.data import from_arrays
 from armillary.state._lift import find_slots
+from tests.mistakes import mistakes
 from tests.problems import make_strategy
 
 LOGITS = jnp.array([[0.1, 0.9, 0.0], [0.5, 0.2, 0.3], [0.2, 0.2, 0.6]])
@@ -113,109 +114,78 @@ def test_masked_examples_need_no_meaning():
     assert metric.compute().sum() == 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "match"),
-    [
-        ({}, "`num_classes` is None and `threshold` is None"),
-        ({"num_classes": 3, "threshold": 0.5}, "`num_classes` is 3 and `threshold`"),
-        ({"num_classes": 1}, "`num_classes` is 1, but there must be 2"),
-        ({"num_classes": 2.5}, r"`num_classes` is 2\.5"),
-        ({"num_classes": 3, "average": "micro"}, "`average` is 'micro'.*'macro'"),
-    ],
-)
-def test_wrong_arguments_of_scores_are_an_error(kind, match):
-    with pytest.raises(ValueError, match=match):
-        metrics.Precision(**kind)
+def update(metric, **changes):
+    metric.update(**({"logits": LOGITS, "labels": LABELS} | changes))
 
 
-def test_wrong_arguments_of_others_are_an_error():
-    with pytest.raises(TypeError, match="`threshold` is True of type bool"):
-        metrics.ConfusionMatrix(threshold=True)
-    with pytest.raises(ValueError, match="`k` is 0"):
-        metrics.TopKAccuracy(0)
-    with pytest.raises(ValueError, match=r"`curve` is 'roc'.*'ROC', 'PR'"):
-        metrics.AUC("roc")
-    with pytest.raises(ValueError, match=r"`num_buckets` is 0"):
-        metrics.AUC(num_buckets=0)
+def compare(metric, predictions, targets, **more):
+    metric.update(predictions=predictions, targets=targets, **more)
 
 
-@pytest.mark.parametrize(
-    ("metric", "arguments", "kind", "match"),
-    [
-        (
-            metrics.Precision(3),
-            {"logits": LOGITS, "labels": LABELS.astype("float32")},
-            TypeError,
-            r"`labels` of `Precision.update` has the dtype float32.*argmax",
-        ),
-        (
-            metrics.Precision(3),
-            {"logits": LOGITS, "labels": LABELS[:2]},
-            ValueError,
-            r"`logits` of `Precision.update` has the shape \(3, 3\), and `labels` \(2,",
-        ),
-        (
-            metrics.Precision(4),
-            {"logits": LOGITS, "labels": LABELS},
-            ValueError,
-            r"shape \(3, 3\), but its last axis must be the 4 classes",
-        ),
-        (
-            metrics.AUC(),
-            {"logits": LOGITS[:, :2], "labels": LABELS},
-            ValueError,
-            r"has the shape of `labels`\. Index.*`logits\[\.\.\., 1\]`",
-        ),
-        (
-            metrics.TopKAccuracy(4),
-            {"logits": LOGITS, "labels": LABELS},
-            ValueError,
-            r"has 3 classes, but `k` is 4",
-        ),
-        (
-            metrics.Recall(3),
-            {"logits": LOGITS, "labels": LABELS, "mask": jnp.ones(3)},
-            TypeError,
-            r"`mask` of `Recall.update` has the dtype float32.*`mask > 0`",
-        ),
-        (
-            metrics.Recall(3),
-            {"logits": LOGITS, "labels": LABELS, "mask": jnp.ones(2, bool)},
-            ValueError,
-            r"`mask` of `Recall.update` has the shape \(2,\).* \(3,\)",
-        ),
-        (
-            metrics.MeanSquaredError(),
-            {"predictions": jnp.ones((3, 1)), "targets": jnp.ones(3)},
-            ValueError,
+@mistakes(
+    {
+        ValueError: {
+            "`num_classes` is None and `threshold` is None": lambda: (
+                metrics.Precision()
+            ),
+            "`num_classes` is 3 and `threshold`": (
+                lambda: metrics.Precision(num_classes=3, threshold=0.5)
+            ),
+            "`num_classes` is 1, but there must be 2": lambda: metrics.Precision(1),
+            r"`num_classes` is 2\.5": lambda: metrics.Precision(2.5),
+            "`average` is 'micro'.*'macro'": (
+                lambda: metrics.Precision(3, average="micro")
+            ),
+            "`k` is 0": lambda: metrics.TopKAccuracy(0),
+            "`curve` is 'roc'.*'ROC', 'PR'": lambda: metrics.AUC("roc"),
+            "`num_buckets` is 0": lambda: metrics.AUC(num_buckets=0),
+            r"`logits` of `Precision.update` has the shape \(3, 3\), and `labels` \(": (
+                lambda: update(metrics.Precision(3), labels=LABELS[:2])
+            ),
+            r"shape \(3, 3\), but its last axis must be the 4 classes": (
+                lambda: update(metrics.Precision(4))
+            ),
+            r"has the shape of `labels`\. Index.*`logits\[\.\.\., 1\]`": (
+                lambda: update(metrics.AUC(), logits=LOGITS[:, :2])
+            ),
+            "has 3 classes, but `k` is 4": lambda: update(metrics.TopKAccuracy(4)),
+            r"`mask` of `Recall.update` has the shape \(2,\).* \(3,\)": (
+                lambda: update(metrics.Recall(3), mask=jnp.ones(2, bool))
+            ),
             r"`predictions` of `MeanSquaredError.update` has the shape \(3, 1\), and "
-            r"`targets` \(3,\)",
-        ),
-        (
-            metrics.MeanAbsoluteError(),
-            {"predictions": LABELS, "targets": LABELS, "mask": LABELS},
-            TypeError,
-            r"`mask` of `MeanAbsoluteError.update` has the dtype int32",
-        ),
-        (
-            metrics.Distribution(),
-            {"values": {"a": [1.0]}},
-            TypeError,
-            r"`values` holds 1.0 of type float",
-        ),
-        (
-            metrics.Distribution(),
-            {"values": jnp.zeros(0)},
-            ValueError,
-            "has no elements",
-        ),
-    ],
+            r"`targets` \(3,\)": (
+                lambda: compare(
+                    metrics.MeanSquaredError(), jnp.ones((3, 1)), jnp.ones(3)
+                )
+            ),
+            "has no elements": (
+                lambda: metrics.Distribution().update(values=jnp.zeros(0))
+            ),
+        },
+        TypeError: {
+            "`threshold` is True of type bool": (
+                lambda: metrics.ConfusionMatrix(threshold=True)
+            ),
+            "`labels` of `Precision.update` has the dtype float32.*argmax": (
+                lambda: update(metrics.Precision(3), labels=LABELS.astype("float32"))
+            ),
+            "`mask` of `Recall.update` has the dtype float32.*`mask > 0`": (
+                lambda: update(metrics.Recall(3), mask=jnp.ones(3))
+            ),
+            "`mask` of `MeanAbsoluteError.update` has the dtype int32": (
+                lambda: compare(
+                    metrics.MeanAbsoluteError(), LABELS, LABELS, mask=LABELS
+                )
+            ),
+            "`values` holds 1.0 of type float": (
+                lambda: metrics.Distribution().update(values={"a": [1.0]})
+            ),
+        },
+    }
 )
-def test_inputs_that_do_not_belong_together_are_an_error(
-    metric, arguments, kind, match
-):
-    with pytest.raises(kind, match=match):
-        metric.update(**arguments)
+def test_what_a_metric_cannot_use_is_an_error(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
 @pytest.mark.parametrize("curve", ["ROC", "PR"])

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from armillary.distribute import DefaultStrategy
+from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import trace_step
 from armillary.state._lift import State
 
@@ -18,7 +20,8 @@ def run_lifted() -> RunLifted:
     def run(step: Callable[[], Any], root: Any, path: str = "") -> State:
         state = State([(root, path)])
         before = state.read()
-        traced = trace_step(step, state, before, (), user_fn=step, owner="the test")
+        flat = FlatState(state, DefaultStrategy())
+        traced = trace_step(step, flat, (), user_fn=step, owner="the test")
         after = list(before)
         for i, value in zip(traced.changed, traced.call(before, ())[0], strict=True):
             after[i] = value

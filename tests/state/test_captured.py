@@ -8,10 +8,13 @@ import pytest
 from flax import nnx
 from flax.errors import TraceContextError
 
+from armillary.distribute import DefaultStrategy
+from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import trace_step
 from armillary.errors import CapturedStateError
 from armillary.state._lift import State
 from armillary.state._same import find_constants
+from tests.problems import Holder
 
 global_model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
 FIX = (
@@ -20,14 +23,9 @@ FIX = (
 )
 
 
-class Holder:
-    def __init__(self, **attributes: Any) -> None:
-        vars(self).update(attributes)
-
-
 def trace(step: Any, root: Any) -> Any:
-    state = State([(root, "")])
-    return trace_step(step, state, state.read(), (), user_fn=step, owner="the trainer")
+    flat = FlatState(State([(root, "")]), DefaultStrategy())
+    return trace_step(step, flat, (), user_fn=step, owner="the trainer")
 
 
 def test_a_global_module_that_is_read_is_named():

@@ -11,11 +11,7 @@ from flax import nnx
 
 from armillary.state._compare import compare
 from armillary.state._walk import Walk
-
-
-class Holder:
-    def __init__(self, **attributes: Any) -> None:
-        vars(self).update(attributes)
+from tests.problems import Holder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,13 +18,9 @@ import armillary
 from armillary.state._lift import find_slots, has_state
 from armillary.state._slots import Role
 from armillary.state._walk import Walk
+from tests.problems import Holder
 
 GLOBAL_MODULE = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-
-
-class Holder:
-    def __init__(self, **attributes: Any) -> None:
-        vars(self).update(attributes)
 
 
 @dataclasses.dataclass

@@ -13,7 +13,9 @@ from armillary.distribute import DefaultStrategy
 from armillary.goodput import Category
 from armillary.goodput._stopwatch import Stopwatch
 from armillary.trainer._data_wait import waiting_for_data
-from armillary.trainer._loop import Loop, LoopOptions
+from armillary.trainer._loop import Loop
+from armillary.trainer._options import LoopOptions
+from armillary.trainer._step_method import StepMethod
 
 
 class Program:
@@ -95,11 +97,8 @@ def test_the_first_batch_is_waited_for(compile_step):
 
     owner = Owner()
     loop = Loop(
-        owner,
-        owner.step,
-        "step",
+        StepMethod(owner, owner.step, "step", DefaultStrategy()),
         read,
-        DefaultStrategy(),
         LoopOptions(steps_per_chunk=2, compile_step=compile_step),
         exact=False,
         keep_results=False,
@@ -108,7 +107,7 @@ def test_the_first_batch_is_waited_for(compile_step):
     with stopwatch.phase(Category.STEPPING):
         assert loop.has_data()
         loop.run(2)
-    loop.close()
+    loop.data.feed.close()
 
     assert float(owner.total) == 16
     assert stopwatch.seconds[Category.DATA] >= 0.2

@@ -19,11 +19,10 @@ from armillary.data.feed import (
     _stream,
 )
 from armillary.data.sources import _arrays
-from armillary.distribute.program import _placement, _use
-from armillary.state import _access
-from armillary.trainer import _loop
+from armillary.distribute.program import _flat_state, _use
+from armillary.trainer import _loop, _loop_data, _programs
 
-LOOP = {module.__file__ for module in (_loop, _placement, _use, _access)}
+LOOP = {module.__file__ for module in (_loop, _loop_data, _programs, _flat_state, _use)}
 READING = {
     module.__file__
     for module in (_arrays, _chunk_builder, _feed, _gather, _reader, _split, _stream)

@@ -116,19 +116,6 @@ def test_a_stopped_run_may_continue_with_or_without_it(
     )
 
 
-def test_a_new_position_drops_what_was_read_ahead():
-    trainer = make_trainer(make_strategy(2), True)
-    trainer.train(3)
-    position = trainer.train_dataset.get_state()
-    before = read_state(trainer)
-    trainer.train(2)
-    trainer.train_dataset.set_state(position)
-    assert trainer.train_dataset.get_state() == position
-    trainer.train(1)
-    losses = np.asarray(trainer.losses)
-    assert before["losses"][3] == 0 and np.all(losses[:6] > 0)
-
-
 def test_loops_after_the_first_trace_nothing(no_retrace):
     trainer = make_trainer(make_strategy(4), True)
     trainer.train(9)
@@ -314,19 +301,7 @@ def test_a_complete_evaluation_sees_every_example_once(strategy, compile_step):
         assert float(output["mean"]) == pytest.approx(digits["label"].mean())
 
 
-def test_training_and_evaluation_share_the_arrays():
-    strategy = make_strategy(2)
-    source = from_arrays(make_digits(72), batch_size=16)
-    options = InputOptions(place_on_device=True)
-    first, second = (strategy.distribute_dataset(source, options) for _ in range(2))
-    trainer = Classifier(strategy, MLP(nnx.Rngs(0)), optax.sgd(0.1), first)
-    evaluator = Evaluator(strategy, second)
-    trainer.train(2)
-    evaluator.evaluate(-1)
-    assert first.gather.resident is second.gather.resident
-
-
-# The end of the data, and custom loops
+# The end of the data
 
 
 @pytest.mark.slow
@@ -339,23 +314,3 @@ def test_training_ends_where_the_data_ends(strategy):
         assert trainer.data_exhausted
         assert int(trainer.optimizer.step[...]) == 4
     assert_identical(*states)
-
-
-@pytest.mark.slow
-def test_replicas_see_what_one_replica_sees():
-    one, four = (make_trainer(make_strategy(count), True, CNN) for count in (1, 4))
-    train(one, 11)
-    train(four, 11)
-    np.testing.assert_allclose(one.losses, four.losses, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_custom_loop_gets_rows(strategy):
-    seen = []
-    for is_resident in (False, True):
-        dataset = make_data(strategy, is_resident)
-        step = armillary.function(lambda batch: identify(strategy, batch))
-        with strategy.scope():
-            seen.append([int(step(b)) for b in itertools.islice(dataset, 12)])
-    assert seen[0] == seen[1]
-    assert len(set(seen[0])) > 8

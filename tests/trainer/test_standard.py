@@ -1,4 +1,4 @@
-"""Tests of `StandardTrainer` and `StandardEvaluator`: data, ends of data, options."""
+"""Tests of `StandardTrainer`: what a step takes, ends of data, replicas, mistakes."""
 
 import grain
 import jax
@@ -8,11 +8,11 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary import StandardEvaluator, StandardEvaluatorOptions
 from armillary import StandardTrainer as Base
 from armillary import StandardTrainerOptions as Options
 from armillary.data import InputOptions, from_arrays
 from armillary.errors import BatchSizeError
+from tests.mistakes import mistakes
 from tests.problems import make_strategy
 
 
@@ -210,17 +210,21 @@ def test_a_trainer_takes_raw_datasets(make_source):
     assert trainer.data_exhausted
 
 
+def test_outputs_keep_the_order_of_their_names():
+    class Trainer(armillary.StandardTrainer):
+        def train_step(self, iterator):
+            next(iterator)
+
+        def train_loop_end(self):
+            return {"loss": 1.0, "accuracy": {"top5": 2.0, "top1": 3.0}}
+
+    data = armillary.data.from_arrays({"x": np.ones((4, 1))}, batch_size=2)
+    output = Trainer(data).train(1)
+    assert list(output) == ["loss", "accuracy"]
+    assert list(output["accuracy"]) == ["top5", "top1"]
+
+
 # The end of the data
-
-
-def test_data_that_ends_before_the_last_step_is_exhausted():
-    trainer = Trainer(make_batches(3))
-
-    output = trainer.train(5)
-
-    assert trainer.data_exhausted
-    assert trainer.sums == (6.0, 3)
-    assert float(output["mean"]) == 2.0
 
 
 @pytest.mark.parametrize("compile_step", [True, False])
@@ -339,17 +343,6 @@ def make_rows(num_rows, batch_size):
     )
 
 
-def test_a_batch_that_replicas_cannot_share_is_an_error():
-    trainer = Rows(make_strategy(4), make_rows(30, 10))
-
-    with pytest.raises(
-        BatchSizeError,
-        match=r"10 examples, which 4 replicas cannot share equally \(10 % 4 = 2\)"
-        r'.*such as `8` or `12`, or `InputOptions\(remainder="exact"\)`',
-    ):
-        trainer.train(1)
-
-
 def test_a_remainder_that_replicas_cannot_share_is_an_error_after_the_others():
     trainer = Rows(make_strategy(4), make_rows(22, 8))
 
@@ -376,24 +369,25 @@ def test_a_step_without_run_is_led_to_it(is_compiled):
         trainer.train(1)
 
 
-def test_a_smaller_last_batch_that_divides_runs():
-    trainer = Rows(make_strategy(4), make_rows(20, 8))
-
-    assert trainer.train(10) == {"sum": sum(range(20)), "count": 20}
-    assert trainer.data_exhausted
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("remainder", "count", "is_compiled"),
-    [("drop", 16, True), ("pad", 22, True), ("exact", 22, True), ("exact", 22, False)],
+    ("num_rows", "remainder", "count", "is_compiled"),
+    [
+        (20, None, 20, True),
+        (22, "drop", 16, True),
+        (22, "pad", 22, True),
+        (22, "exact", 22, True),
+        (22, "exact", 22, False),
+    ],
 )
-def test_a_remainder_is_dropped_or_padded_or_run_on_fewer_replicas(
-    remainder, count, is_compiled
+def test_a_remainder_is_shared_dropped_or_padded_or_run_on_fewer_replicas(
+    num_rows, remainder, count, is_compiled
 ):
     strategy = make_strategy(4)
     dataset = armillary.make_distributed_dataset(
-        strategy, make_rows(22, 8), input_options=InputOptions(remainder=remainder)
+        strategy,
+        make_rows(num_rows, 8),
+        input_options=InputOptions(remainder=remainder),
     )
     trainer = Rows(strategy, dataset, compile_step=is_compiled)
 
@@ -442,269 +436,68 @@ def test_the_strategy_in_effect_comes_before_the_one_of_the_trainer():
     assert seen[2] is armillary.DefaultStrategy()
 
 
-# Arguments
+# Mistakes
 
 
-@pytest.mark.parametrize("num_steps", [0, -1, 1.5, True, "3"])
-def test_a_wrong_number_of_training_steps_is_an_error(num_steps):
-    with pytest.raises(
-        ValueError, match=r"`num_steps` is .* must be a positive integer"
-    ):
-        Trainer(make_batches(2)).train(num_steps)
+class Evaluator(armillary.StandardEvaluator):
+    def eval_step(self, iterator):
+        next(iterator)
 
 
-@pytest.mark.parametrize("num_steps", [0, -2, 1.5, True])
-def test_a_wrong_number_of_evaluation_steps_is_an_error(num_steps):
-    with pytest.raises(ValueError, match=r"`num_steps` is .*, or `num_steps=-1`"):
-        Evaluator(make_batches(2)).evaluate(num_steps)
+class Unprepared(Trainer):
+    def __init__(self):
+        self.model = None
+
+
+class Indexing(Trainer):
+    def take(self, iterator):
+        return iterator["x"]
+
+
+def train(num_steps, options=None, kind=Trainer):
+    kind(make_batches(2), options).train(num_steps)
+
+
+def evaluate(num_steps, options=None):
+    Evaluator(make_batches(2), options).evaluate(num_steps)
+
+
+@pytest.mark.parametrize("num_steps", [0, -1, -2, 1.5, True, "3"])
+def test_a_wrong_number_of_steps_is_an_error(num_steps):
+    with pytest.raises(ValueError, match=r"`num_steps` is .* be a positive integer"):
+        train(num_steps)
+    if num_steps != -1:
+        with pytest.raises(ValueError, match=r"`num_steps` is .*, or `num_steps=-1`"):
+            evaluate(num_steps)
 
 
 @pytest.mark.parametrize("name", ["steps_per_chunk", "max_chunk_bytes"])
 @pytest.mark.parametrize("value", [0, -1, 2.0])
-@pytest.mark.parametrize("kind", [Options, StandardEvaluatorOptions])
+@pytest.mark.parametrize("kind", [Options, armillary.StandardEvaluatorOptions])
 def test_options_below_one_are_an_error(kind, name, value):
     with pytest.raises(ValueError, match=f"`{name}` is {value}, but it must be a pos"):
         kind(**{name: value})
 
 
-def test_options_of_the_wrong_type_are_an_error():
-    with pytest.raises(
-        TypeError,
-        match=r"`options` is \{'compile_loop': False\} of type dict, but it must be a "
-        r"`StandardTrainerOptions`. Write "
-        r"`options=armillary.StandardTrainerOptions\(\.\.\.\)`",
-    ):
-        Trainer(make_batches(1), {"compile_loop": False})
-    with pytest.raises(TypeError, match="must be a `StandardEvaluatorOptions`"):
-        Evaluator(make_batches(1), Options())
-
-
-# Evaluators
-
-
-class Evaluator(StandardEvaluator):
-    """Returns the first example of every batch."""
-
-    def eval_begin(self):
-        return []
-
-    def eval_step(self, iterator):
-        return next(iterator)["x"][0]
-
-    def eval_reduce(self, state, step_outputs):
-        return [*state, float(step_outputs)]
-
-    def eval_end(self, *state):
-        return {"seen": state[0]}
-
-
-def recreating(**options):
-    return StandardEvaluatorOptions(recreate_iterator_for_each_eval=True, **options)
-
-
-def test_an_evaluator_continues_where_the_last_evaluation_stopped():
-    evaluator = Evaluator(make_batches(4))
-
-    seen = [evaluator.evaluate(1)["seen"] for _ in range(6)]
-
-    assert seen == [[1], [2], [3], [4], [1], [2]]
-
-
-def test_an_evaluator_may_begin_anew_each_time():
-    evaluator = Evaluator(make_batches(4), recreating())
-
-    seen = [evaluator.evaluate(num_steps)["seen"] for num_steps in (1, 2, -1, 1)]
-
-    assert seen == [[1], [1, 2], [1, 2, 3, 4], [1]]
-
-
-@pytest.mark.parametrize("compile_step", [True, False])
-def test_an_evaluation_ends_with_the_data_and_the_next_begins_anew(compile_step):
-    options = StandardEvaluatorOptions(compile_step=compile_step)
-    evaluator = Evaluator(make_batches(4), options)
-
-    seen = [evaluator.evaluate(num_steps)["seen"] for num_steps in (3, 3, 3, -1, -1)]
-
-    assert seen == [[1, 2, 3], [4], [1, 2, 3], [4], [1, 2, 3, 4]]
-
-
-def test_an_evaluation_that_finds_fewer_steps_says_so(caplog):
-    evaluator = Evaluator(make_batches(4))
-
-    evaluator.evaluate(4)
-    evaluator.evaluate(3)
-    assert not caplog.records
-    evaluator.evaluate(3)
-
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "`evaluate(3)` ran 1 steps, because the data ended: the last evaluation had "
-        "taken what came before, or there is no more. The next one begins anew. Use "
-        "`evaluate(-1)` for all of the data, or "
-        "`StandardEvaluatorOptions(recreate_iterator_for_each_eval=True)` to begin "
-        "anew each time."
-    )
-
-
-def test_all_of_a_data_set_without_an_end_is_an_error():
-    data = from_arrays({"x": np.arange(4.0)}, batch_size=1, repeat=True)
-    evaluator = Evaluator(data)
-    with pytest.raises(
-        ValueError,
-        match=r"`num_steps` is -1, .* but `eval_dataset` repeats its data for ever. "
-        r"Make it without `repeat=True`, or give a number of steps",
-    ):
-        evaluator.evaluate(-1)
-    assert evaluator.evaluate(5)["seen"] == [0, 1, 2, 3, 0]
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("compile_step", [True, False])
-def test_an_evaluation_that_was_cut_off_is_not_continued(error, compile_step):
-    class Failing(Evaluator):
-        fails = True
-
-        def eval_reduce(self, state, step_outputs):
-            if self.fails and len(state) == 2:
-                raise error
-            return super().eval_reduce(state, step_outputs)
-
-    evaluator = Failing(
-        make_batches(4), StandardEvaluatorOptions(compile_step=compile_step)
-    )
-    with pytest.raises(error):
-        evaluator.evaluate(-1)
-    evaluator.fails = False
-    assert evaluator.evaluate(-1)["seen"] == [1, 2, 3, 4]
-
-
-def test_evaluation_steps_count_batches_and_not_pieces():
-    strategy = make_strategy(2)
-
-    class Count(StandardEvaluator):
-        def __init__(self):
-            super().__init__(make_rows(12, 3), recreating(steps_per_chunk=3))
-            self.strategy = strategy
-
-        def eval_begin(self):
-            return []
-
-        def eval_step(self, iterator):
-            return strategy.run(lambda batch: batch["x"], args=(next(iterator),))
-
-        def eval_reduce(self, state, step_outputs):
-            shares = strategy.local_results(step_outputs)
-            return [*state, *(float(x) for share in shares for x in share)]
-
-        def eval_end(self, *state):
-            return {"seen": state[0]}
-
-    count = Count()
-
-    assert count.evaluate(2)["seen"] == [0, 1, 2, 3, 4, 5]
-    assert count.evaluate(3)["seen"] == list(range(9))
-    assert count.evaluate(-1)["seen"] == list(range(12))
-
-
-def test_without_a_state_outputs_are_dropped():
-    class Silent(StandardEvaluator):
-        def eval_step(self, iterator):
-            return next(iterator)["x"]
-
-    assert Silent(make_batches(2)).evaluate(-1) is None
-
-
-def test_a_state_needs_a_reduction():
-    class Missing(Evaluator):
-        eval_reduce = StandardEvaluator.eval_reduce
-
-    with pytest.raises(
-        NotImplementedError,
-        match=r"`Missing.eval_begin` returned a state, so `eval_reduce` is needed.*"
-        r"Define `eval_reduce\(self, state, step_outputs\)`, or return `None`",
-    ):
-        Missing(make_batches(2)).evaluate(-1)
-
-
-def test_an_evaluation_without_data_returns_its_first_state():
-    assert Evaluator([]).evaluate(-1) == {"seen": []}
-
-
-def test_step_outputs_keep_what_is_no_array():
-    class Named(Evaluator):
-        def eval_step(self, iterator):
-            return {"name": "x", "value": next(iterator)["x"][0], "none": None}
-
-        def eval_reduce(self, state, step_outputs):
-            return [*state, (step_outputs["name"], float(step_outputs["value"]))]
-
-    assert Named(make_batches(2)).evaluate(-1) == {"seen": [("x", 1.0), ("x", 2.0)]}
-
-
-def test_another_evaluation_dataset_is_started_on():
-    evaluator = Evaluator(make_batches(2), recreating())
-    evaluator.evaluate(-1)
-
-    # An iterator gives its batches once: opening it twice would be an error.
-    evaluator.eval_dataset = iter(make_batches(2, start=5))
-
-    assert evaluator.evaluate(-1) == {"seen": [5, 6]}
-
-
-@pytest.mark.slow
-def test_one_object_may_train_and_evaluate():
-    class Task(Trainer, Evaluator):
-        def __init__(self):
-            Evaluator.__init__(self, make_batches(2, start=20))
-            Trainer.__init__(self, make_batches(6))
-
-    task = Task()
-    seen = []
-
-    for _ in range(3):
-        task.train(2)
-        seen.append(task.evaluate(-1)["seen"])
-
-    assert task.sums == (1 + 2 + 3 + 4 + 5 + 6, 6)
-    assert seen == [[20, 21]] * 3
-
-
-def test_a_trainer_without_the_constructor_of_its_base_says_so():
-    class Trainer(armillary.StandardTrainer):
-        def __init__(self):
-            self.model = None
-
-        def train_step(self, iterator):
-            next(iterator)
-
-    with pytest.raises(
-        TypeError, match=r"Begin it with `super\(\).__init__\(train_dataset\)`"
-    ):
-        Trainer().train(1)
-
-
-def test_indexing_the_iterator_says_how_to_take_a_batch():
-    class Trainer(armillary.StandardTrainer):
-        def train_step(self, iterator):
-            return iterator["x"]
-
-    data = armillary.data.from_arrays({"x": np.ones((4, 1))}, batch_size=2)
-    with pytest.raises(TypeError, match=r"`batch = next\(iterator\)`"):
-        Trainer(data).train(1)
-
-
-def test_outputs_keep_the_order_of_their_names():
-    class Trainer(armillary.StandardTrainer):
-        def train_step(self, iterator):
-            next(iterator)
-
-        def train_loop_end(self):
-            return {"loss": 1.0, "accuracy": {"top5": 2.0, "top1": 3.0}}
-
-    data = armillary.data.from_arrays({"x": np.ones((4, 1))}, batch_size=2)
-    output = Trainer(data).train(1)
-    assert list(output) == ["loss", "accuracy"]
-    assert list(output["accuracy"]) == ["top5", "top1"]
+@mistakes(
+    {
+        TypeError: {
+            r"`options` is \{'compile_loop': False\} of type dict, but it must be a "
+            r"`StandardTrainerOptions`. Write "
+            r"`options=armillary.StandardTrainerOptions\(\.\.\.\)`": (
+                lambda: train(1, {"compile_loop": False})
+            ),
+            "must be a `StandardEvaluatorOptions`": lambda: evaluate(1, Options()),
+            r"Begin it with `super\(\).__init__\(train_dataset\)`": (
+                lambda: Unprepared().train(1)
+            ),
+            r"`batch = next\(iterator\)`": lambda: train(1, kind=Indexing),
+        }
+    }
+)
+def test_what_a_trainer_cannot_use_is_an_error(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_a_global_model_used_by_another_method_is_named():

@@ -422,8 +422,9 @@ def test_what_no_step_reads_is_not_looked_at():
     trainer.vocabulary = Untouchable({str(i): i for i in range(1000)})
     trainer.train(1)
     (loop,) = (held for held in vars(trainer).values() if isinstance(held, Loop))
-    state = loop._tracer.state
-    assert state is not None
+    flat = loop._programs.flat
+    assert flat is not None
+    state = flat.state
 
     trainer.vocabulary["new"] = 1
     trainer.history.append(1)

@@ -1,6 +1,5 @@
 """Kubernetes: an indexed Job whose pods find each other by name."""
 
-from armillary._checks import check_positive_int
 from armillary.cluster.resolvers._plan import ProcessPlan
 from armillary.cluster.resolvers._scheduler import (
     Environ,
@@ -12,21 +11,22 @@ from armillary.cluster.resolvers._scheduler import (
     read_int,
     read_text,
 )
-from armillary.cluster.resolvers._spec import HIGHEST_PORT, check_port
+from armillary.cluster.resolvers._spec import HIGHEST_PORT
 from armillary.errors import ClusterError
 
 DEFAULT_PORT = 2222
+NUM_NAME = "ARMILLARY_NUM_PROCESSES"
 INDEX_FIX = (
     "Kubernetes sets it in the pods of a Job with `completionMode: Indexed`. Use that "
     "mode."
 )
 NUM_FIX = (
     "It is the number of pods that train together. Set it in the pod template to the "
-    "Job's `completions`, or pass `num_processes`."
+    "Job's `completions`."
 )
 SERVICE_FIX = (
     "It is the name of a headless Service, through which the pods find each other. Set "
-    "it in the pod template to the pods' `subdomain`, or pass `service_name`."
+    "it in the pod template to the pods' `subdomain`."
 )
 
 
@@ -37,48 +37,27 @@ class KubernetesClusterResolver(ScheduledResolver):
     name of a headless Service that selects them. Kubernetes sets `JOB_COMPLETION_INDEX`
     and the pod's `HOSTNAME`; the pod template sets `ARMILLARY_NUM_PROCESSES` and
     `ARMILLARY_SERVICE_NAME`, and `ARMILLARY_PORT` if it is not to be 2222. All pods are
-    workers. The Kubernetes API is not asked, so no permission is needed.
+    workers, and must run at once. The Kubernetes API is not asked, so no permission is
+    needed.
 
     Args:
-        num_processes: How many pods train together: the Job's `completions`, which must
-            all run at once. By default `ARMILLARY_NUM_PROCESSES`.
-        service_name: The headless Service. By default `ARMILLARY_SERVICE_NAME`.
-        job_name: The Job. By default `HOSTNAME` without the index at its end.
-        port: The port of every pod. By default `ARMILLARY_PORT`, or else 2222.
         environ: The environment to read, by default that of this process.
 
     Raises:
         ClusterError: If a variable is missing or malformed, or the index is not below
             the number of pods.
-        ValueError: If `num_processes` or `port` is not a number of the kind it must be.
     """
 
-    def __init__(
-        self,
-        num_processes: int | None = None,
-        service_name: str | None = None,
-        job_name: str | None = None,
-        *,
-        port: int | None = None,
-        environ: Environ | None = None,
-    ) -> None:
+    def __init__(self, *, environ: Environ | None = None) -> None:
         environ = find_environ(environ)
-        if num_processes is None:
-            num_name = "ARMILLARY_NUM_PROCESSES"
-            num_processes = read_int(environ, num_name, NUM_FIX, minimum=1)
-        else:
-            num_name = "num_processes"
-            check_positive_int(num_name, num_processes)
-        port = _read_port(environ) if port is None else check_port("port", port)
+        num_processes = read_int(environ, NUM_NAME, NUM_FIX, minimum=1)
         index = read_int(environ, "JOB_COMPLETION_INDEX", INDEX_FIX)
-        what = f"the value of `{num_name}`"
+        what = f"the value of `{NUM_NAME}`"
         check_below("JOB_COMPLETION_INDEX", index, num_processes, what)
-        name = "ARMILLARY_SERVICE_NAME"
-        service = service_name or read_text(environ, name, SERVICE_FIX)
-        job = job_name or _read_job_name(environ, index)
+        service = read_text(environ, "ARMILLARY_SERVICE_NAME", SERVICE_FIX)
         address = make_address(
-            f"{job}-0.{service}",
-            port,
+            f"{_read_job_name(environ, index)}-0.{service}",
+            _read_port(environ),
             "`HOSTNAME` and `ARMILLARY_SERVICE_NAME`",
             "Set the second to the name of the headless Service.",
         )
@@ -99,7 +78,7 @@ class KubernetesClusterResolver(ScheduledResolver):
         torchrun started this process in a pod, its variables tell more.
         """
         return has_variables(
-            environ, "JOB_COMPLETION_INDEX", "ARMILLARY_NUM_PROCESSES"
+            environ, "JOB_COMPLETION_INDEX", NUM_NAME
         ) and not has_variables(environ, "TORCHELASTIC_RUN_ID")
 
 
@@ -113,14 +92,14 @@ def _read_port(environ: Environ) -> int:
 
 
 def _read_job_name(environ: Environ, index: int) -> str:
-    fix = "It is the name of this pod. Pass `job_name` where it is not set."
+    fix = "It is the name of this pod, which Kubernetes sets."
     hostname = read_text(environ, "HOSTNAME", fix)
     # The name of a pod may include the domain.
     job, _, number = hostname.partition(".")[0].rpartition("-")
     if not job or number != str(index):
         raise ClusterError(
             f"`HOSTNAME` is {hostname!r}, but pod {index} of an indexed Job is called "
-            f"by the Job's name and `-{index}`. Pass `job_name`, or leave the pods' "
-            "`hostname` to Kubernetes."
+            f"by the Job's name and `-{index}`. Leave the pods' `hostname` to "
+            "Kubernetes."
         )
     return job

@@ -1,16 +1,12 @@
 """What one process needs to join the others, whatever described the cluster."""
 
 import ipaddress
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from armillary.cluster.resolvers._spec import ClusterSpec, split_address
 from armillary.cluster.resolvers._task import TRAINING_TASK_TYPES, check_task
-
-_MOST_GAPS = 5
-"""How many missing tasks a message names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,69 +76,39 @@ class ProcessPlan:
 
 
 def plan_process(
-    cluster_spec: ClusterSpec,
-    task_type: str | None,
-    task_id: int | None,
-    local_device_ids: tuple[int, ...] | None = None,
+    cluster_spec: ClusterSpec, task_type: str | None, task_id: int | None
 ) -> ProcessPlan:
     """Returns the plan of one task of a cluster whose addresses are all known.
 
     Raises:
-        ValueError: If the task is not one of the cluster's, training tasks are missing,
-            or there are two chiefs.
+        ValueError: If the task is not one of the cluster's, or there are two chiefs.
     """
     if not cluster_spec and task_type is None and task_id is None:
-        return ProcessPlan(local_device_ids=local_device_ids)
+        return ProcessPlan()
     check_task(cluster_spec, task_type, task_id)
     assert task_type is not None and task_id is not None
-    alone = ProcessPlan(
-        task_type=task_type, task_id=task_id, local_device_ids=local_device_ids
-    )
+    alone = ProcessPlan(task_type=task_type, task_id=task_id)
     if not cluster_spec or not alone.is_training:
         return alone
-    tasks = _list_training_tasks(cluster_spec)
-    return ProcessPlan(
-        task_type=task_type,
-        task_id=task_id,
-        num_processes=len(tasks),
-        process_id=tasks.index((task_type, task_id)),
-        coordinator_address=cluster_spec.task_address(*tasks[0]),
-        local_device_ids=local_device_ids,
-    )
-
-
-def _list_training_tasks(cluster_spec: ClusterSpec) -> list[tuple[str, int]]:
-    """Returns the training tasks in the order of their process ids.
-
-    Raises:
-        ValueError: If tasks are missing, or there are two chiefs.
-    """
-    tasks: list[tuple[str, int]] = []
-    for job in TRAINING_TASK_TYPES:
-        if job not in cluster_spec.jobs:
-            continue
-        indices = cluster_spec.task_indices(job)
-        num_missing = indices[-1] + 1 - len(indices)
-        if num_missing:
-            # One by one, up to a few: a wrong index may be any number.
-            known = set(indices)
-            gaps = (str(i) for i in range(indices[-1]) if i not in known)
-            listed = ", ".join(itertools.islice(gaps, _MOST_GAPS))
-            if num_missing > _MOST_GAPS:
-                listed += f" and {num_missing - _MOST_GAPS} more"
-            raise ValueError(
-                f"`cluster_spec` knows {len(indices)} {job!r} tasks and lacks "
-                f"{listed}, but processes that train together are counted without "
-                f"gaps. Give the addresses of all {job!r} tasks, from index 0."
-            )
-        tasks += [(job, index) for index in indices]
+    tasks = [
+        (job, index)
+        for job in TRAINING_TASK_TYPES
+        if job in cluster_spec.jobs
+        for index in cluster_spec.task_indices(job)
+    ]
     num_chiefs = sum(job == "chief" for job, _ in tasks)
     if num_chiefs > 1:
         raise ValueError(
             f"`cluster_spec` has {num_chiefs} 'chief' tasks, but only one process may "
             "write checkpoints and summaries. Keep one and call the others 'worker'."
         )
-    return tasks
+    return ProcessPlan(
+        task_type=task_type,
+        task_id=task_id,
+        num_processes=len(tasks),
+        process_id=tasks.index((task_type, task_id)),
+        coordinator_address=cluster_spec.task_address(*tasks[0]),
+    )
 
 
 def is_loopback(address: str) -> bool:

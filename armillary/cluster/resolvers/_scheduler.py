@@ -24,7 +24,7 @@ class ScheduledResolver(ClusterResolver):
     def __init__(self, plan: ProcessPlan, chief_job: str = "worker") -> None:
         self._plan = plan
         address = plan.coordinator_address
-        self._cluster_spec = ClusterSpec({chief_job: {0: address}} if address else {})
+        self._cluster_spec = ClusterSpec({chief_job: [address]} if address else {})
 
     @classmethod
     @abstractmethod
@@ -44,11 +44,6 @@ class ScheduledResolver(ClusterResolver):
     def task_id(self) -> int | None:
         """The index of this process in its job, or None if JAX finds out."""
         return None if self._plan.process_id is None else self._plan.task_id
-
-    @property
-    def local_device_ids(self) -> tuple[int, ...] | None:
-        """The GPUs of the machine that are for this process, or None for all."""
-        return self._plan.local_device_ids
 
     def process_plan(self) -> ProcessPlan:
         """Returns what this process needs to join the others."""

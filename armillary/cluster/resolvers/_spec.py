@@ -25,54 +25,37 @@ class ClusterSpec:
         cluster.task_address("worker", 1)  # "10.0.0.3:2222"
 
     Args:
-        cluster: Mapping from the name of each job to its tasks: a list of addresses, or
-            a mapping from task index to address where not all tasks are known. An
+        cluster: Mapping from the name of each job to the addresses of its tasks. An
             address is a host, or an IPv6 address in brackets, a colon and a port. A job
             without tasks is left out. Another `ClusterSpec` is copied.
 
     Raises:
-        TypeError: If `cluster` is not a mapping, or a job is not a list or a mapping of
-            strings.
-        ValueError: If a job has no name, a task index is not an integer of
-            at least 0, an address is malformed, or two tasks have the same one.
+        TypeError: If `cluster` is not a mapping, or a job is not a list of strings.
+        ValueError: If a job has no name, an address is malformed, or two tasks have the
+            same one.
     """
 
-    def __init__(
-        self,
-        cluster: "Mapping[str, Sequence[str] | Mapping[int, str]] | ClusterSpec",
-    ) -> None:
+    def __init__(self, cluster: "Mapping[str, Sequence[str]] | ClusterSpec") -> None:
         if isinstance(cluster, ClusterSpec):
             cluster = cluster.as_dict()
         self._tasks = read_tasks("cluster", cluster)
 
-    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Returns the tasks of each job: a list, or a dict if indices are missing."""
-        jobs: dict[str, list[str] | dict[int, str]] = {}
-        for job, tasks in self._tasks.items():
-            is_dense = max(tasks) + 1 == len(tasks)
-            jobs[job] = list(tasks.values()) if is_dense else dict(tasks)
-        return jobs
+    def as_dict(self) -> dict[str, list[str]]:
+        """Returns the addresses of the tasks of each job."""
+        return {job: list(tasks) for job, tasks in self._tasks.items()}
 
     @property
     def jobs(self) -> list[str]:
         """The names of the jobs, in the order in which they were given."""
         return list(self._tasks)
 
-    def num_tasks(self, job_name: str) -> int:
-        """Returns how many tasks of a job are known.
-
-        Raises:
-            ValueError: If the cluster has no job of that name.
-        """
-        return len(self._get_tasks(job_name))
-
     def task_indices(self, job_name: str) -> list[int]:
-        """Returns the indices of the known tasks of a job, in ascending order.
+        """Returns the indices of the tasks of a job, from 0.
 
         Raises:
             ValueError: If the cluster has no job of that name.
         """
-        return list(self._get_tasks(job_name))
+        return list(range(len(self._get_tasks(job_name))))
 
     def task_address(self, job_name: str, task_index: int) -> str:
         """Returns the address of one task.
@@ -81,23 +64,14 @@ class ClusterSpec:
             ValueError: If the cluster has no such job, or the job no such task.
         """
         tasks = self._get_tasks(job_name)
-        if task_index not in tasks:
+        if task_index not in range(len(tasks)):
             raise ValueError(
                 f"`task_index` is {task_index!r}, but the tasks of job {job_name!r} "
-                f"are {_list_values(tasks)}. Use one of these."
+                f"are {_list_values(range(len(tasks)))}. Use one of these."
             )
         return tasks[task_index]
 
-    def job_tasks(self, job_name: str) -> list[str | None]:
-        """Returns the addresses of a job by index, with None for those not known.
-
-        Raises:
-            ValueError: If the cluster has no job of that name.
-        """
-        tasks = self._get_tasks(job_name)
-        return [tasks.get(index) for index in range(max(tasks) + 1)]
-
-    def _get_tasks(self, job_name: str) -> dict[int, str]:
+    def _get_tasks(self, job_name: str) -> list[str]:
         if job_name not in self._tasks:
             known = _list_values(self._tasks) if self._tasks else "none at all"
             raise ValueError(
@@ -115,16 +89,14 @@ class ClusterSpec:
         return self._tasks == other._tasks
 
     def __hash__(self) -> int:
-        return hash(
-            frozenset((job, *tasks.items()) for job, tasks in self._tasks.items())
-        )
+        return hash(frozenset((job, *tasks) for job, tasks in self._tasks.items()))
 
     def __repr__(self) -> str:
         return f"ClusterSpec({self.as_dict()!r})"
 
 
-def read_tasks(name: str, cluster: Any) -> dict[str, dict[int, str]]:
-    """Returns the address of each task, by job and index, after checking them.
+def read_tasks(name: str, cluster: Any) -> dict[str, list[str]]:
+    """Returns the addresses of the tasks of each job, after checking them.
 
     Args:
         name: What `cluster` is called in messages.
@@ -144,7 +116,7 @@ def read_tasks(name: str, cluster: Any) -> dict[str, dict[int, str]]:
     tasks = {job: addresses for job, addresses in tasks.items() if addresses}
     owners: dict[str, str] = {}
     for job, addresses in tasks.items():
-        for index, address in addresses.items():
+        for index, address in enumerate(addresses):
             if address in owners:
                 raise ValueError(
                     f"`{name}` gives {address!r} to both {owners[address]} and "
@@ -155,40 +127,20 @@ def read_tasks(name: str, cluster: Any) -> dict[str, dict[int, str]]:
     return tasks
 
 
-def _read_job(name: str, job: Any, value: Any) -> dict[int, str]:
+def _read_job(name: str, job: Any, value: Any) -> list[str]:
     if not isinstance(job, str) or not job:
         raise ValueError(
             f"`{name}` has the job {job!r}, but a job is named by a string that is not "
             'empty. Use a name such as `"worker"`.'
         )
     name = f'{name}["{job}"]'
-    if isinstance(value, Mapping):
-        tasks = {_read_index(name, index): task for index, task in value.items()}
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        tasks = dict(enumerate(value))
-    else:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise TypeError(
             f"`{name}` is {value!r} of type {type(value).__name__}, but it must be a "
             "list of addresses. "
             'Use, for example, `["10.0.0.1:2222", "10.0.0.2:2222"]`.'
         )
-    return {
-        index: check_address(f"{name}[{index}]", tasks[index])
-        for index in sorted(tasks)
-    }
-
-
-def _read_index(name: str, index: Any) -> int:
-    # The keys of a JSON object are strings.
-    is_integer = isinstance(index, int) and not isinstance(index, bool)
-    if is_integer and index >= 0:
-        return index
-    if isinstance(index, str) and re.fullmatch(r"[0-9]+", index):
-        return int(index)
-    raise ValueError(
-        f"`{name}` has the task index {index!r}, but an index is an integer that is "
-        "not negative. Count the tasks of a job from 0."
-    )
+    return [check_address(f"{name}[{index}]", task) for index, task in enumerate(value)]
 
 
 def check_address(name: str, value: Any) -> str:

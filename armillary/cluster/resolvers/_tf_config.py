@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from armillary.cluster.resolvers._plan import ProcessPlan
-from armillary.cluster.resolvers._resolver import KnownResolver
+from armillary.cluster.resolvers._resolver import SimpleClusterResolver
 from armillary.cluster.resolvers._scheduler import (
     Environ,
     find_environ,
@@ -23,7 +23,7 @@ EXAMPLE = (
 FIX = f"A correct value is, for example:\n{EXAMPLE}"
 
 
-class TFConfigClusterResolver(KnownResolver):
+class TFConfigClusterResolver(SimpleClusterResolver):
     """Reads the JSON of `TF_CONFIG`, as `tf.distribute` does.
 
     `cluster` maps each job to the addresses of its tasks, and `task` says which of them

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from armillary.data.feed._lockstep import check_same_chunk
+from armillary.data.feed._lockstep import check_same_chunk, describe_chunk
 from armillary.data.feed._position import Position
 from armillary.data.feed._prefetch import Prefetcher
 from armillary.data.feed._reader import BatchReader
@@ -88,8 +88,9 @@ class Feed(Generic[T]):
     ) -> None:
         self.datasets = tuple(datasets)
         self._exact = exact
-        self._name = name
+        self._name = name or ""
         self._peers = None if name is None else self.datasets[0].layout.peers
+        self._is_alike = False
         streams = [
             dataset.begin(exact=exact, begins_anew=begins_anew)
             for dataset in self.datasets
@@ -176,9 +177,22 @@ class Feed(Generic[T]):
             return chunk
         with self._announcing():
             chunk = self._read()
-        if self._peers is not None and self._name is not None:
-            check_same_chunk(self._peers, self._name, chunk)
+        if self._peers is not None and not self._is_alike:
+            texts = self._peers.boundary.take(self._say) or self._peers.gather(
+                f"the data of {self._name}", describe_chunk(chunk)
+            )
+            check_same_chunk(self._name, texts)
+            # Batches that are agreed on make equal chunks, if the first ones are equal.
+            self._is_alike = all(dataset.is_agreed for dataset in self.datasets)
         return chunk
+
+    def _say(self) -> str | None:
+        """Describes the next chunk for the other processes, if it has been read."""
+        queue = self._queue
+        if queue is None or queue.current is not None:
+            return None
+        ahead = queue.ahead
+        return None if ahead is None and not queue.has_ended else describe_chunk(ahead)
 
     def _read(self) -> T | None:
         self._recover()
@@ -243,6 +257,8 @@ class Feed(Generic[T]):
         if self._queue is not None:
             self._queue.close()
         self._queue, self.offset = None, 0
+        if self._peers is not None:
+            self._peers.boundary.take(self._say)  # It was said of another chunk.
         try:
             self._open_readers(positions)
         except Exception:

@@ -16,7 +16,8 @@ A process without data in a step takes part with copies of what it had before, w
 have no effect.
 
 Only the main thread may agree on something. So a background thread reads the pieces of
-this process ahead, and the agreement about them comes just before their use.
+this process ahead, and the agreement about them comes between two loops, where they are
+read by then, or just before their use.
 """
 
 import hashlib
@@ -32,6 +33,7 @@ import numpy as np
 
 from armillary.data._layout import Active, Peers
 from armillary.data.feed._position import Position
+from armillary.data.feed._prefetch import Prefetcher
 from armillary.data.feed._split import HostBatch
 from armillary.data.sources._batch import canonical_dtype, describe_shapes
 from armillary.errors import BatchSizeError, PeerError
@@ -39,6 +41,7 @@ from armillary.typing import PyTree
 
 MOST_OFFERS = 10
 """How many pieces of a process are agreed on at once, and read ahead."""
+_TOPIC = "the next batches"
 
 
 class _Offer(NamedTuple):
@@ -75,6 +78,39 @@ class _Turn(NamedTuple):
     is_last: bool
 
 
+class _Own:
+    """The pieces of this process that are offered to all, and not used yet.
+
+    Args:
+        pieces: What this process has read.
+
+    Attributes:
+        waiting: The pieces, the next one first.
+        num_turns: How many steps are agreed on that were not taken yet.
+    """
+
+    def __init__(self, pieces: Prefetcher[HostBatch]) -> None:
+        self._pieces = pieces
+        self.waiting: deque[HostBatch] = deque()
+        self.num_turns = 0
+
+    def fill(self) -> None:
+        """Waits for as many pieces as are offered at once, or for the end."""
+        missing = MOST_OFFERS - len(self.waiting)
+        self.waiting.extend(itertools.islice(self._pieces, missing))
+
+    def offers(self) -> list[_Offer]:
+        """Describes the pieces."""
+        return [_offer(piece) for piece in self.waiting]
+
+    def say(self) -> list[_Offer] | None:
+        """Describes the pieces for the other processes, if all of them were read."""
+        while len(self.waiting) < MOST_OFFERS and self._pieces.ahead is not None:
+            self.waiting.append(next(self._pieces))
+        is_all = len(self.waiting) == MOST_OFFERS or self._pieces.has_ended
+        return self.offers() if is_all and not self.num_turns else None
+
+
 @dataclass(frozen=True)
 class Lockstep:
     """Makes one sequence of batches out of what each process reads for itself.
@@ -90,7 +126,7 @@ class Lockstep:
     exact: bool
 
     def align(
-        self, pieces: Iterator[HostBatch], position: Position
+        self, pieces: Prefetcher[HostBatch], position: Position
     ) -> Iterator[HostBatch]:
         """Yields the same number of pieces on all processes, in equal shapes.
 
@@ -102,33 +138,37 @@ class Lockstep:
             BatchSizeError: If this process's batches do not fit its replicas, or those
                 of the processes do not fit each other.
         """
-        waiting: deque[HostBatch] = deque()
+        own = _Own(pieces)
         last: HostBatch | None = None
         is_first_round = True
         starts = self._exchange_starts()
         while True:
-            missing = MOST_OFFERS - len(waiting)
-            with self.peers.announcing_errors():
-                waiting.extend(itertools.islice(pieces, missing))
-            offers = [
-                [_Offer(*offer) for offer in json.loads(text)]
-                for text in self.peers.gather(
-                    "the next batches", json.dumps([_offer(piece) for piece in waiting])
-                )
-            ]
+            offers = [[_Offer(*offer) for offer in said] for said in self._ask(own)]
             if is_first_round and self.exact:
                 _check_all_have_some(offers)
             is_first_round = False
             turns = list(self._take_turns(offers, starts))
+            own.num_turns = len(turns)
             for turn in turns:
+                own.num_turns -= 1
                 if self.peers.index in turn.processes:
-                    last = waiting.popleft()
+                    last = own.waiting.popleft()
                     position, arrays = last.position, last.arrays
                 else:
-                    arrays = _copy_rows((last or waiting[0]).arrays, turn.offer)
+                    arrays = _copy_rows((last or own.waiting[0]).arrays, turn.offer)
                 yield HostBatch(arrays, turn.active, starts[-1], position, turn.is_last)
             if not turns:
                 return
+
+    def _ask(self, own: "_Own") -> list[Any]:
+        """Returns what all processes offer: what they said last, or say now."""
+        said = self.peers.boundary.take(own.say)
+        if said is not None:
+            return said
+        with self.peers.announcing_errors():
+            own.fill()
+        text = json.dumps(own.offers())
+        return [json.loads(said) for said in self.peers.gather(_TOPIC, text)]
 
     def _exchange_starts(self) -> list[int]:
         """Returns the number of the first replica of each process."""
@@ -229,24 +269,25 @@ def _copy_rows(arrays: PyTree, offer: _Offer) -> PyTree:
     return jax.tree.map(copy, arrays)
 
 
-def check_same_chunk(peers: Peers, name: str, chunk: object | None) -> None:
+def describe_chunk(chunk: object | None) -> str:
+    """Returns a text that is equal for chunks that may run together."""
+    return "no more data" if chunk is None else str(chunk)
+
+
+def check_same_chunk(name: str, texts: list[str]) -> None:
     """Raises if the processes have different chunks to run.
 
     Args:
-        peers: The processes.
         name: How messages call the step.
-        chunk: The chunk of this process, `None` at the end. Its text is compared.
+        texts: For each process, the description of its chunk.
 
     Raises:
         PeerError: If they differ in the number of steps, or in shapes.
     """
-    text = "no more data" if chunk is None else str(chunk)
-    texts = peers.gather(f"the data of {name}", text)
     if len(set(texts)) == 1:
         return
     shown = "\n".join(
-        f"  process {index} of {peers.count}: {text}"
-        for index, text in enumerate(texts)
+        f"  process {index} of {len(texts)}: {text}" for index, text in enumerate(texts)
     )
     raise PeerError(
         f"The processes have different data for `{name}`:\n{shown}\n"

@@ -73,6 +73,16 @@ class Prefetcher(Generic[T]):
         """Whether the next item, or the end, is there without waiting."""
         return self._channel.is_ready
 
+    @property
+    def ahead(self) -> T | None:
+        """What `head` is going to return, if it has been read."""
+        return self._channel.ahead
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all items were given out."""
+        return self._channel.is_over
+
     def is_coming(self, seconds: float) -> bool:
         """Waits that long for an item; returns whether the thread still reads it."""
         return self._channel.is_coming(seconds)
@@ -127,6 +137,14 @@ class _Channel(Generic[T]):
     @property
     def is_ready(self) -> bool:
         return bool(self._ready) or self._has_ended
+
+    @property
+    def ahead(self) -> T | None:
+        return next(iter(self._ready), None)
+
+    @property
+    def is_over(self) -> bool:
+        return self._has_ended and self._error is None and not self._ready
 
     def is_coming(self, seconds: float) -> bool:
         with self._changed:

@@ -21,13 +21,16 @@ class IterableSource:
     Args:
         make: Function that returns a new iterator.
         name: The kind of source, as messages and saved positions call it.
+        copies: Whether to copy batches, which may be one buffer that is filled again.
     """
 
     full_size = None
 
-    def __init__(self, make: Callable[[], Iterator[Batch]], name: str) -> None:
+    def __init__(
+        self, make: Callable[[], Iterator[Batch]], name: str, *, copies: bool = True
+    ) -> None:
         self.name = name
-        self._make = make
+        self._make, self._copies = make, copies
         self._unused: Iterator[Batch] | None = None
         self._is_repositionable: bool | None = None
 
@@ -38,12 +41,12 @@ class IterableSource:
             self._unused = self._make_iterator()
         return bool(self._is_repositionable)
 
-    def make_iterator(self, epoch: int) -> "CopyingIterator":
+    def make_iterator(self, epoch: int) -> "OwnIterator":
         """Returns an iterator over a new pass, whatever the epoch is."""
         iterator, self._unused = self._unused, None
         if iterator is None:
             iterator = self._make_iterator()
-        return CopyingIterator(iterator)
+        return OwnIterator(iterator, self._copies)
 
     def _make_iterator(self) -> Iterator[Batch]:
         iterator = self._make()
@@ -64,7 +67,7 @@ class IteratorSource:
         # An iterator with a position can be taken back to where it was given to us.
         self._start = self._read_state() if self.is_repositionable else None
 
-    def make_iterator(self, epoch: int) -> "CopyingIterator":
+    def make_iterator(self, epoch: int) -> "OwnIterator":
         """Returns the iterator, at its start.
 
         Raises:
@@ -77,24 +80,26 @@ class IteratorSource:
                 "the function that makes it (`make_batches`, not `make_batches()`), "
                 "or an object that can be iterated over again."
             )
-        iterator = CopyingIterator(self._iterator)
+        iterator = OwnIterator(self._iterator)
         if self._is_used:
             iterator.set_state(copy.deepcopy(self._start))
         self._is_used = True
         return iterator
 
     def _read_state(self) -> Any:
-        return CopyingIterator(self._iterator).get_state()
+        return OwnIterator(self._iterator).get_state()
 
 
-class CopyingIterator:
-    """Copies batches on the host, since user code often fills one buffer repeatedly."""
+class OwnIterator:
+    """One pass: batches, and states, that nobody changes afterwards."""
 
-    def __init__(self, iterator: Iterator[Batch]) -> None:
+    def __init__(self, iterator: Iterator[Batch], copies: bool = True) -> None:
         self._iterator: Any = iterator
+        self._copies = copies
 
     def __next__(self) -> Batch:
-        return jax.tree.map(_copy, next(self._iterator))
+        batch = next(self._iterator)
+        return jax.tree.map(_copy, batch) if self._copies else batch
 
     def get_state(self) -> Any:
         """Returns a copy of the state, since many iterators return the live object."""

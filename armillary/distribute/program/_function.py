@@ -7,7 +7,7 @@ program. Its state is what its arguments, closure, globals and `self` reach.
 
 import collections
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -18,10 +18,9 @@ from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary.distribute._global_arrays import is_array
 from armillary.distribute._strategy import Strategy
+from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._outside_traces import check_no_trace
-from armillary.distribute.program._placement import Placement
 from armillary.distribute.program._same_program import check_same_program
-from armillary.distribute.program._signals import uninterrupted
 from armillary.distribute.program._trace import TracedStep, trace_step
 from armillary.distribute.replica._context import get_strategy, lifted_state
 from armillary.distribute.replica._varying import corrected_types
@@ -232,11 +231,8 @@ class _Program:
         treedef: Any,
         compiler_options: Mapping[str, Any] | None,
     ) -> None:
-        self._strategy = strategy
-        self._fn, self._state = fn, state
-        self._signature = state.signature()
-        self._placement = Placement(state, strategy)
-        self._types = self._placement.types()
+        self._fn = fn
+        self._flat = flat = FlatState(state, strategy)
         static = [None if is_array(leaf) else leaf for leaf in leaves]
         is_dynamic = [is_array(leaf) for leaf in leaves]
 
@@ -250,8 +246,7 @@ class _Program:
 
         self._step: TracedStep = trace_step(
             call_body,
-            state,
-            self._types,
+            flat,
             tuple(leaf for leaf in leaves if is_array(leaf)),
             user_fn=fn,
             owner="the function",
@@ -260,55 +255,54 @@ class _Program:
         state.watch()
         if not state.is_current():
             # The function set something to what it is after each of its calls.
-            self._rebind(State(state.roots))
+            flat.rebind(State(state.roots))
         if strategy.peers is not None:
             name = getattr(fn, "__name__", "the function")
             check_same_program(strategy.peers, name, self._step.program)
 
-        def pure(donated: list[Any], others: list[Any], arrays: list[Any]) -> Any:
-            slots = self._placement.join(self._step.changed, donated, others)
+        def pure(
+            donated: Sequence[Any], others: Sequence[Any], arrays: list[Any]
+        ) -> Any:
+            slots = flat.join(self._step.changed, donated, others)
             new, results = self._step.call(slots, arrays)
             return new, results, jnp.zeros(())
 
         self._compiled = compile_step(
             pure,
             self._step.program,
-            self._placement.platform,
+            flat.platform,
             compiler_options,
             donate_argnums=0,
-            out_shardings=(self._placement.shardings(self._step.changed), None, None),
+            out_shardings=(flat.shardings(self._step.changed), None, None),
         )
 
     def is_current(self) -> bool:
         """Returns whether nothing that the function reaches was replaced."""
-        return self._state.is_current() and self._placement.has_types(self._types)
+        return self._flat.state.is_current() and self._flat.fits()
 
     def go_on_with(self, state: State) -> bool:
         """Takes what a new search has found, if the program is the same for it."""
-        is_alike = self._signature == state.signature()
-        if is_alike and not state.changes_since(self._state):
-            self._rebind(state)
+        flat = self._flat
+        is_alike = flat.signature == state.signature()
+        if is_alike and not state.changes_since(flat.state):
+            flat.rebind(state)
             return True
         return False
 
-    def _rebind(self, state: State) -> None:
-        self._state = state
-        self._placement.rebind(state)
-
     def reuse(self, last: "_Program") -> None:
         """Takes over what `last` has compiled, if that is the same program."""
-        if self._signature == last._signature and self._step.is_same(last._step):
+        is_alike = self._flat.signature == last._flat.signature
+        if is_alike and self._step.is_same(last._step):
             self._compiled = last._compiled
 
     def __call__(self, arrays: list[Any]) -> PyTree:
-        check_no_trace(self._fn, self._state)
-        donated, others = self._placement.place(self._step.changed)
-        self._strategy.dispatch.wait()
+        flat = self._flat
+        check_no_trace(self._fn, flat.state)
         # JAX traces some operations while it compiles.
-        with uninterrupted(), corrected_types():
+        with flat.lent(self._step.changed) as (donated, others), corrected_types():
             values, results, token = self._compiled(donated, others, arrays)
-            self._placement.update(values)
-            self._strategy.dispatch.started(token)
+            flat.give(values, token)
+            flat.write_back()
         return self._step.results(results)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
+from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._host_values import guarded_host_values
 from armillary.distribute.program._outside_traces import check_nothing_left, is_in_trace
 from armillary.distribute.program._step_errors import add_step_notes
@@ -31,8 +32,9 @@ from armillary.state._captured import (
     write_error,
 )
 from armillary.state._keras import guarded_writes
-from armillary.state._lift import State, unsettled_message
+from armillary.state._lift import State
 from armillary.state._same import Fingerprint
+from armillary.state._step_changes import unsettled_message
 from armillary.typing import PyTree
 
 
@@ -92,20 +94,18 @@ ARRAY = object()
 
 def trace_step(
     fn: Callable[..., PyTree],
-    state: State,
-    slot_types: Sequence[Any],
-    arguments: PyTree,
+    flat: FlatState,
+    arguments: tuple[PyTree, ...],
     *,
     user_fn: Callable[..., Any],
     owner: str,
 ) -> TracedStep:
-    """Traces `fn(*arguments)` with `state` lifted.
+    """Traces `fn(*arguments)` with the state lifted.
 
     Args:
         fn: What to trace.
-        state: The slots it may read and write.
-        slot_types: Arrays or `jax.ShapeDtypeStruct` of the slots.
-        arguments: A tuple of pytrees of the same, one per argument.
+        flat: The state that it may read and write.
+        arguments: Arrays or `jax.ShapeDtypeStruct`, a pytree for each argument.
         user_fn: The user's function, for messages.
         owner: What state must be reachable from, for messages.
 
@@ -113,73 +113,75 @@ def trace_step(
         The traced step.
 
     Raises:
-        CapturedStateError: If the step uses variables outside `state`, draws random
-            numbers of the host, or leaves arrays in places outside `state`.
+        CapturedStateError: If the step uses variables outside the state, draws random
+            numbers of the host, or leaves arrays in places outside the state.
         StateStructureError: If it changes the structure of a slot, or plain values
             so that the next step would be another one.
         DoubleReductionError: If it sums over replicas twice.
         ReplicaMismatchError: If replicas may take different ways to a collective.
         ValueError: If replicas draw the same numbers from a `jax.random.PRNGKey`.
     """
-    traced = functools.partial(
-        _trace_once, fn, state, slot_types, arguments, user_fn, owner
-    )
-    with state.kept() as changes:
-        step = traced()
+    tracing = _Tracing(fn, flat, arguments, user_fn, owner)
+    with flat.state.kept() as changes:
+        step = tracing.trace()
         if first := changes():
             # A flag that is set in each step, or a value that is cached, does no harm.
-            with state.kept() as more_changes:
-                if not traced().is_same(step) or more_changes():
-                    name = getattr(user_fn, "__name__", "the step")
-                    raise StateStructureError(unsettled_message(name, first))
+            with flat.state.kept() as more_changes:
+                if not tracing.trace().is_same(step) or more_changes():
+                    raise StateStructureError(unsettled_message(tracing.name, first))
     return step
 
 
-def _trace_once(
-    fn: Callable[..., PyTree],
-    state: State,
-    slot_types: Sequence[Any],
-    arguments: PyTree,
-    user_fn: Callable[..., Any],
-    owner: str,
-) -> TracedStep:
-    name = getattr(user_fn, "__name__", "the step")
-    changed: list[int] = []
-    results: list[Any] = []
+class _Tracing(NamedTuple):
+    """What `trace_step` was called with."""
 
-    def pure(slots: list[Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-        with state.swapped(slots), lifted(state):
-            result = fn(*arguments)
-            after = state.collect(slots, name)
-        changed[:] = [
-            i for i, (a, b) in enumerate(zip(slots, after, strict=True)) if a is not b
-        ]
-        values, tree = jax.tree.flatten(result)
-        results[:] = [
-            tree,
-            tuple(ARRAY if isinstance(v, jax.Array) else v for v in values),
-        ]
-        arrays = [value for value in values if isinstance(value, jax.Array)]
-        return [after[i] for i in changed], arrays
+    fn: Callable[..., PyTree]
+    flat: FlatState
+    arguments: tuple[PyTree, ...]
+    user_fn: Callable[..., Any]
+    owner: str
 
-    with (
-        explained(user_fn, state, owner, arguments),
-        guarded_host_values(user_fn, owner),
-        guarded_writes(
-            {slot.key for slot in state.slots},
-            functools.partial(keras_write_error, user_fn, state, owner),
-        ),
-        proved_later(),
-    ):
-        traced = jax.jit(pure).trace(list(slot_types), arguments)
-    if not is_in_trace():
-        check_nothing_left(user_fn, owner)
-    check_captured(traced.jaxpr, state, user_fn, owner)
-    prove(traced.jaxpr, len(state.paths))
-    check_keys(traced.jaxpr, state)
-    fingerprint = Fingerprint(traced.jaxpr)
-    tree, static = results
-    return TracedStep(traced.jaxpr, tuple(changed), tree, static, fingerprint)
+    @property
+    def name(self) -> str:
+        return getattr(self.user_fn, "__name__", "the step")
+
+    def trace(self) -> TracedStep:
+        """Traces the step once."""
+        state, arguments = self.flat.state, self.arguments
+        user_fn, owner = self.user_fn, self.owner
+        changed: list[int] = []
+        results: list[Any] = []
+
+        def pure(slots: list[Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+            with state.swapped(slots), lifted(state):
+                result = self.fn(*arguments)
+                after = state.collect(slots, self.name)
+            pairs = zip(slots, after, strict=True)
+            changed[:] = [i for i, (old, new) in enumerate(pairs) if old is not new]
+            values, tree = jax.tree.flatten(result)
+            static = [ARRAY if isinstance(v, jax.Array) else v for v in values]
+            results[:] = [tree, tuple(static)]
+            arrays = [value for value in values if isinstance(value, jax.Array)]
+            return [after[i] for i in changed], arrays
+
+        with (
+            explained(user_fn, state, owner, arguments),
+            guarded_host_values(user_fn, owner),
+            guarded_writes(
+                {slot.key for slot in state.slots},
+                functools.partial(keras_write_error, user_fn, state, owner),
+            ),
+            proved_later(),
+        ):
+            traced = jax.jit(pure).trace(self.flat.types, arguments)
+        if not is_in_trace():
+            check_nothing_left(user_fn, owner)
+        check_captured(traced.jaxpr, state, user_fn, owner)
+        prove(traced.jaxpr, len(state.paths))
+        check_keys(traced.jaxpr, state)
+        tree, static = results
+        fingerprint = Fingerprint(traced.jaxpr)
+        return TracedStep(traced.jaxpr, tuple(changed), tree, static, fingerprint)
 
 
 @contextlib.contextmanager

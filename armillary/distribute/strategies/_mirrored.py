@@ -62,11 +62,7 @@ class MirroredStrategy(Strategy):
         return everywhere(self._replica_mesh)
 
     def _run(
-        self,
-        fn: Callable[..., PyTree],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        state: State | None,
+        self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> PyTree:
         if state is not None:
             return run_in_replicas(self, self._replica_mesh, fn, args, kwargs, state)

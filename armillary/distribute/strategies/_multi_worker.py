@@ -192,10 +192,6 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         replicas = f"{self.num_replicas_in_sync} x {platform}"
         return f"MultiWorkerMirroredStrategy({replicas}, {where})"
 
-    # The base class binds these spellings to its own methods.
-    experimental_distribute_dataset = distribute_dataset
-    experimental_distribute_datasets_from_function = distribute_datasets_from_function
-
 
 def _is_global(leaf: Any) -> bool:
     """Returns whether a leaf holds values that this process cannot see."""

@@ -40,11 +40,7 @@ class _SingleStrategy(Strategy):
         return self._sharding
 
     def _run(
-        self,
-        fn: Callable[..., PyTree],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        state: State | None,
+        self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> PyTree:
         if state is not None:
             check_annotations(state)

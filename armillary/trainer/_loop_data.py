@@ -1,0 +1,155 @@
+"""The data of a loop: a nest of datasets, read as one chunk of batches after another.
+
+The first batches are only looked at. What a step takes of them shows when it is traced,
+and then chunks of many steps can be built.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from armillary.data._dataset import DistributedDataset
+from armillary.data._layout import Active
+from armillary.data.feed._chunk_builder import Chunk, ChunkBuilder
+from armillary.data.feed._feed import Feed
+from armillary.data.feed._position import Position
+from armillary.distribute._strategy import Strategy
+from armillary.trainer._data_wait import waiting_for_data
+from armillary.trainer._options import LoopOptions
+from armillary.trainer._step_method import StepMethod
+from armillary.typing import PyTree
+
+# Programs shorter than this cost more to start than to run, where steps are small.
+FEW_STEPS = 20
+# More steps than this gain nothing.
+_MANY_STEPS = 100
+
+
+class LoopData:
+    """Reads the data of one step.
+
+    Args:
+        nest: A nest (list, dict, ...) of datasets, or one.
+        method: The step.
+        options: How the loop runs.
+        exact: Whether every example is used, in smaller steps where needed.
+
+    Attributes:
+        nest: As given.
+        datasets: The datasets, without the structure of their nest.
+        structure: That structure.
+        feed: Reads them; a new one for each pass that begins anew.
+        batches_per_step: How many batches of each a step takes, once `start` was told.
+    """
+
+    def __init__(
+        self, nest: PyTree, method: StepMethod, options: LoopOptions, *, exact: bool
+    ) -> None:
+        self.nest = nest
+        datasets, self.structure = _flatten(nest)
+        self._strategy, self._name = method.strategy, method.name
+        self.datasets = [_distribute(data, self._strategy) for data in datasets]
+        self._exact = exact
+        self._steps_per_chunk = options.steps_per_chunk
+        self._max_chunk_bytes = options.max_chunk_bytes
+        self.batches_per_step: tuple[int, ...] = ()
+        self.feed = self._open_feed()
+
+    def _open_feed(self) -> Feed[Chunk]:
+        exact = self._exact
+        return Feed(self.datasets, exact=exact, begins_anew=exact, name=self._name)
+
+    def reopen(self) -> None:
+        """Begins a new pass over the datasets."""
+        self.feed.close()
+        self.feed = self._open_feed()
+
+    def set_chunk_size(self, num_steps: int) -> None:
+        """Decides, once, how many steps a chunk has: other sizes are other programs.
+
+        As many as a loop that nothing shortens, or as several such loops.
+        """
+        if self._steps_per_chunk is None:
+            several = max(FEW_STEPS // num_steps, 1) * num_steps
+            self._steps_per_chunk = min(several, _MANY_STEPS)
+
+    def peek(self) -> tuple[list[PyTree], tuple[Active, ...]] | None:
+        """Looks at the first batches, before `start`; `None` if one is lacking.
+
+        Returns:
+            Shape and dtype of one batch of each dataset, and which replicas hold data.
+        """
+        with waiting_for_data(self.feed, self._strategy):
+            batches = self.feed.peek()
+        if None in batches:
+            return None
+        pairs = zip(self.feed.readers, batches, strict=True)
+        types = [reader.gather.types(batch) for reader, batch in pairs if batch]
+        return types, tuple(batch.num_active for batch in batches if batch)
+
+    def start(self, batches_per_step: tuple[int, ...]) -> None:
+        """Makes chunks from here on, for steps that take so many batches."""
+        assert self._steps_per_chunk is not None
+        self.batches_per_step = batches_per_step
+        builder = ChunkBuilder(
+            batches_per_step,
+            steps_per_chunk=self._steps_per_chunk,
+            max_chunk_bytes=self._max_chunk_bytes,
+        )
+        prefetch = min(1, *(dataset.prefetch for dataset in self.datasets))
+        self.feed.start(builder.build, prefetch)
+
+    def next_chunk(self) -> Chunk | None:
+        """Returns the chunk that holds the next step, or `None` at the end."""
+        feed = self.feed
+        if feed.chunk is not None:
+            return feed.chunk
+        with waiting_for_data(feed, self._strategy):
+            chunk = feed.next_chunk()
+        if self._strategy.dispatch.in_flight():
+            feed.read_on()
+        return chunk
+
+    def rewind(self, positions: Sequence[Position]) -> None:
+        """Goes back to positions that were read since the data was last moved."""
+        if self.feed.is_repositionable:
+            self.feed.seek(positions)
+
+    def batch_paths(self, chunk: Chunk) -> list[str]:
+        """Returns a path for each array of the batches of one step."""
+        return [
+            jax.tree_util.keystr(path[1:], simple=True, separator="/") or "values"
+            for count, types in zip(self.batches_per_step, chunk.types, strict=True)
+            for path, _ in jax.tree_util.tree_leaves_with_path([types] * count)
+        ]
+
+
+def _flatten(nest: PyTree) -> tuple[list[Any], Any]:
+    """Flattens a nest of datasets; a list that holds arrays is one, of its batches."""
+    leaves, structure = jax.tree.flatten(nest, is_leaf=_is_dataset)
+    if not leaves or any(hasattr(leaf, "dtype") for leaf in leaves):
+        return [nest], jax.tree.structure(0)
+    return leaves, structure
+
+
+def _is_dataset(value: Any) -> bool:
+    if not isinstance(value, list | tuple):
+        # JAX warns of iterators that it is not told to be leaves.
+        return isinstance(value, Iterator)
+    leaves = jax.tree.leaves(value, is_leaf=lambda part: isinstance(part, Iterator))
+    return any(hasattr(leaf, "dtype") for leaf in leaves)
+
+
+def _distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
+    if not isinstance(dataset, DistributedDataset):
+        return strategy.distribute_dataset(dataset)
+    if dataset.layout != strategy.layout:
+        raise ValueError(
+            f"The dataset was distributed over {dataset.layout.num_replicas} replicas "
+            f"by another strategy than {strategy!r}, under which the step runs. Train "
+            "under its strategy (`with strategy.scope():`, or `strategy=strategy` of "
+            "the `Controller`), or make it with "
+            "`armillary.make_distributed_dataset(strategy, ...)` of the other."
+        )
+    return dataset

@@ -1,0 +1,142 @@
+"""How a trainer and an evaluator run their steps: what users may set."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from armillary._checks import (
+    answers_old_names,
+    check_instance,
+    check_one_of,
+    check_positive_int,
+)
+
+_OLD_OPTIONS = {
+    "use_tf_function": "It is called `compile_step` here.",
+    "use_tf_while_loop": "It is called `compile_loop` here.",
+    "use_tpu_summary_optimization": "Leave it out: summaries are written between "
+    "loops, so that nothing is to be optimized.",
+}
+_TRAINER_ONLY = (
+    "An evaluation changes nothing that lasts, so there is nothing to watch. Set it in "
+    "the trainer's `StandardTrainerOptions`."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """What trainers and evaluators have in common: see `StandardTrainerOptions`.
+
+    Raises:
+        ValueError: If a number is below 1.
+    """
+
+    compile_loop: bool = True
+    compile_step: bool = True
+    steps_per_chunk: int | None = None
+    max_chunk_bytes: int = 256 * 2**20
+    compiler_options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps_per_chunk is not None:
+            check_positive_int("steps_per_chunk", self.steps_per_chunk)
+        check_positive_int("max_chunk_bytes", self.max_chunk_bytes)
+        if self.compiler_options is not None:
+            check_instance(
+                "compiler_options",
+                self.compiler_options,
+                Mapping,
+                'Use a dictionary, such as `{"xla_cpu_enable_fast_math": True}`.',
+            )
+
+
+@answers_old_names(**_OLD_OPTIONS)
+@dataclass(frozen=True, kw_only=True)
+class StandardTrainerOptions(LoopOptions):
+    """How a `StandardTrainer` runs its steps.
+
+    Args:
+        compile_loop: Whether many steps run as one device program. Off, the same
+            compiled step runs from a Python loop, with bit-identical results.
+        compile_step: Whether the step is compiled at all. Off, every operation runs
+            when Python reaches it, for debugging: slow, equal up to rounding.
+        steps_per_chunk: Most steps in one device program, and most batches that are
+            stacked for it. Results do not depend on it. More save time between
+            programs, but delay the first step and need more memory. `None` takes as
+            many as `steps_per_loop` of the `Controller`, or as the first call of
+            `train` by hand: at most 100, and the steps of several loops up to 20.
+        max_chunk_bytes: Most memory of one stack of batches, in bytes. There are two or
+            three at a time: one in use and those read ahead.
+        compiler_options: Options of XLA, as in `jax.jit(compiler_options=...)`. They go
+            before the ones that are chosen by looking at the step: on CPUs, steps with
+            convolutions run without YNNPACK. Results are equal up to rounding under
+            other options. A name that XLA does not know is an error of JAX.
+        on_non_finite: What to do if a step leaves more values that are infinite or not
+            a number in an array of its state than there were before. `"raise"` undoes
+            the step, runs no further one, and raises `NonFiniteError`; state and data
+            are those before the step. `"skip"` undoes the step and goes on; only
+            counters and random keys move on, see below. `None` looks at nothing.
+        check_replicas_every: Steps after which to compare the copies of the state on
+            all replicas, when a loop has ended. If any differ, `ReplicaDivergenceError`
+            names arrays and replicas. `None` does not compare.
+        compile_hooks: Whether `train_loop_begin` and `train_loop_end` are part of the
+            device program, so that it can run many loops. `None` looks at their code:
+            they are if all they do is to reset and compute metrics of Flax, and to do
+            arithmetic with arrays of the trainer. `True` says that they need no Python
+            (they print nothing, and keep no count): they are then traced, once, like
+            the step. Loops that are watched (`on_non_finite`, `check_replicas_every`)
+            or not compiled leave them in Python.
+
+    A step that is skipped leaves every array as it was, but for random keys and
+    integers of 32 or 64 bits outside metrics, batch statistics and the state of Optax:
+    the global step counts it.
+
+    Raises:
+        ValueError: If a number is below 1, or `on_non_finite` is none of its values.
+    """
+
+    on_non_finite: Literal["raise", "skip"] | None = None
+    check_replicas_every: int | None = None
+    compile_hooks: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_one_of(
+            "on_non_finite",
+            self.on_non_finite,
+            (None, "raise", "skip"),
+            'Use `"skip"` to leave bad steps out, or `"raise"` to decide where '
+            "`NonFiniteError` is caught, such as to restore a checkpoint.",
+        )
+        check_one_of("compile_hooks", self.compile_hooks, (None, True, False))
+        if self.check_replicas_every is not None:
+            check_positive_int("check_replicas_every", self.check_replicas_every)
+
+
+@answers_old_names(
+    **_OLD_OPTIONS, on_non_finite=_TRAINER_ONLY, check_replicas_every=_TRAINER_ONLY
+)
+@dataclass(frozen=True, kw_only=True)
+class StandardEvaluatorOptions(LoopOptions):
+    """How a `StandardEvaluator` runs its steps.
+
+    Compilation and chunks are as in `StandardTrainerOptions`; with
+    `steps_per_chunk=None`, a complete evaluation counts as a call of 20 steps.
+
+    Args:
+        recreate_iterator_for_each_eval: Whether each call of `evaluate` begins a new
+            pass over the data. Off, as in Orbit, it continues where the last one
+            stopped, and begins anew when the data has ended, or after an error or
+            Ctrl-C.
+
+    Raises:
+        ValueError: If a number is below 1.
+    """
+
+    recreate_iterator_for_each_eval: bool = False
+
+
+def check_options(options: Any, kind: type) -> None:
+    if options is not None:
+        fix = f"Write `options=armillary.{kind.__name__}(...)`."
+        check_instance("options", options, kind, fix)

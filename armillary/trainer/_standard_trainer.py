@@ -1,0 +1,198 @@
+"""The training loop most programs need: begin, many compiled steps, end.
+
+After Orbit's `StandardTrainer`: the user writes one step, the library runs it many
+times in one device program.
+"""
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+from armillary._checks import check_positive_int
+from armillary._traceback import hides_frames
+from armillary.trainer._contract import AbstractTrainer, PendingLoops
+from armillary.trainer._guard import LoopCheck
+from armillary.trainer._hooks import LoopOutputs
+from armillary.trainer._loop import Loop
+from armillary.trainer._options import StandardTrainerOptions, check_options
+from armillary.trainer._runner import Data, Runner
+from armillary.typing import Output, PyTree
+
+
+class StandardTrainer(Runner, AbstractTrainer):
+    """Runs `train_step` many times for each call of `train`.
+
+    In outline::
+
+        train_loop_begin()                  # Python, once per loop
+        for _ in range(num_steps):          # one device program per chunk
+            train_step(iterator)
+        return train_loop_end()             # Python, once per loop
+
+    Everything the step reads or writes must be reachable from the trainer: assign
+    model, optimizer, metrics and other state to `self`. A strategy that is assigned to
+    `self` is in effect, if no other is.
+
+    A loop reuses the memory of the state that the last one left. What `train_loop_end`
+    returns is safe; copy an array that you take out of a variable between loops
+    (`variable[...].copy()`).
+
+    Args:
+        train_dataset: A dataset from `make_distributed_dataset`, anything that
+            `armillary.data.as_source` takes, or a nest (list, dict, ...) of them.
+        options: How to run; see `StandardTrainerOptions`.
+    """
+
+    def __init__(
+        self, train_dataset: PyTree, options: StandardTrainerOptions | None = None
+    ) -> None:
+        check_options(options, StandardTrainerOptions)
+        self._train_loop: Loop | None = None
+        self._train_data = Data(train_dataset)
+        self._train_options = options or StandardTrainerOptions()
+
+    @property
+    def train_dataset(self) -> PyTree:
+        """The dataset, or nest of datasets. Assigning another one starts on it."""
+        return self._train_data.datasets
+
+    @train_dataset.setter
+    def train_dataset(self, train_dataset: PyTree) -> None:
+        steps_per_loop = self._train_data.steps_per_loop
+        self._train_data = Data(train_dataset, steps_per_loop)
+
+    def train_loop_begin(self) -> None:
+        """Prepares a loop, such as by resetting metrics; override as needed."""
+
+    @abc.abstractmethod
+    def train_step(self, iterator: Any) -> None:
+        """Runs one step: override.
+
+        It is traced once and compiled, so it must be written with `jax.numpy` and may
+        not depend on values in Python. What it returns is dropped.
+
+        Args:
+            iterator: An iterator with the structure of `train_dataset`. Each `next` on
+                it gives one global batch, for `strategy.run`.
+        """
+
+    def train_loop_end(self) -> Output:
+        """Returns the loop's output, such as computed metrics; override as needed.
+
+        Values are scalars, or a `Histogram`, an `Image` or a `Text` of
+        `armillary.summary`. Arrays with axes reach log lines and actions too; with the
+        controller's `summary_dir` they are written as histograms.
+        """
+        return None
+
+    @hides_frames
+    def train(self, num_steps: int) -> Output:
+        """Runs `num_steps` steps, or fewer if the data ends before.
+
+        Args:
+            num_steps: Steps to run, at least 1.
+
+        Returns:
+            What `train_loop_end` returned; `None` if there was no data for any step.
+            `data_exhausted` tells whether the data ended.
+
+        Raises:
+            TypeError: If the constructor of this class was not called.
+            ValueError: If `num_steps` is below 1, or the dataset belongs to another
+                strategy.
+            StateStructureError: If a step changes the structure of the state.
+            CapturedStateError: If a step uses state that the trainer does not reach.
+            RetraceError: If batches change their shape.
+            NonFiniteError: If a step left values that are not finite, and
+                `on_non_finite` is `"raise"`.
+            ReplicaDivergenceError: If `check_replicas_every` found copies that differ.
+        """
+        started = self._start(num_steps, 1)
+        started.check()
+        return started.outputs()[0]
+
+    def prepare(self, steps_per_loop: int) -> None:
+        """Hears how long loops are: chunks have as many steps."""
+        if self._has_own_train():
+            return
+        self._check_initialized("_train_data", "train_dataset")
+        self._train_data.steps_per_loop = steps_per_loop
+
+    def start(self, num_steps: int, num_loops: int) -> PendingLoops:
+        """Starts loops; see `AbstractTrainer.start`.
+
+        After a step that stops training, no step has an effect: a caller that starts
+        other loops before it looks at these loses nothing.
+        """
+        if self._has_own_train():
+            return super().start(num_steps, num_loops)
+        return self._start(num_steps, num_loops)
+
+    def _has_own_train(self) -> bool:
+        return type(self).train is not StandardTrainer.train or "train" in vars(self)
+
+    def _start(self, num_steps: int, num_loops: int) -> "_StartedLoops":
+        check_positive_int("num_steps", num_steps)
+        self._check_initialized("_train_data", "train_dataset")
+        options = self._train_options
+        with self._in_strategy() as strategy:
+            loop = self._train_loop = self._get_loop(
+                self._train_loop,
+                strategy,
+                self._train_data.datasets,
+                "train_step",
+                options,
+                exact=False,
+                keep_results=False,
+                on_non_finite=options.on_non_finite,
+                check_replicas_every=options.check_replicas_every,
+                compile_hooks=options.compile_hooks,
+            )
+            loop.data.set_chunk_size(self._train_data.steps_per_loop or num_steps)
+            self.data_exhausted = not loop.has_data()
+            if self.data_exhausted:
+                return _StartedLoops(0, [None])
+            if loop.finds_hooks():
+                num_run, outputs = loop.run_loops(num_steps, num_loops)
+                self.data_exhausted = num_run < num_steps * outputs.num_loops
+                return _StartedLoops(num_run, outputs)
+            self.train_loop_begin()
+            num_run = loop.run(num_steps)
+            self.data_exhausted = num_run < num_steps
+            check = loop.check()
+            try:
+                output = loop.detach(self.train_loop_end())
+            except BaseException as error:
+                loop.fail(error)
+                raise
+            return _StartedLoops(num_run, [output], check)
+
+
+class _StartedLoops(PendingLoops):
+    """Loops of a `StandardTrainer`."""
+
+    may_overlap = True
+
+    def __init__(
+        self,
+        num_steps: int,
+        outputs: Sequence[Output] | LoopOutputs,
+        loop_check: LoopCheck | None = None,
+    ) -> None:
+        self.num_steps = num_steps
+        self._values, self._check = outputs, loop_check
+
+    def outputs(self) -> list[Output]:
+        """Returns the output of each loop, with arrays that are on the device."""
+        return list(self._values)
+
+    def fetch(self) -> list[Output]:
+        if isinstance(self._values, LoopOutputs):
+            self._values.fetch()
+        if self._check is not None:
+            self._check.fetch()
+        return self.outputs()
+
+    def check(self, step: int | None = None) -> None:
+        if self._check is not None:
+            self._check.resolve(step)

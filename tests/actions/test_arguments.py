@@ -1,0 +1,92 @@
+"""What each action says to arguments and outputs that it cannot use."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from armillary.actions import (
+    ConditionalAction,
+    EarlyStopping,
+    NewBestMetric,
+    SaveCheckpointIfPreempted,
+)
+from armillary.checkpoint import Checkpoint, CheckpointManager
+from armillary.cluster import SimpleClusterResolver, TerminationConfig
+from tests.mistakes import mistakes
+
+best = functools.partial(NewBestMetric, higher_is_better=True)
+stop = functools.partial(EarlyStopping, higher_is_better=False)
+NESTED = {"loss": 1.0, "validation": {"l1": 2.0}}
+KEEPS = "`keep_running_after_save` is True.* has grace_period"
+
+
+def save(directory, *arguments, **options):
+    holder = {"x": jnp.zeros(1)}
+    manager = CheckpointManager(Checkpoint(holder=holder), directory)
+    return SaveCheckpointIfPreempted(manager, *arguments, **options)
+
+
+def keep(directory, **ending):
+    config = TerminationConfig(**ending)
+    return save(directory, config, keep_running_after_save=True)
+
+
+@mistakes(
+    {
+        TypeError: {
+            "`metric` is 3 of type int.*key of the output": lambda _: best(3),
+            "`loss` is 'low' of type str.*a number": lambda _: best("loss")(
+                {"loss": "low"}
+            ),
+            "`loss` is None of type NoneType.*a number": lambda _: best("loss")(
+                {"loss": None}
+            ),
+            "`request_stop` is None.*callable": lambda _: stop(None, "loss", 1),
+            "`metric` is 3 of type int": lambda _: stop(print, 3, 1),
+            "`condition` is True of type bool.*callable": (
+                lambda _: ConditionalAction(True, print)
+            ),
+            "`action` is 3 of type int.*callable": lambda _: ConditionalAction(bool, 3),
+            r"`action\[1\]` is 3 of type int.*callable": (
+                lambda _: ConditionalAction(bool, [print, 3])
+            ),
+            "of type SimpleClusterResolver, but it must be a `CheckpointManager`.*this "
+            "action takes no cluster resolver": (
+                lambda _: SaveCheckpointIfPreempted(SimpleClusterResolver({}))
+            ),
+            "`termination_config` is 120 of type int, but": lambda d: save(d, 120),
+        },
+        ValueError: {
+            "the function <lambda>.*defined with `def`": (
+                lambda directory: best(lambda output: 1.0, directory=directory)
+            ),
+            "'validation/acc'.*`loss`, `validation/l1`": (
+                lambda _: best("validation/acc")(NESTED)
+            ),
+            "'acc'.*It has no keys": lambda _: best("acc")(None),
+            r"`loss` has shape \(2,\).*a scalar": lambda _: best("loss")(
+                {"loss": np.zeros(2)}
+            ),
+            "`patience` is 0.*positive integer": lambda _: stop(print, "loss", 0),
+            "`min_delta` is -1.*not negative": (
+                lambda _: stop(print, "loss", 1, min_delta=-1)
+            ),
+            f"{KEEPS}=5 and exit_fn=": lambda d: keep(d, grace_period=5),
+            f"{KEEPS}=None and exit_fn=": lambda d: keep(d, exit_fn=print),
+        },
+    }
+)
+def test_what_an_action_cannot_use_is_an_error(call, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        call(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["max", None, 2])
+def test_a_direction_that_is_no_truth_value_is_an_error(value):
+    message = "`higher_is_better` is .*, but it must be one of True, False. Use one of"
+    with pytest.raises(ValueError, match=message):
+        NewBestMetric("loss", higher_is_better=value)
+    with pytest.raises(ValueError, match=message):
+        EarlyStopping(print, "loss", patience=1, higher_is_better=value)

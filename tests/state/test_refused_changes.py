@@ -1,0 +1,300 @@
+"""What a step may not do to its state: it is refused, and everything is put back."""
+
+import argparse
+import collections
+import contextlib
+import copy
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.errors import StateStructureError
+from tests.problems import Holder
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    weight: Any
+
+
+def linear(seed: int = 0) -> nnx.Linear:
+    return nnx.Linear(2, 2, rngs=nnx.Rngs(seed))
+
+
+def change(**changes: Any) -> Any:
+    """Returns a step that sets attributes to what functions of the holder return."""
+
+    def step(root: Holder) -> None:
+        vars(root).update({name: make(root) for name, make in changes.items()})
+
+    return step
+
+
+W = jnp.ones(2)
+PUT = "history: the step put an array into this %s, which held none before"
+
+
+@pytest.mark.parametrize(
+    ("before", "call", "message"),
+    [
+        ({"loss": W}, change(loss=lambda r: 0.0), "loss: an array became float 0.0"),
+        ({"w": W}, change(new=lambda r: r.w * 2), "new: made by the step"),
+        (
+            {"v": nnx.Variable({"a": W})},
+            lambda r: r.v.set_value({"a": W, "b": W}),
+            "v: tree structure",
+        ),
+        (
+            {"model": linear()},
+            lambda r: setattr(r.model, "cache", nnx.Variable(W)),
+            "model/cache: made by the step",
+        ),
+        (
+            {"model": Holder(count=3), "w": W},
+            lambda r: setattr(r.model, "count", r.model.count + 1),
+            "model/count: int 3 became 4, once, while the step was traced",
+        ),
+        (
+            {"history": None, "w": W},
+            change(history=lambda r: {"a": r.w, "b": [r.w]}),
+            "history: held `None` before the step, and a nest of arrays after it",
+        ),
+        ({"history": [], "w": W}, lambda r: r.history.append(r.w), PUT % "list"),
+        (
+            {"history": {}, "w": W},
+            lambda r: r.history.update(a=r.w),
+            PUT % "dict",
+        ),
+        (
+            {"state": {"step": 0, "w": W}},
+            change(state=lambda r: {"step": r.state["step"] + 1, "w": r.state["w"]}),
+            r"state/step: int 0 became int 1, once.*begin with `jnp.asarray\(0\)`",
+        ),
+        (
+            {"a": Holder(w=W), "b": Holder(w=W + 1)},
+            change(a=lambda r: r.b, b=lambda r: r.a),
+            "changed plain values",
+        ),
+        (
+            {"frozen": Frozen(W)},
+            change(frozen=lambda r: Frozen(r.frozen.weight + 1)),
+            r"frozen/weight: in a new object that the step made.*register_dataclass",
+        ),
+    ],
+)
+def test_a_change_that_no_loop_can_carry_is_named_and_undone(
+    run_lifted, before, call, message
+):
+    root = Holder(**before)
+    for _ in range(2):
+        with pytest.raises(StateStructureError, match=message):
+            run_lifted(lambda: call(root), root)
+        assert vars(root).keys() == before.keys()
+        assert all(vars(root)[name] is value for name, value in before.items())
+
+
+def test_everything_is_restored_when_a_step_raises(run_lifted):
+    model = linear()
+    root = Holder(model=model, params={"w": jnp.ones(2)}, count=jnp.asarray(1))
+    before = (model.kernel[...], root.params, root.count)
+
+    def step():
+        model.kernel[...] = model.kernel[...] * 0
+        root.params = {"w": root.params["w"] * 0}
+        root.count = root.count + 1
+        raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        run_lifted(step, root)
+    assert model.kernel[...] is before[0]
+    assert root.params is before[1]
+    assert root.count is before[2]
+    model.kernel[...] = model.kernel[...] + 1  # its trace state is the outer one again
+
+
+def test_a_float_times_an_integer_is_an_error(run_lifted):
+    root = Holder(step=jnp.asarray(0))
+
+    def step():
+        root.step = root.step * 1.0
+
+    with pytest.raises(StateStructureError) as caught:
+        run_lifted(step, root, "trainer")
+    message = str(caught.value)
+    assert message.startswith("`step` changed 1 of 1 slots, and a compiled loop needs")
+    assert "  trainer/step: int32 () became float32 ()\n" in message
+    assert "cast before assigning (`value.astype(jnp.float32)`)" in message
+    assert int(root.step) == 0
+
+
+def test_all_changes_are_reported_at_once(run_lifted):
+    root = Holder(
+        model=linear(),
+        params={"w": jnp.ones(2)},
+        items=(jnp.ones(1), "tag"),
+        moved=jnp.ones((2, 3)),
+        lost=jnp.ones(1),
+    )
+
+    def step():
+        root.model.kernel.set_value(root.model.kernel[...].astype(jnp.bfloat16))
+        root.params = {"w": root.params["w"], "b": jnp.ones(1)}
+        root.items = (root.items[0], "other")
+        root.moved = root.moved.T
+        root.lost = None
+        root.fresh = jnp.zeros(())
+
+    with pytest.raises(StateStructureError) as caught:
+        run_lifted(step, root)
+    message = str(caught.value)
+    assert message.startswith("`step` changed 6 of 7 slots")
+    assert "  model/kernel: float32 (2, 2) became bfloat16 (2, 2)\n" in message
+    assert "  params: tree structure PyTreeDef({'w': *}) became" in message
+    assert "  items/1: str 'tag' became str 'other'\n" in message
+    assert "  moved: float32 (2, 3) became float32 (3, 2)\n" in message
+    assert "  lost: tree structure" in message
+    assert "  fresh: made by the step, so nothing carries it to the next one" in message
+    assert "and cast before assigning (`value.astype(jnp.float32)`)" in message
+
+
+@pytest.mark.parametrize("before", [None, [], 0.0, np.zeros(3)])
+def test_a_place_that_held_no_array_says_what_it_held_and_holds_it_again(
+    run_lifted, before
+):
+    root = Holder(history=before, weight=jnp.ones(3))
+
+    def step():
+        root.history = root.weight * 2
+
+    message = (
+        "`step` changed 1 of 2 slots, and a compiled loop needs the same places with "
+        "the same shape and dtype after every step:\n"
+        f"  history: held `{before!r}` before the step, and float32 (3,) after it\n"
+        "Make every place in the constructor with its final shape and dtype"
+    )
+    for _ in range(2):
+        with pytest.raises(StateStructureError, match=re.escape(message)):
+            run_lifted(step, root)
+        assert root.history is before
+
+
+def test_a_step_that_fails_leaves_nothing_behind_in_any_container(run_lifted):
+    root = Holder(
+        last=None,
+        queue=collections.deque([1]),
+        space=argparse.Namespace(items=[{"a": 1}]),
+        user=collections.UserDict(a=1),
+        names={"a"},
+        table=np.zeros(2),
+        weight=jnp.ones(2),
+        model=linear(),
+    )
+
+    def step():
+        root.last = root.weight.sum()
+        root.queue.append(root.weight)
+        root.space.items[0]["b"] = root.weight
+        root.space.items.append("more")
+        root.user["a"] = root.weight
+        root.names.add("b")
+        root.table[0] = 5
+        root.model.extra = nnx.Param(root.weight)
+        root.model.kernel.set_metadata(frozen=True)
+        del root.weight
+        raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        run_lifted(step, root)
+    assert root.last is None and list(root.queue) == [1] and root.names == {"a"}
+    assert root.space.items == [{"a": 1}] and root.user == {"a": 1}
+    assert root.table.tolist() == [0, 0] and root.weight.tolist() == [1, 1]
+    assert not hasattr(root.model, "extra")
+    assert "frozen" not in root.model.kernel.get_metadata()
+    root.model.extra = nnx.Param(jnp.ones(1))
+
+
+def test_an_error_in_run_that_the_step_handles_leaves_no_tracers(run_lifted):
+    strategy = armillary.MirroredStrategy(jax.devices("cpu")[:2])
+    root = Holder(last=None, weight=jnp.ones(2))
+
+    def fail():
+        root.last = root.weight * 2
+        raise KeyError("handled")
+
+    def step():
+        with contextlib.suppress(KeyError):
+            strategy.run(fail)
+        assert root.last is None
+        root.weight = root.weight + 1
+
+    run_lifted(step, root)
+    assert root.weight.tolist() == [2, 2]
+
+
+def test_a_name_that_a_step_rebinds_to_an_array_is_named_and_bound_again(run_lifted):
+    weight = before = jnp.ones(2)
+
+    def step():
+        nonlocal weight
+        weight = weight + 1
+
+    with pytest.raises(
+        StateStructureError, match=r"weight: the step put an array into a name.*hold it"
+    ):
+        run_lifted(step, step)
+    assert weight is before
+
+
+def test_a_flag_that_makes_the_next_step_another_one_is_refused(run_lifted):
+    root = Holder(started=False, total=jnp.full((), 100.0))
+
+    def step():
+        if not root.started:
+            root.total, root.started = jnp.zeros(()), True
+        root.total = root.total + 1
+
+    with pytest.raises(
+        StateStructureError,
+        match=r"`step` changed plain values, so that the next step would be another one"
+        r"(.|\n)*  started: bool False became True, once, while the step was traced\n"
+        r"Hold what a step counts or decides by in an array",
+    ):
+        run_lifted(step, root)
+    assert root.started is False and float(root.total) == 100
+
+
+@pytest.mark.parametrize(
+    ("before", "change"),
+    [
+        ({"x": {"n": 0}}, lambda r: r.held["x"].update(n=r.held["x"]["n"] + 1)),
+        (np.int64(0), lambda r: setattr(r, "held", r.held + 1)),
+        ((0,), lambda r: setattr(r, "held", (r.held[0] + 1,))),
+        (argparse.Namespace(n=0), lambda r: setattr(r.held, "n", r.held.n + 1)),
+        (np.zeros(2), lambda r: r.held.__iadd__(1)),
+        (["a"], lambda r: r.held.append("b")),
+        ({"a"}, lambda r: r.held.add(len(r.held))),
+    ],
+    ids=["nested", "NumPy scalar", "tuple", "Namespace", "NumPy", "list", "set"],
+)  # fmt: skip
+def test_a_plain_value_that_a_step_counts_is_refused_anywhere(
+    run_lifted, before, change
+):
+    untouched = copy.deepcopy(before)
+    root = Holder(held=before, w=jnp.ones(1))
+
+    def step():
+        change(root)
+
+    with pytest.raises(StateStructureError, match=r"\n  held.*, once, while the step"):
+        run_lifted(step, root)
+    assert root.held is before
+    np.testing.assert_array_equal(
+        *[vars(x) if hasattr(x, "n") else x for x in (root.held, untouched)]
+    )

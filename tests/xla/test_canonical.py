@@ -1,0 +1,372 @@
+"""Canonical convolutions in the tables of JAX: what programs hold, and when."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec as P
+
+from armillary.xla import _lowerings, use_canonical_convolutions
+from armillary.xla._convolutions import convolve
+from armillary.xla._lowerings import Canonical
+from armillary.xla._steps import compile_step, has_slow_loop
+from tests.xla.arrays import IMAGES, assert_close, make
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Puts JAX's own rules in place, and afterwards what was there."""
+    rules = mlir._platform_specific_lowerings["cpu"]
+    saved = dict(rules)
+    for primitive in (lax.conv_general_dilated_p, lax.select_and_scatter_add_p):
+        own = getattr(rules[primitive].rule, "_own", rules[primitive].rule)
+        mlir.register_lowering(primitive, own, platform="cpu")
+    yield
+    rules.clear()
+    rules.update(saved)
+    _lowerings._is_canonical.set_global(False)
+
+
+@pytest.fixture
+def canonical(restored: None) -> None:
+    assert use_canonical_convolutions()
+
+
+def network(kernels: tuple[jax.Array, jax.Array], images: jax.Array) -> jax.Array:
+    for kernel in kernels:
+        images = lax.conv_general_dilated(
+            images, kernel, (1, 1), "SAME", dimension_numbers=IMAGES
+        )
+        images = lax.reduce_window(
+            jax.nn.relu(images), -np.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
+        )
+    return (images**2).mean()
+
+
+def train(kernels: Any, images: jax.Array) -> Any:
+    gradients = jax.grad(network)(kernels, images)
+    return jax.tree.map(lambda old, new: old - 0.1 * new, kernels, gradients)
+
+
+def train_in_scan(kernels: Any, chunk: jax.Array) -> Any:
+    return lax.scan(lambda carry, x: (train(carry, x), None), kernels, chunk)[0]
+
+
+def train_in_fori_loop(kernels: Any, chunk: jax.Array) -> Any:
+    return lax.fori_loop(0, 3, lambda i, carry: train(carry, chunk[i]), kernels)
+
+
+def train_in_vmap(kernels: Any, chunk: jax.Array) -> Any:
+    many = jax.vmap(jax.grad(network), in_axes=(None, 0))(kernels, chunk)
+    return jax.tree.map(lambda all_: all_.mean(0), many)
+
+
+def train_in_models(kernels: Any, chunk: jax.Array) -> Any:
+    models = jax.tree.map(lambda one: jnp.stack([one, 2 * one, -one]), kernels)
+    return jax.vmap(train)(models, chunk)
+
+
+def train_in_shard_map(kernels: Any, chunk: jax.Array) -> Any:
+    mesh = jax.make_mesh(
+        (2,), ("replica",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
+    split = P(None, "replica")
+    return jax.shard_map(
+        lambda kernels, chunk: train_in_scan_of_means(kernels, chunk),
+        mesh=mesh,
+        in_specs=(P(), split),
+        out_specs=P(),
+    )(kernels, chunk)
+
+
+def train_in_scan_of_means(kernels: Any, chunk: jax.Array) -> Any:
+    def mean(kernels: Any, images: jax.Array) -> jax.Array:
+        return lax.pmean(network(kernels, images), "replica")
+
+    def body(kernels: Any, images: jax.Array) -> Any:
+        gradients = jax.grad(mean)(kernels, images)
+        return jax.tree.map(lambda old, new: old - 0.1 * new, kernels, gradients), None
+
+    return lax.scan(body, kernels, chunk)[0]
+
+
+def train_in_sharded_batches(kernels: Any, chunk: jax.Array) -> Any:
+    mesh = jax.make_mesh(
+        (2,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
+    sharding = jax.sharding.NamedSharding(mesh, P(None, "data"))
+    return train_in_scan(kernels, lax.with_sharding_constraint(chunk, sharding))
+
+
+WAYS = [
+    train_in_scan,
+    train_in_fori_loop,
+    train_in_vmap,
+    train_in_models,
+    train_in_shard_map,
+    train_in_sharded_batches,
+]
+
+
+@pytest.fixture(scope="module")
+def problem() -> tuple[Any, jax.Array]:
+    kernels = make((3, 3, 2, 3)) / 3, make((3, 3, 3, 4), seed=1) / 5
+    return kernels, make((3, 4, 9, 10, 2), seed=2)
+
+
+@pytest.fixture(scope="module")
+def expected(problem: tuple[Any, jax.Array]) -> dict[str, Any]:
+    return {way.__name__: jax.jit(way)(*problem) for way in WAYS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_training_is_equal(way, problem, expected, canonical):
+    actual = jax.jit(way)(*problem)
+    for new, old in zip(actual, expected[way.__name__], strict=True):
+        assert_close(new, old)
+
+
+def read_orders(program: str) -> set[str]:
+    return set(re.findall(r"dim_numbers = (.*?\].*?\].*?\])", program))
+
+
+def test_loops_hold_ordered_convolutions_and_no_scatter(problem, canonical):
+    text = jax.jit(train_in_scan).lower(*problem).as_text()
+    assert read_orders(text) == {"[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"}
+    assert "select_and_scatter" not in text
+
+
+def test_without_the_call_loops_hold_others(problem):
+    text = jax.jit(train_in_scan).lower(*problem).as_text()
+    assert len(read_orders(text)) == 3
+    assert "select_and_scatter" in text
+
+
+def test_call_may_be_repeated(canonical):
+    rule = mlir._platform_specific_lowerings["cpu"][lax.conv_general_dilated_p]
+    assert use_canonical_convolutions() is True
+    assert mlir._platform_specific_lowerings["cpu"][lax.conv_general_dilated_p] is rule
+
+
+def count_lowered(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Returns a list that grows with each convolution that gets another form."""
+    lowered: list[Any] = []
+
+    def record(*args: Any, **parameters: Any) -> Any:
+        lowered.append(parameters["dimension_numbers"])
+        return convolve(*args, **parameters)
+
+    patch.setattr(_lowerings, "convolve", record)
+    return lowered
+
+
+def test_compiled_programs_are_compiled_again_after_the_call(
+    problem, restored, monkeypatch
+):
+    lowered = count_lowered(monkeypatch)
+    step = jax.jit(lambda kernels, images: train(kernels, images))
+    kernels, chunk = problem
+    step(kernels, chunk[0])
+    use_canonical_convolutions()
+    assert not lowered
+    step(kernels, chunk[0])
+    assert lowered
+    lowered.clear()
+    step(kernels, chunk[0])
+    assert not lowered
+
+
+def test_a_program_is_not_confused_with_one_of_the_other_kind(
+    problem, restored, monkeypatch
+):
+    lowered = count_lowered(monkeypatch)
+    kernels, chunk = problem
+    own = jax.jit(train)
+    program = jax.make_jaxpr(own)(kernels, chunk[0])
+    steps = compile_step(lambda *args: own(*args), program, "cpu", None)
+    before = own.lower(kernels, chunk[0]).as_text()
+    own(kernels, chunk[0])
+    assert not lowered
+    first = steps(kernels, chunk[0])
+    count = len(lowered)
+    assert count
+    assert own.lower(kernels, chunk[0]).as_text() == before
+    own(kernels, chunk[0])
+    for new, old in zip(steps(kernels, chunk[0]), first, strict=True):
+        np.testing.assert_array_equal(new, old)
+    assert len(lowered) == count
+
+
+def test_threads_lower_apart(problem, restored, monkeypatch):
+    kernels, chunk = problem
+    own = jax.jit(train)
+    expected = own.lower(kernels, chunk[0]).as_text()
+    found: list[str] = []
+    inside = Canonical(jax.jit(lambda *args: train(*args)))
+
+    def lower_meanwhile(*args: Any, **parameters: Any) -> Any:
+        if not found:
+            # This runs while a program of the other thread is lowered.
+            with ThreadPoolExecutor(1) as pool:
+                other = jax.jit(lambda *args: train(*args))
+                lowered = pool.submit(lambda: other.lower(kernels, chunk[0]))
+                found.append(lowered.result().as_text())
+        return convolve(*args, **parameters)
+
+    use = compile_step(train, jax.make_jaxpr(train)(kernels, chunk[0]), "cpu", None)
+    assert isinstance(use, Canonical)
+    monkeypatch.setattr(_lowerings, "convolve", lower_meanwhile)
+    text = inside.lower(kernels, chunk[0]).as_text()
+    assert "select_and_scatter" not in text
+    assert read_orders(found[0]) == read_orders(expected)
+    assert found[0].count("select_and_scatter") == expected.count("select_and_scatter")
+    assert found[0].count("select_and_scatter") > 0
+
+
+def test_complex_convolutions_are_equal(restored):
+    image, kernel = make((2, 2, 5, 5)), make((3, 2, 3, 3))
+    image, kernel = image + 1j * image[::-1], kernel - 2j * kernel
+
+    def compute(image: jax.Array, kernel: jax.Array) -> jax.Array:
+        result = lax.conv_general_dilated(image, kernel, (1, 1), "SAME")
+        return jnp.stack([result.real, result.imag])
+
+    before = jax.jit(compute)(image, kernel)
+    use_canonical_convolutions()
+    assert_close(jax.jit(compute)(image, kernel), before)
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_batches_of_none_are_compiled(canonical, batch, groups):
+    kernel = make((3, 3, 2 // groups, 4))
+
+    def compute(kernel: jax.Array, images: jax.Array) -> jax.Array:
+        images = lax.conv_general_dilated(
+            images,
+            kernel,
+            (1, 1),
+            "SAME",
+            dimension_numbers=IMAGES,
+            feature_group_count=groups,
+        )
+        return lax.reduce_window(
+            images, -np.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
+        ).sum()
+
+    gradient = jax.jit(jax.grad(compute))(kernel, make((batch, 4, 4, 2)))
+    assert bool(jnp.any(gradient != 0)) == (batch > 0)
+
+
+@pytest.mark.slow
+def test_batches_of_any_size_can_be_exported(problem, canonical):
+    kernels, chunk = problem
+    (batch,) = jax.export.symbolic_shape("batch")
+    images = jax.ShapeDtypeStruct((batch, *chunk.shape[2:]), chunk.dtype)
+    program = jax.export.export(jax.jit(train))(kernels, images)
+    for new, old in zip(
+        program.call(kernels, chunk[0]), train(kernels, chunk[0]), strict=True
+    ):
+        assert_close(new, old)
+
+
+def test_axes_that_the_user_shards_stay_as_they_are(problem, canonical):
+    kernels, chunk = problem
+    mesh = jax.make_mesh(
+        (2,), ("data",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2]
+    )
+    with jax.set_mesh(mesh):
+        images = jax.device_put(chunk[0], P("data"))
+        loss = jax.jit(network)(jax.device_put(kernels, P()), images)
+    assert_close(loss, network(kernels, chunk[0]))
+
+
+def break_tables(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(mlir, "_platform_specific_lowerings")
+
+
+def break_entries(patch: pytest.MonkeyPatch) -> None:
+    rules = {lax.conv_general_dilated_p: object()}
+    patch.setitem(mlir._platform_specific_lowerings, "cpu", rules)
+
+
+def break_rules(patch: pytest.MonkeyPatch) -> None:
+    entry = type("Entry", (), {"rule": "compiled"})()
+    rules = {lax.conv_general_dilated_p: entry}
+    patch.setitem(mlir._platform_specific_lowerings, "cpu", rules)
+
+
+def break_parameters(patch: pytest.MonkeyPatch) -> None:
+    known = _lowerings.CONVOLUTION_PARAMETERS - {"out_sharding"}
+    patch.setattr(_lowerings, "CONVOLUTION_PARAMETERS", known)
+
+
+def break_gradient(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lax, "select_and_scatter_add_p", lax.sin_p)
+
+
+def break_primitive(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(lax, "select_and_scatter_add_p")
+
+
+@pytest.mark.parametrize(
+    ("break_jax", "reason"),
+    [
+        (break_tables, "_platform_specific_lowerings"),
+        (break_entries, "has no attribute 'rule'"),
+        (break_rules, "the rule of conv_general_dilated is 'compiled'"),
+        (break_parameters, "conv_general_dilated has the parameters .*out_sharding"),
+        (break_gradient, r"gradients do not use \['sin'\]"),
+        (break_primitive, "select_and_scatter_add_p"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_an_unknown_jax_is_left_alone(break_jax, reason, monkeypatch, restored):
+    registered: list[Any] = []
+    monkeypatch.setattr(
+        mlir, "register_lowering", lambda *args, **_: registered.append(args)
+    )
+    break_jax(monkeypatch)
+    message = f"changed nothing: JAX {re.escape(jax.__version__)} .*{reason}"
+    with pytest.warns(RuntimeWarning, match=message):
+        assert use_canonical_convolutions() is False
+    assert not registered
+    assert not _lowerings.has_rules()
+    program = jax.make_jaxpr(jax.grad(network))(
+        (make((3, 3, 2, 3)),), make((1, 4, 4, 2))
+    )
+    assert has_slow_loop(program, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "succeeds"),
+    [("assert use_canonical_convolutions()", True), ("jax.devices()", False)],
+    ids=["call", "control"],
+)
+def test_call_touches_no_device(code, succeeds):
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-c",
+            f"import jax; from armillary.xla import use_canonical_convolutions; {code}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "JAX_PLATFORMS": "no_such_platform"},
+    )
+    assert (result.returncode == 0) == succeeds, result.stderr
