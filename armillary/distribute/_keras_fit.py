@@ -14,17 +14,22 @@ what they did.
 """
 
 import functools
+import hashlib
+import json
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
+from armillary.cluster._peers import Peers
 from armillary.data._dataset import DistributedDataset
+from armillary.distribute._global_arrays import everywhere, replicate
 from armillary.distribute.replica._context import get_strategy, has_strategy
 from armillary.distribute.replica._retype import AXIS_NAME
+from armillary.errors import PeerError
 from armillary.state import _keras
 
 if TYPE_CHECKING:
@@ -61,7 +66,7 @@ def _is_followed() -> bool:
 @functools.cache
 def _follow() -> None:
     import keras
-    from keras.src.backend.jax.trainer import JAXEpochIterator, _distribute_data
+    from keras.src.backend.jax import trainer as keras_trainer
 
     kind: Any = keras.Model
     _wrap(kind, "compile", _compile)
@@ -70,15 +75,20 @@ def _follow() -> None:
     for name in _MAKING:
         _wrap(kind, name, _make)
     _wrap(kind, "_make_function", _bound)
-    epoch_iterator: Any = JAXEpochIterator
-    get_iterator = epoch_iterator._get_distributed_iterator
+    module: Any = keras_trainer
+    distribute = module._distribute_data
+    get_iterator = module.JAXEpochIterator._get_distributed_iterator
+
+    def distribute_data(data: Any, layouts: Any = None) -> Any:
+        return _divide(data) if _is_running_here() else distribute(data, layouts)
 
     def get_distributed_iterator(self: Any, distribution: Any) -> Iterator[Any]:
-        if getattr(distribution, "is_of_strategy", False):
-            return map(_distribute_data, self.data_adapter.get_jax_iterator())
+        if _is_running_here():
+            return map(_divide, self.data_adapter.get_jax_iterator())
         return get_iterator(self, distribution)
 
-    epoch_iterator._get_distributed_iterator = get_distributed_iterator
+    module._distribute_data = distribute_data
+    module.JAXEpochIterator._get_distributed_iterator = get_distributed_iterator
 
 
 def _wrap(kind: Any, name: str, around: Callable[..., Any]) -> None:
@@ -104,11 +114,7 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
     if strategy is None or keras.distribution.distribution() is not None:
         return method(*args, **kwargs)
     if strategy.peers is not None:
-        raise NotImplementedError(
-            f"`model.{name}` was called for {strategy!r}, which spans several "
-            "processes, where it does not run yet. Use `armillary.keras.KerasTrainer` "
-            "and `KerasEvaluator` with a `Controller`."
-        )
+        _check_same(strategy.peers, model, name)
     if _made_for.get(model) is not strategy:
         for function in _FUNCTIONS:
             setattr(model, function, None)
@@ -134,15 +140,67 @@ def _bound(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
     if not _is_running_here():
         return method(*args, **kwargs)
     step, *others = args
-    dispatch = _made_for[model].dispatch
+    strategy = _made_for[model]
+    dispatch, sharding = strategy.dispatch, everywhere(_mesh_of(strategy))
+    # The outputs of `predict` are of the global batch, and fetched.
+    is_predict = bool(others or kwargs) and strategy.peers is not None
+    gather = jax.jit(lambda outputs: outputs, out_shardings=sharding)
 
     def bounded_step(state: Any, data: Any) -> tuple[Any, Any]:
+        if strategy.peers is not None:
+            # Metrics that were reset are arrays of this process.
+            state = jax.tree.map(lambda leaf: _copy_to(leaf, sharding), state)
         dispatch.wait()
         outputs, state = step(state, data)
+        outputs = gather(outputs) if is_predict else outputs
         dispatch.started(outputs)
         return outputs, state
 
     return method(bounded_step, *others, **kwargs)
+
+
+def _divide(data: Any) -> Any:
+    """Returns a global batch, which each process has whole, on the devices."""
+    import keras
+
+    distribution: Any = keras.distribution.distribution()
+
+    def place(leaf: Any) -> jax.Array:
+        sharding = distribution.get_data_layout(leaf.shape).backend_layout
+        if sharding.is_fully_addressable:
+            return jax.device_put(leaf, sharding)
+        host = np.asarray(leaf)
+        return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+
+    return jax.tree.map(place, data)
+
+
+def _copy_to(value: jax.Array, sharding: NamedSharding) -> jax.Array:
+    if not value.is_fully_addressable:
+        return value
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    return replicate(value, sharding)
+
+
+def _check_same(peers: Peers, model: Any, name: str) -> None:
+    """Raises if processes would train different models, or in different orders.
+
+    Raises:
+        PeerError: If their weights, or the states of NumPy's random numbers, differ.
+    """
+    values = [np.asarray(_keras.value_of(v)) for v in model.variables]
+    random_state = repr(np.random.get_state())
+    own = [
+        hashlib.blake2b(b"".join(map(np.ndarray.tobytes, values))).hexdigest(),
+        hashlib.blake2b(random_state.encode()).hexdigest(),
+    ]
+    if len(set(peers.gather(f"model.{name}", json.dumps(own)))) > 1:
+        raise PeerError(
+            f"`model.{name}` was called on processes that differ in the weights of the "
+            "model, or in the random numbers by which Keras shuffles. Begin all "
+            "processes with the same seed: `keras.utils.set_random_seed(0)`."
+        )
 
 
 def _is_running_here() -> bool:
@@ -155,11 +213,11 @@ def _place(model: Any) -> None:
     """Copies the variables of a model to all devices."""
     optimizer = getattr(model, "optimizer", None)
     own = [] if optimizer is None else optimizer.variables
-    sharding = NamedSharding(_mesh_of(_made_for[model]), PartitionSpec())
+    sharding = everywhere(_mesh_of(_made_for[model]))
     for variable in [*model.variables, *own, *model.metrics_variables]:
         if not _keras.is_unset(variable):
             value = _keras.value_of(variable)
-            _keras.set_value(variable, jax.device_put(value, sharding))
+            _keras.set_value(variable, _copy_to(value, sharding))
 
 
 def _mesh_of(strategy: "Strategy") -> Mesh:
