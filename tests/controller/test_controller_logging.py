@@ -16,6 +16,7 @@ from armillary.controller._loop_report import LoopReport
 from armillary.controller._progress import format_output
 from armillary.data import from_arrays
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
+from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._standard_trainer import StandardTrainer
 
 
@@ -64,7 +65,11 @@ class Waiting(StandardTrainer):
     """A trainer whose output is looked at while its next loop runs."""
 
     def __init__(self):
-        super().__init__(from_arrays({"x": np.arange(4)}, batch_size=1, repeat=True))
+        super().__init__(
+            from_arrays({"x": np.arange(4)}, batch_size=1, repeat=True),
+            # Fast loops would be one program, and how many of them a matter of time.
+            StandardTrainerOptions(compile_hooks=False),
+        )
         self.step = create_global_step()
 
     def train_step(self, iterator):
