@@ -13,6 +13,7 @@ from armillary.keras._model import (
     results,
 )
 from armillary.keras._scaling import scaled_for_replicas
+from armillary.trainer._hooks import without_python
 from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.typing import Batch, Output
@@ -49,6 +50,7 @@ class KerasTrainer(StandardTrainer):
         build(model, dataset)
         self.model = model
 
+    @without_python
     def train_loop_begin(self) -> None:
         """Resets the metrics of the model."""
         self.model.reset_metrics()
@@ -57,6 +59,7 @@ class KerasTrainer(StandardTrainer):
         """Makes one update of the model."""
         get_strategy().run(self._update, args=(next(iterator),))
 
+    @without_python
     def train_loop_end(self) -> Output:
         """Returns the loss and the metrics of the model."""
         return results(self.model)

@@ -125,6 +125,21 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_like_one_that_was_not(
     assert to_floats(output) == to_floats(expected)
 
 
+@pytest.mark.slow
+def test_the_end_of_a_loop_is_python_where_a_subclass_has_its_own(problem):
+    seen = []
+
+    class Trainer(armillary.keras.KerasTrainer):
+        def train_loop_end(self):
+            seen.append(float(self.model.get_metrics_result()["loss"]))
+            return super().train_loop_end()
+
+    data = make_data(problem, repeat=True)
+    trainer = Trainer(problem.make_model(), data)
+    losses = [float(trainer.train(2)["loss"]) for _ in range(2)]
+    assert seen == losses
+
+
 def test_a_model_that_is_not_compiled_is_refused(problem, keras):
     model = keras.Sequential([keras.layers.Dense(1)])
     with pytest.raises(ValueError, match=r"is not compiled, so it has no loss"):
