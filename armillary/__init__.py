@@ -64,6 +64,7 @@ from armillary.distribute import in_cross_replica_context as in_cross_replica_co
 from armillary.distribute import make_distributed_dataset as make_distributed_dataset
 from armillary.distribute import scale_regularization_loss as scale_regularization_loss
 from armillary.distribute import set_strategy as set_strategy
+from armillary.distribute import value_and_grad as value_and_grad
 from armillary.trainer._contract import AbstractEvaluator as AbstractEvaluator
 from armillary.trainer._contract import AbstractTrainer as AbstractTrainer
 from armillary.trainer._contract import PendingLoops as PendingLoops
@@ -77,6 +78,7 @@ from armillary.typing import Action as Action
 from armillary.typing import Output as Output
 
 if TYPE_CHECKING:
+    from armillary import keras as keras
     from armillary import metrics as metrics
 
 __version__ = "0.1.0"
@@ -116,21 +118,25 @@ __all__ = [
     "goodput",
     "has_strategy",
     "in_cross_replica_context",
+    "keras",
     "make_distributed_dataset",
     "metrics",
     "scale_regularization_loss",
     "set_strategy",
     "summary",
+    "value_and_grad",
     "xla",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `armillary.metrics`, and so Flax NNX, when it is first used.
+    """Imports what is optional, or takes long, when it is first used.
+
+    That is `armillary.metrics`, and so Flax NNX, and `armillary.keras`.
 
     Raises:
         AttributeError: For any other name.
     """
-    if name == "metrics":
-        return importlib.import_module("armillary.metrics")
+    if name in ("keras", "metrics"):
+        return importlib.import_module(f"armillary.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -17,6 +18,7 @@ if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT_FLAG}=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 # A failing test shows where in the library it fails.
 os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
@@ -79,6 +81,15 @@ def no_transfer() -> ContextFactory:
         return jax.transfer_guard("disallow")
 
     return context
+
+
+@pytest.fixture
+def keras() -> Iterator[Any]:
+    """Returns Keras, on JAX. Its layers rely on the promotion of ranks."""
+    module = pytest.importorskip("keras")
+    with jax.numpy_rank_promotion("allow"):
+        yield module
+        module.utils.clear_session()
 
 
 @pytest.fixture(scope="session")

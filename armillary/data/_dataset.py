@@ -8,6 +8,7 @@ dataset has the recipe, and remembers where the next reader begins.
 import dataclasses
 import json
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from armillary.data._iterator import DistributedIterator
@@ -23,7 +24,7 @@ from armillary.data.feed._stream import BatchStream
 from armillary.data.sources._arrays import ArrayDataset
 from armillary.data.sources._source import as_source
 from armillary.errors import DatasetStateError
-from armillary.typing import PyTree
+from armillary.typing import Batch, PyTree
 
 _PIPELINES = "pipelines"
 _EXACT_NEEDS_ONE_DATASET = (
@@ -160,6 +161,25 @@ class DistributedDataset:
             lockstep,
             reads_ahead=self.options.prefetch > 0,
         )
+
+    @property
+    def num_global_batches(self) -> int | None:
+        """How many batches one pass over the source has; `None` if not known."""
+        source = self._source
+        if not isinstance(source, ArrayDataset) or source.repeat:
+            return None
+        full, rest = divmod(source.num_examples, source.batch_size)
+        return full + (rest > 0 and not source.drop_remainder)
+
+    def global_batches(self, epoch: int) -> Iterator[Batch]:
+        """Yields the batches of one pass over the source, on the host, undivided."""
+        iterator = self._source.make_iterator(epoch)
+        while True:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            yield self.gather.on_host(batch)
 
     def _make_splitter(self, exact: bool) -> Splitter:
         layout = self.layout

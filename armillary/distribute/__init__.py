@@ -41,6 +41,9 @@ from armillary.distribute.replica._policy import (
 from armillary.distribute.replica._policy import (
     create_global_step as create_global_step,
 )
+from armillary.distribute.replica._value_and_grad import (
+    value_and_grad as value_and_grad,
+)
 from armillary.distribute.replica._values import PerReplica as PerReplica
 from armillary.distribute.replica._values import ReduceOp as ReduceOp
 from armillary.distribute.replica._values import is_per_replica as is_per_replica
@@ -81,4 +84,5 @@ __all__ = [
     "make_distributed_dataset",
     "scale_regularization_loss",
     "set_strategy",
+    "value_and_grad",
 ]

@@ -23,6 +23,7 @@ from armillary.data._layout import BatchLayout, hosted_replicas
 from armillary.data._options import InputOptions
 from armillary.data.sources._arrays import ArrayDataset, from_arrays
 from armillary.distribute._dispatch import Dispatch
+from armillary.distribute._keras_fit import follow_keras
 from armillary.distribute.replica._collectives import double_reduction_message
 from armillary.distribute.replica._context import (
     Scope,
@@ -67,6 +68,7 @@ class Strategy:
         self._mesh = mesh
         self._num_replicas = num_replicas
         self.dispatch = Dispatch(mesh)
+        follow_keras()
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -115,6 +117,7 @@ class Strategy:
             ReplicaContextError: If entered inside `run`, or inside another strategy's
                 scope.
         """
+        follow_keras()
         return Scope(self)
 
     @hides_frames

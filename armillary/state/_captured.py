@@ -8,22 +8,25 @@ constants of the program are compared, by identity, with every live variable.
 import gc
 import itertools
 import types
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.extend import core
 
 from armillary._checks import list_lines
-from armillary.errors import CapturedStateError
+from armillary.errors import CapturedStateError, StateStructureError
+from armillary.state import _keras, _nnx
 from armillary.state._lift import State
-from armillary.state._nnx import NnxSlot, variable_type
 from armillary.state._same import find_constants
 from armillary.state._walk import Walk
 
 if TYPE_CHECKING:
+    import keras
     from flax import nnx
+
+Variable: TypeAlias = "nnx.Variable | keras.Variable"
 
 
 def check_captured(
@@ -50,8 +53,8 @@ def check_captured(
         variable
         for variable in _live_variables()
         if id(variable) not in lifted
-        and id(variable._raw_value) in constants
-        and (id(variable) in named or id(variable._raw_value) not in kept)
+        and id(_value_of(variable)) in constants
+        and (id(variable) in named or id(_value_of(variable)) not in kept)
     ]
     if captured:
         raise CapturedStateError(_message(captured, named, fn, owner, "reads"))
@@ -69,6 +72,22 @@ def write_error(
     return CapturedStateError(_message(unlifted, named, fn, owner, "writes"))
 
 
+def keras_write_error(
+    fn: Callable[..., Any], state: State, owner: str, variable: "keras.Variable"
+) -> Exception:
+    """Returns the error for a step that writes to a Keras variable out of its reach."""
+    if not _keras.is_unset(variable):
+        named = _variables_by_name(fn)
+        return CapturedStateError(_message([variable], named, fn, owner, "writes"))
+    name = getattr(fn, "__name__", "the step")
+    return StateStructureError(
+        f"`{name}` makes the Keras variable `{variable.path}`, but a compiled program "
+        "carries only variables that exist before it is traced. Build models and "
+        "optimizers first: call the model with one batch (`model(batch)`), and then "
+        "`optimizer.build(model.trainable_variables)`."
+    )
+
+
 def _may_be_held(constant: Any) -> bool:
     """Returns whether a variable may hold a constant: not one that JAX has made.
 
@@ -77,18 +96,17 @@ def _may_be_held(constant: Any) -> bool:
     return isinstance(constant, jax.Array) or type(constant) is np.ndarray
 
 
-def _live_variables() -> Iterator["nnx.Variable"]:
+def _live_variables() -> Iterator[Variable]:
     objects = gc.get_objects()
     # `type`, not `isinstance`: proxies among live objects may run code on access.
     types_ = list(map(type, objects))
-    kind = variable_type()
-    kinds = {type_ for type_ in set(types_) if issubclass(type_, kind)}
+    kinds = set(filter(_is_variable_type, set(types_)))
     return itertools.compress(objects, map(kinds.__contains__, types_))
 
 
 def _variables_by_name(
     fn: Callable[..., Any],
-) -> dict[int, tuple[str, "nnx.Variable"]]:
+) -> dict[int, tuple[str, Variable]]:
     # The step may call other methods, and those may use globals of their own.
     owner = getattr(fn, "__self__", None)
     methods = [
@@ -100,13 +118,22 @@ def _variables_by_name(
     return {
         id(slot.variable): (slot.path, slot.variable)
         for slot in Walk([(fn, ""), *methods]).slots.values()
-        if isinstance(slot, NnxSlot)
+        if isinstance(slot, _nnx.NnxSlot | _keras.KerasSlot)
     }
 
 
+def _is_variable_type(kind: type) -> bool:
+    return _nnx.is_variable_type(kind) or _keras.is_variable_type(kind)
+
+
+def _value_of(variable: Any) -> Any:
+    is_keras = _keras.is_variable(variable)
+    return _keras.value_of(variable) if is_keras else variable._raw_value
+
+
 def _message(
-    variables: list["nnx.Variable"],
-    named: dict[int, tuple[str, "nnx.Variable"]],
+    variables: Sequence[Variable],
+    named: dict[int, tuple[str, Variable]],
     fn: Callable[..., Any],
     owner: str,
     verb: str,
@@ -114,8 +141,8 @@ def _message(
     name = getattr(fn, "__name__", "the step")
     lines, roots = [], []
     for variable in variables:
-        kind = f"nnx.{type(variable).__name__}"
-        value = variable._raw_value
+        kind = f"{_library(variable)}.{type(variable).__name__}"
+        value = _value_of(variable)
         shape = getattr(value, "shape", ())
         if id(variable) in named:
             path = named[id(variable)][0]
@@ -133,3 +160,7 @@ def _message(
         "`__init__`), or take their value as a constant on purpose "
         "(`jnp.asarray(variable[...])` outside the step)."
     )
+
+
+def _library(variable: Any) -> str:
+    return "keras" if _keras.is_variable(variable) else "nnx"

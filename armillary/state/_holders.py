@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from armillary.state import _nnx
+from armillary.state import _keras, _nnx
 from armillary.state._functions import (
     FUNCTION_TYPES,
     entries_of,
@@ -115,10 +115,11 @@ class Items(Part):
         return self.source.get(name, ABSENT)
 
     def restore(self) -> None:
-        self.source.clear()
-        self.source.update(zip(self.names, self.values, strict=True))
+        kind = _keras.untracked_type(type(self.source))
+        kind.clear(self.source)
+        kind.update(self.source, zip(self.names, self.values, strict=True))
 
-    def views(self) -> list[tuple[Iterable[Any], list[Any]]]:
+    def views(self) -> list[tuple[Iterable[Any], list[Any]]] | None:
         return [(self.source, self.names), (self.source.values(), self.values)]
 
 
@@ -147,6 +148,42 @@ class Metadata(Attributes):
     has_places = False
 
 
+class KerasAttributes(Attributes):
+    """The attributes of a Keras object, but for what Keras keeps for itself."""
+
+    def look(self) -> tuple[list[Any], list[Any]]:
+        names = _keras.visible_names(self.source)
+        return names, [self.source[name] for name in names]
+
+    def restore(self) -> None:
+        for name in set(self.look()[0]).difference(self.names):
+            del self.source[name]
+        self.source.update(zip(self.names, self.values, strict=True))
+
+    def views(self) -> None:
+        return None
+
+    def path(self, path: str, name: Any) -> str:
+        return join(path, _keras.public_name(name))
+
+
+class KerasVariable(Part):
+    """What decides how a Keras variable is used."""
+
+    is_ordered = False
+
+    def look(self) -> tuple[list[Any], list[Any]]:
+        held = _keras.variable_attributes(self.source)
+        return list(held), list(held.values())
+
+    def restore(self) -> None:
+        held = dict(zip(self.names, self.values, strict=True))
+        _keras.set_variable_attributes(self.source, held)
+
+    def views(self) -> None:
+        return None
+
+
 class Sequence(Part):
     """The items of a list or deque."""
 
@@ -156,8 +193,9 @@ class Sequence(Part):
         return self.source[name] if name < len(self.source) else ABSENT
 
     def restore(self) -> None:
-        self.source.clear()
-        self.source.extend(self.values)
+        kind = _keras.untracked_type(type(self.source))
+        kind.clear(self.source)
+        kind.extend(self.source, self.values)
 
     def views(self) -> list[tuple[Iterable[Any], list[Any]]]:
         return [(self.source, self.values)]
@@ -176,8 +214,9 @@ class Elements(Part):
 
     def restore(self) -> None:
         if isinstance(self.source, set):
-            self.source.clear()
-            self.source.update(self.names)
+            kind = _keras.untracked_type(type(self.source))
+            kind.clear(self.source)
+            kind.update(self.source, self.names)
 
     def views(self) -> list[tuple[Iterable[Any], list[Any]]]:
         return [(self.source, self.names)]
@@ -283,14 +322,19 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
         return lambda value: [Numbers(value)] if value.flags["W"] else []
     if _nnx.is_variable_type(kind):
         return lambda value: [Metadata(_nnx.metadata(value))]
+    if _keras.is_variable_type(kind):
+        return lambda value: [KerasVariable(value)]
     if issubclass(kind, FUNCTION_TYPES):
         return lambda value: [Captured(value)] if is_function(value) else []
     containers = [part for kinds, part in _CONTAINERS if issubclass(kind, kinds)]
     is_node = _nnx.is_node_type(kind)
     # The metrics of this library are objects of NNX like any other.
-    if is_opaque(kind) and not is_node:
+    is_keras = _keras.is_node_type(kind)
+    if is_opaque(kind) and not (is_node or is_keras):
         return lambda value: [part(value) for part in containers]
-    attributes = NodeAttributes if is_node else Attributes
+    attributes = KerasAttributes if is_keras else Attributes
+    if is_node:
+        attributes = NodeAttributes
     has_slots = bool(slot_names(kind))
 
     def parts_of_object(value: Any) -> list[Part]:
@@ -346,6 +390,8 @@ def is_claimed(value: Any) -> bool:
     if kind in PLAIN or is_array(value) or issubclass(kind, np.ndarray):
         return False
     if _nnx.is_variable_type(kind) or _nnx.is_node_type(kind):
+        return True
+    if _keras.is_variable_type(kind) or _keras.is_node_type(kind):
         return True
     if issubclass(kind, FUNCTION_TYPES):
         return is_function(value)

@@ -15,6 +15,7 @@ _OPAQUE_PACKAGES = frozenset(sys.stdlib_module_names) | {
     "grain",
     "jax",
     "jaxlib",
+    "keras",
     "numpy",
     "optax",
     "orbax",
@@ -24,9 +25,11 @@ _OPAQUE_PACKAGES = frozenset(sys.stdlib_module_names) | {
     "tensorflow",
     "torch",
 }
-# Classes of the standard library that hold what a user puts into them. By name, so
-# that none is imported for it.
+# Classes of the standard library, and our own, that hold what a user puts into them. By
+# name, so that none is imported for it.
 _TRANSPARENT = {
+    "armillary.keras._evaluator.KerasEvaluator",
+    "armillary.keras._trainer.KerasTrainer",
     "argparse.Namespace",
     "collections.ChainMap",
     "collections.UserDict",

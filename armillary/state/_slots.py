@@ -23,6 +23,7 @@ class Role(enum.Enum):
     METRIC = "metric"
     BATCH_STATISTIC = "batch statistic"
     RANDOM_KEY = "random key"
+    FIRST_REPLICA = "step counter"
 
 
 class Slot(ABC):

@@ -1,11 +1,12 @@
 """Reads a global step, whatever holds it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from armillary.state._nnx import is_variable
+from armillary.state import _keras, _nnx
 
 
 class StepCounter:
@@ -43,7 +44,9 @@ def as_step_counter(global_step: Any) -> StepCounter:
         TypeError: If `global_step` is neither, for example an array: assigning a new
             array somewhere would not change the one that was passed.
     """
-    if is_variable(global_step):
+    if _keras.is_variable(global_step):
+        return StepCounter(functools.partial(_keras.value_of, global_step))
+    if _nnx.is_variable(global_step):
         return StepCounter(global_step.get_value)
     if callable(global_step):
         return StepCounter(global_step)

@@ -12,7 +12,7 @@ import collections
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from armillary.state import _nnx
+from armillary.state import _keras, _nnx
 from armillary.state._holders import (
     Part,
     are_plain,
@@ -64,11 +64,14 @@ class Walk:
         self.edges: dict[int, list[tuple[Any, int]]] = collections.defaultdict(list)
         self.constants: list[tuple[str, Any]] = []
         self._unsummed: set[int] = set()
+        self._averaged: set[int] = set()
         self._tasks = [_Task(*root) for root in reversed(self.roots)]
         while self._tasks:
             self._visit(self._tasks.pop())
         for key in self._unsummed & self.slots.keys():
             self.slots[key].role = Role.PLAIN
+        for key in self._averaged & self.slots.keys():
+            self.slots[key].role = Role.BATCH_STATISTIC
 
     def _visit(self, task: _Task) -> None:
         value, path, part, name, above = task
@@ -82,6 +85,9 @@ class Walk:
             return
         if _nnx.is_variable(value) and id(value) not in self.slots:
             self._add(_nnx.NnxSlot(value, path), None)
+        elif _keras.is_variable(value) and id(value) not in self.slots:
+            if not _keras.is_unset(value):
+                self._add(_keras.KerasSlot(value, path), None)
         elif (
             part and part.has_places and not is_claimed(value) and self._add_tree(task)
         ):
@@ -96,6 +102,7 @@ class Walk:
         is_node = _nnx.is_node(value)
         if is_node and not _nnx.merges_by_sum(value):
             self._unsummed.update(id(held) for part in parts for held in part.values)
+        self._averaged.update(map(id, _keras.batch_statistics(value)))
         for part in reversed(parts):
             if are_plain(part.values):
                 continue

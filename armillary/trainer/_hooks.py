@@ -7,8 +7,8 @@ from them. Either the user says so (`compile_hooks=True`), or their code shows i
 (`_pure_code.py`).
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -20,6 +20,8 @@ from armillary.trainer._pure_code import find_effect
 from armillary.typing import Output
 
 BEGIN, END = "train_loop_begin", "train_loop_end"
+_MARK = "needs_no_python"
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 class Hooks(NamedTuple):
@@ -81,9 +83,20 @@ class LoopOutputs:
                 yield self._hooks.output([array[index] for array in arrays])
 
 
+def without_python(hook: _Hook) -> _Hook:
+    """Marks a hook of the library's own that may be traced, whatever its code calls.
+
+    If it changes plain values or fails when it is traced, it stays in Python.
+    """
+    setattr(hook, _MARK, True)
+    return hook
+
+
 def find_reason(owner: Any) -> str | None:
     """Returns why the hooks of a trainer stay in Python; `None` if they need not."""
     for name in (BEGIN, END):
+        if getattr(getattr(owner, name), _MARK, False):
+            continue
         if effect := find_effect(owner, name):
             return f"`{name}` runs in Python: {effect}"
     return None

@@ -4,12 +4,12 @@ An evaluation leaves the model as it is. Training that advances an optimizer cha
 what is trained.
 """
 
-import sys
 from collections.abc import Sequence
 
 from armillary._checks import list_lines
 from armillary._logging import logger
 from armillary.errors import StateStructureError
+from armillary.state._keras import KerasSlot
 from armillary.state._lift import State
 from armillary.state._nnx import NnxSlot
 from armillary.state._slots import Role, Slot
@@ -26,8 +26,6 @@ def check_writes(name: str, state: State, changed: Sequence[int]) -> None:
     Raises:
         StateStructureError: If an evaluation changes parameters or batch statistics.
     """
-    if "flax.nnx" not in sys.modules:  # It takes long to import, for nothing here.
-        return
     check = _check_evaluation if name.startswith("eval") else _check_training
     check(name, state, changed)
 
@@ -40,8 +38,8 @@ def _check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
             f"leaves as it is:\n{_list(state, learned)}\n"
             "A model in training mode does that. Evaluate a view of it, which shares "
             "its variables: `self.model = nnx.view(model, use_running_average=True)`, "
-            "with `deterministic=True` if it has dropout. To change a model on "
-            "purpose, use a `StandardTrainer`."
+            "with `deterministic=True` if it has dropout. Call a Keras model with "
+            "`training=False`. To change a model on purpose, use a `StandardTrainer`."
         )
     drawn = [i for i in changed if state.owners[i].key in _dropout_counts(state)]
     if drawn:
@@ -76,20 +74,27 @@ def _is_learned(slot: Slot) -> bool:
 
 
 def _is_parameter(slot: Slot) -> bool:
-    from flax import nnx
+    if isinstance(slot, KerasSlot):
+        return slot.variable.trainable
+    if not isinstance(slot, NnxSlot):
+        return False
+    from flax import nnx  # It takes long to import, for nothing without its variables.
 
-    return isinstance(slot, NnxSlot) and isinstance(slot.variable, nnx.Param)
+    return isinstance(slot.variable, nnx.Param)
 
 
 def _is_of_optimizer(slot: Slot) -> bool:
+    if any(slot.is_of_optimizer()) or not isinstance(slot, NnxSlot):
+        return any(slot.is_of_optimizer())
     from flax import nnx
 
-    is_step = isinstance(slot, NnxSlot) and isinstance(slot.variable, nnx.OptState)
-    return is_step or any(slot.is_of_optimizer())
+    return isinstance(slot.variable, nnx.OptState)
 
 
 def _dropout_counts(state: State) -> set[int]:
     """Returns the keys of the slots that count what `nnx.Dropout` draws."""
+    if not any(isinstance(slot, NnxSlot) for slot in state.slots):
+        return set()
     from flax import nnx
 
     return {

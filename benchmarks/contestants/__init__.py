@@ -15,6 +15,9 @@ CONTESTANTS = {
     "reference-scan": "benchmarks.contestants.reference_scan:ReferenceScan",
     "armillary": "benchmarks.contestants.controller:ControllerContestant",
     "armillary-saving": "benchmarks.contestants.saving:SavingContestant",
+    "armillary-keras": (
+        "benchmarks.contestants.keras_controller:KerasControllerContestant"
+    ),
     "keras": "benchmarks.peers.keras:KerasContestant",
     "orbit": "benchmarks.peers.orbit:OrbitContestant",
     "orbit-xla": "benchmarks.peers.orbit:OrbitXlaContestant",

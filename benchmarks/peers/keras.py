@@ -36,7 +36,7 @@ class KerasContestant(Peer):
         keras.utils.set_random_seed(SEED)
         self._model = make_model(keras, task)
         self._model.compile(
-            optimizer=_make_optimizer(keras, task),
+            optimizer=make_optimizer(keras, task),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             steps_per_execution=options.steps_per_loop,
         )
@@ -57,7 +57,7 @@ class KerasContestant(Peer):
         return float(history.history["loss"][-1])
 
 
-def _make_optimizer(keras: Any, task: Task) -> Any:
+def make_optimizer(keras: Any, task: Task) -> Any:
     if task.optimizer == "adamw":
         return keras.optimizers.AdamW(
             task.learning_rate, weight_decay=task.weight_decay, epsilon=1e-8

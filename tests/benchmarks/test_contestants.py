@@ -110,3 +110,12 @@ def test_more_devices_than_there_are_is_unsupported():
 )
 def test_chunks_divide_the_loop(number, most, divisor):
     assert largest_divisor(number, most) == divisor
+
+
+@pytest.mark.slow
+def test_a_compiled_keras_model_trains_under_the_controller(keras):
+    del keras
+    found = losses("armillary-keras", "mlp")
+    assert np.all(np.isfinite(found)) and found[-1] < found[0]
+    with pytest.raises(UnsupportedError, match="has data in memory and f32 only"):
+        losses("armillary-keras", "mlp", data="grain")

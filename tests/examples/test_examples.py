@@ -14,6 +14,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def run_example(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment["PYTHONPATH"] = str(EXAMPLES.parent)
+    if "keras" in name:  # Its layers rely on the promotion of ranks.
+        environment["JAX_NUMPY_RANK_PROMOTION"] = "allow"
     return subprocess.run(
         [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
         capture_output=True,
@@ -92,6 +94,22 @@ def test_fashion_mnist_learns_from_the_shared_sample(tmp_path, shared_data):
         *("--run-dir", tmp_path, "--epochs", 4, "--batch-size", 32),
     ).stdout
     assert read_accuracy(output) > 60.0
+
+
+@pytest.mark.slow
+def test_mnist_keras_fit_learns_digits():
+    pytest.importorskip("keras")
+    output = run_well("mnist_keras_fit.py", "--devices", 2, "--epochs", 12).stdout
+    assert "Number of devices: 2" in output
+    assert read_accuracy(output) > 90.0
+
+
+@pytest.mark.slow
+def test_mnist_keras_fit_learns_from_the_shared_files(shared_data):
+    pytest.importorskip("keras")
+    folder = shared_data / "mnist"
+    output = run_well("mnist_keras_fit.py", "--data-dir", folder, "--epochs", 3).stdout
+    assert read_accuracy(output) > 90.0
 
 
 @pytest.mark.slow

@@ -65,6 +65,29 @@ def train(strategy: Any, num_steps: int = 12) -> dict[str, Any]:
     }
 
 
+def fit_keras(strategy: Any, seeds: tuple[int, ...] = (0, 0)) -> dict[str, Any]:
+    """Fits, evaluates and asks a Keras model, with uneven batches."""
+    import keras
+
+    index = 0 if strategy.peers is None else strategy.peers.index
+    inputs = np.random.default_rng(0).normal(size=(37, 3)).astype("float32")
+    targets = inputs[:, :1] * 2
+    with jax.numpy_rank_promotion("allow"):
+        keras.utils.set_random_seed(seeds[index])
+        with strategy.scope():
+            layers = [keras.layers.Dense(4, "relu"), keras.layers.BatchNormalization()]
+            model = keras.Sequential([*layers, keras.layers.Dense(1)])
+            model.compile("adam", "mse", metrics=["mae"])
+        history = model.fit(inputs, targets, batch_size=8, epochs=2, verbose=0)
+        evaluated = model.evaluate(inputs, targets, verbose=0, return_dict=True)
+        predicted = model.predict(inputs, batch_size=16, verbose=0)
+    return {
+        "history": history.history,
+        "evaluated": evaluated,
+        "predicted": np.asarray(predicted).tolist(),
+    }
+
+
 def values(strategy: Any) -> dict[str, Any]:
     """Uses what a loop of the user's own does, outside any trainer."""
     data = from_arrays({"x": np.arange(16, dtype=np.float32)}, batch_size=8)

@@ -7,6 +7,7 @@ that changed shape.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,12 @@ from armillary.distribute.replica._context import lifted
 from armillary.distribute.replica._legacy_keys import check_keys
 from armillary.distribute.replica._proof import prove, proved_later
 from armillary.errors import ArmillaryError, StateStructureError
-from armillary.state._captured import check_captured, write_error
+from armillary.state._captured import (
+    check_captured,
+    keras_write_error,
+    write_error,
+)
+from armillary.state._keras import guarded_writes
 from armillary.state._lift import State
 from armillary.state._same import Fingerprint
 from armillary.state._step_changes import unsettled_message
@@ -161,6 +167,10 @@ class _Tracing(NamedTuple):
         with (
             explained(user_fn, state, owner, arguments),
             guarded_host_values(user_fn, owner),
+            guarded_writes(
+                {slot.key for slot in state.slots},
+                functools.partial(keras_write_error, user_fn, state, owner),
+            ),
             proved_later(),
         ):
             traced = jax.jit(pure).trace(self.flat.types, arguments)

@@ -74,6 +74,7 @@ _BY_ROLE = {
     Role.METRIC: VariableAggregation.SUM,
     Role.BATCH_STATISTIC: VariableAggregation.MEAN,
     Role.RANDOM_KEY: VariableAggregation.NONE,
+    Role.FIRST_REPLICA: VariableAggregation.ONLY_FIRST_REPLICA,
 }
 _BY_AGGREGATION = {
     VariableAggregation.NONE: Policy.MIRRORED,

@@ -19,6 +19,7 @@ from armillary.data._layout import Active
 from armillary.distribute._global_arrays import is_array
 from armillary.distribute.replica._collectives import ReplicaContext
 from armillary.distribute.replica._context import check_same_trace, entered
+from armillary.distribute.replica._keras_losses import check_keras_losses
 from armillary.distribute.replica._narrow import (
     check_scale,
     narrow_mesh,
@@ -83,6 +84,7 @@ def run_in_replicas(
     active, num_replicas = _find_active(leaves, strategy.num_replicas_in_sync)
     mesh = narrow_mesh(mesh, num_replicas)
     name = getattr(fn, "__name__", "the step")
+    check_keras_losses()
     before = [as_array(leaf) for leaf in state.read()]
     policies = policies_of(state, before)
     changed: list[int] = []

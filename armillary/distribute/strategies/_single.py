@@ -12,6 +12,7 @@ from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._outside_traces import add_trace_note
 from armillary.distribute.replica._collectives import ReplicaContext
 from armillary.distribute.replica._context import entered, require_scope, set_default
+from armillary.distribute.replica._keras_losses import check_keras_losses
 from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.strategies._devices import Device, as_device
 from armillary.distribute.strategies._layouts import SingleLayout
@@ -43,6 +44,7 @@ class _SingleStrategy(Strategy):
     ) -> PyTree:
         if state is not None:
             check_annotations(state)
+        check_keras_losses()
         context = ReplicaContext(self, None, active=1)
         place = nullcontext if self._device is None else jax.default_device
         with entered(self, context), place(self._device):

@@ -1,0 +1,293 @@
+"""`model.fit` of Keras on the devices of a strategy.
+
+A model that was compiled under `strategy.scope()` trains, evaluates and predicts on the
+devices of the strategy: variables are copied to all of them, and each global batch is
+divided, through `keras.distribution`. The program is the one of a single device, which
+XLA partitions, so the numbers are those of one replica for any model: statistics of a
+batch are those of the global batch. A batch that the devices cannot share equally runs
+whole on each of them.
+
+Keras decides by a global setting where a model runs, and once for all batches how they
+are divided. So the methods of `keras.Model` that run a model are wrapped, when a
+strategy is made or its scope is entered with Keras loaded; for other models they do
+what they did.
+"""
+
+import functools
+import hashlib
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from armillary.cluster._peers import Peers
+from armillary.data._dataset import DistributedDataset
+from armillary.distribute._global_arrays import everywhere, replicate
+from armillary.distribute.replica._context import get_strategy, has_strategy
+from armillary.distribute.replica._retype import AXIS_NAME
+from armillary.errors import PeerError
+from armillary.state import _keras
+
+if TYPE_CHECKING:
+    from armillary.distribute._strategy import Strategy
+
+_RUNNING = (
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+)
+_MAKING = ("make_train_function", "make_test_function", "make_predict_function")
+_FUNCTIONS = ("train_function", "test_function", "predict_function")
+
+# The strategy that each model was compiled under.
+_strategies: "weakref.WeakKeyDictionary[Any, Strategy]" = weakref.WeakKeyDictionary()
+# The strategy that the functions of each model were made for.
+_made_for: "weakref.WeakKeyDictionary[Any, Strategy]" = weakref.WeakKeyDictionary()
+
+
+def follow_keras() -> None:
+    """Lets compiled models of Keras run under the strategies they belong to."""
+    if _keras.keras_module() is not None and not _is_followed():
+        _keras.check_backend()
+        _follow()
+
+
+def _is_followed() -> bool:
+    return _follow.cache_info().currsize > 0
+
+
+@functools.cache
+def _follow() -> None:
+    import keras
+    from keras.src.backend.jax import trainer as keras_trainer
+
+    kind: Any = keras.Model
+    _wrap(kind, "compile", _compile)
+    for name in _RUNNING:
+        _wrap(kind, name, functools.partial(_run, name=name))
+    for name in _MAKING:
+        _wrap(kind, name, _make)
+    _wrap(kind, "_make_function", _bound)
+    module: Any = keras_trainer
+    distribute = module._distribute_data
+    get_iterator = module.JAXEpochIterator._get_distributed_iterator
+
+    def distribute_data(data: Any, layouts: Any = None) -> Any:
+        return _divide(data) if _is_running_here() else distribute(data, layouts)
+
+    def get_distributed_iterator(self: Any, distribution: Any) -> Iterator[Any]:
+        if _is_running_here():
+            return map(_divide, self.data_adapter.get_jax_iterator())
+        return get_iterator(self, distribution)
+
+    module._distribute_data = distribute_data
+    module.JAXEpochIterator._get_distributed_iterator = get_distributed_iterator
+
+
+def _wrap(kind: Any, name: str, around: Callable[..., Any]) -> None:
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(functools.partial(method, self), self, args, kwargs)
+
+    setattr(kind, name, wrapped)
+
+
+def _compile(method: Any, model: Any, args: Any, kwargs: Any) -> None:
+    method(*args, **kwargs)
+    if has_strategy():
+        _strategies[model] = get_strategy()
+
+
+def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
+    import keras
+
+    strategy = get_strategy() if has_strategy() else _strategies.get(model)
+    if strategy is None or keras.distribution.distribution() is not None:
+        return method(*args, **kwargs)
+    if strategy.peers is not None:
+        _check_same(strategy.peers, model, name)
+    if _made_for.get(model) is not strategy:
+        for function in _FUNCTIONS:
+            setattr(model, function, None)
+    _made_for[model] = strategy
+    if args and isinstance(args[0], DistributedDataset):
+        args = (_as_adapter(args[0], name, kwargs), *args[1:])
+    for key in ("x", "validation_data"):
+        if isinstance(kwargs.get(key), DistributedDataset):
+            kwargs = {**kwargs, key: _as_adapter(kwargs[key], name, kwargs)}
+    with _make_distribution(_mesh_of(strategy)).scope():
+        return method(*args, **kwargs)
+
+
+def _make(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
+    """Makes a function of a model, once its variables are where they belong."""
+    if _is_running_here():
+        _place(model)
+    return method(*args, **kwargs)
+
+
+def _bound(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
+    """Makes a function of a compiled step, which waits until another one may start."""
+    if not _is_running_here():
+        return method(*args, **kwargs)
+    step, *others = args
+    strategy = _made_for[model]
+    dispatch, sharding = strategy.dispatch, everywhere(_mesh_of(strategy))
+    # The outputs of `predict` are of the global batch, and fetched.
+    is_predict = bool(others or kwargs) and strategy.peers is not None
+    gather = jax.jit(lambda outputs: outputs, out_shardings=sharding)
+
+    def bounded_step(state: Any, data: Any) -> tuple[Any, Any]:
+        if strategy.peers is not None:
+            # Metrics that were reset are arrays of this process.
+            state = jax.tree.map(lambda leaf: _copy_to(leaf, sharding), state)
+        dispatch.wait()
+        outputs, state = step(state, data)
+        outputs = gather(outputs) if is_predict else outputs
+        dispatch.started(outputs)
+        return outputs, state
+
+    return method(bounded_step, *others, **kwargs)
+
+
+def _divide(data: Any) -> Any:
+    """Returns a global batch, which each process has whole, on the devices."""
+    import keras
+
+    distribution: Any = keras.distribution.distribution()
+
+    def place(leaf: Any) -> jax.Array:
+        sharding = distribution.get_data_layout(leaf.shape).backend_layout
+        if sharding.is_fully_addressable:
+            return jax.device_put(leaf, sharding)
+        host = np.asarray(leaf)
+        return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+
+    return jax.tree.map(place, data)
+
+
+def _copy_to(value: jax.Array, sharding: NamedSharding) -> jax.Array:
+    if not value.is_fully_addressable:
+        return value
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    return replicate(value, sharding)
+
+
+def _check_same(peers: Peers, model: Any, name: str) -> None:
+    """Raises if processes would train different models, or in different orders.
+
+    Raises:
+        PeerError: If their weights, or the states of NumPy's random numbers, differ.
+    """
+    values = [np.asarray(_keras.value_of(v)) for v in model.variables]
+    random_state = repr(np.random.get_state())
+    own = [
+        hashlib.blake2b(b"".join(map(np.ndarray.tobytes, values))).hexdigest(),
+        hashlib.blake2b(random_state.encode()).hexdigest(),
+    ]
+    if len(set(peers.gather(f"model.{name}", json.dumps(own)))) > 1:
+        raise PeerError(
+            f"`model.{name}` was called on processes that differ in the weights of the "
+            "model, or in the random numbers by which Keras shuffles. Begin all "
+            "processes with the same seed: `keras.utils.set_random_seed(0)`."
+        )
+
+
+def _is_running_here() -> bool:
+    import keras
+
+    return getattr(keras.distribution.distribution(), "is_of_strategy", False)
+
+
+def _place(model: Any) -> None:
+    """Copies the variables of a model to all devices."""
+    optimizer = getattr(model, "optimizer", None)
+    own = [] if optimizer is None else optimizer.variables
+    sharding = everywhere(_mesh_of(_made_for[model]))
+    for variable in [*model.variables, *own, *model.metrics_variables]:
+        if not _keras.is_unset(variable):
+            value = _keras.value_of(variable)
+            _keras.set_value(variable, _copy_to(value, sharding))
+
+
+def _mesh_of(strategy: "Strategy") -> Mesh:
+    if strategy.mesh is not None:
+        return strategy.mesh
+    return Mesh(np.asarray(list(strategy.layout.devices)), (AXIS_NAME,))
+
+
+@functools.lru_cache(maxsize=16)
+def _make_distribution(mesh: Mesh) -> Any:
+    import keras
+
+    base: Any = keras.distribution.DataParallel
+
+    class StrategyDistribution(base):
+        """Divides batches where that is possible, and leaves variables alone."""
+
+        is_of_strategy = True
+
+        def get_data_layout(self, data_shape: Any) -> Any:
+            count = self.device_mesh.devices.size
+            axes: list[str | None] = [None] * len(data_shape)
+            if data_shape and data_shape[0] % count == 0:
+                axes[0] = AXIS_NAME
+            return keras.distribution.TensorLayout(axes, self.device_mesh)
+
+        def get_variable_layout(self, variable: Any) -> None:
+            # `_place` moves it; with a layout, it could be in no other program.
+            del variable
+
+    devices = np.asarray(mesh.devices)
+    device_mesh = keras.distribution.DeviceMesh(devices.shape, [AXIS_NAME], devices)
+    return StrategyDistribution(device_mesh, auto_shard_dataset=False)
+
+
+def _as_adapter(dataset: DistributedDataset, name: str, options: Any) -> Any:
+    """Returns what Keras takes its batches from: the global ones.
+
+    Raises:
+        ValueError: If the batches are those of replicas, or never end.
+    """
+    from keras.src.trainers.data_adapters import data_adapter
+
+    base: Any = data_adapter.DataAdapter
+    if dataset.per_replica_batches or dataset.options.place_on_device:
+        raise ValueError(
+            f"`model.{name}` was given a dataset of per-replica batches, or one that "
+            "stays on the device, but it divides global batches itself. Use "
+            "`strategy.distribute_dataset`, or pass the data set as it is."
+        )
+    steps = options.get("steps_per_epoch", options.get("steps"))
+    if dataset.is_endless and steps is None:
+        raise ValueError(
+            f"`model.{name}` was given a dataset that repeats its data for ever. Make "
+            "it without `repeat=True`, or pass `steps_per_epoch=` (`steps=`)."
+        )
+
+    class Adapter(base):
+        """Reads the source of a distributed dataset, one pass for each epoch."""
+
+        num_batches = dataset.num_global_batches
+        batch_size = partial_batch_size = has_partial_batch = None
+        _epoch = 0
+
+        def get_jax_iterator(self) -> Iterator[Any]:
+            batches = enumerate(dataset.global_batches(self._epoch), start=1)
+            for number, batch in batches:
+                # Nobody asks for more than there are.
+                self._epoch += number == self.num_batches
+                yield batch
+            self._epoch += self.num_batches is None
+
+    return Adapter()

@@ -1,0 +1,24 @@
+"""Compiled Keras models under a `Controller`.
+
+A model that knows its optimizer, loss and metrics (`model.compile`) is a trainer::
+
+    model.compile(optimizer="adam", loss="mse", metrics=["mae"])
+    controller = armillary.Controller(
+        trainer=armillary.keras.KerasTrainer(model, train_dataset),
+        evaluator=armillary.keras.KerasEvaluator(model, eval_dataset),
+        global_step=model.optimizer.iterations,
+        strategy=strategy,
+        steps_per_loop=100,
+    )
+
+In a step of your own, Keras objects work like those of Flax NNX, and this package is
+not needed. It imports Keras, which `import armillary` alone does not.
+"""
+
+from armillary.keras import _backend
+from armillary.keras._evaluator import KerasEvaluator as KerasEvaluator
+from armillary.keras._trainer import KerasTrainer as KerasTrainer
+
+__all__ = ["KerasEvaluator", "KerasTrainer"]
+
+_backend.import_keras()

@@ -1,0 +1,332 @@
+"""Slots in Keras variables.
+
+The only file that touches private attributes of Keras: the value of a variable, and the
+method that assigns it. Keras lets a traced function assign to any variable, and leaves
+a value of the trace in it; `guarded_writes` refuses that. `_check_keras` fails at the
+first variable if a release renames them.
+
+Keras takes seconds to import. A program that did not import it has no variable of it,
+so this file looks for it among the modules that are loaded, and imports nothing.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.core import Tracer
+
+from armillary.state._slots import Role, Slot
+
+if TYPE_CHECKING:
+    import keras
+
+# What each value of `aggregation`, which Keras sets itself, says a variable is for.
+_ROLES = {
+    "sum": Role.METRIC,
+    "mean": Role.BATCH_STATISTIC,
+    "only_first_replica": Role.FIRST_REPLICA,
+}
+_SEED_NAME = "seed_generator_state"
+# What the objects of Keras hold besides their configuration, and what follows from it.
+_INTERNAL = frozenset(
+    {
+        "_auto_config",
+        "_build_shapes_dict",
+        "_call_signature",
+        "_called",
+        "_compile_config",
+        "_compiled_trainable_state",
+        "_functional",
+        "_inbound_nodes",
+        "_inputs",
+        "_inputs_struct",
+        "_jax_state",
+        "_jax_state_synced",
+        "_loss_ids",
+        "_losses",
+        "_losses_override",
+        "_nodes",
+        "_nodes_by_depth",
+        "_operations",
+        "_operations_by_depth",
+        "_outbound_nodes",
+        "_outputs",
+        "_outputs_struct",
+        "_parent_path",
+        "_path",
+        "_tracker",
+        "backend",
+        "build",
+        "history",
+        "predict_function",
+        "quantize",
+        "test_function",
+        "train_function",
+    }
+)
+# Lists of what the other attributes hold as well: looked at last, so that a variable
+# has the name of its attribute.
+_STORES = (
+    "_layers",
+    "_metrics",
+    "_seed_generators",
+    "_trainable_variables",
+    "_non_trainable_variables",
+    "_variables",
+)
+_VARIABLE_ATTRIBUTES = (
+    "_trainable",
+    "_constraint",
+    "_regularizer",
+    "_overwrite_with_gradient",
+)
+
+
+class KerasSlot(Slot):
+    """The value of one `keras.Variable`."""
+
+    def __init__(self, variable: "keras.Variable", path: str) -> None:
+        _check_keras()
+        self.variable, self.path = variable, path
+        self.paths = (path,)
+        self.key = id(variable)
+        self.annotations = {}
+        self.role = _ROLES.get(variable.aggregation, Role.PLAIN)
+        if variable.name == _SEED_NAME:
+            self.role = Role.RANDOM_KEY
+
+    def raw(self) -> Any:
+        return self.variable._value
+
+    def read(self) -> list[jax.Array]:
+        return [self.variable._value]
+
+    def write(self, leaves: list[Any]) -> None:
+        self.variable._value = leaves[0]
+
+    def swap(self, leaves: list[Any]) -> Callable[[], None]:
+        value = self.variable._value
+        self.write(leaves)
+        return lambda: self.write([value])
+
+
+def keras_module() -> Any:
+    """Returns the package `keras`, if it is loaded; else `None`."""
+    module = sys.modules.get("keras")
+    return module if hasattr(module, "Variable") else None
+
+
+def check_backend() -> None:
+    """Raises if Keras, which is loaded, does not run on JAX.
+
+    Raises:
+        ImportError: If it does not.
+    """
+    backend = sys.modules["keras"].config.backend()
+    if backend != "jax":
+        raise ImportError(
+            f"Keras runs on the backend {backend!r}, but Armillary needs it on JAX. "
+            "Set the environment variable `KERAS_BACKEND=jax` before the first "
+            "`import keras`."
+        )
+
+
+def variable_type() -> "type[keras.Variable] | tuple[()]":
+    """Returns what `isinstance` knows Keras variables by; nothing without Keras."""
+    return getattr(keras_module(), "Variable", ())
+
+
+def is_variable(value: Any) -> bool:
+    """Returns whether `value` is a Keras variable."""
+    return is_variable_type(type(value))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_variable_type(kind: type) -> bool:
+    """Returns whether instances of `kind` are Keras variables."""
+    return _is_on_jax(kind, variable_type())
+
+
+@functools.lru_cache(maxsize=4096)
+def is_node_type(kind: type) -> bool:
+    """Returns whether instances of `kind` are Keras objects with attributes of note."""
+    return _is_on_jax(kind, _node_types())
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_batch_statistics(kind: type) -> bool:
+    # Keras declares no aggregation for them.
+    return is_node_type(kind) and issubclass(
+        kind, sys.modules["keras"].layers.BatchNormalization
+    )
+
+
+def batch_statistics(value: Any) -> "list[keras.Variable]":
+    """Returns the variables of a layer that are means over batches."""
+    if not _has_batch_statistics(type(value)):
+        return []
+    return list(value.non_trainable_variables)
+
+
+def is_unset(variable: "keras.Variable") -> bool:
+    """Returns whether a variable has no value yet."""
+    return getattr(variable, "_value", None) is None
+
+
+def value_of(variable: "keras.Variable") -> Any:
+    """Returns what a variable holds, without the casts of Keras."""
+    return variable._value
+
+
+def set_value(variable: "keras.Variable", value: jax.Array) -> None:
+    """Puts an array into a variable as it is, wherever it lies."""
+    variable._value = value
+
+
+def visible_names(attributes: dict[str, Any]) -> list[str]:
+    """Returns which attributes of a Keras object matter, in the order to look at them.
+
+    An optimizer lists the variables that it trains, which are not its own.
+    """
+    is_optimizer = "_trainable_variables_indices" in attributes
+    hidden = {*_INTERNAL, "_trainable_variables"} if is_optimizer else _INTERNAL
+    own = [name for name in attributes if name not in hidden and name not in _STORES]
+    return own + [name for name in _STORES if name in attributes and name not in hidden]
+
+
+def public_name(name: Any) -> Any:
+    """Returns an attribute's name as paths have it: `kernel` for `_kernel`."""
+    return name.lstrip("_") or name if isinstance(name, str) else name
+
+
+def variable_attributes(variable: "keras.Variable") -> dict[str, Any]:
+    """Returns what decides how a variable is used, besides its value."""
+    return {name: getattr(variable, name) for name in _VARIABLE_ATTRIBUTES}
+
+
+def set_variable_attributes(
+    variable: "keras.Variable", attributes: dict[str, Any]
+) -> None:
+    """Sets what `variable_attributes` returned."""
+    for name, value in attributes.items():
+        setattr(variable, name, value)
+
+
+@contextlib.contextmanager
+def guarded_writes(
+    lifted: Collection[Any], explain: Callable[["keras.Variable"], Exception]
+) -> Iterator[None]:
+    """Refuses values of a trace in variables that are not lifted, in this thread.
+
+    Args:
+        lifted: The keys of the slots that are.
+        explain: Returns what to raise for a variable.
+    """
+    if keras_module() is None:
+        yield
+        return
+    _install_guard()
+    _guards.stack.append((lifted, explain))
+    try:
+        yield
+    finally:
+        _guards.stack.pop()
+
+
+def untracked_type(kind: type) -> Any:
+    """Returns the type whose methods change a container, and nothing beside it.
+
+    Containers in attributes of Keras objects enter what is put into them in lists of
+    the object.
+    """
+    bases = kind.__mro__
+    return next(base for base in bases if not base.__module__.startswith("keras."))
+
+
+def check_losses(check: "Callable[[keras.Loss], None]") -> None:
+    """Calls `check` with each Keras loss before it is called, from now on."""
+    if keras_module() is not None:
+        _install_check(check)
+
+
+class _Guards(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[tuple[Collection[Any], Callable[..., Exception]]] = []
+
+
+_guards = _Guards()
+
+
+@functools.cache
+def _install_guard() -> None:
+    """Lets `_direct_assign` ask the guard of this thread, if there is one."""
+    kind: Any = sys.modules["keras"].Variable
+    assign = kind._direct_assign
+
+    @functools.wraps(assign)
+    def direct_assign(self: Any, value: Any) -> None:
+        if _guards.stack and isinstance(value, Tracer):
+            lifted, explain = _guards.stack[-1]
+            if id(self) not in lifted:
+                raise explain(self)
+        assign(self, value)
+
+    kind._direct_assign = direct_assign
+
+
+@functools.cache
+def _install_check(check: "Callable[[keras.Loss], None]") -> None:
+    kind: Any = sys.modules["keras"].Loss
+    call = kind.__call__
+
+    @functools.wraps(call)
+    def checked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check(self)
+        return call(self, *args, **kwargs)
+
+    kind.__call__ = checked_call
+
+
+def _is_on_jax(kind: type, types: Any) -> bool:
+    if not issubclass(kind, types):
+        return False
+    check_backend()
+    return True
+
+
+def _node_types() -> tuple[type, ...]:
+    keras: Any = keras_module()
+    if keras is None:
+        return ()
+    return (
+        keras.Operation,
+        keras.Metric,
+        keras.Optimizer,
+        keras.Loss,
+        keras.random.SeedGenerator,
+        keras.optimizers.schedules.LearningRateSchedule,
+        keras.regularizers.Regularizer,
+        keras.constraints.Constraint,
+    )
+
+
+@functools.cache
+def _check_keras() -> None:
+    keras: Any = keras_module()
+    variable = keras.Variable(0.0, trainable=False)
+    names = ("_value", "_direct_assign", *_VARIABLE_ATTRIBUTES)
+    missing = [
+        f"keras.Variable.{name}" for name in names if not hasattr(variable, name)
+    ]
+    if not missing and not isinstance(variable._value, jax.Array):
+        missing = ["keras.Variable._value with an array"]
+    if missing:
+        raise ImportError(
+            f"keras {keras.__version__} has no {', '.join(missing)}, which Armillary "
+            "needs to lift Keras state. Install a release it knows: "
+            'pip install "keras~=3.15.1".'
+        )

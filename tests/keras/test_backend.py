@@ -1,0 +1,42 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def run(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=120,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["numpy", "tensorflow"])
+def test_another_backend_is_an_error_that_names_the_variable(keras, backend):
+    del keras
+    result = run("import armillary; armillary.keras", KERAS_BACKEND=backend)
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("ImportError: Keras ")
+    assert "`KERAS_BACKEND=jax` before the first `import keras`" in error
+
+
+@pytest.mark.slow
+def test_objects_of_another_backend_are_an_error_before_a_step(keras):
+    del keras
+    code = "import armillary, keras\narmillary.Checkpoint(mean=keras.metrics.Mean())\n"
+    result = run(code, KERAS_BACKEND="numpy")
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("ImportError: Keras runs on the backend 'numpy', but")
+
+
+@pytest.mark.slow
+def test_without_keras_the_extra_is_named():
+    code = "import sys; sys.modules['keras'] = None; import armillary; armillary.keras"
+    error = run(code).stderr.splitlines()[-1]
+    assert error.startswith("ImportError: `armillary.keras` needs Keras, which is not")
+    assert 'pip install "armillary[keras]"' in error

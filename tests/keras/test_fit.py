@@ -1,0 +1,144 @@
+"""`fit`, `evaluate` and `predict` on the devices of a strategy."""
+
+import jax
+import numpy as np
+import pytest
+
+import armillary
+
+STRATEGIES = {
+    "one device": lambda: armillary.OneDeviceStrategy("cpu:3"),
+    "mirrored": lambda: armillary.MirroredStrategy(jax.devices()[:4]),
+}
+
+
+def run(problem, model, data=None):
+    """Returns all numbers of a model that is fitted, evaluated and asked."""
+    arrays = {"x": problem.x, "y": problem.y, "batch_size": 16}
+    first = {"x": data()} if data else arrays
+    options = {"epochs": 2, "verbose": 0, "shuffle": False}
+    history = model.fit(**first, validation_data=(problem.x, problem.y), **options)
+    first = {"x": data()} if data else arrays
+    evaluated = model.evaluate(**first, verbose=0, return_dict=True)
+    predicted = model.predict(problem.x, batch_size=16, verbose=0)
+    return history.history, evaluated, predicted
+
+
+def check_same(problem, model, expected, data=None):
+    history, evaluated, predicted = run(problem, model, data)
+    for name, values in expected[0].items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-4)
+    assert evaluated == pytest.approx(expected[1], rel=1e-4)
+    np.testing.assert_allclose(predicted, expected[2], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", ["sequential", "functional", "subclassed"])
+def test_numbers_are_those_of_one_replica_with_uneven_batches(problem, strategy, kind):
+    expected = run(problem, problem.make_model(kind))
+    strategy = STRATEGIES[strategy]()
+    with strategy.scope():
+        model = problem.make_model(kind)
+    check_same(problem, model, expected)
+    devices = strategy.layout.devices
+    assert model.variables[0].value.sharding.device_set == set(devices)
+    assert model.optimizer.variables[0].value.sharding.device_set == set(devices)
+
+
+@pytest.mark.slow
+def test_batch_normalization_uses_the_global_batch(problem, keras):
+    def make():
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+        model = keras.Sequential([keras.layers.Input((4,)), *layers])
+        model.compile("sgd", "mse", steps_per_execution=2)
+        return model
+
+    def fit(model):
+        model.fit(problem.x, problem.x[:, :2], batch_size=20, verbose=0, shuffle=False)
+        return problem.read(model)
+
+    expected = fit(make())
+    with STRATEGIES["mirrored"]().scope():
+        model = make()
+    for a, b in zip(fit(model), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+# https://github.com/keras-team/keras: it says so of each data set of unknown size.
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["distributed", "grain"])
+def test_batches_may_come_from_other_sources(problem, kind):
+    strategy = STRATEGIES["mirrored"]()
+
+    def make_data():
+        if kind == "distributed":
+            arrays = (problem.x, problem.y)
+            source = armillary.data.from_arrays(arrays, batch_size=16)
+            return strategy.distribute_dataset(source)
+        import grain
+
+        rows = grain.MapDataset.source(range(len(problem.x)))
+        return rows.map(lambda i: (problem.x[i], problem.y[i])).batch(16)
+
+    expected = run(problem, problem.make_model())
+    with strategy.scope():
+        model = problem.make_model()
+    check_same(problem, model, expected, make_data)
+
+
+@pytest.mark.slow
+def test_a_model_that_was_fitted_goes_on_in_a_step_and_back(problem):
+    strategy = STRATEGIES["mirrored"]()
+    with strategy.scope():
+        model = problem.make_model()
+        expected = problem.make_model()
+        arrays = (problem.x[:64], problem.y[:64])
+        model.fit(*arrays, batch_size=16, verbose=0, shuffle=False)
+        data = armillary.data.from_arrays(arrays, batch_size=16)
+        armillary.keras.KerasTrainer(model, data).train(4)
+        model.fit(*arrays, batch_size=16, verbose=0, shuffle=False)
+    expected.fit(*arrays, batch_size=16, epochs=3, verbose=0, shuffle=False)
+    for a, b in zip(problem.read(model), problem.read(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_models_of_no_strategy_run_as_they_did(problem):
+    armillary.MirroredStrategy(jax.devices()[:2])
+    model = problem.make_model()
+    model.train_on_batch(problem.x[:16], problem.y[:16])
+    assert len(model.variables[0].value.sharding.device_set) == 1
+
+
+def test_single_batches_run_on_all_devices(problem):
+    with STRATEGIES["mirrored"]().scope():
+        model, other = problem.make_model(), problem.make_model()
+    for batch in (slice(0, 16), slice(16, 31)):
+        model.train_on_batch(problem.x[batch], problem.y[batch])
+    assert len(model.variables[0].value.sharding.device_set) == 4
+    predicted = model.predict_on_batch(problem.x[:7])
+    np.testing.assert_allclose(predicted, model.predict(problem.x[:7], verbose=0))
+    assert other.evaluate(problem.x, problem.y, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repeat": True}, r"repeats its data for ever"),
+        ({"place_on_device": True}, r"divides global batches itself"),
+    ],
+)
+def test_data_that_fit_cannot_read_is_refused(problem, options, message):
+    strategy = STRATEGIES["mirrored"]()
+    source = armillary.data.from_arrays(
+        (problem.x, problem.y), batch_size=16, repeat="repeat" in options
+    )
+    placed = "place_on_device" in options
+    inputs = armillary.InputOptions(place_on_device=placed)
+    dataset = strategy.distribute_dataset(source, inputs)
+    with strategy.scope():
+        model = problem.make_model()
+    with pytest.raises(ValueError, match=message):
+        model.fit(dataset)

@@ -1,0 +1,164 @@
+import jax
+import numpy as np
+import pytest
+
+import armillary
+
+NUM_TRAIN, BATCH_SIZE = 64, 16
+STEPS = NUM_TRAIN // BATCH_SIZE
+
+
+def make_strategy(num_replicas):
+    return armillary.MirroredStrategy(jax.devices()[:num_replicas])
+
+
+def make_data(problem, *, with_weights=False, **options):
+    arrays = [problem.x, problem.y, problem.weights]
+    arrays = arrays if with_weights else arrays[:2]
+    if options.get("repeat"):
+        arrays = [array[:NUM_TRAIN] for array in arrays]
+    return armillary.data.from_arrays(tuple(arrays), batch_size=BATCH_SIZE, **options)
+
+
+def fit(problem, model, epochs, *, with_weights=False):
+    weights = problem.weights[:NUM_TRAIN] if with_weights else None
+    history = model.fit(
+        problem.x[:NUM_TRAIN],
+        problem.y[:NUM_TRAIN],
+        sample_weight=weights,
+        batch_size=BATCH_SIZE,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+    )
+    return history.history
+
+
+def to_floats(output):
+    return {name: float(value) for name, value in output.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sequential", "functional", "subclassed"])
+def test_numbers_are_those_of_fit_and_of_evaluate(problem, kind):
+    model = problem.make_model(kind)
+    history = fit(problem, model, 2)
+    expected = model.evaluate(
+        problem.x, problem.y, batch_size=BATCH_SIZE, verbose=0, return_dict=True
+    )
+    ours = problem.make_model(kind)
+    trainer = armillary.keras.KerasTrainer(ours, make_data(problem, repeat=True))
+    for epoch in range(2):
+        output = to_floats(trainer.train(STEPS))
+        assert output == {name: values[epoch] for name, values in history.items()}
+    for a, b in zip(problem.read(model), problem.read(ours), strict=True):
+        np.testing.assert_array_equal(a, b)
+    evaluator = armillary.keras.KerasEvaluator(ours, make_data(problem))
+    assert to_floats(evaluator.evaluate(-1)) == pytest.approx(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["mean", "sum", "weights", "scaled"])
+def test_four_replicas_are_one(problem, keras, case):
+    crossentropy = keras.losses.SparseCategoricalCrossentropy
+    reduction = "sum" if case == "sum" else "sum_over_batch_size"
+    optimizers = keras.optimizers
+
+    def make():
+        optimizer = optimizers.SGD(0.05, momentum=0.9)
+        if case == "scaled":
+            optimizer = optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
+        loss = crossentropy(from_logits=True, reduction=reduction)
+        return problem.make_model(loss=loss, optimizer=optimizer)
+
+    with_weights = case == "weights"
+    model = make()
+    history = fit(problem, model, 1, with_weights=with_weights)
+    strategy = make_strategy(4)
+    with strategy.scope():
+        ours = make()
+        data = make_data(problem, with_weights=with_weights, repeat=True)
+        output = armillary.keras.KerasTrainer(ours, data).train(STEPS)
+        evaluator = armillary.keras.KerasEvaluator(ours, make_data(problem))
+        evaluated = to_floats(evaluator.evaluate(-1))
+    expected = {name: values[0] for name, values in history.items()}
+    assert to_floats(output) == pytest.approx(expected, rel=1e-4)
+    for a, b in zip(problem.read(model), problem.read(ours), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    if case != "sum":  # Keras then weights the sum of each batch by its size.
+        expected = model.evaluate(problem.x, problem.y, verbose=0, return_dict=True)
+        assert evaluated == pytest.approx(expected, rel=1e-4)
+
+
+def make_controller(problem, folder, strategy):
+    with strategy.scope():
+        model = problem.make_model()
+        trainer = armillary.keras.KerasTrainer(
+            model, make_data(problem, repeat=True, shuffle_seed=0)
+        )
+        evaluator = armillary.keras.KerasEvaluator(model, make_data(problem))
+    checkpoint = armillary.Checkpoint(model=model, data=trainer.train_dataset)
+    controller = armillary.Controller(
+        trainer=trainer,
+        evaluator=evaluator,
+        global_step=model.optimizer.iterations,
+        strategy=strategy,
+        steps_per_loop=3,
+        checkpoint_manager=armillary.CheckpointManager(checkpoint, folder),
+    )
+    return model, controller
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_ends_bit_for_bit_like_one_that_was_not(
+    problem, tmp_path
+):
+    whole, controller = make_controller(problem, tmp_path / "whole", make_strategy(2))
+    expected = controller.train_and_evaluate(train_steps=9, eval_interval=6)
+    _, controller = make_controller(problem, tmp_path / "parts", make_strategy(2))
+    controller.train(steps=6)
+    resumed, controller = make_controller(problem, tmp_path / "parts", make_strategy(2))
+    assert int(resumed.optimizer.iterations.value) == 6
+    output = controller.train_and_evaluate(train_steps=9, eval_interval=6)
+    for a, b in zip(problem.read(whole), problem.read(resumed), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert to_floats(output) == to_floats(expected)
+
+
+@pytest.mark.slow
+def test_the_end_of_a_loop_is_python_where_a_subclass_has_its_own(problem):
+    seen = []
+
+    class Trainer(armillary.keras.KerasTrainer):
+        def train_loop_end(self):
+            seen.append(float(self.model.get_metrics_result()["loss"]))
+            return super().train_loop_end()
+
+    data = make_data(problem, repeat=True)
+    trainer = Trainer(problem.make_model(), data)
+    losses = [float(trainer.train(2)["loss"]) for _ in range(2)]
+    assert seen == losses
+
+
+def test_a_model_that_is_not_compiled_is_refused(problem, keras):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match=r"is not compiled, so it has no loss"):
+        armillary.keras.KerasTrainer(model, make_data(problem))
+    with pytest.raises(ValueError, match=r"is not compiled, so it has no loss"):
+        armillary.keras.KerasEvaluator(model, make_data(problem))
+
+
+def test_what_is_no_keras_model_is_refused(problem):
+    with pytest.raises(TypeError, match=r"it must be a `keras.Model`"):
+        armillary.keras.KerasTrainer(object(), make_data(problem))
+
+
+def test_a_step_of_the_models_own_is_not_dropped(problem, keras):
+    class Own(keras.Model):
+        def train_step(self, state, data):
+            return {}, state
+
+    model = Own()
+    model.compile(loss="mse")
+    with pytest.raises(TypeError, match=r"has a `train_step` of its own"):
+        armillary.keras.KerasTrainer(model, make_data(problem))
