@@ -77,6 +77,7 @@ from armillary.typing import Action as Action
 from armillary.typing import Output as Output
 
 if TYPE_CHECKING:
+    from armillary import estimator as estimator
     from armillary import metrics as metrics
 
 __version__ = "0.1.0"
@@ -110,6 +111,7 @@ __all__ = [
     "data",
     "distribute",
     "errors",
+    "estimator",
     "function",
     "get_replica_context",
     "get_strategy",
@@ -126,11 +128,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `armillary.metrics`, and so Flax NNX, when it is first used.
+    """Imports what needs Flax NNX when it is first used.
 
     Raises:
         AttributeError: For any other name.
     """
-    if name == "metrics":
-        return importlib.import_module("armillary.metrics")
+    if name in ("estimator", "metrics"):
+        return importlib.import_module(f"armillary.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

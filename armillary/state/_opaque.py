@@ -24,9 +24,11 @@ _OPAQUE_PACKAGES = frozenset(sys.stdlib_module_names) | {
     "tensorflow",
     "torch",
 }
-# Classes of the standard library that hold what a user puts into them. By name, so
-# that none is imported for it.
+# Classes of the standard library, and our own, that hold what a user puts into them. By
+# name, so that none is imported for it.
 _TRANSPARENT = {
+    "armillary.estimator._runners.EstimatorEvaluator",
+    "armillary.estimator._runners.EstimatorTrainer",
     "argparse.Namespace",
     "collections.ChainMap",
     "collections.UserDict",
