@@ -1,17 +1,20 @@
 """The estimator: `train`, `evaluate` and `predict` as calls of a `Controller`."""
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from armillary._checks import check_instance, check_positive_int
 from armillary._logging import ensure_visible, logger
 from armillary._traceback import hides_frames
 from armillary.checkpoint._checkpoint import Checkpoint
+from armillary.checkpoint._leaf import LeafSpec
 from armillary.checkpoint._manager import CheckpointManager
 from armillary.checkpoint._store import read_manifest
 from armillary.cluster._join import get_peers
@@ -21,7 +24,7 @@ from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import function
 from armillary.distribute.replica._context import get_strategy
 from armillary.distribute.strategies._single import DefaultStrategy
-from armillary.errors import EstimatorError
+from armillary.errors import CapturedStateError, EstimatorError
 from armillary.estimator._input import (
     InputFn,
     InputPosition,
@@ -106,13 +109,15 @@ class Estimator:
                 "`max_steps` for the step to train up to."
             )
         _check_steps(steps=steps, max_steps=max_steps)
-        controller = self.make_controller(input_fn, resumes=max_steps is not None)
-        start = self.global_step
-        if max_steps is not None and start >= max_steps:
-            logger.info("train | step %d: `max_steps` is reached already.", start)
-            return self
-        target = -1 if steps is None else start + steps
-        controller.train(target if max_steps is None else max_steps)
+        with self.make_controller(
+            input_fn, resumes=max_steps is not None
+        ) as controller:
+            start = self.global_step
+            if max_steps is not None and start >= max_steps:
+                logger.info("train | step %d: `max_steps` is reached already.", start)
+                return self
+            target = -1 if steps is None else start + steps
+            controller.train(target if max_steps is None else max_steps)
         return self
 
     @hides_frames
@@ -140,8 +145,10 @@ class Estimator:
             EstimatorError: If a function cannot work.
         """
         _check_steps(steps=steps)
-        controller = self.make_controller(None, eval_input_fn=input_fn, eval_name=name)
-        return self.describe(controller.evaluate(-1 if steps is None else steps))
+        with self.make_controller(
+            None, eval_input_fn=input_fn, eval_name=name
+        ) as controller:
+            return self.describe(controller.evaluate(-1 if steps is None else steps))
 
     @hides_frames
     def predict(self, input_fn: Callable[..., Any]) -> Iterator[Any]:
@@ -188,7 +195,9 @@ class Estimator:
 
     @property
     def global_step(self) -> int:
-        """Steps trained so far, as far as this object has trained or restored them."""
+        """The step of the model in memory: 0 before the first call of a method."""
+        if not self._model.is_built:
+            return 0
         return int(np.asarray(self._model.optimizer.step.get_value()))
 
     @property
@@ -197,6 +206,7 @@ class Estimator:
         manager = CheckpointManager(Checkpoint(input=InputPosition()), self.model_dir)
         return manager.latest_checkpoint
 
+    @contextlib.contextmanager
     def make_controller(
         self,
         train_input_fn: Callable[..., Any] | None,
@@ -204,11 +214,12 @@ class Estimator:
         eval_input_fn: Callable[..., Any] | None = None,
         eval_name: str | None = None,
         resumes: bool = False,
-    ) -> Controller:
-        """Returns what runs the loops, after it has restored the latest checkpoint.
+    ) -> Iterator[Controller]:
+        """Makes what runs the loops, once it has restored the latest checkpoint.
 
-        `train`, `evaluate` and `train_and_evaluate` are calls of its methods. Use it
-        for what they lack, such as `request_stop`.
+        A context manager, which ends the threads that write checkpoints. `train`,
+        `evaluate` and `train_and_evaluate` call methods of the controller; use it for
+        what they lack, such as `request_stop`.
 
         Args:
             train_input_fn: The input function of training; `None` for no trainer.
@@ -216,8 +227,12 @@ class Estimator:
             eval_name: As in `evaluate`.
             resumes: Whether training goes on in the data where the checkpoint is.
 
+        Yields:
+            The controller.
+
         Raises:
             EstimatorError: If a function cannot work, or this process does not train.
+            CapturedStateError: If `model_fn` uses a module from elsewhere.
         """
         config, position = self.config, InputPosition()
         trainer = evaluator = None
@@ -240,7 +255,17 @@ class Estimator:
             evaluator = EstimatorEvaluator(dataset, strategy, self._model, spec)
         eval_folder = "eval" if eval_name is None else f"eval_{eval_name}"
         has_summaries = config.save_summary_steps is not None
-        return Controller(
+        manager = CheckpointManager(
+            Checkpoint(
+                model=self._model.store,
+                optimizer=self._model.optimizer,
+                input=position,
+            ),
+            self.model_dir,
+            max_to_keep=config.keep_checkpoint_max or None,
+            checkpoint_interval=config.save_checkpoints_steps,
+        )
+        controller = Controller(
             trainer=trainer,
             evaluator=evaluator,
             global_step=self._model.optimizer.step,
@@ -248,17 +273,20 @@ class Estimator:
             summary_interval=config.save_summary_steps if trainer else None,
             summary_dir=self.model_dir if trainer and has_summaries else None,
             eval_summary_dir=os.path.join(self.model_dir, eval_folder),
-            checkpoint_manager=CheckpointManager(
-                Checkpoint(
-                    model=self._model.store,
-                    optimizer=self._model.optimizer,
-                    input=position,
-                ),
-                self.model_dir,
-                max_to_keep=config.keep_checkpoint_max or None,
-                checkpoint_interval=config.save_checkpoints_steps,
-            ),
+            checkpoint_manager=manager,
         )
+        try:
+            yield controller
+        except CapturedStateError as error:
+            error.add_note(
+                "`model_fn` is part of the step: it makes its modules by "
+                "`modules.make(name, make_fn)`, and uses no other."
+            )
+            raise
+        finally:
+            manager.close()
+            controller.summary_manager.close()
+            controller.eval_summary_manager.close()
 
     def describe(self, output: Output) -> dict[str, Any]:
         """Returns the output of an evaluation as numbers, with the `global_step`."""
@@ -302,7 +330,7 @@ class Estimator:
         saved = read_manifest(epath.Path(path))["leaves"]
         # Stands in for the optimizer, which only training can make.
         optimizer = {
-            name.partition("/")[2]: jax.numpy.zeros(spec["shape"], spec["dtype"])
+            name.partition("/")[2]: _make_zeros(LeafSpec.from_json(spec))
             for name, spec in saved.items()
             if name.startswith("optimizer/")
         }
@@ -335,6 +363,13 @@ def _choose_directory(
     directory = tempfile.mkdtemp()
     logger.warning("`model_dir` is None: checkpoints go to %s.", directory)
     return directory
+
+
+def _make_zeros(spec: LeafSpec) -> jax.Array:
+    if spec.dtype.startswith("key<"):
+        key = jax.random.key(0, impl=spec.dtype[len("key<") : -1])
+        return jnp.broadcast_to(key, spec.shape)
+    return jnp.zeros(spec.shape, jax.dtypes.canonicalize_dtype(spec.dtype))
 
 
 def _check_steps(**numbers: int | None) -> None:

@@ -124,6 +124,11 @@ class Model:
         self._before: list[tuple[Any, list[Any]]] = []
 
     @property
+    def is_built(self) -> bool:
+        """Whether the model was built for training."""
+        return self._optimizer is not None
+
+    @property
     def optimizer(self) -> nnx.Optimizer[Any]:
         """The optimizer, once the model was built for training."""
         assert self._optimizer is not None

@@ -108,19 +108,19 @@ def train_and_evaluate(
     eval_steps = -1 if eval_spec.steps is None else eval_spec.steps
     evaluates = {"eval_input_fn": eval_spec.input_fn, "eval_name": eval_spec.name}
     if config.plan.task_type == "evaluator":
-        controller = estimator.make_controller(None, **evaluates)
-        output = controller.evaluate_continuously(eval_steps, until_step=max_steps)
+        with estimator.make_controller(None, **evaluates) as controller:
+            output = controller.evaluate_continuously(eval_steps, until_step=max_steps)
         return (None if output is None else estimator.describe(output)), []
     if config.plan.is_distributed:
         estimator.train(train_spec.input_fn, max_steps=max_steps)
         return None, []
     resumes = max_steps is not None
-    controller = estimator.make_controller(
+    with estimator.make_controller(
         train_spec.input_fn, resumes=resumes, **evaluates
-    )
-    # At a step that was reached already, what is left is to evaluate.
-    target = -1 if max_steps is None else max(max_steps, estimator.global_step)
-    output = controller.train_and_evaluate(
-        target, eval_steps, eval_interval=config.save_checkpoints_steps
-    )
+    ) as controller:
+        # At a step that was reached already, what is left is to evaluate.
+        target = -1 if max_steps is None else max(max_steps, estimator.global_step)
+        output = controller.train_and_evaluate(
+            target, eval_steps, eval_interval=config.save_checkpoints_steps
+        )
     return estimator.describe(output), []

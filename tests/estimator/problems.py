@@ -84,6 +84,37 @@ def read_linear(made: Any) -> tuple[np.ndarray, float]:
     return np.array(sums) - bias, bias
 
 
+class FailingData:
+    """Shuffled batches with positions; reading one of them fails.
+
+    Args:
+        num_good: How many batches can be read.
+        fail: Called instead of reading another.
+    """
+
+    def __init__(self, num_good: int, fail: Callable[[], None]) -> None:
+        self._num_good, self._fail = num_good, fail
+
+    def __iter__(self) -> Iterator[Any]:
+        data = make_input_fn(shuffle_seed=0, repeat=True)()
+        return _FailingIterator(data.make_iterator(0), self._num_good, self._fail)
+
+
+class _FailingIterator:
+    def __init__(self, iterator: Any, num_good: int, fail: Callable[[], None]) -> None:
+        self._iterator, self._num_left, self._fail = iterator, num_good, fail
+        self.get_state, self.set_state = iterator.get_state, iterator.set_state
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._num_left -= 1
+        if self._num_left < 0:
+            self._fail()
+        return next(self._iterator)
+
+
 class Net(nnx.Module):
     """A layer, batch normalization and dropout: state of every kind."""
 

@@ -11,8 +11,8 @@ from flax import nnx
 
 import armillary
 from armillary import estimator
-from armillary.errors import EstimatorError
-from armillary.estimator import EstimatorSpec, ModeKeys, numeric_column
+from armillary.errors import CapturedStateError, EstimatorError
+from armillary.estimator import EstimatorSpec, ModeKeys, _estimator, numeric_column
 from tests.estimator.problems import (
     COLUMNS,
     X,
@@ -133,6 +133,25 @@ def test_modules_do_not_depend_on_the_batch(tmp_path):
         train(tmp_path, model_fn, make_input_fn(X[:6], Y[:6], batch_size=4)).train(
             make_input_fn(X[:6], Y[:6], batch_size=2)
         )
+
+
+def test_modules_from_elsewhere_are_refused(tmp_path):
+    elsewhere = make_layer(nnx.Rngs(0))
+
+    def model_fn(features, labels, mode, modules):
+        modules.make("layer", make_layer)
+        loss = (elsewhere(features["a"][:, None])[:, 0] - labels).mean()
+        return EstimatorSpec(mode, loss=loss, train_op=optax.sgd(0.1))
+
+    with pytest.raises(CapturedStateError, match="2 variables") as raised:
+        train(tmp_path, model_fn)
+    assert "it makes its modules by `modules.make" in raised.value.__notes__[0]
+
+
+def test_several_processes_do_not_predict(tmp_path, monkeypatch):
+    monkeypatch.setattr(_estimator, "get_peers", lambda: "peers")
+    with pytest.raises(EstimatorError, match="`predict` was called where several"):
+        next(make_regressor(tmp_path).predict(make_input_fn()))
 
 
 def test_predictions_have_an_entry_for_each_example(tmp_path):

@@ -1,6 +1,9 @@
 """Estimators against loops in NumPy and NNX, on one replica and on several."""
 
 import logging
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -15,6 +18,7 @@ from armillary import estimator
 from tests.estimator.problems import (
     BATCH_SIZE,
     COLUMNS,
+    FailingData,
     Net,
     X,
     Y,
@@ -181,42 +185,44 @@ def test_training_that_was_stopped_ends_bit_for_bit_as_if_it_was_not(
     assert parts.global_step == 25
 
 
+OFTEN = {"save_checkpoints_steps": 5, "log_step_count_steps": 5}
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from tests.estimator.problems import FailingData, make_net
+from tests.estimator.test_estimator import OFTEN
+
+folder = Path(sys.argv[1])
+
+def kill():
+    while not list(folder.glob("checkpoint_*[0-9]")):
+        time.sleep(0.01)  # Batches are read ahead.
+    os.kill(os.getpid(), signal.SIGKILL)
+
+data = FailingData(22, kill)
+make_net(folder, **OFTEN).train(lambda: data, max_steps=30)
+"""
+
+
 @pytest.mark.slow
-def test_training_that_failed_goes_on_from_its_last_checkpoint(tmp_path):
-    class Data:
-        """Arrays whose iterators fail after some batches."""
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_training_that_broke_off_ends_bit_for_bit_as_if_it_had_not(tmp_path, is_killed):
+    def fail() -> None:
+        raise OSError("the disk is gone")
 
-        def __init__(self, num_good):
-            self._num_good = num_good
-
-        def __iter__(self):
-            return Iterator(
-                make_input_fn(shuffle_seed=0, repeat=True)(), self._num_good
-            )
-
-    class Iterator:
-        def __init__(self, data, num_good):
-            self._iterator, self._num_left = data.make_iterator(0), num_good
-            self.get_state = self._iterator.get_state
-            self.set_state = self._iterator.set_state
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            self._num_left -= 1
-            if self._num_left < 0:
-                raise OSError("the disk is gone")
-            return next(self._iterator)
-
-    options = {"save_checkpoints_steps": 5, "log_step_count_steps": 5}
-    whole = make_net(tmp_path / "whole", **options)
-    whole.train(lambda: Data(100), max_steps=30)
-    with pytest.raises(OSError, match="the disk is gone"):
-        make_net(tmp_path / "parts", **options).train(lambda: Data(22), max_steps=30)
-    parts = make_net(tmp_path / "parts", **options)
+    whole, broken = make_net(tmp_path / "whole", **OFTEN), tmp_path / "parts"
+    whole.train(lambda: FailingData(100, fail), max_steps=30)
+    if is_killed:
+        ended = subprocess.run([sys.executable, "-c", KILLED, str(broken)], timeout=120)
+        assert ended.returncode == -signal.SIGKILL
+    else:
+        with pytest.raises(OSError, match="the disk is gone"):
+            made = make_net(broken, **OFTEN)
+            made.train(lambda: FailingData(22, fail), max_steps=30)
+    parts = make_net(broken, **OFTEN)
+    assert parts.latest_checkpoint is not None
     assert 0 < int(Path(parts.latest_checkpoint).name.partition("_")[2]) < 30
-    parts.train(lambda: Data(100), max_steps=30)
+    parts.train(lambda: FailingData(100, fail), max_steps=30)
 
     assert_same(whole, parts)
 
@@ -318,6 +324,29 @@ def test_predictions_are_read_when_they_are_asked_for(tmp_path):
     assert len(calls) == 1
     assert [row.keys() for row in rows] == [{"predictions"}] * 5
     assert rows[0]["predictions"].shape == (1,)
+
+
+def test_predictions_may_come_before_training(tmp_path):
+    made = make_regressor(tmp_path / "first")
+    assert made.global_step == 0
+    assert next(made.predict(make_input_fn()))["predictions"] == 0
+    made.train(make_input_fn(), steps=3)
+    other = make_regressor(tmp_path / "other").train(make_input_fn(), steps=3)
+    assert_same(made, other)
+    assert made.global_step == 3
+
+
+def test_predictions_do_not_need_the_optimizer_of_the_checkpoint(tmp_path):
+    def make(optimizer):
+        return make_regressor(tmp_path, optimizer=optimizer)
+
+    # It has moments, counts and a random key.
+    made = make(optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.adam(0.1)))
+    made.train(make_input_fn(), steps=3)
+    expected = [row["predictions"] for row in made.predict(make_input_fn())]
+    found = [row["predictions"] for row in make("SGD").predict(make_input_fn())]
+    np.testing.assert_array_equal(found, expected)
+    assert np.any(expected)
 
 
 def test_without_a_directory_there_is_a_temporary_one(caplog):
