@@ -7,6 +7,7 @@ from flax import nnx
 
 from armillary.data._dataset import DistributedDataset
 from armillary.distribute._strategy import Strategy
+from armillary.distribute.replica._context import get_replica_context
 from armillary.distribute.replica._loss import compute_average_loss
 from armillary.errors import EstimatorError
 from armillary.estimator._model import Model
@@ -42,7 +43,7 @@ class EstimatorTrainer(StandardTrainer):
             features, labels = batch
 
             def loss_fn(modules: Any) -> Any:
-                spec = self.model_fn(modules, features, labels, ModeKeys.TRAIN)
+                spec = self._call(modules, features, labels)
                 # Gradients arrive summed over replicas. With each replica's loss as
                 # that of one example, they are a mean.
                 return compute_average_loss(spec.loss[None]), spec.loss
@@ -52,6 +53,26 @@ class EstimatorTrainer(StandardTrainer):
             self.loss.update(loss=loss)
 
         self.strategy.run(step_fn, args=(next(iterator),))
+
+    def _call(self, modules: Any, features: Any, labels: Any) -> EstimatorSpec:
+        """Calls the model function; its loss is no part of a sum over replicas.
+
+        Raises:
+            EstimatorError: If it asks for the number of replicas, which is there to
+                divide by.
+        """
+        context = get_replica_context()
+        assert context is not None  # This is a step.
+        context.was_asked = False
+        spec = self.model_fn(modules, features, labels, ModeKeys.TRAIN)
+        if context.was_asked:
+            raise EstimatorError(
+                "`model_fn` uses the number of replicas, as `compute_average_loss` "
+                "does, but its loss is the mean over one replica's batch, and the mean "
+                "over replicas is taken of that. Write `loss=losses.mean()`, and pass "
+                "in `params` what else depends on the number."
+            )
+        return spec
 
     def train_loop_end(self) -> Output:
         return {"loss": self.loss.compute()}

@@ -135,6 +135,14 @@ def test_modules_do_not_depend_on_the_batch(tmp_path):
         )
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_losses_are_not_scaled_twice(tmp_path, replicas):
+    model_fn = make_model_fn(loss=armillary.compute_average_loss)
+    made = estimator.Estimator(model_fn, tmp_path, make_config(replicas))
+    with pytest.raises(EstimatorError, match="`model_fn` uses the number of replicas"):
+        made.train(make_input_fn(), steps=1)
+
+
 def test_modules_from_elsewhere_are_refused(tmp_path):
     elsewhere = make_layer(nnx.Rngs(0))
 
