@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from armillary.distribute.replica._collectives import ReplicaContext
+from armillary.distribute.replica._context import entered
 from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.errors import EstimatorError
 from armillary.estimator._spec import EstimatorSpec, ModeKeys, check_spec
@@ -168,9 +170,12 @@ class Model:
         )
         self._before = _read(self.store)
         modules = Modules(self.store, self._make)
-        arguments = (modules, features, labels, mode)
+        # One replica, whatever strategy is in effect.
+        strategy = DefaultStrategy()
+        context = ReplicaContext(strategy, None, active=1)
         try:
-            return DefaultStrategy().run(self.model_fn.call, args=arguments)
+            with entered(strategy, context):
+                return self.model_fn.call(modules, features, labels, mode)
         finally:
             for slot, leaves in self._before:
                 slot.write(leaves)

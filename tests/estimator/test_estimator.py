@@ -23,6 +23,7 @@ from tests.estimator.problems import (
     X,
     Y,
     batches_of,
+    features_of,
     make_config,
     make_input_fn,
     make_net,
@@ -101,6 +102,30 @@ def test_batches_that_are_left_over_train_too(tmp_path):
     for found, wanted in zip(read_linear(made), expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
     assert made.global_step == 2
+
+
+def test_batches_of_any_sizes_are_joined(tmp_path):
+    def input_fn():
+        start = 0
+        for size in (4, 3, 4, 4, 2, 4, 4, 1):
+            rows = slice(start, start + size)
+            yield features_of(X[rows]), Y[rows]
+            start += size
+
+    made = make_regressor(tmp_path, 4).train(input_fn)
+
+    expected = train_plainly([(X[:15], Y[:15]), (X[15:26], Y[15:26])])
+    for found, wanted in zip(read_linear(made), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_strategy_in_effect_is_used_if_none_is_given(tmp_path):
+    with make_strategy(2).scope():
+        made = estimator.LinearRegressor(COLUMNS, tmp_path, optimizer="SGD")
+        made.train(make_input_fn(), steps=2)
+        assert made.evaluate(make_input_fn())["global_step"] == 2
+    expected = train_plainly(list(batches_of(X, Y, 8))[:2])
+    np.testing.assert_allclose(read_linear(made)[0], expected[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
