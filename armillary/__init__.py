@@ -78,6 +78,7 @@ from armillary.typing import Action as Action
 from armillary.typing import Output as Output
 
 if TYPE_CHECKING:
+    from armillary import estimator as estimator
     from armillary import keras as keras
     from armillary import metrics as metrics
 
@@ -112,6 +113,7 @@ __all__ = [
     "data",
     "distribute",
     "errors",
+    "estimator",
     "function",
     "get_replica_context",
     "get_strategy",
@@ -132,11 +134,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Imports what is optional, or takes long, when it is first used.
 
-    That is `armillary.metrics`, and so Flax NNX, and `armillary.keras`.
+    `armillary.metrics` and `armillary.estimator` need Flax NNX, `armillary.keras` Keras.
 
     Raises:
         AttributeError: For any other name.
     """
-    if name in ("keras", "metrics"):
+    if name in ("estimator", "keras", "metrics"):
         return importlib.import_module(f"armillary.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

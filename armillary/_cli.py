@@ -13,6 +13,7 @@ from armillary import __version__
 from armillary._exit_code import ExitCode
 from armillary.goodput import _command as goodput
 from armillary.launch import _arguments as launch
+from armillary.project import _command as project
 
 
 class _Command(NamedTuple):
@@ -31,6 +32,11 @@ _COMMANDS = {
         "show where the time of a run went, across restarts",
         goodput.add_arguments,
         goodput.prepare,
+    ),
+    "new": _Command(
+        "write a small project to begin with",
+        project.add_arguments,
+        project.prepare,
     ),
 }
 

@@ -17,6 +17,7 @@ Each one derives from `ArmillaryError` and from the nearest builtin, so that bot
     |-- ReplicaDivergenceError (RuntimeError)  copies of the state are no longer equal
     |-- ClusterError (ValueError)            the environment describes no usable cluster
     |-- PeerError (RuntimeError)             the processes of a job do not agree
+    |-- EstimatorError (ValueError)          a model or input function that cannot work
     `-- CheckpointError (RuntimeError)       a checkpoint cannot be written or read
         |-- CheckpointDamageError              a file of it is not as it was saved
         `-- CheckpointMismatchError (ValueError)   it holds other leaves
@@ -108,6 +109,10 @@ class ClusterError(ArmillaryError, ValueError):
 
 class PeerError(ArmillaryError, RuntimeError):
     """The processes of a job do not agree, or one of them failed or is silent."""
+
+
+class EstimatorError(ArmillaryError, ValueError):
+    """An estimator was given a function, or is used in a way, that cannot work."""
 
 
 class CheckpointError(ArmillaryError, RuntimeError):

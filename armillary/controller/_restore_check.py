@@ -33,7 +33,10 @@ def warn_of_missing(
         )
     datasets = jax.tree.leaves(trainer.train_dataset, is_leaf=_is_dataset)
     for dataset in datasets:
-        is_saved = any(dataset is value for value in objects.values())
+        # What saves the position for it, as an estimator does, has it as `dataset`.
+        is_saved = any(
+            dataset is getattr(value, "dataset", value) for value in objects.values()
+        )
         if _can_be_saved(dataset) and not is_saved:
             logger.warning(
                 "%s was restored, but the position of the training data is not in it, "

@@ -30,6 +30,8 @@ _OPAQUE_PACKAGES = frozenset(sys.stdlib_module_names) | {
 _TRANSPARENT = {
     "armillary.keras._evaluator.KerasEvaluator",
     "armillary.keras._trainer.KerasTrainer",
+    "armillary.estimator._runners.EstimatorEvaluator",
+    "armillary.estimator._runners.EstimatorTrainer",
     "argparse.Namespace",
     "collections.ChainMap",
     "collections.UserDict",

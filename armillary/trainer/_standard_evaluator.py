@@ -147,7 +147,8 @@ class StandardEvaluator(Runner, AbstractEvaluator):
             for step_outputs in loop.iterate(num_steps):
                 if state is not None:
                     state = self.eval_reduce(state, step_outputs)
-            if loop.num_iterated < num_steps:
+            # An iterator that is made anew has lost nothing to the last evaluation.
+            if loop.num_iterated < num_steps and not recreate:
                 logger.warning(
                     "`evaluate(%d)` ran %d steps, because the data ended: the last "
                     "evaluation had taken what came before, or there is no more. The "

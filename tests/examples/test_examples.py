@@ -66,6 +66,26 @@ def test_custom_loop_learns(tmp_path):
 
 
 @pytest.mark.slow
+def test_linear_regressor_estimator_learns_and_resumes(tmp_path):
+    def run(steps: int) -> tuple[float, str]:
+        arguments = ("--run-dir", tmp_path, "--steps", steps)
+        result = run_well("linear_regressor_estimator.py", *arguments)
+        loss = re.search(r"The guide: average loss (\S+)", result.stdout)
+        assert loss is not None, result.stdout
+        assert float(loss[1]) < 1e-10
+        pattern = rf"Diabetes: average loss (\S+) at step {steps}, variance (\S+)"
+        found = re.search(pattern, result.stdout)
+        assert found is not None, result.stdout
+        assert float(found[1]) < 0.75 * float(found[2])
+        return float(found[1]), result.stderr
+
+    loss, _ = run(200)
+    later, log = run(300)
+    assert f"restored from checkpoint: {tmp_path / 'checkpoint_200'}" in log
+    assert later != loss
+
+
+@pytest.mark.slow
 def test_breast_cancer_shows_metrics_and_summaries(tmp_path):
     event_accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"

@@ -1,0 +1,275 @@
+"""The estimators that come with the package: linear models and dense networks."""
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from armillary._checks import (
+    answers_old_names,
+    check_callable,
+    check_positive_int,
+    is_positive_int,
+)
+from armillary.errors import EstimatorError
+from armillary.estimator._estimator import Estimator
+from armillary.estimator._feature_columns import check_columns, read_columns
+from armillary.estimator._heads import (
+    BinaryClassHead,
+    Head,
+    MultiClassHead,
+    RegressionHead,
+    make_spec,
+)
+from armillary.estimator._optimizers import LINEAR_LEARNING_RATE, as_optimizer
+from armillary.estimator._run_config import RunConfig
+from armillary.estimator._spec import EstimatorSpec, ModeKeys
+
+_ANSWERS = {
+    "weight_column": "Use an `Estimator` whose `model_fn` weights its losses.",
+    "label_vocabulary": "Return numbers of classes from `input_fn`.",
+    "warm_start_from": "Leave it out: an estimator goes on from its own `model_dir`.",
+    "loss_reduction": "Leave it out: the loss is the mean over the batch.",
+    "sparse_combiner": "Leave it out: columns are dense.",
+    "batch_norm": "Use an `Estimator` whose `model_fn` has `nnx.BatchNorm`.",
+}
+
+
+class _Linear(nnx.Module):
+    """A linear layer that begins at zero, as TensorFlow's linear models do."""
+
+    def __init__(self, num_inputs: int, num_logits: int, rngs: nnx.Rngs) -> None:
+        zeros = nnx.initializers.zeros_init()
+        self.linear = nnx.Linear(num_inputs, num_logits, kernel_init=zeros, rngs=rngs)
+
+    def __call__(self, inputs: jax.Array, *, training: bool) -> jax.Array:
+        del training
+        return self.linear(inputs)
+
+
+class _Network(nnx.Module):
+    """Dense layers, with dropout behind the hidden ones."""
+
+    def __init__(
+        self,
+        num_inputs: int,
+        num_logits: int,
+        rngs: nnx.Rngs,
+        hidden_units: Sequence[int],
+        activation_fn: Callable[[jax.Array], jax.Array],
+        dropout: float | None,
+    ) -> None:
+        sizes = [num_inputs, *hidden_units, num_logits]
+        glorot = nnx.initializers.glorot_uniform()
+        self.layers = nnx.List(
+            nnx.Linear(first, second, kernel_init=glorot, rngs=rngs)
+            for first, second in itertools.pairwise(sizes)
+        )
+        self.dropout = nnx.Dropout(dropout or 0.0, rngs=rngs)
+        self.activation_fn = activation_fn
+
+    def __call__(self, inputs: jax.Array, *, training: bool) -> jax.Array:
+        *hidden, last = self.layers
+        for layer in hidden:
+            inputs = self.activation_fn(layer(inputs))
+            inputs = self.dropout(inputs, deterministic=not training)
+        return last(inputs)
+
+
+class _Canned(Estimator):
+    """An estimator of columns, a network and a head."""
+
+    def __init__(
+        self,
+        feature_columns: Any,
+        head: Head,
+        make_network: Callable[[int, int, nnx.Rngs], Any],
+        optimizer: Any,
+        model_dir: str | os.PathLike[str] | None,
+        config: RunConfig | None,
+    ) -> None:
+        columns = check_columns(feature_columns)
+        num_inputs = sum(column.num_inputs for column in columns)
+
+        def model_fn(
+            features: Any, labels: Any, mode: ModeKeys, modules: Any
+        ) -> EstimatorSpec:
+            network = modules.make(
+                "network",
+                lambda rngs: make_network(num_inputs, head.num_logits, rngs),
+            )
+            inputs = read_columns(columns, features)
+            logits = network(inputs, training=mode is ModeKeys.TRAIN)
+            return make_spec(head, mode, logits, labels, optimizer)
+
+        super().__init__(model_fn, model_dir, config)
+
+
+@answers_old_names(**_ANSWERS)
+class LinearRegressor(_Canned):
+    """Linear regression of columns (`tf.estimator.LinearRegressor`).
+
+    Args:
+        feature_columns: What to regress on.
+        model_dir: As in `Estimator`.
+        label_dimension: How many numbers a label has.
+        optimizer: An Optax transformation, a function without arguments that returns
+            one, or `"Adagrad"`, `"Adam"`, `"Ftrl"`, `"RMSProp"` or `"SGD"`, with a
+            learning rate of 0.2.
+        config: As in `Estimator`.
+
+    Raises:
+        EstimatorError: If a column or the optimizer is of another kind.
+        ValueError: If `label_dimension` is not positive.
+    """
+
+    def __init__(
+        self,
+        feature_columns: Any,
+        model_dir: str | os.PathLike[str] | None = None,
+        *,
+        label_dimension: int = 1,
+        optimizer: Any = "Ftrl",
+        config: RunConfig | None = None,
+    ) -> None:
+        check_positive_int("label_dimension", label_dimension)
+        optimizer = as_optimizer(optimizer, LINEAR_LEARNING_RATE)
+        head = RegressionHead(label_dimension)
+        super().__init__(feature_columns, head, _Linear, optimizer, model_dir, config)
+
+
+@answers_old_names(**_ANSWERS)
+class LinearClassifier(_Canned):
+    """Logistic regression of columns (`tf.estimator.LinearClassifier`).
+
+    Args:
+        feature_columns: What to classify by.
+        model_dir: As in `Estimator`.
+        n_classes: How many classes there are. Labels are their numbers.
+        optimizer: As in `LinearRegressor`.
+        config: As in `Estimator`.
+
+    Raises:
+        EstimatorError: If a column or the optimizer is of another kind, or there are
+            fewer than two classes.
+    """
+
+    def __init__(
+        self,
+        feature_columns: Any,
+        model_dir: str | os.PathLike[str] | None = None,
+        *,
+        n_classes: int = 2,
+        optimizer: Any = "Ftrl",
+        config: RunConfig | None = None,
+    ) -> None:
+        optimizer = as_optimizer(optimizer, LINEAR_LEARNING_RATE)
+        head = _class_head(n_classes)
+        super().__init__(feature_columns, head, _Linear, optimizer, model_dir, config)
+
+
+@answers_old_names(**_ANSWERS)
+class DNNRegressor(_Canned):
+    """Regression by a dense network (`tf.estimator.DNNRegressor`).
+
+    Args:
+        hidden_units: The size of each hidden layer.
+        feature_columns: What to regress on.
+        model_dir: As in `Estimator`.
+        label_dimension: How many numbers a label has.
+        optimizer: As in `LinearRegressor`, with the learning rates of Keras: 0.01 for
+            `"SGD"`, 0.001 for the others.
+        activation_fn: What follows each hidden layer.
+        dropout: The share of hidden values that training drops; `None` for none.
+        config: As in `Estimator`.
+
+    Raises:
+        EstimatorError: If a column, the optimizer or `hidden_units` is of another kind.
+        ValueError: If `label_dimension` is not positive.
+        TypeError: If `activation_fn` cannot be called.
+    """
+
+    def __init__(
+        self,
+        hidden_units: Sequence[int],
+        feature_columns: Any,
+        model_dir: str | os.PathLike[str] | None = None,
+        *,
+        label_dimension: int = 1,
+        optimizer: Any = "Adagrad",
+        activation_fn: Callable[[jax.Array], jax.Array] = jax.nn.relu,
+        dropout: float | None = None,
+        config: RunConfig | None = None,
+    ) -> None:
+        check_positive_int("label_dimension", label_dimension)
+        make = _network_fn(hidden_units, activation_fn, dropout)
+        optimizer, head = as_optimizer(optimizer), RegressionHead(label_dimension)
+        super().__init__(feature_columns, head, make, optimizer, model_dir, config)
+
+
+@answers_old_names(**_ANSWERS)
+class DNNClassifier(_Canned):
+    """Classification by a dense network (`tf.estimator.DNNClassifier`).
+
+    Args:
+        hidden_units: The size of each hidden layer.
+        feature_columns: What to classify by.
+        model_dir: As in `Estimator`.
+        n_classes: How many classes there are. Labels are their numbers.
+        optimizer: As in `DNNRegressor`.
+        activation_fn: What follows each hidden layer.
+        dropout: The share of hidden values that training drops; `None` for none.
+        config: As in `Estimator`.
+
+    Raises:
+        EstimatorError: As in `DNNRegressor`, or if there are fewer than two classes.
+        TypeError: If `activation_fn` cannot be called.
+    """
+
+    def __init__(
+        self,
+        hidden_units: Sequence[int],
+        feature_columns: Any,
+        model_dir: str | os.PathLike[str] | None = None,
+        *,
+        n_classes: int = 2,
+        optimizer: Any = "Adagrad",
+        activation_fn: Callable[[jax.Array], jax.Array] = jax.nn.relu,
+        dropout: float | None = None,
+        config: RunConfig | None = None,
+    ) -> None:
+        make = _network_fn(hidden_units, activation_fn, dropout)
+        optimizer, head = as_optimizer(optimizer), _class_head(n_classes)
+        super().__init__(feature_columns, head, make, optimizer, model_dir, config)
+
+
+def _class_head(n_classes: Any) -> Head:
+    if not is_positive_int(n_classes) or n_classes == 1:
+        raise EstimatorError(
+            f"`n_classes` is {n_classes!r}, but there must be 2 classes or more. Use "
+            "`n_classes=2` for labels 0 and 1."
+        )
+    return BinaryClassHead() if n_classes == 2 else MultiClassHead(int(n_classes))
+
+
+def _network_fn(
+    hidden_units: Any, activation_fn: Any, dropout: float | None
+) -> Callable[[int, int, nnx.Rngs], Any]:
+    check_callable("activation_fn", activation_fn)
+    sizes = tuple(hidden_units) if isinstance(hidden_units, list | tuple) else ()
+    if not sizes or not all(map(is_positive_int, sizes)):
+        raise EstimatorError(
+            f"`hidden_units` is {hidden_units!r}, but it must be a list of positive "
+            "integers, one for each hidden layer. Write `hidden_units=[64, 32]`."
+        )
+    if dropout is not None and not 0 <= dropout < 1:
+        raise EstimatorError(
+            f"`dropout` is {dropout!r}, but it must be a share from 0 to below 1. "
+            "Write `dropout=0.1`."
+        )
+    return lambda num_inputs, num_logits, rngs: _Network(
+        num_inputs, num_logits, rngs, sizes, activation_fn, dropout
+    )

@@ -1,0 +1,202 @@
+"""Heads: what logits mean, with the loss, the predictions and the metrics of each.
+
+Keys and meanings are those of TensorFlow's heads. Predictions have no `classes`, which
+are strings there, and areas under curves are counted by `armillary.metrics.AUC`.
+"""
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from armillary.errors import EstimatorError
+from armillary.estimator._spec import EstimatorSpec, ModeKeys
+from armillary.metrics._auc import AUC
+from armillary.metrics._confusion import Precision, Recall
+
+
+class Head(Protocol):
+    """What all heads have."""
+
+    @property
+    def num_logits(self) -> int:
+        """How many logits an example has."""
+        ...
+
+    def predict(self, logits: jax.Array) -> dict[str, jax.Array]:
+        """Returns the predictions for logits of shape `(batch, num_logits)`."""
+        ...
+
+    def evaluate(
+        self, logits: jax.Array, labels: Any
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """Returns the losses, and the other metrics."""
+        ...
+
+
+def make_spec(
+    head: Head,
+    mode: ModeKeys,
+    logits: jax.Array,
+    labels: Any,
+    optimizer: optax.GradientTransformation,
+) -> EstimatorSpec:
+    """Returns what a model function of a head returns."""
+    predictions = head.predict(logits)
+    if mode is ModeKeys.PREDICT:
+        return EstimatorSpec(mode, predictions)
+    losses, metrics = head.evaluate(logits, labels)
+    return EstimatorSpec(
+        mode,
+        predictions,
+        loss=losses.mean(),
+        train_op=optimizer,
+        eval_metric_ops={"average_loss": losses, **metrics},
+    )
+
+
+class RegressionHead:
+    """Mean squared error over examples and numbers.
+
+    Args:
+        label_dimension: How many numbers a label has.
+    """
+
+    def __init__(self, label_dimension: int) -> None:
+        self.num_logits = label_dimension
+
+    def predict(self, logits: jax.Array) -> dict[str, jax.Array]:
+        """Returns the predicted numbers."""
+        return {"predictions": logits}
+
+    def evaluate(
+        self, logits: jax.Array, labels: Any
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """Returns the squared errors, and the means of labels and predictions."""
+        labels = _match(labels, self.num_logits).astype(jnp.float32)
+        metrics = {"label/mean": labels, "prediction/mean": logits}
+        return jnp.square(logits - labels), metrics
+
+
+class BinaryClassHead:
+    """Cross-entropy of one logit, that of class 1."""
+
+    num_logits = 1
+
+    def predict(self, logits: jax.Array) -> dict[str, jax.Array]:
+        """Returns the logit, the probabilities and the likelier class."""
+        pair = jnp.concatenate([jnp.zeros_like(logits), logits], axis=-1)
+        return {
+            "logits": logits,
+            "logistic": jax.nn.sigmoid(logits),
+            "probabilities": jax.nn.softmax(pair),
+            "class_ids": pair.argmax(axis=-1, keepdims=True),
+        }
+
+    def evaluate(
+        self, logits: jax.Array, labels: Any
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """Returns the losses, and what TensorFlow reports of two classes."""
+        labels = _match(labels, 1).astype(jnp.float32)
+        predictions = self.predict(logits)
+        class_ids = predictions["class_ids"]
+        # Any other label is refused when the metric is computed.
+        is_class = (labels == 0) | (labels == 1)
+        numbers = jnp.where(is_class, labels, -1).astype(jnp.int32)
+        taken = {"logits": class_ids.astype(jnp.float32), "labels": numbers}
+        scored = {"logits": logits, "labels": numbers}
+        metrics = {
+            "accuracy": (class_ids == labels).astype(jnp.float32),
+            "accuracy_baseline": (_AccuracyBaseline, {"values": labels}),
+            "auc": (AUC, scored),
+            "auc_precision_recall": (_PrecisionRecallAUC, scored),
+            "label/mean": labels,
+            "precision": (_precision, taken),
+            "prediction/mean": predictions["logistic"],
+            "recall": (_recall, taken),
+        }
+        return optax.sigmoid_binary_cross_entropy(logits, labels), metrics
+
+
+class MultiClassHead:
+    """Cross-entropy of one logit for each class.
+
+    Args:
+        n_classes: How many classes there are.
+    """
+
+    def __init__(self, n_classes: int) -> None:
+        self.num_logits = n_classes
+
+    def predict(self, logits: jax.Array) -> dict[str, jax.Array]:
+        """Returns the logits, the probabilities and the likeliest class."""
+        return {
+            "logits": logits,
+            "probabilities": jax.nn.softmax(logits),
+            "class_ids": logits.argmax(axis=-1, keepdims=True),
+        }
+
+    def evaluate(
+        self, logits: jax.Array, labels: Any
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """Returns the losses and the accuracy.
+
+        Raises:
+            EstimatorError: If labels are no integers.
+        """
+        labels = _match(labels, 1)
+        if not jnp.issubdtype(labels.dtype, jnp.integer):
+            raise EstimatorError(
+                f"The labels have the dtype {labels.dtype}, but of {self.num_logits} "
+                "classes they must be integers from 0 on. Convert them in `input_fn`, "
+                'such as by `labels.astype("int32")`.'
+            )
+        labels = labels[:, 0]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        accuracy = (logits.argmax(axis=-1) == labels).astype(jnp.float32)
+        return losses, {"accuracy": accuracy}
+
+
+class _AccuracyBaseline(nnx.metrics.Average):
+    """The accuracy of always predicting the more frequent of two classes."""
+
+    def compute(self) -> jax.Array:
+        mean = super().compute()
+        return jnp.maximum(mean, 1 - mean)
+
+
+class _PrecisionRecallAUC(AUC):
+    def __init__(self) -> None:
+        super().__init__("PR")
+
+
+def _precision() -> Precision:
+    return Precision(threshold=0.5)
+
+
+def _recall() -> Recall:
+    return Recall(threshold=0.5)
+
+
+def _match(labels: Any, size: int) -> jax.Array:
+    """Returns labels of shape `(batch, size)`.
+
+    Raises:
+        EstimatorError: If they have another shape.
+    """
+    if labels is None:
+        raise EstimatorError(
+            "The labels are None, but training and evaluation need them. Return "
+            "batches `(features, labels)` from `input_fn`."
+        )
+    labels = jnp.asarray(labels)
+    if labels.ndim == 1 and size == 1:
+        labels = labels[:, None]
+    if labels.ndim != 2 or labels.shape[1] != size:
+        raise EstimatorError(
+            f"The labels have the shape {labels.shape}, but it must be (batch, {size})"
+            f"{' or (batch,)' if size == 1 else ''}. Reshape them in `input_fn`."
+        )
+    return labels

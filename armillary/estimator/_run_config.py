@@ -1,0 +1,145 @@
+"""How estimators run: strategies, intervals, and which process this is."""
+
+import functools
+import math
+import os
+from dataclasses import dataclass
+
+from armillary._checks import (
+    answers_old_names,
+    check_instance,
+    check_not_negative_int,
+    check_positive_int,
+)
+from armillary.cluster.resolvers._plan import ProcessPlan
+from armillary.cluster.resolvers._resolver import ClusterResolver, SimpleClusterResolver
+from armillary.cluster.resolvers._spec import ClusterSpec
+from armillary.cluster.resolvers._tf_config import TFConfigClusterResolver
+from armillary.distribute._strategy import Strategy
+from armillary.errors import EstimatorError
+
+_XLA = "Leave it out: there is no session here, and XLA places operations."
+
+
+@answers_old_names(
+    save_checkpoints_secs="Use `save_checkpoints_steps`: checkpoints are saved at "
+    "steps.",
+    session_config=_XLA,
+    device_fn=_XLA,
+    protocol=_XLA,
+    session_creation_timeout_secs=_XLA,
+    checkpoint_save_graph_def="Leave it out: there is no graph to save.",
+    experimental_distribute="Use `train_distribute` and `eval_distribute`.",
+    experimental_max_worker_delay_secs="Leave it out: workers wait for each other.",
+)
+@dataclass(frozen=True)
+class RunConfig:
+    """How an `Estimator` runs.
+
+    Training runs in loops of as many steps as divide all three intervals, so choose
+    ones that have much in common: with 100, 100 and 1000, a loop is 100 steps.
+
+    Args:
+        model_dir: Where checkpoints and summaries go, unless the estimator says.
+        tf_random_seed: What the random numbers of modules begin with.
+        save_summary_steps: Steps between summaries of training; `None` for none.
+        save_checkpoints_steps: Steps between checkpoints; `None` saves at the end of
+            each call of `train` alone. (TensorFlow saves every 600 seconds by default.)
+        keep_checkpoint_max: How many checkpoints stay; `None` or 0 keeps all.
+        log_step_count_steps: Steps between log lines, which show the mean loss.
+        train_distribute: The strategy of `train`; `None` for the one in effect.
+        eval_distribute: The strategy of `evaluate`; `None` for the one in effect, and
+            for that of training where several processes train.
+
+    Raises:
+        TypeError: If a strategy is none.
+        ValueError: If a number is out of range.
+    """
+
+    model_dir: str | os.PathLike[str] | None = None
+    tf_random_seed: int | None = None
+    save_summary_steps: int | None = 100
+    save_checkpoints_steps: int | None = 1000
+    keep_checkpoint_max: int | None = 5
+    log_step_count_steps: int = 100
+    train_distribute: Strategy | None = None
+    eval_distribute: Strategy | None = None
+
+    def __post_init__(self) -> None:
+        check_positive_int("log_step_count_steps", self.log_step_count_steps)
+        for name in ("save_summary_steps", "save_checkpoints_steps"):
+            if getattr(self, name) is not None:
+                check_positive_int(name, getattr(self, name))
+        for name in ("keep_checkpoint_max", "tf_random_seed"):
+            if getattr(self, name) is not None:
+                check_not_negative_int(name, getattr(self, name))
+        for name in ("train_distribute", "eval_distribute"):
+            if getattr(self, name) is not None:
+                fix = f"Write `{name}=armillary.MirroredStrategy()`."
+                check_instance(name, getattr(self, name), Strategy, fix)
+
+    @property
+    def steps_per_loop(self) -> int:
+        """Steps after which training may stop, log and save."""
+        intervals = (
+            self.log_step_count_steps,
+            self.save_summary_steps,
+            self.save_checkpoints_steps,
+        )
+        return math.gcd(*(steps for steps in intervals if steps is not None))
+
+    @functools.cached_property
+    def _resolver(self) -> ClusterResolver:
+        strategy = self.train_distribute
+        if strategy is not None and strategy.cluster_resolver is not None:
+            return strategy.cluster_resolver
+        if TFConfigClusterResolver.is_present(os.environ):
+            return TFConfigClusterResolver()
+        return SimpleClusterResolver(ClusterSpec({}))
+
+    @property
+    def plan(self) -> ProcessPlan:
+        """Which process this is, from the strategy or from `TF_CONFIG`."""
+        return self._resolver.process_plan()
+
+    @property
+    def cluster_spec(self) -> ClusterSpec:
+        """The tasks of the job; none if this process is on its own."""
+        return self._resolver.cluster_spec()
+
+    @property
+    def task_type(self) -> str:
+        """The job of this process, `"worker"` if it is on its own."""
+        return self.plan.task_type
+
+    @property
+    def task_id(self) -> int:
+        """The index of this process in its job."""
+        return self.plan.task_id
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is the process that writes checkpoints."""
+        return bool(self.plan.is_chief)
+
+    @property
+    def num_worker_replicas(self) -> int | None:
+        """How many processes train together, as far as is known."""
+        return self.plan.num_processes
+
+    def check_joined(self) -> None:
+        """Raises if processes that should train together would each train alone.
+
+        Raises:
+            EstimatorError: If they would.
+        """
+        strategy, plan = self.train_distribute, self.plan
+        if not (plan.is_training and plan.is_distributed):
+            return
+        if strategy is None or strategy.peers is None:
+            raise EstimatorError(
+                f"`train_distribute` is {strategy!r}, but the cluster has "
+                f"{plan.num_processes} processes that train, and each would train "
+                "alone into one directory. Use `RunConfig(train_distribute="
+                "armillary.MultiWorkerMirroredStrategy(), ...)`."
+            )

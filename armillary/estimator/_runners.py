@@ -1,0 +1,153 @@
+"""The inner loops of an estimator: a model function as a training and an eval step."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from armillary.data._dataset import DistributedDataset
+from armillary.distribute._strategy import Strategy
+from armillary.distribute.replica._context import get_replica_context
+from armillary.distribute.replica._loss import compute_average_loss
+from armillary.errors import EstimatorError
+from armillary.estimator._model import Model
+from armillary.estimator._spec import EstimatorSpec, ModeKeys
+from armillary.trainer._options import StandardEvaluatorOptions
+from armillary.trainer._standard_evaluator import StandardEvaluator
+from armillary.trainer._standard_trainer import StandardTrainer
+from armillary.typing import Output
+
+
+class EstimatorTrainer(StandardTrainer):
+    """Trains the modules of a model function; reports the mean loss of each loop.
+
+    Args:
+        dataset: Gives each replica its batch of features and labels.
+        strategy: Has the replicas.
+        model: Was built for training.
+    """
+
+    def __init__(
+        self, dataset: DistributedDataset, strategy: Strategy, model: Model
+    ) -> None:
+        super().__init__(dataset)
+        self.strategy, self.model_fn = strategy, model.model_fn
+        self.modules, self.optimizer = model.store, model.optimizer
+        self.loss = nnx.metrics.Average("loss")
+
+    def train_loop_begin(self) -> None:
+        self.loss.reset()
+
+    def train_step(self, iterator: Any) -> None:
+        def step_fn(batch: Any) -> None:
+            features, labels = batch
+
+            def loss_fn(modules: Any) -> Any:
+                spec = self._call(modules, features, labels)
+                # Gradients arrive summed over replicas. With each replica's loss as
+                # that of one example, they are a mean.
+                return compute_average_loss(spec.loss[None]), spec.loss
+
+            gradients, loss = nnx.grad(loss_fn, has_aux=True)(self.modules)
+            self.optimizer.update(self.modules, gradients)
+            self.loss.update(loss=loss)
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+    def _call(self, modules: Any, features: Any, labels: Any) -> EstimatorSpec:
+        """Calls the model function; its loss is no part of a sum over replicas.
+
+        Raises:
+            EstimatorError: If it asks for the number of replicas, which is there to
+                divide by.
+        """
+        context = get_replica_context()
+        assert context is not None  # This is a step.
+        context.was_asked = False
+        spec = self.model_fn(modules, features, labels, ModeKeys.TRAIN)
+        if context.was_asked:
+            raise EstimatorError(
+                "`model_fn` uses the number of replicas, as `compute_average_loss` "
+                "does, but its loss is the mean over one replica's batch, and the mean "
+                "over replicas is taken of that. Write `loss=losses.mean()`, and pass "
+                "in `params` what else depends on the number."
+            )
+        return spec
+
+    def train_loop_end(self) -> Output:
+        return {"loss": self.loss.compute()}
+
+
+class EstimatorEvaluator(StandardEvaluator):
+    """Evaluates a model function; the loss is the mean over batches.
+
+    Args:
+        dataset: As in `EstimatorTrainer`.
+        strategy: Has the replicas.
+        model: Was built for training, too.
+        spec: What the function returned when it was built for evaluation.
+    """
+
+    def __init__(
+        self,
+        dataset: DistributedDataset,
+        strategy: Strategy,
+        model: Model,
+        spec: EstimatorSpec,
+    ) -> None:
+        options = StandardEvaluatorOptions(recreate_iterator_for_each_eval=True)
+        super().__init__(dataset, options)
+        self.strategy, self.model_fn = strategy, model.model_fn
+        self.modules = model.store
+        self.metrics = {"loss": nnx.metrics.Average()}
+        self.metrics |= {
+            name: _make_metric(name, op) for name, op in spec.eval_metric_ops.items()
+        }
+
+    def eval_begin(self) -> None:
+        for metric in self.metrics.values():
+            metric.reset()
+
+    def eval_step(self, iterator: Any) -> None:
+        def step_fn(batch: Any) -> None:
+            features, labels = batch
+            spec = self.model_fn(self.modules, features, labels, ModeKeys.EVAL)
+            self.metrics["loss"].update(values=spec.loss)
+            for name, op in spec.eval_metric_ops.items():
+                arguments = op[1] if isinstance(op, tuple) else {"values": op}
+                self.metrics[name].update(**arguments)
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+    def eval_end(self, *state: Any) -> Output:
+        del state
+        return {name: metric.compute() for name, metric in self.metrics.items()}
+
+
+def _make_metric(name: str, op: Any) -> nnx.metrics.Metric:
+    """Returns the metric of an entry of `eval_metric_ops`.
+
+    Raises:
+        EstimatorError: If the entry is neither an array of examples nor a pair.
+    """
+    if name == "loss":
+        raise EstimatorError(
+            '`eval_metric_ops` has the entry "loss", which an evaluation reports in '
+            'any case, as the mean over batches. Call it "average_loss".'
+        )
+    if not isinstance(op, tuple):
+        if jnp.ndim(op) == 0:
+            raise EstimatorError(
+                f"`eval_metric_ops[{name!r}]` is a scalar, of which no mean over "
+                "examples can be taken. Give an array with an entry for each example, "
+                "or a pair `(metric_fn, arguments)`."
+            )
+        return nnx.metrics.Average()
+    metric = op[0]() if len(op) == 2 and callable(op[0]) else None
+    if not isinstance(metric, nnx.metrics.Metric):
+        raise EstimatorError(
+            f"`eval_metric_ops[{name!r}]` is {op!r:.80}, but a pair must begin with a "
+            "function that makes a metric, and end with the arguments of its `update`. "
+            "Write `(armillary.metrics.AUC, {'logits': logits, 'labels': labels})`."
+        )
+    return metric

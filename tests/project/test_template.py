@@ -1,0 +1,163 @@
+"""`armillary new`: what it writes is clean, trains, and passes its own tests."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from armillary import _cli
+from armillary.project._template import check_target, write_project
+from tests.conftest import REPOSITORY
+
+NAME = "digit_classifier"
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    paths = f"{REPOSITORY}{os.pathsep}{folder}"
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=folder,
+        env={**environment, "PYTHONPATH": paths, "JAX_NUMPY_RANK_PROMOTION": "allow"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def run_well(folder: Path, *command: str) -> str:
+    ended = run(folder, *command)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("projects") / NAME
+    written = write_project(folder)
+    assert written
+    return folder
+
+
+def test_the_command_writes_a_project_and_says_how_to_go_on(tmp_path, capsys):
+    folder = tmp_path / "new" / NAME
+    assert _cli.main(["new", str(folder)]) == 0
+    output = capsys.readouterr().out
+    assert f"python -m {NAME}.main" in output
+    paths = {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")}
+    names = ("dataset", "losses", "main", "metrics", "model", "steps")
+    assert {f"{NAME}/{name}.py" for name in names} < paths
+    assert {"README.md", "pyproject.toml", ".gitignore", "tests/conftest.py"} < paths
+
+
+def test_an_empty_directory_is_taken(tmp_path, monkeypatch):
+    (tmp_path / NAME).mkdir()
+    monkeypatch.chdir(tmp_path / NAME)
+    assert _cli.main(["new", "."]) == 0
+    assert (tmp_path / NAME / NAME / "main.py").is_file()
+
+
+def test_the_name_takes_the_place_of_the_template_s(project):
+    texts = [path.read_text() for path in project.rglob("*.*") if path.is_file()]
+    assert not any("my_project" in text or ".tmpl" in text for text in texts)
+    assert sum(NAME in text for text in texts) > 5
+
+
+def test_every_part_says_what_to_adapt(project):
+    parts = [*(project / NAME).glob("*.py"), *(project / "tests").glob("test_*.py")]
+    assert len(parts) == 10
+    for path in [*parts, project / "pyproject.toml", project / "README.md"]:
+        assert "TODO" in path.read_text(), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [NAME, "a", "a_name_of_thirty_letters_in_all"[:30]])
+@pytest.mark.parametrize("has_own_settings", [False, True])
+def test_the_code_passes_the_linter(tmp_path, name, has_own_settings):
+    folder = tmp_path / name
+    write_project(folder)
+    own = folder if has_own_settings else REPOSITORY
+    settings = ("--no-cache", "--config", str(own / "pyproject.toml"))
+    run_well(folder, "ruff", "check", *settings, ".")
+    run_well(folder, "ruff", "format", "--check", *settings, ".")
+
+
+@pytest.mark.slow
+def test_its_tests_pass(project):
+    output = run_well(project, "pytest", "-q", "-p", "no:cacheprovider")
+    assert re.search(r"\b[1-9]\d* passed", output), output
+
+
+@pytest.mark.slow
+def test_the_commands_of_its_readme_work(project, tmp_path):
+    run_dir = ("--run-dir", str(tmp_path / "run"))
+    arguments = (*run_dir, "--steps", "60", "--steps-per-loop", "20")
+    output = run_well(project, f"{NAME}.main", "--devices", "2", *arguments)
+    assert re.search(r"Test accuracy \d\d\.\d\d%", output), output
+    folders = {path.name for path in (tmp_path / "run").iterdir()}
+    assert folders == {"checkpoints", "test", "train", "validation"}
+
+    readme = (project / "README.md").read_text()
+    command = f"armillary launch --workers 2 -m {NAME}.main --strategy multi_worker"
+    assert command in readme
+    arguments = (*run_dir, "--steps", "80", "--steps-per-loop", "20")
+    output = run_well(project, *command.split(), *arguments)
+    assert output.count("Test accuracy") == 2, output
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("My-Project", "'My-Project', cannot be that of a package of the project"),
+        ("2nd", "'2nd', cannot be that of a package of the project"),
+        ("_hidden", "'_hidden', cannot be that of a package"),
+        ("class", "'class', is a keyword of Python"),
+        ("json", "'json', is that of another package, which the program needs"),
+        ("tests", "'tests', is that of another package"),
+        ("jax", "'jax', is that of a package that is there already"),
+        ("armillary", "'armillary', is that of a package that is there already"),
+        ("a" * 31, "is longer than 30 letters"),
+    ],
+)
+def test_names_that_cannot_be(tmp_path, capsys, name, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_target(tmp_path / name)
+    with pytest.raises(SystemExit) as ended:
+        _cli.main(["new", str(tmp_path / name)])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
+def test_nothing_is_written_over(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name, what in (
+        ("full", "is not empty"),
+        ("file", "is no directory"),
+        ("link", "is no directory"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}', which {what}, and nothing"):
+            check_target(tmp_path / name)
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
+
+
+def test_the_template_is_part_of_the_package():
+    folder = REPOSITORY / "armillary" / "project" / "template"
+    paths = [str(path) for path in folder.rglob("*") if path.is_file()]
+    assert len(paths) == 14
+    # What git ignores, the build of the package leaves out.
+    ignored = subprocess.run(
+        ["git", "check-ignore", "--no-index", *paths],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    if ignored.returncode == 128:
+        pytest.skip("This is no git checkout, so nothing is ignored.")
+    assert ignored.stdout == ""
