@@ -87,8 +87,9 @@ class SingleTaskEvaluator(armillary.StandardEvaluator):
     Args:
         eval_dataset: A data set whose batches are dictionaries.
         label_key: As for `SingleTaskTrainer`.
-        model: The model to evaluate. If it has dropout or batch normalization, give a
-            view of it: `nnx.view(model, deterministic=True, use_running_average=True)`.
+        model: The model to evaluate. If it has dropout, give a view of it,
+            `nnx.view(model, deterministic=True)`. With batch normalization, add
+            `use_running_average=True`.
         metrics: As for `SingleTaskTrainer`, without the losses.
         options: As for any `StandardEvaluator`.
     """

@@ -128,7 +128,8 @@ def test_gan_comes_closer_to_the_real_images_and_resumes(tmp_path):
     assert loops == ["200"]
     second, loops = run(1000)
     assert loops == ["400", "600", "800", "1000"]
-    assert second < 1.5 < first  # 11 before training
+    # 11 before training; measured 1.9 and 0.8.
+    assert second < 0.7 * first < 4.0
 
 
 @pytest.mark.slow
