@@ -134,7 +134,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Imports what is optional, or takes long, when it is first used.
 
-    `armillary.metrics` and `armillary.estimator` need Flax NNX, `armillary.keras` Keras.
+    `armillary.metrics` and `armillary.estimator` need Flax, `armillary.keras` Keras.
 
     Raises:
         AttributeError: For any other name.

@@ -1,29 +1,20 @@
 """The IDX reader of the Fashion-MNIST example: what it reads and what it refuses."""
 
 import gzip
-import importlib.util
 import re
 import struct
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+from tests.examples.loading import load_example
+
 IMAGES = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
 LABELS = np.array([7, 1], dtype=np.uint8)
 
 
-def load_idx() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("idx", EXAMPLES / "idx.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-idx = load_idx()
+idx = load_example("idx")
 
 
 def encode(array: np.ndarray) -> bytes:
