@@ -67,6 +67,7 @@ from armillary.distribute import set_strategy as set_strategy
 from armillary.trainer._contract import AbstractEvaluator as AbstractEvaluator
 from armillary.trainer._contract import AbstractTrainer as AbstractTrainer
 from armillary.trainer._contract import PendingLoops as PendingLoops
+from armillary.trainer._epoch_helper import EpochHelper as EpochHelper
 from armillary.trainer._options import (
     StandardEvaluatorOptions as StandardEvaluatorOptions,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "CheckpointManager",
     "Controller",
     "DefaultStrategy",
+    "EpochHelper",
     "InputContext",
     "InputOptions",
     "MirroredStrategy",
