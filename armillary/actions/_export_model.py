@@ -26,6 +26,8 @@ from armillary.state._lift import State
 from armillary.state._walk import Walk
 from armillary.typing import Output, PyTree
 
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
 
 @answers_old_names(
     signatures="Pass one function as `model`, and examples of its arguments as `args`.",
@@ -66,13 +68,14 @@ class ExportModel:
             pytrees of them. Shapes may be symbolic (`jax.export.symbolic_shape`).
         polymorphic_batch_size: Whether the program takes any size of the first axis of
             all arguments (of those that have axes), the same for all.
-        platforms: What to compile for, such as `("cpu", "cuda")`. By default what this
-            program runs on.
+        platforms: What the program may run on: `"cpu"`, `"cuda"`, `"rocm"`, `"tpu"`, or
+            several of them. By default what this program runs on.
 
     Raises:
         TypeError: If `model` cannot be called, `file_manager` lacks a method, or `args`
             is not a tuple.
-        ValueError: If `polymorphic_batch_size` is neither true nor false.
+        ValueError: If `polymorphic_batch_size` is neither true nor false, if a platform
+            is none of those, or if a shape has a `None`.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class ExportModel:
         *,
         args: tuple[PyTree, ...],
         polymorphic_batch_size: bool = False,
-        platforms: Sequence[str] | None = None,
+        platforms: str | Sequence[str] | None = None,
     ) -> None:
         check_callable("model", model)
         check_methods(
@@ -93,6 +96,11 @@ class ExportModel:
         )
         check_instance("args", args, tuple, "Use `args=(images,)` for one argument.")
         check_one_of("polymorphic_batch_size", polymorphic_batch_size, (True, False))
+        if platforms is not None:
+            # JAX takes any name, and such a program runs nowhere.
+            for platform in [platforms] if isinstance(platforms, str) else platforms:
+                check_one_of("platforms", platform, _PLATFORMS, "Use several of these.")
+            platforms = (platforms,) if isinstance(platforms, str) else tuple(platforms)
         self.model = model
         self.file_manager = file_manager
         self._specs = _describe(args, is_polymorphic=polymorphic_batch_size)
@@ -174,6 +182,12 @@ def _describe(args: tuple[PyTree, ...], *, is_polymorphic: bool) -> tuple[PyTree
         shape = tuple(leaf.shape)
         if is_polymorphic and shape:
             shape = (batch, *shape[1:])
+        if None in shape:
+            raise ValueError(
+                f"`args` has the shape {shape}, but JAX has no `None` in shapes. "
+                "Use 1 and `polymorphic_batch_size=True` for the first axis, and "
+                "`jax.export.symbolic_shape` for others."
+            )
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
     return jax.tree.map(describe, args)

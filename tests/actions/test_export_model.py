@@ -229,6 +229,14 @@ def test_mirrored_state_becomes_a_program_for_one_device(tmp_path):
         np.testing.assert_allclose(exported.call(IMAGES), seen[step], rtol=1e-5)
 
 
+@pytest.mark.parametrize("platforms", ["cuda", ("tpu", "cuda")])
+def test_an_export_for_another_platform(platforms, tmp_path):
+    export = make(tmp_path, lambda x: x + 1, platforms=platforms)
+    export()
+    named = load(export.file_manager.managed_files[0]).platforms
+    assert set(named) == ({"cuda"} if platforms == "cuda" else {"tpu", "cuda"})
+
+
 def test_a_program_for_several_devices_is_an_error(tmp_path):
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     sharding = jax.sharding.NamedSharding(mesh, jax.P())
@@ -350,6 +358,13 @@ def files(directory):
         ValueError: {
             "`polymorphic_batch_size` is 'yes'": (
                 lambda d: make(d, print, polymorphic_batch_size="yes")
+            ),
+            "`platforms` is 'gpu', but it must be one of 'cpu', 'cuda'": (
+                lambda d: make(d, print, platforms=("cpu", "gpu"))
+            ),
+            "`platforms` is 'gpu'": lambda d: make(d, print, platforms="gpu"),
+            r"`args` has the shape \(None, 4\).*polymorphic_batch_size=True": (
+                lambda d: make(d, print, (jax.ShapeDtypeStruct((None, 4), "float32"),))
             ),
             "`max_to_keep` is 0": lambda d: ExportFileManager(d / "x", max_to_keep=0),
         },
