@@ -68,6 +68,7 @@ from armillary.distribute import value_and_grad as value_and_grad
 from armillary.trainer._contract import AbstractEvaluator as AbstractEvaluator
 from armillary.trainer._contract import AbstractTrainer as AbstractTrainer
 from armillary.trainer._contract import PendingLoops as PendingLoops
+from armillary.trainer._epoch_helper import EpochHelper as EpochHelper
 from armillary.trainer._options import (
     StandardEvaluatorOptions as StandardEvaluatorOptions,
 )
@@ -92,6 +93,7 @@ __all__ = [
     "CheckpointManager",
     "Controller",
     "DefaultStrategy",
+    "EpochHelper",
     "InputContext",
     "InputOptions",
     "MirroredStrategy",

@@ -32,6 +32,8 @@ therefore write in one process only, where `jax.process_index() == 0`.
 from armillary.actions._best_metric import NewBestMetric as NewBestMetric
 from armillary.actions._conditional import ConditionalAction as ConditionalAction
 from armillary.actions._early_stopping import EarlyStopping as EarlyStopping
+from armillary.actions._export_files import ExportFileManager as ExportFileManager
+from armillary.actions._export_model import ExportModel as ExportModel
 from armillary.actions._save_if_preempted import (
     SaveCheckpointIfPreempted as SaveCheckpointIfPreempted,
 )
@@ -39,6 +41,8 @@ from armillary.actions._save_if_preempted import (
 __all__ = [
     "ConditionalAction",
     "EarlyStopping",
+    "ExportFileManager",
+    "ExportModel",
     "NewBestMetric",
     "SaveCheckpointIfPreempted",
 ]

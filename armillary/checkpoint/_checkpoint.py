@@ -142,15 +142,16 @@ class Checkpoint:
         ones in `set_state`.
 
         Args:
-            content: A value for every leaf and for every state.
+            content: A value for every leaf, and for the states that are to be set.
         """
         before = self.read_leaves()
         undo: list[tuple[Any, Any]] = []
         try:
             self._write_leaves(content.leaves)
-            for name, value in self._states.items():
+            for name, state in content.states.items():
+                value = self._states[name]
                 undo.append((value, _read_state(name, value)))
-                value.set_state(content.states[name])
+                value.set_state(state)
         except BaseException:
             self._write_leaves(before)
             for value, state in reversed(undo):

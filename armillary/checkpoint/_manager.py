@@ -17,6 +17,7 @@ from armillary._checks import (
     check_one_of,
     check_positive_int,
 )
+from armillary._logging import logger
 from armillary._process import get_process
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._folder import (
@@ -26,7 +27,8 @@ from armillary.checkpoint._folder import (
     find_superseded,
 )
 from armillary.checkpoint._joint import announcing_errors, make_writer
-from armillary.checkpoint._reader import restore, restore_latest
+from armillary.checkpoint._part import Parts, RestoredPart, as_parts
+from armillary.checkpoint._reader import restore, restore_latest, restore_part
 from armillary.errors import CheckpointError
 from armillary.state._step_counter import as_step_counter
 
@@ -300,6 +302,45 @@ class CheckpointManager:
         restore(self._checkpoint, folder, self._directory)
         self._note_restored(folder)
         return str(folder)
+
+    def restore_part(self, path: str | os.PathLike[str], parts: Parts) -> RestoredPart:
+        """Puts a part of one checkpoint into the objects, and leaves the rest alone.
+
+        For example a backbone into a model with another head, where a run begins::
+
+            manager = armillary.CheckpointManager(
+                armillary.Checkpoint(model=model, optimizer=optimizer), "runs/pets",
+                init_fn=lambda: manager.restore_part(
+                    "runs/pretraining/checkpoint_9000", "model/backbone"))
+
+        As strict as `restore` inside the parts: there, the checkpoint and the program
+        must hold the same leaves. The step counter is as it was, unless it is in one.
+
+        Args:
+            path: The folder of the checkpoint, in this directory or elsewhere.
+            parts: The path of a part, such as `"model/backbone"`, which is everything
+                below it; several paths; or a dictionary where the program has other
+                paths: `{"model/encoder": "model/backbone"}` restores what was saved as
+                `model/encoder` into `model/backbone`.
+
+        Returns:
+            Which paths were restored, left as they were, and not used. It is logged as
+            well.
+
+        Raises:
+            TypeError: If `parts` is not of strings.
+            ValueError: If `parts` is empty, or one lies inside another.
+            CheckpointError: As in `restore`.
+            CheckpointDamageError: As in `restore`.
+            CheckpointMismatchError: If a part is missing, or the checkpoint holds other
+                leaves in it than the program. The objects are as they were.
+        """
+        pairs = as_parts(parts)
+        self.sync()
+        folder = as_absolute(path)
+        report = restore_part(self._checkpoint, folder, self._directory, pairs)
+        logger.info("%s", report)
+        return report
 
     def sync(self) -> None:
         """Waits until the last save is complete and old checkpoints are removed.

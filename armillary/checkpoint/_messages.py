@@ -32,6 +32,26 @@ def check_match(
     Raises:
         CheckpointMismatchError: If they differ. All differences are in the message.
     """
+    lines = find_differences(saved, program, saved_states, program_states)
+    if not lines:
+        return
+    raise CheckpointMismatchError(
+        f"`path` is {path!r}, and {len(lines)} of its leaves differ from the program, "
+        f"which must hold the same ones:\n{list_lines(lines)}\n"
+        "Build the objects as they were when this was saved, restore another "
+        "checkpoint (`manager.restore(path)`) or only a part of this one "
+        "(`manager.restore_part(path, parts)`), or use another `directory` to start "
+        "afresh. Nothing was restored."
+    )
+
+
+def find_differences(
+    saved: Mapping[str, LeafSpec],
+    program: Mapping[str, LeafSpec],
+    saved_states: Collection[str],
+    program_states: Collection[str],
+) -> list[str]:
+    """Returns a line for each path at which a checkpoint and a program differ."""
     differences = [
         *_compare(saved, program, LeafSpec.matches),
         *_compare(
@@ -40,16 +60,7 @@ def check_match(
             operator.eq,
         ),
     ]
-    if not differences:
-        return
-    lines = [line for _, line in sorted(differences)]
-    raise CheckpointMismatchError(
-        f"`path` is {path!r}, and {len(lines)} of its leaves differ from the program, "
-        f"which must hold the same ones:\n{list_lines(lines)}\n"
-        "Build the objects as they were when this was saved, restore another "
-        "checkpoint (`manager.restore(path)`), or use another `directory` to start "
-        "afresh. Nothing was restored."
-    )
+    return [line for _, line in sorted(differences)]
 
 
 def _compare(

@@ -22,6 +22,7 @@ from armillary.checkpoint._messages import (
     describe_damage,
     read_error,
 )
+from armillary.checkpoint._part import RestoredPart, match_parts
 from armillary.checkpoint._store import read_arrays, read_manifest
 from armillary.cluster._join import get_peers
 from armillary.errors import CheckpointDamageError, CheckpointError
@@ -34,6 +35,60 @@ def restore(checkpoint: Checkpoint, folder: epath.Path, directory: epath.Path) -
         checkpoint: The objects.
         folder: What to restore.
         directory: Where an error looks for checkpoints to name instead.
+
+    Raises:
+        CheckpointError: As `_verify` does, and if it cannot be read or does not fit.
+    """
+    _verify(folder, directory)
+    _restore_intact(checkpoint, folder)
+
+
+def restore_part(
+    checkpoint: Checkpoint,
+    folder: epath.Path,
+    directory: epath.Path,
+    parts: Mapping[str, str],
+) -> RestoredPart:
+    """Puts a part of the values of a folder into the objects of `checkpoint`.
+
+    Args:
+        checkpoint: The objects.
+        folder: What to restore from.
+        directory: Where an error looks for checkpoints to name instead.
+        parts: Where each part goes in the program, by its path in the checkpoint.
+
+    Returns:
+        What was restored, and what was not.
+
+    Raises:
+        CheckpointError: As `_verify` does, and if it cannot be read or does not fit.
+    """
+    _verify(folder, directory)
+    with announcing_errors():
+        leaves = checkpoint.read_leaves()
+        saved, states = _read_description(folder)
+        sources = match_parts(
+            str(folder),
+            parts,
+            saved=saved,
+            program=Content(leaves, {}).specs,
+            saved_states=states,
+            program_states=checkpoint.state_names,
+        )
+        restored = _read_leaves(folder, leaves, saved, sources.leaves)
+        new_states = {name: states[source] for name, source in sources.states.items()}
+        checkpoint.write(Content({**leaves, **restored}, new_states))
+    done = sources.leaves | sources.states
+    return RestoredPart(
+        path=str(folder),
+        restored=tuple(sorted(done)),
+        kept=tuple(sorted({*leaves, *checkpoint.state_names} - done.keys())),
+        unused=tuple(sorted({*saved, *states} - set(done.values()))),
+    )
+
+
+def _verify(folder: epath.Path, directory: epath.Path) -> None:
+    """Raises if a folder is not a checkpoint to restore from.
 
     Raises:
         CheckpointError: If it is not a complete checkpoint, or processes that train
@@ -50,7 +105,6 @@ def restore(checkpoint: Checkpoint, folder: epath.Path, directory: epath.Path) -
     if damage is not None:
         raise CheckpointDamageError(describe_damage(folder, damage), damage=damage)
     check_all_see(folder, folder.parent, peers)
-    _restore_intact(checkpoint, folder)
 
 
 def restore_latest(checkpoint: Checkpoint, directory: epath.Path) -> epath.Path | None:
@@ -132,7 +186,7 @@ def _restore_intact(checkpoint: Checkpoint, folder: epath.Path) -> None:
             saved_states=states,
             program_states=checkpoint.state_names,
         )
-        restored = _read_leaves(folder, leaves, saved)
+        restored = _read_leaves(folder, leaves, saved, {path: path for path in leaves})
         checkpoint.write(Content({**leaves, **restored}, states))
 
 
@@ -147,12 +201,20 @@ def _read_description(folder: epath.Path) -> tuple[dict[str, LeafSpec], dict[str
 
 
 def _read_leaves(
-    folder: epath.Path, leaves: Mapping[str, Any], saved: Mapping[str, LeafSpec]
+    folder: epath.Path,
+    leaves: Mapping[str, Any],
+    saved: Mapping[str, LeafSpec],
+    sources: Mapping[str, str],
 ) -> dict[str, Any]:
-    targets = {path: leaf for path, leaf in leaves.items() if not saved[path].is_empty}
-    shardings = {path: stored_sharding(leaf) for path, leaf in targets.items()}
+    # `sources` has the path in the checkpoint of each leaf to read, by its path here.
+    targets = {
+        path: leaves[path] for path in sources if not saved[sources[path]].is_empty
+    }
+    shardings = {sources[path]: stored_sharding(leaf) for path, leaf in targets.items()}
     try:
         stored = read_arrays(folder, shardings)
     except Exception as error:
         raise read_error(folder, error) from error
-    return {path: as_restored(stored[path], leaf) for path, leaf in targets.items()}
+    return {
+        path: as_restored(stored[sources[path]], leaf) for path, leaf in targets.items()
+    }

@@ -101,7 +101,7 @@ def read_manifest(path: epath.Path) -> dict[str, Any]:
 def read_arrays(
     path: epath.Path, shardings: Mapping[str, jax.sharding.Sharding | None]
 ) -> dict[str, Any]:
-    """Returns arrays of a folder.
+    """Returns arrays of a folder; others that it may have are not read.
 
     Args:
         path: The folder.
@@ -121,7 +121,9 @@ def read_arrays(
     # The item alone: what Orbax keeps beside the items has no checksum.
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
-        tree = ocp.args.PyTreeRestore(item=dict.fromkeys(args, 0), restore_args=args)
+        tree = ocp.args.PyTreeRestore(
+            item=dict.fromkeys(args, 0), restore_args=args, partial_restore=True
+        )
         return reader.restore(path / "arrays", args=tree)
 
 

@@ -182,7 +182,8 @@ def test_the_diff_names_every_kind_of_difference_in_order_of_paths() -> None:
         "  + model/d: key<rbg> ()  only in the program\n"
         "  + train_dataset: saved state  only in the program\n"
         "Build the objects as they were when this was saved, restore another "
-        "checkpoint (`manager.restore(path)`), or use another `directory` to start "
+        "checkpoint (`manager.restore(path)`) or only a part of this one "
+        "(`manager.restore_part(path, parts)`), or use another `directory` to start "
         "afresh. Nothing was restored."
     )
 

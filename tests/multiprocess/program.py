@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 
 import armillary
+from armillary.actions import _export_model
 from armillary.checkpoint import _reader
 from armillary.checkpoint._store import Store
 from armillary.cluster._preemption_notice import PreemptionNotice
@@ -507,6 +508,77 @@ def limit_files(is_limited: bool) -> None:
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     soft = 1_000_000 if is_limited else hard
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def exports(strategy: Any, run_dir: str) -> dict[str, Any]:
+    """Exports while it trains, and restores a part; then one process cannot write."""
+    directory = Path(run_dir)
+    written: list[str] = []
+    write = _export_model.write_whole
+
+    def write_noted(path: Any, data: Any) -> None:
+        written.append(path.name)
+        write(path, data)
+
+    _export_model.write_whole = write_noted
+
+    def make_export(trainer: Classifier, base_name: Path) -> Any:
+        def predict(image: Any) -> Any:
+            trainer.model.eval()
+            return trainer.model(image)
+
+        return armillary.actions.ExportModel(
+            predict,
+            armillary.actions.ExportFileManager(
+                base_name, 2, next_id_fn=trainer.optimizer.step
+            ),
+            args=(jax.ShapeDtypeStruct((1, 8, 8, 1), jnp.float32),),
+            polymorphic_batch_size=True,
+        )
+
+    def call(path: Path) -> Any:
+        images = make_digits(5)["image"]
+        return np.asarray(
+            jax.export.deserialize(path.read_bytes()).call(images)
+        ).tolist()
+
+    trainer = make_trainer(strategy)
+    manager = armillary.CheckpointManager(
+        armillary.Checkpoint(trainer=trainer), directory / "checkpoints"
+    )
+    controller = armillary.Controller(
+        trainer=trainer,
+        global_step=trainer.optimizer.step,
+        strategy=strategy,
+        steps_per_loop=2,
+        train_actions=[make_export(trainer, directory / "export")],
+        checkpoint_manager=manager,
+    )
+    controller.train(6)
+    other = make_trainer(strategy, seed=1)
+    part = armillary.CheckpointManager(
+        armillary.Checkpoint(run=other), directory / "other"
+    )
+    path = directory / "checkpoints" / "checkpoint_6"
+    report = part.restore_part(path, {"trainer/model": "run/model"})
+    make_export(other, directory / "other")()
+    part.save(0)
+    part.sync()
+    found = {
+        "names": sorted(path.name for path in directory.glob("export-*")),
+        "trained": call(directory / "export-6"),
+        "restored": call(directory / "other-0"),
+        "report": [report.restored, report.kept],
+        "losses": np.asarray(trainer.losses)[:6].tolist(),
+    }
+    (directory / "file").write_text("")
+    fail = make_export(trainer, directory / "file" / "export")
+
+    def export_and_save() -> None:
+        fail()
+        manager.save()
+
+    return found | {"written": written, "error": catch(export_and_save)}
 
 
 def four(strategy: Any, lengths: list[int]) -> dict[str, Any]:

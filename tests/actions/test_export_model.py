@@ -1,0 +1,375 @@
+"""Models are exported whole, without being disturbed, and run on JAX alone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary._process import Process, get_process, set_process
+from armillary.actions import (
+    ConditionalAction,
+    ExportFileManager,
+    ExportModel,
+    NewBestMetric,
+)
+from tests.mistakes import mistakes
+
+IMAGES = np.random.default_rng(0).normal(size=(3, 4)).astype("float32")
+SPEC = jax.ShapeDtypeStruct((1, 4), jnp.float32)
+
+
+class Net(nnx.Module):
+    """Dropout and batch statistics: what differs between training and use."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.hidden = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, images):
+        return self.head(self.dropout(self.norm(self.hidden(images))))
+
+
+def load(path):
+    return jax.export.deserialize(Path(path).read_bytes())
+
+
+def make(tmp_path, model, args=(SPEC,), **options):
+    return ExportModel(
+        model, ExportFileManager(tmp_path / "run" / "export"), args=args, **options
+    )
+
+
+def read_all(model):
+    return [
+        np.array(leaf)
+        for leaf in jax.tree.leaves(
+            nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState)))
+        )
+    ]
+
+
+@pytest.mark.slow
+def test_an_export_runs_without_the_code_that_trained_it(tmp_path):
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    make(tmp_path, model, polymorphic_batch_size=True, platforms=("cpu",))()
+    np.save(tmp_path / "images.npy", IMAGES)
+    code = (
+        "import sys, pathlib, jax, numpy as np\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "data = (folder / 'run' / 'export-0').read_bytes()\n"
+        "result = jax.export.deserialize(data).call(np.load(folder / 'images.npy'))\n"
+        "np.save(folder / 'result.npy', result)\n"
+        "assert not {'armillary', 'flax'} & sys.modules.keys()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    result = np.load(tmp_path / "result.npy")
+    np.testing.assert_allclose(result, model(IMAGES), rtol=1e-6)
+
+
+def test_the_parameters_are_those_of_the_moment(tmp_path):
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    export = make(tmp_path, model)
+    expected = []
+    for _ in range(2):
+        export({"loss": 1.0})
+        expected.append(np.array(model(IMAGES[:1])))
+        model.kernel[...] = model.kernel[...] * 2
+    files = export.file_manager.managed_files
+    for path, value in zip(files, expected, strict=True):
+        np.testing.assert_allclose(load(path).call(IMAGES[:1]), value, rtol=1e-6)
+
+
+def test_any_batch_size_if_it_is_asked_for(tmp_path):
+    scale = {"w": jnp.arange(4.0)[None]}
+    args = ({"x": SPEC, "y": np.zeros((1, 2))}, 2.0)
+    export = make(
+        tmp_path,
+        lambda batch, factor: (batch["x"] * scale["w"] * factor, batch["y"]),
+        args=args,
+        polymorphic_batch_size=True,
+    )
+    export()
+    (path,) = export.file_manager.managed_files
+    for size in (1, 3):
+        batch = {"x": IMAGES[:size], "y": np.ones((size, 2), "float32")}
+        x, y = load(path).call(batch, 2.0)
+        np.testing.assert_allclose(x, IMAGES[:size] * np.arange(4.0) * 2, rtol=1e-6)
+        np.testing.assert_array_equal(y, batch["y"])
+    fixed = make(tmp_path, lambda x: x * scale["w"])
+    fixed()
+    with pytest.raises(ValueError, match="shape"):
+        load(fixed.file_manager.managed_files[-1]).call(IMAGES)
+
+
+def test_what_the_function_sets_is_set_back_and_no_array_changes(tmp_path):
+    model = Net()
+    arrays, held = read_all(model), model.head.kernel.get_value()
+
+    def predict(images):
+        model.eval()
+        model.last_shape = images.shape
+        return model(images)
+
+    export = make(tmp_path, predict, polymorphic_batch_size=True)
+    export()
+    assert not model.dropout.deterministic
+    assert not model.norm.use_running_average
+    assert not hasattr(model, "last_shape")
+    assert model.head.kernel.get_value() is held
+    jax.tree.map(np.testing.assert_array_equal, read_all(model), arrays)
+    (path,) = export.file_manager.managed_files
+    result = load(path).call(IMAGES)
+    model.eval()
+    np.testing.assert_allclose(result, model(IMAGES), rtol=1e-5)
+
+
+def test_a_model_in_training_mode_is_an_error_that_names_what_it_changes(tmp_path):
+    model = Net()
+    export = make(tmp_path, model)
+    arrays = read_all(model)
+    with pytest.raises(ValueError, match=r"(?s)norm/mean.*model\.eval\(\)"):
+        export()
+    assert export.file_manager.managed_files == []
+    jax.tree.map(np.testing.assert_array_equal, read_all(model), arrays)
+    model(IMAGES)  # No tracer was left behind.
+
+
+def test_an_error_in_the_function_leaves_the_model_as_it_was(tmp_path):
+    model = Net()
+
+    def predict(images):
+        model.eval()
+        raise KeyError("label")
+
+    with pytest.raises(KeyError, match="label"):
+        make(tmp_path, predict)()
+    assert not model.dropout.deterministic
+
+
+def test_keys_and_other_dtypes_are_constants(tmp_path):
+    class Noise:
+        def __init__(self):
+            self.key = jax.random.key(7)
+            self.scale = jnp.ones((), jnp.bfloat16)
+
+        def __call__(self, x):
+            noise = jax.random.normal(self.key, x.shape, jnp.bfloat16)
+            return x + noise * self.scale
+
+    noise = Noise()
+    export = make(tmp_path, noise)
+    export()
+    (path,) = export.file_manager.managed_files
+    result = load(path).call(IMAGES[:1])
+    np.testing.assert_allclose(result, noise(IMAGES[:1]), rtol=1e-2)
+
+
+def test_mirrored_state_becomes_a_program_for_one_device(tmp_path):
+    strategy = armillary.MirroredStrategy(jax.devices()[:2])
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    class Trainer(armillary.StandardTrainer):
+        def __init__(self):
+            super().__init__(
+                strategy.distribute_dataset(
+                    armillary.data.from_arrays(
+                        {"x": np.ones((8, 4), "float32")}, batch_size=4, repeat=True
+                    )
+                )
+            )
+            self.model, self.optimizer = model, optimizer
+
+        def train_step(self, iterator):
+            def step_fn(batch):
+                grads = nnx.grad(
+                    lambda m: armillary.compute_average_loss(m(batch["x"])[:, 0])
+                )(self.model)
+                self.optimizer.update(self.model, grads)
+
+            strategy.run(step_fn, args=(next(iterator),))
+
+    manager = ExportFileManager(tmp_path / "export", 2, next_id_fn=optimizer.step)
+    export = ExportModel(model, manager, args=(IMAGES,))
+    seen = {}
+
+    def note(output):
+        seen[int(optimizer.step.get_value())] = np.array(model(IMAGES))
+
+    controller = armillary.Controller(
+        trainer=Trainer(),
+        global_step=optimizer.step,
+        strategy=strategy,
+        steps_per_loop=2,
+        train_actions=[export, note],
+    )
+    controller.train(steps=6)
+    names = [Path(path).name for path in manager.managed_files]
+    assert names == ["export-4", "export-6"]
+    for path, step in zip(manager.managed_files, (4, 6), strict=True):
+        exported = load(path)
+        assert exported.nr_devices == 1
+        np.testing.assert_allclose(exported.call(IMAGES), seen[step], rtol=1e-5)
+
+
+@pytest.mark.parametrize("platforms", ["cuda", ("tpu", "cuda")])
+def test_an_export_for_another_platform(platforms, tmp_path):
+    export = make(tmp_path, lambda x: x + 1, platforms=platforms)
+    export()
+    named = load(export.file_manager.managed_files[0]).platforms
+    assert set(named) == ({"cuda"} if platforms == "cuda" else {"tpu", "cuda"})
+
+
+def test_a_program_for_several_devices_is_an_error(tmp_path):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    sharding = jax.sharding.NamedSharding(mesh, jax.P())
+    export = make(tmp_path, lambda x: jax.lax.with_sharding_constraint(x, sharding))
+    with pytest.raises(ValueError, match="a program for 2 devices"):
+        export()
+
+
+def test_an_export_of_the_best_model(tmp_path):
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    export = make(tmp_path, model)
+    best = NewBestMetric("accuracy", higher_is_better=True)
+    action = ConditionalAction(best.test, [export, best.commit])
+    counts = []
+    for accuracy in (0.5, 0.4, 0.6):
+        action({"accuracy": accuracy})
+        counts.append(len(export.file_manager.managed_files))
+    assert counts == [1, 1, 2]
+
+
+def test_only_the_chief_writes(tmp_path):
+    before = get_process()
+    export = make(tmp_path, nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
+    try:
+        set_process(Process(1, 2))
+        export()
+        assert not (tmp_path / "run").exists()
+        set_process(Process(0, 2))
+        export()
+    finally:
+        set_process(before)
+    assert len(export.file_manager.managed_files) == 1
+
+
+def test_a_crash_leaves_no_half_export(tmp_path, monkeypatch):
+    manager = ExportFileManager(tmp_path / "export", 1)
+    export = ExportModel(lambda x: x, manager, args=(SPEC,))
+    export()
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", fail)
+        with pytest.raises(OSError, match="No space left"):
+            export()
+    assert [path.name for path in tmp_path.iterdir()] == ["export-0"]
+    # What a killed process leaves is no export, and goes with the next one.
+    (tmp_path / ".export-1.incomplete").write_bytes(b"half")
+    (tmp_path / ".other-1.incomplete").write_bytes(b"of another")
+    assert manager.managed_files == [str(tmp_path / "export-0")]
+    export()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"export-1", ".other-1.incomplete"}
+
+
+def write(manager):
+    path = Path(manager.next_name())
+    path.write_text("")
+    manager.clean_up()
+    return path.name
+
+
+def list_names(manager):
+    return [Path(path).name for path in manager.managed_files]
+
+
+def test_the_last_files_are_kept_and_others_are_left_alone(tmp_path):
+    others = {"export", "export-x", "export-1.txt", "my-export-1"}
+    for name in others:
+        (tmp_path / name).write_text("")
+    (tmp_path / "export-99").mkdir()
+    manager = ExportFileManager(tmp_path / "export", max_to_keep=2)
+    assert [write(manager) for _ in range(12)][-2:] == ["export-10", "export-11"]
+    assert list_names(manager) == ["export-10", "export-11"]
+    assert write(ExportFileManager(tmp_path / "export")) == "export-12"
+    found = {path.name for path in tmp_path.iterdir()}
+    assert others | {"export-99"} <= found
+
+
+def test_all_files_are_kept_if_that_is_asked_for(tmp_path):
+    manager = ExportFileManager(tmp_path / "export", max_to_keep=None)
+    assert len([write(manager) for _ in range(7)]) == len(manager.managed_files) == 7
+
+
+def test_a_run_that_went_back_keeps_what_it_writes(tmp_path):
+    steps = iter([100, 200, 50, 200])
+    manager = ExportFileManager(tmp_path / "export", 1, next_id_fn=lambda: next(steps))
+    kept = []
+    for _ in range(4):
+        write(manager)
+        kept.append(list_names(manager))
+    assert kept == [["export-100"], ["export-200"], ["export-50"], ["export-200"]]
+
+
+def files(directory):
+    return ExportFileManager(directory / "export")
+
+
+@mistakes(
+    {
+        TypeError: {
+            "`model` is 3 of type int.*callable": (
+                lambda d: ExportModel(3, files(d), args=())
+            ),
+            "`file_manager` is 'export' of type str.*`next_name`, `clean_up`.*Use": (
+                lambda d: ExportModel(print, "export", args=())
+            ),
+            "`args` is .* must be a `tuple`. Use": (
+                lambda d: ExportModel(print, files(d), args=[1])
+            ),
+            "`signatures` is .*Pass one function as `model`": (
+                lambda d: ExportModel(print, files(d), signatures=print)
+            ),
+            "`global_step` is 3 of type int": (
+                lambda d: ExportFileManager(d / "export", next_id_fn=3)
+            ),
+        },
+        ValueError: {
+            "`polymorphic_batch_size` is 'yes'": (
+                lambda d: make(d, print, polymorphic_batch_size="yes")
+            ),
+            "`platforms` is 'gpu', but it must be one of 'cpu', 'cuda'": (
+                lambda d: make(d, print, platforms=("cpu", "gpu"))
+            ),
+            "`platforms` is 'gpu'": lambda d: make(d, print, platforms="gpu"),
+            r"`args` has the shape \(None, 4\).*polymorphic_batch_size=True": (
+                lambda d: make(d, print, (jax.ShapeDtypeStruct((None, 4), "float32"),))
+            ),
+            "`max_to_keep` is 0": lambda d: ExportFileManager(d / "x", max_to_keep=0),
+        },
+    }
+)
+def test_wrong_arguments_are_errors(call, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        call(tmp_path)
