@@ -450,6 +450,34 @@ def test_arrays_that_a_loop_replaced_are_let_go():
     assert old() is None
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        armillary.DefaultStrategy(),
+        armillary.OneDeviceStrategy("cpu:0"),
+        make_strategy(1),
+        make_strategy(2),
+    ],
+    ids=repr,
+)
+def test_a_second_loop_compiles_nothing(strategy):
+    compiled = []
+
+    def listen(event, _, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(details.get("fun_name"))
+
+    trainer = Classifier(strategy, MLP(nnx.Rngs(0)), optax.adam(1e-2))
+    with strategy.scope():
+        trainer.train(2)
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            trainer.train(2)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "options", "capacity"),

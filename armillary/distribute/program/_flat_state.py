@@ -303,7 +303,9 @@ def _put(leaf: jax.Array, sharding: Any, may_alias: bool) -> jax.Array:
         # `device_put(..., may_alias=False)` still shares memory with one of the
         # devices.
         leaf = leaf.copy()
-    if leaf.sharding == target:
+    # A program's outputs are committed to their devices. One that began with arrays that
+    # are not would be compiled again for them.
+    if leaf.sharding == target and (leaf.committed or sharding is None):
         return leaf
     if not target.is_fully_addressable:
         # A copy, since JAX may keep the memory of the host as that of a device.
