@@ -93,7 +93,7 @@ def assert_exact(evaluation, arrays):
     np.testing.assert_allclose(output["accuracy"], np.mean(label < 3), rtol=1e-6)
 
 
-@settings(BOUNDED, max_examples=100)
+@settings(BOUNDED, max_examples=50)
 @given(
     num_examples=st.integers(1, 50),
     batch_size=st.integers(1, 16),

@@ -150,7 +150,7 @@ def compute_expected(arrays):
 
 
 @pytest.mark.slow
-@settings(BOUNDED, max_examples=24)
+@settings(BOUNDED, max_examples=12)
 @given(
     # Few, since each size of a last batch is a program for each number of replicas.
     num_examples=st.sampled_from([13, 24]),
