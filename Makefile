@@ -1,7 +1,8 @@
 # Needs python3 (3.11 or newer) with venv, and make. Everything else goes into .venv.
 
 PYTHON ?= python3
-WORKERS ?= auto
+# Twice the cores: many tests wait for processes that they have started.
+WORKERS ?= $(shell expr 2 \* $$(nproc))
 KILLS ?= 100
 SEED ?= 0
 BIN := .venv/bin
@@ -74,7 +75,7 @@ quick: .venv/dev-installed
 	  --ignore=tests/benchmarks
 
 test: .venv/dev-installed
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --durations=20
 
 # Each construct on 0, 1, 2 and 4 replicas; then docs/compatibility.md is written anew.
 differential: .venv/dev-installed
