@@ -98,15 +98,9 @@ class Loop:
             return self.data.peek() is not None
         return self._next_chunk() is not None
 
-    def finds_hooks(self, steps_per_loop: int) -> bool:
-        """Finds the state; returns whether `run_loops` can run the owner's hooks.
-
-        Args:
-            steps_per_loop: Steps of a loop that nothing shortens.
-        """
-        has_hooks = self._programs.find_hooks() is not None
-        self.data.set_chunk_size(steps_per_loop, run_together=has_hooks)
-        if not has_hooks:
+    def finds_hooks(self) -> bool:
+        """Finds the state; returns whether `run_loops` can run the owner's hooks."""
+        if self._programs.find_hooks() is None:
             return False
         chunk = self._next_chunk()
         return chunk is not None and self._programs.get(chunk).hooks is not None

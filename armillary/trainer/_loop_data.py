@@ -22,9 +22,6 @@ from armillary.typing import PyTree
 
 # Programs shorter than this cost more to start than to run, where steps are small.
 FEW_STEPS = 20
-# Loops that are one program end with their chunk. A step of `mlp` (benchmarks) took
-# a sixth less processor time than with 20, in loops of 1 and 10; 100 gained 4 % more.
-_STEPS_TOGETHER = 50
 # More steps than this gain nothing.
 _MANY_STEPS = 100
 
@@ -68,17 +65,13 @@ class LoopData:
         self.feed.close()
         self.feed = self._open_feed()
 
-    def set_chunk_size(self, num_steps: int, *, run_together: bool = False) -> None:
+    def set_chunk_size(self, num_steps: int) -> None:
         """Decides, once, how many steps a chunk has: other sizes are other programs.
 
-        Args:
-            num_steps: Steps of a loop that nothing shortens. A chunk has as many, or as
-                many as several such loops.
-            run_together: Whether several loops may be one program.
+        As many as a loop that nothing shortens, or as several such loops.
         """
         if self._steps_per_chunk is None:
-            few = _STEPS_TOGETHER if run_together else FEW_STEPS
-            several = max(few // num_steps, 1) * num_steps
+            several = max(FEW_STEPS // num_steps, 1) * num_steps
             self._steps_per_chunk = min(several, _MANY_STEPS)
 
     def peek(self) -> tuple[list[PyTree], tuple[Active, ...]] | None:

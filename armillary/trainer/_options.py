@@ -64,8 +64,7 @@ class StandardTrainerOptions(LoopOptions):
             stacked for it. Results do not depend on it. More save time between
             programs, but delay the first step and need more memory. `None` takes as
             many as `steps_per_loop` of the `Controller`, or as the first call of
-            `train` by hand: at most 100, and the steps of several loops up to 20, or up
-            to 50 where loops run together.
+            `train` by hand: at most 100, and the steps of several loops up to 20.
         max_chunk_bytes: Most memory of one stack of batches, in bytes. There are two or
             three at a time: one in use and those read ahead.
         compiler_options: Options of XLA, as in `jax.jit(compiler_options=...)`. They go

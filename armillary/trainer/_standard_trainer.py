@@ -148,10 +148,11 @@ class StandardTrainer(Runner, AbstractTrainer):
                 check_replicas_every=options.check_replicas_every,
                 compile_hooks=options.compile_hooks,
             )
+            loop.data.set_chunk_size(self._train_data.steps_per_loop or num_steps)
             self.data_exhausted = not loop.has_data()
             if self.data_exhausted:
                 return _StartedLoops(0, [None])
-            if loop.finds_hooks(self._train_data.steps_per_loop or num_steps):
+            if loop.finds_hooks():
                 num_run, outputs = loop.run_loops(num_steps, num_loops)
                 self.data_exhausted = num_run < num_steps * outputs.num_loops
                 return _StartedLoops(num_run, outputs)

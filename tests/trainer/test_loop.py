@@ -480,20 +480,14 @@ def test_a_second_loop_compiles_nothing(strategy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "options", "capacity"),
-    [
-        (1, {}, 50),
-        (1, {"compile_hooks": False}, 20),
-        (70, {}, 70),
-        (300, {}, 100),
-        (300, {"steps_per_chunk": 7}, 7),
-    ],
+    ("first", "steps_per_chunk", "capacity"),
+    [(1, None, 20), (50, None, 50), (300, None, 100), (300, 7, 7)],
 )
 def test_a_chunk_has_the_steps_of_the_first_loop_within_bounds(
-    first, options, capacity
+    first, steps_per_chunk, capacity
 ):
     dataset = from_arrays({"x": np.arange(4)}, batch_size=1, repeat=True)
-    trainer = Trainer(dataset, **options)
+    trainer = Trainer(dataset, steps_per_chunk=steps_per_chunk)
     for num_steps in (first, 120):
         trainer.train(num_steps)
         if trainer._train_loop.data.feed.chunk is not None:
