@@ -303,7 +303,7 @@ def _put(leaf: jax.Array, sharding: Any, may_alias: bool) -> jax.Array:
         # `device_put(..., may_alias=False)` still shares memory with one of the
         # devices.
         leaf = leaf.copy()
-    # The outputs of a program are committed to their devices. If it began with arrays that
+    # Outputs of a program are committed to their devices. If it began with arrays that
     # are not, it would be compiled again for them.
     if leaf.sharding == target and (leaf.committed or sharding is None):
         return leaf
