@@ -1,4 +1,4 @@
-"""Walks a traced program and the programs nested in it."""
+"""Walks a traced program and the programs nested in it; tells when one is traced."""
 
 import sys
 from collections.abc import Iterator
@@ -9,6 +9,12 @@ from jax.extend import core, source_info_util
 
 # Lines in these packages are not the user's.
 _LIBRARIES = ("armillary", "contextlib", "flax", "functools", "jax", "jaxlib", "optax")
+_NO_TRACE = core.get_opaque_trace_state(convention="flax")
+
+
+def is_in_trace() -> bool:
+    """Returns whether JAX traces a function at the moment."""
+    return core.get_opaque_trace_state(convention="flax") != _NO_TRACE
 
 
 def walk_programs(program: core.ClosedJaxpr) -> Iterator[tuple[Any, list[Any]]]:

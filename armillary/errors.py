@@ -12,6 +12,7 @@ Each one derives from `ArmillaryError` and from the nearest builtin, so that bot
     |-- BatchSizeError (ValueError)          a batch that replicas cannot share equally
     |-- RetraceError (ValueError)            batches changed after compilation
     |-- DatasetStateError (ValueError)       a data position that cannot be used
+    |-- TFRecordError (ValueError)           a file is damaged, or holds something else
     |-- GlobalStepError (RuntimeError)       the global step did not advance as it must
     |-- NonFiniteError (FloatingPointError)  a step left infinities or NaN in its state
     |-- ReplicaDivergenceError (RuntimeError)  copies of the state are no longer equal
@@ -60,6 +61,10 @@ class RetraceError(ArmillaryError, ValueError):
 
 class DatasetStateError(ArmillaryError, ValueError):
     """A data source cannot be repositioned, or the position does not fit it."""
+
+
+class TFRecordError(ArmillaryError, ValueError):
+    """A TFRecord file is damaged, or its records do not hold the features."""
 
 
 class GlobalStepError(ArmillaryError, RuntimeError):

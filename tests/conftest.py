@@ -6,12 +6,14 @@ a test starts inherit it.
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+OPTIMIZE_LESS = "jax_disable_most_optimizations"
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
@@ -28,12 +30,41 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# What a program computes does not depend on it, but for the last bits: `optimized`.
+os.environ.setdefault(OPTIMIZE_LESS.upper(), "1")
 
 import jax
 import pytest
 
+ALL_CASES = os.environ.get("ARMILLARY_TESTS") == "all"
+STRIDE = 5
 TRACE_EVENT = "/jax/core/compile/jaxpr_trace_duration"
 ContextFactory = Callable[[], AbstractContextManager[None]]
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leaves out what proves again what another test or case does, but for `all`.
+
+    That is tests marked `thorough`, and four of five cases of a slow test.
+    """
+    if ALL_CASES:
+        return
+    num_cases: Counter[str] = Counter()
+    chosen, others = [], []
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        is_case = case and item.get_closest_marker("slow")
+        is_other = item.get_closest_marker("thorough") or (
+            is_case
+            and not item.get_closest_marker("each_case")
+            and num_cases[test] % STRIDE
+        )
+        num_cases[test] += 1
+        (others if is_other else chosen).append(item)
+    items[:] = chosen
+    config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +73,19 @@ def sigterm() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+@pytest.fixture(scope="module")
+def optimized() -> Iterator[None]:
+    """Compiles programs as users do, here and in processes: for proofs of equal bits.
+
+    Other programs are compiled in two thirds of the time.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(OPTIMIZE_LESS.upper(), "0")
+        jax.config.update(OPTIMIZE_LESS, False)
+        yield
+    jax.config.update(OPTIMIZE_LESS, os.environ[OPTIMIZE_LESS.upper()] != "0")
 
 
 @pytest.fixture

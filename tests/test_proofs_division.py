@@ -20,7 +20,7 @@ from tests.problems import (
     read_state,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 NUM_STEPS = 50
 MODELS = {"mlp": MLP, "cnn": CNN}

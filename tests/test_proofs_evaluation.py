@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import armillary
+from tests.conftest import ALL_CASES
 from tests.problems import Metrics, make_strategy
 
 pytestmark = pytest.mark.slow
@@ -27,9 +28,7 @@ class Evaluation(Metrics):
             dataset = strategy.distribute_datasets_from_function(lambda _: read)
         else:
             dataset = strategy.distribute_dataset(read)
-        super().__init__(
-            strategy, dataset, recreate_iterator_for_each_eval=True, **options
-        )
+        super().__init__(strategy, dataset, **options)
 
     def eval_begin(self):
         super().eval_begin()
@@ -93,7 +92,7 @@ def assert_exact(evaluation, arrays):
     np.testing.assert_allclose(output["accuracy"], np.mean(label < 3), rtol=1e-6)
 
 
-@settings(BOUNDED, max_examples=50)
+@settings(BOUNDED, max_examples=50 if ALL_CASES else 20)
 @given(
     num_examples=st.integers(1, 50),
     batch_size=st.integers(1, 16),

@@ -25,7 +25,7 @@ from armillary.distribute.program._trace import trace_step
 from armillary.errors import StateStructureError
 from armillary.state._lift import State
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 
 @dataclasses.dataclass

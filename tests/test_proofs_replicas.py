@@ -12,7 +12,7 @@ import armillary
 from armillary.data import from_arrays
 from tests.problems import CNN, Classifier, Metrics, make_strategy, read_state
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 NUM_STEPS = 50
 TRANSFORMS = {

@@ -23,7 +23,7 @@ from tests.problems import (
     read_state,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_STEPS = 50

@@ -14,6 +14,7 @@ import armillary
 from armillary import InputOptions
 from armillary.data import from_arrays
 from armillary.state._lift import find_slots
+from tests.conftest import ALL_CASES
 from tests.problems import assert_identical, make_strategy, read_state
 
 pytestmark = pytest.mark.slow
@@ -87,7 +88,7 @@ def assert_close(actual, expected):
         )
 
 
-@settings(max_examples=5, deadline=None, phases=[Phase.generate])
+@settings(max_examples=10 if ALL_CASES else 3, deadline=None, phases=[Phase.generate])
 @given(
     num_rows=st.integers(1, 40),
     batch_size=st.integers(1, 17),

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from etils import epath
+
 from armillary._checks import answers_old_names
 from armillary._process import get_process
 from armillary.actions._metric import (
@@ -15,6 +17,7 @@ from armillary.actions._metric import (
     is_better,
     read_metric,
 )
+from armillary.actions._whole_files import write_whole
 from armillary.typing import Output
 
 
@@ -133,17 +136,9 @@ class NewBestMetric:
             "best_value": self.best_value,
             "higher_is_better": self.higher_is_better,
         }
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # Written beside it and renamed: a reader finds the old file or the new one.
-        temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        try:
-            with temporary.open("w", encoding="utf-8") as stream:
-                json.dump(content, stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        # A reader finds the old file or the new one.
+        data = json.dumps(content).encode()
+        write_whole(epath.Path(file), data, f".{file.name}.{os.getpid()}")
 
 
 def _file_key(metric: Metric) -> str:

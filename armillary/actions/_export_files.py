@@ -93,18 +93,3 @@ class ExportFileManager:
 def temporary_name(name: str) -> str:
     """Returns the name that a file has until it is complete."""
     return f".{name}.incomplete"
-
-
-def write_whole(path: epath.Path, data: bytes | bytearray) -> None:
-    """Writes a file that has its name only when all of it is on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / temporary_name(path.name)
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            if "://" not in str(path):
-                os.fsync(stream.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -19,7 +19,8 @@ from armillary._checks import (
 )
 from armillary._logging import logger
 from armillary._process import get_process
-from armillary.actions._export_files import write_whole
+from armillary.actions._export_files import temporary_name
+from armillary.actions._whole_files import write_whole
 from armillary.checkpoint._joint import announcing_errors
 from armillary.distribute._global_arrays import as_local, is_key
 from armillary.state._lift import State
@@ -124,8 +125,8 @@ class ExportModel:
             return
         with announcing_errors():
             data = self._export(state, leaves).serialize()
-            path = self.file_manager.next_name()
-            write_whole(epath.Path(path), data)
+            path = epath.Path(self.file_manager.next_name())
+            write_whole(path, data, temporary_name(path.name))
             self.file_manager.clean_up()
         logger.info("exported the model to %s.", path)
 

@@ -10,7 +10,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -36,6 +36,15 @@ class Content:
     def specs(self) -> dict[str, LeafSpec]:
         """The description of each leaf."""
         return {path: describe_leaf(leaf) for path, leaf in self.leaves.items()}
+
+
+_OF_MANAGER = {
+    "save": "save()",
+    "write": "save()",
+    "restore": "restore(path)",
+    "read": "restore_part(path, parts)",
+    "sync": "sync()",
+}
 
 
 class Checkpoint:
@@ -83,12 +92,26 @@ class Checkpoint:
                 value.check_repositionable()
         self.read_leaves()
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Says who does what `tf.train.Checkpoint` does itself.
+
+        Raises:
+            AttributeError: Always.
+        """
+        call, fix = _OF_MANAGER.get(name), ""
+        if call is not None:
+            fix = (
+                " A manager saves and restores: `manager = CheckpointManager("
+                f"checkpoint, directory)`, and then `manager.{call}`."
+            )
+        raise AttributeError(f"`Checkpoint` has no attribute `{name}`.{fix}")
+
     @property
     def objects(self) -> Mapping[str, Any]:
         """The objects by name."""
         return MappingProxyType(self._objects)
 
-    def read(self) -> Content:
+    def read_content(self) -> Content:
         """Returns the values of all objects now, without copying arrays.
 
         Raises:
@@ -135,7 +158,7 @@ class Checkpoint:
         _check_numeric(leaves)
         return leaves
 
-    def write(self, content: Content) -> None:
+    def write_content(self, content: Content) -> None:
         """Puts values into all objects; if one refuses, all get their old values back.
 
         Arrays come first, so that an object whose state depends on arrays sees the new

@@ -216,7 +216,7 @@ class CheckpointManager:
         self.sync()
         number = self._choose_number(checkpoint_number, step)
         with announcing_errors():
-            content = self._checkpoint.read()
+            content = self._checkpoint.read_content()
         path = self._writer.start(number, content)
         self._last_step, self._last_number = step, number
         return path

@@ -77,7 +77,7 @@ def restore_part(
         )
         restored = _read_leaves(folder, leaves, saved, sources.leaves)
         new_states = {name: states[source] for name, source in sources.states.items()}
-        checkpoint.write(Content({**leaves, **restored}, new_states))
+        checkpoint.write_content(Content({**leaves, **restored}, new_states))
     done = sources.leaves | sources.states
     return RestoredPart(
         path=str(folder),
@@ -187,7 +187,7 @@ def _restore_intact(checkpoint: Checkpoint, folder: epath.Path) -> None:
             program_states=checkpoint.state_names,
         )
         restored = _read_leaves(folder, leaves, saved, {path: path for path in leaves})
-        checkpoint.write(Content({**leaves, **restored}, states))
+        checkpoint.write_content(Content({**leaves, **restored}, states))
 
 
 def _read_description(folder: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, Any]]:

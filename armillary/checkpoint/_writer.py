@@ -229,7 +229,23 @@ class Writer:
 def _as_arrays(content: Content) -> dict[str, jax.Array | np.ndarray]:
     specs = content.specs
     return {
-        name: as_stored(leaf)
+        name: _as_one_copy(as_stored(leaf))
         for name, leaf in content.leaves.items()
         if not specs[name].is_empty
     }
+
+
+def _as_one_copy(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    """Returns one replica of an array whose replicas share the host's memory.
+
+    Orbax would cut it into a slice for each of them, by programs to be compiled. That
+    serves devices of their own, which hand over their slices side by side.
+    """
+    if (
+        isinstance(array, jax.Array)
+        and array.is_fully_addressable
+        and array.is_fully_replicated
+        and all(device.platform == "cpu" for device in array.devices())
+    ):
+        return array.addressable_data(0)
+    return array

@@ -7,7 +7,7 @@ import jax
 
 from armillary._logging import logger
 from armillary.data._dataset import DistributedDataset
-from armillary.data.sources._arrays import ArrayDataset
+from armillary.data.sources._indexed import IndexedDataset
 from armillary.trainer._standard_trainer import StandardTrainer
 
 
@@ -49,7 +49,7 @@ def warn_of_missing(
 
 
 def _is_dataset(value: Any) -> bool:
-    return isinstance(value, ArrayDataset | DistributedDataset)
+    return isinstance(value, IndexedDataset | DistributedDataset)
 
 
 def _can_be_saved(dataset: Any) -> bool:

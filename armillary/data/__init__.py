@@ -1,9 +1,9 @@
 """Datasets that yield batches spread over replicas.
 
-A *source* gives batches of host arrays: `from_arrays`, Grain, any iterable or generator
-function (`as_source` lists them). A `DistributedDataset` shares each batch between the
-replicas of a *layout*, which a strategy provides, and keeps the position after the
-batches that were used, so that a checkpoint can hold it::
+A *source* gives batches of host arrays: `from_arrays`, `from_tfrecords`, Grain, any
+iterable or generator function (`as_source` lists them). A `DistributedDataset` shares
+each batch between the replicas of a *layout*, which a strategy provides, and keeps the
+position after the batches that were used, so that a checkpoint can hold it::
 
     arrays = {"image": images, "label": labels}
     data = armillary.data.from_arrays(arrays, batch_size=64, shuffle_seed=0)
@@ -20,18 +20,28 @@ from armillary.data._iterator import DistributedIterator as DistributedIterator
 from armillary.data._options import InputOptions as InputOptions
 from armillary.data.sources._arrays import ArrayDataset as ArrayDataset
 from armillary.data.sources._arrays import from_arrays as from_arrays
+from armillary.data.sources._example import FixedLenFeature as FixedLenFeature
+from armillary.data.sources._huggingface import HuggingFaceDataset as HuggingFaceDataset
+from armillary.data.sources._huggingface import from_huggingface as from_huggingface
 from armillary.data.sources._source import Source as Source
 from armillary.data.sources._source import SourceIterator as SourceIterator
 from armillary.data.sources._source import as_source as as_source
+from armillary.data.sources._tfrecord import TFRecordDataset as TFRecordDataset
+from armillary.data.sources._tfrecord import from_tfrecords as from_tfrecords
 
 __all__ = [
     "ArrayDataset",
     "DistributedDataset",
     "DistributedIterator",
+    "FixedLenFeature",
+    "HuggingFaceDataset",
     "InputContext",
     "InputOptions",
     "Source",
     "SourceIterator",
+    "TFRecordDataset",
     "as_source",
     "from_arrays",
+    "from_huggingface",
+    "from_tfrecords",
 ]

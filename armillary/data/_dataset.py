@@ -21,7 +21,6 @@ from armillary.data.feed._position import Position, decode_position, encode_posi
 from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import Splitter
 from armillary.data.feed._stream import BatchStream
-from armillary.data.sources._arrays import ArrayDataset
 from armillary.data.sources._source import as_source
 from armillary.errors import DatasetStateError
 from armillary.typing import Batch, PyTree
@@ -80,7 +79,7 @@ class DistributedDataset:
         self.ignores_state = False
         """Whether `set_state` changes nothing, for a process that does not train."""
         self._source = as_source(source)
-        self.is_endless = isinstance(self._source, ArrayDataset) and self._source.repeat
+        self.is_endless = getattr(self._source, "is_endless", False)
         """Whether it is known to repeat its data for ever."""
         self.is_agreed = per_replica_batches and layout.peers is not None
         """Whether processes that read data of their own agree on each batch."""
@@ -165,11 +164,7 @@ class DistributedDataset:
     @property
     def num_global_batches(self) -> int | None:
         """How many batches one pass over the source has; `None` if not known."""
-        source = self._source
-        if not isinstance(source, ArrayDataset) or source.repeat:
-            return None
-        full, rest = divmod(source.num_examples, source.batch_size)
-        return full + (rest > 0 and not source.drop_remainder)
+        return getattr(self._source, "num_batches", None)
 
     def global_batches(self, epoch: int) -> Iterator[Batch]:
         """Yields the batches of one pass over the source, on the host, undivided."""
@@ -248,9 +243,9 @@ class DistributedDataset:
             raise DatasetStateError(
                 f"The source ({self._source.name}) cannot be repositioned, so a "
                 "checkpoint cannot hold its position. Use "
-                "`armillary.data.from_arrays` or a Grain dataset, return iterators "
-                "with `get_state` and `set_state`, or leave the dataset out of the "
-                "checkpoint."
+                "`armillary.data.from_arrays`, `from_tfrecords` or a Grain dataset, "
+                "return iterators with `get_state` and `set_state`, or leave the "
+                "dataset out of the checkpoint."
             )
 
     def get_state(self) -> dict[str, Any]:

@@ -4,14 +4,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from armillary._jaxpr import is_in_trace
 from armillary.data._layout import Active
 from armillary.data.feed._feed import Feed
 from armillary.data.feed._position import Position
 from armillary.data.feed._reader import BatchReader
+from armillary.errors import CapturedStateError
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
     from armillary.data._dataset import DistributedDataset
+
+_IN_TRACE = (
+    "A batch was taken from a distributed dataset while a function is traced. Python "
+    "runs once there, so that every call of the program would use this same batch. "
+    "Take the batch outside and pass it in (`for batch in dataset: step(batch)`), or "
+    "let a `StandardTrainer` run the loop: the iterator that `train_step` gets has a "
+    "new batch in every step."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +63,11 @@ class DistributedIterator:
             StopIteration: If the data has ended, again at every call.
             BatchSizeError: If the replicas cannot share the batch equally.
             DatasetStateError: If Ctrl-C came while data was read that cannot go back.
+            CapturedStateError: If a function is being traced, which would make the
+                batch a constant of its program.
         """
+        if is_in_trace():
+            raise CapturedStateError(_IN_TRACE)
         batch = self._feed.next_chunk()
         if batch is None:
             raise StopIteration

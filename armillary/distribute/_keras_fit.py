@@ -1,11 +1,11 @@
 """`model.fit` of Keras on the devices of a strategy.
 
-A model that was compiled under `strategy.scope()` trains, evaluates and predicts on the
-devices of the strategy: variables are copied to all of them, and each global batch is
-divided, through `keras.distribution`. The program is the one of a single device, which
-XLA partitions, so the numbers are those of one replica for any model: statistics of a
-batch are those of the global batch. A batch that the devices cannot share equally runs
-whole on each of them.
+A model that was made or compiled under `strategy.scope()` trains, evaluates and
+predicts on the devices of the strategy: variables are copied to all of them, and each
+global batch is divided, through `keras.distribution`. The program is the one of a
+single device, which XLA partitions, so the numbers are those of one replica for any
+model: statistics of a batch are those of the global batch. A batch that the devices
+cannot share equally runs whole on each of them.
 
 Keras decides by a global setting where a model runs, and once for all batches how they
 are divided. So the methods of `keras.Model` that run a model are wrapped, when a
@@ -46,7 +46,7 @@ _RUNNING = (
 _MAKING = ("make_train_function", "make_test_function", "make_predict_function")
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
-# The strategy that each model was compiled under.
+# The strategy that each model was made or, later, compiled under.
 _strategies: "weakref.WeakKeyDictionary[Any, Strategy]" = weakref.WeakKeyDictionary()
 # The strategy that the functions of each model were made for.
 _made_for: "weakref.WeakKeyDictionary[Any, Strategy]" = weakref.WeakKeyDictionary()
@@ -54,21 +54,26 @@ _made_for: "weakref.WeakKeyDictionary[Any, Strategy]" = weakref.WeakKeyDictionar
 
 def follow_keras() -> None:
     """Lets compiled models of Keras run under the strategies they belong to."""
-    if _keras.keras_module() is not None and not _is_followed():
-        _keras.check_backend()
+    if _keras.keras_module() is not None:
         _follow()
-
-
-def _is_followed() -> bool:
-    return _follow.cache_info().currsize > 0
 
 
 @functools.cache
 def _follow() -> None:
+    _keras.check_backend()
     import keras
     from keras.src.backend.jax import trainer as keras_trainer
 
     kind: Any = keras.Model
+    make = kind.__new__
+
+    @functools.wraps(make)
+    def make_here(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        model = make(cls, *args, **kwargs)
+        _remember(model)
+        return model
+
+    kind.__new__ = make_here
     _wrap(kind, "compile", _compile)
     for name in _RUNNING:
         _wrap(kind, name, functools.partial(_run, name=name))
@@ -103,6 +108,10 @@ def _wrap(kind: Any, name: str, around: Callable[..., Any]) -> None:
 
 def _compile(method: Any, model: Any, args: Any, kwargs: Any) -> None:
     method(*args, **kwargs)
+    _remember(model)
+
+
+def _remember(model: Any) -> None:
     if has_strategy():
         _strategies[model] = get_strategy()
 

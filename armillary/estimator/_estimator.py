@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from armillary._checks import check_instance, check_positive_int
 from armillary._logging import ensure_visible, logger
 from armillary._traceback import hides_frames
 from armillary.checkpoint._checkpoint import Checkpoint
-from armillary.checkpoint._leaf import LeafSpec
+from armillary.checkpoint._folder import as_absolute
 from armillary.checkpoint._manager import CheckpointManager
-from armillary.checkpoint._store import read_manifest
+from armillary.checkpoint._reader import restore_part
 from armillary.cluster._join import get_peers
 from armillary.controller._controller import Controller
 from armillary.data._input_context import InputContext
@@ -290,9 +289,10 @@ class Estimator:
 
     def describe(self, output: Output) -> dict[str, Any]:
         """Returns the output of an evaluation as numbers, with the `global_step`."""
+        arrays = {name: np.asarray(value) for name, value in (output or {}).items()}
         values = {
-            name: value.item() if np.ndim(value) == 0 else np.asarray(value)
-            for name, value in jax.tree.map(np.asarray, output or {}).items()
+            name: array.item() if array.ndim == 0 else array
+            for name, array in arrays.items()
         }
         return {**values, "global_step": self.global_step}
 
@@ -323,21 +323,13 @@ class Estimator:
         ensure_visible()
         path = self.latest_checkpoint
         if path is None:
-            logger.info("found no checkpoint in %s; predicting as it is.", path)
+            logger.info(
+                "found no checkpoint in %s; predicting as it is.", self.model_dir
+            )
             return
-        from etils import epath
-
-        saved = read_manifest(epath.Path(path))["leaves"]
-        # Stands in for the optimizer, which only training can make.
-        optimizer = {
-            name.partition("/")[2]: _make_zeros(LeafSpec.from_json(spec))
-            for name, spec in saved.items()
-            if name.startswith("optimizer/")
-        }
-        checkpoint = Checkpoint(
-            model=self._model.store, optimizer=optimizer, input=InputPosition()
-        )
-        CheckpointManager(checkpoint, self.model_dir).restore(path)
+        checkpoint = Checkpoint(model=self._model.store)
+        folder = as_absolute(path)
+        restore_part(checkpoint, folder, folder.parent, {"model": "model"})
 
 
 def _choose_directory(
@@ -363,13 +355,6 @@ def _choose_directory(
     directory = tempfile.mkdtemp()
     logger.warning("`model_dir` is None: checkpoints go to %s.", directory)
     return directory
-
-
-def _make_zeros(spec: LeafSpec) -> jax.Array:
-    if spec.dtype.startswith("key<"):
-        key = jax.random.key(0, impl=spec.dtype[len("key<") : -1])
-        return jnp.broadcast_to(key, spec.shape)
-    return jnp.zeros(spec.shape, jax.dtypes.canonicalize_dtype(spec.dtype))
 
 
 def _check_steps(**numbers: int | None) -> None:

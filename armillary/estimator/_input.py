@@ -57,7 +57,8 @@ class InputFn:
         """
         names = inspect.signature(self._fn).parameters
         values = {**self._values, "input_context": context}
-        made = self._fn(**{name: values[name] for name in names if name in values})
+        arguments = {name: values[name] for name in names if name in values}
+        made = self._fn(**arguments)
         if made is None or isinstance(made, tuple | Mapping):
             raise EstimatorError(
                 f"`input_fn` returned {made!r:.80} of type {type(made).__name__}, but "
@@ -65,9 +66,7 @@ class InputFn:
             )
         if inspect.isgenerator(made):
             # A generator function can begin again; the generator it made cannot.
-            return lambda: self._fn(
-                **{name: values[name] for name in names if name in values}
-            )
+            return lambda: self._fn(**arguments)
         return made
 
 

@@ -12,7 +12,6 @@ from armillary.distribute.replica._loss import compute_average_loss
 from armillary.errors import EstimatorError
 from armillary.estimator._model import Model
 from armillary.estimator._spec import EstimatorSpec, ModeKeys
-from armillary.trainer._options import StandardEvaluatorOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.typing import Output
@@ -95,8 +94,7 @@ class EstimatorEvaluator(StandardEvaluator):
         model: Model,
         spec: EstimatorSpec,
     ) -> None:
-        options = StandardEvaluatorOptions(recreate_iterator_for_each_eval=True)
-        super().__init__(dataset, options)
+        super().__init__(dataset)
         self.strategy, self.model_fn = strategy, model.model_fn
         self.modules = model.store
         self.metrics = {"loss": nnx.metrics.Average()}

@@ -9,8 +9,8 @@ from armillary.keras._model import (
     compute_loss,
     distribute,
     results,
+    track_loss,
 )
-from armillary.keras._scaling import scaled_for_replicas
 from armillary.trainer._options import StandardEvaluatorOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.typing import Batch, Output
@@ -59,8 +59,7 @@ class KerasEvaluator(StandardEvaluator):
     def _add(self, batch: Batch) -> None:
         context = require_replica_context("KerasEvaluator", "")
         num_replicas = context.num_replicas_in_sync
-        with scaled_for_replicas(num_replicas):
-            loss, num_examples = compute_loss(self.model, batch, training=False)
-        self.model._loss_tracker.update_state(
-            loss * num_replicas, sample_weight=num_examples
+        loss, num_examples = compute_loss(
+            self.model, batch, num_replicas, training=False
         )
+        track_loss(self.model, loss, num_examples, num_replicas)

@@ -8,6 +8,7 @@ import numpy as np
 from armillary.data._dataset import DistributedDataset
 from armillary.distribute.replica._context import get_strategy
 from armillary.keras._backend import import_keras
+from armillary.keras._scaling import scaled_for_replicas
 from armillary.typing import Batch, Output
 
 
@@ -61,19 +62,28 @@ def build(model: Any, dataset: DistributedDataset) -> None:
 
 
 def compute_loss(
-    model: Any, batch: Batch, *, training: bool
-) -> tuple[jax.Array, jax.Array]:
+    model: Any, batch: Batch, num_replicas: int, *, training: bool
+) -> tuple[jax.Array, int]:
     """Calls a model, and updates its metrics but for that of the loss.
 
     Returns:
-        The loss, as `model.compute_loss` returns it, and the number of examples.
+        The loss, as `model.compute_loss` returns it but scaled for the replicas, and
+        the number of examples.
     """
-    x, y, weights = import_keras().utils.unpack_x_y_sample_weight(batch)
-    options = {"training": training} if model._call_has_training_arg else {}
-    predictions = model(x, **options)
-    loss = model._compute_loss(x, y, predictions, weights, training=training)
-    model.compute_metrics(x, y, predictions, weights)
-    return loss, jax.tree.leaves(x)[0].shape[0]
+    with scaled_for_replicas(num_replicas):
+        x, y, weights = import_keras().utils.unpack_x_y_sample_weight(batch)
+        options = {"training": training} if model._call_has_training_arg else {}
+        predictions = model(x, **options)
+        loss = model._compute_loss(x, y, predictions, weights, training=training)
+        model.compute_metrics(x, y, predictions, weights)
+        return loss, jax.tree.leaves(x)[0].shape[0]
+
+
+def track_loss(
+    model: Any, loss: jax.Array, num_examples: int, num_replicas: int
+) -> None:
+    """Updates the metric of the loss with what `compute_loss` returned."""
+    model._loss_tracker.update_state(loss * num_replicas, sample_weight=num_examples)
 
 
 def results(model: Any) -> Output:

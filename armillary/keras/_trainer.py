@@ -11,8 +11,8 @@ from armillary.keras._model import (
     compute_loss,
     distribute,
     results,
+    track_loss,
 )
-from armillary.keras._scaling import scaled_for_replicas
 from armillary.trainer._hooks import without_python
 from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._standard_trainer import StandardTrainer
@@ -71,17 +71,14 @@ class KerasTrainer(StandardTrainer):
         variables = model.trainable_variables
 
         def loss_fn() -> tuple[Any, Any]:
-            with scaled_for_replicas(num_replicas):
-                loss, num_examples = compute_loss(model, batch, training=True)
+            loss, num_examples = compute_loss(model, batch, num_replicas, training=True)
             # A loss without data is equal on all replicas; its gradient counts too.
             scaled = context.local(optimizer.scale_loss(loss))
             return mark_scaled(scaled), (loss, num_examples)
 
         (_, aux), gradients = value_and_grad(loss_fn, variables, has_aux=True)
         loss, num_examples = aux
-        model._loss_tracker.update_state(
-            loss * num_replicas, sample_weight=num_examples
-        )
+        track_loss(model, loss, num_examples, num_replicas)
         # Some optimizers assign inside branches when they are applied in place.
         new, own = optimizer.stateless_apply(
             [variable.value for variable in optimizer.variables],

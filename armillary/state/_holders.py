@@ -327,9 +327,8 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
     if issubclass(kind, FUNCTION_TYPES):
         return lambda value: [Captured(value)] if is_function(value) else []
     containers = [part for kinds, part in _CONTAINERS if issubclass(kind, kinds)]
-    is_node = _nnx.is_node_type(kind)
+    is_node, is_keras = _nnx.is_node_type(kind), _keras.is_node_type(kind)
     # The metrics of this library are objects of NNX like any other.
-    is_keras = _keras.is_node_type(kind)
     if is_opaque(kind) and not (is_node or is_keras):
         return lambda value: [part(value) for part in containers]
     attributes = KerasAttributes if is_keras else Attributes

@@ -85,7 +85,7 @@ class Loop:
     ) -> bool:
         """Returns whether this loop was made for these arguments."""
         return (
-            not self.data.feed.is_closed
+            not self.data.is_closed
             and datasets is self.data.nest
             and strategy is self._strategy
             and options is self._options

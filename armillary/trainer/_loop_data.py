@@ -60,6 +60,11 @@ class LoopData:
         exact = self._exact
         return Feed(self.datasets, exact=exact, begins_anew=exact, name=self._name)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be read any more, also not by `reopen`."""
+        return self.feed.is_closed and not self._exact
+
     def reopen(self) -> None:
         """Begins a new pass over the datasets."""
         self.feed.close()
@@ -96,6 +101,8 @@ class LoopData:
             batches_per_step,
             steps_per_chunk=self._steps_per_chunk,
             max_chunk_bytes=self._max_chunk_bytes,
+            # Nothing runs in one process alone: the others must hear of it instead.
+            gives_errors_at_once=self.datasets[0].layout.peers is not None,
         )
         prefetch = min(1, *(dataset.prefetch for dataset in self.datasets))
         self.feed.start(builder.build, prefetch)

@@ -125,7 +125,7 @@ class StandardEvaluatorOptions(LoopOptions):
 
     Args:
         recreate_iterator_for_each_eval: Whether each call of `evaluate` begins a new
-            pass over the data. Off, as in Orbit, it continues where the last one
+            pass over the data, as in Orbit. Off, it continues where the last one
             stopped, and begins anew when the data has ended, or after an error or
             Ctrl-C.
 
@@ -133,7 +133,7 @@ class StandardEvaluatorOptions(LoopOptions):
         ValueError: If a number is below 1.
     """
 
-    recreate_iterator_for_each_eval: bool = False
+    recreate_iterator_for_each_eval: bool = True
 
 
 def check_options(options: Any, kind: type) -> None:

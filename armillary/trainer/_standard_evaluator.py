@@ -153,8 +153,8 @@ class StandardEvaluator(Runner, AbstractEvaluator):
                     "`evaluate(%d)` ran %d steps, because the data ended: the last "
                     "evaluation had taken what came before, or there is no more. The "
                     "next one begins anew. Use `evaluate(-1)` for all of the data, or "
-                    "`StandardEvaluatorOptions(recreate_iterator_for_each_eval=True)` "
-                    "to begin anew each time.",
+                    "leave out `recreate_iterator_for_each_eval=False` to begin anew "
+                    "each time.",
                     num_steps,
                     loop.num_iterated,
                 )

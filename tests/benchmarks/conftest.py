@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def own_log():
+def own_log(optimized):
     """Gives the logger back as it was: a contestant captures it for its process."""
     logger = logging.getLogger("armillary")
     before = (logger.handlers[:], logger.level, logger.propagate)

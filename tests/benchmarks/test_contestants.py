@@ -46,6 +46,7 @@ def test_they_agree_on_several_devices():
     assert_all_agree("mlp", devices=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:grain")
 def test_they_agree_from_grain():

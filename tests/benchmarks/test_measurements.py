@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import checkpoint_cost, host_work, memory, start_time
+from benchmarks import checkpoint_cost, host_work, memory, sources, start_time
 from benchmarks.cases import Case
 from benchmarks.contestants import make_contestant
 from benchmarks.measure import Settings
@@ -31,6 +31,17 @@ def test_host_work_sees_one_program_for_each_loop(optimizer, num_arrays):
 
 
 @pytest.mark.slow
+def test_every_source_that_is_installed_gives_all_rows():
+    measurement = sources.measure(300, 2)
+    found = measurement["sources"]
+    assert {"arrays", "TFRecord files", "grain.MapDataset"} <= set(found)
+    assert found["arrays"]["ratio"] == 1
+    for each in found.values():
+        low, high = each["ratio_quartiles"]
+        assert 0 < low <= each["ratio"] <= high
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["mlp", "many-leaves", "bert"])
 def test_the_loop_needs_no_more_memory_than_a_scan_and_one_chunk(task):
     measurement = memory.measure(make_task(task, "small"))
@@ -41,6 +52,7 @@ def test_the_loop_needs_no_more_memory_than_a_scan_and_one_chunk(task):
     assert aliases > 0, "The state is donated."
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_second_start_takes_its_programs_from_the_cache(monkeypatch):
     # The suite's own cache would serve the first start.

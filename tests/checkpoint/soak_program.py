@@ -22,8 +22,8 @@ import armillary
 from armillary.data import from_arrays
 from tests.problems import MLP, make_digits, make_strategy, read_state
 
-BATCH_SIZE = 16
-NUM_EXAMPLES = 72
+BATCH_SIZE = 12  # For two workers, or three.
+NUM_EXAMPLES = 78
 STEPS_PER_LOOP = 4
 SAVE_INTERVAL = 8
 

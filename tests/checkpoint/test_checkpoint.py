@@ -54,7 +54,7 @@ def test_paths_begin_with_the_keywords() -> None:
         trainer=SimpleNamespace(weights=(jnp.zeros(1), jnp.zeros(2))),
     )
 
-    assert set(checkpoint.read().leaves) == {
+    assert set(checkpoint.read_content().leaves) == {
         "model/kernel",
         "model/bias",
         "step",
@@ -71,7 +71,7 @@ def test_a_shared_place_is_saved_once_under_its_first_path() -> None:
 
     checkpoint = Checkpoint(model=model, trainer=SimpleNamespace(net=model))
 
-    assert set(checkpoint.read().leaves) == {"model/kernel", "model/bias"}
+    assert set(checkpoint.read_content().leaves) == {"model/kernel", "model/bias"}
 
 
 def test_places_made_later_are_found() -> None:
@@ -79,12 +79,12 @@ def test_places_made_later_are_found() -> None:
     checkpoint = Checkpoint(holder=holder)
     holder.second = jnp.zeros(1)
 
-    assert set(checkpoint.read().leaves) == {"holder/first", "holder/second"}
+    assert set(checkpoint.read_content().leaves) == {"holder/first", "holder/second"}
 
 
 def test_states_are_read_as_copies() -> None:
     position = Position({"epoch": 1})
-    content = Checkpoint(data=position).read()
+    content = Checkpoint(data=position).read_content()
     position.state["epoch"] = 2
 
     assert content.states == {"data": {"epoch": 1}}
@@ -93,7 +93,7 @@ def test_states_are_read_as_copies() -> None:
 def test_an_object_may_have_arrays_and_a_state() -> None:
     position = Position(3)
     position.array = jnp.ones(2)
-    content = Checkpoint(both=position).read()
+    content = Checkpoint(both=position).read_content()
 
     assert set(content.leaves) == {"both/array"}
     assert content.states == {"both": 3}
@@ -105,7 +105,7 @@ def test_objects_that_answer_to_every_name_have_no_state() -> None:
     checkpoint = Checkpoint(rngs=rngs, delegate=Delegate())
 
     assert checkpoint.state_names == []
-    assert "delegate/array" in checkpoint.read().leaves
+    assert "delegate/array" in checkpoint.read_content().leaves
 
 
 def test_arrays_are_written_before_states() -> None:
@@ -117,7 +117,7 @@ def test_arrays_are_written_before_states() -> None:
             seen.append(float(holder.array[0]))
 
     checkpoint = Checkpoint(data=Watcher(), holder=holder)
-    checkpoint.write(Content({"holder/array": jnp.ones(1)}, {"data": 1}))
+    checkpoint.write_content(Content({"holder/array": jnp.ones(1)}, {"data": 1}))
 
     assert seen == [1.0]
 
@@ -129,7 +129,7 @@ def test_a_refused_state_puts_everything_back() -> None:
     before = holder.array
 
     with pytest.raises(DatasetStateError, match="does not fit"):
-        checkpoint.write(
+        checkpoint.write_content(
             Content({"holder/array": jnp.ones(1)}, {"first": 9, "second": "refused"})
         )
 

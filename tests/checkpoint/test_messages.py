@@ -53,9 +53,10 @@ def read_donated(_: Path) -> None:
     holder = SimpleNamespace(array=jnp.zeros(1), other=jnp.zeros(1))
     checkpoint = Checkpoint(holder=holder)
     jax.jit(lambda x: x + 1, donate_argnums=0)(holder.array)
-    checkpoint.read()
+    checkpoint.read_content()
 
 
+NUMERIC = {"array": jnp.zeros(1)}
 NOT_NUMERIC = {"name": nnx.Variable("text"), "array": nnx.Variable(jnp.zeros(1))}
 NUMBER = "`checkpoint_number` is %s, .* not negative"
 NOTHING = r"(?s)`thing` is of %s, .*Checkpoint\(thing=\{"
@@ -76,7 +77,9 @@ IS_FILE = r"`directory` is .*file' is a file"
             ),
             r"Checkpoint\(w=\{'value': value\}\)": lambda _: Checkpoint(w=jnp.zeros(3)),
             "`data` of type Position.*ndarray": (
-                lambda _: Checkpoint(data=Position({"array": np.zeros(3)})).read()
+                lambda _: Checkpoint(
+                    data=Position({"array": np.zeros(3)})
+                ).read_content()
             ),
             r"holds 1 values.*\n  h/name: str 'text'\n": (
                 lambda _: Checkpoint(h=NOT_NUMERIC)
@@ -85,6 +88,15 @@ IS_FILE = r"`directory` is .*file' is a file"
             "`checkpoint` is of type dict": lambda d: CheckpointManager({}, d),
             "is 3 of type int": lambda d: make(d, step_counter=3),
             "`init_fn` is 3": lambda d: make(d, init_fn=3),
+        },
+        AttributeError: {
+            r"no attribute `save`. .*manager.save\(\)": (
+                lambda _: Checkpoint(h=NUMERIC).save()
+            ),
+            r"no attribute `read`. .*manager.restore_part\(path, parts\)": (
+                lambda _: Checkpoint(h=NUMERIC).read("path")
+            ),
+            r"no attribute `model`\.$": lambda _: Checkpoint(model=NUMERIC).model,
         },
         ValueError: {
             "names no objects": lambda _: Checkpoint(),

@@ -294,3 +294,17 @@ def test_a_checkpoint_without_arrays_round_trips(make_manager: MakeManager) -> N
     manager.restore_or_initialize()
 
     assert position.index == 8
+
+
+def test_a_save_of_replicas_compiles_nothing(make_manager, no_retrace):
+    mesh = jax.make_mesh((4,), ("replica",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    weights = jax.device_put(np.arange(64.0, dtype=np.float32), sharding)
+    manager = make_manager(Checkpoint(run=SimpleNamespace(weights=weights)))
+    with no_retrace():
+        path = manager.save(1)
+        manager.sync()
+    restored = SimpleNamespace(weights=jax.device_put(jnp.zeros(64), sharding))
+    make_manager(Checkpoint(run=restored)).restore(path)
+    assert restored.weights.sharding == sharding
+    np.testing.assert_array_equal(restored.weights, weights)

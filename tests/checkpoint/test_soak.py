@@ -115,6 +115,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
         program.process.communicate()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_random_moments_ends_as_one_that_is_not(
     tmp_path: Path, start: Callable[[str], Program]

@@ -1,16 +1,18 @@
 """Processes that read data of their own come to one sequence of batches."""
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from armillary.data import DistributedDataset, InputOptions
+from armillary.data.feed._chunk_builder import ChunkBuilder
 from armillary.errors import BatchSizeError, PeerError
-from tests.feeds import open_feed, open_reader
+from tests.feeds import open_feed, open_reader, read_chunks
 from tests.peers import run_together
 
 
@@ -21,6 +23,7 @@ class ProcessLayout:
 
     def __init__(self, peers: Any, num_own: int) -> None:
         self.peers = peers
+        self.place = lambda arrays, *_: arrays
         self.num_replicas = peers.count * num_own
         self.local_replicas = range(peers.index * num_own, (peers.index + 1) * num_own)
 
@@ -240,3 +243,28 @@ def test_a_position_is_that_of_what_was_used_however_far_was_read(prefetch):
 
     expected = [*range(1, 16), *range(4, 17), [16, 16]]
     assert run_together(run) == [expected] * 2
+
+
+@pytest.mark.parametrize("per_replica_batches", [True, False])
+def test_an_error_in_the_middle_of_a_chunk_is_told_by_all(per_replica_batches):
+    def run(peers: Any) -> None:
+        def read_batches() -> Iterator[np.ndarray]:
+            for number in range(30):
+                if number == 17 and peers.index == 1:
+                    raise OSError("the disk is on fire")
+                yield np.full((2,), number)
+
+        dataset = DistributedDataset(
+            read_batches,
+            ProcessLayout(peers, 1),
+            per_replica_batches=per_replica_batches,
+        )
+        builder = ChunkBuilder([1], steps_per_chunk=7, gives_errors_at_once=True)
+        with contextlib.closing(open_feed(dataset, name="`train_step`")) as feed:
+            feed.start(builder.build, 1)
+            read_chunks(feed)
+
+    others, own = run_together(run)
+    assert isinstance(own, OSError)
+    assert isinstance(others, PeerError)
+    assert "process 1 of 2: OSError: the disk is on fire" in str(others)

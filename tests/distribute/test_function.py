@@ -485,6 +485,22 @@ def test_state_that_nothing_leads_to_is_an_error():
         step(jnp.ones(2))
 
 
+@pytest.mark.parametrize(
+    "take", [next, lambda iterator: list(iterator)], ids=["next", "for"]
+)
+def test_a_batch_taken_while_tracing_is_an_error(make_mirrored, take):
+    strategy = make_mirrored(2)
+    dataset = strategy.distribute_dataset(list(np.arange(8.0).reshape(2, 4)))
+    iterator = iter(dataset)
+    with pytest.raises(
+        CapturedStateError,
+        match=r"taken from a distributed dataset while a function is traced\. .* use "
+        r"this same batch\. Take the batch outside .* let a `StandardTrainer` run",
+    ):
+        armillary.function(take)(iterator)
+    assert strategy.gather(next(iterator), axis=0).tolist() == [0, 1, 2, 3]
+
+
 def test_a_step_that_raises_leaves_state_as_it_was():
     count = nnx.Variable(jnp.asarray(3))
     before = count[...]

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from armillary.cluster._peers import Peers
-from armillary.data import from_arrays
+from armillary.data import FixedLenFeature, from_arrays, from_tfrecords
 from armillary.distribute.program._same_values import check_same_data, check_same_state
 from armillary.errors import PeerError
 from tests.peers import run_together
+from tests.records import make_record, write_records
 
 ROWS = np.arange(1000, dtype=np.float32)
 
@@ -54,6 +55,22 @@ def test_equal_arrays_pass():
 def test_other_rows_or_options_are_an_error_in_all(make, message):
     for outcome in compare(make):
         with pytest.raises(PeerError, match=message):
+            raise outcome
+
+
+def test_rows_of_files_are_compared_like_arrays(tmp_path):
+    paths = [
+        write_records(tmp_path / name, [make_record({"x": x}) for x in values])
+        for name, values in {"a": [1, 2], "b": [1, 3]}.items()
+    ]
+
+    def make(index):
+        features = {"x": FixedLenFeature((), np.int64)}
+        return from_tfrecords(paths[index], features, batch_size=1)
+
+    assert compare(lambda index: make(0)) == ["", ""]
+    for outcome in compare(make):
+        with pytest.raises(PeerError, match=r"array \['x'\]: process 0 has int64"):
             raise outcome
 
 

@@ -21,16 +21,18 @@ def problem(keras):
             keras.layers.Dense(2),
         ]
 
-    def make_model(kind="sequential", loss=None, optimizer=None, **options):
+    def make_uncompiled(kind):
         keras.utils.set_random_seed(0)
         if kind == "sequential":
-            model = keras.Sequential([keras.layers.Input((4,)), *make_layers()])
-        elif kind == "functional":
+            return keras.Sequential([keras.layers.Input((4,)), *make_layers()])
+        if kind == "functional":
             first, second = make_layers()
             entry = keras.Input((4,))
-            model = keras.Model(entry, second(first(entry)))
-        else:
-            model = make_subclassed()
+            return keras.Model(entry, second(first(entry)))
+        return make_subclassed()
+
+    def make_model(kind="sequential", loss=None, optimizer=None, **options):
+        model = make_uncompiled(kind)
         loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         optimizer = optimizer or keras.optimizers.Adam(1e-2)
         options = {"metrics": ["accuracy"], **options}
@@ -56,5 +58,6 @@ def problem(keras):
         y=labels,
         weights=rng.random(NUM_EXAMPLES).astype("float32"),
         make_model=make_model,
+        make_uncompiled=make_uncompiled,
         read=read,
     )

@@ -112,6 +112,15 @@ def test_models_of_no_strategy_run_as_they_did(problem):
     assert len(model.variables[0].value.sharding.device_set) == 1
 
 
+@pytest.mark.parametrize("kind", ["sequential", "functional", "subclassed"])
+def test_a_model_made_in_a_scope_may_be_compiled_outside(problem, kind):
+    with STRATEGIES["mirrored"]().scope():
+        model = problem.make_uncompiled(kind)
+    model.compile("sgd", "mse")
+    model.train_on_batch(problem.x[:16], problem.x[:16, :2])
+    assert len(model.variables[0].value.sharding.device_set) == 4
+
+
 def test_single_batches_run_on_all_devices(problem):
     with STRATEGIES["mirrored"]().scope():
         model, other = problem.make_model(), problem.make_model()

@@ -45,7 +45,7 @@ def train(scenario: str, folder: Path, limit_seconds: float | None) -> None:
         for number in range(10**9):
             if scenario == "sleep" and is_victim and number == 40:
                 time.sleep(3600)  # the reader sleeps
-            if scenario == "raise" and is_victim and number == 40:
+            if scenario == "raise" and is_victim and number == 37:  # Inside a chunk.
                 raise OSError("the disk is on fire")
             yield np.full((2,), number, np.float32)
 

@@ -15,6 +15,7 @@ DOCUMENTS = [
     ]
     if path.name != "CHANGELOG.md"
 ]
+WITH_KERAS = ("keras.md", "migrating.md")
 FENCE = re.compile(
     r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
 )
@@ -43,6 +44,7 @@ def find_missing(printed: str, shown: str) -> list[str]:
     ]
 
 
+@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_python_blocks_run_and_print_what_the_page_shows(
@@ -65,7 +67,7 @@ def test_python_blocks_run_and_print_what_the_page_shows(
             assert info == "python", f"{path.name}:{line}: unknown marks in {info!r}"
             capsys.readouterr()
             # The layers of Keras rely on the promotion of ranks.
-            promotion = "allow" if path.name == "keras.md" else "raise"
+            promotion = "allow" if path.name in WITH_KERAS else "raise"
             with jax.numpy_rank_promotion(promotion):
                 exec(code, namespace)
             printed = capsys.readouterr().out

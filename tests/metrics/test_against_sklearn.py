@@ -27,9 +27,7 @@ BOUNDED = settings(
 
 class Evaluation(armillary.StandardEvaluator):
     def __init__(self, strategy, read):
-        options = armillary.StandardEvaluatorOptions(
-            steps_per_chunk=1, recreate_iterator_for_each_eval=True
-        )
+        options = armillary.StandardEvaluatorOptions(steps_per_chunk=1)
         super().__init__(strategy.distribute_dataset(read), options)
         self.strategy = strategy
         self.classes = nnx.MultiMetric(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
 
 import armillary
 from armillary.actions import _export_model
@@ -447,8 +448,7 @@ def saves(strategy: Any, run_dir: str) -> dict[str, Any]:
     found["another folder"] = catch(lambda: good.restore(mine))
 
     manager = make("run")
-    if not index:  # The other one must not take it away again.
-        block(directory / "run", True)
+    block(directory / "run", True)
     found["start"] = catch(lambda: manager.save(3))
     found["start error"] = str(manager.last_error)
     block(directory / "run", False)
@@ -496,11 +496,10 @@ def train_over_failing_saves(strategy: Any, directory: Path) -> list[Any]:
 
 
 def block(directory: Path, is_blocked: bool) -> None:
-    """Puts a file where a directory has to be, or takes it away."""
-    if is_blocked:
-        directory.touch()
-    elif directory.is_file():
-        directory.unlink()
+    """Puts a file where a directory has to be, or takes it away, before any goes on."""
+    if jax.process_index() == 0:
+        directory.touch() if is_blocked else directory.unlink()
+    multihost_utils.sync_global_devices(f"block {is_blocked}")
 
 
 def limit_files(is_limited: bool) -> None:
@@ -516,9 +515,9 @@ def exports(strategy: Any, run_dir: str) -> dict[str, Any]:
     written: list[str] = []
     write = _export_model.write_whole
 
-    def write_noted(path: Any, data: Any) -> None:
+    def write_noted(path: Any, data: Any, temporary: str) -> None:
         written.append(path.name)
-        write(path, data)
+        write(path, data, temporary)
 
     _export_model.write_whole = write_noted
 
@@ -581,14 +580,9 @@ def exports(strategy: Any, run_dir: str) -> dict[str, Any]:
     return found | {"written": written, "error": catch(export_and_save)}
 
 
-def four(strategy: Any, lengths: list[int]) -> dict[str, Any]:
-    """Does what two processes do too, one after the other."""
-    return {
-        "train": train(strategy),
-        "uneven": uneven(strategy, lengths),
-        "stop": stop(strategy),
-        "mismatches": mismatches(strategy),
-    }
+def several(strategy: Any, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Runs scenarios of this file one after the other, each with its options."""
+    return {name: globals()[name](strategy, **parts[name]) for name in parts}
 
 
 def late() -> dict[str, Any]:

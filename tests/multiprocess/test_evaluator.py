@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 STEPS = 18
 
 
+@pytest.mark.thorough
 def test_every_checkpoint_of_a_job_is_evaluated_once_across_a_restart(tmp_path):
     result = launch(tmp_path, die_at=9)
 

@@ -10,9 +10,10 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 def test_one_process_exports_and_all_restore_a_part(tmp_path):
     run_dir = tmp_path / "runs"
-    outcome = run_job(tmp_path, "exports", processes=2, devices=1, run_dir=str(run_dir))
+    parts = {"train": {"num_steps": 6}, "exports": {"run_dir": str(run_dir)}}
+    outcome = run_job(tmp_path, "several", processes=2, devices=1, parts=parts)
     assert outcome.codes == [0, 0], outcome.errors
-    first, second = outcome.results
+    first, second = (result["exports"] for result in outcome.results)
     assert first.pop("written")[:4] == ["export-2", "export-4", "export-6", "other-0"]
     assert second.pop("written") == []
     # What one process cannot write, the others hear of at their next exchange.
@@ -27,6 +28,5 @@ def test_one_process_exports_and_all_restore_a_part(tmp_path):
     assert "run/optimizer/step" in kept
 
     # Exporting has not disturbed training.
-    plain = run_job(tmp_path / "plain", "train", processes=2, devices=1, num_steps=6)
-    assert plain.codes == [0, 0], plain.errors
-    np.testing.assert_array_equal(first["losses"], plain.results[0]["losses"])
+    plain = outcome.results[0]["train"]
+    np.testing.assert_array_equal(first["losses"], plain["losses"])

@@ -23,6 +23,7 @@ def test_two_processes_fit_evaluate_and_predict_as_one(keras, job):
     np.testing.assert_allclose(predicted, expected["predicted"], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_processes_with_other_weights_are_told_how_to_begin_alike(keras, tmp_path):
     del keras
     options = {"processes": 2, "devices": 1, "seeds": [0, 1]}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import armillary
+from tests.conftest import ALL_CASES
 from tests.multiprocess import program
 from tests.multiprocess.conftest import Outcome, run_job
 from tests.problems import make_strategy
@@ -14,32 +15,66 @@ from tests.problems import make_strategy
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(("processes", "devices"), [(2, 1), (2, 2)])
-def test_processes_compute_what_one_process_does(job, processes, devices):
-    results = job("train", processes=processes, devices=devices)
-    expected = program.train(make_strategy(processes * devices))
-    check_computed(results, expected)
-    if processes * devices == 2:
-        # A sum of two numbers does not depend on their order.
-        assert results[0] == expected
+def run_several(
+    folder: Path, processes: int, devices: int, **parts: dict[str, Any]
+) -> tuple[dict[str, list[Any]], str]:
+    """Returns for each scenario the results of all processes, and what they said."""
+    outcome = run_job(
+        folder, "several", processes=processes, devices=devices, parts=parts
+    )
+    assert outcome.codes == [0] * processes, outcome.errors
+    results = {name: [result[name] for result in outcome.results] for name in parts}
+    return results, "".join(outcome.errors)
 
 
+def test_two_processes_do_what_one_does(tmp_path: Path):
+    lengths = [30, 13]
+    results, said = run_several(
+        tmp_path,
+        processes=2,
+        devices=1,
+        train={},
+        uneven={"lengths": lengths},
+        values={},
+        stop={},
+        mismatches={},
+    )
+    expected = program.train(make_strategy(2))
+    check_computed(results["train"], expected)
+    # A sum of two numbers does not depend on their order.
+    assert results["train"][0] == expected
+    # 4 rows each, 3 times; then 4 times process 0 alone; then 2 and 1 rows left.
+    check_uneven(results["uneven"], lengths, num_eval_steps=9)
+    check_values(*results["values"])
+    assert results["stop"] == [{"step": 6}] * 2
+    assert "stopped at step 6: enough (requested in process 1 of 2)" in said
+    check_mismatches(results["mismatches"])
+
+
+def test_two_processes_with_two_devices_each_do_what_one_does(tmp_path: Path):
+    results, _ = run_several(tmp_path, processes=2, devices=2, train={}, odd={})
+    check_computed(results["train"], program.train(make_strategy(4)))
+    check_odd(results["odd"], program.odd(make_strategy(4)))
+
+
+@pytest.mark.thorough
 def test_four_processes_do_what_two_do(tmp_path: Path):
     lengths = [30, 13, 17, 12]
-    outcome = run_job(tmp_path, "four", processes=4, devices=1, lengths=lengths)
-    assert outcome.codes == [0] * 4, outcome.errors
-    results = {
-        name: [result[name] for result in outcome.results]
-        for name in outcome.results[0]
-    }
+    results, said = run_several(
+        tmp_path,
+        processes=4,
+        devices=1,
+        train={},
+        uneven={"lengths": lengths},
+        stop={},
+        mismatches={},
+    )
     check_computed(results["train"], program.train(make_strategy(4)))
     # 4 rows each, 3 times; of processes 0 and 2, then of process 0 alone 3 times; then
     # 2 rows of process 0, and 1 row of processes 1 and 2.
     check_uneven(results["uneven"], lengths, num_eval_steps=9)
     assert results["stop"] == [{"step": 6}] * 4
-    assert "stopped at step 6: enough (requested in process 3 of 4)" in "".join(
-        outcome.errors
-    )
+    assert "stopped at step 6: enough (requested in process 3 of 4)" in said
     check_mismatches(results["mismatches"])
 
 
@@ -54,8 +89,8 @@ def check_computed(results: list[Any], expected: Any) -> None:
         assert result == results[0]
 
 
-def test_a_loop_of_the_users_own_sees_all_replicas_or_its_own(job):
-    first, second = job("values", processes=2, devices=1)
+def check_values(first: Any, second: Any) -> None:
+    """Checks a loop of the user's own, which sees all replicas or its own."""
     x = np.arange(16.0)
     batches = [2 * x[:8], 3 * x[8:]]
     for result in (first, second):
@@ -73,7 +108,9 @@ def test_a_loop_of_the_users_own_sees_all_replicas_or_its_own(job):
 
 def test_a_run_goes_on_with_other_numbers_of_processes(tmp_path: Path):
     run_dir = tmp_path / "run"
-    parts = [(4, 0, 6), (2, 6, 10), (1, 10, 15), (4, 15, 21)]
+    parts = (
+        [(2, 0, 6), (1, 6, 10), (4, 10, 21)] if ALL_CASES else [(2, 0, 6), (1, 6, 21)]
+    )
     outcomes = [
         run_job(
             tmp_path,
@@ -113,13 +150,6 @@ def check_that_only_the_chief_spoke(outcome: Outcome) -> None:
         assert not any(line in other for other in others)
 
 
-def test_data_of_different_length_end_together_and_count_once(job):
-    lengths = [30, 13]
-    results = job("uneven", processes=2, devices=1, lengths=lengths)
-    # 4 rows each, 3 times; then 4 times process 0 alone; then 2 and 1 rows left.
-    check_uneven(results, lengths, num_eval_steps=9)
-
-
 def check_uneven(results: list[Any], lengths: list[int], num_eval_steps: int) -> None:
     numbers = [100.0 * i + np.arange(n) for i, n in enumerate(lengths)]
     for result in results:
@@ -136,9 +166,7 @@ def check_uneven(results: list[Any], lengths: list[int], num_eval_steps: int) ->
         assert f"the program has {len(lengths)}" in result["refused"]
 
 
-def test_uneven_batches_run_on_fewer_replicas(job):
-    results = job("odd", processes=2, devices=2)
-    expected = program.odd(make_strategy(4))
+def check_odd(results: list[Any], expected: Any) -> None:
     for result in results:
         np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-6)
         np.testing.assert_allclose(result["sums"], expected["sums"], rtol=1e-5)
@@ -155,10 +183,6 @@ def test_uneven_batches_run_on_fewer_replicas(job):
     for batch, (mine, other) in enumerate(zip(first[:2], second[:2], strict=True)):
         assert [mine[0] + other[0]] == [expected["gathered"][batch]]
     assert first[2] == second[2] == [expected["gathered"][2]]
-
-
-def test_whatever_differs_between_processes_is_named(job):
-    check_mismatches(job("mismatches", processes=2, devices=1))
 
 
 def check_mismatches(results: list[Any]) -> None:
@@ -179,14 +203,6 @@ def check_mismatches(results: list[Any]) -> None:
         assert f"{last.partition(' of ')[0]} has 1" in result["order"]
         assert "this process has joined its job with" in result["again"]
         assert result["equal"] == ""
-
-
-def test_a_stop_requested_in_one_process_stops_all_at_one_step(tmp_path: Path):
-    outcome = run_job(tmp_path, "stop", processes=2, devices=1)
-    assert outcome.codes == [0, 0], outcome.errors
-    assert outcome.results == [{"step": 6}, {"step": 6}]
-    said = "stopped at step 6: enough (requested in process 1 of 2)"
-    assert said in outcome.errors[0]
 
 
 def test_a_failure_in_one_process_ends_the_others(tmp_path: Path):

@@ -60,6 +60,7 @@ def test_sigterm_means_what_it_means_elsewhere_unless_somebody_listens(tmp_path:
     assert outcome.codes == [-signal.SIGTERM] * 2, outcome.errors
 
 
+@pytest.mark.thorough
 def test_sigterm_to_the_launcher_ends_the_job_with_77(tmp_path: Path):
     command = [sys.executable, "-m", "armillary", "launch", "--workers", "2"]
     command += ["--devices-per-worker", "1"]

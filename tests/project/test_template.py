@@ -85,6 +85,7 @@ def test_the_code_passes_the_linter(tmp_path, name, has_own_settings):
     run_well(folder, "ruff", "format", "--check", *settings, ".")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_its_tests_pass(project):
     output = run_well(project, "pytest", "-q", "-p", "no:cacheprovider")

@@ -48,14 +48,15 @@ def test_the_death_of_a_worker_and_of_the_chief_within_a_save_cost_nothing(make_
     assert killed.steps(worker=1, attempt=2)[0] == began
 
 
-def test_the_death_of_one_of_four_workers_costs_nothing(make_job):
-    killed = make_job("killed", workers=4).start(NUM_STEPS)
-    killed.wait_for_step(20, worker=3, attempt=0)
-    killed.kill(worker=2, attempt=0)
-    whole = make_job("whole", workers=4).start(NUM_STEPS)
+@pytest.mark.thorough
+def test_the_death_of_one_of_three_workers_costs_nothing(make_job):
+    killed = make_job("killed", workers=3).start(NUM_STEPS)
+    killed.wait_for_step(20, worker=2, attempt=0)
+    killed.kill(worker=1, attempt=0)
+    whole = make_job("whole", workers=3).start(NUM_STEPS)
 
     finals, said = killed.finish()
     assert_alike(whole.finish()[0], finals)
-    assert "worker 2 of 4 failed first: killed by SIGKILL" in said
+    assert "worker 1 of 3 failed first: killed by SIGKILL" in said
     assert "ends with exit code 0 (OK) after 1 restart." in said
     assert killed.steps(worker=0, attempt=1)[0] >= STEPS_PER_LOOP + SAVE_INTERVAL

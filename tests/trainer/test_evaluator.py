@@ -7,6 +7,7 @@ import pytest
 import armillary
 from armillary import StandardEvaluator, StandardEvaluatorOptions
 from armillary.data import from_arrays
+from armillary.errors import DatasetStateError
 from tests.problems import make_strategy
 
 
@@ -34,20 +35,20 @@ class Evaluator(StandardEvaluator):
         return {"seen": state[0]}
 
 
-def recreating(**options):
-    return StandardEvaluatorOptions(recreate_iterator_for_each_eval=True, **options)
+def continuing(**options):
+    return StandardEvaluatorOptions(recreate_iterator_for_each_eval=False, **options)
 
 
-def test_an_evaluator_continues_where_the_last_evaluation_stopped():
-    evaluator = Evaluator(make_batches(4))
+def test_an_evaluator_may_continue_where_the_last_evaluation_stopped():
+    evaluator = Evaluator(make_batches(4), continuing())
 
     seen = [evaluator.evaluate(1)["seen"] for _ in range(6)]
 
     assert seen == [[1], [2], [3], [4], [1], [2]]
 
 
-def test_an_evaluator_may_begin_anew_each_time():
-    evaluator = Evaluator(make_batches(4), recreating())
+def test_an_evaluator_begins_anew_each_time():
+    evaluator = Evaluator(make_batches(4))
 
     seen = [evaluator.evaluate(num_steps)["seen"] for num_steps in (1, 2, -1, 1)]
 
@@ -56,8 +57,7 @@ def test_an_evaluator_may_begin_anew_each_time():
 
 @pytest.mark.parametrize("compile_step", [True, False])
 def test_an_evaluation_ends_with_the_data_and_the_next_begins_anew(compile_step):
-    options = StandardEvaluatorOptions(compile_step=compile_step)
-    evaluator = Evaluator(make_batches(4), options)
+    evaluator = Evaluator(make_batches(4), continuing(compile_step=compile_step))
 
     seen = [evaluator.evaluate(num_steps)["seen"] for num_steps in (3, 3, 3, -1, -1)]
 
@@ -65,7 +65,7 @@ def test_an_evaluation_ends_with_the_data_and_the_next_begins_anew(compile_step)
 
 
 def test_an_evaluation_that_finds_fewer_steps_says_so(caplog):
-    evaluator = Evaluator(make_batches(4))
+    evaluator = Evaluator(make_batches(4), continuing())
 
     evaluator.evaluate(4)
     evaluator.evaluate(3)
@@ -76,15 +76,13 @@ def test_an_evaluation_that_finds_fewer_steps_says_so(caplog):
     assert record.getMessage() == (
         "`evaluate(3)` ran 1 steps, because the data ended: the last evaluation had "
         "taken what came before, or there is no more. The next one begins anew. Use "
-        "`evaluate(-1)` for all of the data, or "
-        "`StandardEvaluatorOptions(recreate_iterator_for_each_eval=True)` to begin "
-        "anew each time."
+        "`evaluate(-1)` for all of the data, or leave out "
+        "`recreate_iterator_for_each_eval=False` to begin anew each time."
     )
 
 
 def test_an_iterator_made_anew_each_time_has_fewer_steps_for_no_other_reason(caplog):
-    options = StandardEvaluatorOptions(recreate_iterator_for_each_eval=True)
-    evaluator = Evaluator(make_batches(4), options)
+    evaluator = Evaluator(make_batches(4))
     seen = [evaluator.evaluate(num_steps)["seen"] for num_steps in (3, 3, 5)]
     assert seen == [[1, 2, 3], [1, 2, 3], [1, 2, 3, 4]]
     assert not caplog.records
@@ -113,9 +111,7 @@ def test_an_evaluation_that_was_cut_off_is_not_continued(error, compile_step):
                 raise error
             return super().eval_reduce(state, step_outputs)
 
-    evaluator = Failing(
-        make_batches(4), StandardEvaluatorOptions(compile_step=compile_step)
-    )
+    evaluator = Failing(make_batches(4), continuing(compile_step=compile_step))
     with pytest.raises(error):
         evaluator.evaluate(-1)
     evaluator.fails = False
@@ -128,7 +124,7 @@ def test_evaluation_steps_count_batches_and_not_pieces():
 
     class Count(StandardEvaluator):
         def __init__(self):
-            super().__init__(rows, recreating(steps_per_chunk=3))
+            super().__init__(rows, StandardEvaluatorOptions(steps_per_chunk=3))
             self.strategy = strategy
 
         def eval_begin(self):
@@ -187,7 +183,7 @@ def test_step_outputs_keep_what_is_no_array():
 
 
 def test_another_evaluation_dataset_is_started_on():
-    evaluator = Evaluator(make_batches(2), recreating())
+    evaluator = Evaluator(make_batches(2))
     evaluator.evaluate(-1)
 
     # An iterator gives its batches once: opening it twice would be an error.
@@ -216,3 +212,11 @@ def test_one_object_may_train_and_evaluate():
 
     assert float(task.total) == 1 + 2 + 3 + 4 + 5 + 6
     assert seen == [[20, 21]] * 3
+
+
+def test_an_iterator_that_was_used_up_is_an_error_each_time():
+    evaluator = Evaluator(iter(make_batches(3)))
+    assert evaluator.evaluate(-1)["seen"] == [1, 2, 3]
+    for _ in range(3):
+        with pytest.raises(DatasetStateError, match="gives its batches once"):
+            evaluator.evaluate(-1)

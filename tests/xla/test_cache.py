@@ -14,6 +14,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from armillary.xla import use_compilation_cache
+from tests.conftest import OPTIMIZE_LESS
 
 TESTS = Path(__file__).resolve().parents[1]
 SETTINGS = (
@@ -61,7 +62,8 @@ def run_program(directory: Path | str, num_devices: int) -> tuple[dict[str, Any]
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if name != "XLA_FLAGS" and not name.startswith("JAX_")
+        if name != "XLA_FLAGS"
+        and (not name.startswith("JAX_") or name == OPTIMIZE_LESS.upper())
     }
     child = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(directory), str(num_devices)],
@@ -101,6 +103,7 @@ def test_a_second_process_trains_without_compiling(
     assert "machine" not in messages.lower()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_half_written_programs_are_compiled_again_with_a_warning(
     tmp_path: Path,

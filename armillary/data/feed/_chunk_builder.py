@@ -81,6 +81,8 @@ class ChunkBuilder:
         steps_per_chunk: Most steps in one chunk.
         max_chunk_bytes: Most host memory of one chunk. A chunk has at least one step,
             however large.
+        gives_errors_at_once: Whether the steps that were read before an error are
+            lost, instead of being given out first.
 
     Raises:
         ValueError: If a number is not positive.
@@ -92,20 +94,22 @@ class ChunkBuilder:
         *,
         steps_per_chunk: int,
         max_chunk_bytes: int = 256 * 2**20,
+        gives_errors_at_once: bool = False,
     ) -> None:
         self._batches_per_step = [
             check_positive_int("batches_per_step", count) for count in batches_per_step
         ]
         self._steps_per_chunk = check_positive_int("steps_per_chunk", steps_per_chunk)
         self._max_chunk_bytes = check_positive_int("max_chunk_bytes", max_chunk_bytes)
+        self._gives_errors_at_once = gives_errors_at_once
         self._first_signature: Hashable = None
         self._capacity: int | None = None
 
     def build(self, readers: Sequence[BatchReader]) -> Iterator[Chunk]:
         """Yields chunks until a step lacks data.
 
-        Steps that were read before an error are given out first, so that what runs
-        does not depend on the size of chunks.
+        Steps that were read before an error are given out first, if it is not to come
+        at once, so that what runs does not depend on the size of chunks.
 
         Raises:
             BatchSizeError: If the batches of one step differ in shape.
@@ -148,6 +152,8 @@ class ChunkBuilder:
             try:
                 following = self._read_step(readers)
             except Exception as error:
+                if self._gives_errors_at_once:
+                    raise
                 return stack, None, error
             if following is None or _get_step_signature(following) != stack.signature:
                 return stack, following, None

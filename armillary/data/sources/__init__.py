@@ -1,3 +1,3 @@
-"""Where batches come from: arrays, Grain, iterables."""
+"""Where batches come from: arrays, files, other libraries, iterables."""
 
 __all__: list[str] = []

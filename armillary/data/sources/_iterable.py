@@ -25,6 +25,10 @@ class IterableSource:
     """
 
     full_size = None
+    is_endless = False
+    """Whether it is known that a pass never ends."""
+    num_batches: int | None = None
+    """Batches in one pass, if that is known."""
 
     def __init__(
         self, make: Callable[[], Iterator[Batch]], name: str, *, copies: bool = True
@@ -99,7 +103,7 @@ class OwnIterator:
 
     def __next__(self) -> Batch:
         batch = next(self._iterator)
-        return jax.tree.map(_copy, batch) if self._copies else batch
+        return copy_batch(batch) if self._copies else batch
 
     def get_state(self) -> Any:
         """Returns a copy of the state, since many iterators return the live object."""
@@ -108,6 +112,11 @@ class OwnIterator:
     def set_state(self, state: Any) -> None:
         """Goes to a position."""
         self._iterator.set_state(state)
+
+
+def copy_batch(batch: Batch) -> Batch:
+    """Returns a batch whose arrays nobody else has."""
+    return jax.tree.map(_copy, batch)
 
 
 def _copy(leaf: Any) -> Any:

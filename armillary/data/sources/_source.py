@@ -7,12 +7,24 @@ import jax
 import numpy as np
 
 from armillary.data.sources._grain import as_grain_source
+from armillary.data.sources._huggingface import as_huggingface_source
 from armillary.data.sources._iterable import (
     IterableSource,
     IteratorSource,
+    copy_batch,
     from_function,
 )
+from armillary.data.sources._stateful import StatefulSource, has_state_dict
+from armillary.data.sources._tf_data import as_tf_data_source
+from armillary.data.sources._torch import as_torch_source
 from armillary.typing import Batch
+
+_LIBRARIES = (
+    as_grain_source,
+    as_tf_data_source,
+    as_torch_source,
+    as_huggingface_source,
+)
 
 
 class SourceIterator(Protocol):
@@ -61,19 +73,22 @@ def as_source(source: Any) -> Source:
     """Returns `source` as a `Source`.
 
     Args:
-        source: What `from_arrays` returned; a `grain.MapDataset` (batched),
-            `grain.IterDataset` or `grain.DataLoader`; an iterable of batches, such as a
-            list; a function without arguments that returns an iterator, such as a
-            generator function; an iterator, for one pass; or a `Source`.
+        source: What `from_arrays` or its like returned; a `grain.MapDataset` (batched),
+            `grain.IterDataset` or `grain.DataLoader`; a `tf.data.Dataset` (batched); a
+            PyTorch `DataLoader`; a Hugging Face `IterableDataset` (batched); an
+            iterable of batches, such as a list; a function without arguments that
+            returns an iterator, such as a generator function; an iterator, for one
+            pass; or a `Source`.
 
     Raises:
         TypeError: If it is none of these.
     """
     if isinstance(source, Source):
         return source
-    grain_source = as_grain_source(source)
-    if grain_source is not None:
-        return grain_source
+    for as_own_source in _LIBRARIES:
+        made = as_own_source(source)
+        if made is not None:
+            return made
     if _is_arrays(source):
         raise TypeError(
             f"The data set is a {type(source).__name__} of arrays, but it must give "
@@ -86,14 +101,18 @@ def as_source(source: Any) -> Source:
         )
     if isinstance(source, Iterator):
         return IteratorSource(source)
+    if has_state_dict(source):
+        name = f"iterable {type(source).__name__}"
+        return StatefulSource(source, name, copy_batch)
     if isinstance(source, Iterable) and not isinstance(source, str | bytes | type):
         return IterableSource(lambda: iter(source), f"iterable {type(source).__name__}")
     if isinstance(source, Callable):
         return from_function(source)
     raise TypeError(
         f"The data set is {source!r:.80} of type {type(source).__name__}, but it must "
-        "give batches. Pass the result of `armillary.data.from_arrays`, a Grain "
-        "dataset or loader, an iterable of batches, or a generator function."
+        "give batches. Pass the result of `armillary.data.from_arrays`, a data set or "
+        "loader of Grain, TensorFlow, PyTorch or Hugging Face, an iterable of batches, "
+        "or a generator function."
     )
 
 

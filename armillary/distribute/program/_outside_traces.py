@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jax.core import Tracer
-from jax.extend import core
 
+from armillary._jaxpr import is_in_trace
 from armillary.errors import CapturedStateError, ReplicaContextError
 from armillary.state._lift import State
 from armillary.state._place import PlaceSlot
@@ -21,12 +21,6 @@ _INSTEAD = (
     "place of `jax.jit`; inside the function that `strategy.run` gets, `nnx.jit` and "
     "the others work."
 )
-_NO_TRACE = core.get_opaque_trace_state(convention="flax")
-
-
-def is_in_trace() -> bool:
-    """Returns whether JAX traces a function at the moment."""
-    return core.get_opaque_trace_state(convention="flax") != _NO_TRACE
 
 
 def check_no_trace(fn: Callable[..., Any], state: State) -> None:

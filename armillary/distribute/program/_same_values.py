@@ -14,7 +14,8 @@ import numpy as np
 
 from armillary._checks import list_lines
 from armillary.cluster._peers import Peers
-from armillary.data.sources._arrays import ArrayDataset
+from armillary.data.sources._batch import check_batch
+from armillary.data.sources._indexed import IndexedDataset
 from armillary.distribute._global_arrays import is_key
 from armillary.errors import PeerError
 
@@ -51,10 +52,10 @@ def check_same_state(peers: Peers, paths: Sequence[str], leaves: Sequence[Any]) 
     )
 
 
-def check_same_data(peers: Peers, dataset: ArrayDataset) -> None:
+def check_same_data(peers: Peers, dataset: IndexedDataset) -> None:
     """Raises if a data set for all processes is not the same in each.
 
-    Of each array, some rows are compared, evenly spaced.
+    Some rows are compared, evenly spaced.
 
     Args:
         peers: The processes.
@@ -66,14 +67,16 @@ def check_same_data(peers: Peers, dataset: ArrayDataset) -> None:
     own = {name: repr(getattr(dataset, name)) for name in _OPTIONS}
     num_rows = min(_MOST_ROWS, dataset.num_examples)
     rows = np.linspace(0, dataset.num_examples - 1, num_rows).astype(np.int64)
-    for path, array in jax.tree_util.tree_leaves_with_path(dataset.arrays):
-        own[f"array {jax.tree_util.keystr(path)}"] = _describe(array, rows)
+    batch, _ = check_batch(dataset.read_rows(rows), lambda: "A batch of the data set")
+    for path, array in jax.tree_util.tree_leaves_with_path(batch):
+        shape = (dataset.num_examples, *array.shape[1:])
+        own[f"array {jax.tree_util.keystr(path)}"] = _describe(array, shape)
     lines, _ = _find_differences(peers, "a data set for all", own)
     if lines:
         raise PeerError(
             "A data set that is distributed over all processes is not the same in "
             f"each:\n{list_lines(lines)}\n"
-            "Give all of them the same arrays, `batch_size` and `shuffle_seed`. Where "
+            "Give all of them the same data, `batch_size` and `shuffle_seed`. Where "
             "each reads data of its own, use a function with an `input_context` "
             "(`make_distributed_dataset`)."
         )
@@ -97,10 +100,10 @@ def _find_differences(
     return lines, len(names)
 
 
-def _describe(array: Any, rows: np.ndarray | None = None) -> str:
-    """Returns type, shape and a fingerprint of all values, or of some rows."""
+def _describe(array: Any, shape: tuple[int, ...] | None = None) -> str:
+    """Returns type, shape and a fingerprint; `shape` is that of all, not of some."""
     if is_key(array):
         array = jax.random.key_data(array)
-    taken = np.ascontiguousarray(array if rows is None else array[rows])
-    digest = hashlib.blake2b(taken.tobytes(), digest_size=6).hexdigest()
-    return f"{taken.dtype.name} {tuple(np.shape(array))} #{digest}"
+    values = np.ascontiguousarray(array)
+    digest = hashlib.blake2b(values.tobytes(), digest_size=6).hexdigest()
+    return f"{values.dtype.name} {shape or tuple(np.shape(array))} #{digest}"

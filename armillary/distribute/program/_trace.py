@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
+from armillary._jaxpr import is_in_trace
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._host_values import guarded_host_values
-from armillary.distribute.program._outside_traces import check_nothing_left, is_in_trace
+from armillary.distribute.program._outside_traces import check_nothing_left
 from armillary.distribute.program._step_errors import add_step_notes
 from armillary.distribute.program._value_errors import (
     VALUE_ERRORS,

@@ -18,7 +18,7 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data._input_context import InputContext
 from armillary.data._layout import BatchLayout
 from armillary.data._options import InputOptions
-from armillary.data.sources._arrays import ArrayDataset
+from armillary.data.sources._indexed import IndexedDataset
 from armillary.data.sources._source import as_source
 from armillary.distribute._global_arrays import everywhere
 from armillary.distribute.program._same_values import check_same_data
@@ -110,8 +110,9 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         """Returns a dataset that splits each *global* batch over replicas.
 
         Each process reads all of it, and keeps the rows of its own replicas: give the
-        same data, in the same order, to all. Arrays in memory are compared; any other
-        data are not. Of arrays only the rows of its replicas are touched.
+        same data, in the same order, to all. What `from_arrays` and its like give is
+        compared; any other data are not. Of arrays only the rows of its replicas are
+        touched.
 
         Args:
             dataset: Anything `armillary.data.as_source` takes.
@@ -120,7 +121,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         Returns:
             A dataset to iterate with `for` or `next`, or to give to a trainer.
         """
-        if self.peers is not None and isinstance(dataset, ArrayDataset):
+        if self.peers is not None and isinstance(dataset, IndexedDataset):
             check_same_data(self.peers, dataset)
         distributed = super().distribute_dataset(dataset, options)
         if self.peers is not None:

@@ -1,0 +1,178 @@
+"""Examples that can be read by number, in batches, with seeded shuffling.
+
+The order of an epoch depends on the seed and the epoch alone, so a position is two
+numbers: the epoch, and how many of its examples were used.
+"""
+
+import abc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from armillary._checks import check_not_negative_int, check_positive_int
+from armillary.errors import BatchSizeError, DatasetStateError
+from armillary.typing import Batch
+
+
+class IndexedDataset(abc.ABC):
+    """Examples in batches; each pass over them is the next epoch.
+
+    Args:
+        num_examples: How many there are, at least 1.
+        batch_size: As in `from_arrays`, like all that follow.
+        shuffle_seed: Seed of the order.
+        repeat: Whether it never ends.
+        drop_remainder: Whether to leave out a last batch that is not full.
+
+    Raises:
+        ValueError: If `batch_size` is not a positive integer, or `shuffle_seed` is
+            negative.
+        BatchSizeError: If `drop_remainder` leaves no batch.
+    """
+
+    name: str
+    is_repositionable = True
+
+    def __init__(
+        self,
+        num_examples: int,
+        *,
+        batch_size: int,
+        shuffle_seed: int | None = None,
+        repeat: bool = False,
+        drop_remainder: bool = False,
+    ) -> None:
+        self.num_examples = num_examples
+        self.batch_size = check_positive_int("batch_size", batch_size)
+        if shuffle_seed is not None:
+            check_not_negative_int("shuffle_seed", shuffle_seed)
+        if drop_remainder and not repeat and self.batch_size > num_examples:
+            raise BatchSizeError(
+                f"`batch_size` is {self.batch_size}, but there are {num_examples} "
+                "examples, and `drop_remainder=True` leaves no batch of them. Use "
+                f"`batch_size={num_examples}` or less, or `drop_remainder=False`."
+            )
+        self.shuffle_seed = shuffle_seed
+        self.repeat = repeat
+        self.drop_remainder = drop_remainder
+        self._num_passes = 0
+
+    @abc.abstractmethod
+    def read_rows(self, rows: np.ndarray) -> Batch:
+        """Returns a new batch of the examples with these numbers, in this order."""
+
+    @property
+    def full_size(self) -> int:
+        """Examples in every batch but perhaps the last."""
+        if self.repeat:
+            return self.batch_size
+        return min(self.batch_size, self.num_examples)
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether a pass never ends."""
+        return self.repeat
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in one pass; None if the data set never ends."""
+        if self.repeat:
+            return None
+        full, rest = divmod(self.num_examples, self.batch_size)
+        return full + (rest > 0 and not self.drop_remainder)
+
+    def make_iterator(self, epoch: int) -> "IndexedIterator":
+        """Returns an iterator from the start of `epoch`."""
+        return IndexedIterator(self, epoch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Returns an iterator over the next epoch, for use without a strategy."""
+        self._num_passes += 1
+        return self.make_iterator(self._num_passes - 1)
+
+
+class IndexedIterator:
+    """Draws the rows of one batch after another.
+
+    Args:
+        dataset: Has the examples, and says in which order they come.
+        epoch: The epoch to begin with.
+    """
+
+    def __init__(self, dataset: IndexedDataset, epoch: int) -> None:
+        self._dataset = dataset
+        self._epoch = epoch
+        self._index = 0
+        self._order = self._make_order()
+
+    def __iter__(self) -> "IndexedIterator":
+        return self
+
+    def __next__(self) -> Batch:
+        dataset = self._dataset
+        num_left = dataset.num_examples - self._index
+        if dataset.repeat:
+            rows = self._take_repeated()
+        elif num_left <= 0 or (
+            dataset.drop_remainder and num_left < dataset.batch_size
+        ):
+            raise StopIteration
+        else:
+            rows = self._take(dataset.batch_size)
+        return dataset.read_rows(rows)
+
+    def get_state(self) -> dict[str, int]:
+        """Returns the epoch and how many of its examples were used."""
+        return {
+            "epoch": self._epoch,
+            "index": self._index,
+            "num_examples": self._dataset.num_examples,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a position, also one of another batch size.
+
+        Raises:
+            DatasetStateError: If the position is not one in this data set.
+        """
+        num_examples = self._dataset.num_examples
+        if state["num_examples"] != num_examples:
+            raise DatasetStateError(
+                "`state` was saved from a data set of another size.\n"
+                f"  in the state:   {state['num_examples']} examples\n"
+                f"  in the program: {num_examples} examples\n"
+                "Pass the data that the state was saved with."
+            )
+        if not 0 <= state["index"] <= num_examples or state["epoch"] < 0:
+            raise DatasetStateError(
+                f"`state` is {state!r}, but the epoch must not be negative and the "
+                f"index must lie between 0 and {num_examples}. Pass what `get_state` "
+                "returned."
+            )
+        self._epoch, self._index = state["epoch"], state["index"]
+        self._order = self._make_order()
+
+    def _make_order(self) -> np.ndarray:
+        """Returns the rows of this epoch in order; called once per epoch."""
+        num_examples, seed = self._dataset.num_examples, self._dataset.shuffle_seed
+        if seed is None:
+            return np.arange(num_examples)
+        bits = np.random.PCG64([seed, self._epoch])
+        return np.random.Generator(bits).permutation(num_examples)
+
+    def _take(self, count: int) -> np.ndarray:
+        rows = self._order[self._index : self._index + count]
+        self._index += len(rows)
+        return rows
+
+    def _take_repeated(self) -> np.ndarray:
+        parts: list[np.ndarray] = []
+        num_missing = self._dataset.batch_size
+        while num_missing:
+            if self._index == self._dataset.num_examples:
+                self._epoch, self._index = self._epoch + 1, 0
+                self._order = self._make_order()
+            parts.append(self._take(num_missing))
+            num_missing -= len(parts[-1])
+        return np.concatenate(parts)

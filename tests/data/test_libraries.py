@@ -1,0 +1,386 @@
+"""Data of TensorFlow, PyTorch and Hugging Face, where these are installed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import armillary
+from armillary.data import (
+    DistributedDataset,
+    InputContext,
+    as_source,
+    from_arrays,
+    from_huggingface,
+)
+from armillary.errors import BatchSizeError, DatasetStateError
+from tests.data.contract import check_source, read
+
+pytestmark = pytest.mark.slow
+
+# https://github.com/meta-pytorch/data: torchdata calls what PyTorch has deprecated.
+stateful_loaders = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+@pytest.fixture(scope="module")
+def tf():
+    return pytest.importorskip("tensorflow")
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def datasets():
+    return pytest.importorskip("datasets")
+
+
+def read_shards(make_data):
+    """Returns the batches of each of two pipelines, for two replicas each."""
+    contexts = [InputContext(2, pipeline, 4) for pipeline in range(2)]
+    return [read(as_source(make_data(each)).make_iterator(0)) for each in contexts]
+
+
+# tf.data
+
+
+def test_tf_data_keeps_the_contract(tf, make_layout):
+    def make():
+        return tf.data.Dataset.range(10).map(lambda x: {"x": x}).batch(4).prefetch(1)
+
+    check_source(make, False, make_layout(4))
+
+
+def test_tf_data_gives_what_arrays_give(tf):
+    arrays = {"x": np.arange(6, dtype=np.float32).reshape(6, 1), "y": (np.arange(6),)}
+    dataset = tf.data.Dataset.from_tensor_slices(arrays).batch(4)
+    made = as_source(dataset).make_iterator(0)
+    for expected in from_arrays(arrays, batch_size=4):
+        batch = next(made)
+        assert jax.tree.structure(batch) == jax.tree.structure(expected)
+        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, batch, expected)))
+        assert batch["x"].dtype == np.float32
+        # The memory is that of the tensor.
+        with pytest.raises(ValueError, match="read-only"):
+            batch["x"][:] = 0
+
+
+def test_bfloat16_of_tensorflow_stays_bfloat16(tf):
+    dataset = tf.data.Dataset.from_tensors(tf.ones(2, tf.bfloat16))
+    assert next(as_source(dataset).make_iterator(0)).dtype == jnp.bfloat16
+
+
+def test_tf_data_is_shared_between_pipelines_and_replicas(tf):
+    strategy = armillary.MirroredStrategy(jax.devices("cpu")[:2])
+
+    def make_data(input_context):
+        size = input_context.get_per_replica_batch_size(4)
+        pipelines = input_context.num_input_pipelines, input_context.input_pipeline_id
+        return tf.data.Dataset.range(8).shard(*pipelines).batch(size)
+
+    parts = read_shards(make_data)
+    assert parts == [[[0], [2], [4], [6]], [[1], [3], [5], [7]]]
+    of_each = strategy.distribute_datasets_from_function(make_data)
+    of_all = strategy.distribute_dataset(tf.data.Dataset.range(8).batch(4))
+    for dataset in (of_each, of_all):
+        batches = [strategy.gather(batch, axis=0).tolist() for batch in dataset]
+        assert batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_data_without_an_end_are_known(tf, make_layout):
+    dataset = tf.data.Dataset.range(8).batch(4)
+    ends = DistributedDataset(dataset, make_layout())
+    assert not ends.is_endless
+    assert ends.num_global_batches == 2
+    endless = DistributedDataset(dataset.repeat(), make_layout())
+    assert endless.is_endless
+    assert endless.num_global_batches is None
+    unknown = DistributedDataset(dataset.filter(lambda x: True), make_layout())
+    assert not unknown.is_endless
+    assert unknown.num_global_batches is None
+
+
+def test_elements_that_are_no_batches_of_numbers_are_named(tf):
+    ragged = tf.ragged.constant([[1], [2, 3]])
+    columns = {
+        "ragged": ragged,
+        "sparse": tf.sparse.from_dense([[1, 0], [2, 3]]),
+        "text": ["a", "b"],
+        "x": [1, 2],
+    }
+    dataset = tf.data.Dataset.from_tensor_slices(columns)
+    with pytest.raises(TypeError) as caught:
+        as_source(dataset.batch(2))
+    assert str(caught.value).splitlines()[1:-1] == [
+        "  ragged: ragged; pad it with `padded_batch` or `to_tensor`",
+        "  sparse: sparse; use `tf.sparse.to_dense`",
+        "  text: strings; decode or remove them",
+    ]
+    with pytest.raises(TypeError, match=r"\(root\): one value .*`dataset.batch\("):
+        as_source(tf.data.Dataset.range(3))
+    with pytest.raises(TypeError, match="x: DatasetSpec; use tensors"):
+        as_source(tf.data.Dataset.from_tensors({"x": [1]}).window(1))
+
+
+# PyTorch
+
+
+def make_loader(torch, **options):
+    data = torch.utils.data.TensorDataset(torch.arange(10))
+    return torch.utils.data.DataLoader(data, **({"batch_size": 4} | options))
+
+
+def test_torch_loaders_keep_the_contract(torch, make_layout):
+    check_source(lambda: make_loader(torch), False, make_layout(4))
+
+
+@stateful_loaders
+def test_stateful_torch_loaders_keep_the_contract(torch, make_layout):
+    module = pytest.importorskip("torchdata.stateful_dataloader")
+    numbers = torch.utils.data.TensorDataset(torch.arange(10))
+    check_source(
+        lambda: module.StatefulDataLoader(numbers, batch_size=4), True, make_layout(4)
+    )
+
+
+@stateful_loaders
+def test_shuffled_torch_loaders_resume_exactly(torch):
+    module = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make(seed):
+        generator = torch.Generator().manual_seed(seed)
+        numbers = torch.utils.data.TensorDataset(torch.arange(10))
+        return as_source(
+            module.StatefulDataLoader(
+                numbers, batch_size=3, shuffle=True, generator=generator
+            )
+        )
+
+    whole = make(0).make_iterator(0)
+    next(whole)
+    state = whole.get_state()
+    again = make(1).make_iterator(0)
+    again.set_state(state)
+    assert read(again) == read(whole)
+
+
+def test_torch_tensors_share_their_memory(torch):
+    batch = torch.arange(4.0)
+    source = as_source(torch.utils.data.DataLoader([batch], collate_fn=lambda b: b[0]))
+    assert np.shares_memory(next(source.make_iterator(0)), batch.numpy())
+
+
+def test_torch_data_that_were_not_batched_are_copied(torch):
+    buffer = torch.zeros(2)
+
+    class Filling(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            for value in range(3):
+                buffer[:] = value
+                yield {"x": buffer}
+
+    loader = torch.utils.data.DataLoader(Filling(), batch_size=None)
+    iterator = as_source(loader).make_iterator(0)
+    batches = [next(iterator)["x"] for _ in range(3)]
+    assert [batch.tolist() for batch in batches] == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_torch_tensors_of_every_kind_become_arrays(torch):
+    batch = {
+        "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+        "grad": torch.ones(2, requires_grad=True),
+        "list": [torch.tensor([1, 2]), torch.tensor([True, False])],
+    }
+    loader = torch.utils.data.DataLoader([batch], collate_fn=lambda b: b[0])
+    made = next(as_source(loader).make_iterator(0))
+    assert made["half"].dtype == jnp.bfloat16
+    assert made["half"].tolist() == [1.5, -2.0]
+    assert made["grad"].tolist() == [1, 1]
+    assert [leaf.dtype for leaf in made["list"]] == [np.int64, bool]
+
+
+@pytest.mark.parametrize(
+    ("make", "place"),
+    [
+        (lambda torch: torch.zeros(2, device="meta"), "meta"),
+        (lambda torch: torch.eye(2).to_sparse(), r"cpu \(torch.sparse_coo\)"),
+    ],
+    ids=["elsewhere", "sparse"],
+)
+def test_torch_tensors_that_are_not_on_the_host_are_errors(torch, make, place):
+    loader = torch.utils.data.DataLoader([make(torch)], collate_fn=lambda b: b[0])
+    with pytest.raises(TypeError, match=rf"a tensor on {place}.*tensor.cpu\(\)"):
+        next(as_source(loader).make_iterator(0))
+
+
+def test_torch_pipelines_read_their_shard(torch):
+    def make_data(input_context):
+        numbers = torch.utils.data.TensorDataset(torch.arange(8))
+        sampler = torch.utils.data.DistributedSampler(
+            numbers,
+            num_replicas=input_context.num_input_pipelines,
+            rank=input_context.input_pipeline_id,
+            shuffle=False,
+        )
+        return torch.utils.data.DataLoader(numbers, batch_size=2, sampler=sampler)
+
+    parts = read_shards(make_data)
+    assert parts == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+
+
+# Hugging Face
+
+
+def make_rows(datasets, **columns):
+    return datasets.Dataset.from_dict(columns or {"x": list(range(10))})
+
+
+def test_huggingface_rows_keep_the_contract(datasets, make_layout):
+    check_source(
+        lambda: from_huggingface(make_rows(datasets), batch_size=4),
+        True,
+        make_layout(4),
+    )
+
+
+@pytest.mark.parametrize("form", [None, "numpy"])
+def test_huggingface_streams_keep_the_contract(datasets, make_layout, form):
+    def make():
+        rows = make_rows(datasets).to_iterable_dataset(num_shards=2)
+        return rows.with_format(form).batch(4)
+
+    check_source(make, True, make_layout(4))
+
+
+def test_huggingface_rows_have_the_order_of_arrays(datasets):
+    options = {"batch_size": 4, "shuffle_seed": 3, "repeat": True}
+    rows = from_huggingface(make_rows(datasets), **options).make_iterator(0)
+    arrays = from_arrays({"x": np.arange(10)}, **options).make_iterator(0)
+    for _ in range(7):
+        assert next(rows)["x"].tolist() == next(arrays)["x"].tolist()
+
+
+def test_huggingface_streams_resume_in_a_later_epoch(datasets):
+    def make():
+        rows = make_rows(datasets, x=list(range(64))).to_iterable_dataset(num_shards=8)
+        return as_source(rows.batch(10))
+
+    source = make()
+    expected = read(source.make_iterator(1))
+    assert expected != read(source.make_iterator(0)), "Shards come in another order."
+    iterator = source.make_iterator(1)
+    next(iterator)
+    state = iterator.get_state()
+    for again in (make(), source):
+        other = again.make_iterator(1)
+        other.set_state(state)
+        assert read(other) == expected[1:]
+        assert read(again.make_iterator(1)) == expected
+
+
+@pytest.mark.parametrize("form", [None, "numpy", "torch", "pandas"])
+def test_every_format_gives_arrays(datasets, form):
+    if form == "torch":
+        pytest.importorskip("torch")
+    rows = make_rows(datasets, i=[1, 2], f=[0.5, 1.5], m=[[1, 2], [3, 4]])
+    (batch,) = from_huggingface(rows.with_format(form), batch_size=2)
+    assert {name: array.tolist() for name, array in batch.items()} == {
+        "i": [1, 2],
+        "f": [0.5, 1.5],
+        "m": [[1, 2], [3, 4]],
+    }
+
+
+def test_columns_and_transforms_of_huggingface_are_kept(datasets):
+    rows = make_rows(datasets, x=[1, 2], text=["a", "bb"])
+    (batch,) = from_huggingface(rows.with_format("numpy", ["x"]), batch_size=2)
+    assert list(batch) == ["x"]
+    lengths = rows.with_transform(lambda batch: {"n": [len(t) for t in batch["text"]]})
+    (batch,) = from_huggingface(lengths, batch_size=2)
+    assert batch["n"].tolist() == [1, 2]
+
+
+def test_huggingface_streams_shuffle_anew_each_epoch(datasets):
+    rows = make_rows(datasets, x=list(range(64))).to_iterable_dataset(num_shards=8)
+    source = as_source(rows.shuffle(seed=0, buffer_size=8).batch(64))
+    epochs = [read(source.make_iterator(epoch))[0] for epoch in (0, 1, 0)]
+    assert epochs[0] == epochs[2] != epochs[1]
+    assert sorted(epochs[1]) == list(range(64))
+
+
+def test_a_shuffle_buffer_has_no_position(datasets, make_layout):
+    rows = make_rows(datasets).to_iterable_dataset()
+    mixed = datasets.interleave_datasets([rows, rows.shuffle(seed=0, buffer_size=3)])
+    dataset = DistributedDataset(mixed.batch(4), make_layout())
+    with pytest.raises(DatasetStateError, match=r"with a shuffle buffer\) cannot be"):
+        dataset.check_repositionable()
+
+
+def test_huggingface_pipelines_read_their_shard(datasets):
+    def make_data(input_context):
+        rows = make_rows(datasets).shard(
+            input_context.num_input_pipelines, input_context.input_pipeline_id
+        )
+        return from_huggingface(rows, batch_size=5)
+
+    parts = read_shards(make_data)
+    assert parts == [[[0, 1, 2, 3, 4]], [[5, 6, 7, 8, 9]]]
+
+
+def test_columns_that_are_no_numbers_are_named(datasets):
+    columns = {"text": ["a", "b"], "ragged": [[1], [2, 3]], "x": [1, 2]}
+    rows = make_rows(datasets, **columns)
+    for call in (
+        lambda: next(iter(from_huggingface(rows, batch_size=2))),
+        lambda: next(as_source(rows.to_iterable_dataset().batch(2)).make_iterator(0)),
+    ):
+        with pytest.raises(TypeError) as caught:
+            call()
+        assert "text: strings; tokenize or remove them" in str(caught.value)
+    with pytest.raises(TypeError) as caught:
+        next(as_source(rows.to_iterable_dataset().batch(2)).make_iterator(0))
+    assert "  ragged: lists of several lengths; pad" in str(caught.value)
+    assert "remove_columns(['text', 'ragged'])" in str(caught.value)
+    with pytest.raises(TypeError, match="x: one value without a batch axis"):
+        stream = rows.select_columns("x").to_iterable_dataset()
+        next(as_source(stream).make_iterator(0))
+
+
+def test_other_data_sets_of_huggingface_are_errors(datasets):
+    rows = make_rows(datasets)
+    for other in (rows, datasets.DatasetDict(train=rows)):
+        with pytest.raises(TypeError, match=r"Use `armillary.data.from_huggingface\("):
+            as_source(other)
+    with pytest.raises(TypeError, match=r"`IterableDataset`.*`dataset.batch\("):
+        from_huggingface(rows.to_iterable_dataset(), batch_size=1)
+    with pytest.raises(TypeError, match=r"type dict, but it must be a `datasets.Data"):
+        from_huggingface({"x": [1]}, batch_size=1)
+    with pytest.raises(ValueError, match="`dataset` has 0 examples"):
+        from_huggingface(rows.select([]), batch_size=1)
+    with pytest.raises(BatchSizeError, match="`batch_size` is 11"):
+        from_huggingface(rows, batch_size=11, drop_remainder=True)
+
+
+# Together with Keras, whose `fit` divides the batches itself.
+
+
+# https://github.com/keras-team/keras: it says so of each `tf.data.Dataset`.
+@pytest.mark.filterwarnings("ignore:`shuffle=True` was passed")
+def test_keras_fits_tf_data_on_the_devices_of_a_strategy(tf, keras):
+    x = np.linspace(-1, 1, 42, dtype=np.float32).reshape(14, 3)
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(4)
+
+    def fit(strategy, data):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        losses = model.fit(data, epochs=2, verbose=0).history["loss"]
+        return [*losses, model.evaluate(data, verbose=0)]
+
+    expected = fit(armillary.OneDeviceStrategy("cpu:0"), data)
+    strategy = armillary.MirroredStrategy(jax.devices("cpu")[:4])
+    for given in (data, strategy.distribute_dataset(data)):
+        np.testing.assert_allclose(fit(strategy, given), expected, rtol=1e-5)
