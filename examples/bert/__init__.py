@@ -1,0 +1,1 @@
+"""The parts of `bert_mrpc.py`, one idea in each file."""
