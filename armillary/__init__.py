@@ -143,4 +143,9 @@ def __getattr__(name: str) -> Any:
     """
     if name in ("estimator", "keras", "metrics"):
         return importlib.import_module(f"armillary.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    hint = (
+        ". What `orbit.utils` has is in `armillary` itself: `armillary.EpochHelper`"
+        if name == "utils"
+        else ""
+    )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

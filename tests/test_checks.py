@@ -41,6 +41,9 @@ RENAMED = {
         "summary_fn": "Use `writer_fn`, which makes the writer of each directory.",
         "global_step": "Leave it out: `write_summaries(output, step=...)` takes the ",
     },
+    armillary.MultiWorkerMirroredStrategy: {
+        "communication": "Write `communication_options=armillary.cluster.Communicati",
+    },
     armillary.Controller: {
         "enable_async_checkpointing": "Leave it out: every save goes on in the ",
         "hang_timeout": "It is called `hang_timeout_seconds` here.",

@@ -18,8 +18,8 @@ from armillary.checkpoint import Checkpoint, CheckpointManager, _folder
 from armillary.checkpoint._store import Store
 from armillary.errors import CheckpointError
 
-# Orbax closes its event loop at the first array that fails, and TensorStore calls it for
-# the next one.
+# Orbax closes its event loop at the first array that fails, and TensorStore calls it
+# for the next one.
 pytestmark = pytest.mark.filterwarnings(
     r"ignore:(?s)Exception ignored in.*Event loop is closed"
     ":pytest.PytestUnraisableExceptionWarning"

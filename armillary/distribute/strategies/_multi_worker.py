@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from armillary._checks import check_instance
+from armillary._checks import answers_old_names, check_instance
 from armillary._logging import logger
 from armillary.cluster._communication import CommunicationOptions
 from armillary.cluster._join import join_cluster
@@ -28,6 +28,10 @@ from armillary.distribute.strategies._mirrored import MirroredStrategy
 from armillary.typing import PyTree
 
 
+@answers_old_names(
+    communication="Write `communication_options=armillary.cluster.CommunicationOptions("
+    "implementation=...)`, as in `tf.distribute` since 2.4."
+)
 class MultiWorkerMirroredStrategy(MirroredStrategy):
     """One replica per device of all processes, with equal variables on all of them.
 
