@@ -529,6 +529,20 @@ def test_a_changed_structure_is_another_program(traces):
     assert holder.params["b"].tolist() == [1] and len(traces) == 2
 
 
+def test_a_numpy_array_that_is_replaced_by_an_equal_one_is_watched_like_it():
+    holder = Holder(scale=np.ones(1, np.float32))
+
+    @armillary.function
+    def step(x):
+        return x * holder.scale
+
+    step(jnp.ones(1))
+    holder.scale = np.ones(1, np.float32)
+    assert step(jnp.ones(1)).tolist() == [1]
+    holder.scale += 9
+    assert step(jnp.ones(1)).tolist() == [10]
+
+
 def test_a_changed_shape_is_another_program(traces):
     variable = nnx.Variable(jnp.ones(2))
 

@@ -149,6 +149,20 @@ def test_a_plain_value_that_the_step_reads_makes_it_compile_again(caplog):
     ) in caplog.text
 
 
+def test_a_numpy_array_that_is_replaced_by_an_equal_one_is_watched_like_it():
+    trainer = Trainer()
+    trainer.scale = np.ones((), np.float32)
+    trainer.train(1)
+    before = float(trainer.total)
+    trainer.scale = np.ones((), np.float32)
+    trainer.train(1)
+
+    trainer.scale[...] = 10
+    trainer.train(1)
+
+    assert float(trainer.total) == before + 2 + 20
+
+
 def test_a_plain_value_that_the_step_does_not_read_changes_nothing(no_retrace):
     trainer = Trainer()
     trainer.train(1)

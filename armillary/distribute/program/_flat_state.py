@@ -73,7 +73,7 @@ class FlatState:
         self._shardings = [strategy.state_sharding(slot) for slot in state.owners]
         self.arrays: list[Any] = [None] * len(state.paths)
         self._use = Use((), self.types, [])
-        self.rebind(state)
+        self._bind(state)
         # What each place holds, and which places hold something else than `arrays`.
         self._held = self._read()
         self._stale = set(range(len(self._places)))
@@ -85,6 +85,11 @@ class FlatState:
 
     def rebind(self, state: State) -> None:
         """Goes on with what a new search for the same places has found."""
+        # Now, and not when it is next asked: NumPy arrays can be written into.
+        state.watch()
+        self._bind(state)
+
+    def _bind(self, state: State) -> None:
         self.state = state
         # NNX variables of one array come first: all of them are read in one go.
         self._places = sorted(state.ranges, key=lambda place: not is_leaf(place[0]))
