@@ -8,6 +8,9 @@ SEED ?= 0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
+# The tests start some hundred processes: none should compile the sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo bench bench-peers quick test test-all libraries differential soak check lint format types layers spelling clean
 
@@ -74,7 +77,7 @@ bench-peers: $(foreach peer,keras orbit lightning,.venv-bench-$(peer)/installed)
 
 # Daily work: no test that takes over a second, starts processes or checks the benchmarks.
 quick: .venv/dev-installed
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not multiprocess" \
+	$(BIN)/python -m pytest -n auto -m "not slow and not multiprocess" \
 	  --ignore=tests/benchmarks
 
 test: .venv/dev-installed

@@ -4,6 +4,7 @@ The environment is set before JAX is imported, because JAX reads it once. Proces
 a test starts inherit it.
 """
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -35,6 +36,10 @@ os.environ.setdefault(OPTIMIZE_LESS.upper(), "1")
 
 import jax
 import pytest
+
+# Workers hold millions of objects that live as long as they do. To look for garbage as
+# often as Python does takes a sixth of the time of the tests.
+gc.set_threshold(100_000, 50, 100)
 
 ALL_CASES = os.environ.get("ARMILLARY_TESTS") == "all"
 STRIDE = 5
