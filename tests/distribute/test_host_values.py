@@ -71,6 +71,57 @@ def test_the_functions_of_the_modules_are_as_before():
     assert before == (np.random.normal, random.random, time.time)
 
 
+TAKEN = (
+    r" takes a value with `next` at \S+test_host_values.py:\d+ while it is traced, and "
+    r"another one when it is traced again, so the first one would be a constant of the "
+    r"compiled program in every step\. Take it outside and pass it as an argument, or "
+    r"give the data to the trainer and take it from the `iterator` of the step\."
+)
+
+
+@pytest.mark.parametrize("num_replicas", [None, 2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: iter([np.float32(2), np.float32(3)]),
+        lambda: (np.float32(number) for number in range(5)),
+        lambda: iter([np.float32(2)]),
+        lambda: map(jnp.float32, range(5)),
+    ],
+    ids=["list", "generator", "used up", "map"],
+)
+def test_a_value_that_another_iterator_gives_is_an_error(make, num_replicas):
+    other = make()
+    trainer = Trainer(lambda _, x: x * next(other), num_replicas)
+    with pytest.raises(CapturedStateError, match=f"`train_step`{TAKEN}"):
+        trainer.train(1)
+    assert float(trainer.total) == 0
+
+
+def test_a_function_that_takes_a_batch_from_an_iterator_is_told():
+    batches = iter([{"x": np.float32(number)} for number in range(5)])
+
+    @armillary.function
+    def step():
+        return next(batches)["x"] + jnp.ones(())
+
+    with pytest.raises(CapturedStateError, match=f"`step`{TAKEN}"):
+        step()
+
+
+def test_an_iterator_that_gives_the_same_again_may_be_used():
+    names, before = iter("ab"), next
+    scales = {"a": 2.0, "b": 2.0}
+
+    @armillary.function
+    def step(x):
+        scale = scales[next(names)]
+        return x * scale * next(iter([3.0])) + next((y for y in [4.0]), 0)
+
+    assert step(jnp.ones(())) == step(jnp.ones(())) == 10
+    assert next is before
+
+
 def test_the_time_is_a_warning(caplog):
     Trainer(lambda _, x: x * time.time()).train(2)
 

@@ -4,12 +4,13 @@ Python runs a step once, while it is traced. Numbers from `numpy.random` or `ran
 would be constants of the compiled program: the same "random" numbers in every step. So
 drawing them is an error, and reading the clock is a warning. The functions of these
 modules are guarded while a step is traced, in the thread that traces. Generators that
-the step reaches by name are compared before and after.
+the step reaches by name are compared before and after. What `next` takes from an
+iterator is a constant as well, which is right for some: tracing again tells.
 """
 
+import builtins
 import contextlib
 import functools
-import os
 import random
 import sys
 import sysconfig
@@ -17,6 +18,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from armillary.state._holders import held_by
 _TIMES = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic")
 _NOT_DRAWN = ("seed", "getstate", "setstate", "get_state", "set_state", "default_rng")
 _GUARDED: list[tuple[types.ModuleType, str]] = [
+    (builtins, "next"),
     *((time, name) for name in _TIMES),
     *(
         (module, name)
@@ -40,7 +43,7 @@ _GUARDED: list[tuple[types.ModuleType, str]] = [
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 _LIBRARIES = (
     sysconfig.get_path("stdlib"),
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+    str(Path(__file__).resolve().parents[2]),
 )
 _lock = threading.Lock()
 _originals: list[Any] = []
@@ -49,18 +52,23 @@ _num_tracing = 0
 
 class _Tracing(threading.local):
     step: "tuple[str, str] | None" = None
+    # Where it called `next`.
+    places: "list[str]" = []  # noqa: RUF012
 
 
 _tracing = _Tracing()
 
 
 @contextlib.contextmanager
-def guarded_host_values(fn: Callable[..., Any], owner: str) -> Iterator[None]:
+def guarded_host_values(fn: Callable[..., Any], owner: str) -> Iterator[list[str]]:
     """Watches which values of the host a user's function reads while it is traced.
 
     Args:
         fn: The user's function.
         owner: What has it, for messages.
+
+    Yields:
+        The places where it calls `next` of an iterator that is not the library's.
 
     Raises:
         CapturedStateError: If it draws random numbers.
@@ -68,13 +76,14 @@ def guarded_host_values(fn: Callable[..., Any], owner: str) -> Iterator[None]:
     name = getattr(fn, "__name__", "the step")
     generators = dict(_find_generators(fn, set()))
     before = {path: _state_of(generators[path]) for path in generators}
-    outer, _tracing.step = _tracing.step, (name, owner)
+    outer = _tracing.step, _tracing.places
+    _tracing.step, _tracing.places = (name, owner), []
     _install()
     try:
-        yield
+        yield _tracing.places
     finally:
         _uninstall()
-        _tracing.step = outer
+        _tracing.step, _tracing.places = outer
     for path, state in before.items():
         if _state_of(generators[path]) != state:
             raise CapturedStateError(_message(name, f"draws from `{path}`", owner))
@@ -108,6 +117,10 @@ def _guard(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         if _tracing.step is not None and not _is_of_library(frame.f_code.co_filename):
             where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             step, owner = _tracing.step
+            if name == "builtins.next":
+                if args and not type(args[0]).__module__.startswith("armillary."):
+                    _tracing.places.append(where)
+                return call(*args)
             if not name.startswith("time."):
                 verb = f"calls `{name}` at {where}"
                 raise CapturedStateError(_message(step, verb, owner))
@@ -155,6 +168,17 @@ def _state_of(generator: Any) -> str:
     if isinstance(generator, np.random.RandomState):
         return repr(generator.get_state())
     return repr(generator.bit_generator.state)
+
+
+def taken_message(step: str, place: str) -> str:
+    """Returns what is wrong with a step that takes values from an iterator."""
+    return (
+        f"`{step}` takes a value with `next` at {place} while it is traced, and "
+        "another one when it is traced again, so the first one would be a constant of "
+        "the compiled program in every step. Take it outside and pass it as an "
+        "argument, or give the data to the trainer and take it from the `iterator` of "
+        "the step."
+    )
 
 
 def _message(step: str, verb: str, owner: str) -> str:

@@ -16,7 +16,10 @@ from jax.extend import core
 
 from armillary._jaxpr import is_in_trace
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._host_values import guarded_host_values
+from armillary.distribute.program._host_values import (
+    guarded_host_values,
+    taken_message,
+)
 from armillary.distribute.program._outside_traces import check_nothing_left
 from armillary.distribute.program._step_errors import add_step_notes
 from armillary.distribute.program._value_errors import (
@@ -26,7 +29,11 @@ from armillary.distribute.program._value_errors import (
 from armillary.distribute.replica._context import lifted
 from armillary.distribute.replica._legacy_keys import check_keys
 from armillary.distribute.replica._proof import prove, proved_later
-from armillary.errors import ArmillaryError, StateStructureError
+from armillary.errors import (
+    ArmillaryError,
+    CapturedStateError,
+    StateStructureError,
+)
 from armillary.state._captured import (
     check_captured,
     keras_write_error,
@@ -124,11 +131,14 @@ def trace_step(
     """
     tracing = _Tracing(fn, flat, arguments, user_fn, owner)
     with flat.state.kept() as changes:
-        step = tracing.trace()
-        if first := changes():
+        step, places = tracing.trace()
+        first = changes()
+        if places and not tracing.repeats(step):
+            raise CapturedStateError(taken_message(tracing.name, places[0]))
+        if first:
             # A flag that is set in each step, or a value that is cached, does no harm.
             with flat.state.kept() as more_changes:
-                if not tracing.trace().is_same(step) or more_changes():
+                if not tracing.repeats(step) or more_changes():
                     raise StateStructureError(unsettled_message(tracing.name, first))
     return step
 
@@ -146,8 +156,15 @@ class _Tracing(NamedTuple):
     def name(self) -> str:
         return getattr(self.user_fn, "__name__", "the step")
 
-    def trace(self) -> TracedStep:
-        """Traces the step once."""
+    def repeats(self, step: TracedStep) -> bool:
+        """Returns whether to trace again gives the same program."""
+        try:
+            return self.trace()[0].is_same(step)
+        except StopIteration:  # from an iterator that the first trace has used up
+            return False
+
+    def trace(self) -> tuple[TracedStep, list[str]]:
+        """Traces the step once; returns where it called `next` as well."""
         state, arguments = self.flat.state, self.arguments
         user_fn, owner = self.user_fn, self.owner
         changed: list[int] = []
@@ -167,7 +184,7 @@ class _Tracing(NamedTuple):
 
         with (
             explained(user_fn, state, owner, arguments),
-            guarded_host_values(user_fn, owner),
+            guarded_host_values(user_fn, owner) as places,
             guarded_writes(
                 {slot.key for slot in state.slots},
                 functools.partial(keras_write_error, user_fn, state, owner),
@@ -182,7 +199,8 @@ class _Tracing(NamedTuple):
         check_keys(traced.jaxpr, state)
         tree, static = results
         fingerprint = Fingerprint(traced.jaxpr)
-        return TracedStep(traced.jaxpr, tuple(changed), tree, static, fingerprint)
+        step = TracedStep(traced.jaxpr, tuple(changed), tree, static, fingerprint)
+        return step, places
 
 
 @contextlib.contextmanager
