@@ -60,7 +60,7 @@ def run_eagerly(
         iterators = [EagerIterator(reader) for reader in readers]
         with lifted(state), explained(step_fn, state, method.owner_name):
             try:
-                result = step_fn(jax.tree.unflatten(data.structure, iterators))
+                result = method(jax.tree.unflatten(data.structure, iterators))
             except StopIteration:
                 return
         taken = [iterator.taken for iterator in iterators if iterator.taken is not None]
