@@ -45,6 +45,7 @@ from armillary.checkpoint import CheckpointManager as CheckpointManager
 from armillary.controller._controller import Controller as Controller
 from armillary.data import InputContext as InputContext
 from armillary.data import InputOptions as InputOptions
+from armillary.distribute import CentralStorageStrategy as CentralStorageStrategy
 from armillary.distribute import DefaultStrategy as DefaultStrategy
 from armillary.distribute import MirroredStrategy as MirroredStrategy
 from armillary.distribute import (
@@ -89,6 +90,7 @@ __all__ = [
     "AbstractEvaluator",
     "AbstractTrainer",
     "Action",
+    "CentralStorageStrategy",
     "Checkpoint",
     "CheckpointManager",
     "Controller",

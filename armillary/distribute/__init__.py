@@ -6,6 +6,8 @@
     `MirroredStrategy(devices)`   one per device       a copy on each device
     `MultiWorkerMirroredStrategy` one per device of    a copy on each device
                                   all processes
+    `CentralStorageStrategy`      one per device       in one place, and a copy on each
+                                                       device while a program runs
 
 `_strategy` is the base. Below it, `_replicas` maps a function over replicas,
 `_variables` says what that means for each slot, `_collectives` is what a replica can
@@ -47,6 +49,9 @@ from armillary.distribute.replica._value_and_grad import (
 from armillary.distribute.replica._values import PerReplica as PerReplica
 from armillary.distribute.replica._values import ReduceOp as ReduceOp
 from armillary.distribute.replica._values import is_per_replica as is_per_replica
+from armillary.distribute.strategies._central import (
+    CentralStorageStrategy as CentralStorageStrategy,
+)
 from armillary.distribute.strategies._make_dataset import (
     make_distributed_dataset as make_distributed_dataset,
 )
@@ -62,6 +67,7 @@ from armillary.distribute.strategies._single import (
 )
 
 __all__ = [
+    "CentralStorageStrategy",
     "DefaultStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",

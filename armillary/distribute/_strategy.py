@@ -64,6 +64,9 @@ class Strategy:
     peers: Peers | None = None
     """The processes that this strategy spans; `None` for a single one."""
 
+    has_copies = True
+    """Whether each device of the mesh keeps state of its own between programs."""
+
     def __init__(self, mesh: Mesh | None, num_replicas: int) -> None:
         self._mesh = mesh
         self._num_replicas = num_replicas
@@ -98,6 +101,14 @@ class Strategy:
     def state_sharding(self, slot: Slot) -> Sharding | None:
         """Returns where a slot lives between steps; `None` to leave it where it is."""
         raise NotImplementedError
+
+    def program_sharding(self, slot: Slot) -> Sharding | None:
+        """Returns where a slot is while a program runs: by default where it lives."""
+        return self.state_sharding(slot)
+
+    def admit(self, arrays: list[Any]) -> list[Any]:
+        """Returns a program's arguments where it can take them: by default as is."""
+        return arrays
 
     def _run(
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any

@@ -8,8 +8,10 @@ from flax import nnx
 
 import armillary
 from armillary import (
+    CentralStorageStrategy,
     DefaultStrategy,
     MirroredStrategy,
+    MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
     ReduceOp,
     get_replica_context,
@@ -29,6 +31,8 @@ MAKERS = {
     "mirrored 2": lambda: MirroredStrategy(jax.devices()[:2]),
     "mirrored 4": lambda: MirroredStrategy(jax.devices()[:4]),
     "mirrored 8": lambda: MirroredStrategy(),
+    "multi worker": lambda: MultiWorkerMirroredStrategy(),
+    "central": lambda: CentralStorageStrategy(jax.devices()[1:5]),
 }
 
 
@@ -57,8 +61,9 @@ def test_replicas_are_counted(strategy):
     )
 
 
-def test_without_a_cluster_there_is_no_resolver(strategy):
-    assert strategy.cluster_resolver is None
+def test_only_strategies_of_clusters_have_a_resolver(strategy):
+    has_resolver = isinstance(strategy, MultiWorkerMirroredStrategy)
+    assert (strategy.cluster_resolver is not None) == has_resolver
 
 
 def test_run_calls_the_function_once_per_replica(strategy, ids):
