@@ -53,6 +53,7 @@ from armillary.distribute import (
 )
 from armillary.distribute import OneDeviceStrategy as OneDeviceStrategy
 from armillary.distribute import ReduceOp as ReduceOp
+from armillary.distribute import TPUStrategy as TPUStrategy
 from armillary.distribute import VariableAggregation as VariableAggregation
 from armillary.distribute import VariableSynchronization as VariableSynchronization
 from armillary.distribute import compute_average_loss as compute_average_loss
@@ -108,6 +109,7 @@ __all__ = [
     "StandardEvaluatorOptions",
     "StandardTrainer",
     "StandardTrainerOptions",
+    "TPUStrategy",
     "VariableAggregation",
     "VariableSynchronization",
     "actions",

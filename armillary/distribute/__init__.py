@@ -6,6 +6,7 @@
     `MirroredStrategy(devices)`   one per device       a copy on each device
     `MultiWorkerMirroredStrategy` one per device of    a copy on each device
                                   all processes
+    `TPUStrategy`                 one per TPU core     a copy on each core
     `CentralStorageStrategy`      one per device       in one place, and a copy on each
                                                        device while a program runs
 
@@ -65,6 +66,7 @@ from armillary.distribute.strategies._single import DefaultStrategy as DefaultSt
 from armillary.distribute.strategies._single import (
     OneDeviceStrategy as OneDeviceStrategy,
 )
+from armillary.distribute.strategies._tpu import TPUStrategy as TPUStrategy
 
 __all__ = [
     "CentralStorageStrategy",
@@ -76,6 +78,7 @@ __all__ = [
     "ReduceOp",
     "ReplicaContext",
     "Strategy",
+    "TPUStrategy",
     "ValueContext",
     "VariableAggregation",
     "VariableSynchronization",

@@ -14,6 +14,7 @@ from armillary import (
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
     ReduceOp,
+    TPUStrategy,
     get_replica_context,
     get_strategy,
     has_strategy,
@@ -24,6 +25,13 @@ from armillary.distribute import PerReplica, is_per_replica
 from armillary.errors import ReplicaContextError
 from tests.problems import Notes
 
+
+class TPUOnCPU(TPUStrategy):
+    """Takes CPU devices for TPU cores."""
+
+    _platform = "cpu"
+
+
 MAKERS = {
     "default": DefaultStrategy,
     "one device": lambda: OneDeviceStrategy("cpu:1"),
@@ -32,6 +40,7 @@ MAKERS = {
     "mirrored 4": lambda: MirroredStrategy(jax.devices()[:4]),
     "mirrored 8": lambda: MirroredStrategy(),
     "multi worker": lambda: MultiWorkerMirroredStrategy(),
+    "tpu": lambda: TPUOnCPU(),
     "central": lambda: CentralStorageStrategy(jax.devices()[1:5]),
 }
 
