@@ -29,6 +29,18 @@ from armillary.distribute.replica._context import (
     in_cross_replica_context as in_cross_replica_context,
 )
 from armillary.distribute.replica._context import set_strategy as set_strategy
+from armillary.distribute.replica._cross_device_ops import (
+    CrossDeviceOps as CrossDeviceOps,
+)
+from armillary.distribute.replica._cross_device_ops import (
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+)
+from armillary.distribute.replica._cross_device_ops import (
+    NcclAllReduce as NcclAllReduce,
+)
+from armillary.distribute.replica._cross_device_ops import (
+    ReductionToOneDevice as ReductionToOneDevice,
+)
 from armillary.distribute.replica._loss import (
     compute_average_loss as compute_average_loss,
 )
@@ -70,12 +82,16 @@ from armillary.distribute.strategies._tpu import TPUStrategy as TPUStrategy
 
 __all__ = [
     "CentralStorageStrategy",
+    "CrossDeviceOps",
     "DefaultStrategy",
+    "HierarchicalCopyAllReduce",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
+    "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
     "ReduceOp",
+    "ReductionToOneDevice",
     "ReplicaContext",
     "Strategy",
     "TPUStrategy",

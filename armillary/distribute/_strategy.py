@@ -32,6 +32,7 @@ from armillary.distribute.replica._context import (
     merging_replica,
     require_cross_replica_context,
 )
+from armillary.distribute.replica._cross_device_ops import CrossDeviceOps
 from armillary.distribute.replica._values import ReduceOp, is_inside, is_per_replica
 from armillary.errors import DoubleReductionError
 from armillary.state._lift import State
@@ -63,6 +64,9 @@ class Strategy:
 
     peers: Peers | None = None
     """The processes that this strategy spans; `None` for a single one."""
+
+    cross_device_ops: CrossDeviceOps | None = None
+    """How steps sum over replicas; `None` leaves it to XLA."""
 
     has_copies = True
     """Whether each device of the mesh keeps state of its own between programs."""

@@ -56,6 +56,7 @@ class FlatState:
         types: Shape and dtype of the arrays, for tracing.
         arrays: The arrays, in the order of the slots. They stay good until the next
             program runs.
+        cross_device_ops: How the strategy's steps sum over replicas.
         platform: The kind of device that they are on, such as `"cpu"`.
         is_ahead: Whether the slots do not hold `arrays` yet.
     """
@@ -63,6 +64,7 @@ class FlatState:
     def __init__(self, state: State, strategy: Strategy) -> None:
         self._peers, self._dispatch = strategy.peers, strategy.dispatch
         mesh = strategy.mesh
+        self.cross_device_ops = strategy.cross_device_ops
         self.platform: str = (
             jax.default_backend()
             if mesh is None
