@@ -39,6 +39,7 @@ def state_arrays(trainer):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"steps_per_chunk": 1}, {"compile_loop": False}, {"on_non_finite": "skip"}],

@@ -8,13 +8,10 @@ from flax import nnx
 
 import armillary
 from armillary import (
-    CentralStorageStrategy,
     DefaultStrategy,
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
-    OneDeviceStrategy,
     ReduceOp,
-    TPUStrategy,
     get_replica_context,
     get_strategy,
     has_strategy,
@@ -23,31 +20,8 @@ from armillary import (
 from armillary.data import InputContext
 from armillary.distribute import PerReplica, is_per_replica
 from armillary.errors import ReplicaContextError
+from tests.distribute.contract import strategy as strategy
 from tests.problems import Notes
-
-
-class TPUOnCPU(TPUStrategy):
-    """Takes CPU devices for TPU cores."""
-
-    _platform = "cpu"
-
-
-MAKERS = {
-    "default": DefaultStrategy,
-    "one device": lambda: OneDeviceStrategy("cpu:1"),
-    "mirrored 1": lambda: MirroredStrategy(jax.devices()[:1]),
-    "mirrored 2": lambda: MirroredStrategy(jax.devices()[:2]),
-    "mirrored 4": lambda: MirroredStrategy(jax.devices()[:4]),
-    "mirrored 8": lambda: MirroredStrategy(),
-    "multi worker": lambda: MultiWorkerMirroredStrategy(),
-    "tpu": lambda: TPUOnCPU(),
-    "central": lambda: CentralStorageStrategy(jax.devices()[1:5]),
-}
-
-
-@pytest.fixture(params=MAKERS)
-def strategy(request):
-    return MAKERS[request.param]()
 
 
 @pytest.fixture

@@ -57,6 +57,7 @@ def expected():
     return train(make_strategy(None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trainer_gets_the_same_numbers(kind, expected):
     ops, collectives = KINDS[kind]

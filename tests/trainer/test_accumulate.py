@@ -98,9 +98,10 @@ def expected():
     return trainer.results()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_replicas", "options"),
-    [(0, {}), (1, {}), (4, {}), (4, {"compile_loop": False})],
+    [(4, {}), (0, {}), (1, {}), (4, {"compile_loop": False})],
 )
 def test_an_update_is_that_of_the_whole_batch(num_replicas, options, expected):
     trainer = Trainer(make_strategy(num_replicas), accumulate_steps=4, **options)
