@@ -45,6 +45,7 @@ from armillary.checkpoint import CheckpointManager as CheckpointManager
 from armillary.controller._controller import Controller as Controller
 from armillary.data import InputContext as InputContext
 from armillary.data import InputOptions as InputOptions
+from armillary.distribute import CentralStorageStrategy as CentralStorageStrategy
 from armillary.distribute import DefaultStrategy as DefaultStrategy
 from armillary.distribute import MirroredStrategy as MirroredStrategy
 from armillary.distribute import (
@@ -52,6 +53,7 @@ from armillary.distribute import (
 )
 from armillary.distribute import OneDeviceStrategy as OneDeviceStrategy
 from armillary.distribute import ReduceOp as ReduceOp
+from armillary.distribute import TPUStrategy as TPUStrategy
 from armillary.distribute import VariableAggregation as VariableAggregation
 from armillary.distribute import VariableSynchronization as VariableSynchronization
 from armillary.distribute import compute_average_loss as compute_average_loss
@@ -89,6 +91,7 @@ __all__ = [
     "AbstractEvaluator",
     "AbstractTrainer",
     "Action",
+    "CentralStorageStrategy",
     "Checkpoint",
     "CheckpointManager",
     "Controller",
@@ -106,6 +109,7 @@ __all__ = [
     "StandardEvaluatorOptions",
     "StandardTrainer",
     "StandardTrainerOptions",
+    "TPUStrategy",
     "VariableAggregation",
     "VariableSynchronization",
     "actions",

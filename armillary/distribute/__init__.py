@@ -6,6 +6,9 @@
     `MirroredStrategy(devices)`   one per device       a copy on each device
     `MultiWorkerMirroredStrategy` one per device of    a copy on each device
                                   all processes
+    `TPUStrategy`                 one per TPU core     a copy on each core
+    `CentralStorageStrategy`      one per device       in one place, and a copy on each
+                                                       device while a program runs
 
 `_strategy` is the base. Below it, `_replicas` maps a function over replicas,
 `_variables` says what that means for each slot, `_collectives` is what a replica can
@@ -26,6 +29,18 @@ from armillary.distribute.replica._context import (
     in_cross_replica_context as in_cross_replica_context,
 )
 from armillary.distribute.replica._context import set_strategy as set_strategy
+from armillary.distribute.replica._cross_device_ops import (
+    CrossDeviceOps as CrossDeviceOps,
+)
+from armillary.distribute.replica._cross_device_ops import (
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+)
+from armillary.distribute.replica._cross_device_ops import (
+    NcclAllReduce as NcclAllReduce,
+)
+from armillary.distribute.replica._cross_device_ops import (
+    ReductionToOneDevice as ReductionToOneDevice,
+)
 from armillary.distribute.replica._loss import (
     compute_average_loss as compute_average_loss,
 )
@@ -47,6 +62,9 @@ from armillary.distribute.replica._value_and_grad import (
 from armillary.distribute.replica._values import PerReplica as PerReplica
 from armillary.distribute.replica._values import ReduceOp as ReduceOp
 from armillary.distribute.replica._values import is_per_replica as is_per_replica
+from armillary.distribute.strategies._central import (
+    CentralStorageStrategy as CentralStorageStrategy,
+)
 from armillary.distribute.strategies._make_dataset import (
     make_distributed_dataset as make_distributed_dataset,
 )
@@ -60,16 +78,23 @@ from armillary.distribute.strategies._single import DefaultStrategy as DefaultSt
 from armillary.distribute.strategies._single import (
     OneDeviceStrategy as OneDeviceStrategy,
 )
+from armillary.distribute.strategies._tpu import TPUStrategy as TPUStrategy
 
 __all__ = [
+    "CentralStorageStrategy",
+    "CrossDeviceOps",
     "DefaultStrategy",
+    "HierarchicalCopyAllReduce",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
+    "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
     "ReduceOp",
+    "ReductionToOneDevice",
     "ReplicaContext",
     "Strategy",
+    "TPUStrategy",
     "ValueContext",
     "VariableAggregation",
     "VariableSynchronization",

@@ -32,6 +32,7 @@ from armillary.distribute.replica._context import (
     merging_replica,
     require_cross_replica_context,
 )
+from armillary.distribute.replica._cross_device_ops import CrossDeviceOps
 from armillary.distribute.replica._values import ReduceOp, is_inside, is_per_replica
 from armillary.errors import DoubleReductionError
 from armillary.state._lift import State
@@ -63,6 +64,12 @@ class Strategy:
 
     peers: Peers | None = None
     """The processes that this strategy spans; `None` for a single one."""
+
+    cross_device_ops: CrossDeviceOps | None = None
+    """How steps sum over replicas; `None` leaves it to XLA."""
+
+    has_copies = True
+    """Whether each device of the mesh keeps state of its own between programs."""
 
     def __init__(self, mesh: Mesh | None, num_replicas: int) -> None:
         self._mesh = mesh
@@ -98,6 +105,14 @@ class Strategy:
     def state_sharding(self, slot: Slot) -> Sharding | None:
         """Returns where a slot lives between steps; `None` to leave it where it is."""
         raise NotImplementedError
+
+    def program_sharding(self, slot: Slot) -> Sharding | None:
+        """Returns where a slot is while a program runs: by default where it lives."""
+        return self.state_sharding(slot)
+
+    def admit(self, arrays: list[Any]) -> list[Any]:
+        """Returns a program's arguments where it can take them: by default as is."""
+        return arrays
 
     def _run(
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any

@@ -55,17 +55,19 @@ def run_eagerly(
             return
         state = State([(method.owner, "")])
         flat = FlatState(state, method.strategy)
-        flat.take(tuple(range(len(state.paths))))
-        state.write(flat.arrays)
+        every = tuple(range(len(state.paths)))
+        before = flat.join(every, *flat.take(every))
+        state.write(before)
         iterators = [EagerIterator(reader) for reader in readers]
         with lifted(state), explained(step_fn, state, method.owner_name):
             try:
-                result = step_fn(jax.tree.unflatten(data.structure, iterators))
+                result = method(jax.tree.unflatten(data.structure, iterators))
             except StopIteration:
                 return
         taken = [iterator.taken for iterator in iterators if iterator.taken is not None]
         check_taken(step_fn.__name__, [int(bool(i.taken)) for i in iterators])
-        _undo_if_bad(guard, state, flat.arrays)
+        _undo_if_bad(guard, state, before)
+        FlatState(state, method.strategy).settle(())
         data.feed.commit_taken()
         guard.add([data.feed.positions])
         yield result, all(batch.is_last for batch in taken)

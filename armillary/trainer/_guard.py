@@ -53,7 +53,8 @@ class LoopGuard:
         self._name, self._strategy = name, strategy
         self._on_non_finite = on_non_finite
         self._interval = check_replicas_every
-        self._comparison = ReplicaComparison(strategy.mesh, strategy.dispatch)
+        mesh = strategy.mesh if strategy.has_copies else None
+        self._comparison = ReplicaComparison(mesh, strategy.dispatch)
         self._checksums: jax.Array | None = None
         self._start: Health | None = None
         self._paths: Sequence[str] = ()

@@ -273,7 +273,7 @@ class Loop:
         flat = self._programs.flat
         if flat is None:
             flat = FlatState(State([(self._method.owner, "")]), self._strategy)
-            flat.take(())
+            flat.settle(())
         return flat.arrays
 
     def _find_origin(self, bad: Sequence[int]) -> str | None:
@@ -293,11 +293,11 @@ class Loop:
         if flat is None or chunk is None:
             return None
         program = self._programs.get(chunk)
-        flat.take(program.changed)
+        arrays = flat.join(program.changed, *flat.take(program.changed))
         batches = program.batches(chunk.inputs, self.data.feed.offset)
         paths = self.data.batch_paths(chunk)
         self._strategy.dispatch.wait()
-        return find_origin(program.step, flat.arrays, batches, paths, bad)
+        return find_origin(program.step, arrays, batches, paths, bad)
 
 
 def _count(ends: Sequence[bool], most: int, remaining: int) -> tuple[int, int]:

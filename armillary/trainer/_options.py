@@ -76,6 +76,11 @@ class StandardTrainerOptions(LoopOptions):
             the step, runs no further one, and raises `NonFiniteError`; state and data
             are those before the step. `"skip"` undoes the step and goes on; only
             counters and random keys move on, see below. `None` looks at nothing.
+        accumulate_steps: Parts in which `armillary.value_and_grad(..., batch=batch)`
+            takes each replica's share of a batch, one after the other: memory for the
+            activations of one part, one update, and gradients, summed over replicas
+            once, that are those of the whole batch. The examples of a replica must
+            be a multiple of it.
         check_replicas_every: Steps after which to compare the copies of the state on
             all replicas, when a loop has ended. If any differ, `ReplicaDivergenceError`
             names arrays and replicas. `None` does not compare.
@@ -98,6 +103,7 @@ class StandardTrainerOptions(LoopOptions):
     on_non_finite: Literal["raise", "skip"] | None = None
     check_replicas_every: int | None = None
     compile_hooks: bool | None = None
+    accumulate_steps: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,6 +114,7 @@ class StandardTrainerOptions(LoopOptions):
             'Use `"skip"` to leave bad steps out, or `"raise"` to decide where '
             "`NonFiniteError` is caught, such as to restore a checkpoint.",
         )
+        check_positive_int("accumulate_steps", self.accumulate_steps)
         check_one_of("compile_hooks", self.compile_hooks, (None, True, False))
         if self.check_replicas_every is not None:
             check_positive_int("check_replicas_every", self.check_replicas_every)

@@ -59,6 +59,7 @@ class Runner(RecordsReads):
         options: LoopOptions,
         *,
         keep_results: bool,
+        accumulate_steps: int = 1,
         **others: Any,
     ) -> Loop:
         """Returns `loop`, or a new one if there is none or its use has changed."""
@@ -66,5 +67,6 @@ class Runner(RecordsReads):
             if loop.serves(datasets, strategy, options, keep_results):
                 return loop
             loop.data.feed.close()
-        method = StepMethod(self, getattr(self, step_name), step_name, strategy)
+        step = getattr(self, step_name)
+        method = StepMethod(self, step, step_name, strategy, accumulate_steps)
         return Loop(method, datasets, options, keep_results=keep_results, **others)

@@ -144,6 +144,7 @@ class StandardTrainer(Runner, AbstractTrainer):
                 options,
                 exact=False,
                 keep_results=False,
+                accumulate_steps=options.accumulate_steps,
                 on_non_finite=options.on_non_finite,
                 check_replicas_every=options.check_replicas_every,
                 compile_hooks=options.compile_hooks,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from armillary.distribute._strategy import Strategy
+from armillary.distribute.replica._accumulate import accumulating
 from armillary.typing import PyTree
 
 
@@ -15,12 +16,19 @@ class StepMethod(NamedTuple):
         fn: The step, a function of a nest of iterators.
         name: How messages call it.
         strategy: The strategy in effect while it runs.
+        accumulate_steps: As in `StandardTrainerOptions`.
     """
 
     owner: Any
     fn: Callable[[Any], PyTree]
     name: str
     strategy: Strategy
+    accumulate_steps: int = 1
+
+    def __call__(self, iterators: Any) -> PyTree:
+        """Runs the step."""
+        with accumulating(self.accumulate_steps, self.name):
+            return self.fn(iterators)
 
     @property
     def owner_name(self) -> str:

@@ -235,7 +235,7 @@ class StepTracer:
                 )
                 for i, offered in enumerate(arguments)
             ]
-            result = method.fn(self._structure.unflatten(iterators))
+            result = method(self._structure.unflatten(iterators))
             taken[:] = [iterator.num_taken for iterator in iterators]
             return result
 

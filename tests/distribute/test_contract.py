@@ -10,7 +10,7 @@ import armillary
 from armillary import (
     DefaultStrategy,
     MirroredStrategy,
-    OneDeviceStrategy,
+    MultiWorkerMirroredStrategy,
     ReduceOp,
     get_replica_context,
     get_strategy,
@@ -20,21 +20,8 @@ from armillary import (
 from armillary.data import InputContext
 from armillary.distribute import PerReplica, is_per_replica
 from armillary.errors import ReplicaContextError
+from tests.distribute.contract import strategy as strategy
 from tests.problems import Notes
-
-MAKERS = {
-    "default": DefaultStrategy,
-    "one device": lambda: OneDeviceStrategy("cpu:1"),
-    "mirrored 1": lambda: MirroredStrategy(jax.devices()[:1]),
-    "mirrored 2": lambda: MirroredStrategy(jax.devices()[:2]),
-    "mirrored 4": lambda: MirroredStrategy(jax.devices()[:4]),
-    "mirrored 8": lambda: MirroredStrategy(),
-}
-
-
-@pytest.fixture(params=MAKERS)
-def strategy(request):
-    return MAKERS[request.param]()
 
 
 @pytest.fixture
@@ -57,8 +44,9 @@ def test_replicas_are_counted(strategy):
     )
 
 
-def test_without_a_cluster_there_is_no_resolver(strategy):
-    assert strategy.cluster_resolver is None
+def test_only_strategies_of_clusters_have_a_resolver(strategy):
+    has_resolver = isinstance(strategy, MultiWorkerMirroredStrategy)
+    assert (strategy.cluster_resolver is not None) == has_resolver
 
 
 def test_run_calls_the_function_once_per_replica(strategy, ids):

@@ -60,11 +60,6 @@ NO_SEQUENCE = (
             "`devices` is ['cpu:0', 'cpu:1', 'cpu:0'], which repeats a device. Each "
             "replica needs a device of its own: name each device once.",
         ),
-        (
-            {"cross_device_ops": "nccl"},
-            "`cross_device_ops` is 'nccl', but XLA chooses the collectives for the "
-            "devices it finds. Leave it out, or pass `cross_device_ops=None`.",
-        ),
     ],
 )
 def test_wrong_arguments_are_errors(options, message):

@@ -4,6 +4,8 @@ A program may take over (donate) only buffers that nobody else holds. Arrays tha
 from our own programs are such; any other array was put into its slot by the user, a
 checkpoint or an initializer, and is copied first, so nothing a user holds is deleted.
 Scalars (counters, sums of metrics) are never donated: a copy costs more than they do.
+Where state lives in one place and programs run in others, programs take over copies,
+and what they make of them is moved back.
 
 This runs at every loop, over every array of the state, while the device may be waiting.
 So the usual case, in which nobody touched a slot since the last program, is told by
@@ -11,6 +13,7 @@ identity, in passes that Python makes in C; all else is done slot by slot.
 """
 
 import contextlib
+import functools
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
@@ -53,6 +56,7 @@ class FlatState:
         types: Shape and dtype of the arrays, for tracing.
         arrays: The arrays, in the order of the slots. They stay good until the next
             program runs.
+        cross_device_ops: How the strategy's steps sum over replicas.
         platform: The kind of device that they are on, such as `"cpu"`.
         is_ahead: Whether the slots do not hold `arrays` yet.
     """
@@ -60,6 +64,7 @@ class FlatState:
     def __init__(self, state: State, strategy: Strategy) -> None:
         self._peers, self._dispatch = strategy.peers, strategy.dispatch
         mesh = strategy.mesh
+        self.cross_device_ops = strategy.cross_device_ops
         self.platform: str = (
             jax.default_backend()
             if mesh is None
@@ -70,7 +75,9 @@ class FlatState:
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for leaf in map(as_array, state.read())
         ]
-        self._shardings = [strategy.state_sharding(slot) for slot in state.owners]
+        self._homes = [strategy.state_sharding(slot) for slot in state.owners]
+        self._shardings = [strategy.program_sharding(slot) for slot in state.owners]
+        self._moves = self._homes != self._shardings
         self.arrays: list[Any] = [None] * len(state.paths)
         self._use = Use((), self.types, [])
         self._bind(state)
@@ -144,6 +151,23 @@ class FlatState:
             The arrays that the program is to take over, and the others, which may share
             their buffer with whatever else holds it. `join` undoes the division.
         """
+        self.settle(changed)
+        use = self._use
+        donated, others = use.pick_donated(self.arrays), use.pick_others(self.arrays)
+        if not self._moves:
+            return donated, others
+        move = functools.partial(_put, may_alias=False)
+        return (
+            list(map(move, donated, use.pick_donated(self._shardings))),
+            list(map(_put, others, use.pick_others(self._shardings))),
+        )
+
+    def settle(self, changed: tuple[int, ...]) -> None:
+        """Puts what the slots hold where it lives, ready for a program.
+
+        Args:
+            changed: Indices of the arrays that the program changes.
+        """
         if self._use.changed != changed:
             self.write_back()
             self._change_use(changed)
@@ -162,7 +186,6 @@ class FlatState:
             self.state.write(self.arrays, self._moved)
             self._held = self._read()
             self._moved.clear()
-        return self._use.pick_donated(self.arrays), self._use.pick_others(self.arrays)
 
     def join(
         self, changed: tuple[int, ...], donated: Sequence[Any], others: Sequence[Any]
@@ -173,7 +196,7 @@ class FlatState:
         return [arrays[i] for i in range(len(order))]
 
     def shardings(self, indices: Sequence[int]) -> list[Any]:
-        """Returns where the arrays of `indices` belong; `None` for anywhere."""
+        """Returns where programs have the arrays of `indices`; `None` for anywhere."""
         return [self._shardings[i] for i in indices]
 
     def owns(self, leaf: Any) -> bool:
@@ -192,6 +215,9 @@ class FlatState:
             token: An output that can be waited for.
             may_share: Whether one of them may be another one, or one that was kept.
         """
+        if self._moves:
+            homes = [self._homes[i] for i in self._use.changed]
+            values = list(map(_put, values, homes))
         self.arrays = list(self._use.pick_given([*values, *self.arrays]))
         self._may_share = may_share
         self.is_ahead = True
@@ -274,7 +300,7 @@ class FlatState:
             for i, leaf in self._leaves(place):
                 if leaf is self.arrays[i]:
                     continue
-                placed = _put(strong(leaf), self._shardings[i], i not in donated)
+                placed = _put(strong(leaf), self._homes[i], i not in donated)
                 if placed is not leaf and i not in changed:
                     self._moved.add(i)
                 self.arrays[i] = placed
@@ -302,7 +328,7 @@ class FlatState:
                 arrays[i] = arrays[i].copy()
 
 
-def _put(leaf: jax.Array, sharding: Any, may_alias: bool) -> jax.Array:
+def _put(leaf: jax.Array, sharding: Any, may_alias: bool = True) -> jax.Array:
     target = leaf.sharding if sharding is None else sharding
     if not may_alias:
         # `device_put(..., may_alias=False)` still shares memory with one of the

@@ -232,6 +232,7 @@ class _Program:
         compiler_options: Mapping[str, Any] | None,
     ) -> None:
         self._fn = fn
+        self._strategy = strategy
         self._flat = flat = FlatState(state, strategy)
         static = [None if is_array(leaf) else leaf for leaf in leaves]
         is_dynamic = [is_array(leaf) for leaf in leaves]
@@ -299,6 +300,7 @@ class _Program:
         flat = self._flat
         check_no_trace(self._fn, flat.state)
         # JAX traces some operations while it compiles.
+        arrays = self._strategy.admit(arrays)
         with flat.lent(self._step.changed) as (donated, others), corrected_types():
             values, results, token = self._compiled(donated, others, arrays)
             flat.give(values, token)

@@ -27,6 +27,7 @@ from armillary.distribute.program._value_errors import (
     add_value_note,
 )
 from armillary.distribute.replica._context import lifted
+from armillary.distribute.replica._cross_device_ops import redirect_sums
 from armillary.distribute.replica._legacy_keys import check_keys
 from armillary.distribute.replica._proof import prove, proved_later
 from armillary.errors import (
@@ -199,7 +200,10 @@ class _Tracing(NamedTuple):
         check_keys(traced.jaxpr, state)
         tree, static = results
         fingerprint = Fingerprint(traced.jaxpr)
-        step = TracedStep(traced.jaxpr, tuple(changed), tree, static, fingerprint)
+        program, ops = traced.jaxpr, self.flat.cross_device_ops
+        if ops is not None:
+            program = redirect_sums(program, ops)
+        step = TracedStep(program, tuple(changed), tree, static, fingerprint)
         return step, places
 
 

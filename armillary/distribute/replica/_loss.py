@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from armillary.distribute.replica._accumulate import current_micro_batch
 from armillary.distribute.replica._context import (
     get_replica_context,
     require_replica_context,
@@ -34,7 +35,8 @@ def compute_average_loss(
             first ones of `per_example_loss`. Weights do not change the divisor.
         global_batch_size: Number of examples on all replicas, an integer or an integer
             array of shape `()`. By default the number of examples here times the number
-            of replicas that hold data.
+            of replicas that hold data. Where gradients are accumulated, that of the
+            whole batch, and an integer.
 
     Returns:
         An array of shape `()`. Its sum over replicas is the average over the batch.
@@ -54,7 +56,7 @@ def compute_average_loss(
         losses = losses.astype(jnp.result_type(float))
     if sample_weight is not None:
         losses = losses * _weights(sample_weight, losses)
-    context = get_replica_context()
+    context, micro_batch = get_replica_context(), current_micro_batch()
     if global_batch_size is None:
         context = require_replica_context(
             "compute_average_loss", "pass `global_batch_size=...` here"
@@ -62,6 +64,10 @@ def compute_average_loss(
         global_batch_size = losses.shape[0] * context.num_active
     else:
         _check_global_batch_size(global_batch_size)
+        if micro_batch is not None:
+            global_batch_size = _size_of_part(global_batch_size, micro_batch.count)
+    if micro_batch is not None:
+        micro_batch.is_scaled = True
     if context is not None:
         context.was_asked = True  # Any divisor here is one for all replicas.
         losses = context.local(losses)
@@ -102,6 +108,22 @@ def _weights(sample_weight: Any, losses: jax.Array) -> jax.Array:
             f"example, shape ({losses.shape[0]},)."
         )
     return weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
+
+
+def _size_of_part(global_batch_size: Any, count: int) -> Any:
+    """Returns the size of one part of a batch that is taken in parts.
+
+    Raises:
+        ValueError: If it is not known while the step is traced.
+    """
+    if isinstance(global_batch_size, jax.Array):
+        raise ValueError(
+            "`global_batch_size` is an array, and the loss is accumulated over "
+            f"{count} parts of the batch (`accumulate_steps`), which would all need "
+            "the number of the whole batch. Pass an integer, weigh examples with "
+            "`sample_weight`, or use `accumulate_steps=1`."
+        )
+    return global_batch_size / count
 
 
 def _check_global_batch_size(value: Any) -> None:

@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 from jax.sharding import AxisType, Mesh, Sharding
 
+from armillary._checks import check_instance
 from armillary.data._layout import BatchLayout
 from armillary.distribute._global_arrays import everywhere
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import Functions
+from armillary.distribute.replica._cross_device_ops import CrossDeviceOps
 from armillary.distribute.replica._policy import AXIS_NAME
 from armillary.distribute.replica._run import run_in_replicas
 from armillary.distribute.strategies._devices import as_devices
@@ -29,26 +31,31 @@ class MirroredStrategy(Strategy):
     Args:
         devices: One `jax.Device` or name (`"gpu:0"`) per replica. By default all
             devices of this process.
-        cross_device_ops: Kept for programs that come from TensorFlow; must be `None`.
+        cross_device_ops: How compiled steps sum over replicas: one of
+            `armillary.distribute`, or a `CrossDeviceOps` of your own. `None` leaves it
+            to XLA, which is nearly always best.
 
     Raises:
-        ValueError: If the devices cannot form replicas, or `cross_device_ops` is given.
+        TypeError: If `cross_device_ops` is something else.
+        ValueError: If the devices cannot form replicas, or do not fit
+            `cross_device_ops`.
     """
 
     def __init__(
-        self, devices: Sequence[Any] | None = None, cross_device_ops: None = None
+        self,
+        devices: Sequence[Any] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
-        if cross_device_ops is not None:
-            raise ValueError(
-                f"`cross_device_ops` is {cross_device_ops!r}, but XLA chooses the "
-                "collectives for the devices it finds. Leave it out, or pass "
-                "`cross_device_ops=None`."
-            )
         found = as_devices("devices", devices)
+        if cross_device_ops is not None:
+            fix = "Use `armillary.distribute.NcclAllReduce()`, or leave it out."
+            check_instance("cross_device_ops", cross_device_ops, CrossDeviceOps, fix)
+            cross_device_ops.check(len(found))
         axis_types = (AxisType.Auto,)
         mesh = Mesh(np.asarray(found), (AXIS_NAME,), axis_types=axis_types)
         super().__init__(mesh, num_replicas=len(found))
         self._replica_mesh = mesh
+        self.cross_device_ops = cross_device_ops
         self._functions = Functions()
 
     @property

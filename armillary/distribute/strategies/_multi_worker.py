@@ -1,6 +1,6 @@
 """Synchronous training on the devices of several processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -71,14 +71,19 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             check_instance("communication_options", options, CommunicationOptions, fix)
         self._cluster_resolver = cluster_resolver or resolve_cluster()
         self.peers = join_cluster(self._cluster_resolver, communication_options)
-        devices = sorted(
-            jax.devices() if self.peers else jax.local_devices(),
-            key=lambda device: (device.process_index, device.id),
+        super().__init__(
+            sorted(
+                self._find_devices(self.peers is not None),
+                key=lambda device: (device.process_index, device.id),
+            )
         )
-        super().__init__(devices)
         whole = everywhere(self._replica_mesh)
         # Made once: JAX compiles anew for each function object.
         self._replicate = jax.jit(lambda rows: rows, out_shardings=whole)
+
+    def _find_devices(self, is_joined: bool) -> Sequence[Any]:
+        """Returns the devices of this process, or of all if it has joined them."""
+        return jax.devices() if is_joined else jax.local_devices()
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -195,7 +200,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         platform = self._replica_mesh.devices.flat[0].platform
         where = "1 process" if self.peers is None else f"{self.peers.count} processes"
         replicas = f"{self.num_replicas_in_sync} x {platform}"
-        return f"MultiWorkerMirroredStrategy({replicas}, {where})"
+        return f"{type(self).__name__}({replicas}, {where})"
 
 
 def _is_global(leaf: Any) -> bool:

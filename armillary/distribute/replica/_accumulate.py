@@ -1,0 +1,215 @@
+"""Gradients of a large batch, made of one micro-batch after the other.
+
+The share of a replica is cut into equal parts. A loop on the device differentiates the
+loss of each with respect to the replica's own copy of the variables and adds up, so
+that the activations of one part are there at a time; the sum over replicas comes once,
+at the end. It is the caller who asks for it (`value_and_grad`): what a step
+differentiates by other means is a finished gradient before anyone could cut its batch.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from armillary.distribute.replica._context import require_replica_context
+from armillary.distribute.replica._retype import varies
+from armillary.errors import BatchSizeError
+from armillary.state._lift import strong
+from armillary.typing import PyTree
+
+
+class MicroBatch:
+    """The part of a batch whose loss is being computed.
+
+    Attributes:
+        count: Parts of the batch.
+        is_scaled: Whether `compute_average_loss` has scaled a loss of it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.is_scaled = False
+
+
+class Part(NamedTuple):
+    """What a loss and its derivative give, for a part of a batch or all of it.
+
+    Attributes:
+        loss: The loss, a scalar.
+        outputs: What else the loss function returned.
+        slots: What it wrote to the state, by the index of the array.
+        gradients: In the structure of what it was differentiated by.
+    """
+
+    loss: Any
+    outputs: PyTree
+    slots: dict[int, Any]
+    gradients: Any
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.wanted: list[list[int]] = []
+        self.micro_batch: MicroBatch | None = None
+
+
+_local = _Local()
+
+
+@contextlib.contextmanager
+def accumulating(count: int, step_name: str) -> Iterator[None]:
+    """Lets a step accumulate gradients over so many parts of its batch.
+
+    Args:
+        count: Parts of the batch.
+        step_name: Name of the user's step, for the message.
+
+    Raises:
+        ValueError: If `count` is not 1, and the step makes no gradient in this way.
+    """
+    _local.wanted.append([count, 0])
+    try:
+        yield
+        _, num_uses = _local.wanted[-1]
+    finally:
+        _local.wanted.pop()
+    if count > 1 and not num_uses:
+        raise ValueError(
+            f"`accumulate_steps` is {count}, but `{step_name}` makes no gradient that "
+            "can be accumulated: what `nnx.grad` or `jax.grad` return is already that "
+            "of the whole batch. Let the loss take its batch, and write `loss, "
+            "gradients = armillary.value_and_grad(loss_fn, model, batch=batch)`."
+        )
+
+
+def wanted_count(*, is_used: bool) -> int:
+    """Returns in how many parts the running step is to take a batch."""
+    if not _local.wanted:
+        return 1
+    _local.wanted[-1][1] += is_used
+    return _local.wanted[-1][0]
+
+
+def current_micro_batch() -> MicroBatch | None:
+    """Returns the part of a batch whose loss is being computed, if it is one."""
+    return _local.micro_batch
+
+
+def accumulate(
+    differentiate: Callable[[Sequence[Any], dict[int, Any], PyTree], Part],
+    values: Sequence[Any],
+    before: Sequence[Any],
+    batch: PyTree,
+    count: int,
+) -> Part:
+    """Returns the mean loss and gradients of the parts of a batch.
+
+    Args:
+        differentiate: Does so for one part, given values, slots by index, and the part.
+        values: What to differentiate by.
+        before: What the slots hold.
+        batch: Arrays whose first axis is that of examples.
+        count: The number of parts.
+
+    Raises:
+        BatchSizeError: If the batch has no such parts.
+        ReplicaContextError: Outside `run`.
+        ValueError: If `compute_average_loss` does not scale the loss, or an output is
+            not one of each example.
+    """
+    context = require_replica_context("value_and_grad", "leave `batch` out")
+    size = _part_size(batch, count)
+    parts = jax.tree.map(lambda rows: rows.reshape(count, size, *rows.shape[1:]), batch)
+    values = list(values)
+    # The copies of this replica, so that their gradients are not summed in each part.
+    own = context.local(values)
+
+    def run(slots: dict[int, Any], part: PyTree) -> Part:
+        with _computing(MicroBatch(count)):
+            return differentiate(own, slots, part)
+
+    first = jax.tree.map(lambda rows: rows[0], parts)
+    kinds = jax.eval_shape(lambda: run({}, first))
+    _check_outputs(kinds.outputs, size)
+
+    def body(carry: Any, part: PyTree) -> Any:
+        slots, total, sums = carry
+        found = run(slots, part)
+        sums = jax.tree.map(
+            lambda sum_, one: sum_ + one.astype(sum_.dtype), sums, found.gradients
+        )
+        return (found.slots, total + found.loss, sums), found.outputs
+
+    zeros = context.local(jax.tree.map(_zeros, [kinds.loss, values]))
+    slots = {i: strong(before[i]) for i in kinds.slots}
+    (slots, total, sums), outputs = jax.lax.scan(body, (slots, *zeros), parts)
+
+    def finish(value: Any, sum_: Any) -> Any:
+        total = sum_ if varies(value) else context.all_reduce("sum", sum_)
+        return (total / count).astype(value.dtype)
+
+    return Part(
+        (total / count).astype(kinds.loss.dtype),
+        jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), outputs),
+        slots,
+        jax.tree.map(finish, values, sums),
+    )
+
+
+def _zeros(kind: Any) -> jax.Array:
+    # A sum of many small numbers in half precision would lose them.
+    return jnp.zeros(kind.shape, jnp.promote_types(kind.dtype, jnp.float32))
+
+
+@contextlib.contextmanager
+def _computing(part: MicroBatch) -> Iterator[None]:
+    before, _local.micro_batch = _local.micro_batch, part
+    try:
+        yield
+    finally:
+        _local.micro_batch = before
+    if not part.is_scaled:
+        raise ValueError(
+            "The loss of `value_and_grad` is accumulated over "
+            f"{part.count} parts of `batch`, but its scale cannot be told, since "
+            "`armillary.compute_average_loss` did not make it: whether a sum was "
+            "divided by the size of a part or by that of the whole batch makes a "
+            f"factor of {part.count}. Return "
+            "`armillary.compute_average_loss(losses_of_examples)`, and add "
+            "`armillary.scale_regularization_loss(...)` to it if there is one."
+        )
+
+
+def _part_size(batch: PyTree, count: int) -> int:
+    sizes = {jnp.shape(rows)[:1] for rows in jax.tree.leaves(batch)}
+    if len(sizes) != 1 or sizes == {()}:
+        shown = sorted(jnp.shape(rows) for rows in jax.tree.leaves(batch))
+        raise BatchSizeError(
+            f"`batch` has arrays of shapes {shown}, but to be taken in {count} parts, "
+            "they must be arrays with the same number of examples as first axis. Pass "
+            "what the function given to `strategy.run` gets, and let the loss close "
+            "over anything else."
+        )
+    ((size,),) = sizes
+    if size % count:
+        raise BatchSizeError(
+            f"`accumulate_steps` is {count}, but `batch` has {size} examples on each "
+            f"replica, which are no {count} equal parts. Use a divisor of {size}, or "
+            "a global batch size that both the replicas and the parts divide."
+        )
+    return size // count
+
+
+def _check_outputs(outputs: PyTree, size: int) -> None:
+    for leaf in jax.tree.leaves(outputs):
+        if leaf.shape[:1] != (size,):
+            raise ValueError(
+                f"The loss returned an array of shape {leaf.shape} beside the loss, "
+                f"for a part of {size} examples. Only values of each example can be "
+                f"joined to those of the whole batch, shape ({size}, ...): update a "
+                "metric of the trainer in the loss instead."
+            )

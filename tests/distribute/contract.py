@@ -1,0 +1,42 @@
+"""Every strategy, for the tests of what holds under all of them."""
+
+import jax
+import pytest
+
+from armillary import (
+    CentralStorageStrategy,
+    DefaultStrategy,
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    TPUStrategy,
+)
+from armillary.distribute import HierarchicalCopyAllReduce
+
+
+class TPUOnCPU(TPUStrategy):
+    """Takes CPU devices for TPU cores."""
+
+    _platform = "cpu"
+
+
+MAKERS = {
+    "default": DefaultStrategy,
+    "one device": lambda: OneDeviceStrategy("cpu:1"),
+    "mirrored 1": lambda: MirroredStrategy(jax.devices()[:1]),
+    "mirrored 2": lambda: MirroredStrategy(jax.devices()[:2]),
+    "mirrored 4": lambda: MirroredStrategy(jax.devices()[:4]),
+    "mirrored 8": lambda: MirroredStrategy(),
+    "in groups": lambda: MirroredStrategy(
+        jax.devices()[:4], cross_device_ops=HierarchicalCopyAllReduce()
+    ),
+    "multi worker": lambda: MultiWorkerMirroredStrategy(),
+    "tpu": lambda: TPUOnCPU(),
+    "central": lambda: CentralStorageStrategy(jax.devices()[1:5]),
+}
+"""By name; a new strategy is one more entry."""
+
+
+@pytest.fixture(params=MAKERS)
+def strategy(request):
+    return MAKERS[request.param]()

@@ -1,0 +1,165 @@
+"""Variables in one place: where they are, and that the numbers are the same."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.state._lift import State
+from tests.mistakes import mistakes
+from tests.problems import MLP, Classifier
+
+
+def make_trainer(strategy, **options):
+    return Classifier(strategy, MLP(nnx.Rngs(0)), optax.adam(1e-2), **options)
+
+
+def make_central():
+    return armillary.CentralStorageStrategy(jax.devices()[1:5])
+
+
+def bytes_on(devices):
+    """Returns the size of all arrays that some devices hold."""
+    return sum(
+        shard.data.nbytes
+        for array in jax.live_arrays()
+        for shard in array.addressable_shards
+        if shard.device in devices
+    )
+
+
+def state_arrays(trainer):
+    return [
+        leaf for leaf in State([(trainer, "")]).read() if isinstance(leaf, jax.Array)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"steps_per_chunk": 1}, {"compile_loop": False}, {"on_non_finite": "skip"}],
+)
+def test_a_trainer_gets_the_numbers_of_mirrored_state(options):
+    expected = make_trainer(armillary.MirroredStrategy(jax.devices()[1:5]))
+    trainer = make_trainer(make_central(), check_replicas_every=1, **options)
+    for _ in range(2):
+        expected.train(3)
+        trainer.train(3)
+        for one, other in zip(
+            state_arrays(trainer), state_arrays(expected), strict=True
+        ):
+            if jnp.issubdtype(one.dtype, jnp.floating):
+                np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+            assert one.devices() == {jax.devices()[0]}
+
+
+@pytest.mark.slow
+def test_a_step_without_a_compiler_leaves_state_in_its_place():
+    trainer = make_trainer(make_central(), compile_step=False)
+    trainer.train(1)
+    assert {device for a in state_arrays(trainer) for device in a.devices()} == {
+        jax.devices()[0]
+    }
+
+
+def test_no_device_of_a_replica_holds_state_between_steps():
+    strategy = make_central()
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @armillary.function
+    def step():
+        def step_fn():
+            gradients = nnx.grad(lambda model: jnp.sum(model.kernel[...]))(model)
+            optimizer.update(model, gradients)
+
+        strategy.run(step_fn)
+
+    devices = set(jax.devices()[1:5])
+    gc.collect()
+    before = bytes_on(devices)
+    for _ in range(3):
+        step()
+        state = [*jax.tree.leaves(nnx.state(optimizer)), model.kernel[...]]
+        assert len(state) > 5
+        assert all(leaf.devices() == {jax.devices()[0]} for leaf in state)
+        # Not even through a reference that is hidden somewhere.
+        assert bytes_on(devices) - before < model.kernel[...].nbytes
+    mirrored = armillary.MirroredStrategy(jax.devices()[1:5])
+    armillary.function(lambda: mirrored.run(lambda: model.kernel[...] * 2))()
+    assert bytes_on(devices) - before >= 4 * model.kernel[...].nbytes
+
+
+def test_an_array_of_the_user_outlives_the_step_that_takes_it_in():
+    strategy = armillary.CentralStorageStrategy(jax.devices()[:2])
+    mine = jax.device_put(jnp.arange(64.0), jax.devices()[0])
+    variable = nnx.Variable(mine)
+
+    def step_fn():
+        variable[...] = variable[...] + 1
+
+    kept = []
+    for _ in range(3):
+        strategy.run(step_fn)
+        kept.append(variable[...])
+    np.testing.assert_array_equal(mine, np.arange(64))
+    for count, values in enumerate(kept):
+        np.testing.assert_array_equal(values, np.arange(64) + count + 1)
+
+
+def test_results_and_variables_meet_outside_of_run():
+    strategy = make_central()
+    seen = nnx.Variable(jnp.zeros(()))
+    ids = strategy.distribute_values_from_function(
+        lambda context: jnp.float32(context.replica_id_in_sync_group)
+    )
+    doubled = strategy.run(lambda x: seen[...] + 2 * x, args=(ids,))
+    seen[...] = seen[...] + strategy.reduce("sum", doubled)
+    assert float(seen[...]) == 12.0 and seen[...].devices() == {jax.devices()[0]}
+    # A value of a variable is an argument like any other.
+    again = strategy.run(lambda x, y: x + y, args=(ids, seen[...]))
+    assert float(strategy.reduce("sum", again)) == 4 * 12 + 6
+
+
+def test_the_parameter_device_is_a_choice():
+    strategy = armillary.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:3")
+    variable = nnx.Variable(jnp.zeros(2))
+
+    def step_fn():
+        variable[...] = variable[...] + 1
+
+    strategy.run(step_fn)
+    assert variable[...].devices() == {jax.devices()[3]}
+    assert strategy.parameter_device == jax.devices()[3]
+    assert repr(strategy) == "CentralStorageStrategy(2 x cpu, state on cpu:3)"
+
+
+@mistakes(
+    {
+        ValueError: {
+            "`parameter_device` is 'gpu:7', but this process has no such device": (
+                lambda: armillary.CentralStorageStrategy(None, "gpu:7")
+            ),
+            "`compute_devices` is .*, which repeats a device": (
+                lambda: armillary.CentralStorageStrategy(["cpu:1", "cpu:1"])
+            ),
+        }
+    }
+)
+def test_wrong_devices_are_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_without_a_cpu_the_place_must_be_said(monkeypatch):
+    def refuse(backend=None):
+        raise RuntimeError("Unknown backend cpu")
+
+    monkeypatch.setattr(jax, "local_devices", refuse)
+    with pytest.raises(ValueError, match=r"told to use no CPU .*Unknown backend cpu"):
+        armillary.CentralStorageStrategy(jax.devices()[:2])

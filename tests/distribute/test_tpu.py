@@ -1,0 +1,104 @@
+"""`TPUStrategy` on CPU devices, and what it says where there is no TPU."""
+
+import jax
+import pytest
+
+import armillary
+from armillary.cluster import SimpleClusterResolver
+from armillary.errors import ClusterError
+from tests.mistakes import mistakes
+
+
+class OnCPU(armillary.TPUStrategy):
+    _platform = "cpu"
+
+
+class OnNothing(armillary.TPUStrategy):
+    _platform = "rocm"
+
+
+def test_there_is_a_replica_for_each_device_and_the_resolver_is_kept():
+    resolver = SimpleClusterResolver({})
+    strategy = OnCPU(resolver, topology="2x4")
+    assert strategy.num_replicas_in_sync == jax.local_device_count() == 8
+    assert strategy.cluster_resolver is resolver
+    assert repr(strategy) == "OnCPU(8 x cpu, 1 process)"
+    assert not hasattr(strategy, "no_such_name")
+
+
+class Core:
+    def __init__(self, number):
+        self.id, self.coords, self.slice_index = number, (number // 2, 0, 0), 0
+
+
+def test_two_cores_of_a_chip_are_one_place(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda backend: list(map(Core, range(8))))
+    with pytest.raises(ClusterError, match="which are 8 chips, but JAX found 4"):
+        OnCPU(SimpleClusterResolver({}), topology="8")
+
+
+@pytest.mark.parametrize(
+    ("platforms", "reason"),
+    [
+        ("cpu", r"JAX was told to use cpu alone \(`JAX_PLATFORMS`\)"),
+        (None, "the package `libtpu` is not installed"),
+    ],
+)
+def test_without_a_tpu_no_device_is_asked_and_no_process_joins(
+    monkeypatch, platforms, reason
+):
+    def fail(*_, **__):
+        pytest.fail("asked for devices, or joined a cluster")
+
+    monkeypatch.setattr(jax, "local_devices", fail)
+    monkeypatch.setattr(jax.distributed, "initialize", fail)
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", platforms)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    resolver = SimpleClusterResolver({"worker": ["one:1", "two:1"]}, "worker", 0)
+    try:
+        with pytest.raises(ClusterError, match=reason) as caught:
+            armillary.TPUStrategy(resolver)
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert "`armillary.MirroredStrategy(devices=...)`" in str(caught.value)
+
+
+@mistakes(
+    {
+        ClusterError: {
+            "needs a TPU, but JAX found none .*rocm": OnNothing,
+            "`topology` is '4x4', which are 16 chips, but JAX found 8": (
+                lambda: OnCPU(topology="4x4")
+            ),
+        },
+        ValueError: {
+            "`topology` is '4 by 4', but it must be the numbers of chips": (
+                lambda: OnCPU(topology="4 by 4")
+            ),
+            "`topology` is 16, but it must be": lambda: OnCPU(topology=16),
+        },
+        TypeError: {
+            "`resolver` is 'local' of type str, but it must be a": (
+                lambda: OnCPU("local")
+            ),
+            "`device_assignment` is 3, but `.*` has no such argument": (
+                lambda: OnCPU(device_assignment=3)
+            ),
+        },
+        AttributeError: {
+            f"has no `{name}`. A replica is one core": (
+                lambda name=name: getattr(OnCPU(), name)
+            )
+            for name in (
+                "experimental_assign_to_logical_device",
+                "experimental_split_to_logical_devices",
+                "experimental_replicate_to_logical_devices",
+            )
+        },
+    }
+)
+def test_what_it_cannot_do_is_an_error(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
