@@ -1,0 +1,16 @@
+"""What a training step costs on devices that are not there.
+
+`plan` compiles the loop of a trainer for a described slice of TPUs or cluster of GPUs,
+on any machine, and reads from the result whether it fits, what devices send each other,
+and how long a step takes at the least. See `docs/plan.md`.
+"""
+
+from armillary.plan._collectives import Collective as Collective
+from armillary.plan._plan import plan as plan
+from armillary.plan._report import Memory as Memory
+from armillary.plan._report import Plan as Plan
+from armillary.plan._roofline import Estimate as Estimate
+from armillary.plan._targets import TARGETS as TARGETS
+from armillary.plan._targets import Target as Target
+
+__all__ = ["TARGETS", "Collective", "Estimate", "Memory", "Plan", "Target", "plan"]
