@@ -1,11 +1,13 @@
 """Finds what devices send each other in a compiled program, and when.
 
-Each collective gets a *round*: one more than the rounds of those that it has to wait
-for. Collectives of one round need nothing of each other, so a compiler may combine them
+Each collective gets a *round*: one more than the rounds of those of its kind that it
+has to wait for. Collectives of one round need nothing of each other, so a compiler may combine them
 into one operation. TPU's and NVIDIA's compilers do, the CPU's does not; the number of
 rounds is the same for all.
 """
 
+import functools
+import operator
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -57,7 +59,7 @@ class Collective:
         is_asynchronous: Whether it starts at one place of the schedule and is waited
             for at another.
         overlaps: What runs between these, by name, with how many of each.
-        round: See above; 1 for one that waits for no other.
+        round: See above; 1 for one that waits for no other of its kind.
     """
 
     kind: str
@@ -101,13 +103,13 @@ def find_traffic(module: Module, depth: int, num_devices: int) -> Traffic:
         num_devices: How many devices run it.
     """
     walk = _Walk(module, depth, num_devices)
-    walk.enter(module.entry, _Place(0, 1, False, ""), 0)
+    walk.enter(module.entry, _Place(0, 1, False), Counter())
     return Traffic(tuple(walk.found), tuple(walk.host))
 
 
 def count_rounds(collectives: Iterable[Collective], kind: str) -> int:
     """Returns how many collectives of a kind must follow each other."""
-    return len({each.round for each in collectives if each.kind == kind})
+    return max((each.round for each in collectives if each.kind == kind), default=0)
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,13 @@ class _Place:
     depth: int
     times: int
     is_conditional: bool
-    start: str  # the asynchronous operation that this is the work of
+
+
+_Rounds = Counter[str]
+"""For each kind, how many collectives of it something waits for, one after the other.
+
+The union of two has the larger number of each.
+"""
 
 
 class _Walk:
@@ -127,23 +135,25 @@ class _Walk:
         self.found: list[Collective] = []
         self.host: list[str] = []
 
-    def enter(self, name: str, place: _Place, base: int) -> int:
-        """Walks one computation; returns the last round in it."""
+    def enter(self, name: str, place: _Place, base: _Rounds) -> _Rounds:
+        """Walks one computation; returns what its end waits for."""
         instructions = self._module.computations.get(name, [])
         shapes = {each.name: each.shape for each in instructions}
-        rounds: dict[str, int] = {}
+        rounds: dict[str, _Rounds] = {}
         for index, each in enumerate(instructions):
-            before = max((rounds.get(o, base) for o in each.operands), default=base)
+            before = _union([base, *(rounds[o] for o in each.operands)])
             kind = _kind_of(each)
             if kind is not None and not each.opcode.endswith("-done"):
                 later = instructions[index + 1 :]
-                before += self._add(each, kind, place, before + 1, shapes, later)
+                number = before[kind] + 1
+                if self._add(each, kind, place, number, shapes, later):
+                    before = before | Counter({kind: number})
             elif _reaches_host(each) and place.depth:
                 self.host.append(each.label)
             rounds[each.name] = self._enter_called(each, place, before)
-        return max(rounds.values(), default=base)
+        return _union([base, *rounds.values()])
 
-    def _enter_called(self, each: Instruction, place: _Place, base: int) -> int:
+    def _enter_called(self, each: Instruction, place: _Place, base: _Rounds) -> _Rounds:
         last = base
         for role, names in each.called.items():
             inner = place
@@ -151,12 +161,12 @@ class _Walk:
                 is_inner = place.depth >= self._depth
                 times = (each.trip_count or 1) if is_inner else 1
                 inner = _Place(
-                    place.depth + 1, place.times * times, place.is_conditional, ""
+                    place.depth + 1, place.times * times, place.is_conditional
                 )
             elif role != "calls":
-                inner = _Place(place.depth, place.times, True, "")
+                inner = _Place(place.depth, place.times, True)
             for name in names:
-                last = max(last, self.enter(name, inner, base))
+                last = last | self.enter(name, inner, base)
         return last
 
     def _add(
@@ -167,11 +177,11 @@ class _Walk:
         number: int,
         shapes: dict[str, str],
         later: list[Instruction],
-    ) -> int:
-        """Notes a collective; returns 0 if a device has nobody to talk to, else 1."""
+    ) -> bool:
+        """Notes a collective; returns whether a device has anybody to talk to."""
         size = _count_group(each.attributes) or self._num_devices
         if size == 1 and kind != "collective-permute":
-            return 0
+            return False
         operand = sum(count_bytes(shapes[name]) for name in each.operands)
         is_start = each.opcode.endswith("-start")
         if kind == "all-gather":
@@ -194,7 +204,11 @@ class _Walk:
                 number,
             )
         )
-        return 1
+        return True
+
+
+def _union(rounds: Iterable[_Rounds]) -> _Rounds:
+    return functools.reduce(operator.or_, rounds)
 
 
 def _kind_of(each: Instruction) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax import export
 
+from armillary._jaxpr import source_line, walk_programs
 from armillary.errors import PlanError
 from armillary.plan._hlo import Module, parse_module
 from armillary.plan._topology import Topology
@@ -87,16 +88,18 @@ def export_loop(loop: DescribedLoop, platform: str) -> bytes:
     """Lowers a loop; needs no compiler for the platform.
 
     Raises:
-        PlanError: If it has something that cannot be lowered for devices elsewhere.
+        PlanError: If it calls Python from the device.
     """
-    try:
-        exported = export.export(loop.fn, platforms=(platform,))(*loop.types)
-    except (NotImplementedError, ValueError) as error:
-        raise PlanError(
-            f"`train_step` cannot be planned for {platform}: {error}\n"
-            "What calls Python from the device (`jax.debug.print`, `pure_callback`, "
-            "`io_callback`) belongs to one machine: leave it out of the step."
-        ) from error
+    for jaxpr, _ in walk_programs(loop.step):
+        for equation in jaxpr.eqns:
+            name = equation.primitive.name
+            if "callback" in name or name == "debug_print":
+                raise PlanError(
+                    f"`train_step` calls Python from the device ({name}, at "
+                    f"{source_line(equation)}), which ties it to this machine. Leave "
+                    "it out of the step to plan it, as for a fast run."
+                )
+    exported = export.export(loop.fn, platforms=(platform,))(*loop.types)
     return bytes(exported.serialize())
 
 
