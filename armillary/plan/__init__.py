@@ -10,7 +10,15 @@ from armillary.plan._plan import plan as plan
 from armillary.plan._report import Memory as Memory
 from armillary.plan._report import Plan as Plan
 from armillary.plan._roofline import Estimate as Estimate
-from armillary.plan._targets import TARGETS as TARGETS
 from armillary.plan._targets import Target as Target
+from armillary.plan._targets import find_target as find_target
 
-__all__ = ["TARGETS", "Collective", "Estimate", "Memory", "Plan", "Target", "plan"]
+__all__ = [
+    "Collective",
+    "Estimate",
+    "Memory",
+    "Plan",
+    "Target",
+    "find_target",
+    "plan",
+]

@@ -1,9 +1,9 @@
 """Finds what devices send each other in a compiled program, and when.
 
 Each collective gets a *round*: one more than the rounds of those of its kind that it
-has to wait for. Collectives of one round need nothing of each other, so a compiler may combine them
-into one operation. TPU's and NVIDIA's compilers do, the CPU's does not; the number of
-rounds is the same for all.
+has to wait for. Collectives of one round need nothing of each other, so a compiler may
+combine them into one operation. TPU's and NVIDIA's compilers do, the CPU's does not;
+the number of rounds is the same for all.
 """
 
 import functools

@@ -176,3 +176,17 @@ TARGETS = {
         ),
     )
 }
+
+
+def find_target(name: str) -> Target:
+    """Returns a known device, such as `v5e` or `h100`.
+
+    Raises:
+        ValueError: If it is not known.
+    """
+    if name not in TARGETS:
+        raise ValueError(
+            f"The device {name!r} is not known. Use one of {', '.join(TARGETS)}, or "
+            "describe it with `target=armillary.plan.Target(...)`."
+        )
+    return TARGETS[name]

@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from armillary.plan._targets import TARGETS, Target
+from armillary.plan._targets import Target, find_target
 
 _FORM = re.compile(r"([a-z0-9_.-]+):(\d+(?:x\d+)*)", re.IGNORECASE)
 _EXAMPLE = (
@@ -71,13 +71,7 @@ def parse_topology(
             f"{number}."
         )
     name = found[1].lower()
-    kind = target or TARGETS.get(name)
-    if kind is None:
-        raise ValueError(
-            f"`topology` is {topology!r}, but the device {name!r} is not known. Use "
-            f"one of {', '.join(TARGETS)}, or describe it with "
-            "`target=armillary.plan.Target(...)`."
-        )
+    kind = target or find_target(name)
     if kind.platform == "cuda" and len(shape) != 2:
         raise ValueError(
             f"`topology` is {topology!r}, but GPUs are given as hosts by devices of "
