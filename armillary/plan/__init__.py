@@ -2,7 +2,7 @@
 
 `plan` compiles the loop of a trainer for a described slice of TPUs or cluster of GPUs,
 on any machine, and reads from the result whether it fits, what devices send each other,
-and how long a step takes at the least. See `docs/plan.md`.
+and what its time is estimated to be. See `docs/plan.md`.
 """
 
 from armillary.plan._collectives import Collective as Collective

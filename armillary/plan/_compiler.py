@@ -159,6 +159,8 @@ def _ask(work: Path, wheels: str | None) -> Mapping[str, Any]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
         "TPU_SKIP_MDS_QUERY": "1",  # The worker is on no TPU; do not look for one.
+        # A lock that keeps two processes from one TPU would keep two plans apart.
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
     environment.pop("XLA_FLAGS", None)
     process = subprocess.run(

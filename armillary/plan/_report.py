@@ -205,9 +205,8 @@ class Plan:
         ]
         for each in self.of_step():
             if each.is_asynchronous:
-                over = ", ".join(f"{count} {name}" for name, count in each.overlaps)
                 size = f"{_scaled(each.num_bytes)}B"
-                rows.append((f"  {each.kind}, {size}", f"runs beside {over}"))
+                rows.append((f"  {each.kind}, {size}", _describe_overlaps(each)))
         others = Counter(
             f"{each.kind} {'under a condition' if each.scope == 'step' else each.scope}"
             for each in self.collectives
@@ -229,7 +228,7 @@ class Plan:
             return []
         low, high = _time(estimate.overlapped), _time(estimate.sequential)
         rows = [
-            ("step, estimate", f"at least {low}, {high} if nothing overlaps"),
+            ("step, estimate", f"{low} if all overlaps, {high} if not"),
             ("  products", _time(estimate.compute)),
             ("  memory", f"{_time(estimate.memory)} for {_scaled(self.step_bytes)}B"),
             ("  collectives", _time(estimate.communication)),
@@ -251,6 +250,12 @@ def _describe(kind: str, found: list[Collective], is_abstract: bool) -> str:
     return (
         f"{size}B a step in {count}, {rounds} after each other; {beside} asynchronous"
     )
+
+
+def _describe_overlaps(collective: Collective) -> str:
+    name, count = max(collective.overlaps, key=lambda pair: pair[1])
+    total = sum(count for _, count in collective.overlaps)
+    return f"runs beside {total} operations, {count} of them {name}"
 
 
 def _scaled(number: float | None) -> str:

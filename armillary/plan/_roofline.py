@@ -1,9 +1,10 @@
 """Estimates the time of a step from published figures of a device.
 
-No step is faster than its arithmetic at the peak, its memory at full bandwidth, or its
+A step takes as long as its arithmetic at the peak, its memory at full bandwidth, or its
 collectives at that of the links. The estimate is a range: everything overlaps, or
-collectives wait for the rest. Real steps reach a part of the peaks; compare plans with
-each other, and a plan with a measured step of yours.
+collectives wait for the rest. Real steps reach a part of the peaks, and caches save a
+part of the memory's work; compare plans with each other, and a plan with a measured
+step of yours.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,7 @@ from armillary.plan._topology import Topology
 
 @dataclass(frozen=True)
 class Estimate:
-    """How long one step takes at the least, in seconds.
+    """How long one step takes with all figures at their peak, in seconds.
 
     Attributes:
         compute: Its arithmetic, at the peak of each dtype.
@@ -51,7 +52,7 @@ def estimate_step(
     memory_bytes: float,
     collectives: Iterable[Collective],
 ) -> Estimate:
-    """Returns how long a step takes at the least.
+    """Returns how long a step takes with all figures at their peak.
 
     Args:
         topology: The devices, of a known kind.
