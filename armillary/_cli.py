@@ -13,6 +13,7 @@ from armillary import __version__
 from armillary._exit_code import ExitCode
 from armillary.goodput import _command as goodput
 from armillary.launch import _arguments as launch
+from armillary.plan import _command as plan
 from armillary.project import _command as project
 
 
@@ -32,6 +33,11 @@ _COMMANDS = {
         "show where the time of a run went, across restarts",
         goodput.add_arguments,
         goodput.prepare,
+    ),
+    "plan": _Command(
+        "compile a training step for devices that are not there",
+        plan.add_arguments,
+        plan.prepare,
     ),
     "new": _Command(
         "write a small project to begin with",

@@ -19,6 +19,7 @@ Each one derives from `ArmillaryError` and from the nearest builtin, so that bot
     |-- ClusterError (ValueError)            the environment describes no usable cluster
     |-- PeerError (RuntimeError)             the processes of a job do not agree
     |-- EstimatorError (ValueError)          a model or input function that cannot work
+    |-- PlanError (RuntimeError)             a step cannot be compiled for a topology
     `-- CheckpointError (RuntimeError)       a checkpoint cannot be written or read
         |-- CheckpointDamageError              a file of it is not as it was saved
         `-- CheckpointMismatchError (ValueError)   it holds other leaves
@@ -118,6 +119,10 @@ class PeerError(ArmillaryError, RuntimeError):
 
 class EstimatorError(ArmillaryError, ValueError):
     """An estimator was given a function, or is used in a way, that cannot work."""
+
+
+class PlanError(ArmillaryError, RuntimeError):
+    """A step cannot be compiled for devices that are not there."""
 
 
 class CheckpointError(ArmillaryError, RuntimeError):

@@ -48,6 +48,7 @@ from armillary.typing import Action, Output
 if TYPE_CHECKING:
     from armillary.checkpoint._manager import CheckpointManager
     from armillary.distribute._strategy import Strategy
+    from armillary.plan._report import Plan
 
 _DATA_ENDED = "the data ended, training ends here."
 _DATA_ENDED_BEFORE = (
@@ -217,6 +218,34 @@ class Controller:
             self._train_until(steps)
             if checkpoint_at_completion or self._stop.is_agreed():
                 self._saving.finish()
+
+    @hides_frames
+    def plan(self, topology: str | int, **options: Any) -> "Plan":
+        """Compiles the training loop for devices that are not there.
+
+        Nothing of the run changes, and no device is touched; see `armillary.plan`.
+
+        Args:
+            topology: A TPU slice such as `"v5e:16x16"`, or hosts by GPUs such as
+                `"h100:8x8"`.
+            options: As for `armillary.plan.plan`, but for `steps_per_loop`.
+
+        Returns:
+            The plan. Printed, it is a table.
+
+        Raises:
+            TypeError: If the trainer is no `StandardTrainer`.
+            ValueError: If there is no trainer, `topology` describes no devices, or the
+                strategy is for one.
+            PlanError: If there is no compiler for them, or it fails.
+        """
+        from armillary.plan._plan import plan
+
+        require(self, "trainer", for_method="plan")
+        with self._scope():
+            trainer: Any = self.trainer
+            options = {"steps_per_loop": self.steps_per_loop, **options}
+            return plan(trainer, topology, **options)
 
     @hides_frames
     def evaluate(self, steps: int = -1) -> Output:

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from armillary.typing import PyTree
 
 
-def everywhere(mesh: Mesh) -> NamedSharding:
+def everywhere(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Returns where an array lies of which each device of a mesh has a copy."""
     return NamedSharding(mesh, PartitionSpec())
 

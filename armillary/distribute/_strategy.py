@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, Sharding
+from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from armillary._checks import check_callable
 from armillary._traceback import hides_frames
@@ -91,6 +91,35 @@ class Strategy:
     def mesh(self) -> Mesh | None:
         """The mesh of devices; `None` for a strategy on a single device."""
         return self._mesh
+
+    @property
+    def platform(self) -> str:
+        """The kind of device that steps run on, such as `"cpu"`."""
+        if self._mesh is None:
+            return jax.default_backend()
+        return self._mesh.devices.flat[0].platform  # The same for all of them.
+
+    def described(
+        self, num_devices: int, platform: str
+    ) -> AbstractContextManager[AbstractMesh]:
+        """Lets this strategy trace programs for devices that are not there.
+
+        Inside, it has that many devices, of which nothing but the number is known, and
+        it can trace steps but not run them. The context manager gives their mesh.
+
+        Args:
+            num_devices: How many there are.
+            platform: What kind they are, such as `"tpu"`.
+
+        Raises:
+            ValueError: If the strategy is for one device.
+        """
+        del num_devices, platform
+        raise ValueError(
+            f"The strategy is {self!r}, which runs on one device, so there is nothing "
+            "to plan for several. Train under `armillary.MirroredStrategy()`: on one "
+            "device it is the same, and it can be planned for any number."
+        )
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:

@@ -26,6 +26,12 @@ FEW_STEPS = 20
 _MANY_STEPS = 100
 
 
+def choose_chunk_size(num_steps: int) -> int:
+    """Returns how many steps a chunk has, for loops of so many."""
+    several = max(FEW_STEPS // num_steps, 1) * num_steps
+    return min(several, _MANY_STEPS)
+
+
 class LoopData:
     """Reads the data of one step.
 
@@ -47,9 +53,9 @@ class LoopData:
         self, nest: PyTree, method: StepMethod, options: LoopOptions, *, exact: bool
     ) -> None:
         self.nest = nest
-        datasets, self.structure = _flatten(nest)
+        datasets, self.structure = flatten_datasets(nest)
         self._strategy, self._name = method.strategy, method.name
-        self.datasets = [_distribute(data, self._strategy) for data in datasets]
+        self.datasets = [distribute(data, self._strategy) for data in datasets]
         self._exact = exact
         self._steps_per_chunk = options.steps_per_chunk
         self._max_chunk_bytes = options.max_chunk_bytes
@@ -76,8 +82,7 @@ class LoopData:
         As many as a loop that nothing shortens, or as several such loops.
         """
         if self._steps_per_chunk is None:
-            several = max(FEW_STEPS // num_steps, 1) * num_steps
-            self._steps_per_chunk = min(several, _MANY_STEPS)
+            self._steps_per_chunk = choose_chunk_size(num_steps)
 
     def peek(self) -> tuple[list[PyTree], tuple[Active, ...]] | None:
         """Looks at the first batches, before `start`; `None` if one is lacking.
@@ -132,7 +137,7 @@ class LoopData:
         ]
 
 
-def _flatten(nest: PyTree) -> tuple[list[Any], Any]:
+def flatten_datasets(nest: PyTree) -> tuple[list[Any], Any]:
     """Flattens a nest of datasets; a list that holds arrays is one, of its batches."""
     leaves, structure = jax.tree.flatten(nest, is_leaf=_is_dataset)
     if not leaves or any(hasattr(leaf, "dtype") for leaf in leaves):
@@ -148,7 +153,12 @@ def _is_dataset(value: Any) -> bool:
     return any(hasattr(leaf, "dtype") for leaf in leaves)
 
 
-def _distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
+def distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
+    """Returns a dataset of a strategy, or one that it makes of the user's data.
+
+    Raises:
+        ValueError: If it was distributed by another strategy.
+    """
     if not isinstance(dataset, DistributedDataset):
         return strategy.distribute_dataset(dataset)
     if dataset.layout != strategy.layout:

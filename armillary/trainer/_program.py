@@ -150,6 +150,40 @@ class Program:
         with corrected_types():
             return self._compiled(donated, inputs)
 
+    def describe(
+        self, chunk: Sequence[tuple[PyTree, PyTree]], health: Health | None
+    ) -> tuple[Any, tuple[list[Any], list[Any]]]:
+        """Returns this program for a compiler: to be lowered, not to be run.
+
+        Args:
+            chunk: The types of a `Chunk.inputs`, with shardings.
+            health: The types of what the guard knows, likewise.
+
+        Returns:
+            A function under `jax.jit` of two lists of arrays, of which it takes over
+            the first and whose first output takes its place; and the types of both.
+        """
+        donated, others = self._flat.describe(self.changed)
+        number = np.int32(0)
+        loops = None if self.hooks is None else Loops(number, number, np.bool_(False))
+        inputs = _Inputs(others, list(chunk), number, number, health, loops)
+        leaves, tree = jax.tree.flatten(inputs)
+
+        def run(donated: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+            with corrected_types():
+                new, *rest = self._run(donated, tree.unflatten(leaves))
+            return new, jax.tree.leaves(rest)
+
+        types = [
+            leaf
+            if isinstance(leaf, jax.ShapeDtypeStruct)
+            else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            for leaf in leaves
+        ]
+        out_shardings = (self._flat.shardings(self.changed), None)
+        fn = jax.jit(run, donate_argnums=0, out_shardings=out_shardings)
+        return fn, (donated, types)
+
     def results(self, arrays: Sequence[jax.Array], index: int) -> PyTree:
         """Returns what the step at `index` returned."""
         return self.step.results([array[index] for array in arrays])

@@ -5,17 +5,21 @@ times in one device program.
 """
 
 import abc
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from armillary._checks import check_positive_int
 from armillary._traceback import hides_frames
 from armillary.trainer._contract import AbstractTrainer, PendingLoops
+from armillary.trainer._described import DescribedLoop, described_loop
 from armillary.trainer._guard import LoopCheck
 from armillary.trainer._hooks import LoopOutputs
 from armillary.trainer._loop import Loop
+from armillary.trainer._loop_data import FEW_STEPS
 from armillary.trainer._options import StandardTrainerOptions, check_options
 from armillary.trainer._runner import Data, Runner
+from armillary.trainer._step_method import StepMethod
 from armillary.typing import Output, PyTree
 
 
@@ -127,6 +131,52 @@ class StandardTrainer(Runner, AbstractTrainer):
         if self._has_own_train():
             return super().start(num_steps, num_loops)
         return self._start(num_steps, num_loops)
+
+    @contextlib.contextmanager
+    def described(
+        self,
+        num_devices: int,
+        platform: str,
+        *,
+        steps_per_loop: int | None = None,
+        per_replica_batch: int | None = None,
+    ) -> Iterator[DescribedLoop]:
+        """Traces the loop for devices that are not there; see `armillary.plan`.
+
+        Args:
+            num_devices: How many there are.
+            platform: What kind they are, such as `"tpu"`.
+            steps_per_loop: Steps of a loop. `None` takes those of the last loop, or 20.
+            per_replica_batch: Examples that each replica has in a step. `None` takes
+                as many as each has now.
+
+        Yields:
+            The loop, which can be lowered inside.
+
+        Raises:
+            TypeError: If the constructor of this class was not called.
+            ValueError: If the trainer has a `train` of its own, or its strategy is for
+                one device.
+        """
+        if self._has_own_train():
+            raise ValueError(
+                f"{type(self).__name__} has a `train` of its own, so there is no "
+                "loop of this library to plan. Write its step as `train_step`."
+            )
+        self._check_initialized("_train_data", "train_dataset")
+        steps = steps_per_loop or self._train_data.steps_per_loop or FEW_STEPS
+        with self._in_strategy() as strategy:
+            method = StepMethod(self, self.train_step, "train_step", strategy)
+            with described_loop(
+                method,
+                self._train_data.datasets,
+                self._train_options,
+                num_steps=steps,
+                num_devices=num_devices,
+                platform=platform,
+                per_replica_batch=per_replica_batch,
+            ) as loop:
+                yield loop
 
     def _has_own_train(self) -> bool:
         return type(self).train is not StandardTrainer.train or "train" in vars(self)

@@ -169,10 +169,22 @@ class ChunkBuilder:
             return 1
         if self._capacity is not None:
             return self._capacity
-        num_bytes = sum(
-            len(batches) * leaf.size * leaf.dtype.itemsize
+        sent = [
+            reader.gather.sent_types(batches[0])
             for reader, batches in zip(readers, step, strict=True)
-            for leaf in jax.tree.leaves(reader.gather.sent_types(batches[0]))
+        ]
+        return self.count_steps(sent)
+
+    def count_steps(self, sent_types: Sequence[PyTree]) -> int:
+        """Returns how many steps fit into a chunk.
+
+        Args:
+            sent_types: For each reader, types of what travels to devices for a batch.
+        """
+        num_bytes = sum(
+            count * leaf.size * leaf.dtype.itemsize
+            for count, types in zip(self._batches_per_step, sent_types, strict=True)
+            for leaf in jax.tree.leaves(types)
         )
         num_steps = self._max_chunk_bytes // max(1, num_bytes)
         return max(1, min(self._steps_per_chunk, num_steps))

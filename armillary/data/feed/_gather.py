@@ -126,6 +126,31 @@ class Gather:
             return placed
         return _compiled_gather(self.layout, self.resident, placed)
 
+    def describe(self, types: Batch) -> tuple[Batch, PyTree]:
+        """Returns the types of what a program takes for one batch; places nothing.
+
+        Args:
+            types: Of a batch as a step receives it.
+
+        Returns:
+            The types of what travels to the devices, and of what stays there.
+        """
+        if self._placed is None:
+            return types, None
+        leaf = jax.tree.leaves(types)[0]
+        num_axes = 2 if self.layout.stacked else 1
+        rows = jax.ShapeDtypeStruct(leaf.shape[:num_axes], np.int32)
+        resident = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, canonical_dtype(array)),
+            self._arrays,
+        )
+        has_mask = isinstance(types, dict) and MASK in types
+        return {_ROWS: rows, **({MASK: types[MASK]} if has_mask else {})}, resident
+
+    def on(self, layout: BatchLayout) -> "Gather":
+        """Returns the same for another layout, to be traced only."""
+        return Gather(layout, self._arrays, self._placed)
+
     def sent_types(self, batch: HostBatch) -> Batch:
         """Returns the types of what travels to the devices, with the rows of all."""
         types = self._types_of_all(batch)

@@ -63,13 +63,8 @@ class FlatState:
 
     def __init__(self, state: State, strategy: Strategy) -> None:
         self._peers, self._dispatch = strategy.peers, strategy.dispatch
-        mesh = strategy.mesh
         self.cross_device_ops = strategy.cross_device_ops
-        self.platform: str = (
-            jax.default_backend()
-            if mesh is None
-            else mesh.devices.flat[0].platform  # The same for all of them.
-        )
+        self.platform: str = strategy.platform
         self.signature = state.signature()
         self.types = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -198,6 +193,21 @@ class FlatState:
     def shardings(self, indices: Sequence[int]) -> list[Any]:
         """Returns where programs have the arrays of `indices`; `None` for anywhere."""
         return [self._shardings[i] for i in indices]
+
+    def describe(self, changed: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
+        """Returns what `take` would, as shapes and shardings; nothing is placed."""
+        donated, others = (
+            [
+                jax.ShapeDtypeStruct(
+                    self.types[i].shape,
+                    self.types[i].dtype,
+                    sharding=self._shardings[i],
+                )
+                for i in part
+            ]
+            for part in divide(changed, self.types)
+        )
+        return donated, others
 
     def owns(self, leaf: Any) -> bool:
         """Returns whether the next program may take this array over."""

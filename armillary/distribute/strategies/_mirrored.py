@@ -1,10 +1,11 @@
 """Synchronous training on the devices of one process."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import AxisType, Mesh, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, Sharding
 
 from armillary._checks import check_instance
 from armillary.data._layout import BatchLayout
@@ -19,6 +20,9 @@ from armillary.distribute.strategies._layouts import ReplicaLayout
 from armillary.state._lift import State
 from armillary.state._slots import Slot
 from armillary.typing import PyTree
+
+# What of a strategy depends on its devices, for `described`.
+_OF_DEVICES = ("_mesh", "_replica_mesh", "_num_replicas", "_described_platform")
 
 
 class MirroredStrategy(Strategy):
@@ -57,6 +61,44 @@ class MirroredStrategy(Strategy):
         self._replica_mesh = mesh
         self.cross_device_ops = cross_device_ops
         self._functions = Functions()
+        self._described_platform: str | None = None
+
+    @property
+    def platform(self) -> str:
+        """The kind of device that steps run on, such as `"cpu"`."""
+        return self._described_platform or super().platform
+
+    @contextlib.contextmanager
+    def described(self, num_devices: int, platform: str) -> Iterator[AbstractMesh]:
+        """Lets this strategy trace programs for devices that are not there.
+
+        Inside, it has that many replicas: in every object that holds it, since the
+        user's step asks for their number.
+
+        Args:
+            num_devices: How many there are, one for each replica.
+            platform: What kind they are, such as `"tpu"`.
+
+        Yields:
+            Their mesh.
+
+        Raises:
+            ValueError: If it spans several processes, which would have to agree.
+        """
+        if self.peers is not None:
+            raise ValueError(
+                f"The strategy is {self!r}, but a plan is made by one process. Start "
+                "the program without the others, or use `armillary plan`."
+            )
+        axis_types = (AxisType.Auto,)
+        mesh = AbstractMesh((num_devices,), (AXIS_NAME,), axis_types=axis_types)
+        before = {name: vars(self)[name] for name in _OF_DEVICES}
+        now = (mesh, mesh, num_devices, platform)
+        vars(self).update(zip(_OF_DEVICES, now, strict=True))
+        try:
+            yield mesh
+        finally:
+            vars(self).update(before)
 
     @property
     def layout(self) -> BatchLayout:

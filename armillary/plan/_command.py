@@ -1,0 +1,102 @@
+"""The command line of `armillary plan`."""
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from armillary._exit_code import ExitCode
+from armillary.errors import PlanError
+
+_MODULE = "__armillary_plan__"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `armillary plan`."""
+    parser.add_argument(
+        "factory",
+        metavar="FILE:FUNCTION",
+        help="a function without arguments that makes the controller or the trainer",
+    )
+    parser.add_argument(
+        "--topology",
+        required=True,
+        metavar="DEVICES",
+        help='such as "v5e:16x16" (a TPU slice) or "h100:8x8" (hosts by GPUs)',
+    )
+    parser.add_argument(
+        "--per-replica-batch", type=int, metavar="N", help="examples of each replica"
+    )
+    parser.add_argument(
+        "--find-batch",
+        action="store_true",
+        help="look for the largest batch that fits",
+    )
+    parser.add_argument(
+        "--abstract",
+        action="store_true",
+        help="compile nothing; any number of devices will do",
+    )
+    parser.add_argument(
+        "--wheels", type=Path, metavar="DIR", help="where the compiler is"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the plan there too"
+    )
+
+
+def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
+    """Checks the arguments and returns what makes the plan.
+
+    Raises:
+        ValueError: If an argument is wrong.
+    """
+    path, _, name = namespace.factory.rpartition(":")
+    if not path or not name.isidentifier():
+        raise ValueError(
+            f"FILE:FUNCTION is {namespace.factory!r}, which names no function of a "
+            "file. Write it as in `armillary plan train.py:make_controller`."
+        )
+    if not Path(path).is_file():
+        raise ValueError(f"FILE is {path!r}, and there is no such file.")
+    return lambda: _run(Path(path), name, namespace)
+
+
+def _run(path: Path, name: str, namespace: argparse.Namespace) -> ExitCode:
+    from armillary.plan._plan import plan
+
+    # The devices of this machine play no part.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    sys.path.insert(0, str(path.parent.resolve()))
+    made = _call(runpy.run_path(str(path), run_name=_MODULE), path, name)
+    options = {
+        "per_replica_batch": namespace.per_replica_batch,
+        "find_batch": namespace.find_batch,
+        "abstract": namespace.abstract,
+        "wheels": namespace.wheels,
+    }
+    try:
+        if hasattr(made, "plan"):
+            result = made.plan(namespace.topology, **options)
+        else:
+            result = plan(made, namespace.topology, **options)
+    except (PlanError, TypeError, ValueError) as error:
+        sys.stderr.write(f"armillary plan: {error}\n")
+        return ExitCode.USAGE
+    sys.stdout.write(f"{result}\n")
+    if namespace.json is not None:
+        namespace.json.write_text(result.as_json() + "\n")
+    return ExitCode.OK
+
+
+def _call(names: dict[str, Any], path: Path, name: str) -> Any:
+    if not callable(names.get(name)):
+        known = [key for key, value in names.items() if callable(value)]
+        raise SystemExit(
+            f"armillary plan: {path} has no function {name!r}. It has "
+            f"{', '.join(sorted(known))}."
+        )
+    return names[name]()

@@ -1,0 +1,180 @@
+"""Has a program compiled for other devices, by a process of its own."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import export
+
+from armillary._jaxpr import source_line, walk_programs
+from armillary.errors import PlanError
+from armillary.plan._hlo import Module, parse_module
+from armillary.plan._topology import Topology
+from armillary.trainer._described import DescribedLoop
+
+WHEELS_VARIABLE = "ARMILLARY_PLAN_WHEELS"
+_WORKER = Path(__file__).with_name("_worker.py")
+_PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax_cuda13_plugin", "jax_cuda12_plugin")}
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Ran out of memory", "exceeds the limit")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a program.
+
+    Attributes:
+        memory: Bytes on each device: `arguments`, `donated`, `temporaries`, `outputs`
+            and `code`.
+        seconds: How long it took.
+        module: The program that it made.
+    """
+
+    memory: dict[str, int]
+    seconds: float
+    module: Module
+
+
+def find_wheels(platform: str, wheels: str | os.PathLike[str] | None) -> str | None:
+    """Returns the folder that has the compiler for a platform; `None` if installed.
+
+    Args:
+        platform: `"tpu"` or `"cuda"`.
+        wheels: The folder. `None` takes that of the environment variable.
+
+    Raises:
+        PlanError: If there is no such compiler.
+    """
+    folder = wheels or os.environ.get(WHEELS_VARIABLE) or None
+    names = _PACKAGES[platform]
+    if folder is not None and any((Path(folder) / name).is_dir() for name in names):
+        return str(Path(folder).resolve())
+    if any(importlib.util.find_spec(name) for name in names):
+        return None
+    version = jax.__version__
+    package = (
+        _find_requirement("libtpu")
+        if platform == "tpu"
+        else f"jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
+    )
+    where = f"{folder!s} has none of" if folder else "There is none of"
+    raise PlanError(
+        f"{where} {', '.join(names)}, and without one nothing can be compiled for "
+        f"{platform}. No such device or driver is needed. Install it into a folder of "
+        "its own, which leaves `import jax` as it is:\n"
+        f"  pip install --no-deps --target plan-wheels {package}\n"
+        f"  export {WHEELS_VARIABLE}=plan-wheels\n"
+        "Or plan without a compiler: `abstract=True`, `--abstract`."
+    )
+
+
+def _find_requirement(name: str) -> str:
+    """Returns what JAX asks of a package that one of its extras has."""
+    for text in importlib.metadata.requires("jax") or ():
+        if text.startswith(name):
+            return repr(text.partition(";")[0].strip())
+    return name
+
+
+def export_loop(loop: DescribedLoop, platform: str) -> bytes:
+    """Lowers a loop; needs no compiler for the platform.
+
+    Raises:
+        PlanError: If it calls Python from the device.
+    """
+    for jaxpr, _ in walk_programs(loop.step):
+        for equation in jaxpr.eqns:
+            name = equation.primitive.name
+            if "callback" in name or name == "debug_print":
+                raise PlanError(
+                    f"`train_step` calls Python from the device ({name}, at "
+                    f"{source_line(equation)}), which ties it to this machine. Leave "
+                    "it out of the step to plan it, as for a fast run."
+                )
+    exported = export.export(loop.fn, platforms=(platform,))(*loop.types)
+    return bytes(exported.serialize())
+
+
+def compile_loop(
+    loop: DescribedLoop,
+    topology: Topology,
+    wheels: str | os.PathLike[str] | None = None,
+) -> Compiled | None:
+    """Returns a loop compiled for a topology; `None` if it cannot fit into memory.
+
+    Args:
+        loop: The loop.
+        topology: The devices.
+        wheels: As in `find_wheels`.
+
+    Raises:
+        PlanError: If the compiler is missing, knows no such topology, or fails.
+    """
+    target = topology.target
+    assert target is not None
+    folder = find_wheels(target.platform, wheels)
+    request = {
+        "platform": target.platform,
+        "topology": topology.xla_name,
+        "config": target.config,
+        "num_devices": topology.num_devices,
+        "mesh_shape": list(loop.mesh.axis_sizes),
+        "mesh_axes": list(loop.mesh.axis_names),
+        "compiler_options": loop.compiler_options,
+    }
+    with tempfile.TemporaryDirectory(prefix="armillary-plan-") as name:
+        work = Path(name)
+        (work / "request.json").write_text(json.dumps(request))
+        (work / "program.bin").write_bytes(export_loop(loop, target.platform))
+        answer = _ask(work, folder)
+        if "error" not in answer:
+            module = parse_module((work / "hlo.txt").read_text())
+            return Compiled(answer["memory"], answer["compile_seconds"], module)
+    message = answer["message"]
+    if answer["error"] == "topology":
+        raise PlanError(
+            f"`topology` is {topology.text!r}, but the compiler for {target.platform} "
+            f"does not take it: {message.strip()}"
+        )
+    if any(words in message for words in _OUT_OF_MEMORY):
+        return None
+    raise PlanError(f"The compiler for {target.platform} failed: {message.strip()}")
+
+
+def _ask(work: Path, wheels: str | None) -> Mapping[str, Any]:
+    folders = [
+        wheels,
+        *(entry for entry in sys.path if entry.endswith("-packages")),
+        os.environ.get("PYTHONPATH"),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        "TPU_SKIP_MDS_QUERY": "1",  # The worker is on no TPU; do not look for one.
+        # A lock that keeps two processes from one TPU would keep two plans apart.
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    environment.pop("XLA_FLAGS", None)
+    process = subprocess.run(
+        [sys.executable, str(_WORKER), str(work)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    answer = work / "answer.json"
+    if process.returncode != 0 or not answer.exists():
+        raise PlanError(
+            f"The process that compiles ended with {process.returncode}. Its last "
+            f"words were:\n{process.stderr[-2000:].strip()}"
+        )
+    return json.loads(answer.read_text())

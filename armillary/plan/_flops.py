@@ -1,0 +1,63 @@
+"""Counts the arithmetic of a traced step: its products and convolutions.
+
+All else that a step computes is bounded by the memory that it reads, not by arithmetic.
+The program is read as the user wrote it, so what a compiler computes again to save
+memory does not count.
+"""
+
+import math
+from collections import defaultdict
+from typing import Any
+
+from jax.extend import core
+
+from armillary._jaxpr import programs_in
+
+_PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
+
+
+def count_flops(program: core.ClosedJaxpr) -> dict[str, float]:
+    """Returns operations of one step on one replica, by the dtype of the operands.
+
+    A multiplication and an addition are two operations. A loop whose length is not
+    known while tracing counts as one round, a branch as the larger one.
+
+    Args:
+        program: The step.
+    """
+    return _count(program)
+
+
+def _count(program: Any) -> dict[str, float]:
+    total: defaultdict[str, float] = defaultdict(float)
+    for equation in getattr(program, "jaxpr", program).eqns:
+        name = equation.primitive.name
+        if name in _PRODUCTS:
+            dtype = str(equation.invars[0].aval.dtype)
+            total[dtype] += _count_product(equation)
+            continue
+        inner = [_count(part) for part in programs_in(equation)]
+        if name == "cond":
+            inner = [max(inner, key=lambda counts: sum(counts.values()), default={})]
+        times = equation.params["length"] if name == "scan" else 1
+        for counts in inner:
+            for dtype, count in counts.items():
+                total[dtype] += times * count
+    return dict(total)
+
+
+def _count_product(equation: Any) -> float:
+    left, right = (variable.aval for variable in equation.invars[:2])
+    out = equation.outvars[0].aval
+    if equation.primitive.name == "conv_general_dilated":
+        numbers = equation.params["dimension_numbers"]
+        # Each value of the result sums over a kernel's window and its input channels.
+        window = [right.shape[axis] for axis in numbers.rhs_spec[1:]]
+        groups = equation.params["batch_group_count"]
+        dilation = math.prod(equation.params["lhs_dilation"])
+        return 2.0 * out.size * math.prod(window) / groups / dilation
+    numbers = equation.params.get("dimension_numbers")
+    if numbers is None:
+        numbers = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    contracted = [left.shape[axis] for axis in numbers[0][0]]
+    return 2.0 * out.size * math.prod(contracted)

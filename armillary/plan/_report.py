@@ -1,0 +1,273 @@
+"""What a plan says, as a table and as JSON."""
+
+import io
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from armillary.plan._collectives import KINDS, Collective, count_rounds
+from armillary.plan._roofline import Estimate
+from armillary.plan._topology import Topology
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_WIDTH = 88
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each device.
+
+    Attributes:
+        arguments: What the program takes: the state, and the batches of its steps.
+        donated: How much of that its outputs take over.
+        temporaries: What it needs while it runs.
+        outputs: What it leaves.
+        code: The program itself.
+        batches_ahead: The batches of the next call, which wait on the device.
+    """
+
+    arguments: int
+    donated: int
+    temporaries: int
+    outputs: int
+    code: int
+    batches_ahead: int
+
+    @property
+    def total(self) -> int:
+        """What a device must have."""
+        return (
+            self.arguments
+            - self.donated
+            + self.temporaries
+            + self.outputs
+            + self.code
+            + self.batches_ahead
+        )
+
+
+@dataclass
+class Plan:
+    """What is known of a training step on devices that are not there.
+
+    Printed, it is a table.
+
+    Attributes:
+        topology: The devices.
+        num_replicas: How many replicas they run.
+        per_replica_batch: Examples of each in a step.
+        steps_per_program: Most steps of one call of the device.
+        state_bytes: Bytes of one copy of the state.
+        flops: Operations of one step on one device in products and convolutions, by
+            dtype; as traced, without what a compiler computes twice.
+        is_abstract: Whether nothing was compiled.
+        collectives: What devices send each other.
+        host_transfers: Operations inside loops that reach the host.
+        memory: What each device must hold. `None` if it was not compiled, or the
+            compiler found no way to fit it.
+        step_bytes: What a step reads and writes in the memory of a device.
+        estimate: The time of a step, from published figures.
+        compile_seconds: How long the compiler took here.
+        largest_batch: The largest batch of a replica that fits, if it was looked for.
+    """
+
+    topology: Topology
+    num_replicas: int
+    per_replica_batch: int
+    steps_per_program: int
+    state_bytes: int
+    flops: dict[str, float]
+    is_abstract: bool = True
+    collectives: tuple[Collective, ...] = ()
+    host_transfers: tuple[str, ...] = ()
+    memory: Memory | None = None
+    step_bytes: int | None = None
+    estimate: Estimate | None = None
+    compile_seconds: float | None = None
+    largest_batch: int | None = field(default=None)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits into the memory of a device; `None` if that is not known."""
+        if self.is_abstract or self.topology.target is None:
+            return None
+        if self.memory is None:
+            return False
+        return self.memory.total <= self.topology.target.memory_bytes
+
+    @property
+    def global_batch(self) -> int:
+        """Examples of a step on all replicas."""
+        return self.num_replicas * self.per_replica_batch
+
+    def of_step(self, kind: str | None = None) -> list[Collective]:
+        """Returns the collectives of every step, of one kind or of all."""
+        return [
+            each
+            for each in self.collectives
+            if each.scope == "step" and not each.is_conditional
+            if kind in (None, each.kind)
+        ]
+
+    def as_json(self) -> str:
+        """Returns the plan as a text of JSON, with bytes, seconds and operations."""
+        target, estimate, memory = self.topology.target, self.estimate, self.memory
+        record: dict[str, Any] = {
+            "topology": self.topology.text,
+            "device": None if target is None else target.name,
+            "source": None if target is None else target.source,
+            "num_replicas": self.num_replicas,
+            "per_replica_batch": self.per_replica_batch,
+            "global_batch": self.global_batch,
+            "steps_per_program": self.steps_per_program,
+            "state_bytes": self.state_bytes,
+            "is_abstract": self.is_abstract,
+            "fits": self.fits,
+            "memory_bytes": None if target is None else target.memory_bytes,
+            "memory": memory and {**asdict(memory), "total": memory.total},
+            "largest_batch": self.largest_batch,
+            "flops_per_step": self.flops,
+            "memory_bytes_per_step": self.step_bytes,
+            "collectives": [
+                {**asdict(each), "overlaps": dict(each.overlaps)}
+                for each in self.collectives
+            ],
+            "host_transfers": list(self.host_transfers),
+            "estimated_step_seconds": estimate
+            and {
+                **asdict(estimate),
+                "overlapped": estimate.overlapped,
+                "sequential": estimate.sequential,
+                "bound": estimate.bound,
+            },
+            "compile_seconds": self.compile_seconds,
+        }
+        return json.dumps(record, indent=2)
+
+    def __rich__(self) -> "Table":
+        from rich.table import Table
+
+        what = "traced, not compiled" if self.is_abstract else "compiled, not run"
+        table = Table(title=f"{self.topology.text}: {what}", title_justify="left")
+        table.add_column("")
+        table.add_column("", overflow="fold")
+        for rows in (self._work(), self._memory(), self._traffic(), self._time()):
+            for row in rows:
+                table.add_row(*row)
+            if rows:
+                table.add_section()
+        return table
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=_WIDTH, highlight=False).print(self)
+        return text.getvalue().rstrip("\n")
+
+    def _work(self) -> list[tuple[str, str]]:
+        flops = ", ".join(
+            f"{_scaled(count)}FLOP {dtype}" for dtype, count in self.flops.items()
+        )
+        return [
+            ("replicas", str(self.num_replicas)),
+            ("batch", f"{self.per_replica_batch} each, {self.global_batch} global"),
+            ("steps in a program", f"up to {self.steps_per_program}"),
+            ("state", f"{_scaled(self.state_bytes)}B on each replica"),
+            ("products, per replica", f"{flops or '0 FLOP'} a step"),
+        ]
+
+    def _memory(self) -> list[tuple[str, str]]:
+        target, memory = self.topology.target, self.memory
+        if self.is_abstract or target is None:
+            return []
+        has = f"of {_scaled(target.memory_bytes)}B"
+        if memory is None:
+            return [("memory", f"[bold]does not fit[/]: the compiler needs more {has}")]
+        verdict = "fits" if self.fits else "[bold]does not fit[/]"
+        rows = [("memory", f"{verdict}: {_scaled(memory.total)}B {has}")]
+        rows += [
+            (f"  {name.replace('_', ' ')}", f"{_scaled(size)}B")
+            for name, size in asdict(memory).items()
+        ]
+        if self.largest_batch is not None:
+            rows.append(("largest batch", f"{self.largest_batch} on each replica"))
+        return rows
+
+    def _traffic(self) -> list[tuple[str, str]]:
+        rows = [
+            (kind, _describe(kind, found, self.is_abstract))
+            for kind in KINDS
+            if (found := self.of_step(kind))
+        ]
+        for each in self.of_step():
+            if each.is_asynchronous:
+                size = f"{_scaled(each.num_bytes)}B"
+                rows.append((f"  {each.kind}, {size}", _describe_overlaps(each)))
+        others = Counter(
+            f"{each.kind} {'under a condition' if each.scope == 'step' else each.scope}"
+            for each in self.collectives
+            if each not in self.of_step()
+        )
+        if others:
+            shown = ", ".join(f"{count} {name}" for name, count in others.items())
+            rows.append(("not in every step", shown))
+        if not rows:
+            rows.append(("collectives", "none"))
+        if not self.is_abstract and self.memory is not None:
+            hosts = ", ".join(self.host_transfers) or "none"
+            rows.append(("host, inside the loop", hosts))
+        return rows
+
+    def _time(self) -> list[tuple[str, str]]:
+        estimate, target = self.estimate, self.topology.target
+        if estimate is None or target is None:
+            return []
+        low, high = _time(estimate.overlapped), _time(estimate.sequential)
+        rows = [
+            ("step, estimate", f"{low} if all overlaps, {high} if not"),
+            ("  products", _time(estimate.compute)),
+            ("  memory", f"{_time(estimate.memory)} for {_scaled(self.step_bytes)}B"),
+            ("  collectives", _time(estimate.communication)),
+            ("  from figures of", target.source),
+        ]
+        if self.compile_seconds is not None:
+            rows.append(("compiled in", f"{self.compile_seconds:.1f} s here"))
+        return rows
+
+
+def _describe(kind: str, found: list[Collective], is_abstract: bool) -> str:
+    size = _scaled(sum(each.times * each.num_bytes for each in found))
+    if is_abstract:
+        count = sum(each.times for each in found)
+        return f"{size}B a step, {count} before a compiler combines them"
+    rounds = count_rounds(found, kind)
+    count = sum(each.times for each in found)
+    beside = sum(each.is_asynchronous for each in found)
+    return (
+        f"{size}B a step in {count}, {rounds} after each other; {beside} asynchronous"
+    )
+
+
+def _describe_overlaps(collective: Collective) -> str:
+    name, count = max(collective.overlaps, key=lambda pair: pair[1])
+    total = sum(count for _, count in collective.overlaps)
+    return f"runs beside {total} operations, {count} of them {name}"
+
+
+def _scaled(number: float | None) -> str:
+    number = number or 0.0
+    for power, prefix in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if number >= 10**power:
+            return f"{number / 10**power:.3g} {prefix}"
+    return f"{number:.3g} "
+
+
+def _time(seconds: float) -> str:
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"

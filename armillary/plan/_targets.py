@@ -1,0 +1,192 @@
+"""The devices that are known, with the figures that their makers publish.
+
+Peak figures are for dense products, in operations per second. `float32` is what XLA's
+default precision runs: one pass in bfloat16 on TPUs, TensorFloat-32 on NVIDIA GPUs. A
+link's figure is one direction, summed over a device's links.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+_CLOUD_TPU = "https://cloud.google.com/tpu/docs/"
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+_SPECS = "https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One kind of device.
+
+    Args:
+        name: Its name.
+        platform: `"tpu"` or `"cuda"`.
+        memory_bytes: Memory of one device.
+        peak_flops: Operations per second in products, by the dtype of the operands.
+            It must have `"bfloat16"` and `"float32"`.
+        memory_bandwidth: Bytes per second between its memory and its cores.
+        link_bandwidth: Bytes per second that it sends to devices of the same host, or
+            of the same slice of TPUs.
+        network_bandwidth: Bytes per second that it sends to other hosts. `None` if
+            links reach all devices.
+        source: Where the figures come from.
+        config: What XLA's GPU compiler must know, as a `GpuTargetConfigProto` in text.
+            Not for TPUs.
+    """
+
+    name: str
+    platform: Literal["tpu", "cuda"]
+    memory_bytes: float
+    peak_flops: Mapping[str, float]
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float | None = None
+    source: str
+    config: str | None = None
+
+
+def _tpu(
+    name: str, page: str, memory: float, bf16: float, bandwidth: float, links: float
+) -> Target:
+    return Target(
+        name=name,
+        platform="tpu",
+        memory_bytes=memory,
+        peak_flops={"bfloat16": bf16, "float32": bf16},
+        memory_bandwidth=bandwidth,
+        # The figure is for both directions.
+        link_bandwidth=links / 2,
+        source=_CLOUD_TPU + page,
+    )
+
+
+def _gpu(
+    name: str,
+    page: str,
+    memory: int,
+    peaks: tuple[float, float],
+    bandwidth: float,
+    links: float,
+    network: float,
+    device: Mapping[str, float],
+    capability: int,
+) -> Target:
+    fields = " ".join(f"{key}: {value}" for key, value in device.items())
+    config = f"""gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  threads_per_core_limit: 2048 registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 {fields}
+  memory_bandwidth: {bandwidth:.0f} device_memory_size: {memory}
+  cuda_compute_capability {{ major: {capability} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+runtime_version {{ major: 12 minor: 8 }}
+device_description_str: "NVIDIA {name.upper()}"
+"""
+    return Target(
+        name=name,
+        platform="cuda",
+        memory_bytes=memory,
+        peak_flops={"bfloat16": peaks[0], "float16": peaks[0], "float32": peaks[1]},
+        memory_bandwidth=bandwidth,
+        link_bandwidth=links / 2,
+        network_bandwidth=network,
+        source=f"{_NVIDIA}{page}; {_SPECS}",
+        config=config,
+    )
+
+
+_AMPERE = {
+    "shared_memory_per_core": 167936,
+    "shared_memory_per_block_optin": 166912,
+    "core_count": 108,
+    "fpus_per_core": 64,
+    "l2_cache_size": 41943040,
+    "clock_rate_ghz": 1.41,
+}
+_HOPPER = {
+    "shared_memory_per_core": 233472,
+    "shared_memory_per_block_optin": 232448,
+    "core_count": 132,
+    "fpus_per_core": 128,
+    "l2_cache_size": 52428800,
+    "clock_rate_ghz": 1.98,
+}
+_BLACKWELL = {
+    **_HOPPER,
+    "core_count": 148,
+    "l2_cache_size": 132644864,
+    "clock_rate_ghz": 1.965,
+}
+# Networks are those of NVIDIA's own systems with these devices: one adapter for each.
+_HDR, _NDR = 25e9, 50e9
+
+TARGETS = {
+    target.name: target
+    for target in (
+        _tpu("v4", "v4", 32 * 2**30, 275e12, 1228e9, 600e9),
+        _tpu("v5e", "v5e", 16e9, 197e12, 819e9, 400e9),
+        _tpu("v5p", "v5p", 95e9, 459e12, 2765e9, 1200e9),
+        _tpu("v6e", "v6e", 32e9, 918e12, 1638e9, 800e9),
+        _gpu(
+            "a100",
+            "a100/",
+            85100068864,
+            (312e12, 156e12),
+            2.039e12,
+            600e9,
+            _HDR,
+            _AMPERE,
+            8,
+        ),
+        _gpu(
+            "h100",
+            "h100/",
+            84942979072,
+            (989e12, 494e12),
+            3.352e12,
+            900e9,
+            _NDR,
+            _HOPPER,
+            9,
+        ),
+        _gpu(
+            "h200",
+            "h200/",
+            151397597184,
+            (989e12, 494e12),
+            4.8e12,
+            900e9,
+            _NDR,
+            _HOPPER,
+            9,
+        ),
+        _gpu(
+            "b200",
+            "hgx/",
+            191514411008,
+            (2250e12, 1125e12),
+            7.672e12,
+            1800e9,
+            _NDR,
+            _BLACKWELL,
+            10,
+        ),
+    )
+}
+
+
+def find_target(name: str) -> Target:
+    """Returns a known device, such as `v5e` or `h100`.
+
+    Raises:
+        ValueError: If it is not known.
+    """
+    if name not in TARGETS:
+        raise ValueError(
+            f"The device {name!r} is not known. Use one of {', '.join(TARGETS)}, or "
+            "describe it with `target=armillary.plan.Target(...)`."
+        )
+    return TARGETS[name]

@@ -1,0 +1,115 @@
+"""Compiles an exported program for devices that are not there.
+
+It runs as a program of its own, without the rest of this library: the compilers for
+TPUs and GPUs make `import jax` slow, and write to the terminal. It reads a request from
+the file named first and writes the answer beside it::
+
+    python _worker.py FOLDER        # request.json, program.bin -> answer.json, hlo.txt
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def main(folder: Path) -> None:
+    """Answers the request in a folder."""
+    request = json.loads((folder / "request.json").read_text())
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if request["platform"] == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+        # Autotuning and Triton's products want a device to try things on.
+        os.environ["XLA_FLAGS"] = (
+            "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+        )
+    answer = _answer(request, folder)
+    (folder / "answer.json").write_text(json.dumps(answer))
+
+
+def _answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    import jax
+    from jax.experimental import topologies
+
+    jax.devices("cpu")  # This loads the plugins for other platforms too.
+    details = {}
+    if request["platform"] == "cuda":
+        details = {"target_config": request["config"], "topology": request["topology"]}
+    try:
+        topology = topologies.get_topology_desc(
+            platform=request["platform"], topology_name=request["topology"], **details
+        )
+    except Exception as error:
+        return {"error": "topology", "message": str(error)}
+    shape = tuple(request["mesh_shape"])
+    if len(topology.devices) != request["num_devices"]:
+        message = f"it has {len(topology.devices)} devices"
+        return {"error": "topology", "message": message}
+    mesh = topologies.make_mesh(topology, shape, tuple(request["mesh_axes"]))
+    began = time.perf_counter()
+    try:
+        compiled = compile_exported(
+            (folder / "program.bin").read_bytes(),
+            mesh,
+            request["platform"],
+            request["compiler_options"],
+        )
+    except Exception as error:
+        return {"error": "compile", "message": str(error)}
+    seconds = time.perf_counter() - began
+    (folder / "hlo.txt").write_text(compiled.as_text())
+    memory = compiled.memory_analysis()
+    return {
+        "compile_seconds": seconds,
+        "jax": jax.__version__,
+        "memory": {
+            "arguments": memory.argument_size_in_bytes,
+            "donated": memory.alias_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+            "outputs": memory.output_size_in_bytes,
+            "code": memory.generated_code_size_in_bytes,
+        },
+    }
+
+
+def compile_exported(
+    program: bytes, mesh: Any, platform: str, options: Mapping[str, Any]
+) -> Any:
+    """Compiles an exported program whose first argument is donated.
+
+    Args:
+        program: What `jax.export.Exported.serialize` returned.
+        mesh: The devices.
+        platform: What kind they are.
+        options: Of the compiler.
+
+    Returns:
+        A `jax.stages.Compiled`.
+    """
+    import jax
+    from jax import export
+
+    exported = export.deserialize(bytearray(program))
+    types = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(
+            exported.in_avals, exported.in_shardings_jax(mesh), strict=True
+        )
+    ]
+    args, _ = exported.in_tree.unflatten(types)
+    outputs = exported.out_tree.unflatten(exported.out_shardings_jax(mesh))
+    fn = jax.jit(
+        exported.call,
+        donate_argnums=0,
+        out_shardings=outputs,
+        compiler_options=dict(options) or None,
+    )
+    lowered = fn.trace(*args).lower(lowering_platforms=(platform,))
+    return lowered.compile()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,10 @@
+"""Checks for the tests of a program that trains.
+
+`assert_collectives` fails when a step begins to send more than it did, such as after a
+change that makes it gather what it only had to sum.
+"""
+
+from armillary.testing._collectives import assert_collectives as assert_collectives
+from armillary.testing._collectives import find_collectives as find_collectives
+
+__all__ = ["assert_collectives", "find_collectives"]

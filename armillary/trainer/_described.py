@@ -1,0 +1,222 @@
+"""The program of a training loop for devices that are not there.
+
+It is made by the code that makes the one that runs (`Programs`), from types in place of
+arrays. Each replica keeps the batch that it has on the devices of this process.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from armillary.data._dataset import DistributedDataset
+from armillary.data._layout import BatchLayout
+from armillary.data.feed._chunk_builder import Chunk, ChunkBuilder
+from armillary.data.feed._gather import Gather
+from armillary.distribute._global_arrays import everywhere
+from armillary.distribute.replica._policy import AXIS_NAME
+from armillary.trainer._guard import LoopGuard
+from armillary.trainer._loop_data import choose_chunk_size, distribute, flatten_datasets
+from armillary.trainer._non_finite import Health
+from armillary.trainer._options import StandardTrainerOptions
+from armillary.trainer._programs import Programs
+from armillary.trainer._step_method import StepMethod
+from armillary.typing import PyTree
+
+
+class DescribedLoop(NamedTuple):
+    """The program of a loop, to be lowered.
+
+    Attributes:
+        fn: A compiled function; see `Program.describe`.
+        types: Types of its arguments, with shardings over `mesh`.
+        mesh: The devices.
+        step: One step of it, as a traced program.
+        depth: How many loops of the program are around a step: 2 if it runs the hooks
+            of the trainer too, 0 if it runs a single step, else 1.
+        capacity: Steps for which the program has room.
+        per_replica_batch: Examples that each replica has in a step, of the first
+            dataset.
+        chunk_bytes: Bytes of the batches that it takes, over all devices.
+        state_bytes: Bytes of one copy of the state.
+        compiler_options: As in `StandardTrainerOptions`.
+    """
+
+    fn: Any
+    types: tuple[list[Any], list[Any]]
+    mesh: AbstractMesh
+    step: Any
+    depth: int
+    capacity: int
+    per_replica_batch: int
+    chunk_bytes: int
+    state_bytes: int
+    compiler_options: dict[str, Any]
+
+
+class _Dataset(NamedTuple):
+    """What of a dataset the programs of its steps are made from."""
+
+    layout: BatchLayout
+    gather: Gather
+
+
+class _Data(NamedTuple):
+    """What of `LoopData` they are made from."""
+
+    datasets: list[_Dataset]
+    structure: Any
+    batches_per_step: tuple[int, ...] = ()
+
+
+@contextmanager
+def described_loop(
+    method: StepMethod,
+    nest: PyTree,
+    options: StandardTrainerOptions,
+    *,
+    num_steps: int,
+    num_devices: int,
+    platform: str,
+    per_replica_batch: int | None = None,
+) -> Iterator[DescribedLoop]:
+    """Traces the loop of a trainer for devices that are not there.
+
+    Args:
+        method: The step.
+        nest: Its datasets. One batch of each is looked at, and not used.
+        options: How the loop runs.
+        num_steps: Steps of a loop.
+        num_devices: How many devices there are.
+        platform: What kind they are, such as `"tpu"`.
+        per_replica_batch: Examples of each replica. `None` keeps what it is.
+
+    Yields:
+        The loop, which can be lowered inside.
+
+    Raises:
+        ValueError: If the strategy runs on one device, or over several processes.
+    """
+    strategy = method.strategy
+    leaves, structure = flatten_datasets(nest)
+    datasets = [distribute(data, strategy) for data in leaves]
+    num_replicas = strategy.num_replicas_in_sync
+    batches = [_per_replica(data, num_replicas, per_replica_batch) for data in datasets]
+    with strategy.described(num_devices, platform) as mesh:
+        layout = strategy.layout
+        data = _Data(
+            [_Dataset(layout, dataset.gather.on(layout)) for dataset in datasets],
+            structure,
+        )
+        types = [_stack(batch, layout.num_replicas) for batch in batches]
+        yield _describe(method, data, options, types, num_steps, mesh)
+
+
+def _describe(
+    method: StepMethod,
+    data: _Data,
+    options: StandardTrainerOptions,
+    types: list[PyTree],
+    num_steps: int,
+    mesh: AbstractMesh,
+) -> DescribedLoop:
+    strategy = method.strategy
+    is_watched = (
+        options.on_non_finite is not None or options.check_replicas_every is not None
+    )
+    guard = LoopGuard(method.name, strategy, options.on_non_finite, None)
+    count = strategy.layout.num_replicas
+    active = (count,) * len(types)
+
+    def make(data: _Data) -> Programs:
+        return Programs(
+            method,
+            data,  # pyright: ignore[reportArgumentType]
+            options,
+            guard,
+            keep_results=False,
+            compile_hooks=not is_watched and options.compile_hooks,
+        )
+
+    programs = make(data)
+    programs.find_state()
+    per_step = programs.count_batches(types, active)
+    programs = make(data._replace(batches_per_step=per_step))
+    programs.find_hooks()
+    flat = programs.find_state()
+    inputs = [
+        dataset.gather.describe(batch)
+        for dataset, batch in zip(data.datasets, types, strict=True)
+    ]
+    builder = ChunkBuilder(
+        per_step,
+        steps_per_chunk=options.steps_per_chunk or choose_chunk_size(num_steps),
+        max_chunk_bytes=options.max_chunk_bytes,
+    )
+    capacity = builder.count_steps([sent for sent, _ in inputs])
+    chunk = Chunk(
+        arrays=[
+            _chunked(sent, capacity * taken, mesh)
+            for (sent, _), taken in zip(inputs, per_step, strict=True)
+        ],
+        resident=[_placed(resident, everywhere(mesh)) for _, resident in inputs],
+        types=types,
+        num_steps=capacity,
+        capacity=capacity,
+        signature=None,
+        num_active=active,
+        positions=[],
+        ends=[],
+    )
+    program = programs.get(chunk)
+    health = None
+    if options.on_non_finite is not None:
+        health = _placed(Health.start(len(flat.state.paths)), everywhere(mesh))
+    fn, arguments = program.describe(chunk.inputs, health)
+    return DescribedLoop(
+        fn=fn,
+        types=arguments,
+        mesh=mesh,
+        step=program.step.program,
+        depth=0 if not program.is_nested else 1 if program.hooks is None else 2,
+        capacity=capacity,
+        per_replica_batch=jax.tree.leaves(types[0])[0].shape[1],
+        chunk_bytes=_count_bytes(chunk.arrays),
+        state_bytes=_count_bytes(flat.types),
+        compiler_options=dict(options.compiler_options or {}),
+    )
+
+
+def _per_replica(
+    dataset: DistributedDataset, num_replicas: int, size: int | None
+) -> PyTree:
+    """Returns the types of one replica's share of a batch."""
+    spec = dataset.element_spec
+    rows = size or max(jax.tree.leaves(spec)[0].shape[0] // num_replicas, 1)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), spec
+    )
+
+
+def _stack(types: PyTree, count: int) -> PyTree:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), types
+    )
+
+
+def _chunked(types: PyTree, count: int, mesh: AbstractMesh) -> PyTree:
+    sharding = NamedSharding(mesh, PartitionSpec(None, AXIS_NAME))
+    return _placed(_stack(types, count), sharding)
+
+
+def _count_bytes(types: PyTree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
+
+
+def _placed(types: PyTree, sharding: NamedSharding) -> PyTree:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        types,
+    )

@@ -1,0 +1,141 @@
+"""What TPU's and NVIDIA's compilers make of a training loop, without such a device.
+
+They run where their wheels are: installed, or in the folder that the environment
+variable `ARMILLARY_PLAN_WHEELS` names (`docs/plan.md`). What is asserted is what a user
+of the hardware cares about.
+"""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from armillary.errors import PlanError
+from armillary.plan import Plan
+from armillary.plan._collectives import count_rounds
+from armillary.plan._compiler import compile_loop, find_wheels
+from armillary.plan._plan import plan
+from armillary.plan._topology import parse_topology
+from tests.plan.digits_mlp import NUM_PARAMETERS, cross_entropy, make_trainer
+
+TOPOLOGIES = {"tpu": "v5e:2x2", "cuda": "h100:1x8"}
+LEARNING_RATE, CAPACITY, EXAMPLES = 1e-3, 20, 64
+pytestmark = [pytest.mark.slow, pytest.mark.each_case]
+
+
+@pytest.fixture(params=TOPOLOGIES)
+def topology(request):
+    try:
+        find_wheels(request.param, None)
+    except PlanError as error:
+        pytest.skip(str(error))
+    return TOPOLOGIES[request.param]
+
+
+@cache
+def make_plan(topology: str) -> Plan:
+    return plan(make_trainer(), topology)
+
+
+def test_the_whole_state_is_donated(topology):
+    memory = make_plan(topology).memory
+    # All but counters and the metric, whose copies cost less than a donation.
+    assert memory.donated >= 3 * 4 * NUM_PARAMETERS
+    assert memory.outputs - memory.donated < 10_000
+
+
+def test_gradients_are_summed_in_one_pass_of_their_own_size(topology):
+    found = make_plan(topology)
+    assert count_rounds(found.of_step(), "all-reduce") == 1
+    assert found.of_step() == found.of_step("all-reduce")
+    sizes = sorted(each.num_bytes for each in found.of_step())
+    # The metric's sum and count travel along, or beside.
+    assert sum(sizes) == 4 * NUM_PARAMETERS + 8
+    assert sizes[-1] >= 4 * NUM_PARAMETERS
+    assert {each.group_size for each in found.of_step()} == {found.num_replicas}
+
+
+def test_nothing_inside_the_loop_reaches_the_host(topology):
+    assert make_plan(topology).host_transfers == ()
+
+
+def test_it_fits_and_has_an_estimate(topology):
+    found = make_plan(topology)
+    assert found.fits
+    assert 0 < found.estimate.overlapped <= found.estimate.sequential < 1e-3
+    assert "compiled, not run" in str(found)
+
+
+def test_temporaries_are_no_larger_than_those_of_a_loop_written_by_hand(topology):
+    devices = parse_topology(topology)
+    trainer = make_trainer()
+    with trainer.described(devices.num_devices, devices.target.platform) as loop:
+        ours = compile_loop(loop, devices)
+    by_hand = compile_loop(write_by_hand(loop), devices)
+    kinds = "temporaries", "arguments"
+    assert all(ours.memory[kind] <= 1.02 * by_hand.memory[kind] for kind in kinds)
+
+
+def write_by_hand(loop):
+    """Returns the same loop in plain JAX, for the same devices."""
+    mesh, adam = loop.mesh, optax.adam(LEARNING_RATE)
+
+    def put(shape, dtype, *spec):
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    shapes = [(64, 128), (128,), (128, 10), (10,)]
+    params = [put(shape, jnp.float32) for shape in shapes]
+    state = jax.tree.map(
+        lambda leaf: put(leaf.shape, leaf.dtype), jax.eval_shape(adam.init, params)
+    )
+    leaves, tree = jax.tree.flatten((params, state))
+    count = (CAPACITY, mesh.size, EXAMPLES)
+    batches = [
+        put((*count, 64), jnp.float32, None, "replica"),
+        put(count, jnp.int32, None, "replica"),
+    ]
+
+    def step(carry, batch):
+        params, state, total = carry
+        image, label = (part[0] for part in batch)
+
+        def loss_fn(params):
+            hidden = jax.nn.relu(image @ params[0] + params[1][None])
+            losses = cross_entropy(hidden @ params[2] + params[3][None], label)
+            return jnp.sum(losses) / (EXAMPLES * mesh.size)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, state = adam.update(grads, state, params)
+        total += jax.lax.psum(loss, "replica")
+        return (optax.apply_updates(params, updates), state, total), None
+
+    def run(leaves, batches):
+        def on_replica(carry, batches):
+            return jax.lax.scan(step, carry, batches)[0]
+
+        whole = PartitionSpec()
+        mapped = jax.shard_map(
+            on_replica,
+            mesh=mesh,
+            in_specs=(whole, PartitionSpec(None, "replica")),
+            out_specs=whole,
+        )
+        params, state, total = mapped(
+            (*tree.unflatten(leaves), jnp.float32(0)), batches
+        )
+        return jax.tree.leaves((params, state)), [total]
+
+    shardings = NamedSharding(mesh, PartitionSpec())
+    fn = jax.jit(run, donate_argnums=0, out_shardings=shardings)
+    return loop._replace(fn=fn, types=(leaves, batches))
+
+
+def test_a_topology_that_the_compiler_does_not_know_is_an_error(topology):
+    if not topology.startswith("v5e"):
+        pytest.skip("GPUs may be connected in any way")
+    with pytest.raises(PlanError, match="`topology` is 'v5e:3x5', but the compiler"):
+        plan(make_trainer(), "v5e:3x5")

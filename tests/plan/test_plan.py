@@ -1,0 +1,225 @@
+"""Plans without a compiler, and what is refused."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+import armillary
+from armillary._cli import main
+from armillary.errors import PlanError
+from armillary.plan import Memory, Plan, plan
+from armillary.plan._plan import _Planner
+from armillary.plan._topology import parse_topology
+from tests.plan.digits_mlp import (
+    BATCH_SIZE,
+    NUM_PARAMETERS,
+    Trainer,
+    make_controller,
+    make_trainer,
+)
+
+MB = 10**6
+
+
+@pytest.fixture(autouse=True)
+def no_wheels(monkeypatch):
+    monkeypatch.delenv("ARMILLARY_PLAN_WHEELS", raising=False)
+
+
+def test_an_abstract_plan_has_the_sums_and_the_work_of_any_number_of_replicas():
+    for count in (8, 1000):
+        found = plan(make_trainer(), count, abstract=True)
+        assert (found.num_replicas, found.per_replica_batch) == (count, BATCH_SIZE)
+        assert found.global_batch == count * BATCH_SIZE
+        # The gradients, and of the metric the sum and the count.
+        reduced = sum(each.num_bytes for each in found.of_step("all-reduce"))
+        assert reduced == 4 * NUM_PARAMETERS + 8
+        assert found.of_step() == found.of_step("all-reduce")
+        # Forward, the gradient of each kernel, and of the hidden layer.
+        work = 2 * BATCH_SIZE * (2 * 64 * 128 + 3 * 128 * 10)
+        assert found.flops == {"float32": work}
+        # Parameters, Adam's two moments, its count, the step, and the metric.
+        assert found.state_bytes == 3 * 4 * NUM_PARAMETERS + 4 + 4 + 8
+        assert found.memory is found.estimate is found.fits is None
+
+
+def test_replicas_keep_their_batch_unless_another_is_asked_for():
+    on_four = make_trainer(4)
+    assert plan(on_four, 16, abstract=True).per_replica_batch == BATCH_SIZE // 4
+    found = plan(on_four, "v5e:4x4", abstract=True, per_replica_batch=3)
+    assert (found.num_replicas, found.global_batch) == (16, 48)
+
+
+def test_one_replica_sends_nothing():
+    assert plan(make_trainer(), 1, abstract=True).collectives == ()
+
+
+def test_planning_leaves_the_trainer_its_strategy_and_its_data_as_they_were():
+    planned, other = make_trainer(2), make_trainer(2)
+    plan(planned, "v5e:2x2", abstract=True)
+    assert planned.strategy.num_replicas_in_sync == 2
+    assert planned.train(3) == other.train(3)
+    plan(planned, "v5e:2x2", abstract=True)
+    assert planned.train(3) == other.train(3)
+    kernels = [trainer.model.hidden.kernel[...] for trainer in (planned, other)]
+    assert np.array_equal(*kernels)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"on_non_finite": "skip"},
+        {"check_replicas_every": 2},
+        {"compile_hooks": False},
+        {"input_options": armillary.InputOptions(place_on_device=True)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_every_kind_of_loop_can_be_planned(options):
+    found = plan(make_trainer(**options), 8, abstract=True)
+    sums = [each.num_bytes for each in found.of_step("all-reduce")]
+    assert 4 * NUM_PARAMETERS + 8 <= sum(sums) <= 4 * NUM_PARAMETERS + 16
+
+
+def test_a_controller_plans_with_its_steps_per_loop():
+    controller = make_controller()
+    found = controller.plan("h100:1x8", abstract=True)
+    assert (found.num_replicas, found.steps_per_program) == (8, 100)
+    assert plan(controller.trainer, 8, abstract=True).steps_per_program == 20
+
+
+class PrintsFromTheDevice(Trainer):
+    def improve(self, batch):
+        jax.debug.print("{}", batch["label"][0])
+        super().improve(batch)
+
+
+class HasItsOwnLoop(Trainer):
+    def train(self, num_steps):
+        return {}
+
+
+def test_what_cannot_be_planned_is_an_error(tmp_path, monkeypatch):
+    def fails(error, message, *arguments, **options):
+        with pytest.raises(error, match=message):
+            plan(*arguments, **options)
+
+    trainer = make_trainer()
+    fails(
+        TypeError, "`trainer` is of type str, but a plan needs", "train.py", "v5e:2x2"
+    )
+    fails(ValueError, "`per_replica_batch` is 0", trainer, 8, per_replica_batch=0)
+    fails(ValueError, "describes no devices", trainer, 8)
+    own = make_trainer(kind=HasItsOwnLoop)
+    fails(ValueError, "has a `train` of its own", own, 8, abstract=True)
+    prints = make_trainer(kind=PrintsFromTheDevice)
+    fails(
+        PlanError,
+        r"`train_step` calls Python from the device \(debug.*test_plan.py:\d+",
+        prints,
+        8,
+        abstract=True,
+    )
+    single = make_trainer()
+    single.strategy = armillary.OneDeviceStrategy("cpu:0")
+    single.train_dataset = single.strategy.distribute_dataset([{"x": np.ones((2, 1))}])
+    fails(ValueError, "runs on one device, so there is", single, 8, abstract=True)
+    monkeypatch.setattr(trainer.strategy, "peers", SimpleNamespace(count=2))
+    fails(ValueError, "a plan is made by one process", trainer, 8, abstract=True)
+
+
+def test_a_missing_compiler_is_an_error_that_says_how_to_get_it(tmp_path):
+    for topology, package in (
+        ("v5e:2x2", "libtpu"),
+        ("h100:1x8", f"jax-cuda13-plugin=={jax.__version__}"),
+    ):
+        with pytest.raises(PlanError) as error:
+            plan(make_trainer(), topology, wheels=tmp_path)
+        assert str(error.value).startswith(f"{tmp_path} has none of")
+        assert f"pip install --no-deps --target plan-wheels {package}" in (
+            str(error.value).replace("'", "")
+        )
+
+
+@pytest.mark.parametrize("limit", [0, 1, 5, 63, 64, 65, 1000])
+def test_the_search_for_a_batch_ends_within_an_eighth_of_the_limit(limit, monkeypatch):
+    def compile_for(self, size):
+        return SimpleNamespace(per_replica_batch=size, fits=size <= limit)
+
+    monkeypatch.setattr(_Planner, "compile", compile_for)
+    planner = _Planner(make_trainer(), parse_topology("v5e:2x2"), None, None)
+    found = planner.find_batch(compile_for(planner, BATCH_SIZE))
+    assert found <= limit <= found + max(0, found // 8)
+
+
+def test_a_plan_is_a_table_and_json():
+    found = plan(make_trainer(), "v5e:16x16", abstract=True)
+    table = str(found)
+    assert "v5e:16x16: traced, not compiled" in table
+    assert "64 each, 16384 global" in table
+    assert max(map(len, table.splitlines())) <= 88
+    record = json.loads(found.as_json())
+    assert record["num_replicas"] == 256
+    assert record["fits"] is None
+    assert record["collectives"][0]["kind"] == "all-reduce"
+
+
+def test_memory_is_what_a_device_must_hold_at_once():
+    memory = Memory(
+        arguments=10 * MB,
+        donated=6 * MB,
+        temporaries=4 * MB,
+        outputs=7 * MB,
+        code=MB,
+        batches_ahead=2 * MB,
+    )
+    assert memory.total == 18 * MB
+    found = Plan(parse_topology("v5e:1x1"), 1, 1, 1, 1, {}, is_abstract=False)
+    assert found.fits is False
+    assert "the compiler needs more of 16 GB" in str(found)
+    found.memory = memory
+    assert found.fits is True
+    assert "fits: 18 MB of 16 GB" in str(found)
+
+
+def test_the_command_prints_the_plan_and_writes_it(tmp_path, capsys):
+    program = __file__.replace("test_plan.py", "digits_mlp.py")
+    target = tmp_path / "plan.json"
+    words = ["plan", f"{program}:make_controller", "--topology", "64", "--abstract"]
+    assert main([*words, "--json", str(target)]) == 0
+    assert "64: traced, not compiled" in capsys.readouterr().out
+    assert json.loads(target.read_text())["steps_per_program"] == 100
+    assert main([*words[:3], "v5e:2x2", "--wheels", str(tmp_path)]) == 2
+    assert "pip install --no-deps" in capsys.readouterr().err
+    with pytest.raises(
+        SystemExit, match=r"has no function 'nothing'. It has .*make_con"
+    ):
+        main(["plan", f"{program}:nothing", "--topology", "8", "--abstract"])
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [("train.py", "names no function of a file"), ("no.py:make", "no such file")],
+)
+def test_a_wrong_factory_is_an_error_of_one_line(factory, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["plan", factory, "--topology", "8"])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_compiling_process_needs_no_armillary():
+    worker = armillary.plan.__file__.replace("__init__", "_worker")
+    code = (
+        f"import runpy, sys; runpy.run_path({worker!r}); "
+        "print([name for name in sys.modules if name in ('armillary', 'jax')])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"

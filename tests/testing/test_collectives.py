@@ -1,0 +1,117 @@
+"""What one step of a trainer sends, and the check of it for users' own tests."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.testing import assert_collectives, find_collectives
+from tests.examples.loading import load_example
+from tests.plan.digits_mlp import NUM_PARAMETERS, Trainer, make_trainer
+
+METRIC_BYTES = 8
+
+
+def test_a_step_sums_its_gradients_once_and_sends_nothing_else():
+    trainer = make_trainer(2)
+    assert_collectives(trainer, max_bytes=4 * NUM_PARAMETERS + METRIC_BYTES)
+    assert {each.group_size for each in find_collectives(trainer)} == {8}
+    assert {each.group_size for each in find_collectives(trainer, 4)} == {4}
+
+
+class NormalizesGlobally(Trainer):
+    """Sums statistics over replicas first, and then gradients."""
+
+    def improve(self, batch):
+        context = armillary.get_replica_context()
+        mean = context.all_reduce("mean", batch["image"].mean())
+        super().improve({**batch, "image": batch["image"] - mean})
+
+
+class GathersLabels(Trainer):
+    def improve(self, batch):
+        labels = armillary.get_replica_context().all_gather(batch["label"], axis=0)
+        weight = 1.0 + labels[0]
+        super().improve({**batch, "image": batch["image"] * weight})
+
+
+def test_a_sum_that_the_gradients_wait_for_is_a_round_of_its_own():
+    trainer = make_trainer(kind=NormalizesGlobally)
+    assert_collectives(trainer, all_reduce=2)
+    with pytest.raises(
+        AssertionError, match="has 2 rounds of all-reduce, and"
+    ) as error:
+        assert_collectives(trainer)
+    assert "round 1: all-reduce of 4 bytes" in str(error.value)
+    assert "round 2: all-reduce of" in str(error.value)
+
+
+def test_a_collective_of_another_kind_and_too_many_bytes_are_errors():
+    trainer = make_trainer(kind=GathersLabels)
+    with pytest.raises(AssertionError, match="has 1 rounds of all-gather"):
+        assert_collectives(trainer)
+    message = r"have \d+ bytes on each device, and `max_bytes` is 100"
+    with pytest.raises(AssertionError, match=message):
+        assert_collectives(make_trainer(), max_bytes=100)
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_there_must_be_a_cpu_device_for_each_of_several_replicas(count):
+    with pytest.raises(ValueError, match="jax_num_cpu_devices"):
+        assert_collectives(make_trainer(), num_replicas=count)
+
+
+def make_example(name):
+    """Returns the trainer of an example, and how many sums follow each other."""
+    example = load_example(name)
+    strategy = armillary.MirroredStrategy(jax.devices("cpu")[:2])
+    rng = np.random.default_rng(0)
+
+    def images(*shape):
+        return {
+            "image": rng.random((64, *shape), "float32"),
+            "label": np.arange(64, dtype=np.int32) % 10,
+        }
+
+    def optimize(model):
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    if name == "gan":
+        models = example.Generator(nnx.Rngs(0)), example.Discriminator(nnx.Rngs(1))
+        optimizers = [optimize(model)[1] for model in models]
+        data = images(64)["image"]
+        return example.Trainer(
+            armillary.data.from_arrays(data, batch_size=64),
+            strategy,
+            models,
+            optimizers,
+            turns=(1, 2),
+        ), 3
+    if name == "breast_cancer":
+        arrays = {"x": images(30)["image"], "y": np.arange(64) % 2}
+        model = nnx.Sequential(
+            nnx.Linear(30, 8, rngs=nnx.Rngs(0)),
+            nnx.relu,
+            nnx.Linear(8, 1, rngs=nnx.Rngs(1)),
+        )
+    else:
+        arrays = images(*((28, 28, 1) if name == "fashion_mnist" else (8, 8, 1)))
+        model = example.CNN(nnx.Rngs(0))
+    source = armillary.data.from_arrays(arrays, batch_size=32)
+    # That of `breast_cancer` also adds up a histogram of the gradients it has summed.
+    num_rounds = 2 if name == "breast_cancer" else 1
+    return example.Trainer(source, strategy, *optimize(model)), num_rounds
+
+
+@pytest.mark.slow
+@pytest.mark.each_case
+@pytest.mark.parametrize("name", ["digits", "breast_cancer", "fashion_mnist", "gan"])
+def test_steps_of_the_examples_sum_gradients_once_for_each_update(name):
+    trainer, num_rounds = make_example(name)
+    parameters = nnx.state(vars(trainer).get("model", ()), nnx.Param)
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(parameters))
+    has_large_metric = name in ("gan", "breast_cancer")
+    limit = None if has_large_metric else num_bytes + 64  # and what metrics add up
+    assert_collectives(trainer, all_reduce=num_rounds, max_bytes=limit)
