@@ -52,6 +52,7 @@ from armillary.distribute import (
 )
 from armillary.distribute import OneDeviceStrategy as OneDeviceStrategy
 from armillary.distribute import ReduceOp as ReduceOp
+from armillary.distribute import ShardedStrategy as ShardedStrategy
 from armillary.distribute import VariableAggregation as VariableAggregation
 from armillary.distribute import VariableSynchronization as VariableSynchronization
 from armillary.distribute import compute_average_loss as compute_average_loss
@@ -102,6 +103,7 @@ __all__ = [
     "Output",
     "PendingLoops",
     "ReduceOp",
+    "ShardedStrategy",
     "StandardEvaluator",
     "StandardEvaluatorOptions",
     "StandardTrainer",

@@ -6,6 +6,7 @@
     `MirroredStrategy(devices)`   one per device       a copy on each device
     `MultiWorkerMirroredStrategy` one per device of    a copy on each device
                                   all processes
+    `ShardedStrategy(mesh_shape)` 1, over all devices  a part on each device
 
 `_strategy` is the base. Below it, `_replicas` maps a function over replicas,
 `_variables` says what that means for each slot, `_collectives` is what a replica can
@@ -56,6 +57,7 @@ from armillary.distribute.strategies._mirrored import (
 from armillary.distribute.strategies._multi_worker import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
+from armillary.distribute.strategies._sharded import ShardedStrategy as ShardedStrategy
 from armillary.distribute.strategies._single import DefaultStrategy as DefaultStrategy
 from armillary.distribute.strategies._single import (
     OneDeviceStrategy as OneDeviceStrategy,
@@ -69,6 +71,7 @@ __all__ = [
     "PerReplica",
     "ReduceOp",
     "ReplicaContext",
+    "ShardedStrategy",
     "Strategy",
     "ValueContext",
     "VariableAggregation",

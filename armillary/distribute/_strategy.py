@@ -1,11 +1,11 @@
 """The base of all strategies: how a step spreads over devices.
 
 A strategy decides three things: where a step runs (`_run`), where state lives
-(`state_sharding`), and where batches go (`layout`). Everything that users call is
+(`state_shardings`), and where batches go (`layout`). Everything that users call is
 written here once, on top of these.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -35,7 +35,6 @@ from armillary.distribute.replica._context import (
 from armillary.distribute.replica._values import ReduceOp, is_inside, is_per_replica
 from armillary.errors import DoubleReductionError
 from armillary.state._lift import State
-from armillary.state._slots import Slot
 from armillary.typing import PyTree
 
 
@@ -95,8 +94,12 @@ class Strategy:
         """Where the batches of a distributed dataset go."""
         raise NotImplementedError
 
-    def state_sharding(self, slot: Slot) -> Sharding | None:
-        """Returns where a slot lives between steps; `None` to leave it where it is."""
+    def state_shardings(self, state: State) -> Sequence[Sharding | None]:
+        """Returns where each array lives between steps; `None` leaves it where it is.
+
+        Args:
+            state: The arrays of a program.
+        """
         raise NotImplementedError
 
     def _run(

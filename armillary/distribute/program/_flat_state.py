@@ -70,7 +70,7 @@ class FlatState:
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for leaf in map(as_array, state.read())
         ]
-        self._shardings = [strategy.state_sharding(slot) for slot in state.owners]
+        self._shardings = strategy.state_shardings(state)
         self.arrays: list[Any] = [None] * len(state.paths)
         self._use = Use((), self.types, [])
         self.rebind(state)
