@@ -1,15 +1,18 @@
 """Parameters and optimizer state split over devices, by the compiler."""
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from armillary._checks import check_instance, check_positive_int
 from armillary._process import get_process
 from armillary.data._layout import BatchLayout
+from armillary.distribute._global_arrays import is_key
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import Functions
 from armillary.distribute.replica._collectives import ReplicaContext
@@ -18,11 +21,13 @@ from armillary.distribute.replica._keras_losses import check_keras_losses
 from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.strategies._devices import as_devices
 from armillary.distribute.strategies._layouts import MeshLayout
-from armillary.distribute.strategies._rules import ShardingRules
-from armillary.state._lift import State
+from armillary.distribute.strategies._rules import ShardingRules, axes_of
+from armillary.errors import StateStructureError
+from armillary.state._lift import State, as_array
 from armillary.typing import PyTree
 
 AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
 
 
 class ShardedStrategy(Strategy):
@@ -93,7 +98,7 @@ class ShardedStrategy(Strategy):
     @property
     def layout(self) -> BatchLayout:
         """The examples of a batch split over `data` and `fsdp`."""
-        return MeshLayout(self._device_mesh, ("data", "fsdp"))
+        return MeshLayout(self._device_mesh, BATCH_AXES)
 
     def state_shardings(self, state: State) -> Sequence[Sharding]:
         """Each array split by the rules.
@@ -111,13 +116,50 @@ class ShardedStrategy(Strategy):
             return self._functions.get(fn, self)(*args, **kwargs)
         check_annotations(state)
         check_keras_losses()
+        specs, held = self._rules.specs(state), state.read()
+        of_optimizer = [part for s in state.slots for part in s.is_of_optimizer()]
+        # Left to itself, the partitioner may divide what is computed from a parameter
+        # as the parameter is divided, in place of the examples.
+        collected = [
+            leaf if is_not else self._divided(leaf, _without_batch_axes(spec))
+            for leaf, spec, is_not in zip(held, specs, of_optimizer, strict=True)
+        ]
+        state.write(collected)
         with entered(self, ReplicaContext(self, None, active=1)):
-            return fn(*args, **kwargs)
+            result = fn(*args, **kwargs)
+        for slot, start, stop in state.ranges:
+            # Another structure is an error of the whole step, once it has ended.
+            with contextlib.suppress(StateStructureError):
+                pairs = zip(range(start, stop), slot.read(), strict=True)
+                slot.write(
+                    [
+                        held[i]
+                        if leaf is collected[i]
+                        else self._divided(leaf, specs[i])
+                        for i, leaf in pairs
+                    ]
+                )
+        return result
+
+    def _divided(self, leaf: Any, spec: PartitionSpec) -> Any:
+        array = as_array(leaf)
+        if array.ndim == 0 or is_key(array):
+            return leaf
+        sharding = NamedSharding(self._device_mesh, spec)
+        return jax.lax.with_sharding_constraint(array, sharding)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{k}={v}" for k, v in self._device_mesh.shape.items())
         platform = self._device_mesh.devices.flat[0].platform
         return f"ShardedStrategy({sizes}, {platform}, 1 replica)"
+
+
+def _without_batch_axes(spec: PartitionSpec) -> PartitionSpec:
+    kept = [
+        tuple(axis for axis in axes_of(entry) if axis not in BATCH_AXES)
+        for entry in spec
+    ]
+    return PartitionSpec(*[axes or None for axes in kept])
 
 
 def _check_shape(mesh_shape: Any) -> tuple[int, ...] | None:
