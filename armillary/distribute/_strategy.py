@@ -36,6 +36,7 @@ from armillary.distribute.replica._values import ReduceOp, is_inside, is_per_rep
 from armillary.errors import DoubleReductionError
 from armillary.state._lift import State
 from armillary.typing import PyTree
+from armillary.xla._lowerings import Split
 
 
 class ValueContext(NamedTuple):
@@ -62,6 +63,9 @@ class Strategy:
 
     peers: Peers | None = None
     """The processes that this strategy spans; `None` for a single one."""
+
+    split: Split | None = None
+    """How XLA divides examples, where it divides a step between devices itself."""
 
     def __init__(self, mesh: Mesh | None, num_replicas: int) -> None:
         self._mesh = mesh

@@ -5,20 +5,25 @@ they are not as expected, nothing is changed. A rule of ours does what JAX's own
 unless the thread that lowers a program asks for the other form.
 """
 
+import contextlib
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding
 
-from armillary.xla._convolutions import Form, choose_form, convolve
+from armillary.xla._convolutions import Form, choose_form, convolve, example_axes
 from armillary.xla._max_pool import is_supported, scatter_to_winners
+
+Split: TypeAlias = Callable[[tuple[int, ...], int | None], NamedSharding]
+"""From a shape, and its axis of examples if it has one, to where such an array lies."""
 
 PLATFORM = "cpu"
 """The platform whose rules are replaced."""
@@ -47,6 +52,9 @@ POOL_PARAMETERS = frozenset(
 
 _is_canonical: Any = jax.make_user_context(False)
 """Whether this thread lowers canonically; JAX keeps programs of each kind apart."""
+
+_split: Any = jax.make_user_context(None)
+"""How this thread's programs divide examples; `None` where nobody divides them."""
 
 _INSTALLING = threading.Lock()
 _UNKNOWN_TABLES = (AttributeError, KeyError, TypeError, ValueError)
@@ -100,6 +108,38 @@ def has_rules() -> bool:
     return True
 
 
+class Partitioned:
+    """A program whose convolutions XLA divides between devices by examples only.
+
+    Left to itself, it may divide them by places of the image, by features, or where
+    devices get unequal shares; gradients are then wrong (JAX 0.10.2).
+
+    Args:
+        compiled: What `jax.jit` returned.
+        split: Says how an axis of examples is divided.
+    """
+
+    def __init__(self, compiled: Any, split: Split) -> None:
+        self._compiled, self._split = compiled, split
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program."""
+        with partitioned(self._split):
+            return self._compiled(*args)
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Returns what the compiler gets."""
+        with partitioned(self._split):
+            return self._compiled.lower(*args)
+
+
+@contextlib.contextmanager
+def partitioned(split: Split) -> Iterator[None]:
+    """Lowers as for `Partitioned` what JAX lowers meanwhile, in this thread."""
+    with _split(split), _is_canonical(False):
+        yield
+
+
 class Canonical:
     """A program that is lowered canonically, whenever it is.
 
@@ -148,6 +188,9 @@ class _ConvolutionRule:
         self._own = own
 
     def __call__(self, context: Any, lhs: Any, rhs: Any, **parameters: Any) -> Any:
+        split = _split.value
+        if split is not None and not _is_manual(context):
+            return self._divide(split, context, lhs, rhs, parameters)
         if not _is_canonical.value:
             return self._own(context, lhs, rhs, **parameters)
         form = choose_form(parameters, *context.avals_in, *context.avals_out)
@@ -157,6 +200,25 @@ class _ConvolutionRule:
             return self._own(context, lhs, rhs, **parameters)
         lower = mlir.lower_fun(partial(convolve, form=form), multiple_results=False)
         return lower(context, lhs, rhs, **parameters)
+
+    def _divide(
+        self, split: Split, context: Any, lhs: Any, rhs: Any, parameters: Any
+    ) -> Any:
+        avals = *context.avals_in, *context.avals_out
+        axes = example_axes(parameters)
+
+        def constrain(value: Any, aval: Any, axis: int | None) -> Any:
+            sharding = split(aval.shape, axis)
+            lower = mlir.lower_fun(
+                lambda array: lax.with_sharding_constraint(array, sharding),
+                multiple_results=False,
+            )
+            (value,) = lower(context.replace(avals_in=[aval], avals_out=[aval]), value)
+            return value
+
+        lhs, rhs = map(constrain, (lhs, rhs), avals, axes)
+        (out,) = self._own(context, lhs, rhs, **parameters)
+        return [constrain(out, avals[-1], axes[-1])]
 
 
 class _PoolRule:
@@ -177,6 +239,12 @@ class _PoolRule:
             return self._own(context, source, operand, **parameters)
         lower = mlir.lower_fun(scatter_to_winners, multiple_results=False)
         return lower(context, source, operand, **parameters)
+
+
+def _is_manual(context: Any) -> bool:
+    """Returns whether the code is that of one device, as inside `shard_map`."""
+    axis_context = context.module_context.axis_context
+    return bool(getattr(axis_context, "manual_axes", ()))
 
 
 def _find_rule(primitive: Any) -> Callable[..., Any]:

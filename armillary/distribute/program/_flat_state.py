@@ -54,11 +54,13 @@ class FlatState:
         arrays: The arrays, in the order of the slots. They stay good until the next
             program runs.
         platform: The kind of device that they are on, such as `"cpu"`.
+        split: As in `Strategy`.
         is_ahead: Whether the slots do not hold `arrays` yet.
     """
 
     def __init__(self, state: State, strategy: Strategy) -> None:
         self._peers, self._dispatch = strategy.peers, strategy.dispatch
+        self.split = strategy.split
         mesh = strategy.mesh
         self.platform: str = (
             jax.default_backend()

@@ -188,11 +188,21 @@ class MeshLayout:
         del num_replicas
 
         def shard(leaf: Any) -> NamedSharding:
-            sizes = np.shape(leaf)[leading_axes : leading_axes + 1]
-            spec = [*[None] * leading_axes, *map(self._axes_for, sizes)]
-            return NamedSharding(self.mesh, PartitionSpec(*spec))
+            return self.split(np.shape(leaf), leading_axes)
 
         return jax.device_put(arrays, jax.tree.map(shard, arrays))
+
+    def split(self, shape: tuple[int, ...], axis: int | None) -> NamedSharding:
+        """Returns where an array lies that has its examples along `axis`, if it does.
+
+        Args:
+            shape: Its shape.
+            axis: The axis, or `None`.
+        """
+        if axis is None or axis >= len(shape):
+            return everywhere(self.mesh)
+        spec = PartitionSpec(*[None] * axis, self._axes_for(shape[axis]))
+        return NamedSharding(self.mesh, spec)
 
     def _axes_for(self, num_examples: int) -> tuple[str, ...]:
         """Returns the axes over which so many examples are split: the most that fit."""

@@ -108,9 +108,9 @@ class ShardingRules:
         for pattern, lines in problems.items():
             spec = next(s for p, s in self._rules if p.pattern == pattern)
             raise ValueError(
-                f"`rules` has {pattern!r}: {spec}, which does not fit {len(lines)} of "
-                f"the arrays that it matches:\n{list_lines(lines)}\nMake it match "
-                "fewer, or put a rule for these before it; `PartitionSpec()` leaves an "
+                f"`rules` has {pattern!r}: {_show(spec)}, which does not fit "
+                f"{len(lines)} of the arrays that it matches:\n{list_lines(lines)}\n"
+                "Make it match fewer, or put a rule for these before it; `PartitionSpec()` leaves an "
                 "array whole on every device."
             )
         roles = [state.owners[i].role for i in indices]
@@ -138,6 +138,11 @@ def axes_of(entry: Any) -> tuple[str, ...]:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
+def _show(spec: PartitionSpec) -> str:
+    # JAX has shortened the name of the type to `P`, which a program need not know.
+    return f"PartitionSpec({', '.join(map(repr, spec))})"
+
+
 def _num_shared(path: list[str], other: list[str]) -> int:
     """Returns how many names at the end of two paths are equal."""
     pairs = zip(reversed(path), reversed(other), strict=False)
@@ -146,6 +151,12 @@ def _num_shared(path: list[str], other: list[str]) -> int:
 
 
 def _compile(pattern: Any) -> re.Pattern[str]:
+    """Returns a regular expression.
+
+    Raises:
+        TypeError: If it is no string.
+        ValueError: If it is none.
+    """
     check_instance("rules", pattern, str, f"Its keys are paths. {_RULES_FIX}")
     try:
         return re.compile(pattern)
@@ -157,16 +168,26 @@ def _compile(pattern: Any) -> re.Pattern[str]:
 
 
 def _check_spec(mesh: Mesh, pattern: str, spec: Any) -> PartitionSpec:
+    """Returns a spec that names axes of the mesh, each once.
+
+    Raises:
+        TypeError: If it is something else.
+        ValueError: If it names others.
+    """
     name = f'rules["{pattern}"]'
-    check_instance(name, spec, PartitionSpec, _RULES_FIX)
+    if not isinstance(spec, PartitionSpec):
+        raise TypeError(
+            f"`{name}` is {spec!r} of type {type(spec).__name__}, but it must be a "
+            f"`PartitionSpec`. {_RULES_FIX}"
+        )
     named = [axis for entry in spec for axis in axes_of(entry)]
     unknown = [axis for axis in named if axis not in mesh.axis_names]
     if unknown or len(set(named)) < len(named):
         known = ", ".join(map(repr, mesh.axis_names))
         problem = f"the axis {unknown[0]!r}" if unknown else "an axis twice"
         raise ValueError(
-            f"`{name}` is {spec}, which names {problem}. Use each of {known} once, and "
-            "`None` for an axis of the array that is not split."
+            f"`{name}` is {_show(spec)}, which names {problem}. Use each of {known} "
+            "once, and `None` for an axis of the array that is not split."
         )
     return spec
 
@@ -175,9 +196,9 @@ def _find_problem(
     mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec
 ) -> str | None:
     if len(spec) > len(shape):
-        return f"has {len(shape)} axes, not {len(spec)}"
+        return f"which lacks axis {len(shape)}"
     for axis, (size, entry) in enumerate(zip(shape, spec, strict=False)):
         count = math.prod(mesh.shape[name] for name in axes_of(entry))
         if size % count:
-            return f"has {size} rows along axis {axis}, which {count} cannot share"
+            return f"of which {count} devices cannot share axis {axis}"
     return None

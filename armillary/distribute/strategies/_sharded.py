@@ -25,6 +25,7 @@ from armillary.distribute.strategies._rules import ShardingRules, axes_of
 from armillary.errors import StateStructureError
 from armillary.state._lift import State, as_array
 from armillary.typing import PyTree
+from armillary.xla._lowerings import partitioned
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -93,12 +94,14 @@ class ShardedStrategy(Strategy):
         self._rules = ShardingRules(mesh, rules)
         super().__init__(mesh, num_replicas=1)
         self._device_mesh = mesh
+        self._layout = MeshLayout(mesh, BATCH_AXES)
+        self.split = self._layout.split
         self._functions = Functions()
 
     @property
     def layout(self) -> BatchLayout:
         """The examples of a batch split over `data` and `fsdp`."""
-        return MeshLayout(self._device_mesh, BATCH_AXES)
+        return self._layout
 
     def state_shardings(self, state: State) -> Sequence[Sharding]:
         """Each array split by the rules.
@@ -125,7 +128,8 @@ class ShardedStrategy(Strategy):
             for leaf, spec, is_not in zip(held, specs, of_optimizer, strict=True)
         ]
         state.write(collected)
-        with entered(self, ReplicaContext(self, None, active=1)):
+        context = ReplicaContext(self, None, active=1)
+        with entered(self, context), partitioned(self._layout.split):
             result = fn(*args, **kwargs)
         for slot, start, stop in state.ranges:
             # Another structure is an error of the whole step, once it has ended.
