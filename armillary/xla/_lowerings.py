@@ -28,6 +28,9 @@ Split: TypeAlias = Callable[[tuple[int, ...], int | None], NamedSharding]
 PLATFORM = "cpu"
 """The platform whose rules are replaced."""
 
+_OTHER_PLATFORMS = ("cuda", "rocm", "tpu")
+"""Platforms where convolutions are told how to be divided, and no more."""
+
 CONVOLUTION_PARAMETERS = frozenset(
     {
         "batch_group_count",
@@ -175,6 +178,10 @@ def _install_rules() -> None:
             (lax.select_and_scatter_add_p, _PoolRule(own_scatter)),
         ):
             mlir.register_lowering(primitive, rule, platform=PLATFORM)
+        for platform in _OTHER_PLATFORMS:
+            own = _find_rule(lax.conv_general_dilated_p, platform)
+            rule = _ConvolutionRule(own, has_canonical=False)
+            mlir.register_lowering(lax.conv_general_dilated_p, rule, platform=platform)
 
 
 class _ConvolutionRule:
@@ -182,16 +189,17 @@ class _ConvolutionRule:
 
     Args:
         own: JAX's rule.
+        has_canonical: Whether that may be asked for.
     """
 
-    def __init__(self, own: Callable[..., Any]) -> None:
-        self._own = own
+    def __init__(self, own: Callable[..., Any], *, has_canonical: bool = True) -> None:
+        self._own, self._has_canonical = own, has_canonical
 
     def __call__(self, context: Any, lhs: Any, rhs: Any, **parameters: Any) -> Any:
         split = _split.value
         if split is not None and not _is_manual(context):
             return self._divide(split, context, lhs, rhs, parameters)
-        if not _is_canonical.value:
+        if not (self._has_canonical and _is_canonical.value):
             return self._own(context, lhs, rhs, **parameters)
         form = choose_form(parameters, *context.avals_in, *context.avals_out)
         # JAX makes three real convolutions of a complex one, which come here again.
@@ -247,8 +255,8 @@ def _is_manual(context: Any) -> bool:
     return bool(getattr(axis_context, "manual_axes", ()))
 
 
-def _find_rule(primitive: Any) -> Callable[..., Any]:
-    entry = mlir._platform_specific_lowerings[PLATFORM].get(primitive)
+def _find_rule(primitive: Any, platform: str = PLATFORM) -> Callable[..., Any]:
+    entry = mlir._platform_specific_lowerings[platform].get(primitive)
     rule = (entry or mlir._lowerings[primitive]).rule
     if not callable(rule):
         raise TypeError(f"the rule of {primitive} is {rule!r}")

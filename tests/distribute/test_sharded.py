@@ -17,6 +17,8 @@ from armillary.distribute.program import _function
 from armillary.distribute.strategies import _sharded
 from armillary.errors import StateStructureError
 from armillary.state._lift import find_slots
+from armillary.xla import _steps
+from armillary.xla._lowerings import has_rules, partitioned
 from tests.mistakes import mistakes
 from tests.problems import (
     Classifier,
@@ -130,7 +132,7 @@ def test_numbers_are_those_of_one_device_with_uneven_batches():
     before = read_state(Wide(jnp.float64, has_conv=True))
     moved = np.abs(expected["model/first/kernel"] - before["first/kernel"]).max()
     assert moved > 1e-2
-    for name in ("fsdp", "cube", "odd"):
+    for name in ("fsdp", "cube"):
         state, outputs = run(name)
         assert state.keys() == expected.keys()
         for path, value in expected.items():
@@ -141,6 +143,61 @@ def test_numbers_are_those_of_one_device_with_uneven_batches():
             assert output.keys() == number.keys()
             for key, value in number.items():
                 np.testing.assert_allclose(output[key], value, 1e-6)
+
+
+@pytest.mark.parametrize("num_groups", [1, 4])
+@pytest.mark.parametrize("num_examples", [5, 8])
+def test_convolutions_have_the_gradients_of_one_device(num_examples, num_groups):
+    images = np.random.default_rng(0).normal(size=(num_examples, 8, 8, 4))
+
+    def run(strategy):
+        rngs = nnx.Rngs(0)
+        first = nnx.Conv(4, 8, (3, 3), strides=2, rngs=rngs)
+        second = nnx.Conv(8, 8, (3, 3), feature_group_count=num_groups, rngs=rngs)
+        dense = nnx.Linear(128, 64, rngs=rngs)
+        model = nnx.List([first, second, dense])
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+        def step_fn(batch):
+            def loss_fn(model):
+                x = nnx.relu(model[1](nnx.relu(model[0](batch))))
+                return jnp.mean(jnp.tanh(model[2](x.reshape(len(x), -1))) ** 2)
+
+            optimizer.update(model, nnx.grad(loss_fn)(model))
+
+        (batch,) = strategy.distribute_dataset([images.astype(np.float32)])
+        strategy.run(step_fn, args=(batch,))
+        return read_state(model)
+
+    expected = run(MAKERS["one device"]())
+    for shape in ({"data": 2, "fsdp": 2}, {"data": 3, "fsdp": 2}):
+        devices = jax.devices()[: 2 * shape["data"]]
+        state = run(ShardedStrategy(shape, devices=devices))
+        for path, value in expected.items():
+            np.testing.assert_allclose(state[path], value, 0, 1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_convolutions_are_divided_by_examples_on_all_platforms(platform):
+    assert has_rules()
+    layout = ShardedStrategy().layout
+
+    def gradient(kernel, x):
+        shape = (1, 1), "SAME"
+        return jax.grad(lambda k: jax.lax.conv(x, k, *shape).sum())(kernel)
+
+    arrays = jnp.ones((2, 3, 3, 3)), layout.place(np.ones((8, 3, 4, 4), np.float32))
+    with partitioned(layout.split):
+        traced = jax.jit(gradient).trace(*arrays)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("sharding_constraint") == 3
+
+
+def test_convolutions_that_cannot_be_divided_rightly_are_an_error(monkeypatch):
+    monkeypatch.setattr(_steps, "has_rules", lambda: False)
+    conv = nnx.Conv(1, 1, (3, 3), rngs=nnx.Rngs(0))
+    with pytest.raises(RuntimeError, match="convolutions would have wrong gradients"):
+        ShardedStrategy().run(lambda x: conv(x), args=(np.ones((8, 4, 4, 1), "f"),))
 
 
 def test_each_device_holds_its_share():
@@ -287,19 +344,20 @@ def save_and_restore(folder, source, target):
     assert_identical(read_state(parts[1]), read_state(parts[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_trained", [False, True])
 def test_checkpoints_move_between_strategies_bit_for_bit(tmp_path, has_trained):
-    order = ["one device", "fsdp", "mirrored", "cube", "odd", "fsdp", "one device"]
+    order = ["one device", "fsdp", "mirrored", "cube", "one device"]
     trainers = {name: make_trainer(MAKERS[name]()) for name in order}
-    for number, trainer in enumerate(trainers.values()):
-        trainer.train(1 + number) if has_trained or not number else None
+    for number, trainer in enumerate(trainers.values(), start=1):
+        if has_trained or number == 1:
+            trainer.train(number)
     for number in range(len(order) - 1):
         source, target = (trainers[name] for name in order[number : number + 2])
-        before = specs_of(target) if has_trained and number < 4 else None
         save_and_restore(tmp_path / str(number), source, target)
-        if before is not None and "sharded" in repr(target.strategy).lower():
-            assert specs_of(target) == before
         target.train(1)
+        if order[number + 1] in ("fsdp", "cube"):
+            assert specs_of(target.model)["first/kernel"]
 
 
 @pytest.mark.usefixtures("optimized")
