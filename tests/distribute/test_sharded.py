@@ -492,7 +492,7 @@ NO_RULE = (
 )
 BAD_RANK = (
     r"`rules` has 'bias': PartitionSpec\(None, 'tensor'\), which does not fit 3 of the "
-    r"arrays that it matches:\n  model/first/bias: float32 \(64,\), which lacks axis 1\n"
+    r"arrays that it matches:\n  model/first/bias: float32 \(64,\), which lacks axis"
 )
 BAD_SIZE = (
     r"does not fit 1 of the arrays that it matches:\n  model/last/kernel: float32 "

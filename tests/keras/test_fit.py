@@ -156,5 +156,5 @@ def test_data_that_fit_cannot_read_is_refused(problem, options, message):
 def test_a_model_whose_state_would_be_divided_is_refused(problem):
     with armillary.ShardedStrategy().scope():
         model = problem.make_model("sequential")
-        with pytest.raises(ValueError, match="`model.fit` was called under Sharded"):
+        with pytest.raises(ValueError, match=r"`model\.fit` was called under Sharded"):
             model.fit(problem.x, problem.y, verbose=0)

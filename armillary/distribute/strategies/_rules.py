@@ -110,8 +110,8 @@ class ShardingRules:
             raise ValueError(
                 f"`rules` has {pattern!r}: {_show(spec)}, which does not fit "
                 f"{len(lines)} of the arrays that it matches:\n{list_lines(lines)}\n"
-                "Make it match fewer, or put a rule for these before it; `PartitionSpec()` leaves an "
-                "array whole on every device."
+                "Make it match fewer, or put a rule for these before it; "
+                "`PartitionSpec()` leaves an array whole on every device."
             )
         roles = [state.owners[i].role for i in indices]
         if self._unused and Role.PLAIN in roles:
