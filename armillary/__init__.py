@@ -53,6 +53,7 @@ from armillary.distribute import (
 )
 from armillary.distribute import OneDeviceStrategy as OneDeviceStrategy
 from armillary.distribute import ReduceOp as ReduceOp
+from armillary.distribute import ShardedStrategy as ShardedStrategy
 from armillary.distribute import TPUStrategy as TPUStrategy
 from armillary.distribute import VariableAggregation as VariableAggregation
 from armillary.distribute import VariableSynchronization as VariableSynchronization
@@ -105,6 +106,7 @@ __all__ = [
     "Output",
     "PendingLoops",
     "ReduceOp",
+    "ShardedStrategy",
     "StandardEvaluator",
     "StandardEvaluatorOptions",
     "StandardTrainer",

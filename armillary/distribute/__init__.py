@@ -9,6 +9,7 @@
     `TPUStrategy`                 one per TPU core     a copy on each core
     `CentralStorageStrategy`      one per device       in one place, and a copy on each
                                                        device while a program runs
+    `ShardedStrategy(mesh_shape)` 1, over all devices  a part on each device
 
 `_strategy` is the base. Below it, `_replicas` maps a function over replicas,
 `_variables` says what that means for each slot, `_collectives` is what a replica can
@@ -74,6 +75,7 @@ from armillary.distribute.strategies._mirrored import (
 from armillary.distribute.strategies._multi_worker import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
+from armillary.distribute.strategies._sharded import ShardedStrategy as ShardedStrategy
 from armillary.distribute.strategies._single import DefaultStrategy as DefaultStrategy
 from armillary.distribute.strategies._single import (
     OneDeviceStrategy as OneDeviceStrategy,
@@ -93,6 +95,7 @@ __all__ = [
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
+    "ShardedStrategy",
     "Strategy",
     "TPUStrategy",
     "ValueContext",

@@ -122,6 +122,12 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
     strategy = get_strategy() if has_strategy() else _strategies.get(model)
     if strategy is None or keras.distribution.distribution() is not None:
         return method(*args, **kwargs)
+    if strategy.split is not None:
+        raise ValueError(
+            f"`model.{name}` was called under {strategy!r}, but Keras would copy all "
+            "variables to each device. Train with `armillary.keras.KerasTrainer`, "
+            "which leaves them divided, or use `MirroredStrategy`."
+        )
     if strategy.peers is not None:
         _check_same(strategy.peers, model, name)
     if _made_for.get(model) is not strategy:

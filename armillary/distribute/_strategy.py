@@ -1,11 +1,11 @@
 """The base of all strategies: how a step spreads over devices.
 
 A strategy decides three things: where a step runs (`_run`), where state lives
-(`state_sharding`), and where batches go (`layout`). Everything that users call is
+(`state_shardings`), and where batches go (`layout`). Everything that users call is
 written here once, on top of these.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -36,8 +36,8 @@ from armillary.distribute.replica._cross_device_ops import CrossDeviceOps
 from armillary.distribute.replica._values import ReduceOp, is_inside, is_per_replica
 from armillary.errors import DoubleReductionError
 from armillary.state._lift import State
-from armillary.state._slots import Slot
 from armillary.typing import PyTree
+from armillary.xla._lowerings import Split
 
 
 class ValueContext(NamedTuple):
@@ -70,6 +70,9 @@ class Strategy:
 
     has_copies = True
     """Whether each device of the mesh keeps state of its own between programs."""
+
+    split: Split | None = None
+    """How XLA divides examples, where it divides a step between devices itself."""
 
     def __init__(self, mesh: Mesh | None, num_replicas: int) -> None:
         self._mesh = mesh
@@ -131,13 +134,17 @@ class Strategy:
         """Where the batches of a distributed dataset go."""
         raise NotImplementedError
 
-    def state_sharding(self, slot: Slot) -> Sharding | None:
-        """Returns where a slot lives between steps; `None` to leave it where it is."""
+    def state_shardings(self, state: State) -> Sequence[Sharding | None]:
+        """Returns where each array lives between steps; `None` leaves it where it is.
+
+        Args:
+            state: The arrays of a program.
+        """
         raise NotImplementedError
 
-    def program_sharding(self, slot: Slot) -> Sharding | None:
-        """Returns where a slot is while a program runs: by default where it lives."""
-        return self.state_sharding(slot)
+    def program_shardings(self, state: State) -> Sequence[Sharding | None]:
+        """Returns where each array is while a program runs: by default at home."""
+        return self.state_shardings(state)
 
     def admit(self, arrays: list[Any]) -> list[Any]:
         """Returns a program's arguments where it can take them: by default as is."""

@@ -108,6 +108,7 @@ class Program:
             step.program,
             flat.platform,
             compiler_options,
+            split=flat.split,
             donate_argnums=0,
             out_shardings=(
                 flat.shardings(self.changed),

@@ -142,7 +142,9 @@ class Programs:
         assert flat is not None
         if not self._programs:
             check_writes(name, flat.state, step.changed)
-        is_slow = has_slow_loop(step.program, flat.platform)
+        is_slow = has_slow_loop(
+            step.program, flat.platform, is_partitioned=flat.split is not None
+        )
         if is_slow and self._options.compile_loop and not self._programs:
             logger.info(
                 "`%s` has convolutions that XLA's CPU compiler runs slowly inside a "

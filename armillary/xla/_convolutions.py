@@ -76,6 +76,23 @@ def is_ordered(parameters: Mapping[str, Any]) -> bool:
     return tuple(map(tuple, numbers)) == tuple(_canonical(len(numbers.lhs_spec)))
 
 
+def example_axes(
+    parameters: Mapping[str, Any],
+) -> tuple[int | None, int | None, int | None]:
+    """Returns along which axis both operands and the result of one may be divided.
+
+    That is the axis of examples, which images have first. So a convolution that adds
+    over the first axis of its first operand is the gradient of another one with respect
+    to the weights. In batch groups, XLA divides it wrongly (JAX 0.10.2).
+    """
+    numbers = parameters["dimension_numbers"]
+    if parameters["batch_group_count"] != 1:
+        return None, None, None
+    if numbers.lhs_spec[1] == 0:
+        return 0, numbers.rhs_spec[1], None
+    return numbers.lhs_spec[0], None, numbers.out_spec[0]
+
+
 def has_plain_shape(value: Any) -> bool:
     """Returns whether a shape is of known sizes, none of them 0, and sharded freely.
 

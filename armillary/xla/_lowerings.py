@@ -5,23 +5,31 @@ they are not as expected, nothing is changed. A rule of ours does what JAX's own
 unless the thread that lowers a program asks for the other form.
 """
 
+import contextlib
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding
 
-from armillary.xla._convolutions import Form, choose_form, convolve
+from armillary.xla._convolutions import Form, choose_form, convolve, example_axes
 from armillary.xla._max_pool import is_supported, scatter_to_winners
+
+Split: TypeAlias = Callable[[tuple[int, ...], int | None], NamedSharding]
+"""From a shape, and its axis of examples if it has one, to where such an array lies."""
 
 PLATFORM = "cpu"
 """The platform whose rules are replaced."""
+
+_OTHER_PLATFORMS = ("cuda", "rocm", "tpu")
+"""Platforms where convolutions are told how to be divided, and no more."""
 
 CONVOLUTION_PARAMETERS = frozenset(
     {
@@ -47,6 +55,9 @@ POOL_PARAMETERS = frozenset(
 
 _is_canonical: Any = jax.make_user_context(False)
 """Whether this thread lowers canonically; JAX keeps programs of each kind apart."""
+
+_split: Any = jax.make_user_context(None)
+"""How this thread's programs divide examples; `None` where nobody divides them."""
 
 _INSTALLING = threading.Lock()
 _UNKNOWN_TABLES = (AttributeError, KeyError, TypeError, ValueError)
@@ -100,6 +111,38 @@ def has_rules() -> bool:
     return True
 
 
+class Partitioned:
+    """A program whose convolutions XLA divides between devices by examples only.
+
+    Left to itself, it may divide them by places of the image, by features, or where
+    devices get unequal shares; gradients are then wrong (JAX 0.10.2).
+
+    Args:
+        compiled: What `jax.jit` returned.
+        split: Says how an axis of examples is divided.
+    """
+
+    def __init__(self, compiled: Any, split: Split) -> None:
+        self._compiled, self._split = compiled, split
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program."""
+        with partitioned(self._split):
+            return self._compiled(*args)
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Returns what the compiler gets."""
+        with partitioned(self._split):
+            return self._compiled.lower(*args)
+
+
+@contextlib.contextmanager
+def partitioned(split: Split) -> Iterator[None]:
+    """Lowers as for `Partitioned` what JAX lowers meanwhile, in this thread."""
+    with _split(split), _is_canonical(False):
+        yield
+
+
 class Canonical:
     """A program that is lowered canonically, whenever it is.
 
@@ -135,6 +178,10 @@ def _install_rules() -> None:
             (lax.select_and_scatter_add_p, _PoolRule(own_scatter)),
         ):
             mlir.register_lowering(primitive, rule, platform=PLATFORM)
+        for platform in _OTHER_PLATFORMS:
+            own = _find_rule(lax.conv_general_dilated_p, platform)
+            rule = _ConvolutionRule(own, has_canonical=False)
+            mlir.register_lowering(lax.conv_general_dilated_p, rule, platform=platform)
 
 
 class _ConvolutionRule:
@@ -142,13 +189,17 @@ class _ConvolutionRule:
 
     Args:
         own: JAX's rule.
+        has_canonical: Whether that may be asked for.
     """
 
-    def __init__(self, own: Callable[..., Any]) -> None:
-        self._own = own
+    def __init__(self, own: Callable[..., Any], *, has_canonical: bool = True) -> None:
+        self._own, self._has_canonical = own, has_canonical
 
     def __call__(self, context: Any, lhs: Any, rhs: Any, **parameters: Any) -> Any:
-        if not _is_canonical.value:
+        split = _split.value
+        if split is not None and not _is_manual(context):
+            return self._divide(split, context, lhs, rhs, parameters)
+        if not (self._has_canonical and _is_canonical.value):
             return self._own(context, lhs, rhs, **parameters)
         form = choose_form(parameters, *context.avals_in, *context.avals_out)
         # JAX makes three real convolutions of a complex one, which come here again.
@@ -157,6 +208,25 @@ class _ConvolutionRule:
             return self._own(context, lhs, rhs, **parameters)
         lower = mlir.lower_fun(partial(convolve, form=form), multiple_results=False)
         return lower(context, lhs, rhs, **parameters)
+
+    def _divide(
+        self, split: Split, context: Any, lhs: Any, rhs: Any, parameters: Any
+    ) -> Any:
+        avals = *context.avals_in, *context.avals_out
+        axes = example_axes(parameters)
+
+        def constrain(value: Any, aval: Any, axis: int | None) -> Any:
+            sharding = split(aval.shape, axis)
+            lower = mlir.lower_fun(
+                lambda array: lax.with_sharding_constraint(array, sharding),
+                multiple_results=False,
+            )
+            (value,) = lower(context.replace(avals_in=[aval], avals_out=[aval]), value)
+            return value
+
+        lhs, rhs = map(constrain, (lhs, rhs), avals, axes)
+        (out,) = self._own(context, lhs, rhs, **parameters)
+        return [constrain(out, avals[-1], axes[-1])]
 
 
 class _PoolRule:
@@ -179,8 +249,14 @@ class _PoolRule:
         return lower(context, source, operand, **parameters)
 
 
-def _find_rule(primitive: Any) -> Callable[..., Any]:
-    entry = mlir._platform_specific_lowerings[PLATFORM].get(primitive)
+def _is_manual(context: Any) -> bool:
+    """Returns whether the code is that of one device, as inside `shard_map`."""
+    axis_context = context.module_context.axis_context
+    return bool(getattr(axis_context, "manual_axes", ()))
+
+
+def _find_rule(primitive: Any, platform: str = PLATFORM) -> Callable[..., Any]:
+    entry = mlir._platform_specific_lowerings[platform].get(primitive)
     rule = (entry or mlir._lowerings[primitive]).rule
     if not callable(rule):
         raise TypeError(f"the rule of {primitive} is {rule!r}")

@@ -12,7 +12,13 @@ from jax.extend import core
 
 from armillary._jaxpr import walk_programs
 from armillary.xla._convolutions import Form, choose_form, is_ordered
-from armillary.xla._lowerings import PLATFORM, Canonical, has_rules
+from armillary.xla._lowerings import (
+    PLATFORM,
+    Canonical,
+    Partitioned,
+    Split,
+    has_rules,
+)
 
 WITHOUT_YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": ""}
 """Options for steps whose convolutions are fast in loops.
@@ -31,6 +37,8 @@ def compile_step(
     program: core.ClosedJaxpr,
     platform: str,
     options: Mapping[str, Any] | None,
+    *,
+    split: Split | None = None,
     **how: Any,
 ) -> Callable[..., Any]:
     """Returns `jax.jit(fn, **how)` with what suits a step.
@@ -40,17 +48,23 @@ def compile_step(
         program: The step as it was traced.
         platform: Where it will run.
         options: The user's options of the compiler, which go before ours.
+        split: How XLA divides examples, if it divides the program between devices.
         how: Other arguments of `jax.jit`.
     """
-    chosen = {**_choose_options(program, platform), **(options or {})}
+    own = _choose_options(program, platform, is_partitioned=split is not None)
+    chosen = {**own, **(options or {})}
     compiled = jax.jit(fn, compiler_options=chosen or None, **how)
+    if split is not None:
+        return _partition(compiled, program, split)
     names = _CONVOLUTION, _POOL_GRADIENT
     if platform == PLATFORM and any(_find(program, *names)) and has_rules():
         return Canonical(compiled)
     return compiled
 
 
-def has_slow_loop(program: core.ClosedJaxpr, platform: str) -> bool:
+def has_slow_loop(
+    program: core.ClosedJaxpr, platform: str, *, is_partitioned: bool = False
+) -> bool:
     """Returns whether a step is much slower inside a loop on the device.
 
     XLA's CPU compiler optimizes convolutions only in a program's outermost part
@@ -62,18 +76,40 @@ def has_slow_loop(program: core.ClosedJaxpr, platform: str) -> bool:
     convolutions = list(_find(program, _CONVOLUTION))
     if not convolutions:
         return False
-    is_lowered = has_rules()
+    is_lowered = not is_partitioned and has_rules()
     return not all(_is_fast(equation, is_lowered) for equation in convolutions)
 
 
-def _choose_options(program: core.ClosedJaxpr, platform: str) -> dict[str, Any]:
+def _choose_options(
+    program: core.ClosedJaxpr, platform: str, *, is_partitioned: bool
+) -> dict[str, Any]:
     if platform != PLATFORM or not any(_find(program, _CONVOLUTION)):
         return {}
-    if has_slow_loop(program, platform):
+    if has_slow_loop(program, platform, is_partitioned=is_partitioned):
         return {}
     return {
         name: value for name, value in WITHOUT_YNNPACK.items() if _is_known(name, value)
     }
+
+
+def _partition(
+    compiled: Callable[..., Any], program: core.ClosedJaxpr, split: Split
+) -> Callable[..., Any]:
+    """Returns a program that XLA divides rightly.
+
+    Raises:
+        RuntimeError: If it has convolutions and JAX cannot be told how.
+    """
+    if not any(_find(program, _CONVOLUTION)):
+        return compiled
+    if not has_rules():
+        raise RuntimeError(
+            f"JAX {jax.__version__} keeps its lowering rules in a way that is not "
+            "known here, and convolutions would have wrong gradients under "
+            "`ShardedStrategy`. Use a version of JAX that Armillary names in its "
+            "dependencies, or `MirroredStrategy`."
+        )
+    return Partitioned(compiled, split)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from armillary import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
+    ShardedStrategy,
     TPUStrategy,
 )
 from armillary.distribute import HierarchicalCopyAllReduce
@@ -32,6 +33,7 @@ MAKERS = {
     ),
     "multi worker": lambda: MultiWorkerMirroredStrategy(),
     "tpu": lambda: TPUOnCPU(),
+    "sharded": lambda: ShardedStrategy({"data": 2, "fsdp": 2, "tensor": 2}),
     "central": lambda: CentralStorageStrategy(jax.devices()[1:5]),
 }
 """By name; a new strategy is one more entry."""

@@ -35,10 +35,10 @@ def ids(strategy):
 
 
 def test_replicas_are_counted(strategy):
-    if strategy.mesh is None:
-        assert strategy.num_replicas_in_sync == 1
-    else:
+    if isinstance(strategy, MirroredStrategy):
         assert strategy.num_replicas_in_sync == strategy.mesh.size
+    else:
+        assert strategy.num_replicas_in_sync == 1
     assert str(strategy.num_replicas_in_sync) in repr(strategy) or (
         strategy.mesh is None
     )
@@ -255,12 +255,15 @@ def test_one_replica_returns_arrays_and_several_return_parts(strategy, ids):
 
 def test_each_part_lies_on_the_device_of_its_replica(strategy, ids):
     mesh = strategy.mesh
-    devices = strategy.layout.devices if mesh is None else list(mesh.devices.flat)
+    is_one = strategy.num_replicas_in_sync == 1
+    homes = (
+        [set(strategy.layout.devices)] if is_one else [{d} for d in mesh.devices.flat]
+    )
     batch = strategy.distribute_values_from_function(lambda _: jnp.ones(3))
     keys = strategy.run(lambda x: (x * 2, jax.random.key(0)), args=(batch,))
     for value in (ids, batch, *keys):
         parts = strategy.local_results(value)
-        assert [part.devices() for part in parts] == [{device} for device in devices]
+        assert [part.devices() for part in parts] == homes
 
 
 @pytest.mark.parametrize("is_traced", [False, True])

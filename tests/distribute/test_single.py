@@ -6,6 +6,7 @@ import pytest
 import armillary
 from armillary import DefaultStrategy, OneDeviceStrategy, get_strategy
 from armillary.distribute import ReplicaContext
+from armillary.state._lift import State
 
 
 def test_the_default_strategy_is_one_object():
@@ -33,7 +34,8 @@ def test_the_default_strategy_changes_nothing():
     assert strategy.gather(array, axis=0) is array
     np.testing.assert_array_equal(strategy.reduce("sum", array, axis=0), [2, 2, 2])
     assert strategy.local_results(array)[0] is array
-    assert strategy.state_sharding(None) is None and strategy.mesh is None
+    state = State([({"w": jnp.ones(2)}, "")])
+    assert strategy.state_shardings(state) == [None] and strategy.mesh is None
 
 
 def test_run_under_the_default_strategy_is_eager():

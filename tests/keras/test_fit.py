@@ -151,3 +151,10 @@ def test_data_that_fit_cannot_read_is_refused(problem, options, message):
         model = problem.make_model()
     with pytest.raises(ValueError, match=message):
         model.fit(dataset)
+
+
+def test_a_model_whose_state_would_be_divided_is_refused(problem):
+    with armillary.ShardedStrategy().scope():
+        model = problem.make_model("sequential")
+        with pytest.raises(ValueError, match=r"`model\.fit` was called under Sharded"):
+            model.fit(problem.x, problem.y, verbose=0)

@@ -58,6 +58,7 @@ class FlatState:
             program runs.
         cross_device_ops: How the strategy's steps sum over replicas.
         platform: The kind of device that they are on, such as `"cpu"`.
+        split: As in `Strategy`.
         is_ahead: Whether the slots do not hold `arrays` yet.
     """
 
@@ -65,13 +66,14 @@ class FlatState:
         self._peers, self._dispatch = strategy.peers, strategy.dispatch
         self.cross_device_ops = strategy.cross_device_ops
         self.platform: str = strategy.platform
+        self.split = strategy.split
         self.signature = state.signature()
         self.types = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for leaf in map(as_array, state.read())
         ]
-        self._homes = [strategy.state_sharding(slot) for slot in state.owners]
-        self._shardings = [strategy.program_sharding(slot) for slot in state.owners]
+        self._homes = list(strategy.state_shardings(state))
+        self._shardings = list(strategy.program_shardings(state))
         self._moves = self._homes != self._shardings
         self.arrays: list[Any] = [None] * len(state.paths)
         self._use = Use((), self.types, [])

@@ -273,6 +273,7 @@ class _Program:
             self._step.program,
             flat.platform,
             compiler_options,
+            split=flat.split,
             donate_argnums=0,
             out_shardings=(flat.shardings(self._step.changed), None, None),
         )

@@ -11,7 +11,7 @@ from armillary.distribute._global_arrays import everywhere
 from armillary.distribute.replica._context import lifted_state
 from armillary.distribute.strategies._devices import Device, as_device, as_devices
 from armillary.distribute.strategies._mirrored import MirroredStrategy
-from armillary.state._slots import Slot
+from armillary.state._lift import State
 from armillary.typing import PyTree
 
 
@@ -60,15 +60,13 @@ class CentralStorageStrategy(MirroredStrategy):
         """Where variables live."""
         return self._parameter_device
 
-    def state_sharding(self, slot: Slot) -> Sharding | None:
-        """Every slot on the parameter device."""
-        del slot
-        return self._home
+    def state_shardings(self, state: State) -> Sequence[Sharding | None]:
+        """Every array on the parameter device."""
+        return [self._home] * len(state.paths)
 
-    def program_sharding(self, slot: Slot) -> Sharding | None:
-        """A copy of every slot on each device."""
-        del slot
-        return everywhere(self._replica_mesh)
+    def program_shardings(self, state: State) -> Sequence[Sharding | None]:
+        """A copy of every array on each device."""
+        return super().state_shardings(state)
 
     def admit(self, arrays: list[Any]) -> list[Any]:
         """Returns a program's arguments, with values of variables on each device."""

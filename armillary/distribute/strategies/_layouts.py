@@ -1,10 +1,12 @@
-"""Where batches go: one device, or one row for each replica of a mesh."""
+"""Where batches go: a device, a mesh, or a row for each replica of a mesh."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from armillary.data._layout import Active, Peers, hosted_replicas
@@ -109,15 +111,8 @@ class ReplicaLayout:
 
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
         """Returns rows of replicated arrays, split over replicas as `rows` is."""
-        # Left to itself, the partitioner may choose to gather with collectives.
-        local_take = jax.shard_map(
-            _take,
-            mesh=narrow_mesh(self.mesh, len(rows)),
-            in_specs=(PartitionSpec(), PartitionSpec(AXIS_NAME)),
-            out_specs=PartitionSpec(AXIS_NAME),
-        )
-        with jax.auto_pcast(True):
-            return local_take(arrays, rows)
+        mesh = narrow_mesh(self.mesh, len(rows))
+        return _take_locally(mesh, PartitionSpec(AXIS_NAME), arrays, rows)
 
     def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
         """Returns each array as a `PerReplica`."""
@@ -164,6 +159,87 @@ class ProcessLayout(ReplicaLayout):
         """Returns host arrays as device arrays, whole on each device."""
         sharding = everywhere(self.mesh)
         return jax.tree.map(lambda leaf: replicate(leaf, sharding), arrays)
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """Batches of a single replica, split over a mesh by their examples.
+
+    A batch that the devices cannot share equally is split over fewer axes, or none; the
+    devices along the others have copies.
+
+    Args:
+        mesh: The mesh.
+        axes: The axes of it that examples are split over.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+
+    num_replicas = 1
+    local_replicas = range(1)
+    stacked = False
+    peers = None
+
+    def place(
+        self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
+    ) -> PyTree:
+        """Returns host arrays as device arrays, split over the mesh."""
+        del num_replicas
+
+        def shard(leaf: Any) -> NamedSharding:
+            return self.split(np.shape(leaf), leading_axes)
+
+        return jax.device_put(arrays, jax.tree.map(shard, arrays))
+
+    def split(self, shape: tuple[int, ...], axis: int | None) -> NamedSharding:
+        """Returns where an array lies that has its examples along `axis`, if it does.
+
+        Args:
+            shape: Its shape.
+            axis: The axis, or `None`.
+        """
+        if axis is None or axis >= len(shape):
+            return everywhere(self.mesh)
+        spec = PartitionSpec(*[None] * axis, self._axes_for(shape[axis]))
+        return NamedSharding(self.mesh, spec)
+
+    def _axes_for(self, num_examples: int) -> tuple[str, ...]:
+        """Returns the axes over which so many examples are split: the most that fit."""
+        counts = {
+            axes: math.prod(self.mesh.shape[axis] for axis in axes)
+            for axes in ((), *((axis,) for axis in self.axes), self.axes)
+        }
+        fitting = [axes for axes, n in counts.items() if num_examples % n == 0]
+        return max(fitting, key=lambda axes: counts[axes])
+
+    @property
+    def devices(self) -> Collection[Any]:
+        """The devices of the mesh."""
+        return self.mesh.local_devices
+
+    def replicate(self, arrays: PyTree) -> PyTree:
+        """Returns host arrays as device arrays, whole on each device."""
+        return jax.device_put(arrays, everywhere(self.mesh))
+
+    def gather(self, arrays: PyTree, rows: Any) -> PyTree:
+        """Returns rows of replicated arrays, split as `rows` is."""
+        spec = PartitionSpec(self._axes_for(len(rows)))
+        return _take_locally(self.mesh, spec, arrays, rows)
+
+    def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
+        """Returns the arrays themselves."""
+        del num_active
+        return arrays
+
+
+def _take_locally(mesh: Mesh, spec: PartitionSpec, arrays: PyTree, rows: Any) -> PyTree:
+    # Left to itself, the partitioner may choose to gather with collectives.
+    local_take = jax.shard_map(
+        _take, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec
+    )
+    with jax.auto_pcast(True):
+        return local_take(arrays, rows)
 
 
 def _take(arrays: PyTree, rows: Any) -> PyTree:

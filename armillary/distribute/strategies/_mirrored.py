@@ -18,7 +18,6 @@ from armillary.distribute.replica._run import run_in_replicas
 from armillary.distribute.strategies._devices import as_devices
 from armillary.distribute.strategies._layouts import ReplicaLayout
 from armillary.state._lift import State
-from armillary.state._slots import Slot
 from armillary.typing import PyTree
 
 # What of a strategy depends on its devices, for `described`.
@@ -105,10 +104,9 @@ class MirroredStrategy(Strategy):
         """One row of a batch on each device."""
         return ReplicaLayout(self._replica_mesh)
 
-    def state_sharding(self, slot: Slot) -> Sharding | None:
-        """A copy of every slot on each device."""
-        del slot
-        return everywhere(self._replica_mesh)
+    def state_shardings(self, state: State) -> Sequence[Sharding | None]:
+        """A copy of every array on each device."""
+        return [everywhere(self._replica_mesh)] * len(state.paths)
 
     def _run(
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any

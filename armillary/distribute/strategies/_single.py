@@ -1,6 +1,6 @@
 """Strategies with one replica: the default one, and one on a chosen device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -17,7 +17,6 @@ from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.strategies._devices import Device, as_device
 from armillary.distribute.strategies._layouts import SingleLayout
 from armillary.state._lift import State
-from armillary.state._slots import Slot
 from armillary.typing import PyTree
 
 
@@ -34,10 +33,9 @@ class _SingleStrategy(Strategy):
         """Batches on the device."""
         return SingleLayout(self._sharding)
 
-    def state_sharding(self, slot: Slot) -> Sharding | None:
-        """Every slot on the device."""
-        del slot
-        return self._sharding
+    def state_shardings(self, state: State) -> Sequence[Sharding | None]:
+        """Every array on the device."""
+        return [self._sharding] * len(state.paths)
 
     def _run(
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any

@@ -1,0 +1,188 @@
+"""Parameters and optimizer state split over devices, by the compiler."""
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from armillary._checks import check_instance, check_positive_int
+from armillary._process import get_process
+from armillary.data._layout import BatchLayout
+from armillary.distribute._global_arrays import is_key
+from armillary.distribute._strategy import Strategy
+from armillary.distribute.program._function import Functions
+from armillary.distribute.replica._collectives import ReplicaContext
+from armillary.distribute.replica._context import entered
+from armillary.distribute.replica._keras_losses import check_keras_losses
+from armillary.distribute.replica._policy import check_annotations
+from armillary.distribute.strategies._devices import as_devices
+from armillary.distribute.strategies._layouts import MeshLayout
+from armillary.distribute.strategies._rules import ShardingRules, axes_of
+from armillary.errors import StateStructureError
+from armillary.state._lift import State, as_array
+from armillary.typing import PyTree
+from armillary.xla._lowerings import partitioned
+
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+
+class ShardedStrategy(Strategy):
+    """One replica that spans all devices, each of which holds a part of its state.
+
+    For models that leave no room on a device, with the step of any other strategy. XLA
+    divides the program of a single device: batches are split over `data` and `fsdp`,
+    parameters and the state of their optimizer over `fsdp` (ZeRO-3), and over `tensor`
+    where a rule says so::
+
+        strategy = armillary.ShardedStrategy(
+            {"data": 2, "fsdp": 2, "tensor": 2},
+            rules={"up/kernel": PartitionSpec("fsdp", "tensor")},
+        )
+
+    A step sees the global batch, so `num_replicas_in_sync` is 1, and numbers are those
+    of one device: statistics of a batch are of all of it.
+
+    Args:
+        mesh_shape: The number of devices along the axes `data`, `fsdp` and `tensor`;
+            one that is left out has 1. By default all devices are along `fsdp`.
+        rules: From regular expressions, searched for in the paths of parameters (such
+            as `model/first/kernel`), to how such an array is split. The first that is
+            found counts. Where none is, an array of 1024 values or more is split over
+            `fsdp` along its longest axis that divides, and others are whole on every
+            device. The state of an optimizer is split like the parameters.
+        devices: The devices, or their names, with those of `tensor` side by side. By
+            default all of this process.
+
+    Raises:
+        RuntimeError: If this process has joined others.
+        TypeError: If an argument is of another type.
+        ValueError: If the mesh does not have as many devices as there are, or a rule
+            does not fit it.
+    """
+
+    def __init__(
+        self,
+        mesh_shape: Mapping[str, int] | None = None,
+        rules: Mapping[str, PartitionSpec] | None = None,
+        devices: Sequence[Any] | None = None,
+    ) -> None:
+        count = get_process().count
+        if count > 1:
+            raise RuntimeError(
+                f"`ShardedStrategy` was made in one of {count} processes that have "
+                "joined, but it spans the devices of one. Use it in a process of its "
+                "own, or `MultiWorkerMirroredStrategy` over all of them."
+            )
+        sizes = _check_shape(mesh_shape)
+        found = np.asarray(as_devices("devices", devices))
+        if sizes is None:
+            sizes = (1, len(found), 1)
+        if math.prod(sizes) != len(found):
+            shown = dict(zip(AXES, sizes, strict=True))
+            raise ValueError(
+                f"`mesh_shape` is {shown}, for {math.prod(sizes)} devices, but there "
+                f"are {len(found)}. Choose sizes whose product is {len(found)}, or "
+                "pass as many devices: `devices=jax.devices()[:n]`."
+            )
+        kinds = (AxisType.Auto,) * len(AXES)
+        mesh = Mesh(found.reshape(sizes), AXES, axis_types=kinds)
+        self._rules = ShardingRules(mesh, rules)
+        super().__init__(mesh, num_replicas=1)
+        self._device_mesh = mesh
+        self._layout = MeshLayout(mesh, BATCH_AXES)
+        self.split = self._layout.split
+        self._functions = Functions()
+
+    @property
+    def layout(self) -> BatchLayout:
+        """The examples of a batch split over `data` and `fsdp`."""
+        return self._layout
+
+    def state_shardings(self, state: State) -> Sequence[Sharding]:
+        """Each array split by the rules.
+
+        Raises:
+            ValueError: If a rule does not fit an array, or no array matches it.
+        """
+        specs = self._rules.specs(state)
+        return [NamedSharding(self._device_mesh, spec) for spec in specs]
+
+    def _run(
+        self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> PyTree:
+        if state is None:
+            return self._functions.get(fn, self)(*args, **kwargs)
+        check_annotations(state)
+        check_keras_losses()
+        specs, held = self._rules.specs(state), state.read()
+        of_optimizer = [part for s in state.slots for part in s.is_of_optimizer()]
+        # Left to itself, the partitioner may divide what is computed from a parameter
+        # as the parameter is divided, in place of the examples.
+        collected = [
+            leaf if is_not else self._divided(leaf, _without_batch_axes(spec))
+            for leaf, spec, is_not in zip(held, specs, of_optimizer, strict=True)
+        ]
+        state.write(collected)
+        context = ReplicaContext(self, None, active=1)
+        with entered(self, context), partitioned(self._layout.split):
+            result = fn(*args, **kwargs)
+        for slot, start, stop in state.ranges:
+            # Another structure is an error of the whole step, once it has ended.
+            with contextlib.suppress(StateStructureError):
+                pairs = zip(range(start, stop), slot.read(), strict=True)
+                slot.write(
+                    [
+                        held[i]
+                        if leaf is collected[i]
+                        else self._divided(leaf, specs[i])
+                        for i, leaf in pairs
+                    ]
+                )
+        return result
+
+    def _divided(self, leaf: Any, spec: PartitionSpec) -> Any:
+        array = as_array(leaf)
+        if array.ndim == 0 or is_key(array):
+            return leaf
+        sharding = NamedSharding(self._device_mesh, spec)
+        return jax.lax.with_sharding_constraint(array, sharding)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{k}={v}" for k, v in self._device_mesh.shape.items())
+        platform = self._device_mesh.devices.flat[0].platform
+        return f"ShardedStrategy({sizes}, {platform}, 1 replica)"
+
+
+def _without_batch_axes(spec: PartitionSpec) -> PartitionSpec:
+    kept = [
+        tuple(axis for axis in axes_of(entry) if axis not in BATCH_AXES)
+        for entry in spec
+    ]
+    return PartitionSpec(*[axes or None for axes in kept])
+
+
+def _check_shape(mesh_shape: Any) -> tuple[int, ...] | None:
+    """Returns the size of each axis.
+
+    Raises:
+        TypeError: If `mesh_shape` is no mapping.
+        ValueError: If it names another axis, or a size is not a positive integer.
+    """
+    if mesh_shape is None:
+        return None
+    fix = 'Use `mesh_shape={"fsdp": 8}`, or leave it out.'
+    check_instance("mesh_shape", mesh_shape, Mapping, fix)
+    for name, size in mesh_shape.items():
+        if name not in AXES:
+            raise ValueError(
+                f"`mesh_shape` has an axis {name!r}, but axes are 'data' (batches are "
+                "split), 'fsdp' (batches and state are split) and 'tensor' (state is "
+                "split by `rules`). Use these names."
+            )
+        check_positive_int(f'mesh_shape["{name}"]', size)
+    return tuple(int(mesh_shape.get(name, 1)) for name in AXES)

@@ -1,0 +1,585 @@
+"""State split over devices: the numbers of one device, at a fraction of its memory."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import armillary
+from armillary import ShardedStrategy
+from armillary.data import InputOptions, from_arrays
+from armillary.distribute.program import _function
+from armillary.distribute.strategies import _sharded
+from armillary.errors import StateStructureError
+from armillary.state._lift import find_slots
+from armillary.xla import _steps
+from armillary.xla._lowerings import has_rules, partitioned
+from tests.mistakes import mistakes
+from tests.problems import (
+    Classifier,
+    Metrics,
+    assert_identical,
+    make_digits,
+    make_training_data,
+    read_state,
+)
+
+CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
+RULES = {
+    "first/kernel": PartitionSpec("fsdp", "tensor"),
+    "first/bias|norm": PartitionSpec("tensor"),
+    "last/kernel": PartitionSpec("tensor"),
+}
+MAKERS = {
+    "one device": lambda: armillary.OneDeviceStrategy("cpu:1"),
+    "mirrored": lambda: armillary.MirroredStrategy(jax.devices()[:2]),
+    "fsdp": ShardedStrategy,
+    "cube": lambda: ShardedStrategy(CUBE, RULES),
+    "odd": lambda: ShardedStrategy({"data": 3, "fsdp": 2}, devices=jax.devices()[:6]),
+}
+
+
+class Wide(nnx.Module):
+    """A classifier with every kind of state, and arrays that are worth to be split."""
+
+    def __init__(self, dtype=jnp.float32, *, has_conv=False):
+        settings = {"rngs": nnx.Rngs(0), "dtype": dtype, "param_dtype": dtype}
+        self.conv = nnx.Conv(1, 4, (3, 3), **settings) if has_conv else None
+        self.first = nnx.Linear(64, 64, **settings)
+        self.norm = nnx.BatchNorm(64, **settings)
+        for statistic in (self.norm.mean, self.norm.var):
+            statistic.set_value(statistic[...].astype(dtype))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        self.last = nnx.Linear(64, 3, **settings)
+
+    def __call__(self, x):
+        if self.conv is not None:
+            x = nnx.max_pool(nnx.relu(self.conv(x)), (2, 2), (2, 2))
+        x = self.norm(self.first(x.reshape(x.shape[0], -1)))
+        return self.last(self.dropout(nnx.relu(x)))
+
+
+class Evaluator(Metrics):
+    """The metrics of a model's outputs."""
+
+    def __init__(self, strategy, model, dataset):
+        super().__init__(strategy, dataset)
+        self.model = nnx.view(model, deterministic=True, use_running_average=True)
+
+    def add(self, batch):
+        logits, label = self.model(batch["image"]), batch["label"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+        super().add(
+            {"value": losses.astype(jnp.float32), "logits": logits, "label": label}
+        )
+
+
+def make_trainer(strategy, transform=None, dataset=None, **options):
+    return Classifier(
+        strategy, Wide(), transform or optax.adam(1e-2), dataset, **options
+    )
+
+
+def specs_of(root):
+    return {
+        path: leaf.sharding.spec
+        for slot in find_slots(root)
+        for path, leaf in zip(slot.paths, slot.read(), strict=True)
+    }
+
+
+def bytes_on_devices(root):
+    leaves = [leaf for slot in find_slots(root) for leaf in slot.read()]
+    data = [jax.random.key_data(x) if "key" in str(x.dtype) else x for x in leaves]
+    total = sum(leaf.nbytes for leaf in data)
+    held = dict.fromkeys(jax.devices(), 0)
+    for shard in (shard for leaf in data for shard in leaf.addressable_shards):
+        held[shard.device] += shard.data.nbytes
+    return total, held
+
+
+@pytest.fixture
+def x64():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+@pytest.mark.usefixtures("x64")
+def test_numbers_are_those_of_one_device_with_uneven_batches():
+    def run(name):
+        strategy = MAKERS[name]()
+        digits = make_digits(70)
+        digits["image"] = digits["image"].astype(np.float64)
+        model = Wide(jnp.float64, has_conv=True)
+        # Of 16, 16, 16, 16 and 6 examples.
+        data = strategy.distribute_dataset(from_arrays(digits, batch_size=16))
+        transform = optax.sgd(0.1, momentum=0.9)
+        trainer = Classifier(strategy, model, transform, data)
+        outputs = [jax.device_get(trainer.train(n)) for n in (2, 3)]
+        evaluated = strategy.distribute_dataset(from_arrays(digits, batch_size=16))
+        evaluator = Evaluator(strategy, model, evaluated)
+        outputs.append(jax.device_get(evaluator.evaluate(-1)))
+        assert evaluator.counts == (70, 70)
+        return read_state(trainer), outputs
+
+    expected, numbers = run("one device")
+    before = read_state(Wide(jnp.float64, has_conv=True))
+    moved = np.abs(expected["model/first/kernel"] - before["first/kernel"]).max()
+    assert moved > 1e-2
+    for name in ("fsdp", "cube"):
+        state, outputs = run(name)
+        assert state.keys() == expected.keys()
+        for path, value in expected.items():
+            is_narrow = value.dtype == np.float32  # metrics, and the list of losses
+            bound = 1e-5 if is_narrow else 1e-11
+            np.testing.assert_allclose(state[path], value, bound, bound, err_msg=path)
+        for output, number in zip(outputs, numbers, strict=True):
+            assert output.keys() == number.keys()
+            for key, value in number.items():
+                np.testing.assert_allclose(output[key], value, 1e-6)
+
+
+@pytest.mark.parametrize("num_groups", [1, 4])
+@pytest.mark.parametrize("num_examples", [5, 8])
+def test_convolutions_have_the_gradients_of_one_device(num_examples, num_groups):
+    images = np.random.default_rng(0).normal(size=(num_examples, 8, 8, 4))
+
+    def run(strategy):
+        rngs = nnx.Rngs(0)
+        first = nnx.Conv(4, 8, (3, 3), strides=2, rngs=rngs)
+        second = nnx.Conv(8, 8, (3, 3), feature_group_count=num_groups, rngs=rngs)
+        dense = nnx.Linear(128, 64, rngs=rngs)
+        model = nnx.List([first, second, dense])
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+        def step_fn(batch):
+            def loss_fn(model):
+                x = nnx.relu(model[1](nnx.relu(model[0](batch))))
+                return jnp.mean(jnp.tanh(model[2](x.reshape(len(x), -1))) ** 2)
+
+            optimizer.update(model, nnx.grad(loss_fn)(model))
+
+        (batch,) = strategy.distribute_dataset([images.astype(np.float32)])
+        strategy.run(step_fn, args=(batch,))
+        return read_state(model)
+
+    expected = run(MAKERS["one device"]())
+    for shape in ({"data": 2, "fsdp": 2}, {"data": 3, "fsdp": 2}):
+        devices = jax.devices()[: 2 * shape["data"]]
+        state = run(ShardedStrategy(shape, devices=devices))
+        for path, value in expected.items():
+            np.testing.assert_allclose(state[path], value, 0, 1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_convolutions_are_divided_by_examples_on_all_platforms(platform):
+    assert has_rules()
+    layout = ShardedStrategy().layout
+
+    def gradient(kernel, x):
+        shape = (1, 1), "SAME"
+        return jax.grad(lambda k: jax.lax.conv(x, k, *shape).sum())(kernel)
+
+    arrays = jnp.ones((2, 3, 3, 3)), layout.place(np.ones((8, 3, 4, 4), np.float32))
+    with partitioned(layout.split):
+        traced = jax.jit(gradient).trace(*arrays)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("sharding_constraint") == 3
+
+
+def test_convolutions_that_cannot_be_divided_rightly_are_an_error(monkeypatch):
+    monkeypatch.setattr(_steps, "has_rules", lambda: False)
+    conv = nnx.Conv(1, 1, (3, 3), rngs=nnx.Rngs(0))
+    with pytest.raises(RuntimeError, match="convolutions would have wrong gradients"):
+        ShardedStrategy().run(lambda x: conv(x), args=(np.ones((8, 4, 4, 1), "f"),))
+
+
+def test_each_device_holds_its_share():
+    whole = make_trainer(armillary.OneDeviceStrategy("cpu:0"))
+    whole.train(2)
+    total, _ = bytes_on_devices([whole.model, whole.optimizer])
+    for shape, count in ({"fsdp": 8}, 8), ({"data": 2, "fsdp": 4}, 4):
+        trainer = make_trainer(ShardedStrategy(shape))
+        trainer.train(2)
+        sizes, held = bytes_on_devices([trainer.model, trainer.optimizer])
+        assert sizes == total
+        kernel = trainer.model.first.kernel[...]
+        split = 3 * kernel.nbytes  # With both moments: most of all there is.
+        assert set(held.values()) == {total - split + split // count}
+        assert split > 0.9 * total
+        moments = trainer.optimizer.opt_state[0]
+        for leaf in (
+            kernel,
+            moments.mu.first.kernel[...],
+            moments.nu.first.kernel[...],
+        ):
+            parts = [shard.data for shard in leaf.addressable_shards]
+            assert {part.shape for part in parts} == {(64 // count, 64)}
+
+
+def test_programs_take_and_give_parts_in_place(monkeypatch):
+    compiled = []
+
+    def spy(*args, **kwargs):
+        program: Any = compile_step(*args, **kwargs)
+
+        def call(*inputs):
+            compiled.append(program.lower(*inputs).compile())
+            return program(*inputs)
+
+        return call
+
+    compile_step = _function.compile_step
+    monkeypatch.setattr(_function, "compile_step", spy)
+
+    def measure(strategy):
+        model = nnx.Linear(256, 256, use_bias=False, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+        def step_fn(x):
+            def loss(model):
+                return jnp.mean(model(x) ** 2)
+
+            optimizer.update(model, nnx.grad(loss)(model))
+
+        batch = strategy.layout.place(np.ones((8, 256), np.float32))
+        strategy.run(step_fn, args=(batch,))
+        before = model.kernel[...], optimizer.opt_state[0].mu.kernel[...]
+        strategy.run(step_fn, args=(batch,))
+        assert all(array.is_deleted() for array in before)
+        return compiled[-1].memory_analysis()
+
+    whole = 3 * 256 * 256 * 4
+    small = 8 * 256 * 4 + 1000  # the batch, and counters
+    for strategy, count in (armillary.MirroredStrategy(), 1), (ShardedStrategy(), 8):
+        memory = measure(strategy)
+        assert whole / count <= memory.argument_size_in_bytes < whole / count + small
+        assert memory.alias_size_in_bytes == whole // count
+
+
+def test_rules_say_how_parameters_and_their_optimizer_state_are_split():
+    trainer = make_trainer(
+        ShardedStrategy(CUBE, {"^model/first/k": RULES["first/kernel"]})
+    )
+    trainer.train(2)
+    specs = specs_of(trainer)
+    split = {path for path, spec in specs.items() if spec == RULES["first/kernel"]}
+    moments = {f"optimizer/opt_state/0/{m}/first/kernel" for m in ("mu", "nu")}
+    assert split == {"model/first/kernel", *moments}
+    assert all(not spec for path, spec in specs.items() if path not in split)
+
+    class Plain(armillary.StandardTrainer):
+        def __init__(self, strategy):
+            super().__init__([np.ones((8, 64), np.float32)] * 2)
+            self.strategy = strategy
+            self.params = {"a": jnp.ones((64, 32)), "b": jnp.ones((64, 32))}
+            self.transform = optax.adafactor(0.1, min_dim_size_to_factor=8)
+            self.state = optax.chain(self.transform, optax.trace(0.9)).init(self.params)
+
+        def train_step(self, iterator):
+            def step_fn(x):
+                def loss(params):
+                    return jnp.mean((x @ params["a"] + x @ params["b"]) ** 2)
+
+                grads = jax.grad(loss)(self.params)
+                transform = optax.chain(self.transform, optax.trace(0.9))
+                updates, self.state = transform.update(grads, self.state, self.params)
+                self.params = optax.apply_updates(self.params, updates)
+
+            self.strategy.run(step_fn, args=(next(iterator),))
+
+    rules = {"/a": PartitionSpec(None, "tensor"), "/": PartitionSpec("fsdp")}
+    trainer = Plain(ShardedStrategy(CUBE, rules))
+    trainer.train(2)
+    trace = {
+        path.rpartition("/")[2]: spec
+        for path, spec in specs_of(trainer).items()
+        if "trace" in path
+    }
+    assert trace == {"a": rules["/a"], "b": rules["/"]}
+    factored = [spec for path, spec in specs_of(trainer).items() if "v_row" in path]
+    assert factored == [PartitionSpec()] * 2
+
+
+def test_arrays_that_no_rule_names_are_split_along_their_longest_axis():
+    sizes = {
+        "long": ((8, 256), PartitionSpec(None, "fsdp")),
+        "odd": ((1024, 1031), PartitionSpec("fsdp")),
+        "vector": ((1024,), PartitionSpec("fsdp")),
+        "small": ((8, 120), PartitionSpec()),
+        "prime": ((1031, 3), PartitionSpec()),
+    }
+    state = {name: nnx.Variable(jnp.ones(shape)) for name, (shape, _) in sizes.items()}
+    keys = nnx.Variable(jax.random.split(jax.random.key(0), 1024))
+
+    def step_fn():
+        for variable in state.values():
+            variable[...] = variable[...] + 1
+        keys[...] = keys[...][::-1]
+
+    ShardedStrategy().run(step_fn)
+    assert specs_of(state) == {name: spec for name, (_, spec) in sizes.items()}
+    assert keys[...].sharding.is_fully_replicated
+    assert all(np.all(variable[...] == 2) for variable in state.values())
+
+
+def save_and_restore(folder, source, target):
+    parts = [
+        {"model": trainer.model, "optimizer": trainer.optimizer}
+        for trainer in (source, target)
+    ]
+    managers = [
+        armillary.CheckpointManager(armillary.Checkpoint(**objects), str(folder))
+        for objects in parts
+    ]
+    managers[0].save()
+    managers[0].sync()
+    managers[1].restore_or_initialize()
+    assert_identical(read_state(parts[1]), read_state(parts[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_checkpoints_move_between_strategies_bit_for_bit(tmp_path, has_trained):
+    order = ["one device", "fsdp", "mirrored", "cube", "one device"]
+    trainers = {name: make_trainer(MAKERS[name]()) for name in order}
+    for number, trainer in enumerate(trainers.values(), start=1):
+        if has_trained or number == 1:
+            trainer.train(number)
+    for number in range(len(order) - 1):
+        source, target = (trainers[name] for name in order[number : number + 2])
+        save_and_restore(tmp_path / str(number), source, target)
+        target.train(1)
+        if order[number + 1] in ("fsdp", "cube"):
+            assert specs_of(target.model)["first/kernel"]
+
+
+@pytest.mark.usefixtures("optimized")
+def test_a_resumed_run_equals_one_that_did_not_stop(tmp_path):
+    def make_controller(folder, shape, rules=None):
+        trainer = make_trainer(ShardedStrategy(shape, rules))
+        checkpoint = armillary.Checkpoint(
+            trainer=trainer, train_dataset=trainer.train_dataset
+        )
+        return armillary.Controller(
+            global_step=trainer.optimizer.step,
+            trainer=trainer,
+            steps_per_loop=3,
+            checkpoint_manager=armillary.CheckpointManager(checkpoint, str(folder)),
+        )
+
+    for number, args in enumerate([({"fsdp": 8},), (CUBE, RULES)]):
+        whole = make_controller(tmp_path / f"whole{number}", *args)
+        whole.train(14)
+        make_controller(tmp_path / f"parts{number}", *args).train(5)
+        resumed = make_controller(tmp_path / f"parts{number}", *args)
+        assert int(resumed.global_step[...]) == 5
+        resumed.train(14)
+        assert_identical(read_state(resumed.trainer), read_state(whole.trainer))
+
+
+def test_a_loop_of_ones_own_trains_as_on_one_device():
+    def run(strategy, is_compiled):
+        model = Wide()
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        dataset = strategy.distribute_dataset(
+            from_arrays(make_digits(70), batch_size=16, shuffle_seed=1)
+        )
+
+        def step_fn(batch):
+            def loss_fn(model):
+                losses = optax.softmax_cross_entropy_with_integer_labels(
+                    model(batch["image"]), batch["label"]
+                )
+                return armillary.compute_average_loss(losses)
+
+            loss, grads = nnx.value_and_grad(loss_fn)(model)
+            optimizer.update(model, grads)
+            return loss
+
+        def step(batch):
+            loss = strategy.run(step_fn, args=(batch,))
+            return strategy.reduce("sum", loss)
+
+        step = armillary.function(step) if is_compiled else step
+        return [float(step(batch)) for _ in range(2) for batch in dataset]
+
+    expected = run(MAKERS["one device"](), True)
+    assert expected[0] > 2 * expected[-1]
+    for is_compiled in (False, True):
+        losses = run(ShardedStrategy(CUBE, RULES), is_compiled)
+        np.testing.assert_allclose(losses, expected, 1e-3)
+
+
+def test_data_may_stay_on_the_devices():
+    states = []
+    for is_placed in (False, True):
+        strategy = ShardedStrategy({"data": 2, "fsdp": 4})
+        source = from_arrays(make_digits(70), batch_size=16, shuffle_seed=0)
+        options = InputOptions(place_on_device=is_placed)
+        dataset = strategy.distribute_dataset(source, options)
+        trainer = make_trainer(strategy, dataset=dataset)
+        trainer.train(5)
+        states.append(read_state(trainer))
+        sizes = [len(batch["label"]) for batch in strategy.distribute_dataset(source)]
+        assert sizes == [16, 16, 16, 16, 6]
+    for path, value in states[0].items():
+        np.testing.assert_allclose(states[1][path], value, 1e-5, 1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "spec"),
+    [
+        (12, PartitionSpec(("data", "fsdp"))),
+        (8, PartitionSpec("fsdp")),
+        (9, PartitionSpec("data")),
+        (5, PartitionSpec(())),
+    ],
+)
+def test_a_batch_is_split_over_as_many_devices_as_can_share_it(num_examples, spec):
+    strategy = ShardedStrategy({"data": 3, "fsdp": 2}, devices=jax.devices()[:6])
+    if num_examples == 8:
+        spec = PartitionSpec("fsdp")
+    rows = np.arange(num_examples * 2.0, dtype=np.float32).reshape(-1, 2)
+    batch = strategy.layout.place({"x": rows, "n": np.float32(3)})
+    expected = jax.sharding.NamedSharding(strategy.mesh, spec)
+    assert batch["x"].sharding.is_equivalent_to(expected, 2)
+    np.testing.assert_array_equal(batch["x"], rows)
+    chunk = strategy.layout.place(rows[None], leading_axes=1)
+    chunked = jax.sharding.NamedSharding(strategy.mesh, PartitionSpec(None, *spec))
+    assert chunk.sharding.is_equivalent_to(chunked, 3)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_bad_step_is_undone(is_compiled):
+    images = make_digits(32)
+    images["image"][16:] = np.nan
+    strategy = ShardedStrategy(CUBE, RULES)
+    dataset = strategy.distribute_dataset(from_arrays(images, batch_size=16))
+    options = {"compile_step": is_compiled, "on_non_finite": "raise"}
+    trainer = make_trainer(strategy, dataset=dataset, **options)
+    trainer.train(1)
+    before = read_state(trainer.model)
+    with pytest.raises(armillary.errors.NonFiniteError, match="model/first/kernel"):
+        trainer.train(1)
+    after = read_state(trainer.model)
+    assert np.isfinite(after["first/kernel"]).all()
+    np.testing.assert_array_equal(after["first/kernel"], before["first/kernel"])
+
+
+def test_a_step_that_changes_the_structure_is_told_as_elsewhere():
+    strategy, held = ShardedStrategy(), nnx.Variable({"a": jnp.ones(2048)})
+
+    def step_fn():
+        held.set_value({"a": jnp.ones(2048), "b": jnp.ones(1)})
+
+    with pytest.raises(StateStructureError, match="held: tree structure"):
+        strategy.run(step_fn)
+
+
+def train_with(rules, shape=None):
+    return make_trainer(ShardedStrategy(shape or CUBE, rules)).train(1)
+
+
+NO_RULE = (
+    r"`rules` has '\^first', found in none of these paths:\n  losses\n  model/first/"
+)
+BAD_RANK = (
+    r"`rules` has 'bias': PartitionSpec\(None, 'tensor'\), which does not fit 3 of the "
+    r"arrays that it matches:\n  model/first/bias: float32 \(64,\), which lacks axis"
+)
+BAD_SIZE = (
+    r"does not fit 1 of the arrays that it matches:\n  model/last/kernel: float32 "
+    r"\(64, 3\), of which 4 devices cannot share axis 1\nMake it match fewer"
+)
+SPEC = PartitionSpec
+
+
+@mistakes(
+    {
+        ValueError: {
+            "`mesh_shape` has an axis 'model', but axes are 'data'": (
+                lambda: ShardedStrategy({"model": 8})
+            ),
+            r'`mesh_shape\["fsdp"\]` is 0, but it must be a positive integer': (
+                lambda: ShardedStrategy({"fsdp": 0})
+            ),
+            "for 4 devices, but there are 8. Choose sizes whose product is 8": (
+                lambda: ShardedStrategy({"data": 2, "fsdp": 2})
+            ),
+            "for 8 devices, but there are 2": (
+                lambda: ShardedStrategy({"fsdp": 8}, devices=["cpu:0", "cpu:1"])
+            ),
+            "`devices` is .*, which repeats a device": (
+                lambda: ShardedStrategy({"fsdp": 2}, devices=["cpu:0", "cpu:0"])
+            ),
+            r"`rules` has '\(', which is no regular expression: missing \)": (
+                lambda: ShardedStrategy(rules={"(": SPEC()})
+            ),
+            r'`rules\["x"\]` is .*, which names the axis \'model\'. Use each of': (
+                lambda: ShardedStrategy(rules={"x": SPEC("fsdp", "model")})
+            ),
+            "which names an axis twice. Use each of 'data', 'fsdp', 'tensor' once": (
+                lambda: ShardedStrategy(rules={"x": SPEC("fsdp", ("data", "fsdp"))})
+            ),
+            "which names the axis UNCONSTRAINED": (
+                lambda: ShardedStrategy(rules={"x": SPEC(SPEC.UNCONSTRAINED)})
+            ),
+            NO_RULE: lambda: train_with({"first": SPEC(), "^first": SPEC()}),
+            BAD_RANK: lambda: train_with({"bias": SPEC(None, "tensor")}),
+            BAD_SIZE: lambda: train_with(
+                {"last/kernel": SPEC(None, "tensor")}, {"data": 2, "tensor": 4}
+            ),
+        },
+        TypeError: {
+            "`mesh_shape` is 8 of type int, but it must be a `Mapping`": (
+                lambda: ShardedStrategy(8)
+            ),
+            r"`rules` is \[\] of type list, but it must be a `Mapping`": (
+                lambda: ShardedStrategy(rules=[])
+            ),
+            "`rules` is 3 of type int, but it must be a `str`. Its keys are paths": (
+                lambda: ShardedStrategy(rules={3: SPEC()})
+            ),
+            r'`rules\["x"\]` is \(\'fsdp\',\) of type tuple, but it must be a `Pa': (
+                lambda: ShardedStrategy(rules={"x": ("fsdp",)})
+            ),
+        },
+    }
+)
+def test_mistakes_are_told_before_anything_runs(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_rule_need_not_match_in_each_program():
+    strategy = ShardedStrategy(rules={"first/kernel": SPEC("fsdp")})
+    make_trainer(strategy, dataset=make_training_data(strategy)).train(1)
+    other = nnx.Variable(jnp.ones((2, 2)))
+    strategy.run(lambda: other.set_value(other[...] + 1))
+    assert float(other[0, 0]) == 2
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(_sharded, "get_process", lambda: _sharded_process())
+    with pytest.raises(RuntimeError, match="made in one of 2 processes that have join"):
+        ShardedStrategy()
+
+
+def _sharded_process():
+    return armillary._process.Process(0, 2)
+
+
+def test_it_says_what_it_is():
+    strategy = ShardedStrategy({"fsdp": 4, "data": 2})
+    shown = "ShardedStrategy(data=2, fsdp=4, tensor=1, cpu, 1 replica)"
+    assert repr(strategy) == shown
+    assert strategy.num_replicas_in_sync == 1
+    assert strategy.mesh.axis_names == ("data", "fsdp", "tensor")
+    assert ShardedStrategy(devices=["cpu:3", "cpu:4"]).mesh.shape["fsdp"] == 2
