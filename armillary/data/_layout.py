@@ -93,6 +93,20 @@ class BatchLayout(Protocol):
         ...
 
     @property
+    def num_shares(self) -> int:
+        """How many parts a batch has at most, each with its own devices."""
+        ...
+
+    def describe(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
+        """Returns the types of what `place` returns, with shardings.
+
+        Args:
+            types: Types of one share of a batch.
+            leading: Sizes of the axes before those of a batch.
+        """
+        ...
+
+    @property
     def devices(self) -> Collection[Any]:
         """The devices of this process that the replicas run on."""
         ...

@@ -38,14 +38,16 @@ def plan(
 
     It is the program that would run, made by the same code: many steps, with the state
     donated. Nothing of the trainer changes, and no device is touched. Each replica
-    keeps the batch that it has now, so the global batch grows with the devices.
+    keeps the batch that it has now, so the global batch grows with the devices. Under
+    `ShardedStrategy` so does each part of a batch: see `ShardedStrategy.described`.
 
     Args:
-        trainer: The trainer, under a `MirroredStrategy`.
+        trainer: The trainer, under a `MirroredStrategy` or a `ShardedStrategy`.
         topology: A TPU slice such as `"v5e:16x16"`, or hosts by GPUs such as
             `"h100:8x8"`. An abstract plan takes a number of devices too.
         steps_per_loop: As for the `Controller`. `None` takes that of the last loop.
-        per_replica_batch: Examples of each replica, in place of what it has now.
+        per_replica_batch: Examples of each replica, or part of a batch, in place of
+            what it has now.
         find_batch: Whether to look for the largest batch that fits, to an eighth, by
             compiling for one after the other.
         target: The kind of device, if it is not a known one.
@@ -106,7 +108,8 @@ class _Planner:
         with self._described(batch) as loop:
             export_loop(loop, self._platform)
             result = self._start(loop)
-        result.collectives = tuple(find_traced(loop.step, result.num_replicas))
+        count = self._topology.num_devices
+        result.collectives = tuple(find_traced(loop.step, count))
         return result
 
     def compile(self, batch: int | None) -> Plan:
@@ -120,14 +123,20 @@ class _Planner:
         return result
 
     def _start(self, loop: DescribedLoop) -> Plan:
-        return Plan(
+        count = self._topology.num_devices
+        plan = Plan(
             topology=self._topology,
-            num_replicas=self._topology.num_devices,
-            per_replica_batch=loop.per_replica_batch,
+            mesh=dict(loop.mesh.shape),
+            per_replica_batch=loop.share_size,
+            global_batch=loop.share_size * loop.num_shares,
             steps_per_program=loop.capacity,
             state_bytes=loop.state_bytes,
+            held_bytes=loop.held_bytes,
             flops=count_flops(loop.step),
         )
+        if plan.is_divided:
+            plan.flops = {dtype: n / count for dtype, n in plan.flops.items()}
+        return plan
 
     def _finish(self, result: Plan, loop: DescribedLoop, compiled: Compiled) -> None:
         count = self._topology.num_devices
@@ -136,7 +145,7 @@ class _Planner:
         result.host_transfers = traffic.host_transfers
         result.step_bytes = count_step_bytes(compiled.module, loop.depth)
         result.compile_seconds = compiled.seconds
-        ahead = loop.chunk_bytes // count
+        ahead = loop.chunk_bytes
         result.memory = Memory(**compiled.memory, batches_ahead=ahead)
         result.estimate = estimate_step(
             self._topology, result.flops, result.step_bytes, traffic.of_step()

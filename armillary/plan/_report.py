@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _WIDTH = 88
+_UNKNOWN = "not known before a compiler divides the step"
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,17 @@ class Plan:
 
     Attributes:
         topology: The devices.
-        num_replicas: How many replicas they run.
-        per_replica_batch: Examples of each in a step.
+        mesh: How many devices there are along each axis of the strategy's mesh:
+            `replica`, or `data`, `fsdp` and `tensor`.
+        per_replica_batch: Examples of each replica in a step; under `ShardedStrategy`,
+            of each part of the batch.
+        global_batch: Examples of a step on all devices.
         steps_per_program: Most steps of one call of the device.
-        state_bytes: Bytes of one copy of the state.
+        state_bytes: Bytes of the state.
+        held_bytes: How many of them each device holds.
         flops: Operations of one step on one device in products and convolutions, by
-            dtype; as traced, without what a compiler computes twice.
+            dtype; as traced, without what a compiler computes twice. Under
+            `ShardedStrategy`, an equal share of those of the step.
         is_abstract: Whether nothing was compiled.
         collectives: What devices send each other.
         host_transfers: Operations inside loops that reach the host.
@@ -75,10 +81,12 @@ class Plan:
     """
 
     topology: Topology
-    num_replicas: int
+    mesh: dict[str, int]
     per_replica_batch: int
+    global_batch: int
     steps_per_program: int
     state_bytes: int
+    held_bytes: int
     flops: dict[str, float]
     is_abstract: bool = True
     collectives: tuple[Collective, ...] = ()
@@ -99,9 +107,14 @@ class Plan:
         return self.memory.total <= self.topology.target.memory_bytes
 
     @property
-    def global_batch(self) -> int:
-        """Examples of a step on all replicas."""
-        return self.num_replicas * self.per_replica_batch
+    def num_replicas(self) -> int:
+        """How many replicas the devices run: one, if it spans all of them."""
+        return self.mesh.get("replica", 1)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the compiler divides the step, as under `ShardedStrategy`."""
+        return "replica" not in self.mesh
 
     def of_step(self, kind: str | None = None) -> list[Collective]:
         """Returns the collectives of every step, of one kind or of all."""
@@ -120,10 +133,12 @@ class Plan:
             "device": None if target is None else target.name,
             "source": None if target is None else target.source,
             "num_replicas": self.num_replicas,
+            "mesh": self.mesh,
             "per_replica_batch": self.per_replica_batch,
             "global_batch": self.global_batch,
             "steps_per_program": self.steps_per_program,
             "state_bytes": self.state_bytes,
+            "state_bytes_per_device": self.held_bytes,
             "is_abstract": self.is_abstract,
             "fits": self.fits,
             "memory_bytes": None if target is None else target.memory_bytes,
@@ -172,12 +187,19 @@ class Plan:
         flops = ", ".join(
             f"{_scaled(count)}FLOP {dtype}" for dtype, count in self.flops.items()
         )
+        held = f"{_scaled(self.held_bytes)}B on each device"
+        if self.held_bytes < self.state_bytes:
+            held = f"{_scaled(self.state_bytes)}B, {held}"
+        replicas = str(self.num_replicas)
+        if self.is_divided:
+            sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+            replicas = f"1, over {sizes}"
         return [
-            ("replicas", str(self.num_replicas)),
+            ("replicas", replicas),
             ("batch", f"{self.per_replica_batch} each, {self.global_batch} global"),
             ("steps in a program", f"up to {self.steps_per_program}"),
-            ("state", f"{_scaled(self.state_bytes)}B on each replica"),
-            ("products, per replica", f"{flops or '0 FLOP'} a step"),
+            ("state", held),
+            ("products, per device", f"{flops or '0 FLOP'} a step"),
         ]
 
     def _memory(self) -> list[tuple[str, str]]:
@@ -216,7 +238,8 @@ class Plan:
             shown = ", ".join(f"{count} {name}" for name, count in others.items())
             rows.append(("not in every step", shown))
         if not rows:
-            rows.append(("collectives", "none"))
+            is_known = not (self.is_abstract and self.is_divided)
+            rows.append(("collectives", "none" if is_known else _UNKNOWN))
         if not self.is_abstract and self.memory is not None:
             hosts = ", ".join(self.host_transfers) or "none"
             rows.append(("host, inside the loop", hosts))

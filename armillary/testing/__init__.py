@@ -1,10 +1,14 @@
 """Checks for the tests of a program that trains.
 
+`assert_strategies_agree` fails when a trainer gets other numbers under some strategy.
 `assert_collectives` fails when a step begins to send more than it did, such as after a
 change that makes it gather what it only had to sum.
 """
 
+from armillary.testing._agreement import (
+    assert_strategies_agree as assert_strategies_agree,
+)
 from armillary.testing._collectives import assert_collectives as assert_collectives
 from armillary.testing._collectives import find_collectives as find_collectives
 
-__all__ = ["assert_collectives", "find_collectives"]
+__all__ = ["assert_collectives", "assert_strategies_agree", "find_collectives"]

@@ -1,22 +1,23 @@
 """The program of a training loop for devices that are not there.
 
 It is made by the code that makes the one that runs (`Programs`), from types in place of
-arrays. Each replica keeps the batch that it has on the devices of this process.
+arrays. Each share of a batch, one for each replica, keeps as many examples as it has on
+the devices of this process.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding
 
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import BatchLayout
 from armillary.data.feed._chunk_builder import Chunk, ChunkBuilder
 from armillary.data.feed._gather import Gather
 from armillary.distribute._global_arrays import everywhere
-from armillary.distribute.replica._policy import AXIS_NAME
 from armillary.trainer._guard import LoopGuard
 from armillary.trainer._loop_data import choose_chunk_size, distribute, flatten_datasets
 from armillary.trainer._non_finite import Health
@@ -37,10 +38,11 @@ class DescribedLoop(NamedTuple):
         depth: How many loops of the program are around a step: 2 if it runs the hooks
             of the trainer too, 0 if it runs a single step, else 1.
         capacity: Steps for which the program has room.
-        per_replica_batch: Examples that each replica has in a step, of the first
-            dataset.
-        chunk_bytes: Bytes of the batches that it takes, over all devices.
-        state_bytes: Bytes of one copy of the state.
+        num_shares: How many parts a batch has, one for each replica if there are any.
+        share_size: Examples of each in a step, of the first dataset.
+        chunk_bytes: Bytes of the batches that it takes, on each device.
+        state_bytes: Bytes of the state.
+        held_bytes: How many of them each device holds.
         compiler_options: As in `StandardTrainerOptions`.
     """
 
@@ -50,9 +52,11 @@ class DescribedLoop(NamedTuple):
     step: Any
     depth: int
     capacity: int
-    per_replica_batch: int
+    num_shares: int
+    share_size: int
     chunk_bytes: int
     state_bytes: int
+    held_bytes: int
     compiler_options: dict[str, Any]
 
 
@@ -91,7 +95,7 @@ def described_loop(
         num_steps: Steps of a loop.
         num_devices: How many devices there are.
         platform: What kind they are, such as `"tpu"`.
-        per_replica_batch: Examples of each replica. `None` keeps what it is.
+        per_replica_batch: Examples of each share. `None` keeps what it is.
 
     Yields:
         The loop, which can be lowered inside.
@@ -102,33 +106,33 @@ def described_loop(
     strategy = method.strategy
     leaves, structure = flatten_datasets(nest)
     datasets = [distribute(data, strategy) for data in leaves]
-    num_replicas = strategy.num_replicas_in_sync
-    batches = [_per_replica(data, num_replicas, per_replica_batch) for data in datasets]
+    num_shares = strategy.layout.num_shares
+    shares = [_share(data, num_shares, per_replica_batch) for data in datasets]
     with strategy.described(num_devices, platform) as mesh:
         layout = strategy.layout
         data = _Data(
             [_Dataset(layout, dataset.gather.on(layout)) for dataset in datasets],
             structure,
         )
-        types = [_stack(batch, layout.num_replicas) for batch in batches]
-        yield _describe(method, data, options, types, num_steps, mesh)
+        yield _describe(method, data, options, shares, num_steps, mesh)
 
 
 def _describe(
     method: StepMethod,
     data: _Data,
     options: StandardTrainerOptions,
-    types: list[PyTree],
+    shares: list[PyTree],
     num_steps: int,
     mesh: AbstractMesh,
 ) -> DescribedLoop:
     strategy = method.strategy
+    layout = strategy.layout
+    types = [layout.describe(share) for share in shares]
     is_watched = (
         options.on_non_finite is not None or options.check_replicas_every is not None
     )
     guard = LoopGuard(method.name, strategy, options.on_non_finite, None)
-    count = strategy.layout.num_replicas
-    active = (count,) * len(types)
+    active = (layout.num_replicas,) * len(types)
 
     def make(data: _Data) -> Programs:
         return Programs(
@@ -147,18 +151,18 @@ def _describe(
     programs.find_hooks()
     flat = programs.find_state()
     inputs = [
-        dataset.gather.describe(batch)
-        for dataset, batch in zip(data.datasets, types, strict=True)
+        dataset.gather.describe(share)
+        for dataset, share in zip(data.datasets, shares, strict=True)
     ]
     builder = ChunkBuilder(
         per_step,
         steps_per_chunk=options.steps_per_chunk or choose_chunk_size(num_steps),
         max_chunk_bytes=options.max_chunk_bytes,
     )
-    capacity = builder.count_steps([sent for sent, _ in inputs])
+    capacity = builder.count_steps([layout.describe(sent) for sent, _ in inputs])
     chunk = Chunk(
         arrays=[
-            _chunked(sent, capacity * taken, mesh)
+            layout.describe(sent, (capacity * taken,))
             for (sent, _), taken in zip(inputs, per_step, strict=True)
         ],
         resident=[_placed(resident, everywhere(mesh)) for _, resident in inputs],
@@ -182,37 +186,34 @@ def _describe(
         step=program.step.program,
         depth=0 if not program.is_nested else 1 if program.hooks is None else 2,
         capacity=capacity,
-        per_replica_batch=jax.tree.leaves(types[0])[0].shape[1],
-        chunk_bytes=_count_bytes(chunk.arrays),
+        num_shares=layout.num_shares,
+        share_size=jax.tree.leaves(shares[0])[0].shape[0],
+        chunk_bytes=_count_held(chunk.arrays),
         state_bytes=_count_bytes(flat.types),
+        held_bytes=_count_held(flat.describe(())),
         compiler_options=dict(options.compiler_options or {}),
     )
 
 
-def _per_replica(
-    dataset: DistributedDataset, num_replicas: int, size: int | None
-) -> PyTree:
-    """Returns the types of one replica's share of a batch."""
+def _share(dataset: DistributedDataset, num_shares: int, size: int | None) -> PyTree:
+    """Returns the types of one share of a batch."""
     spec = dataset.element_spec
-    rows = size or max(jax.tree.leaves(spec)[0].shape[0] // num_replicas, 1)
+    rows = size or max(jax.tree.leaves(spec)[0].shape[0] // num_shares, 1)
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), spec
     )
 
 
-def _stack(types: PyTree, count: int) -> PyTree:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), types
-    )
-
-
-def _chunked(types: PyTree, count: int, mesh: AbstractMesh) -> PyTree:
-    sharding = NamedSharding(mesh, PartitionSpec(None, AXIS_NAME))
-    return _placed(_stack(types, count), sharding)
-
-
 def _count_bytes(types: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
+
+
+def _count_held(types: PyTree) -> int:
+    """Returns how many bytes of arrays with shardings each device holds."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(types)
+    )
 
 
 def _placed(types: PyTree, sharding: NamedSharding) -> PyTree:

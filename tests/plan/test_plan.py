@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import armillary
 from armillary._cli import main
@@ -19,6 +20,7 @@ from tests.plan.digits_mlp import (
     BATCH_SIZE,
     NUM_PARAMETERS,
     Trainer,
+    make_arrays,
     make_controller,
     make_trainer,
 )
@@ -53,6 +55,45 @@ def test_replicas_keep_their_batch_unless_another_is_asked_for():
     assert plan(on_four, 16, abstract=True).per_replica_batch == BATCH_SIZE // 4
     found = plan(on_four, "v5e:4x4", abstract=True, per_replica_batch=3)
     assert (found.num_replicas, found.global_batch) == (16, 48)
+
+
+def make_sharded(**options):
+    source = armillary.data.from_arrays(make_arrays(), batch_size=BATCH_SIZE)
+    strategy = armillary.ShardedStrategy(**options)
+    return Trainer(strategy, strategy.distribute_dataset(source))
+
+
+def test_of_a_sharded_state_each_device_has_a_part():
+    rules = {"hidden/kernel": PartitionSpec("fsdp", "tensor")}
+    trainer = make_sharded(mesh_shape={"fsdp": 4, "tensor": 2}, rules=rules)
+    before = repr(trainer.strategy)
+    found = plan(trainer, 64, abstract=True)
+    assert found.mesh == {"data": 8, "fsdp": 4, "tensor": 2}
+    # A batch of 64 on 4 devices becomes one for 32.
+    assert (found.per_replica_batch, found.global_batch) == (16, 512)
+    assert found.num_replicas == 1
+    hidden, output = 64 * 128 // 8, 128 * 10 // 4
+    assert found.held_bytes == 3 * 4 * (hidden + 128 + output + 10) + 16
+    assert found.state_bytes == plan(make_trainer(), 8, abstract=True).state_bytes
+    work = 2 * 512 * (2 * 64 * 128 + 3 * 128 * 10)
+    assert found.flops == {"float32": work / 64}
+    assert "1, over data=8, fsdp=4, tensor=2" in str(found)
+    assert "not known before a compiler divides the step" in str(found)
+    # The strategy is on its own devices again.
+    assert repr(trainer.strategy) == before
+    trainer.train(2)
+
+
+def test_without_a_mesh_shape_all_devices_divide_the_state():
+    found = plan(make_sharded(), 16, abstract=True)
+    assert found.mesh == {"data": 1, "fsdp": 16, "tensor": 1}
+
+
+def test_devices_that_a_mesh_shape_does_not_divide_are_an_error():
+    trainer = make_sharded(mesh_shape={"fsdp": 4, "tensor": 2})
+    message = r"12 devices to plan for, which `mesh_shape` does not divide: it has 4 al"
+    with pytest.raises(ValueError, match=message):
+        plan(trainer, 12, abstract=True)
 
 
 def test_one_replica_sends_nothing():
@@ -179,7 +220,9 @@ def test_memory_is_what_a_device_must_hold_at_once():
         batches_ahead=2 * MB,
     )
     assert memory.total == 18 * MB
-    found = Plan(parse_topology("v5e:1x1"), 1, 1, 1, 1, {}, is_abstract=False)
+    found = Plan(
+        parse_topology("v5e:1x1"), {"replica": 1}, 1, 1, 1, 1, 1, {}, is_abstract=False
+    )
     assert found.fits is False
     assert "the compiler needs more of 16 GB" in str(found)
     found.memory = memory

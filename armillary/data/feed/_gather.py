@@ -130,16 +130,14 @@ class Gather:
         """Returns the types of what a program takes for one batch; places nothing.
 
         Args:
-            types: Of a batch as a step receives it.
+            types: Of one share of a batch, as `BatchLayout.describe` takes it.
 
         Returns:
             The types of what travels to the devices, and of what stays there.
         """
         if self._placed is None:
             return types, None
-        leaf = jax.tree.leaves(types)[0]
-        num_axes = 2 if self.layout.stacked else 1
-        rows = jax.ShapeDtypeStruct(leaf.shape[:num_axes], np.int32)
+        rows = jax.ShapeDtypeStruct(jax.tree.leaves(types)[0].shape[:1], np.int32)
         resident = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(array.shape, canonical_dtype(array)),
             self._arrays,

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from armillary.data._layout import Active, Peers, hosted_replicas
 from armillary.distribute._global_arrays import everywhere, replicate, split
@@ -28,9 +28,19 @@ class SingleLayout:
     sharding: Sharding | None
 
     num_replicas = 1
+    num_shares = 1
     local_replicas = range(1)
     stacked = False
     peers = None
+
+    def describe(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
+        """Returns the types of device arrays."""
+
+        def describe(leaf: Any) -> jax.ShapeDtypeStruct:
+            shape = (*leading, *leaf.shape)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self.sharding)
+
+        return jax.tree.map(describe, types)
 
     def place(
         self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
@@ -89,6 +99,21 @@ class ReplicaLayout:
     def num_replicas(self) -> int:
         """One replica for each device."""
         return self.mesh.shape[AXIS_NAME]
+
+    @property
+    def num_shares(self) -> int:
+        """One share for each replica."""
+        return self.num_replicas
+
+    def describe(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
+        """Returns types with the axis of the replicas."""
+        sharding = self._sharding(len(leading), None)
+
+        def describe(leaf: Any) -> jax.ShapeDtypeStruct:
+            shape = (*leading, self.num_replicas, *leaf.shape)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(describe, types)
 
     def place(
         self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
@@ -173,13 +198,29 @@ class MeshLayout:
         axes: The axes of it that examples are split over.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     axes: tuple[str, ...]
 
     num_replicas = 1
     local_replicas = range(1)
     stacked = False
     peers = None
+
+    @property
+    def num_shares(self) -> int:
+        """One share for each place on `axes`."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    def describe(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
+        """Returns types of the global batch."""
+
+        def describe(leaf: Any) -> jax.ShapeDtypeStruct:
+            rows, *rest = leaf.shape
+            shape = (*leading, rows * self.num_shares, *rest)
+            sharding = self.split(shape, len(leading))
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(describe, types)
 
     def place(
         self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
@@ -216,6 +257,7 @@ class MeshLayout:
     @property
     def devices(self) -> Collection[Any]:
         """The devices of the mesh."""
+        assert isinstance(self.mesh, Mesh)
         return self.mesh.local_devices
 
     def replicate(self, arrays: PyTree) -> PyTree:
@@ -233,7 +275,9 @@ class MeshLayout:
         return arrays
 
 
-def _take_locally(mesh: Mesh, spec: PartitionSpec, arrays: PyTree, rows: Any) -> PyTree:
+def _take_locally(
+    mesh: Mesh | AbstractMesh, spec: PartitionSpec, arrays: PyTree, rows: Any
+) -> PyTree:
     # Left to itself, the partitioner may choose to gather with collectives.
     local_take = jax.shard_map(
         _take, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from armillary._checks import check_instance, list_lines
 from armillary.distribute._global_arrays import is_key
@@ -44,7 +44,7 @@ class ShardingRules:
     """
 
     def __init__(self, mesh: Mesh, rules: Mapping[str, PartitionSpec] | None) -> None:
-        self._mesh = mesh
+        self.mesh: Mesh | AbstractMesh = mesh
         if rules is not None:
             check_instance("rules", rules, Mapping, _RULES_FIX)
         self._rules = [
@@ -101,7 +101,7 @@ class ShardingRules:
                 specs[i] = self._automatic(leaves[i].shape)
                 continue
             pattern, specs[i] = found[0]
-            problem = _find_problem(self._mesh, leaves[i].shape, specs[i])
+            problem = _find_problem(self.mesh, leaves[i].shape, specs[i])
             if problem is not None:
                 line = f"{path}: {describe(leaves[i])}, {problem}"
                 problems.setdefault(pattern.pattern, []).append(line)
@@ -125,7 +125,7 @@ class ShardingRules:
             )
 
     def _automatic(self, shape: tuple[int, ...]) -> PartitionSpec:
-        count = self._mesh.shape["fsdp"]
+        count = self.mesh.shape["fsdp"]
         fitting = [axis for axis, size in enumerate(shape) if size % count == 0]
         if count == 1 or math.prod(shape) < SMALL or not fitting:
             return PartitionSpec()
@@ -193,7 +193,7 @@ def _check_spec(mesh: Mesh, pattern: str, spec: Any) -> PartitionSpec:
 
 
 def _find_problem(
-    mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec
+    mesh: Mesh | AbstractMesh, shape: tuple[int, ...], spec: PartitionSpec
 ) -> str | None:
     if len(spec) > len(shape):
         return f"which lacks axis {len(shape)}"

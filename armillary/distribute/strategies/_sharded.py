@@ -2,12 +2,19 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+)
 
 from armillary._checks import check_instance, check_positive_int
 from armillary._process import get_process
@@ -29,6 +36,7 @@ from armillary.xla._lowerings import partitioned
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
+_KINDS = (AxisType.Auto,) * len(AXES)
 
 
 class ShardedStrategy(Strategy):
@@ -80,6 +88,7 @@ class ShardedStrategy(Strategy):
             )
         sizes = _check_shape(mesh_shape)
         found = np.asarray(as_devices("devices", devices))
+        self._sizes = sizes
         if sizes is None:
             sizes = (1, len(found), 1)
         if math.prod(sizes) != len(found):
@@ -89,14 +98,58 @@ class ShardedStrategy(Strategy):
                 f"are {len(found)}. Choose sizes whose product is {len(found)}, or "
                 "pass as many devices: `devices=jax.devices()[:n]`."
             )
-        kinds = (AxisType.Auto,) * len(AXES)
-        mesh = Mesh(found.reshape(sizes), AXES, axis_types=kinds)
+        mesh = Mesh(found.reshape(sizes), AXES, axis_types=_KINDS)
         self._rules = ShardingRules(mesh, rules)
         super().__init__(mesh, num_replicas=1)
-        self._device_mesh = mesh
+        self._use(mesh)
+        self._functions = Functions()
+        self._described_platform: str | None = None
+
+    def _use(self, mesh: Mesh | AbstractMesh) -> None:
+        self._mesh = self._device_mesh = self._rules.mesh = mesh
         self._layout = MeshLayout(mesh, BATCH_AXES)
         self.split = self._layout.split
-        self._functions = Functions()
+
+    @property
+    def platform(self) -> str:
+        """The kind of device that steps run on, such as `"cpu"`."""
+        return self._described_platform or super().platform
+
+    @contextlib.contextmanager
+    def described(self, num_devices: int, platform: str) -> Iterator[AbstractMesh]:
+        """Lets this strategy trace programs for devices that are not there.
+
+        Inside, it spans that many. `fsdp` and `tensor` keep the sizes that
+        `mesh_shape` gave them, and `data` grows; without a `mesh_shape`, all devices
+        are along `fsdp`.
+
+        Args:
+            num_devices: How many there are.
+            platform: What kind they are, such as `"tpu"`.
+
+        Yields:
+            Their mesh.
+
+        Raises:
+            ValueError: If `fsdp` and `tensor` do not divide their number.
+        """
+        _, fsdp, tensor = self._sizes or (1, num_devices, 1)
+        if num_devices % (fsdp * tensor):
+            raise ValueError(
+                f"There are {num_devices} devices to plan for, which `mesh_shape` does "
+                f"not divide: it has {fsdp} along 'fsdp' and {tensor} along 'tensor', "
+                "and what is left is 'data'. Choose sizes whose product divides "
+                f"{num_devices}."
+            )
+        sizes = (num_devices // (fsdp * tensor), fsdp, tensor)
+        mesh, before = AbstractMesh(sizes, AXES, axis_types=_KINDS), self._device_mesh
+        self._use(mesh)
+        self._described_platform = platform
+        try:
+            yield mesh
+        finally:
+            self._use(before)
+            self._described_platform = None
 
     @property
     def layout(self) -> BatchLayout:
@@ -154,8 +207,7 @@ class ShardedStrategy(Strategy):
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{k}={v}" for k, v in self._device_mesh.shape.items())
-        platform = self._device_mesh.devices.flat[0].platform
-        return f"ShardedStrategy({sizes}, {platform}, 1 replica)"
+        return f"ShardedStrategy({sizes}, {self.platform}, 1 replica)"
 
 
 def _without_batch_axes(spec: PartitionSpec) -> PartitionSpec:

@@ -1,0 +1,169 @@
+"""Checks that a trainer gets the same numbers under every strategy."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from armillary._checks import check_instance, check_positive_int, list_lines
+from armillary.distribute._global_arrays import is_key
+from armillary.distribute._strategy import Strategy
+from armillary.state._lift import State
+from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
+
+_CAUSES = (
+    "Look for a loss that is averaged over a replica's share of the batch instead of "
+    "the global batch (`armillary.compute_average_loss`), for statistics of a batch or "
+    "random numbers, of which each replica has its own, and for a sum over replicas "
+    "that is missing. What only grows with the steps is rounding: raise `tolerance`."
+)
+
+
+def assert_strategies_agree(
+    make_trainer: Callable[[Strategy], AbstractTrainer],
+    strategies: Sequence[Strategy],
+    *,
+    steps: int = 20,
+    tolerance: float = 1e-4,
+) -> None:
+    """Checks that a trainer computes the same under each of several strategies.
+
+    Each strategy gets a trainer of its own, which trains: one step, and then the
+    others. After both, everything that a checkpoint would hold is compared, and what
+    `train` returned. A trainer that is also an evaluator then evaluates, until its
+    data ends. With data whose last batch is short, and fewer of them than `steps`, the
+    end of the data is part of the test: all must see it at the same step.
+
+    Args:
+        make_trainer: Called under the scope of each strategy, with it. It must make
+            the same model, optimizer and data each time: with fixed seeds.
+        strategies: At least two. The first one is what the others are compared with,
+            such as `OneDeviceStrategy("cpu:0")`.
+        steps: How many steps to train. All batches of the data may be fewer.
+        tolerance: Largest difference in an array, relative to the largest value of it,
+            or to 0.01 if all are smaller. Integers and random keys must be equal.
+
+    Raises:
+        AssertionError: If they differ. It names the strategy, the arrays, by how much
+            and where.
+        TypeError: If something is no strategy, or `make_trainer` returns no trainer.
+        ValueError: If there are fewer than two strategies.
+    """
+    fix = 'Pass objects, as in `[OneDeviceStrategy("cpu:0"), MirroredStrategy()]`.'
+    for index, strategy in enumerate(strategies):
+        check_instance(f"strategies[{index}]", strategy, Strategy, fix)
+    if len(strategies) < 2:
+        raise ValueError(
+            f"`strategies` has {len(strategies)}, but it takes two to compare. {fix}"
+        )
+    check_positive_int("steps", steps)
+    first, *others = strategies
+    expected = _record(make_trainer, first, steps)
+    for strategy in others:
+        found = _record(make_trainer, strategy, steps)
+        for ours, theirs in zip(expected, found, strict=True):
+            _compare(ours, theirs, first, strategy, tolerance)
+
+
+@dataclass
+class _Moment:
+    """What there is to compare at some time.
+
+    Attributes:
+        name: When that was.
+        values: Arrays and facts by name.
+    """
+
+    name: str
+    values: dict[str, Any]
+
+
+def _record(
+    make_trainer: Callable[[Strategy], AbstractTrainer], strategy: Strategy, steps: int
+) -> list[_Moment]:
+    """Returns what a trainer has after one step, after all, and after evaluation."""
+    moments: list[_Moment] = []
+    with strategy.scope():
+        trainer = make_trainer(strategy)
+        fix = "Return a trainer, with its dataset, from `make_trainer(strategy)`."
+        check_instance("make_trainer(strategy)", trainer, AbstractTrainer, fix)
+
+        def note(name: str, output: Any) -> None:
+            state = State([(trainer, type(trainer).__name__)])
+            values = dict(zip(state.paths, map(_as_host, state.read()), strict=True))
+            paths = jax.tree_util.tree_leaves_with_path(output)
+            for path, leaf in paths:
+                values[f"output{jax.tree_util.keystr(path)}"] = _as_host(leaf)
+            values["data_exhausted"] = np.asarray(trainer.data_exhausted)
+            moments.append(_Moment(name, values))
+
+        note("one step", trainer.train(1))
+        if steps > 1:
+            note(f"{steps} steps", trainer.train(steps - 1))
+        if isinstance(trainer, AbstractEvaluator):
+            note("an evaluation", trainer.evaluate(-1))
+    return moments
+
+
+def _as_host(leaf: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+
+
+def _compare(
+    expected: _Moment,
+    found: _Moment,
+    first: Strategy,
+    strategy: Strategy,
+    tolerance: float,
+) -> None:
+    """Checks that a strategy has what the first one has.
+
+    Raises:
+        AssertionError: If it has something else.
+    """
+    ours, theirs = expected.values, found.values
+    lines = [
+        f"{name}: only under {first if name in ours else strategy}"
+        for name in sorted(ours.keys() ^ theirs.keys())
+    ]
+    for name in (name for name in ours if name in theirs):
+        difference = _describe_difference(ours[name], theirs[name], tolerance)
+        if difference is not None:
+            lines.append(f"{name}: {difference}")
+    if lines:
+        raise AssertionError(
+            f"After {expected.name}, {strategy} has other values than {first}, in "
+            f"{len(lines)} of {len(ours | theirs)} places:\n{list_lines(lines)}\n"
+            f"{_CAUSES}"
+        )
+
+
+def _describe_difference(a: np.ndarray, b: np.ndarray, tolerance: float) -> str | None:
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return f"{b.dtype} {b.shape} instead of {a.dtype} {a.shape}"
+    if a.size == 0 or np.array_equal(a, b):
+        return None
+    if not jax.dtypes.issubdtype(a.dtype, np.inexact):
+        at = np.unravel_index(np.argmax(a != b), a.shape)
+        return f"{b[at]} instead of {a[at]}{_place(at)}"
+    wide = np.complex128 if np.iscomplexobj(a) else np.float64
+    a, b = a.astype(wide), b.astype(wide)
+    with np.errstate(invalid="ignore"):
+        off = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+    off = np.where(np.isnan(off), np.inf, off)
+    at = np.unravel_index(np.argmax(off), off.shape)
+    largest = np.abs(a[np.isfinite(a)]).max(initial=0.0)
+    # What is zero but for rounding, such as a bias that a normalization undoes, has no
+    # scale of its own.
+    if off[at] <= tolerance * max(largest, 0.01):
+        return None
+    return (
+        f"{b[at]:.6g} instead of {a[at]:.6g}{_place(at)}; the largest value is "
+        f"{largest:.6g}"
+    )
+
+
+def _place(at: tuple[Any, ...]) -> str:
+    return f" at {[int(index) for index in at]}" if at else ""
