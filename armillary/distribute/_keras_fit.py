@@ -1,8 +1,9 @@
 """`model.fit` of Keras on the devices of a strategy.
 
 A model that was made or compiled under `strategy.scope()` trains, evaluates and
-predicts on the devices of the strategy: variables are copied to all of them, and each
-global batch is divided, through `keras.distribution`. The program is the one of a
+predicts on the devices of the strategy: variables are copied to all of them, or divided
+where the strategy divides state, and each global batch is divided, through
+`keras.distribution`. The program is the one of a
 single device, which XLA partitions, so the numbers are those of one replica for any
 model: statistics of a batch are those of the global batch. A batch that the devices
 cannot share equally runs whole on each of them.
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from armillary.cluster._peers import Peers
 from armillary.data._dataset import DistributedDataset
@@ -31,6 +32,8 @@ from armillary.distribute.replica._context import get_strategy, has_strategy
 from armillary.distribute.replica._retype import AXIS_NAME
 from armillary.errors import PeerError
 from armillary.state import _keras
+from armillary.state._lift import State
+from armillary.xla._lowerings import partitioned
 
 if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
@@ -122,12 +125,6 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
     strategy = get_strategy() if has_strategy() else _strategies.get(model)
     if strategy is None or keras.distribution.distribution() is not None:
         return method(*args, **kwargs)
-    if strategy.split is not None:
-        raise ValueError(
-            f"`model.{name}` was called under {strategy!r}, but Keras would copy all "
-            "variables to each device. Train with `armillary.keras.KerasTrainer`, "
-            "which leaves them divided, or use `MirroredStrategy`."
-        )
     if strategy.peers is not None:
         _check_same(strategy.peers, model, name)
     if _made_for.get(model) is not strategy:
@@ -139,7 +136,7 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
     for key in ("x", "validation_data"):
         if isinstance(kwargs.get(key), DistributedDataset):
             kwargs = {**kwargs, key: _as_adapter(kwargs[key], name, kwargs)}
-    with _make_distribution(_mesh_of(strategy)).scope():
+    with _make_distribution(strategy).scope():
         return method(*args, **kwargs)
 
 
@@ -166,7 +163,12 @@ def _bound(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
             # Metrics that were reset are arrays of this process.
             state = jax.tree.map(lambda leaf: _copy_to(leaf, sharding), state)
         dispatch.wait()
-        outputs, state = step(state, data)
+        if strategy.split is None:
+            outputs, state = step(state, data)
+        else:
+            with partitioned(strategy.split):
+                outputs, new = step(state, data)
+            state = jax.tree.map(_move_like, new, state)
         outputs = gather(outputs) if is_predict else outputs
         dispatch.started(outputs)
         return outputs, state
@@ -181,13 +183,21 @@ def _divide(data: Any) -> Any:
     distribution: Any = keras.distribution.distribution()
 
     def place(leaf: Any) -> jax.Array:
-        sharding = distribution.get_data_layout(leaf.shape).backend_layout
+        sharding = distribution.divide(np.shape(leaf))
         if sharding.is_fully_addressable:
             return jax.device_put(leaf, sharding)
         host = np.asarray(leaf)
         return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
 
     return jax.tree.map(place, data)
+
+
+def _move_like(value: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns what a step has left where it found it: XLA may choose another place."""
+    # Metrics that were reset are bound to no device.
+    is_free = not old.committed
+    is_there = is_free or value.sharding.is_equivalent_to(old.sharding, value.ndim)
+    return value if is_there else jax.device_put(value, old.sharding)
 
 
 def _copy_to(value: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -225,14 +235,20 @@ def _is_running_here() -> bool:
 
 
 def _place(model: Any) -> None:
-    """Copies the variables of a model to all devices."""
+    """Puts the variables of a model where the strategy has them."""
+    strategy = _made_for[model]
+    sharding = everywhere(_mesh_of(strategy))
+    homes: dict[int, Any] = {}
+    if strategy.split is not None:
+        state = State([(model, type(model).__name__)])
+        pairs = zip(state.read(), strategy.state_shardings(state), strict=True)
+        homes = {id(leaf): home for leaf, home in pairs}
     optimizer = getattr(model, "optimizer", None)
     own = [] if optimizer is None else optimizer.variables
-    sharding = everywhere(_mesh_of(_made_for[model]))
     for variable in [*model.variables, *own, *model.metrics_variables]:
         if not _keras.is_unset(variable):
             value = _keras.value_of(variable)
-            _keras.set_value(variable, _copy_to(value, sharding))
+            _keras.set_value(variable, _copy_to(value, homes.get(id(value), sharding)))
 
 
 def _mesh_of(strategy: "Strategy") -> Mesh:
@@ -242,28 +258,29 @@ def _mesh_of(strategy: "Strategy") -> Mesh:
 
 
 @functools.lru_cache(maxsize=16)
-def _make_distribution(mesh: Mesh) -> Any:
+def _make_distribution(strategy: "Strategy") -> Any:
     import keras
 
     base: Any = keras.distribution.DataParallel
+    mesh = _mesh_of(strategy)
 
     class StrategyDistribution(base):
         """Divides batches where that is possible, and leaves variables alone."""
 
         is_of_strategy = True
 
-        def get_data_layout(self, data_shape: Any) -> Any:
-            count = self.device_mesh.devices.size
-            axes: list[str | None] = [None] * len(data_shape)
-            if data_shape and data_shape[0] % count == 0:
-                axes[0] = AXIS_NAME
-            return keras.distribution.TensorLayout(axes, self.device_mesh)
+        def divide(self, shape: tuple[int, ...]) -> NamedSharding:
+            if strategy.split is not None:
+                return strategy.split(shape, 0)
+            is_divided = bool(shape) and shape[0] % mesh.size == 0
+            spec = PartitionSpec(AXIS_NAME) if is_divided else PartitionSpec()
+            return NamedSharding(mesh, spec)
 
         def get_variable_layout(self, variable: Any) -> None:
             # `_place` moves it; with a layout, it could be in no other program.
             del variable
 
-    devices = np.asarray(mesh.devices)
+    devices = np.asarray(mesh.devices).reshape(-1)
     device_mesh = keras.distribution.DeviceMesh(devices.shape, [AXIS_NAME], devices)
     return StrategyDistribution(device_mesh, auto_shard_dataset=False)
 

@@ -3,9 +3,13 @@
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import armillary
+import armillary.keras
+from armillary.testing import assert_strategies_agree
 
+SPLIT = PartitionSpec("fsdp", "tensor")
 STRATEGIES = {
     "one device": lambda: armillary.OneDeviceStrategy("cpu:3"),
     "mirrored": lambda: armillary.MirroredStrategy(jax.devices()[:4]),
@@ -153,8 +157,57 @@ def test_data_that_fit_cannot_read_is_refused(problem, options, message):
         model.fit(dataset)
 
 
-def test_a_model_whose_state_would_be_divided_is_refused(problem):
-    with armillary.ShardedStrategy().scope():
-        model = problem.make_model("sequential")
-        with pytest.raises(ValueError, match=r"`model\.fit` was called under Sharded"):
-            model.fit(problem.x, problem.y, verbose=0)
+@pytest.mark.slow
+def test_state_that_a_strategy_divides_stays_divided_and_numbers_stay_the_same(keras):
+    rng = np.random.default_rng(0)
+    images = rng.random((42, 8, 8, 2), "float32")
+    labels = np.arange(42) % 10
+
+    def make():
+        keras.utils.set_random_seed(0)
+        layers = [
+            keras.layers.Input((8, 8, 2)),
+            keras.layers.Conv2D(8, 3, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Flatten(),
+            keras.layers.Dense(10),
+        ]
+        model = keras.Sequential(layers)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss, metrics=["accuracy"], steps_per_execution=2)
+        return model
+
+    def run(model):
+        options = {"batch_size": 16, "verbose": 0}
+        history = model.fit(images, labels, epochs=2, shuffle=False, **options)
+        evaluated = model.evaluate(images, labels, **options)
+        return history.history, evaluated, model.predict(images, **options)
+
+    expected = run(make())
+    shape = {"data": 2, "fsdp": 2, "tensor": 2}
+    strategy = armillary.ShardedStrategy(shape, rules={r"layers/4.*kernel": SPLIT})
+    with strategy.scope():
+        model = make()
+    found = run(model)
+    for name, values in expected[0].items():
+        np.testing.assert_allclose(found[0][name], values, rtol=1e-4)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-4)
+    np.testing.assert_allclose(found[2], expected[2], rtol=1e-3, atol=1e-5)
+    kernel = model.layers[-1].kernel.value
+    assert kernel.addressable_shards[0].data.shape == (288 // 2, 10 // 2)
+    moments = [v.value for v in model.optimizer.variables if v.shape == kernel.shape]
+    assert [m.addressable_shards[0].data.shape for m in moments] == [(144, 10)] * 2
+
+
+@pytest.mark.slow
+def test_a_keras_trainer_agrees_under_strategies(problem):
+    def make_trainer(strategy):
+        arrays = problem.x, problem.y
+        source = armillary.data.from_arrays(arrays, batch_size=16)
+        exact = armillary.InputOptions(remainder="exact")
+        dataset = strategy.distribute_dataset(source, exact)
+        return armillary.keras.KerasTrainer(problem.make_model(), dataset)
+
+    strategies = [make() for make in STRATEGIES.values()]
+    strategies.append(armillary.ShardedStrategy({"fsdp": 2, "data": 4}))
+    assert_strategies_agree(make_trainer, strategies, tolerance=1e-3)
