@@ -36,6 +36,29 @@ os.environ.setdefault(OPTIMIZE_LESS.upper(), "1")
 
 import jax
 import pytest
+from jax._src import compiler  # noqa: TID251
+
+# XLA's emitters of fused loops take half of the time that it compiles programs as small
+# as these. The flag is for processes that tests start; here XLA has read its flags once
+# there are devices, and `make_options` says it with each program, so that `optimized`
+# can leave it out.
+FUSION_EMITTERS = "xla_cpu_use_fusion_emitters"
+jax.devices()
+OPTIMIZED_FLAGS = os.environ["XLA_FLAGS"]
+os.environ["XLA_FLAGS"] = f"{OPTIMIZED_FLAGS} --{FUSION_EMITTERS}=false"
+compile_options = compiler.get_compile_options
+
+
+def make_options(*args: Any, **kwargs: Any) -> Any:
+    options = compile_options(*args, **kwargs)
+    debug_options = options.executable_build_options.debug_options
+    if debug_options.xla_llvm_disable_expensive_passes:  # As `OPTIMIZE_LESS` says.
+        overrides = [*options.env_option_overrides, (FUSION_EMITTERS, False)]
+        options.env_option_overrides = overrides
+    return options
+
+
+compiler.get_compile_options = make_options
 
 # Workers hold millions of objects that live as long as they do. To look for garbage as
 # often as Python does takes a sixth of the time of the tests.
@@ -80,14 +103,15 @@ def sigterm() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def optimized() -> Iterator[None]:
     """Compiles programs as users do, here and in processes: for proofs of equal bits.
 
-    Other programs are compiled in two thirds of the time.
+    Other programs are compiled in a third of the time.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(OPTIMIZE_LESS.upper(), "0")
+        patch.setenv("XLA_FLAGS", OPTIMIZED_FLAGS)
         jax.config.update(OPTIMIZE_LESS, False)
         yield
     jax.config.update(OPTIMIZE_LESS, os.environ[OPTIMIZE_LESS.upper()] != "0")

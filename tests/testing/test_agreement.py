@@ -72,11 +72,8 @@ ONE = armillary.OneDeviceStrategy("cpu:0")
 
 
 def test_a_trainer_may_agree_under_all_with_short_batches_and_the_end_of_data():
-    groups = HierarchicalCopyAllReduce()
     others = [
-        mirrored(4),
-        mirrored(3),
-        mirrored(4, cross_device_ops=groups),
+        mirrored(4, cross_device_ops=HierarchicalCopyAllReduce()),
         armillary.ShardedStrategy({"data": 2, "fsdp": 2, "tensor": 2}),
         armillary.CentralStorageStrategy(jax.devices()[1:3]),
     ]
@@ -87,7 +84,7 @@ def test_a_trainer_may_agree_under_all_with_short_batches_and_the_end_of_data():
         return made[-1]
 
     assert_strategies_agree(make_trainer, [ONE, *others])
-    assert len(made) == 6
+    assert len(made) == 4
     assert all(trainer.data_exhausted for trainer in made)
     assert {int(trainer.optimizer.step[...]) for trainer in made} == {5}
 
@@ -109,8 +106,9 @@ def test_a_loss_that_is_averaged_over_a_share_differs_after_one_step():
     assert "After one step, MirroredStrategy(2 x cpu) has other values than" in message
     assert "OneDeviceStrategy" in message
     assert "/mu/kernel: " in message
-    assert "the largest value is" in message
+    assert "; all differ by 1\n" in message  # Twice as much: by all of it.
     assert "armillary.compute_average_loss" in message
+    assert_strategies_agree(AveragesItsShare, [ONE, mirrored(2)], ignore=["/(mu|nu)/"])
 
 
 def test_data_that_depend_on_the_number_of_replicas_differ():

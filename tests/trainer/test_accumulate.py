@@ -135,7 +135,7 @@ def test_replicas_reduce_once_for_an_update():
         counts[count] = len(re.findall(r" all-reduce(?:-start)?\(", text))
         # A loop on the device is a computation of its own: nothing is reduced in it.
         loops = re.findall(r"body=%?([\w.-]+)", text)
-        assert bool(loops) == (count > 1)
+        assert loops or count == 1
         for loop in loops:
             body = re.search(rf"^%?{re.escape(loop)} .*?^}}", text, re.M | re.S)
             assert body is not None and "all-reduce" not in body[0]

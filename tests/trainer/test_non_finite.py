@@ -101,6 +101,7 @@ def is_finite(trainer):
     [("raise", MLP, 4), ("skip", MLP, 1), ("raise", CNN, 1), ("skip", CNN, 4)],
     ids=["loop 4", "loop 1", "program per step 1", "program per step 4"],
 )
+@pytest.mark.usefixtures("optimized")
 def test_good_steps_give_the_same_bits_as_without_the_option(
     option, model, num_replicas
 ):
