@@ -27,10 +27,12 @@ class Content:
     Attributes:
         leaves: The arrays by path, as the slots hold them.
         states: What each object's `get_state` returned, in the types of JSON.
+        stored: The plain arrays to store for the leaves, if they were made already.
     """
 
     leaves: dict[str, Any]
     states: dict[str, Any]
+    stored: dict[str, Any] | None = None
 
     @property
     def specs(self) -> dict[str, LeafSpec]:

@@ -1,10 +1,10 @@
 """Saving and restoring where several processes train together.
 
-State is mirrored, so process 0 has all of it. It alone writes, chooses paths, and
-judges whether a checkpoint is good: processes that restored different ones would train
-a mixture. The others learn what it did. Where it fails with a `CheckpointError`, all
-raise that error; nobody is left waiting, and a program that handles it can go on. All
-see one directory.
+Process 0 alone writes, chooses paths, and judges whether a checkpoint is good:
+processes that restored different ones would train a mixture. Of mirrored state it has
+all; arrays that are divided between processes travel to it, one after the other. The
+others learn what it did. Where it fails with a `CheckpointError`, all raise that error;
+nobody is left waiting, and a program that handles it can go on. All see one directory.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from etils import epath
 
 from armillary.checkpoint._checkpoint import Content
 from armillary.checkpoint._folder import Header, find_checkpoints, read_header
+from armillary.checkpoint._leaf import as_stored_by_one
 from armillary.checkpoint._writer import Writer
 from armillary.cluster._join import get_peers
 from armillary.cluster._peers import Peers
-from armillary.distribute._global_arrays import as_local
 from armillary.errors import CheckpointError
 
 T = TypeVar("T")
@@ -133,10 +133,14 @@ class JointWriter:
         Raises:
             CheckpointError: If it cannot be written.
         """
+        is_writer = self._peers.index == 0
         # On all processes: computations on shared arrays must be made by all.
-        leaves = {name: as_local(leaf) for name, leaf in content.leaves.items()}
-        local = Content(leaves, content.states)
-        path = self._share("a save", lambda: self._writer.start(number, local))
+        stored = {
+            name: as_stored_by_one(leaf, is_writer=is_writer)
+            for name, leaf in content.leaves.items()
+        }
+        content = Content(content.leaves, content.states, stored)
+        path = self._share("a save", lambda: self._writer.start(number, content))
         self._is_saving = True
         return path
 

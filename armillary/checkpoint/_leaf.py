@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from armillary._process import get_process
-from armillary.distribute._global_arrays import is_key, replicate
+from armillary.distribute._global_arrays import as_global, as_whole, is_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +91,17 @@ def as_stored(leaf: Any) -> jax.Array | np.ndarray:
         leaf = jax.random.key_data(leaf)
     if _is_widened(leaf):
         leaf = leaf.astype(np.uint8)
-    if isinstance(leaf, jax.Array) and get_process().count == 1:
-        return leaf
-    # Of several processes only one writes, and Orbax refuses its own device's arrays.
-    return np.array(leaf)
+    return leaf if isinstance(leaf, jax.Array) else np.array(leaf)
+
+
+def as_stored_by_one(leaf: Any, *, is_writer: bool) -> np.ndarray | None:
+    """Returns what `as_stored` does, in the memory of the process that writes.
+
+    All processes must call it, since one of them has only a part of some arrays. Orbax
+    refuses arrays of devices where only one of several processes writes.
+    """
+    whole = as_whole(as_stored(leaf))
+    return np.array(whole) if is_writer else None
 
 
 def stored_sharding(target: Any) -> jax.sharding.Sharding | None:
@@ -123,7 +129,7 @@ def as_restored(stored: Any, target: Any) -> Any:
     if not isinstance(target, jax.Array):
         return jnp.array(stored)
     if not target.is_fully_addressable:
-        return _replicate_like(stored, target)
+        return _as_global_like(stored, target)
     if not target.committed:
         (device,) = target.devices()
         with jax.default_device(device):
@@ -135,13 +141,13 @@ def as_restored(stored: Any, target: Any) -> Any:
     return stored
 
 
-def _replicate_like(stored: Any, target: jax.Array) -> jax.Array:
+def _as_global_like(stored: Any, target: jax.Array) -> jax.Array:
     """Returns an array that each process has read, on the devices of all."""
     if is_key(target):
         stored = jax.random.wrap_key_data(
             jnp.array(stored), impl=jax.random.key_impl(target)
         )
-    return replicate(stored, target.sharding)
+    return as_global(stored, target.sharding)
 
 
 def _canonical(dtype: str) -> str:

@@ -228,11 +228,10 @@ class Writer:
 
 def _as_arrays(content: Content) -> dict[str, jax.Array | np.ndarray]:
     specs = content.specs
-    return {
-        name: _as_one_copy(as_stored(leaf))
-        for name, leaf in content.leaves.items()
-        if not specs[name].is_empty
+    stored = content.stored or {
+        name: _as_one_copy(as_stored(leaf)) for name, leaf in content.leaves.items()
     }
+    return {name: array for name, array in stored.items() if not specs[name].is_empty}
 
 
 def _as_one_copy(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:

@@ -123,7 +123,7 @@ def _initialize(arguments: Mapping[str, Any]) -> None:
         if "before any JAX" not in str(error):
             raise
         raise ClusterError(
-            "`MultiWorkerMirroredStrategy` was made after JAX's devices had been used, "
+            "The strategy was made after JAX's devices had been used, "
             "but processes must join before. Make the strategy first, ahead of every "
             "array and every `jax.devices()`."
         ) from error

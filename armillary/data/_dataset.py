@@ -184,7 +184,7 @@ class DistributedDataset:
             per_replica_batches=self.per_replica_batches,
             remainder=self.options.remainder,
             exact=exact,
-            local=None if layout.peers is None else layout.local_replicas,
+            local=layout.local_replicas if layout.peers and layout.stacked else None,
             has_peers=self.is_agreed,
         )
 

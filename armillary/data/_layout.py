@@ -72,7 +72,7 @@ class BatchLayout(Protocol):
 
         If True, leaves have shape `(num_replicas, per_replica_batch, ...)`, of which a
         process gives the rows of its own replicas. If False, they have shape
-        `(batch, ...)` and any batch size fits.
+        `(batch, ...)`, any batch size fits, and each process has all of it.
         """
         ...
 

@@ -1,9 +1,12 @@
 """Arrays on the devices of several processes, made of what each process has.
 
 `jax.device_put` compares values over the network first. Here nothing travels: state is
-compared once, by fingerprint, and batches are each process's own.
+compared once, by fingerprint, and batches are each process's own. What travels is an
+array of which each process has a part, where it is wanted whole.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,20 +21,44 @@ def everywhere(mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def replicate(leaf: Any, sharding: Sharding) -> jax.Array:
-    """Returns an array, equal on all processes, as one that every device has whole.
+def as_global(leaf: Any, sharding: Sharding) -> jax.Array:
+    """Returns an array, equal on all processes, as one on devices of all of them.
+
+    All processes must call it.
 
     Args:
-        leaf: A NumPy array, an array of this process, or one that is equal on all
-            devices; random keys too.
-        sharding: One that replicates, over devices of several processes.
+        leaf: A NumPy array, an array of this process, or one of all processes; random
+            keys too, if `sharding` replicates.
+        sharding: Over devices of several processes.
     """
     if is_key(leaf):
-        data = replicate(jax.random.key_data(leaf), sharding)
+        data = as_global(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    if is_divided(leaf):
+        return _move(leaf, sharding)
     host = np.asarray(leaf)
     # Devices must not share memory with `leaf`, which its owner may donate.
-    return jax.make_array_from_callback(host.shape, sharding, lambda _: np.array(host))
+    return jax.make_array_from_callback(
+        host.shape, sharding, lambda index: np.array(host[index])
+    )
+
+
+def place_parts(leaf: Any, sharding: Sharding) -> jax.Array:
+    """Returns an array that each process can read, of which devices get their parts.
+
+    Args:
+        leaf: A NumPy array, or what else has a shape and parts (`leaf[index]`).
+        sharding: Over devices of several processes.
+    """
+    parts: dict[str, np.ndarray] = {}
+
+    def read(index: Any) -> np.ndarray:
+        key = str(index)  # Devices may have copies of one part.
+        if key not in parts:
+            parts[key] = leaf[index]
+        return parts[key]
+
+    return jax.make_array_from_callback(np.shape(leaf), sharding, read)
 
 
 def split(
@@ -62,7 +89,10 @@ def split(
 
 
 def as_local(leaf: Any) -> Any:
-    """Returns an array that is equal on all devices as one of this process alone."""
+    """Returns an array of all processes as one of this process alone.
+
+    All processes must call it.
+    """
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return leaf
     if is_key(leaf):
@@ -70,7 +100,38 @@ def as_local(leaf: Any) -> Any:
         return jax.random.wrap_key_data(
             jax.numpy.asarray(data), impl=jax.random.key_impl(leaf)
         )
-    return jax.numpy.asarray(np.array(leaf))
+    return jax.numpy.asarray(np.array(as_whole(leaf)))
+
+
+def is_divided(leaf: Any) -> bool:
+    """Returns whether each process has a part of an array, and none has all of it."""
+    return (
+        isinstance(leaf, jax.Array)
+        and not leaf.is_fully_addressable
+        and not leaf.is_fully_replicated
+    )
+
+
+def as_whole(leaf: Any) -> Any:
+    """Returns an array that is divided between processes as one that each has whole.
+
+    All processes must call it. Anything else is returned as it is.
+    """
+    if not is_divided(leaf):
+        return leaf
+    devices = np.asarray(list(leaf.sharding.devices_indices_map(leaf.shape)))
+    return _move(leaf, everywhere(Mesh(devices, ("device",))))
+
+
+def _move(leaf: jax.Array, sharding: Sharding) -> jax.Array:
+    # One program at a time on CPU devices, as `_dispatch` says.
+    return jax.block_until_ready(_make_move(sharding)(jax.block_until_ready(leaf)))
+
+
+@functools.lru_cache(maxsize=256)
+def _make_move(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
+    # Made once for each: JAX compiles anew for each function object.
+    return jax.jit(lambda array: array, out_shardings=sharding)
 
 
 def is_array(leaf: Any) -> bool:

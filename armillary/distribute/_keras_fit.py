@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from armillary.cluster._peers import Peers
 from armillary.data._dataset import DistributedDataset
-from armillary.distribute._global_arrays import everywhere, replicate
+from armillary.distribute._global_arrays import as_global, everywhere
 from armillary.distribute.replica._context import get_strategy, has_strategy
 from armillary.distribute.replica._retype import AXIS_NAME
 from armillary.errors import PeerError
@@ -205,7 +205,7 @@ def _copy_to(value: jax.Array, sharding: NamedSharding) -> jax.Array:
         return value
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
-    return replicate(value, sharding)
+    return as_global(value, sharding)
 
 
 def _check_same(peers: Peers, model: Any, name: str) -> None:

@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 from armillary._checks import answers_old_names, check_callable
 from armillary._process import get_process
+from armillary.distribute._global_arrays import as_local
 from armillary.distribute.replica._values import PerReplica
 from armillary.summary._tensorboard import TensorBoardWriter
 from armillary.summary._values import Histogram, Summary
@@ -88,9 +89,11 @@ class SummaryManager:
         entries = list(_find_values(values or {}, ()))
         _check_known([step, *(value for *_, value, _ in entries)])
         _check([problem for *_, problem in entries if problem is not None])
+        # On all processes: each may have a part of an array.
+        known = jax.tree.map(as_local, [value for *_, value, _ in entries])
         if not get_process().is_chief:
             return
-        for parents, tag, value, _ in entries:
+        for (parents, tag, *_), value in zip(entries, known, strict=True):
             writer = self._writer(parents)
             if not isinstance(value, Summary) and np.shape(value):
                 # A copy on the host: of several processes, only this one counts.

@@ -11,6 +11,7 @@ import jax
 
 from armillary._logging import logger
 from armillary.data.feed._chunk_builder import Chunk
+from armillary.distribute._global_arrays import as_whole
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._flat_state import FlatState
 from armillary.state._lift import State
@@ -247,14 +248,18 @@ class Loop:
         return self.data.next_chunk()
 
     def detach(self, output: PyTree) -> PyTree:
-        """Returns `output` with copies of arrays that the next loop takes over."""
+        """Returns `output` with copies of arrays that the next loop takes over.
+
+        What is divided between processes is whole in it: they may fetch it when they
+        like.
+        """
         if isinstance(output, dict):  # `jax.tree` would sort the user's names
             return {name: self.detach(value) for name, value in output.items()}
         flat = self._programs.flat
         if flat is None:
-            return output
+            return jax.tree.map(as_whole, output)
         return jax.tree.map(
-            lambda leaf: leaf.copy() if flat.owns(leaf) else leaf, output
+            lambda leaf: as_whole(leaf.copy() if flat.owns(leaf) else leaf), output
         )
 
     def _run_eagerly(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:

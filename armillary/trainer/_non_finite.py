@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from armillary.distribute._global_arrays import everywhere
+from armillary.distribute._global_arrays import everywhere, is_divided
 from armillary.distribute.program._agreement import largest_on_replicas
 from armillary.state._lift import State
 from armillary.state._slots import Role, Slot
@@ -196,6 +196,8 @@ def _count_bad(arrays: Sequence[Any]) -> Any:
 
 
 def _count_now(array: jax.Array) -> int:
+    if is_divided(array):  # All processes must count the same.
+        return int(_count_bad([jax.block_until_ready(array)])[0])
     parts: dict[str, int] = {}  # The worst copy of each part of the array.
     for shard in array.addressable_shards:
         count, part = (

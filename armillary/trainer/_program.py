@@ -103,6 +103,9 @@ class Program:
         parts = [step] if hooks is None else [hooks.begin, step, hooks.end]
         self.changed = tuple(sorted({i for part in parts for i in part.changed}))
         self.most_loops = 0 if hooks is None else self._count_loops(hooks)
+        # What Python reads, each process must have whole.
+        split = None if hooks is None else flat.split
+        outputs = None if split is None else split((), None)
         self._compiled = compile_step(
             self._run,
             step.program,
@@ -112,7 +115,7 @@ class Program:
             donate_argnums=0,
             out_shardings=(
                 flat.shardings(self.changed),
-                None,
+                outputs,
                 None,
                 None if guard is None else guard.sharding,
             ),

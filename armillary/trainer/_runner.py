@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from armillary.distribute._strategy import Strategy
+from armillary.distribute.program._value_errors import add_part_note
 from armillary.distribute.replica._context import get_strategy, has_strategy
 from armillary.state._holders import held_by
 from armillary.trainer._loop import Loop
@@ -28,14 +29,21 @@ class Runner(RecordsReads):
 
     @contextlib.contextmanager
     def _in_strategy(self) -> Iterator[Strategy]:
-        """Enters the strategy that is in effect, or the one among the attributes."""
-        if has_strategy():
-            yield get_strategy()
-            return
-        own = [value for _, value in held_by(self) if isinstance(value, Strategy)]
+        """Enters the strategy that is in effect, or the one among the attributes.
+
+        Raises:
+            RuntimeError: That of the code inside, perhaps with a note.
+        """
+        own = []
+        if not has_strategy():
+            own = [value for _, value in held_by(self) if isinstance(value, Strategy)]
         strategy = own[0] if own else get_strategy()
-        with strategy.scope() if own else contextlib.nullcontext():
-            yield strategy
+        try:
+            with strategy.scope() if own else contextlib.nullcontext():
+                yield strategy
+        except RuntimeError as error:
+            add_part_note(error)
+            raise
 
     def _check_initialized(self, attribute: str, argument: str) -> None:
         """Checks that the constructor of the base class was called.

@@ -14,7 +14,6 @@ import armillary
 from armillary import ShardedStrategy
 from armillary.data import InputOptions, from_arrays
 from armillary.distribute.program import _function
-from armillary.distribute.strategies import _sharded
 from armillary.errors import StateStructureError
 from armillary.state._lift import find_slots
 from armillary.xla import _steps
@@ -25,7 +24,6 @@ from tests.problems import (
     Metrics,
     assert_identical,
     make_digits,
-    make_training_data,
     read_state,
 )
 
@@ -35,6 +33,7 @@ RULES = {
     "first/bias|norm": PartitionSpec("tensor"),
     "last/kernel": PartitionSpec("tensor"),
 }
+FIRST_RULES = {"first/kernel": RULES["first/kernel"]}
 MAKERS = {
     "one device": lambda: armillary.OneDeviceStrategy("cpu:1"),
     "mirrored": lambda: armillary.MirroredStrategy(jax.devices()[:2]),
@@ -83,6 +82,35 @@ def make_trainer(strategy, transform=None, dataset=None, **options):
     return Classifier(
         strategy, Wide(), transform or optax.adam(1e-2), dataset, **options
     )
+
+
+class Linear(armillary.StandardTrainer):
+    """Trains one layer, whose programs compile fast."""
+
+    def __init__(self, strategy, dataset=None, **options):
+        data = from_arrays(make_digits(70), batch_size=16)
+        super().__init__(
+            dataset or strategy.distribute_dataset(data),
+            armillary.StandardTrainerOptions(**options),
+        )
+        self.strategy = strategy
+        self.model = nnx.Dict(
+            first=nnx.Linear(64, 64, rngs=nnx.Rngs(0)),
+            dropout=nnx.Dropout(0.5, rngs=nnx.Rngs(1)),
+        )
+        self.optimizer = nnx.Optimizer(self.model, optax.adam(1e-2), wrt=nnx.Param)
+
+    def train_step(self, iterator):
+        def step_fn(batch):
+            def loss_fn(model):
+                image = batch["image"].reshape(-1, 64)
+                output = model["dropout"](model["first"](image))
+                losses = jnp.mean((output - image) ** 2, axis=1)
+                return armillary.compute_average_loss(losses)
+
+            self.optimizer.update(self.model, nnx.grad(loss_fn)(self.model))
+
+        self.strategy.run(step_fn, args=(next(iterator),))
 
 
 def specs_of(root):
@@ -201,23 +229,22 @@ def test_convolutions_that_cannot_be_divided_rightly_are_an_error(monkeypatch):
 
 
 def test_each_device_holds_its_share():
-    whole = make_trainer(armillary.OneDeviceStrategy("cpu:0"))
-    whole.train(2)
+    whole = Linear(armillary.OneDeviceStrategy("cpu:0"))
     total, _ = bytes_on_devices([whole.model, whole.optimizer])
     for shape, count in ({"fsdp": 8}, 8), ({"data": 2, "fsdp": 4}, 4):
-        trainer = make_trainer(ShardedStrategy(shape))
+        trainer = Linear(ShardedStrategy(shape))
         trainer.train(2)
         sizes, held = bytes_on_devices([trainer.model, trainer.optimizer])
         assert sizes == total
-        kernel = trainer.model.first.kernel[...]
+        kernel = trainer.model["first"].kernel[...]
         split = 3 * kernel.nbytes  # With both moments: most of all there is.
         assert set(held.values()) == {total - split + split // count}
         assert split > 0.9 * total
         moments = trainer.optimizer.opt_state[0]
         for leaf in (
             kernel,
-            moments.mu.first.kernel[...],
-            moments.nu.first.kernel[...],
+            moments.mu["first"].kernel[...],
+            moments.nu["first"].kernel[...],
         ):
             parts = [shard.data for shard in leaf.addressable_shards]
             assert {part.shape for part in parts} == {(64 // count, 64)}
@@ -348,7 +375,8 @@ def save_and_restore(folder, source, target):
 @pytest.mark.parametrize("has_trained", [False, True])
 def test_checkpoints_move_between_strategies_bit_for_bit(tmp_path, has_trained):
     order = ["one device", "fsdp", "mirrored", "cube", "one device"]
-    trainers = {name: make_trainer(MAKERS[name]()) for name in order}
+    makers = {**MAKERS, "cube": lambda: ShardedStrategy(CUBE, FIRST_RULES)}
+    trainers = {name: Linear(makers[name]()) for name in order}
     for number, trainer in enumerate(trainers.values(), start=1):
         if has_trained or number == 1:
             trainer.train(number)
@@ -357,13 +385,13 @@ def test_checkpoints_move_between_strategies_bit_for_bit(tmp_path, has_trained):
         save_and_restore(tmp_path / str(number), source, target)
         target.train(1)
         if order[number + 1] in ("fsdp", "cube"):
-            assert specs_of(target.model)["first/kernel"]
+            assert specs_of(target.model["first"])["kernel"]
 
 
 @pytest.mark.usefixtures("optimized")
 def test_a_resumed_run_equals_one_that_did_not_stop(tmp_path):
-    def make_controller(folder, shape, rules=None):
-        trainer = make_trainer(ShardedStrategy(shape, rules))
+    def make_controller(folder):
+        trainer = make_trainer(ShardedStrategy(CUBE, RULES))
         checkpoint = armillary.Checkpoint(
             trainer=trainer, train_dataset=trainer.train_dataset
         )
@@ -374,14 +402,13 @@ def test_a_resumed_run_equals_one_that_did_not_stop(tmp_path):
             checkpoint_manager=armillary.CheckpointManager(checkpoint, str(folder)),
         )
 
-    for number, args in enumerate([({"fsdp": 8},), (CUBE, RULES)]):
-        whole = make_controller(tmp_path / f"whole{number}", *args)
-        whole.train(14)
-        make_controller(tmp_path / f"parts{number}", *args).train(5)
-        resumed = make_controller(tmp_path / f"parts{number}", *args)
-        assert int(resumed.global_step[...]) == 5
-        resumed.train(14)
-        assert_identical(read_state(resumed.trainer), read_state(whole.trainer))
+    whole = make_controller(tmp_path / "whole")
+    whole.train(14)
+    make_controller(tmp_path / "parts").train(5)
+    resumed = make_controller(tmp_path / "parts")
+    assert int(resumed.global_step[...]) == 5
+    resumed.train(14)
+    assert_identical(read_state(resumed.trainer), read_state(whole.trainer))
 
 
 def test_a_loop_of_ones_own_trains_as_on_one_device():
@@ -389,7 +416,7 @@ def test_a_loop_of_ones_own_trains_as_on_one_device():
         model = Wide()
         optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
         dataset = strategy.distribute_dataset(
-            from_arrays(make_digits(70), batch_size=16, shuffle_seed=1)
+            from_arrays(make_digits(64), batch_size=16, shuffle_seed=1)
         )
 
         def step_fn(batch):
@@ -424,7 +451,7 @@ def test_data_may_stay_on_the_devices():
         source = from_arrays(make_digits(70), batch_size=16, shuffle_seed=0)
         options = InputOptions(place_on_device=is_placed)
         dataset = strategy.distribute_dataset(source, options)
-        trainer = make_trainer(strategy, dataset=dataset)
+        trainer = Linear(strategy, dataset)
         trainer.train(5)
         states.append(read_state(trainer))
         sizes = [len(batch["label"]) for batch in strategy.distribute_dataset(source)]
@@ -460,10 +487,10 @@ def test_a_batch_is_split_over_as_many_devices_as_can_share_it(num_examples, spe
 def test_a_bad_step_is_undone(is_compiled):
     images = make_digits(32)
     images["image"][16:] = np.nan
-    strategy = ShardedStrategy(CUBE, RULES)
+    strategy = ShardedStrategy(CUBE, FIRST_RULES)
     dataset = strategy.distribute_dataset(from_arrays(images, batch_size=16))
     options = {"compile_step": is_compiled, "on_non_finite": "raise"}
-    trainer = make_trainer(strategy, dataset=dataset, **options)
+    trainer = Linear(strategy, dataset, **options)
     trainer.train(1)
     before = read_state(trainer.model)
     with pytest.raises(armillary.errors.NonFiniteError, match="model/first/kernel"):
@@ -560,20 +587,37 @@ def test_mistakes_are_told_before_anything_runs(call, error, message):
 
 def test_a_rule_need_not_match_in_each_program():
     strategy = ShardedStrategy(rules={"first/kernel": SPEC("fsdp")})
-    make_trainer(strategy, dataset=make_training_data(strategy)).train(1)
+    Linear(strategy).train(1)
     other = nnx.Variable(jnp.ones((2, 2)))
     strategy.run(lambda: other.set_value(other[...] + 1))
     assert float(other[0, 0]) == 2
 
 
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setattr(_sharded, "get_process", lambda: _sharded_process())
-    with pytest.raises(RuntimeError, match="made in one of 2 processes that have join"):
-        ShardedStrategy()
+def test_metrics_are_whole_so_that_each_process_can_read_them():
+    auc = armillary.metrics.AUC()
+    labels = np.arange(8) % 2
+    batch = {"logits": labels.astype(np.float32), "labels": labels}
+    ShardedStrategy().run(lambda batch: auc.update(**batch), args=(batch,))
+    specs = specs_of(auc)
+    assert specs and not any(specs.values())
+    assert auc.compute() == 1
 
 
-def _sharded_process():
-    return armillary._process.Process(0, 2)
+@pytest.mark.parametrize("name", ["cluster_resolver", "communication_options"])
+def test_arguments_about_processes_are_checked(name):
+    with pytest.raises(TypeError, match=f"`{name}` is 3 of type int"):
+        ShardedStrategy(**{name: 3})
+
+
+def test_an_evaluator_joins_nobody():
+    cluster = {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}
+    resolver = armillary.cluster.SimpleClusterResolver(cluster, "evaluator", 0)
+    strategy = ShardedStrategy(cluster_resolver=resolver)
+    assert strategy.peers is None
+    assert strategy.cluster_resolver is resolver
+    assert strategy.layout == ShardedStrategy().layout
+    dataset = strategy.distribute_datasets_from_function(lambda context: [np.ones(8)])
+    assert len(list(dataset)) == 1
 
 
 def test_it_says_what_it_is():

@@ -24,6 +24,7 @@ from armillary.checkpoint import _reader
 from armillary.checkpoint._store import Store
 from armillary.cluster._preemption_notice import PreemptionNotice
 from armillary.data import from_arrays
+from tests.multiprocess.sharded import sharded  # noqa: F401
 from tests.problems import CNN, MLP, Classifier, make_digits, read_state
 
 
@@ -619,8 +620,8 @@ def catch(fn: Any) -> str:
 
 def main() -> None:
     scenario, result, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    if scenario in ("late", "terminated"):
-        found = globals()[scenario]()
+    if scenario in ("late", "terminated", "sharded"):
+        found = globals()[scenario](**options)
     else:
         strategy = armillary.MultiWorkerMirroredStrategy()
         found = globals()[scenario](strategy, **options)

@@ -197,7 +197,7 @@ class ChunkBuilder:
             self._capacity = capacity = self._capacity or stack.num_steps
         gathers = [reader.gather for reader in readers]
         placed = [
-            gather.layout.place(gather.on_host(arrays), 1, num_replicas)
+            gather.send(arrays, 1, num_replicas)
             for gather, arrays, num_replicas in zip(
                 gathers, stack.finish(capacity), stack.num_replicas, strict=True
             )

@@ -12,6 +12,7 @@ batch and the saved positions are the same.
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -68,6 +69,23 @@ class PlacedArrays:
             return self._placed
 
 
+class _Rows:
+    """Rows of an array, of which those are taken that a process sends to its devices.
+
+    Args:
+        array: The array.
+        numbers: Numbers of rows, of any shape.
+    """
+
+    def __init__(self, array: np.ndarray, numbers: np.ndarray) -> None:
+        self._array, self._numbers = array, numbers
+        self.shape = (*numbers.shape, *array.shape[1:])
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns a part; of each row all, since nothing else is split."""
+        return _take(self._array, self._numbers[index[: self._numbers.ndim]])
+
+
 class Gather:
     """Turns the batches of a source into what a step receives.
 
@@ -99,11 +117,24 @@ class Gather:
 
     def on_host(self, batch: Batch) -> Batch:
         """Returns a host batch, or a chunk of them, as it travels to the device."""
+        return self._take(_take, batch)
+
+    def _take(self, take: Callable[[np.ndarray, np.ndarray], Any], batch: Batch) -> Any:
         if self._arrays is None or self._placed is not None:
             return batch
         numbers = batch[_ROWS]
-        rows = jax.tree.map(lambda array: _take(array, numbers), self._arrays)
+        rows = jax.tree.map(lambda array: take(array, numbers), self._arrays)
         return _with_mask(rows, batch)
+
+    def send(self, batch: Batch, leading_axes: int, num_replicas: int) -> Batch:
+        """Places a host batch, or a chunk of them; the arguments are those of `place`.
+
+        Of several processes that have all rows, each takes those for its own devices.
+        """
+        layout = self.layout
+        has_all = layout.peers is not None and not layout.stacked
+        sent = self._take(_Rows if has_all else _take, batch)
+        return layout.place(sent, leading_axes, num_replicas)
 
     def on_device(self, resident: PyTree, batch: Batch) -> Batch:
         """Returns a placed batch as a step receives it; may be traced.
@@ -119,9 +150,7 @@ class Gather:
 
     def place(self, batch: HostBatch) -> Batch:
         """Returns a host batch on the devices, as a step receives it."""
-        placed = self.layout.place(
-            self.on_host(batch.arrays), num_replicas=batch.num_replicas
-        )
+        placed = self.send(batch.arrays, 0, batch.num_replicas)
         if self._placed is None:
             return placed
         return _compiled_gather(self.layout, self.resident, placed)
@@ -173,10 +202,10 @@ class Gather:
 
     def _types_of_all(self, batch: HostBatch) -> Batch:
         """Returns the types of a host batch with the rows of all processes."""
-        has_peers = self.layout.peers is not None
+        has_some = self.layout.peers is not None and self.layout.stacked
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
-                (batch.num_replicas, *leaf.shape[1:]) if has_peers else leaf.shape,
+                (batch.num_replicas, *leaf.shape[1:]) if has_some else leaf.shape,
                 canonical_dtype(leaf),
             ),
             batch.arrays,

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from armillary.distribute._global_arrays import replicate
+from armillary.distribute._global_arrays import as_global
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._same_values import check_same_state
 from armillary.distribute.program._signals import uninterrupted
@@ -352,6 +352,6 @@ def _put(leaf: jax.Array, sharding: Any, may_alias: bool = True) -> jax.Array:
         return leaf
     if not target.is_fully_addressable:
         # A copy, since JAX may keep the memory of the host as that of a device.
-        placed = replicate(leaf, target)
+        placed = as_global(leaf, target)
         return placed if may_alias else placed.copy()
     return jax.device_put(leaf, target)

@@ -1,7 +1,8 @@
-"""Explains JAX's errors for Python code that needs the value of a traced array.
+"""Explains JAX's errors for Python code that needs a value which is not there.
 
-`if loss > 0:`, `float(loss)` and `numpy.log(loss)` need one. JAX names the function
-that it traces, which is the library's; the note names the user's, and what to do.
+In a traced step `if loss > 0:`, `float(loss)` and `numpy.log(loss)` need one. JAX names
+the function that it traces, which is the library's; the note names the user's, and what
+to do. Outside, an array may be divided between processes.
 """
 
 import jax
@@ -39,4 +40,17 @@ def add_value_note(error: Exception, step_name: str, owner: str) -> None:
             "step, and on several replicas, an array has no value for Python. To "
             "choose by it, use `jnp.where` or `jax.lax.cond`; to print it, use "
             f"`jax.debug.print`; to read it, {_READING[owner]}"
+        )
+
+
+def add_part_note(error: RuntimeError) -> None:
+    """Adds a note to an error, if it is one for an array of which a part is elsewhere.
+
+    Args:
+        error: What code of the user raised between two loops.
+    """
+    if "spans non-addressable" in str(error):
+        error.add_note(
+            "Each process has a part of this array. `strategy.gather(array, axis=0)`, "
+            "called in all of them, gives it whole to each."
         )

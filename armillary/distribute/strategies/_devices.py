@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 
+from armillary.distribute._strategy import Strategy
+
 if TYPE_CHECKING:
     # jax.Device is a class made by the extension module, which type checkers cannot
     # see.
@@ -68,6 +70,19 @@ def as_devices(name: str, devices: Any) -> list[Device]:
             "step: use devices of one platform."
         )
     return found
+
+
+def check_alone(strategy: Strategy) -> None:
+    """Raises if a strategy that is to be planned spans several processes.
+
+    Raises:
+        ValueError: If it does.
+    """
+    if strategy.peers is not None:
+        raise ValueError(
+            f"The strategy is {strategy!r}, but a plan is made by one process. Start "
+            "the program without the others, or use `armillary plan`."
+        )
 
 
 def _name(device: Device) -> str:

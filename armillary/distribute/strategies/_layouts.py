@@ -10,7 +10,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from armillary.data._layout import Active, Peers, hosted_replicas
-from armillary.distribute._global_arrays import everywhere, replicate, split
+from armillary.distribute._global_arrays import (
+    as_global,
+    everywhere,
+    place_parts,
+    split,
+)
 from armillary.distribute.replica._narrow import narrow_mesh
 from armillary.distribute.replica._policy import AXIS_NAME
 from armillary.distribute.replica._values import PerReplica
@@ -182,8 +187,7 @@ class ProcessLayout(ReplicaLayout):
 
     def replicate(self, arrays: PyTree) -> PyTree:
         """Returns host arrays as device arrays, whole on each device."""
-        sharding = everywhere(self.mesh)
-        return jax.tree.map(lambda leaf: replicate(leaf, sharding), arrays)
+        return _replicate(arrays, self.mesh)
 
 
 @dataclass(frozen=True)
@@ -196,15 +200,22 @@ class MeshLayout:
     Args:
         mesh: The mesh.
         axes: The axes of it that examples are split over.
+        processes: The processes that have its devices; `None` for one. Each has all of
+            a batch, and gives its devices their parts.
     """
 
     mesh: Mesh | AbstractMesh
     axes: tuple[str, ...]
+    processes: Peers | None = None
 
     num_replicas = 1
     local_replicas = range(1)
     stacked = False
-    peers = None
+
+    @property
+    def peers(self) -> Peers | None:
+        """The processes."""
+        return self.processes
 
     @property
     def num_shares(self) -> int:
@@ -231,6 +242,8 @@ class MeshLayout:
         def shard(leaf: Any) -> NamedSharding:
             return self.split(np.shape(leaf), leading_axes)
 
+        if self.processes is not None:
+            return jax.tree.map(lambda leaf: place_parts(leaf, shard(leaf)), arrays)
         return jax.device_put(arrays, jax.tree.map(shard, arrays))
 
     def split(self, shape: tuple[int, ...], axis: int | None) -> NamedSharding:
@@ -256,12 +269,14 @@ class MeshLayout:
 
     @property
     def devices(self) -> Collection[Any]:
-        """The devices of the mesh."""
+        """The devices of the mesh that this process feeds."""
         assert isinstance(self.mesh, Mesh)
         return self.mesh.local_devices
 
     def replicate(self, arrays: PyTree) -> PyTree:
         """Returns host arrays as device arrays, whole on each device."""
+        if self.processes is not None:
+            return _replicate(arrays, self.mesh)
         return jax.device_put(arrays, everywhere(self.mesh))
 
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
@@ -273,6 +288,12 @@ class MeshLayout:
         """Returns the arrays themselves."""
         del num_active
         return arrays
+
+
+def _replicate(arrays: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """Returns arrays that are equal on all processes, whole on each device of them."""
+    sharding = everywhere(mesh)
+    return jax.tree.map(lambda leaf: as_global(leaf, sharding), arrays)
 
 
 def _take_locally(

@@ -15,7 +15,7 @@ from armillary.distribute.program._function import Functions
 from armillary.distribute.replica._cross_device_ops import CrossDeviceOps
 from armillary.distribute.replica._policy import AXIS_NAME
 from armillary.distribute.replica._run import run_in_replicas
-from armillary.distribute.strategies._devices import as_devices
+from armillary.distribute.strategies._devices import as_devices, check_alone
 from armillary.distribute.strategies._layouts import ReplicaLayout
 from armillary.state._lift import State
 from armillary.typing import PyTree
@@ -84,11 +84,7 @@ class MirroredStrategy(Strategy):
         Raises:
             ValueError: If it spans several processes, which would have to agree.
         """
-        if self.peers is not None:
-            raise ValueError(
-                f"The strategy is {self!r}, but a plan is made by one process. Start "
-                "the program without the others, or use `armillary plan`."
-            )
+        check_alone(self)
         axis_types = (AxisType.Auto,)
         mesh = AbstractMesh((num_devices,), (AXIS_NAME,), axis_types=axis_types)
         before = {name: vars(self)[name] for name in _OF_DEVICES}

@@ -1,7 +1,7 @@
 """Which part of each array of a state every device of a mesh holds.
 
     array                                       held
-    a scalar, a random key                      whole, by every device
+    a scalar, a random key, of a metric         whole, by every device
     of an optimizer, made like a parameter      as that parameter
     at a path that a rule matches               as the first such rule says
     another one, of `SMALL` values or more      split over the axis `fsdp`, along its
@@ -63,7 +63,10 @@ class ShardingRules:
         """
         leaves = [as_array(leaf) for leaf in state.read()]
         of_optimizer = [part for s in state.slots for part in s.is_of_optimizer()]
-        is_whole = [leaf.ndim == 0 or is_key(leaf) for leaf in leaves]
+        is_whole = [
+            leaf.ndim == 0 or is_key(leaf) or owner.role is Role.METRIC
+            for leaf, owner in zip(leaves, state.owners, strict=True)
+        ]
         specs = [PartitionSpec()] * len(leaves)
         # The parameters, and what else an optimizer may have made its state like.
         models: dict[tuple[int, ...], list[tuple[list[str], PartitionSpec]]] = {}
@@ -119,9 +122,9 @@ class ShardingRules:
             raise ValueError(
                 f"`rules` has {unused}, found in none of these paths:\n"
                 f"{list_lines(state.paths[i] for i in indices)}\n"
-                "Correct it, or leave it out. (Rules are regular expressions; scalars "
-                "and random keys need none, and the state of an optimizer follows the "
-                "parameters.)"
+                "Correct it, or leave it out. (Rules are regular expressions; scalars, "
+                "metrics and random keys need none, and the state of an optimizer "
+                "follows the parameters.)"
             )
 
     def _automatic(self, shape: tuple[int, ...]) -> PartitionSpec:

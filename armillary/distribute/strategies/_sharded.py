@@ -17,17 +17,21 @@ from jax.sharding import (
 )
 
 from armillary._checks import check_instance, check_positive_int
-from armillary._process import get_process
+from armillary.cluster._communication import CommunicationOptions
+from armillary.cluster.resolvers._resolver import ClusterResolver
+from armillary.data._dataset import DistributedDataset
+from armillary.data._input_context import InputContext
 from armillary.data._layout import BatchLayout
+from armillary.data._options import InputOptions
 from armillary.distribute._global_arrays import is_key
-from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import Functions
 from armillary.distribute.replica._collectives import ReplicaContext
 from armillary.distribute.replica._context import entered
 from armillary.distribute.replica._keras_losses import check_keras_losses
 from armillary.distribute.replica._policy import check_annotations
-from armillary.distribute.strategies._devices import as_devices
+from armillary.distribute.strategies._devices import as_devices, check_alone
 from armillary.distribute.strategies._layouts import MeshLayout
+from armillary.distribute.strategies._processes import JoinedStrategy, order_devices
 from armillary.distribute.strategies._rules import ShardingRules, axes_of
 from armillary.errors import StateStructureError
 from armillary.state._lift import State, as_array
@@ -39,7 +43,7 @@ BATCH_AXES = ("data", "fsdp")
 _KINDS = (AxisType.Auto,) * len(AXES)
 
 
-class ShardedStrategy(Strategy):
+class ShardedStrategy(JoinedStrategy):
     """One replica that spans all devices, each of which holds a part of its state.
 
     For models that leave no room on a device, with the step of any other strategy. XLA
@@ -55,6 +59,10 @@ class ShardedStrategy(Strategy):
     A step sees the global batch, so `num_replicas_in_sync` is 1, and numbers are those
     of one device: statistics of a batch are of all of it.
 
+    In a job of several processes it joins them, as `MultiWorkerMirroredStrategy` does,
+    and spans the devices of all: make it before anything uses a device. Each process
+    reads the same global batches, and sends its devices their part.
+
     Args:
         mesh_shape: The number of devices along the axes `data`, `fsdp` and `tensor`;
             one that is left out has 1. By default all devices are along `fsdp`.
@@ -64,39 +72,53 @@ class ShardedStrategy(Strategy):
             `fsdp` along its longest axis that divides, and others are whole on every
             device. The state of an optimizer is split like the parameters.
         devices: The devices, or their names, with those of `tensor` side by side. By
-            default all of this process.
+            default all, one process after the other.
+        cluster_resolver: Tells which process this is, and where the others are. By
+            default `armillary.cluster.resolve_cluster()` finds out.
+        communication_options: How values are exchanged between processes, and how long
+            they wait for each other.
 
     Raises:
-        RuntimeError: If this process has joined others.
+        ClusterError: If this process is to join others, but a device was used before,
+            or it has joined another cluster.
         TypeError: If an argument is of another type.
-        ValueError: If the mesh does not have as many devices as there are, or a rule
-            does not fit it.
+        ValueError: If the mesh does not have as many devices as there are, a process
+            has none in it, or a rule does not fit it.
     """
+
+    _unit = "device"
 
     def __init__(
         self,
         mesh_shape: Mapping[str, int] | None = None,
         rules: Mapping[str, PartitionSpec] | None = None,
         devices: Sequence[Any] | None = None,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
     ) -> None:
-        count = get_process().count
-        if count > 1:
-            raise RuntimeError(
-                f"`ShardedStrategy` was made in one of {count} processes that have "
-                "joined, but it spans the devices of one. Use it in a process of its "
-                "own, or `MultiWorkerMirroredStrategy` over all of them."
-            )
         sizes = _check_shape(mesh_shape)
+        self._join(cluster_resolver, communication_options)
+        if self.peers is not None and devices is None:
+            devices = order_devices(jax.devices())
         found = np.asarray(as_devices("devices", devices))
         self._sizes = sizes
         if sizes is None:
             sizes = (1, len(found), 1)
+        count = 1 if self.peers is None else self.peers.count
         if math.prod(sizes) != len(found):
             shown = dict(zip(AXES, sizes, strict=True))
+            where = "" if count == 1 else f" in {count} processes"
             raise ValueError(
                 f"`mesh_shape` is {shown}, for {math.prod(sizes)} devices, but there "
-                f"are {len(found)}. Choose sizes whose product is {len(found)}, or "
-                "pass as many devices: `devices=jax.devices()[:n]`."
+                f"are {len(found)}{where}. Choose sizes whose product is {len(found)}, "
+                "or pass as many devices: `devices=jax.devices()[:n]`."
+            )
+        idle = set(range(count)).difference(d.process_index for d in found)
+        if self.peers is not None and idle:
+            raise ValueError(
+                f"`devices` has none of process {min(idle)} of {count}, but all "
+                "processes run each step. Leave it out, or take some of each from "
+                "`jax.devices()`; names are of devices of this process."
             )
         mesh = Mesh(found.reshape(sizes), AXES, axis_types=_KINDS)
         self._rules = ShardingRules(mesh, rules)
@@ -107,7 +129,7 @@ class ShardedStrategy(Strategy):
 
     def _use(self, mesh: Mesh | AbstractMesh) -> None:
         self._mesh = self._device_mesh = self._rules.mesh = mesh
-        self._layout = MeshLayout(mesh, BATCH_AXES)
+        self._layout = MeshLayout(mesh, BATCH_AXES, self.peers)
         self.split = self._layout.split
 
     @property
@@ -131,8 +153,10 @@ class ShardedStrategy(Strategy):
             Their mesh.
 
         Raises:
-            ValueError: If `fsdp` and `tensor` do not divide their number.
+            ValueError: If `fsdp` and `tensor` do not divide their number, or it spans
+                several processes.
         """
+        check_alone(self)
         _, fsdp, tensor = self._sizes or (1, num_devices, 1)
         if num_devices % (fsdp * tensor):
             raise ValueError(
@@ -155,6 +179,33 @@ class ShardedStrategy(Strategy):
     def layout(self) -> BatchLayout:
         """The examples of a batch split over `data` and `fsdp`."""
         return self._layout
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Returns a dataset that takes each global batch from the user's own.
+
+        Args:
+            dataset_fn: Called with an `InputContext` of one replica.
+            options: How to treat remainders, and how far to read ahead.
+
+        Returns:
+            A dataset to iterate with `for` or `next`, or to give to a trainer.
+
+        Raises:
+            ValueError: If it spans several processes.
+        """
+        if self.peers is not None:
+            raise ValueError(
+                "`distribute_datasets_from_function` (a function with an "
+                "`input_context`) lets each process read data of its own, but under "
+                f"{self!r} all processes share one replica, and with it each batch. "
+                "Use `strategy.distribute_dataset(dataset)`, with the same data in "
+                "each: a process takes only the rows for its own devices."
+            )
+        return super().distribute_datasets_from_function(dataset_fn, options)
 
     def state_shardings(self, state: State) -> Sequence[Sharding]:
         """Each array split by the rules.
@@ -207,7 +258,8 @@ class ShardedStrategy(Strategy):
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{k}={v}" for k, v in self._device_mesh.shape.items())
-        return f"ShardedStrategy({sizes}, {self.platform}, 1 replica)"
+        where = "" if self.peers is None else f", {self.peers.count} processes"
+        return f"ShardedStrategy({sizes}, {self.platform}, 1 replica{where})"
 
 
 def _without_batch_axes(spec: PartitionSpec) -> PartitionSpec:

@@ -1,0 +1,131 @@
+"""What strategies over the devices of several processes share."""
+
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from armillary._checks import check_instance
+from armillary._logging import logger
+from armillary.cluster._communication import CommunicationOptions
+from armillary.cluster._join import join_cluster
+from armillary.cluster.resolvers._resolve import resolve_cluster
+from armillary.cluster.resolvers._resolver import ClusterResolver
+from armillary.data._dataset import DistributedDataset
+from armillary.data._options import InputOptions
+from armillary.data.sources._indexed import IndexedDataset
+from armillary.data.sources._source import as_source
+from armillary.distribute._global_arrays import as_local
+from armillary.distribute._strategy import Strategy
+from armillary.distribute.program._same_values import check_same_data
+from armillary.distribute.replica._values import ReduceOp, is_per_replica
+from armillary.typing import PyTree
+
+
+class JoinedStrategy(Strategy):
+    """A strategy that joins the processes of its job, if there are several."""
+
+    _cluster_resolver: ClusterResolver
+    _unit = "replica"
+    """What each process has some of."""
+
+    def _join(
+        self,
+        cluster_resolver: ClusterResolver | None,
+        communication_options: CommunicationOptions | None,
+    ) -> None:
+        """Sets `peers`. It must come before anything that uses a device.
+
+        Raises:
+            ClusterError: If a device was used before, or this process has joined
+                another cluster.
+            TypeError: If an argument is of another type.
+            ValueError: If the platform cannot follow `communication_options`.
+        """
+        fix = "Use one of `armillary.cluster`, or leave it out."
+        if cluster_resolver is not None:
+            check_instance("cluster_resolver", cluster_resolver, ClusterResolver, fix)
+        if (options := communication_options) is not None:
+            check_instance("communication_options", options, CommunicationOptions, fix)
+        self._cluster_resolver = cluster_resolver or resolve_cluster()
+        self.peers = join_cluster(self._cluster_resolver, communication_options)
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The resolver that described the cluster."""
+        return self._cluster_resolver
+
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None = None
+    ) -> PyTree:
+        """Combines the values of all replicas into one, the same in every process.
+
+        All processes must call it. See `Strategy.reduce` for what it takes.
+        """
+        return super().reduce(reduce_op, self._collect(value), axis)
+
+    def gather(self, value: PyTree, axis: int) -> PyTree:
+        """Joins the values of all replicas along an axis, the same in every process.
+
+        All processes must call it. See `Strategy.gather` for what it takes.
+        """
+        return super().gather(self._collect(value), axis)
+
+    def distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Returns a dataset that splits each *global* batch over replicas.
+
+        Each process reads all of it, and keeps the rows of its own devices: give the
+        same data, in the same order, to all. What `from_arrays` and its like give is
+        compared; any other data are not. Of arrays only the rows of its devices are
+        touched.
+
+        Args:
+            dataset: Anything `armillary.data.as_source` takes.
+            options: How to treat remainders, and how far to read ahead.
+
+        Returns:
+            A dataset to iterate with `for` or `next`, or to give to a trainer.
+        """
+        if self.peers is not None and isinstance(dataset, IndexedDataset):
+            check_same_data(self.peers, dataset)
+        distributed = super().distribute_dataset(dataset, options)
+        if self.peers is not None:
+            logger.info(
+                "data | %s: one data set for all; each of %d processes reads its "
+                "batches and keeps the rows of its own %ss (%s)",
+                as_source(dataset).name,
+                self.peers.count,
+                self._unit,
+                self._describe_shares(),
+            )
+        return distributed
+
+    def _collect(self, value: PyTree) -> PyTree:
+        """Returns values of all processes as arrays of this one."""
+
+        def collect(leaf: Any) -> Any:
+            array = leaf.array if is_per_replica(leaf) else leaf
+            is_here = not isinstance(array, jax.Array) or isinstance(array, Tracer)
+            if is_here or array.is_fully_addressable:
+                return leaf
+            self.dispatch.wait()
+            local = as_local(array)
+            return jax.tree.map(lambda _: local, leaf)
+
+        return jax.tree.map(collect, value, is_leaf=is_per_replica)
+
+    def _describe_shares(self) -> str:
+        """Returns how many replicas, or devices, the processes have."""
+        assert self.peers is not None and self._mesh is not None
+        counts = [0] * self.peers.count
+        for device in self._mesh.devices.flat:
+            counts[device.process_index] += 1
+        each = f"{counts[0]} each" if len(set(counts)) == 1 else f"{counts}"
+        return f"{sum(counts)} {self._unit}s, {each}"
+
+
+def order_devices(devices: Any) -> list[Any]:
+    """Returns devices with those of a process side by side, alike in each process."""
+    return sorted(devices, key=lambda device: (device.process_index, device.id))

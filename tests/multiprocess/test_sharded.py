@@ -1,0 +1,100 @@
+"""State divided between processes: the numbers of one process, and of one device."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import armillary
+from tests.multiprocess import sharded
+from tests.multiprocess.conftest import run_job
+from tests.problems import read_state
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+
+def test_two_processes_with_divided_state_do_what_one_device_does(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    alone = sharded.Trainer(armillary.MirroredStrategy(jax.devices()[:2]), seed=5)
+    alone.train(2)
+    manager = sharded.make_manager(alone, run_dir / "of_one")
+    manager.save()
+    manager.sync()
+
+    outcome = run_job(tmp_path, "sharded", processes=2, devices=2, run_dir=str(run_dir))
+    assert outcome.codes == [0, 0], outcome.errors
+    first, second = outcome.results
+    check_mistakes(first.pop("mistakes"), second.pop("mistakes"))
+    # Each has the half of a batch; of 8 rows as well.
+    assert first["rows"] == second["rows"] == [8]
+    assert first == second
+
+    assert first["repr"] == (
+        "ShardedStrategy(data=1, fsdp=2, tensor=2, cpu, 1 replica, 2 processes)"
+    )
+    check_numbers(first, tmp_path)
+    assert first["resume"] == [[0, 3], first["train"]["state"]]
+    assert first["moved"] == [sharded.digests(read_state(alone))] * 3
+    check_that_one_process_goes_on(run_dir, first["train"]["state"])
+    text, total = first["bad"]
+    assert "in 1 of 1 arrays, at step 2 of the 2" in text
+    assert "first/kernel: 1 value" in text
+    assert total == 64 * 32 + 4
+    assert len(list((run_dir / "summary").iterdir())) == 1
+    assert "train | step:      5" in outcome.errors[0]
+    assert "keeps the rows of its own devices (4 devices, 2 each)" in outcome.errors[0]
+    assert "train |" not in outcome.errors[1]
+
+
+def check_numbers(job: dict[str, Any], folder: Path) -> None:
+    """Compares with one process that has as many devices, and with one device."""
+    for strategy in (
+        armillary.ShardedStrategy(sharded.SHAPE, sharded.RULES, jax.devices()[:4]),
+        armillary.OneDeviceStrategy("cpu:0"),
+    ):
+        alone = sharded.train(strategy, folder / type(strategy).__name__)
+        if isinstance(strategy, armillary.ShardedStrategy):
+            # A sum of two numbers does not depend on their order.
+            assert job["train"] == alone
+        assert alone["step"] == sharded.NUM_STEPS
+        assert job["train"]["sums"].keys() == alone["sums"].keys()
+        for name in ("losses", "accuracy", "kernels"):
+            np.testing.assert_allclose(job["train"][name], alone[name], 1e-4)
+        for path, value in alone["sums"].items():
+            actual = job["train"]["sums"][path]
+            np.testing.assert_allclose(actual, value, 1e-4, 1e-4, err_msg=path)
+        assert job["train"]["evaluated"]["count"] == 21
+        evaluated = [each["evaluated"]["sum"] for each in (job["train"], alone)]
+        np.testing.assert_allclose(*evaluated, 1e-4)
+        own = sharded.own_loop(strategy)
+        np.testing.assert_allclose(job["own_loop"]["losses"], own["losses"], 1e-6)
+        np.testing.assert_allclose(job["own_loop"]["gathered"], own["gathered"], 1e-5)
+    assert job["own_loop"]["shapes"] == [[8, 8], [4, 4]]
+
+
+def check_that_one_process_goes_on(run_dir: Path, expected: dict[str, str]) -> None:
+    """Restores what the job has saved, on other devices."""
+    strategies = [armillary.ShardedStrategy(), armillary.MirroredStrategy()]
+    assert sharded.move(strategies, run_dir / "whole") == [expected] * 2
+
+
+def check_mistakes(first: dict[str, str], second: dict[str, str]) -> None:
+    index = "`devices` has none of process {} of 2, but all processes run each step"
+    assert index.format(1) in first.pop("devices")
+    assert index.format(0) in second.pop("devices")
+    assert first == second
+    assert "for 3 devices, but there are 4 in 2 processes. Choose" in first["sizes"]
+    assert "model/first/kernel: process 0 has float32 (64, 32) #" in first["seed"]
+    assert "`train_step` is traced to different programs" in first["rules"]
+    assert (
+        "all processes share one replica, and with it each batch" in (first["function"])
+    )
+    assert "Use `strategy.distribute_dataset(dataset)`" in first["function"]
+    assert "a plan is made by one process" in first["plan"]
+    assert "spans non-addressable" in first["part"]
+    assert first["part"].endswith(
+        "`strategy.gather(array, axis=0)`, called in all of them, gives it whole to "
+        "each."
+    )
