@@ -3,7 +3,9 @@
 And one for lists in messages.
 """
 
+import difflib
 import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable
 from numbers import Integral, Real
@@ -171,27 +173,36 @@ def list_lines(lines: Iterable[str], most: int = 20) -> str:
     return "\n".join(shown)
 
 
+def _closest(name: str, known: list[str]) -> str:
+    found = difflib.get_close_matches(name, known, n=1)
+    if found:
+        return f"Did you mean `{found[0]}`?"
+    return f"It has {', '.join(f'`{each}`' for each in known)}."
+
+
 def answers_old_names(**answers: str) -> Callable[[_C], _C]:
-    """Returns a class decorator that answers keywords of Orbit and `tf.distribute`.
+    """Returns a class decorator that answers keywords that a class does not have.
 
     Args:
-        **answers: What to do instead, by keyword; a sentence.
+        **answers: What to do in place of keywords of Orbit and `tf.distribute`, by
+            keyword; a sentence. Of others the closest that there is is named.
 
     Raises:
-        TypeError: If an object is made with one of the keywords.
+        TypeError: If an object is made with such a keyword.
     """
 
     def decorate(cls: _C) -> _C:
         init = cls.__init__
+        known = list(inspect.signature(init).parameters)[1:]
 
         @functools.wraps(init)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            for name in answers:
-                if name in kwargs:
-                    raise TypeError(
-                        f"`{name}` is {kwargs[name]!r}, but `{cls.__name__}` has no "
-                        f"such argument. {answers[name]}"
-                    )
+            for name in kwargs.keys() - known:
+                answer = answers.get(name) or _closest(name, known)
+                raise TypeError(
+                    f"`{name}` is {kwargs[name]!r}, but `{cls.__name__}` has no such "
+                    f"argument. {answer}"
+                )
             init(self, *args, **kwargs)
 
         cls.__init__ = __init__

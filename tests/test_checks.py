@@ -63,3 +63,22 @@ def test_an_old_keyword_is_answered_with_the_new_one(kind):
         assert name not in parameters
         if "called" in answer:
             assert answer.split("`")[1] in parameters
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "answer"),
+    [
+        (armillary.Controller, "num_steps_per_loop", "Did you mean `steps_per_loop`?"),
+        (
+            armillary.StandardTrainerOptions,
+            "gradient_accumulation_steps",
+            "Did you mean `accumulate_steps`?",
+        ),
+        (armillary.InputOptions, "zzz", "It has `remainder`, "),
+    ],
+)
+def test_a_keyword_that_there_is_not_is_answered_with_what_there_is(kind, name, answer):
+    with pytest.raises(TypeError) as caught:
+        kind(**{name: 3})
+    assert f"`{name}` is 3, but `{kind.__name__}` has no such" in str(caught.value)
+    assert answer in str(caught.value)

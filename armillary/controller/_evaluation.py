@@ -34,8 +34,8 @@ def run_evaluation(
         summary_manager: Writes the output.
         actions: Called with the output.
     """
-    is_complete = num_steps == -1
-    amount = "complete" if is_complete else f"{num_steps} steps of"
+    # The data may end before so many steps.
+    amount = "complete" if num_steps == -1 else f"up to {num_steps} steps of"
     log_line("eval", step, f"running {amount} evaluation...")
     start = time.perf_counter()
     with goodput.phase(Category.EVALUATING):
@@ -48,7 +48,6 @@ def run_evaluation(
     log_line(
         "eval",
         step,
-        *([] if is_complete else [f"steps/sec: {num_steps / seconds: 6.1f}"]),
         f"eval time: {seconds: 6.1f} sec",
         f"output: {format_output(output)}",
     )

@@ -28,13 +28,14 @@ from armillary.distribute.replica._collectives import double_reduction_message
 from armillary.distribute.replica._context import (
     Scope,
     get_running_context,
+    is_in_default_step,
     lifted_state,
     merging_replica,
     require_cross_replica_context,
 )
 from armillary.distribute.replica._cross_device_ops import CrossDeviceOps
 from armillary.distribute.replica._values import ReduceOp, is_inside, is_per_replica
-from armillary.errors import DoubleReductionError
+from armillary.errors import DoubleReductionError, ReplicaContextError
 from armillary.state._lift import State
 from armillary.typing import PyTree
 from armillary.xla._lowerings import Split
@@ -212,6 +213,20 @@ class Strategy:
         replica = merging_replica()
         if replica is not None:
             return replica.run_merged(fn, tuple(args), kwargs or {})
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
+        is_whole = any(isinstance(leaf, jax.Array) for leaf in leaves)
+        if (
+            self._num_replicas > 1
+            and is_in_default_step()
+            and is_whole
+            and not any(map(is_per_replica, leaves))
+        ):
+            raise ReplicaContextError(
+                f"`run` of {self!r} was called in a step that runs under no strategy, "
+                "so each replica would get the whole batch. Pass `strategy=strategy` "
+                "to the `Controller`, assign it to an attribute of the trainer "
+                "(`self.strategy = strategy`), or call the step in `strategy.scope()`."
+            )
         return self._run(lifted_state(), fn, *args, **(kwargs or {}))
 
     @hides_frames

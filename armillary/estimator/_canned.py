@@ -1,8 +1,9 @@
 """The estimators that come with the package: linear models and dense networks."""
 
+import contextlib
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ from armillary._checks import (
     check_positive_int,
     is_positive_int,
 )
-from armillary.errors import EstimatorError
+from armillary.controller._controller import Controller
+from armillary.errors import EstimatorError, NonFiniteError
 from armillary.estimator._estimator import Estimator
 from armillary.estimator._feature_columns import check_columns, read_columns
 from armillary.estimator._heads import (
@@ -106,6 +108,22 @@ class _Canned(Estimator):
             return make_spec(head, mode, logits, labels, optimizer)
 
         super().__init__(model_fn, model_dir, config)
+        self._label_rule = head.label_rule
+
+    @contextlib.contextmanager
+    def make_controller(self, *args: Any, **kwargs: Any) -> Iterator[Controller]:
+        """As that of `Estimator`; an error of a label says which ones there are.
+
+        Raises:
+            NonFiniteError: If a label is the number of no class.
+        """
+        try:
+            with super().make_controller(*args, **kwargs) as controller:
+                yield controller
+        except NonFiniteError as error:
+            if self._label_rule is not None:
+                error.add_note(self._label_rule)
+            raise
 
 
 @answers_old_names(**_ANSWERS)

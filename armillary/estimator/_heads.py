@@ -25,6 +25,11 @@ class Head(Protocol):
         """How many logits an example has."""
         ...
 
+    @property
+    def label_rule(self) -> str | None:
+        """Which labels there are; any other one has a loss that is no number."""
+        ...
+
     def predict(self, logits: jax.Array) -> dict[str, jax.Array]:
         """Returns the predictions for logits of shape `(batch, num_logits)`."""
         ...
@@ -65,7 +70,7 @@ class RegressionHead:
     """
 
     def __init__(self, label_dimension: int) -> None:
-        self.num_logits = label_dimension
+        self.num_logits, self.label_rule = label_dimension, None
 
     def predict(self, logits: jax.Array) -> dict[str, jax.Array]:
         """Returns the predicted numbers."""
@@ -84,6 +89,10 @@ class BinaryClassHead:
     """Cross-entropy of one logit, that of class 1."""
 
     num_logits = 1
+    label_rule = (
+        "A label that is not 0 or 1 is such a value: `n_classes` is 2. If there are "
+        "more classes, pass `n_classes=`."
+    )
 
     def predict(self, logits: jax.Array) -> dict[str, jax.Array]:
         """Returns the logit, the probabilities and the likelier class."""
@@ -102,7 +111,7 @@ class BinaryClassHead:
         labels = _match(labels, 1).astype(jnp.float32)
         predictions = self.predict(logits)
         class_ids = predictions["class_ids"]
-        # Any other label is refused when the metric is computed.
+        # Any other label ends training, and is refused when the metric is computed.
         is_class = (labels == 0) | (labels == 1)
         numbers = jnp.where(is_class, labels, -1).astype(jnp.int32)
         taken = {"logits": class_ids.astype(jnp.float32), "labels": numbers}
@@ -117,7 +126,8 @@ class BinaryClassHead:
             "prediction/mean": predictions["logistic"],
             "recall": (_recall, taken),
         }
-        return optax.sigmoid_binary_cross_entropy(logits, labels), metrics
+        losses = optax.sigmoid_binary_cross_entropy(logits, labels)
+        return jnp.where(is_class, losses, jnp.nan), metrics
 
 
 class MultiClassHead:
@@ -129,6 +139,10 @@ class MultiClassHead:
 
     def __init__(self, n_classes: int) -> None:
         self.num_logits = n_classes
+        self.label_rule = (
+            f"A label that is not one of 0 to {n_classes - 1} is such a value: "
+            f"`n_classes` is {n_classes}. Pass the number of classes that there are."
+        )
 
     def predict(self, logits: jax.Array) -> dict[str, jax.Array]:
         """Returns the logits, the probabilities and the likeliest class."""
@@ -155,6 +169,8 @@ class MultiClassHead:
             )
         labels = labels[:, 0]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        is_class = (labels >= 0) & (labels < self.num_logits)
+        losses = jnp.where(is_class, losses, jnp.nan)
         accuracy = (logits.argmax(axis=-1) == labels).astype(jnp.float32)
         return losses, {"accuracy": accuracy}
 

@@ -12,6 +12,7 @@ from armillary.distribute.replica._loss import compute_average_loss
 from armillary.errors import EstimatorError
 from armillary.estimator._model import Model
 from armillary.estimator._spec import EstimatorSpec, ModeKeys
+from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.typing import Output
@@ -29,7 +30,8 @@ class EstimatorTrainer(StandardTrainer):
     def __init__(
         self, dataset: DistributedDataset, strategy: Strategy, model: Model
     ) -> None:
-        super().__init__(dataset)
+        # As TensorFlow's estimators, which end when a loss is not a number.
+        super().__init__(dataset, StandardTrainerOptions(on_non_finite="raise"))
         self.strategy, self.model_fn = strategy, model.model_fn
         self.modules, self.optimizer = model.store, model.optimizer
         self.loss = nnx.metrics.Average("loss")

@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--topology",
         required=True,
         metavar="DEVICES",
-        help='such as "v5e:16x16" (a TPU slice) or "h100:8x8" (hosts by GPUs)',
+        help='such as "v5e:16x16" (a TPU slice), "h100:8x8" (hosts by GPUs), or, with '
+        "--abstract, their number",
     )
     parser.add_argument(
         "--per-replica-batch", type=int, metavar="N", help="examples of each replica"

@@ -58,13 +58,19 @@ def plan(
 
     Raises:
         TypeError: If `trainer` is no `StandardTrainer`.
-        ValueError: If `topology` describes no devices, or the strategy is for one.
+        ValueError: If `topology` describes no devices, the strategy is for one, or
+            `find_batch` is asked of an abstract plan.
         PlanError: If there is no compiler for them, or it fails.
     """
     if not isinstance(trainer, StandardTrainer):
         raise TypeError(
             f"`trainer` is of type {type(trainer).__name__}, but a plan needs the loop "
             "of an `armillary.StandardTrainer`. Derive from it."
+        )
+    if find_batch and abstract:
+        raise ValueError(
+            "`find_batch` is True, but it compiles to see what fits, and with "
+            "`abstract=True` nothing is compiled. Leave one of them out."
         )
     if per_replica_batch is not None:
         check_positive_int("per_replica_batch", per_replica_batch)

@@ -14,6 +14,11 @@ from armillary.distribute._strategy import Strategy
 from armillary.state._lift import State
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 
+_START = "the first step"
+_OTHER_START = (
+    "`make_trainer` must make the same trainer at each call: seed what it draws, as by "
+    "`nnx.Rngs(0)`, `np.random.default_rng(0)` or `keras.utils.set_random_seed(0)`."
+)
 _CAUSES = (
     "Look for a loss that is averaged over a replica's share of the batch instead of "
     "the global batch (`armillary.compute_average_loss`), for statistics of a batch or "
@@ -35,10 +40,10 @@ def assert_strategies_agree(
     """Checks that a trainer computes the same under each of several strategies.
 
     Each strategy gets a trainer of its own, which trains: one step, and then the
-    others. After both, everything that a checkpoint would hold is compared, and what
-    `train` returned. A trainer that is also an evaluator then evaluates, until its
-    data ends. With data whose last batch is short, and fewer of them than `steps`, the
-    end of the data is part of the test: all must see it at the same step.
+    others. Before and after both, everything that a checkpoint would hold is compared,
+    and what `train` returned. A trainer that is also an evaluator then evaluates, until
+    its data ends. With data whose last batch is short, and fewer of them than `steps`,
+    the end of the data is part of the test: all must see it at the same step.
 
     Args:
         make_trainer: Called under the scope of each strategy, with it. It must make
@@ -110,6 +115,7 @@ def _record(
             values["data_exhausted"] = np.asarray(trainer.data_exhausted)
             moments.append(_Moment(name, values))
 
+        note(_START, None)
         note("one step", trainer.train(1))
         if steps > 1:
             note(f"{steps} steps", trainer.train(steps - 1))
@@ -144,10 +150,11 @@ def _compare(
         if difference is not None:
             lines.append(f"{name}: {difference}")
     if lines:
+        is_start = expected.name == _START
         raise AssertionError(
-            f"After {expected.name}, {strategy} has other values than {first}, in "
-            f"{len(lines)} of {len(ours | theirs)} places:\n{list_lines(lines)}\n"
-            f"{_CAUSES}"
+            f"{'Before' if is_start else 'After'} {expected.name}, {strategy} has "
+            f"other values than {first}, in {len(lines)} of {len(ours | theirs)} "
+            f"places:\n{list_lines(lines)}\n{_OTHER_START if is_start else _CAUSES}"
         )
 
 

@@ -59,7 +59,10 @@ def run_eagerly(
         before = flat.join(every, *flat.take(every))
         state.write(before)
         iterators = [EagerIterator(reader) for reader in readers]
-        with lifted(state), explained(step_fn, state, method.owner_name):
+        with (
+            lifted(state, method.strategy),
+            explained(step_fn, state, method.owner_name),
+        ):
             try:
                 result = method(jax.tree.unflatten(data.structure, iterators))
             except StopIteration:

@@ -12,6 +12,7 @@ from armillary import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     ReduceOp,
+    ShardedStrategy,
     get_replica_context,
     get_strategy,
     has_strategy,
@@ -45,7 +46,8 @@ def test_replicas_are_counted(strategy):
 
 
 def test_only_strategies_of_clusters_have_a_resolver(strategy):
-    has_resolver = isinstance(strategy, MultiWorkerMirroredStrategy)
+    kinds = MultiWorkerMirroredStrategy, ShardedStrategy
+    has_resolver = isinstance(strategy, kinds)
     assert (strategy.cluster_resolver is not None) == has_resolver
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 import armillary
 from armillary import estimator
-from armillary.errors import CapturedStateError, EstimatorError
+from armillary.errors import CapturedStateError, EstimatorError, NonFiniteError
 from armillary.estimator import EstimatorSpec, ModeKeys, _estimator, numeric_column
 from tests.estimator.problems import (
     COLUMNS,
@@ -213,6 +213,24 @@ def test_labels_of_classes(tmp_path):
     binary = estimator.LinearClassifier(COLUMNS, tmp_path)
     with pytest.raises(ValueError, match="label"):
         binary.evaluate(make_input_fn(X, np.full(len(X), 0.5, "float32")))
+
+
+@pytest.mark.parametrize(
+    ("count", "label", "rule"),
+    [
+        (2, 9, "A label that is not 0 or 1 is such a value: `n_classes` is 2."),
+        (2, -1, "pass `n_classes=`"),
+        (5, 9, "not one of 0 to 4 is such a value: `n_classes` is 5."),
+        (5, -1, "Pass the number of classes that there are."),
+    ],
+)
+def test_a_label_of_no_class_ends_training(tmp_path, count, label, rule):
+    labels = np.zeros(len(X), "int32")
+    labels[-1] = label
+    classifier = estimator.LinearClassifier(COLUMNS, tmp_path, n_classes=count)
+    with pytest.raises(NonFiniteError) as caught:
+        classifier.train(make_input_fn(X, labels))
+    assert rule in caught.value.__notes__[-1]
 
 
 @pytest.mark.parametrize(

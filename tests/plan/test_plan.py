@@ -96,6 +96,11 @@ def test_devices_that_a_mesh_shape_does_not_divide_are_an_error():
         plan(trainer, 12, abstract=True)
 
 
+def test_an_abstract_plan_cannot_look_for_what_fits():
+    with pytest.raises(ValueError, match="`find_batch` is True, but it compiles to"):
+        plan(make_trainer(), 8, abstract=True, find_batch=True)
+
+
 def test_one_replica_sends_nothing():
     assert plan(make_trainer(), 1, abstract=True).collectives == ()
 

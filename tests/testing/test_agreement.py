@@ -132,6 +132,8 @@ def test_state_that_depends_on_the_strategy_differs():
         return trainer
 
     message = differ(make_trainer, mirrored(2), steps=1)
+    assert message.startswith("Before the first step, MirroredStrategy(2 x cpu) has")
+    assert message.endswith("`keras.utils.set_random_seed(0)`.")
     assert "Regression/more: only under MirroredStrategy(2 x cpu)" in message
     assert "Regression/scales: float32 (2,) instead of float32 (1,)" in message
 

@@ -56,6 +56,7 @@ class FlatState:
         types: Shape and dtype of the arrays, for tracing.
         arrays: The arrays, in the order of the slots. They stay good until the next
             program runs.
+        strategy: Under which they are used.
         cross_device_ops: How the strategy's steps sum over replicas.
         platform: The kind of device that they are on, such as `"cpu"`.
         split: As in `Strategy`.
@@ -64,6 +65,7 @@ class FlatState:
 
     def __init__(self, state: State, strategy: Strategy) -> None:
         self._peers, self._dispatch = strategy.peers, strategy.dispatch
+        self.strategy = strategy
         self.cross_device_ops = strategy.cross_device_ops
         self.platform: str = strategy.platform
         self.split = strategy.split

@@ -172,7 +172,7 @@ class _Tracing(NamedTuple):
         results: list[Any] = []
 
         def pure(slots: list[Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-            with state.swapped(slots), lifted(state):
+            with state.swapped(slots), lifted(state, self.flat.strategy):
                 result = self.fn(*arguments)
                 after = state.collect(slots, self.name)
             pairs = zip(slots, after, strict=True)

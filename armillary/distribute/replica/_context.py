@@ -29,7 +29,7 @@ class _Frame(NamedTuple):
 class _Ambient(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
-        self.states: list[tuple[State, Any]] = []
+        self.states: list[tuple[State, Any, Strategy]] = []
         self.chosen: Strategy | None = None
 
 
@@ -148,9 +148,9 @@ def merging_replica() -> "ReplicaContext | None":
 
 
 @contextlib.contextmanager
-def lifted(state: State) -> Iterator[None]:
-    """Marks `state` as what `Strategy.run` lifts, while a step runs."""
-    _ambient.states.append((state, _trace()))
+def lifted(state: State, strategy: "Strategy") -> Iterator[None]:
+    """Marks `state`, of a step under `strategy`, as what `Strategy.run` lifts."""
+    _ambient.states.append((state, _trace(), strategy))
     try:
         yield
     finally:
@@ -160,6 +160,12 @@ def lifted(state: State) -> Iterator[None]:
 def lifted_state() -> State | None:
     """Returns the state of the step that is running, if one is."""
     return _ambient.states[-1][0] if _ambient.states else None
+
+
+def is_in_default_step() -> bool:
+    """Returns whether a step is running that was started under no strategy."""
+    default = _default_frame[0].strategy
+    return bool(_ambient.states) and _ambient.states[-1][2] is default
 
 
 def check_same_trace(name: str, paths: Sequence[str]) -> None:
