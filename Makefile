@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-peers quick test test-all libraries differential soak check lint format types layers spelling clean
+.PHONY: help setup demo bench bench-peers quick test test-all libraries plans differential soak check lint format types layers spelling clean
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
@@ -22,6 +22,7 @@ help:
 	@echo "make differential  compare 850 constructs with plain JAX; about an hour"
 	@echo "make soak      kill a training program 100 times; about 12 minutes"
 	@echo "make libraries  test data of tf.data, PyTorch and Hugging Face (installs 2 GB)"
+	@echo "make plans     compile for TPUs and GPUs that are not there (installs 0.4 GB)"
 	@echo "make check     lint, types, layers and spelling"
 	@echo "make bench     measure against hand-written loops; about 45 minutes"
 	@echo "make bench-peers  install Keras, Orbit and Lightning for make bench (4 GB)"
@@ -63,6 +64,8 @@ bench: .venv/demo-installed
 	$(BIN)/python -m benchmarks.memory --json bench.json
 	$(BIN)/python -m benchmarks.sources --json bench.json
 	$(BIN)/python -m benchmarks.checkpoint_cost --json bench.json
+	$(BIN)/python -m benchmarks.boundary_cost --json bench.json
+	$(BIN)/python -m benchmarks.scaling --topologies 4 16 64 256 512 --json bench.json
 
 # Other libraries, each in its own environment: their requirements differ.
 bench-peers: $(foreach peer,keras orbit lightning,.venv-bench-$(peer)/installed)
@@ -101,6 +104,18 @@ test-all: .venv/dev-installed
 libraries: .venv-libraries/installed
 	.venv-libraries/bin/python -m pytest -n 0 tests/data/test_libraries.py
 
+# The compilers for TPUs and GPUs are not in the environment of the tests: they are large,
+# and with them `import jax` is slow. The versions are those that the pins of JAX ask for.
+.venv-plans/installed: constraints.txt
+	@echo "Installing the compilers for TPUs and GPUs (a few minutes) ..."
+	@$(PIP) install --no-deps -c constraints.txt --target $(@D) \
+	  libtpu jax-cuda13-plugin jax-cuda13-pjrt
+	@touch $@
+
+plans: .venv/dev-installed .venv-plans/installed
+	ARMILLARY_TESTS=all ARMILLARY_PLAN_WHEELS=.venv-plans $(BIN)/python -m pytest -n 0 \
+	  tests/plan/test_compiled.py tests/plan/test_compiled_sharded.py
+
 # Each construct on 0, 1, 2 and 4 replicas; then docs/compatibility.md is written anew.
 differential: .venv/dev-installed
 	ARMILLARY_TESTS=all ARMILLARY_DIFFERENTIAL=all \
@@ -132,5 +147,5 @@ spelling: .venv/dev-installed
 	$(BIN)/typos
 
 clean:
-	rm -rf .venv .venv-bench-* .venv-libraries runs build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-bench-* .venv-libraries .venv-plans runs build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
