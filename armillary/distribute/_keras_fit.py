@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from armillary.cluster._peers import Peers
 from armillary.data._dataset import DistributedDataset
+from armillary.data.sources._indexed import IndexedDataset
 from armillary.distribute._global_arrays import as_global, everywhere
 from armillary.distribute.replica._context import get_strategy, has_strategy
 from armillary.distribute.replica._retype import AXIS_NAME
@@ -46,6 +47,7 @@ _RUNNING = (
     "test_on_batch",
     "predict_on_batch",
 )
+_DATA = ("x", "validation_data")
 _MAKING = ("make_train_function", "make_test_function", "make_predict_function")
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
@@ -131,11 +133,16 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
         for function in _FUNCTIONS:
             setattr(model, function, None)
     _made_for[model] = strategy
-    if args and isinstance(args[0], DistributedDataset):
-        args = (_as_adapter(args[0], name, kwargs), *args[1:])
-    for key in ("x", "validation_data"):
-        if isinstance(kwargs.get(key), DistributedDataset):
-            kwargs = {**kwargs, key: _as_adapter(kwargs[key], name, kwargs)}
+
+    def as_data(value: Any) -> Any:
+        if isinstance(value, IndexedDataset):
+            value = strategy.distribute_dataset(value)
+        is_ours = isinstance(value, DistributedDataset)
+        return _as_adapter(value, name, kwargs) if is_ours else value
+
+    args = (*map(as_data, args[:1]), *args[1:])
+    data = {key: as_data(kwargs[key]) for key in _DATA if key in kwargs}
+    kwargs = {**kwargs, **data}
     with _make_distribution(strategy).scope():
         return method(*args, **kwargs)
 

@@ -73,15 +73,17 @@ def test_batch_normalization_uses_the_global_batch(problem, keras):
 # https://github.com/keras-team/keras: it says so of each data set of unknown size.
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["distributed", "grain"])
+@pytest.mark.each_case
+@pytest.mark.parametrize("kind", ["distributed", "source", "grain"])
 def test_batches_may_come_from_other_sources(problem, kind):
     strategy = STRATEGIES["mirrored"]()
 
     def make_data():
-        if kind == "distributed":
+        if kind != "grain":
             arrays = (problem.x, problem.y)
             source = armillary.data.from_arrays(arrays, batch_size=16)
-            return strategy.distribute_dataset(source)
+            is_source = kind == "source"
+            return source if is_source else strategy.distribute_dataset(source)
         import grain
 
         rows = grain.MapDataset.source(range(len(problem.x)))

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -31,6 +31,11 @@ from armillary.distribute.replica._keras_losses import check_keras_losses
 from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.strategies._devices import as_devices, check_alone
 from armillary.distribute.strategies._layouts import MeshLayout
+from armillary.distribute.strategies._logical_devices import (
+    refuse_to_assign,
+    replicate_over,
+    split_over,
+)
 from armillary.distribute.strategies._processes import JoinedStrategy, order_devices
 from armillary.distribute.strategies._rules import ShardingRules, axes_of
 from armillary.errors import StateStructureError
@@ -255,6 +260,45 @@ class ShardedStrategy(JoinedStrategy):
             return leaf
         sharding = NamedSharding(self._device_mesh, spec)
         return jax.lax.with_sharding_constraint(array, sharding)
+
+    def split_to_logical_devices(
+        self, tensor: jax.Array, partition_dimensions: Sequence[int]
+    ) -> jax.Array:
+        """Says of a value in a step that each device along `tensor` has a part of it.
+
+        As `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`, whose
+        name it has as well. Numbers stay what they are.
+
+        Args:
+            tensor: The value, of the global batch.
+            partition_dimensions: In how many parts each axis is split: one in as many
+                as there are devices along `tensor`, the others in 1.
+
+        Raises:
+            ValueError: If there is no such way to split it.
+        """
+        return split_over(self._device_mesh, tensor, partition_dimensions)
+
+    def replicate_to_logical_devices(self, tensor: PyTree) -> PyTree:
+        """Says of values in a step that each device along `tensor` has them whole.
+
+        Args:
+            tensor: A pytree of values, their first axis that of examples.
+        """
+        return replicate_over(self._layout.split, tensor)
+
+    def assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> NoReturn:
+        """Refuses to put a value on one device: one program runs on all.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        del tensor, logical_device_id
+        refuse_to_assign()
+
+    experimental_split_to_logical_devices = split_to_logical_devices
+    experimental_replicate_to_logical_devices = replicate_to_logical_devices
+    experimental_assign_to_logical_device = assign_to_logical_device
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{k}={v}" for k, v in self._device_mesh.shape.items())

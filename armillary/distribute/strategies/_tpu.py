@@ -82,8 +82,9 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     def __getattr__(self, name: str) -> Any:
         if name in _LOGICAL_DEVICES:
             raise AttributeError(
-                f"`{type(self).__name__}` has no `{name}`. {_ONE_DEVICE} Leave it out "
-                "where the model fits into the memory of one core."
+                f"`{type(self).__name__}` has no `{name}`. {_ONE_DEVICE} Leave it out, "
+                "or use `armillary.ShardedStrategy`, whose devices along `tensor` are "
+                "logical devices."
             )
         raise AttributeError(
             f"{type(self).__name__!r} object has no attribute {name!r}"

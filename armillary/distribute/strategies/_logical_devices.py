@@ -1,0 +1,80 @@
+"""How a step says where its own values lie, among the devices that share a model.
+
+After the three methods of `tf.distribute.TPUStrategy`: there a replica has several
+logical devices; here those are the devices along the axis `tensor` of a mesh. What they
+say are sharding annotations, which XLA follows, and which change no number.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from armillary.typing import PyTree
+from armillary.xla._lowerings import Split
+
+AXIS = "tensor"
+
+
+def split_over(
+    mesh: Mesh | AbstractMesh, tensor: jax.Array, partition_dimensions: Sequence[int]
+) -> jax.Array:
+    """Returns an array of which each device along `tensor` has a part.
+
+    Args:
+        mesh: The mesh.
+        tensor: The array.
+        partition_dimensions: In how many parts each of its axes is split.
+
+    Raises:
+        ValueError: If there is no such way to split it.
+    """
+    parts, count = list(partition_dimensions), mesh.shape[AXIS]
+    split = [axis for axis, size in enumerate(parts) if size != 1]
+    shape, problem = tensor.shape, None
+    if len(parts) != len(shape):
+        problem = f"the array has shape {shape}: give one number for each axis"
+    elif math.prod(parts) != count or len(split) > 1:
+        problem = (
+            f"the mesh has {count} devices along 'tensor': split one axis in {count} "
+            "parts, and give 1 for the others"
+        )
+    elif split and shape[split[0]] % count:
+        problem = (
+            f"axis {split[0]} of shape {shape} has no {count} equal parts: split "
+            "another one"
+        )
+    if problem is not None:
+        raise ValueError(f"`partition_dimensions` is {parts}, but {problem}.")
+    entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * len(parts)
+    for axis in split:
+        entries[axis] = AXIS
+    sharding = NamedSharding(mesh, PartitionSpec(*entries))
+    return jax.lax.with_sharding_constraint(tensor, sharding)
+
+
+def replicate_over(split: Split, value: PyTree) -> PyTree:
+    """Returns arrays that each device along `tensor` has whole.
+
+    Args:
+        split: How their first axis, that of examples, is divided.
+        value: A pytree of arrays.
+    """
+    return jax.tree.map(
+        lambda leaf: jax.lax.with_sharding_constraint(leaf, split(leaf.shape, 0)), value
+    )
+
+
+def refuse_to_assign() -> NoReturn:
+    """Raises, since one program runs on all devices.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    raise NotImplementedError(
+        "`assign_to_logical_device` would put a value on one device of several, but "
+        "here one program runs on all of them. Use `split_to_logical_devices` for a "
+        "part on each, or `replicate_to_logical_devices` for a copy."
+    )
