@@ -114,7 +114,8 @@ libraries: .venv-libraries/installed
 
 plans: .venv/dev-installed .venv-plans/installed
 	ARMILLARY_TESTS=all ARMILLARY_PLAN_WHEELS=.venv-plans $(BIN)/python -m pytest -n 0 \
-	  tests/plan/test_compiled.py tests/plan/test_compiled_sharded.py
+	  tests/plan/test_compiled.py tests/plan/test_compiled_sharded.py \
+	  tests/plan/test_compiled_examples.py
 
 # Each construct on 0, 1, 2 and 4 replicas; then docs/compatibility.md is written anew.
 differential: .venv/dev-installed

@@ -32,7 +32,7 @@ def main(folder: Path) -> None:
 
 def _answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     import jax
-    from jax.experimental import topologies
+    from jax.experimental import mesh_utils, topologies
 
     jax.devices("cpu")  # This loads the plugins for other platforms too.
     details = {}
@@ -48,7 +48,11 @@ def _answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     if len(topology.devices) != request["num_devices"]:
         message = f"it has {len(topology.devices)} devices"
         return {"error": "topology", "message": message}
-    mesh = topologies.make_mesh(topology, shape, tuple(request["mesh_axes"]))
+    # An axis of the mesh may be a part of one of the torus, such as 2 of 16.
+    devices = mesh_utils.create_device_mesh(
+        shape, list(topology.devices), allow_split_physical_axes=len(shape) > 1
+    )
+    mesh = jax.sharding.Mesh(devices, tuple(request["mesh_axes"]))
     began = time.perf_counter()
     try:
         compiled = compile_exported(

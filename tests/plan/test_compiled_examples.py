@@ -1,0 +1,38 @@
+"""What the compilers make of the examples, for TPUs and GPUs that are not there.
+
+They run where their wheels are; see `test_compiled.py`.
+"""
+
+import jax
+import pytest
+from flax import nnx
+
+from armillary.plan import plan
+from armillary.plan._collectives import count_rounds
+from tests.plan.test_compiled import pytestmark as pytestmark
+from tests.plan.test_compiled import topology as topology
+from tests.testing.test_collectives import LENGTH, make_example
+
+
+@pytest.mark.parametrize("name", ["digits", "bert_mrpc"])
+def test_an_example_sums_its_gradients_once_and_leaves_the_host_alone(name, topology):
+    trainer, _ = make_example(name)
+    found = plan(trainer, topology)
+    assert found.fits
+    assert found.host_transfers == ()
+    assert count_rounds(found.of_step(), "all-reduce") == 1
+    assert found.of_step() == found.of_step("all-reduce")
+    parameters = jax.tree.leaves(nnx.state(trainer.model, nnx.Param))
+    num_bytes = sum(leaf.nbytes for leaf in parameters)
+    if name == "bert_mrpc":
+        # The compilers see that positions which no input has get no gradient.
+        num_bytes -= (512 - LENGTH) * trainer.model.positions.embedding.shape[1] * 4
+    moved = sum(each.num_bytes * each.times for each in found.of_step())
+    assert num_bytes <= moved < num_bytes + 64  # and what metrics add up
+    assert found.memory.donated > 0.9 * found.state_bytes
+    is_gpu = found.topology.target.platform == "cuda"
+    if is_gpu and name == "bert_mrpc":
+        # Sums of the last layers go on while gradients of the first are computed.
+        beside = [each for each in found.of_step() if each.is_asynchronous]
+        overlaps = [count for each in beside for _, count in each.overlaps]
+        assert sum(overlaps) > 0
