@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
-	@echo "make quick     the tests of daily work; about 3 minutes on 2 cores"
+	@echo "make quick     the tests of daily work; about 2 minutes on 2 cores"
 	@echo "make test      install and run the tests; about 15 minutes on 2 cores"
 	@echo "make test-all  run every case of every test; about 21 minutes on 2 cores"
 	@echo "make differential  compare 850 constructs with plain JAX; about an hour"
