@@ -9,9 +9,11 @@ import optax
 import pytest
 from flax import nnx
 from jax.extend import core
+from jax.sharding import PartitionSpec
 
 import armillary
 from armillary.errors import BatchSizeError
+from armillary.testing import assert_strategies_agree
 from tests.mistakes import mistakes
 from tests.problems import make_digits
 
@@ -282,3 +284,21 @@ def train_with(kind, count=4, batch_size=32):
 def test_what_cannot_be_right_is_an_error(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_parts_give_the_whole_batch_where_state_is_divided_or_elsewhere():
+    rules = {"first/kernel": PartitionSpec("fsdp", "tensor")}
+    mesh_shape = {"data": 2, "fsdp": 2, "tensor": 2}
+    strategies = [
+        armillary.OneDeviceStrategy("cpu:0"),
+        armillary.ShardedStrategy(mesh_shape, rules=rules),
+        armillary.CentralStorageStrategy(jax.devices()[1:3]),
+    ]
+    steps = iter([1, 4, 4])
+    assert_strategies_agree(
+        lambda strategy: Trainer(strategy, accumulate_steps=next(steps)),
+        strategies,
+        steps=3,
+        tolerance=1e-5,
+        ignore=["model/mean"],  # It is written once for each part.
+    )
