@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-peers quick test test-all libraries plans differential soak check lint format types layers spelling clean
+.PHONY: help setup demo bench bench-peers quick test test-all libraries plan-wheels plans differential soak check lint format types layers spelling clean
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
@@ -106,11 +106,13 @@ libraries: .venv-libraries/installed
 
 # The compilers for TPUs and GPUs are not in the environment of the tests: they are large,
 # and with them `import jax` is slow. The versions are those that the pins of JAX ask for.
-.venv-plans/installed: constraints.txt
+.venv-plans/installed: .venv/made constraints.txt
 	@echo "Installing the compilers for TPUs and GPUs (a few minutes) ..."
 	@$(PIP) install --no-deps -c constraints.txt --target $(@D) \
 	  libtpu jax-cuda13-plugin jax-cuda13-pjrt
 	@touch $@
+
+plan-wheels: .venv/made .venv-plans/installed
 
 plans: .venv/dev-installed .venv-plans/installed
 	ARMILLARY_TESTS=all ARMILLARY_PLAN_WHEELS=.venv-plans $(BIN)/python -m pytest -n 0 \

@@ -9,9 +9,10 @@ from flax import nnx
 
 from armillary.plan import plan
 from armillary.plan._collectives import count_rounds
-from tests.plan.test_compiled import pytestmark as pytestmark
 from tests.plan.test_compiled import topology as topology
 from tests.testing.test_collectives import LENGTH, make_example
+
+pytestmark = pytest.mark.thorough
 
 
 @pytest.mark.parametrize("name", ["digits", "bert_mrpc"])
