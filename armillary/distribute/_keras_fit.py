@@ -28,13 +28,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from armillary.cluster._peers import Peers
 from armillary.data._dataset import DistributedDataset
 from armillary.data.sources._indexed import IndexedDataset
-from armillary.distribute._global_arrays import as_global, everywhere
+from armillary.distribute._global_arrays import (
+    as_global,
+    as_whole,
+    everywhere,
+    place_parts,
+)
 from armillary.distribute.replica._context import get_strategy, has_strategy
 from armillary.distribute.replica._retype import AXIS_NAME
 from armillary.errors import PeerError
 from armillary.state import _keras
 from armillary.state._lift import State
-from armillary.xla._lowerings import partitioned
+from armillary.xla._steps import partition
 
 if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
@@ -160,6 +165,8 @@ def _bound(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
         return method(*args, **kwargs)
     step, *others = args
     strategy = _made_for[model]
+    if strategy.split is not None:
+        step = partition(step, strategy.split)
     dispatch, sharding = strategy.dispatch, everywhere(_mesh_of(strategy))
     # The outputs of `predict` are of the global batch, and fetched.
     is_predict = bool(others or kwargs) and strategy.peers is not None
@@ -170,12 +177,9 @@ def _bound(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
             # Metrics that were reset are arrays of this process.
             state = jax.tree.map(lambda leaf: _copy_to(leaf, sharding), state)
         dispatch.wait()
-        if strategy.split is None:
-            outputs, state = step(state, data)
-        else:
-            with partitioned(strategy.split):
-                outputs, new = step(state, data)
-            state = jax.tree.map(_move_like, new, state)
+        outputs, new = step(state, data)
+        is_divided = strategy.split is not None
+        state = jax.tree.map(_move_like, new, state) if is_divided else new
         outputs = gather(outputs) if is_predict else outputs
         dispatch.started(outputs)
         return outputs, state
@@ -193,8 +197,7 @@ def _divide(data: Any) -> Any:
         sharding = distribution.divide(np.shape(leaf))
         if sharding.is_fully_addressable:
             return jax.device_put(leaf, sharding)
-        host = np.asarray(leaf)
-        return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+        return place_parts(np.asarray(leaf), sharding)
 
     return jax.tree.map(place, data)
 
@@ -221,7 +224,7 @@ def _check_same(peers: Peers, model: Any, name: str) -> None:
     Raises:
         PeerError: If their weights, or the states of NumPy's random numbers, differ.
     """
-    values = [np.asarray(_keras.value_of(v)) for v in model.variables]
+    values = [np.asarray(as_whole(_keras.value_of(v))) for v in model.variables]
     random_state = repr(np.random.get_state())
     own = [
         hashlib.blake2b(b"".join(map(np.ndarray.tobytes, values))).hexdigest(),

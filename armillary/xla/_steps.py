@@ -55,7 +55,8 @@ def compile_step(
     chosen = {**own, **(options or {})}
     compiled = jax.jit(fn, compiler_options=chosen or None, **how)
     if split is not None:
-        return _partition(compiled, program, split)
+        has_convolutions = any(_find(program, _CONVOLUTION))
+        return partition(compiled, split) if has_convolutions else compiled
     names = _CONVOLUTION, _POOL_GRADIENT
     if platform == PLATFORM and any(_find(program, *names)) and has_rules():
         return Canonical(compiled)
@@ -92,16 +93,16 @@ def _choose_options(
     }
 
 
-def _partition(
-    compiled: Callable[..., Any], program: core.ClosedJaxpr, split: Split
-) -> Callable[..., Any]:
-    """Returns a program that XLA divides rightly.
+def partition(compiled: Callable[..., Any], split: Split) -> Partitioned:
+    """Returns a program, perhaps with convolutions, that XLA divides rightly.
+
+    Args:
+        compiled: What `jax.jit` returned.
+        split: Says how an axis of examples is divided.
 
     Raises:
-        RuntimeError: If it has convolutions and JAX cannot be told how.
+        RuntimeError: If JAX cannot be told how.
     """
-    if not any(_find(program, _CONVOLUTION)):
-        return compiled
     if not has_rules():
         raise RuntimeError(
             f"JAX {jax.__version__} keeps its lowering rules in a way that is not "

@@ -1,5 +1,7 @@
 """`fit`, `evaluate` and `predict` on the devices of a strategy."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -199,6 +201,32 @@ def test_state_that_a_strategy_divides_stays_divided_and_numbers_stay_the_same(k
     assert kernel.addressable_shards[0].data.shape == (288 // 2, 10 // 2)
     moments = [v.value for v in model.optimizer.variables if v.shape == kernel.shape]
     assert [m.addressable_shards[0].data.shape for m in moments] == [(144, 10)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.each_case
+@pytest.mark.parametrize("num_examples", [5, 8])
+def test_convolutions_have_the_gradients_of_one_device(keras, num_examples):
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(num_examples, 8, 8, 4)).astype(np.float32)
+    targets = rng.normal(size=(num_examples, 16)).astype(np.float32)
+
+    def fit(strategy):
+        keras.utils.set_random_seed(0)
+        conv = functools.partial(keras.layers.Conv2D, 8, 3, padding="same")
+        with strategy.scope():
+            layers = [conv(strides=2), conv(groups=4), keras.layers.Flatten()]
+            model = keras.Sequential([*layers, keras.layers.Dense(16)])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(images, targets, batch_size=num_examples, verbose=0, shuffle=False)
+        return [np.asarray(variable.value) for variable in model.variables]
+
+    expected = fit(armillary.OneDeviceStrategy("cpu:0"))
+    for shape in ({"data": 2, "fsdp": 2}, {"data": 3, "fsdp": 2}):
+        devices = jax.devices()[: 2 * shape["data"]]
+        found = fit(armillary.ShardedStrategy(shape, devices=devices))
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, 0, 1e-6)
 
 
 @pytest.mark.slow
