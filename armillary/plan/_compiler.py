@@ -1,5 +1,6 @@
 """Has a program compiled for other devices, by a process of its own."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -20,6 +21,7 @@ from armillary.errors import PlanError
 from armillary.plan._hlo import Module, parse_module
 from armillary.plan._topology import Topology
 from armillary.trainer._described import DescribedLoop
+from armillary.xla._lowerings import partitioned
 
 WHEELS_VARIABLE = "ARMILLARY_PLAN_WHEELS"
 _WORKER = Path(__file__).with_name("_worker.py")
@@ -99,7 +101,9 @@ def export_loop(loop: DescribedLoop, platform: str) -> bytes:
                     f"{source_line(equation)}), which ties it to this machine. Leave "
                     "it out of the step to plan it, as for a fast run."
                 )
-    exported = export.export(loop.fn, platforms=(platform,))(*loop.types)
+    split = loop.split
+    with contextlib.nullcontext() if split is None else partitioned(split):
+        exported = export.export(loop.fn, platforms=(platform,))(*loop.types)
     return bytes(exported.serialize())
 
 

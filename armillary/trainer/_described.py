@@ -25,6 +25,7 @@ from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._programs import Programs
 from armillary.trainer._step_method import StepMethod
 from armillary.typing import PyTree
+from armillary.xla._lowerings import Split
 
 
 class DescribedLoop(NamedTuple):
@@ -44,6 +45,7 @@ class DescribedLoop(NamedTuple):
         state_bytes: Bytes of the state.
         held_bytes: How many of them each device holds.
         compiler_options: As in `StandardTrainerOptions`.
+        split: As in `Strategy`; lower it under `partitioned(split)`.
     """
 
     fn: Any
@@ -58,6 +60,7 @@ class DescribedLoop(NamedTuple):
     state_bytes: int
     held_bytes: int
     compiler_options: dict[str, Any]
+    split: Split | None
 
 
 class _Dataset(NamedTuple):
@@ -192,6 +195,7 @@ def _describe(
         state_bytes=_count_bytes(flat.types),
         held_bytes=_count_held(flat.describe(())),
         compiler_options=dict(options.compiler_options or {}),
+        split=flat.split,
     )
 
 

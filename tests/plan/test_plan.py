@@ -7,13 +7,17 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import optax
 import pytest
+from flax import nnx
+from jax import export
 from jax.sharding import PartitionSpec
 
 import armillary
 from armillary._cli import main
 from armillary.errors import PlanError
 from armillary.plan import Memory, Plan, plan
+from armillary.plan._compiler import export_loop
 from armillary.plan._plan import _Planner
 from armillary.plan._topology import parse_topology
 from tests.plan.digits_mlp import (
@@ -271,3 +275,29 @@ def test_the_compiling_process_needs_no_armillary():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_convolutions_of_a_plan_are_divided_as_those_that_run():
+    class Images(armillary.StandardTrainer):
+        def __init__(self):
+            self.strategy = armillary.ShardedStrategy({"data": 2, "fsdp": 4})
+            images = np.ones((16, 8, 8, 2), np.float32)
+            source = armillary.data.from_arrays(images, batch_size=16)
+            super().__init__(self.strategy.distribute_dataset(source))
+            self.conv = nnx.Conv(2, 4, (3, 3), rngs=nnx.Rngs(0))
+            self.optimizer = nnx.Optimizer(self.conv, optax.sgd(0.1), wrt=nnx.Param)
+
+        def train_step(self, iterator):
+            self.strategy.run(self.improve, args=(next(iterator),))
+
+        def improve(self, images):
+            gradients = nnx.grad(lambda conv: conv(images).mean())(self.conv)
+            self.optimizer.update(self.conv, gradients)
+
+    with Images().described(16, "cpu") as loop:
+        text = export.deserialize(bytearray(export_loop(loop, "cpu"))).mlir_module()
+    # Of each convolution both operands and the result; one sums over examples.
+    lines = text.splitlines()
+    (at,) = [i for i, line in enumerate(lines) if "stablehlo.convolution" in line]
+    around = lines[at - 2 : at + 2]
+    assert sum("sharding_constraint" in line for line in around) == 3
