@@ -197,7 +197,7 @@ def answers_old_names(**answers: str) -> Callable[[_C], _C]:
 
         @functools.wraps(init)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            for name in kwargs.keys() - known:
+            for name in (name for name in kwargs if name not in known):
                 answer = answers.get(name) or _closest(name, known)
                 raise TypeError(
                     f"`{name}` is {kwargs[name]!r}, but `{cls.__name__}` has no such "

@@ -1,10 +1,12 @@
 """A worker process as the parent sees it: started, asked, and ended in any case."""
 
 import contextlib
+import json
 import os
 import queue
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -32,6 +34,25 @@ class WorkerError(Exception):
     def __init__(self, message: str, *, skip: bool = False) -> None:
         super().__init__(message)
         self.skip = skip
+
+
+def ask_module(module: str, *arguments: str, timeout_seconds: float) -> Any:
+    """Returns the JSON that a module prints last, run in a process of its own.
+
+    Args:
+        module: Its name.
+        arguments: Its arguments.
+        timeout_seconds: How long to wait.
+    """
+    answer = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        check=True,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=timeout_seconds,
+    ).stdout
+    return json.loads(answer.splitlines()[-1])
 
 
 class WorkerProcess:

@@ -12,7 +12,6 @@ step is traced and lowered only.
 import argparse
 import json
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.processes import REPOSITORY
+from benchmarks.processes import ask_module
 from benchmarks.protocol import DTYPES, SIZES, Options
 from benchmarks.report import add_measurement
 from benchmarks.tasks import TASKS, make_task
@@ -54,29 +53,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record = plan_once(given.task, given.size, given.dtype, given.one)
         sys.stdout.write(json.dumps(record))
         return
+    what = ("--task", given.task, "--size", given.size, "--dtype", given.dtype)
     rows = [
-        _plan_apart(given.task, given.size, given.dtype, topology)
+        ask_module(
+            "benchmarks.scaling",
+            *("--one", topology, *what),
+            timeout_seconds=_DEADLINE_SECONDS,
+        )
         for topology in given.topologies
     ]
     Console(width=120).print(make_table(given.task, rows))
     if given.json is not None:
         add_measurement(given.json, "scaling", {"task": given.task, "rows": rows})
-
-
-def _plan_apart(task: str, size: str, dtype: str, topology: str) -> dict[str, Any]:
-    command = [
-        *(sys.executable, "-m", "benchmarks.scaling", "--one", topology),
-        *("--task", task, "--size", size, "--dtype", dtype),
-    ]
-    found = subprocess.run(
-        command,
-        check=True,
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=_DEADLINE_SECONDS,
-    )
-    return json.loads(found.stdout.splitlines()[-1])
 
 
 def plan_once(task: str, size: str, dtype: str, topology: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ at first. Each counts what it compiles until its first loop has run.
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.processes import REPOSITORY
+from benchmarks.processes import ask_module
 from benchmarks.protocol import SIZES, Options
 from benchmarks.report import add_measurement
 from benchmarks.tasks import TASKS, make_task
@@ -64,20 +63,11 @@ def measure(task: str, size: str) -> dict[str, Any]:
         size: Its size.
     """
     with tempfile.TemporaryDirectory(prefix="armillary-bench-") as folder:
-        command = [
-            *(sys.executable, "-m", "benchmarks.start_time"),
-            *("--task", task, "--size", size, "--cache", folder),
-        ]
         found = [
-            json.loads(
-                subprocess.run(
-                    command,
-                    check=True,
-                    cwd=REPOSITORY,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    timeout=_DEADLINE_SECONDS,
-                ).stdout
+            ask_module(
+                "benchmarks.start_time",
+                *("--task", task, "--size", size, "--cache", folder),
+                timeout_seconds=_DEADLINE_SECONDS,
             )
             for _ in range(2)
         ]

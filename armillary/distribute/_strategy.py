@@ -72,6 +72,9 @@ class Strategy:
     has_copies = True
     """Whether each device of the mesh keeps state of its own between programs."""
 
+    # What devices are, inside `described`.
+    _described_platform: str | None = None
+
     split: Split | None = None
     """How XLA divides examples, where it divides a step between devices itself."""
 
@@ -99,6 +102,8 @@ class Strategy:
     @property
     def platform(self) -> str:
         """The kind of device that steps run on, such as `"cpu"`."""
+        if self._described_platform is not None:
+            return self._described_platform
         if self._mesh is None:
             return jax.default_backend()
         return self._mesh.devices.flat[0].platform  # The same for all of them.
@@ -213,20 +218,8 @@ class Strategy:
         replica = merging_replica()
         if replica is not None:
             return replica.run_merged(fn, tuple(args), kwargs or {})
-        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
-        is_whole = any(isinstance(leaf, jax.Array) for leaf in leaves)
-        if (
-            self._num_replicas > 1
-            and is_in_default_step()
-            and is_whole
-            and not any(map(is_per_replica, leaves))
-        ):
-            raise ReplicaContextError(
-                f"`run` of {self!r} was called in a step that runs under no strategy, "
-                "so each replica would get the whole batch. Pass `strategy=strategy` "
-                "to the `Controller`, assign it to an attribute of the trainer "
-                "(`self.strategy = strategy`), or call the step in `strategy.scope()`."
-            )
+        if self._num_replicas > 1 and is_in_default_step():
+            _check_divided(self, (args, kwargs))
         return self._run(lifted_state(), fn, *args, **(kwargs or {}))
 
     @hides_frames
@@ -451,6 +444,23 @@ class Strategy:
         for name, method in list(vars(cls).items()):
             if hasattr(Strategy, f"experimental_{name}"):
                 setattr(cls, f"experimental_{name}", method)
+
+
+def _check_divided(strategy: Strategy, arguments: PyTree) -> None:
+    """Raises if arguments of `run`, in a step under no strategy, are a whole batch.
+
+    Raises:
+        ReplicaContextError: If there are arrays, and none is a per-replica value.
+    """
+    leaves = jax.tree.leaves(arguments, is_leaf=is_per_replica)
+    has_arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)
+    if has_arrays and not any(map(is_per_replica, leaves)):
+        raise ReplicaContextError(
+            f"`run` of {strategy!r} was called in a step that runs under no strategy, "
+            "so each replica would get the whole batch. Pass `strategy=strategy` "
+            "to the `Controller`, assign it to an attribute of the trainer "
+            "(`self.strategy = strategy`), or call the step in `strategy.scope()`."
+        )
 
 
 def _check_whole(function: str, leaf: Any) -> None:

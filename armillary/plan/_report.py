@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from armillary.distribute.replica._policy import AXIS_NAME
 from armillary.plan._collectives import KINDS, Collective, count_rounds
 from armillary.plan._roofline import Estimate
 from armillary.plan._topology import Topology
@@ -109,12 +110,12 @@ class Plan:
     @property
     def num_replicas(self) -> int:
         """How many replicas the devices run: one, if it spans all of them."""
-        return self.mesh.get("replica", 1)
+        return self.mesh.get(AXIS_NAME, 1)
 
     @property
     def is_divided(self) -> bool:
         """Whether the compiler divides the step, as under `ShardedStrategy`."""
-        return "replica" not in self.mesh
+        return AXIS_NAME not in self.mesh
 
     def of_step(self, kind: str | None = None) -> list[Collective]:
         """Returns the collectives of every step, of one kind or of all."""

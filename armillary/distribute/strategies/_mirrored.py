@@ -60,12 +60,6 @@ class MirroredStrategy(Strategy):
         self._replica_mesh = mesh
         self.cross_device_ops = cross_device_ops
         self._functions = Functions()
-        self._described_platform: str | None = None
-
-    @property
-    def platform(self) -> str:
-        """The kind of device that steps run on, such as `"cpu"`."""
-        return self._described_platform or super().platform
 
     @contextlib.contextmanager
     def described(self, num_devices: int, platform: str) -> Iterator[AbstractMesh]:
@@ -87,7 +81,7 @@ class MirroredStrategy(Strategy):
         check_alone(self)
         axis_types = (AxisType.Auto,)
         mesh = AbstractMesh((num_devices,), (AXIS_NAME,), axis_types=axis_types)
-        before = {name: vars(self)[name] for name in _OF_DEVICES}
+        before = {name: getattr(self, name) for name in _OF_DEVICES}
         now = (mesh, mesh, num_devices, platform)
         vars(self).update(zip(_OF_DEVICES, now, strict=True))
         try:

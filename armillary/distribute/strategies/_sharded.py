@@ -130,17 +130,11 @@ class ShardedStrategy(JoinedStrategy):
         super().__init__(mesh, num_replicas=1)
         self._use(mesh)
         self._functions = Functions()
-        self._described_platform: str | None = None
 
     def _use(self, mesh: Mesh | AbstractMesh) -> None:
         self._mesh = self._device_mesh = self._rules.mesh = mesh
         self._layout = MeshLayout(mesh, BATCH_AXES, self.peers)
         self.split = self._layout.split
-
-    @property
-    def platform(self) -> str:
-        """The kind of device that steps run on, such as `"cpu"`."""
-        return self._described_platform or super().platform
 
     @contextlib.contextmanager
     def described(self, num_devices: int, platform: str) -> Iterator[AbstractMesh]:
