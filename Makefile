@@ -80,15 +80,15 @@ bench-peers: $(foreach peer,keras orbit lightning,.venv-bench-$(peer)/installed)
 
 # Daily work: no test that takes over a second, starts processes or checks the benchmarks.
 quick: .venv/dev-installed
-	$(BIN)/python -m pytest -n auto -m "not slow and not multiprocess" \
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow and not multiprocess" \
 	  --ignore=tests/benchmarks
 
 test: .venv/dev-installed
-	$(BIN)/python -m pytest -n $(WORKERS) --durations=20
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=20
 
 # Also what proves again what other tests or cases do.
 test-all: .venv/dev-installed
-	ARMILLARY_TESTS=all $(BIN)/python -m pytest -n $(WORKERS)
+	ARMILLARY_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # Not in the environment of the tests: these are large, and PyTorch for GPUs does not go
 # with the pins of JAX for GPUs.
@@ -122,7 +122,7 @@ plans: .venv/dev-installed .venv-plans/installed
 # Each construct on 0, 1, 2 and 4 replicas; then docs/compatibility.md is written anew.
 differential: .venv/dev-installed
 	ARMILLARY_TESTS=all ARMILLARY_DIFFERENTIAL=all \
-	  $(BIN)/python -m pytest -n $(WORKERS) tests/differential \
+	  $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/differential \
 	  --deselect tests/differential/test_complete.py::test_the_page_lists_the_cases
 	$(BIN)/python -m tests.differential.page
 

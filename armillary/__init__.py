@@ -52,6 +52,7 @@ from armillary.distribute import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
 from armillary.distribute import OneDeviceStrategy as OneDeviceStrategy
+from armillary.distribute import ParameterServerStrategy as ParameterServerStrategy
 from armillary.distribute import ReduceOp as ReduceOp
 from armillary.distribute import ShardedStrategy as ShardedStrategy
 from armillary.distribute import TPUStrategy as TPUStrategy
@@ -104,6 +105,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "Output",
+    "ParameterServerStrategy",
     "PendingLoops",
     "ReduceOp",
     "ShardedStrategy",

@@ -19,6 +19,9 @@ Each one derives from `ArmillaryError` and from the nearest builtin, so that bot
     |-- ClusterError (ValueError)            the environment describes no usable cluster
     |-- PeerError (RuntimeError)             the processes of a job do not agree
     |-- EstimatorError (ValueError)          a model or input function that cannot work
+    |-- OutOfRangeError (IndexError)         the data of a worker has ended
+    |-- PSUnavailableError (RuntimeError)    a parameter server is gone
+    |-- ClosureCancelledError (RuntimeError) a scheduled call did not run
     |-- PlanError (RuntimeError)             a step cannot be compiled for a topology
     `-- CheckpointError (RuntimeError)       a checkpoint cannot be written or read
         |-- CheckpointDamageError              a file of it is not as it was saved
@@ -119,6 +122,21 @@ class PeerError(ArmillaryError, RuntimeError):
 
 class EstimatorError(ArmillaryError, ValueError):
     """An estimator was given a function, or is used in a way, that cannot work."""
+
+
+class OutOfRangeError(ArmillaryError, IndexError):
+    """The data of a worker has ended (`tf.errors.OutOfRangeError`)."""
+
+
+class PSUnavailableError(ArmillaryError, RuntimeError):
+    """A parameter server is gone, and with it what its variables held.
+
+    As in `tf.distribute.coordinator`: restore the last checkpoint and go on.
+    """
+
+
+class ClosureCancelledError(ArmillaryError, RuntimeError):
+    """A scheduled call did not run, because another one failed."""
 
 
 class PlanError(ArmillaryError, RuntimeError):

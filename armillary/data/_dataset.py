@@ -8,9 +8,10 @@ dataset has the recipe, and remembers where the next reader begins.
 import dataclasses
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from armillary.data._input_context import InputContext
 from armillary.data._iterator import DistributedIterator
 from armillary.data._layout import BatchLayout
 from armillary.data._options import InputOptions
@@ -78,7 +79,9 @@ class DistributedDataset:
         self.per_replica_batches = per_replica_batches
         self.ignores_state = False
         """Whether `set_state` changes nothing, for a process that does not train."""
-        self._source = as_source(source)
+        self.source = self._source = as_source(source)
+        self.dataset_fn: Callable[[InputContext], Any] | None = None
+        """What made the source, for those who need one like it elsewhere."""
         self.is_endless = getattr(self._source, "is_endless", False)
         """Whether it is known to repeat its data for ever."""
         self.is_agreed = per_replica_batches and layout.peers is not None

@@ -10,6 +10,7 @@
     `CentralStorageStrategy`      one per device       in one place, and a copy on each
                                                        device while a program runs
     `ShardedStrategy(mesh_shape)` 1, over all devices  a part on each device
+    `ParameterServerStrategy`     1 on each worker     on parameter servers
 
 `_strategy` is the base. Below it, `_replicas` maps a function over replicas,
 `_variables` says what that means for each slot, `_collectives` is what a replica can
@@ -17,8 +18,15 @@ do. `_function` compiles a step, `_trace` makes it pure, `_flat_state` holds its
 on the devices.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from armillary.distribute import partitioners as partitioners
 from armillary.distribute._strategy import Strategy as Strategy
 from armillary.distribute._strategy import ValueContext as ValueContext
+from armillary.distribute.parameter_server._parameter_server_strategy import (
+    ParameterServerStrategy as ParameterServerStrategy,
+)
 from armillary.distribute.program._function import function as function
 from armillary.distribute.replica._collectives import ReplicaContext as ReplicaContext
 from armillary.distribute.replica._context import (
@@ -82,6 +90,9 @@ from armillary.distribute.strategies._single import (
 )
 from armillary.distribute.strategies._tpu import TPUStrategy as TPUStrategy
 
+if TYPE_CHECKING:
+    from armillary.distribute import coordinator as coordinator
+
 __all__ = [
     "CentralStorageStrategy",
     "CrossDeviceOps",
@@ -91,6 +102,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerReplica",
     "ReduceOp",
     "ReductionToOneDevice",
@@ -102,6 +114,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "compute_average_loss",
+    "coordinator",
     "create_global_step",
     "function",
     "get_replica_context",
@@ -110,7 +123,19 @@ __all__ = [
     "in_cross_replica_context",
     "is_per_replica",
     "make_distributed_dataset",
+    "partitioners",
     "scale_regularization_loss",
     "set_strategy",
     "value_and_grad",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `coordinator` when it is first used, and Optax with it.
+
+    Raises:
+        AttributeError: For any other name.
+    """
+    if name == "coordinator":
+        return importlib.import_module("armillary.distribute.coordinator")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

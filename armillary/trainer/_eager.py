@@ -12,12 +12,12 @@ import jax
 from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import HostBatch
 from armillary.distribute.program._flat_state import FlatState
+from armillary.distribute.program._step_iterator import check_taken
 from armillary.distribute.program._trace import explained
 from armillary.distribute.replica._context import lifted
 from armillary.state._lift import State, as_array
 from armillary.trainer._guard import LoopGuard
 from armillary.trainer._loop_data import LoopData
-from armillary.trainer._step_iterator import check_taken
 from armillary.trainer._step_method import StepMethod
 from armillary.typing import PyTree
 

@@ -11,6 +11,10 @@ from typing import Any
 
 from armillary._checks import check_positive_int
 from armillary._traceback import hides_frames
+from armillary.distribute.parameter_server._parameter_server_strategy import (
+    ParameterServerStrategy,
+)
+from armillary.trainer._asynchronous import AsynchronousLoop
 from armillary.trainer._contract import AbstractTrainer, PendingLoops
 from armillary.trainer._described import DescribedLoop, described_loop
 from armillary.trainer._guard import LoopCheck
@@ -52,6 +56,7 @@ class StandardTrainer(Runner, AbstractTrainer):
     ) -> None:
         check_options(options, StandardTrainerOptions)
         self._train_loop: Loop | None = None
+        self._asynchronous_loop: AsynchronousLoop | None = None
         self._train_data = Data(train_dataset)
         self._train_options = options or StandardTrainerOptions()
 
@@ -186,6 +191,8 @@ class StandardTrainer(Runner, AbstractTrainer):
         self._check_initialized("_train_data", "train_dataset")
         options = self._train_options
         with self._in_strategy() as strategy:
+            if isinstance(strategy, ParameterServerStrategy):
+                return self._start_asynchronously(strategy, num_steps)
             loop = self._train_loop = self._get_loop(
                 self._train_loop,
                 strategy,
@@ -217,6 +224,20 @@ class StandardTrainer(Runner, AbstractTrainer):
                 loop.fail(error)
                 raise
             return _StartedLoops(num_run, [output], check)
+
+    def _start_asynchronously(
+        self, strategy: ParameterServerStrategy, num_steps: int
+    ) -> "_StartedLoops":
+        loop, datasets = self._asynchronous_loop, self._train_data.datasets
+        if loop is None or not loop.serves(datasets, strategy):
+            loop = self._asynchronous_loop = AsynchronousLoop(
+                self, strategy, datasets, self._train_options
+            )
+        self.train_loop_begin()
+        num_run = loop.run(num_steps)
+        self.data_exhausted = num_run < num_steps
+        output = self.train_loop_end() if num_run else None
+        return _StartedLoops(num_run, [loop.add_staleness(output)])
 
 
 class _StartedLoops(PendingLoops):

@@ -11,13 +11,17 @@ from typing import Any, NamedTuple
 from armillary._logging import logger
 from armillary.data._layout import Active, BatchLayout
 from armillary.distribute.program._flat_state import FlatState
+from armillary.distribute.program._step_iterator import (
+    MoreBatches,
+    StepIterator,
+    check_taken,
+)
 from armillary.distribute.program._trace import TracedStep, trace_step
 from armillary.errors import RetraceError
 from armillary.state._lift import State
 from armillary.trainer._batch_types import check_types, key_of
 from armillary.trainer._hooks import Hooks, find_reason, trace_hooks
 from armillary.trainer._reads import recorded_reads
-from armillary.trainer._step_iterator import MoreBatches, StepIterator, check_taken
 from armillary.trainer._step_method import StepMethod
 from armillary.typing import PyTree
 

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-import armillary
 from tests.meta.test_docs import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "migrating.md").read_text()
@@ -88,11 +87,3 @@ def test_names_on_the_right_exist():
     names = re.findall(rf"`((?:{ROOTS})(?:\.\w+)*)[`(]", tables)
     assert len(names) > 90
     assert [name for name in names if not exists(name)] == []
-
-
-def test_what_is_not_there_yet_is_not_there():
-    tables = PAGE.partition("\n## Name by name\n")[2]
-    rows = [row for row in find_rows(tables) if row[1].startswith("not there yet")]
-    names = [row[0].strip("`") for row in rows]
-    assert names
-    assert [name for name in names if hasattr(armillary, name)] == []

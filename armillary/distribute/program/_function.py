@@ -99,6 +99,8 @@ def function(
     def call(*args: Any, **kwargs: Any) -> Any:
         return compiled(*args, **kwargs)
 
+    # For `ClusterCoordinator.schedule`, which compiles it elsewhere.
+    vars(call)["armillary_function"] = fn
     return call
 
 
@@ -133,11 +135,13 @@ class Function:
         if lifted_state() is not None:
             return self._body(*args, **kwargs)
         strategy = self._strategy or _strategy_of(self._fn)
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_static)
-        key = (strategy, treedef, tuple(_kind(leaf) for leaf in leaves))
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_static)
+        key = (strategy, treedef, tuple(kind_of(leaf) for leaf in leaves))
         program = self._programs.get(key)
         if program is None or not program.is_current():
-            state = State([(self._fn, ""), *((leaf, "") for leaf in _objects(leaves))])
+            state = State(
+                [(self._fn, ""), *((leaf, "") for leaf in objects_of(leaves))]
+            )
             is_lifted = any(isinstance(leaf, Tracer) for leaf in state.read())
             if is_lifted and self._body is self._fn:
                 # A transformation of NNX has lifted what the arguments hold already.
@@ -191,7 +195,7 @@ class Functions:
     def get(self, fn: Callable[..., Any], strategy: Strategy) -> Function:
         """Returns the compiled function for `strategy.run(fn, ...)`."""
         values = tuple(captured(fn))
-        key = (_code(fn), tuple((name, _identity(value)) for name, value in values))
+        key = (code_of(fn), tuple((name, identity_of(value)) for name, value in values))
         if key not in self._functions:
 
             def body(*args: Any, **kwargs: Any) -> PyTree:
@@ -309,7 +313,7 @@ class _Program:
         return self._step.results(results)
 
 
-def _code(fn: Callable[..., Any]) -> Any:
+def code_of(fn: Callable[..., Any]) -> Any:
     """Returns what is equal for functions that differ only in what they captured."""
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -321,22 +325,22 @@ def _strategy_of(fn: Callable[..., Any]) -> Strategy:
     return found[0] if found else get_strategy()
 
 
-def _is_static(leaf: Any) -> bool:
-    return bool(_objects([leaf]))
+def is_static(leaf: Any) -> bool:
+    return bool(objects_of([leaf]))
 
 
-def _objects(leaves: list[Any]) -> list[Any]:
+def objects_of(leaves: list[Any]) -> list[Any]:
     """Returns the arguments that hold state of their own."""
     return [leaf for leaf in leaves if is_claimed(leaf)]
 
 
-def _kind(leaf: Any) -> Any:
+def kind_of(leaf: Any) -> Any:
     if is_array(leaf):
         return jax.typeof(leaf)
-    return _identity(leaf)
+    return identity_of(leaf)
 
 
-def _identity(value: Any) -> Any:
+def identity_of(value: Any) -> Any:
     """Returns equal keys exactly for values that a compiled program may share."""
     if isinstance(value, str | bytes | int | float | complex | bool | type(None)):
         return type(value), value

@@ -20,7 +20,7 @@ from armillary.state._lift import State
 from armillary.typing import PyTree
 
 
-class _SingleStrategy(Strategy):
+class SingleStrategy(Strategy):
     """One replica, on a device or, for `None`, wherever JAX puts it."""
 
     def __init__(self, device: Device | None = None) -> None:
@@ -54,7 +54,7 @@ class _SingleStrategy(Strategy):
                 raise
 
 
-class DefaultStrategy(_SingleStrategy):
+class DefaultStrategy(SingleStrategy):
     """The strategy in effect where no other is: everything stays as it is.
 
     There is one instance. Under it, `run` calls the function, state and batches stay on
@@ -82,7 +82,7 @@ class DefaultStrategy(_SingleStrategy):
         return nullcontext(self)
 
 
-class OneDeviceStrategy(_SingleStrategy):
+class OneDeviceStrategy(SingleStrategy):
     """Runs every step on one device (`tf.distribute.OneDeviceStrategy`).
 
     Args:

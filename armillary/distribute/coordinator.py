@@ -1,0 +1,21 @@
+"""Functions that are scheduled on workers (`tf.distribute.coordinator`)."""
+
+from armillary.distribute.parameter_server._closures import RemoteValue as RemoteValue
+from armillary.distribute.parameter_server._coordinator import (
+    ClusterCoordinator as ClusterCoordinator,
+)
+from armillary.distribute.parameter_server._per_worker import (
+    PerWorkerDataset as PerWorkerDataset,
+)
+from armillary.distribute.parameter_server._per_worker import (
+    PerWorkerIterator as PerWorkerIterator,
+)
+from armillary.errors import PSUnavailableError as PSUnavailableError
+
+__all__ = [
+    "ClusterCoordinator",
+    "PSUnavailableError",
+    "PerWorkerDataset",
+    "PerWorkerIterator",
+    "RemoteValue",
+]

@@ -1,0 +1,1 @@
+"""Asynchronous training: variables on parameter servers, steps on workers, over Ray."""

@@ -1,0 +1,238 @@
+"""Schedules functions on workers, and hears how they end."""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from armillary._checks import check_callable, check_instance
+from armillary._logging import logger
+from armillary.cluster._ray import import_ray
+from armillary.distribute.parameter_server._actors import start_ray
+from armillary.distribute.parameter_server._closures import (
+    Closure,
+    RemoteValue,
+    ScheduledTask,
+    is_dynamic,
+)
+from armillary.distribute.parameter_server._dispatcher import Dispatcher, Statistics
+from armillary.distribute.parameter_server._parameter_server_strategy import (
+    ParameterServerStrategy,
+)
+from armillary.distribute.parameter_server._per_worker import PerWorkerDataset
+from armillary.distribute.parameter_server._shipping import ship
+from armillary.distribute.parameter_server._variables import Variables
+from armillary.distribute.program._function import code_of, identity_of, is_static
+from armillary.state._functions import captured
+from armillary.typing import PyTree
+
+_MANY_TASKS = 16
+_MANY_TASKS_MESSAGE = (
+    "`%s` was sent to workers %d times. Each new value of an argument that is not an "
+    "array, and each new object that it captures, is another function: pass arrays, "
+    "and define the function once."
+)
+
+
+class ClusterCoordinator:
+    """Runs functions on the workers of a `ParameterServerStrategy`.
+
+    As `tf.distribute.coordinator.ClusterCoordinator`::
+
+        strategy = armillary.distribute.ParameterServerStrategy()
+        coordinator = armillary.distribute.ClusterCoordinator(strategy)
+        dataset = coordinator.create_per_worker_dataset(make_dataset)
+        iterator = iter(dataset)
+
+        for _ in range(1000):
+            coordinator.schedule(train_step, args=(iterator,))
+        coordinator.join()
+
+    A scheduled function is compiled once on each worker. It reads variables when it
+    begins, and sends gradients and sums when it ends. The variables of this process are
+    current after `join`; what is put into them is sent before the next call.
+
+    Calls of a lost worker run again on another one, and no update is applied twice. An
+    error in a call cancels those that have not begun, and is raised by the next
+    `schedule` or `join`, after which the coordinator can be used again.
+
+    There is one coordinator for each strategy: to make one again returns the same.
+
+    Args:
+        strategy: The strategy.
+
+    Raises:
+        TypeError: If it is another strategy.
+        ImportError: If Ray is not installed.
+    """
+
+    def __new__(cls, strategy: ParameterServerStrategy) -> "ClusterCoordinator":
+        """Returns the coordinator of a strategy."""
+        check_instance(
+            "strategy",
+            strategy,
+            ParameterServerStrategy,
+            "Pass an `armillary.distribute.ParameterServerStrategy`.",
+        )
+        if strategy.coordinator is None:
+            strategy.coordinator = super().__new__(cls)
+            strategy.coordinator._begin(strategy)
+        return strategy.coordinator
+
+    def _begin(self, strategy: ParameterServerStrategy) -> None:
+        start_ray()
+        self._strategy = strategy
+        settings = strategy.settings
+        self._variables = Variables(settings.num_ps, strategy.variable_partitioner)
+        self._dispatcher = Dispatcher(settings, self._variables)
+        self._tasks: OrderedDict[Any, ScheduledTask] = OrderedDict()
+        self._counts: dict[Any, int] = {}
+        self._numbers = itertools.count()
+        self._left_out: list[Any] = []
+        self._named = {id(strategy): "strategy", id(self): "coordinator"}
+
+    @property
+    def strategy(self) -> ParameterServerStrategy:
+        """The strategy."""
+        return self._strategy
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> RemoteValue:
+        """Has a worker call a function, and returns without waiting for it.
+
+        Args:
+            fn: The function. It may read variables, change them through an optimizer or
+                by adding to them, and take batches of per-worker iterators.
+            args: Its positional arguments: arrays, results of other calls, per-worker
+                iterators, and whatever else can be pickled.
+            kwargs: Its keyword arguments, likewise.
+
+        Returns:
+            Where its result will be.
+
+        Raises:
+            TypeError: If `fn` cannot be called, `args` is no tuple, or what the
+                function reaches cannot be sent to workers.
+            PSUnavailableError: If a parameter server was lost since the last call.
+            BaseException: What another call has raised.
+        """
+        check_callable("fn", fn)
+        if args is not None and not isinstance(args, tuple | list):
+            raise TypeError(
+                f"`args` is {args!r} of type {type(args).__name__}, but it must be a "
+                "tuple of arguments. Write `schedule(fn, args=(iterator,))`, with the "
+                "comma."
+            )
+        dispatcher = self._dispatcher
+        dispatcher.raise_error()
+        dispatcher.revive()
+        self._variables.put_changed(dispatcher.servers)
+        leaves, tree = jax.tree.flatten(
+            (tuple(args or ()), dict(kwargs or {})), is_leaf=is_static
+        )
+        task = self._get_task(fn, leaves, tree)
+        inputs = [leaf for leaf in leaves if is_dynamic(leaf)]
+        closure = Closure(next(self._numbers), task, inputs)
+        closure.value._flush = dispatcher.flush
+        dispatcher.add(closure)
+        return closure.value
+
+    def join(self) -> None:
+        """Waits until every scheduled call has ended, and reads all variables.
+
+        Raises:
+            PSUnavailableError: If a parameter server was lost.
+            BaseException: What a call has raised.
+        """
+        dispatcher = self._dispatcher
+        dispatcher.wait()
+        dispatcher.revive()
+        self._variables.put_changed(dispatcher.servers)
+        self._variables.fetch(dispatcher.servers)
+
+    def done(self) -> bool:
+        """Returns whether every scheduled call has ended.
+
+        Raises:
+            BaseException: What a call has raised, once all have ended.
+        """
+        if not self._dispatcher.is_done():
+            return False
+        self._dispatcher.raise_error()
+        return True
+
+    def fetch(self, values: PyTree) -> PyTree:
+        """Returns a pytree of `RemoteValue` with their results, as NumPy arrays."""
+        return jax.tree.map(
+            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, values
+        )
+
+    def create_per_worker_dataset(
+        self, dataset_fn: Callable[..., Any]
+    ) -> PerWorkerDataset:
+        """Has every worker build a data set of its own.
+
+        A worker that is lost builds it anew, from its beginning.
+
+        Args:
+            dataset_fn: Called on each worker, with an `InputContext` that tells which
+                one it is. It returns anything that a strategy distributes, in batches
+                of the size that one call takes.
+
+        Returns:
+            A data set whose iterator is for scheduled functions.
+
+        Raises:
+            TypeError: If it cannot be called, or be sent to workers.
+        """
+        check_callable("dataset_fn", dataset_fn)
+        payload, _ = ship(dataset_fn, (), self._named)
+        number = next(self._numbers)
+        self._dispatcher.add_dataset(number, import_ray().put(payload))
+        return PerWorkerDataset(number)
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was counted since `take_statistics`."""
+        return self._dispatcher.statistics
+
+    def take_statistics(self) -> Statistics:
+        """Returns what was counted since this was last called."""
+        statistics = self._dispatcher.statistics
+        self._dispatcher.statistics = Statistics()
+        return statistics
+
+    def leave_out(self, objects: Sequence[Any]) -> None:
+        """Has workers get `None` for objects that scheduled functions hold."""
+        self._left_out += objects  # Kept, so that their identities stay theirs.
+        self._named |= {id(value): "nothing" for value in objects}
+
+    def shutdown(self) -> None:
+        """Ends workers and parameter servers; the variables keep what they held."""
+        self._dispatcher.stop()
+        self._strategy.coordinator = None
+
+    def _get_task(
+        self, fn: Callable[..., Any], leaves: list[Any], tree: Any
+    ) -> ScheduledTask:
+        fn = getattr(fn, "armillary_function", fn)
+        kinds = tuple(
+            "array" if is_dynamic(leaf) else identity_of(leaf) for leaf in leaves
+        )
+        held = tuple((name, identity_of(value)) for name, value in captured(fn))
+        key = code_of(fn), held, tree, kinds
+        task = self._tasks.get(key)
+        if task is None or not task.is_current():
+            task = ScheduledTask(next(self._numbers), fn, leaves, tree, self._named)
+            task.numbers = self._variables.adopt(task.state)
+            self._tasks[key] = task
+            count = self._counts[code_of(fn)] = self._counts.get(code_of(fn), 0) + 1
+            if count == _MANY_TASKS:
+                logger.warning(_MANY_TASKS_MESSAGE, task.name, count)
+        return task

@@ -1,0 +1,499 @@
+"""Gives scheduled calls to workers, and calls of lost workers to others.
+
+One thread does it, and owns all that is written here. It waits for events: a call was
+scheduled, a worker has answered, somebody waits.
+"""
+
+import collections
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from armillary._logging import logger
+from armillary.cluster._ray import import_ray
+from armillary.distribute.parameter_server._actors import make_server, make_worker
+from armillary.distribute.parameter_server._closures import Closure, ScheduledTask
+from armillary.distribute.parameter_server._settings import Settings
+from armillary.distribute.parameter_server._variables import Variables
+from armillary.distribute.parameter_server._worker import Done, Failed
+from armillary.errors import PSUnavailableError
+
+# Calls that a worker has at a time: it need not wait for the coordinator between two.
+_DEPTH = 2
+_RETRY_SECONDS = 0.2
+
+
+@dataclass(eq=False)
+class _Worker:
+    index: int
+    actor: Any
+    label: str = ""
+    is_up: bool = False
+    known: set[int] = field(default_factory=set)
+    running: dict[int, tuple[Closure, float]] = field(default_factory=dict)
+    reported: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Statistics:
+    """What has been counted since the last `take`.
+
+    Attributes:
+        num_calls: Calls that ended well.
+        total_staleness: Sum of their staleness, in updates.
+        max_staleness: The largest.
+        num_lost: Workers lost.
+    """
+
+    num_calls: int = 0
+    total_staleness: int = 0
+    max_staleness: int = 0
+    num_lost: int = 0
+
+
+class Dispatcher:
+    """The thread.
+
+    Args:
+        settings: How calls are given out.
+        variables: Where variables live.
+    """
+
+    def __init__(self, settings: Settings, variables: Variables) -> None:
+        self._settings, self._variables = settings, variables
+        self.servers = [
+            make_server(settings.ps_options) for _ in range(settings.num_ps)
+        ]
+        self._workers = [
+            _Worker(
+                index,
+                make_worker(
+                    index,
+                    settings.num_workers,
+                    is_synchronous=settings.is_synchronous,
+                    options=settings.worker_options,
+                ),
+            )
+            for index in range(settings.num_workers)
+        ]
+        self._datasets: dict[int, Any] = {}
+        self._queue: collections.deque[Closure] = collections.deque()
+        self._round: list[Closure] = []
+        self._is_flushing = False
+        self._error: BaseException | None = None
+        self._num_applied = 0
+        self._is_broken = False
+        self.statistics = Statistics()
+        # Guards the queue, the error and the counts; told when all calls have ended.
+        self._changed = threading.Condition()
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        for worker in self._workers:
+            self._events.put(partial(self._greet, worker))
+
+    # What other threads call.
+
+    def add(self, closure: Closure) -> None:
+        """Queues a call."""
+        with self._changed:
+            self._queue.append(closure)
+        self._events.put(self._give_out)
+
+    def add_dataset(self, number: int, reference: Any) -> None:
+        """Has a data set built by every worker, now and whenever one is new."""
+
+        def add() -> None:
+            self._datasets[number] = reference
+            for worker in self._workers:
+                if worker.is_up:
+                    self._make_dataset(worker, number)
+
+        self._events.put(add)
+
+    def wait(self) -> None:
+        """Waits until every call has ended; raises what one of them raised."""
+        with self._changed:
+            self._is_flushing = True
+            self._events.put(self._give_out)
+            self._changed.wait_for(lambda: self._is_idle)
+            self._is_flushing = False
+        self.raise_error()
+
+    def flush(self) -> None:
+        """Hears that somebody waits for a result."""
+        with self._changed:
+            self._is_flushing = True
+        self._events.put(self._give_out)
+
+    def raise_error(self) -> None:
+        """Raises what a call raised, once, when all others have ended.
+
+        Raises:
+            BaseException: What it raised.
+        """
+        with self._changed:
+            if self._error is None:
+                return
+            self._changed.wait_for(lambda: self._is_idle)
+            error, self._error = self._error, None
+            self._is_flushing = False
+        raise error
+
+    def is_done(self) -> bool:
+        """Returns whether every call has ended."""
+        with self._changed:
+            return self._is_idle
+
+    def revive(self) -> None:
+        """Replaces parameter servers that are gone, while no call runs."""
+        if not self._is_broken:
+            return
+        ray = import_ray()
+        for index, server in enumerate(self.servers):
+            try:
+                ray.get(server.greet.remote(), timeout=10)
+            except ray.exceptions.RayError:
+                self.servers[index] = make_server(self._settings.ps_options)
+        self._is_broken = False
+        self._variables.put_all(self.servers)
+
+        def connect() -> None:
+            for worker in self._workers:
+                if worker.is_up:
+                    worker.actor.connect.remote(self.servers)
+                    worker.known.clear()
+
+        self._events.put(connect)
+
+    def stop(self) -> None:
+        """Ends the thread and the actors."""
+        self._events.put(None)
+        self._thread.join()
+        ray = import_ray()
+        if ray.is_initialized():
+            for actor in (*self.servers, *(w.actor for w in self._workers)):
+                ray.kill(actor)
+
+    @property
+    def _is_idle(self) -> bool:
+        return (
+            not self._queue
+            and not self._round
+            and not any(worker.running for worker in self._workers)
+        )
+
+    # What the thread does.
+
+    def _run(self) -> None:
+        while True:
+            try:
+                event = self._events.get(timeout=1.0)
+            except queue.Empty:
+                self._report_slow()
+                continue
+            if event is None:
+                return
+            try:
+                event()
+            except Exception as error:
+                # A fault of this thread must not leave others waiting for ever.
+                self._fail(error)
+
+    def _ask(self, reference: Any, then: Callable[[Any], None]) -> None:
+        """Calls `then` with the future of a reference, once it has ended."""
+        future = reference.future()
+        future.add_done_callback(lambda f: self._events.put(partial(then, f)))
+
+    def _greet(self, worker: _Worker) -> None:
+        self._ask(worker.actor.greet.remote(), partial(self._greeted, worker))
+
+    def _greeted(self, worker: _Worker, future: Any) -> None:
+        error = future.exception()
+        if error is not None:
+            timer = threading.Timer(
+                _RETRY_SECONDS, self._events.put, [partial(self._greet, worker)]
+            )
+            timer.daemon = True
+            timer.start()
+            return
+        pid, address = future.result()
+        worker.label = f"worker {worker.index} (process {pid} on {address})"
+        worker.actor.connect.remote(self.servers)
+        worker.known.clear()
+        worker.is_up = True
+        for number in self._datasets:
+            self._make_dataset(worker, number)
+        self._give_out()
+
+    def _make_dataset(self, worker: _Worker, number: int) -> None:
+        worker.actor.make_dataset.remote(number, self._datasets[number])
+
+    def _give_out(self) -> None:
+        if self._settings.is_synchronous:
+            self._give_out_round()
+            return
+        while True:
+            free = [
+                worker
+                for worker in self._workers
+                if worker.is_up and len(worker.running) < self._depth
+            ]
+            if not free or not self._may_begin():
+                return
+            closure = self._take()
+            if closure is None:
+                return
+            self._begin(min(free, key=lambda w: (len(w.running), w.index)), closure)
+
+    @property
+    def _depth(self) -> int:
+        return _DEPTH if self._settings.max_staleness is None else 1
+
+    def _may_begin(self) -> bool:
+        """Returns whether staleness stays bounded if one more call begins.
+
+        Each call that runs will see the updates since it began, and at most one more
+        of each other one that runs.
+        """
+        most = self._settings.max_staleness
+        if most is None:
+            return True
+        running = [c for w in self._workers for c, _ in w.running.values()]
+        return len(running) <= most and all(
+            self._num_applied - closure.begun_at + len(running) <= most
+            for closure in running
+        )
+
+    def _take(self) -> Closure | None:
+        """Returns the next call whose inputs are there."""
+        with self._changed:
+            for closure in list(self._queue):
+                if closure.failed_input is not None:
+                    self._queue.remove(closure)
+                    closure.cancel()
+                    self._changed.notify_all()
+                elif closure.is_ready:
+                    self._queue.remove(closure)
+                    return closure
+        return None
+
+    def _give_out_round(self) -> None:
+        """Begins a round, if every worker is up, or calls of lost workers again."""
+        if not all(worker.is_up for worker in self._workers):
+            return
+        if self._round:
+            running = {c for w in self._workers for c, _ in w.running.values()}
+            for worker, closure in zip(self._workers, self._round, strict=False):
+                if closure not in running and not closure.value.has_ended:
+                    self._begin(worker, closure)
+            return
+        with self._changed:
+            count = len(self._queue)
+        if count < len(self._workers) and not (count and self._is_flushing):
+            return
+        while len(self._round) < len(self._workers):
+            closure = self._take()
+            if closure is None:
+                break
+            self._round.append(closure)
+        for worker, closure in zip(self._workers, self._round, strict=False):
+            self._begin(worker, closure)
+
+    def _begin(self, worker: _Worker, closure: Closure) -> None:
+        closure.begun_at = self._num_applied
+        worker.running[closure.number] = closure, time.monotonic()
+        task = closure.task
+        if task.number in worker.known:
+            self._start(worker, closure)
+            return
+        if task.reference is None:
+            task.reference = import_ray().put(task.shipped)
+        arrays = closure.arguments()
+        # In a list, Ray would not fetch results of other calls.
+        asked = worker.actor.prepare.remote(task.number, task.reference, *arrays)
+        self._ask(asked, partial(self._prepared, worker, closure))
+
+    def _prepared(self, worker: _Worker, closure: Closure, future: Any) -> None:
+        task = closure.task
+        spec = self._answer(worker, closure, future)
+        if spec is None:
+            return
+        if isinstance(spec, Failed):
+            self._ended(worker, closure, spec.error)
+            return
+        try:
+            self._place(task, spec)
+        except Exception as error:
+            self._ended(worker, closure, error)
+            return
+        worker.actor.place.remote(task.number, task.placed)
+        worker.known.add(task.number)
+        self._start(worker, closure)
+
+    def _place(self, task: ScheduledTask, spec: Any) -> None:
+        if task.placed is None:
+            task.spec = spec
+            task.placed = self._variables.place(
+                task.number, task.numbers, spec, task.transformations, self.servers
+            )
+
+    def _start(self, worker: _Worker, closure: Closure) -> None:
+        task, is_synchronous = closure.task, self._settings.is_synchronous
+        is_partial = len(self._round) < len(self._workers)
+        if is_synchronous and is_partial and (task.spec and task.spec.has_updates):
+            self._ended(worker, closure, self._partial_error(task))
+            return
+        run = worker.actor.run.options(num_returns=2)
+        status, value = run.remote(
+            closure.task.number, closure.number, self._oldest(), *closure.arguments()
+        )
+        self._ask(status, partial(self._finished, worker, closure, value))
+
+    def _partial_error(self, task: ScheduledTask) -> ValueError:
+        count, num_workers = len(self._round), len(self._workers)
+        return ValueError(
+            f"{count} call{'s' if count > 1 else ''} of `{task.name}` had no call to "
+            "run with, but with `max_staleness=0` the calls of all "
+            f"{num_workers} workers make one update. Schedule a multiple of the number "
+            "of workers."
+        )
+
+    def _oldest(self) -> int:
+        running = [number for w in self._workers for number in w.running]
+        return min(running)
+
+    def _finished(
+        self, worker: _Worker, closure: Closure, value: Any, future: Any
+    ) -> None:
+        status = self._answer(worker, closure, future)
+        if status is None:
+            return
+        if isinstance(status, Failed):
+            if status.lost_server is not None:
+                self._is_broken = True
+                index = status.lost_server
+                self._ended(worker, closure, _lost_message(index, status.error))
+            else:
+                self._ended(worker, closure, status.error)
+            return
+        self._count(status)
+        self._ended(worker, closure, None, value)
+
+    def _count(self, status: Done) -> None:
+        self._num_applied += 1
+        counts = self.statistics
+        counts.num_calls += 1
+        counts.total_staleness += status.staleness
+        counts.max_staleness = max(counts.max_staleness, status.staleness)
+
+    def _answer(self, worker: _Worker, closure: Closure, future: Any) -> Any:
+        """Returns what a worker answered; `None` if it is gone, or no longer asked."""
+        if closure.number not in worker.running:
+            return None
+        error = future.exception()
+        if error is None:
+            return future.result()
+        exceptions = import_ray().exceptions
+        if isinstance(error, exceptions.RayActorError):
+            self._lose(worker, error)
+            return None
+        return Failed(error)
+
+    def _lose(self, worker: _Worker, error: BaseException) -> None:
+        """Queues the calls of a lost worker again, before all others."""
+        lost = [closure for closure, _ in worker.running.values()]
+        with self._changed:
+            worker.running.clear()
+            worker.is_up = False
+            if not self._settings.is_synchronous:
+                self._queue.extendleft(reversed(lost))
+            if self._error is not None:
+                self._cancel()
+            self._changed.notify_all()
+        self.statistics.num_lost += 1
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "?"
+        logger.warning(
+            "%s is lost (%s). %d calls of it are run again; Ray starts it anew.",
+            worker.label,
+            reason,
+            len(lost),
+        )
+        self._greet(worker)
+        self._give_out()
+
+    def _ended(
+        self,
+        worker: _Worker,
+        closure: Closure,
+        error: BaseException | None,
+        value: Any = None,
+    ) -> None:
+        if error is None:
+            closure.value.set(value)
+        else:
+            closure.value.fail(error)
+            self._fail(error)
+        with self._changed:
+            worker.running.pop(closure.number, None)
+            worker.reported.discard(closure.number)
+            is_whole = self._round and not any(w.running for w in self._workers)
+        if is_whole:
+            self._end_round()
+        with self._changed:
+            self._changed.notify_all()
+        self._give_out()
+
+    def _end_round(self) -> None:
+        if any(not closure.value.has_ended for closure in self._round):
+            return  # A worker is lost, and its call will run again.
+        if all(closure.value.is_ready for closure in self._round):
+            calls = [closure.number for closure in self._round]
+            ray = import_ray()
+            try:
+                ray.get([server.commit.remote(calls) for server in self.servers])
+            except ray.exceptions.RayError as error:
+                self._is_broken = True
+                self._fail(_lost_message(None, error))
+        with self._changed:
+            self._round.clear()
+
+    def _fail(self, error: BaseException) -> None:
+        """Remembers the first error, and cancels the calls that have not begun."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._cancel()
+            self._changed.notify_all()
+
+    def _cancel(self) -> None:
+        while self._queue:
+            self._queue.popleft().cancel()
+
+    def _report_slow(self) -> None:
+        seconds = self._settings.report_seconds
+        now = time.monotonic()
+        for worker in self._workers:
+            for number, (closure, begun) in worker.running.items():
+                if now - begun > seconds and number not in worker.reported:
+                    worker.reported.add(number)
+                    logger.warning(
+                        "%s has made no progress for %.0f s: it runs call %d of `%s`.",
+                        worker.label,
+                        now - begun,
+                        number,
+                        closure.task.name,
+                    )
+
+
+def _lost_message(index: int | None, error: BaseException) -> PSUnavailableError:
+    which = "A parameter server" if index is None else f"Parameter server {index}"
+    return PSUnavailableError(
+        f"{which} is gone ({error}), and with it what its variables held since the "
+        "last `join`. Restore the last checkpoint and schedule on: the next call "
+        "starts a new one, and fills all of them from the coordinator's objects."
+    )

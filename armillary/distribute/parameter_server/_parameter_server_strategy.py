@@ -1,0 +1,110 @@
+"""The strategy of asynchronous training."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from armillary._checks import (
+    check_callable,
+    check_not_negative_int,
+    check_positive_int,
+    check_seconds,
+)
+from armillary.cluster.resolvers._resolver import ClusterResolver
+from armillary.data._dataset import DistributedDataset
+from armillary.data._input_context import InputContext
+from armillary.data._options import InputOptions
+from armillary.distribute.parameter_server._settings import Settings
+from armillary.distribute.strategies._single import SingleStrategy
+
+
+class ParameterServerStrategy(SingleStrategy):
+    """Variables on parameter servers, steps on workers that do not wait for each other.
+
+    As `tf.distribute.ParameterServerStrategy`, over Ray (extra `ray`). Functions are
+    scheduled with a `ClusterCoordinator`; a `StandardTrainer` under this strategy does
+    so itself. In this process, the coordinator, it is a strategy of one device: models
+    are made, evaluated and saved here.
+
+    Args:
+        cluster_resolver: Not needed on one machine. Otherwise what names the tasks:
+            their numbers are those of workers and servers.
+        variable_partitioner: Into how many parts variables are cut, along their first
+            axis; by default each is whole on one server. Such as
+            `armillary.distribute.partitioners.MinSizePartitioner`.
+        num_workers: Number of workers, if no resolver tells.
+        num_ps: Number of parameter servers, if no resolver tells.
+        max_staleness: Most updates that others make between a call's reading and its
+            writing. By default any number. With 0, the calls of all workers make one
+            update, as the replicas of `MirroredStrategy` do.
+        report_seconds: After how many seconds a call is reported that has not ended.
+        worker_options: Options of Ray for the actors of workers, such as
+            `{"num_gpus": 1}`.
+        ps_options: Options of Ray for the actors of parameter servers.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Callable[..., Sequence[int]] | None = None,
+        *,
+        num_workers: int | None = None,
+        num_ps: int | None = None,
+        max_staleness: int | None = None,
+        report_seconds: float = 30.0,
+        worker_options: dict[str, Any] | None = None,
+        ps_options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if variable_partitioner is not None:
+            check_callable("variable_partitioner", variable_partitioner)
+        if max_staleness is not None:
+            check_not_negative_int("max_staleness", max_staleness)
+        check_seconds("report_seconds", report_seconds, "Use a positive number.")
+        self._resolver = cluster_resolver
+        self.variable_partitioner = variable_partitioner
+        self.settings = Settings(
+            num_workers=check_positive_int(
+                "num_workers", 2 if num_workers is None else num_workers
+            ),
+            num_ps=check_positive_int("num_ps", 1 if num_ps is None else num_ps),
+            max_staleness=max_staleness,
+            report_seconds=report_seconds,
+            worker_options=dict(worker_options or {}),
+            ps_options=dict(ps_options or {}),
+        )
+        # Typed loosely: the class is above this one.
+        self.coordinator: Any = None
+
+    @property
+    def num_calls_in_sync(self) -> int:
+        """How many calls make one update together."""
+        return self.settings.num_workers if self.settings.is_synchronous else 1
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """The resolver that was given."""
+        return self._resolver
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Returns a dataset of this process, for evaluation.
+
+        A trainer that gets it calls `dataset_fn` again on each worker, with the
+        worker's own `InputContext`.
+        """
+        dataset = super().distribute_datasets_from_function(dataset_fn, options)
+        dataset.dataset_fn = dataset_fn
+        return dataset
+
+    def __repr__(self) -> str:
+        settings = self.settings
+        return (
+            f"ParameterServerStrategy({settings.num_workers} workers, "
+            f"{settings.num_ps} parameter servers)"
+        )

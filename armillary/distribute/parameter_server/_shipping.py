@@ -1,0 +1,82 @@
+"""Scheduled functions on their way to workers.
+
+A function is pickled with all that it reaches, but three kinds of things are named and
+not sent: the arrays of variables, which workers read from parameter servers;
+optimizers, which run there; and the strategy, of which each worker has its own.
+"""
+
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optax
+
+from armillary.cluster._ray import import_ray
+from armillary.distribute.parameter_server._optimizers import make_stand_in
+
+
+def ship(
+    task: Any, arrays: Sequence[Any], named: dict[int, str]
+) -> tuple[bytes, list[bytes]]:
+    """Returns a pickled task, and the optimizers that it reaches.
+
+    Args:
+        task: A pytree of functions and objects.
+        arrays: What its variables hold.
+        named: Names of other objects that workers have, by `id`.
+
+    Raises:
+        TypeError: If something that it reaches cannot be pickled.
+    """
+    cloudpickle = import_ray().cloudpickle
+    places = {id(array): ("array", i) for i, array in enumerate(arrays)}
+    places |= {key: ("named", name) for key, name in named.items()}
+    transformations: list[Any] = []
+
+    class Pickler(cloudpickle.CloudPickler):
+        def persistent_id(self, obj: Any) -> Any:
+            return places.get(id(obj))
+
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, optax.GradientTransformation):
+                if not any(obj is known for known in transformations):
+                    transformations.append(obj)
+                index = next(i for i, t in enumerate(transformations) if t is obj)
+                return make_stand_in, (index,)
+            return super().reducer_override(obj)
+
+    buffer = io.BytesIO()
+    try:
+        Pickler(buffer, protocol=5).dump(task)
+    except (TypeError, pickle.PicklingError, AttributeError) as error:
+        raise TypeError(
+            "A scheduled function cannot be sent to workers, since something that it "
+            f"reaches cannot be pickled ({error}). Hold files, locks, threads, devices "
+            "and their like elsewhere, or make them inside the function."
+        ) from error
+    dumped = [cloudpickle.dumps(tuple(t)) for t in transformations]
+    return buffer.getvalue(), dumped
+
+
+def unship(payload: bytes, arrays: Sequence[Any], find: Callable[[str], Any]) -> Any:
+    """Returns a task on a worker.
+
+    Args:
+        payload: What `ship` made.
+        arrays: What its variables are to hold.
+        find: Gives the objects that were named.
+    """
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: Any) -> Any:
+            kind, value = pid
+            return arrays[value] if kind == "array" else find(value)
+
+    return Unpickler(io.BytesIO(payload)).load()
+
+
+def load_transformation(dumped: bytes) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer, on the coordinator or a parameter server."""
+    init, update = import_ray().cloudpickle.loads(dumped)
+    return optax.with_extra_args_support(optax.GradientTransformation(init, update))

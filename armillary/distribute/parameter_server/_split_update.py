@@ -1,0 +1,242 @@
+"""An optimizer's update, cut into one for each variable.
+
+An optimizer is traced once over all variables. An array of its state belongs to the
+variable whose gradients it is made of; one that is made of none (a count of steps) is
+shared, and each server has a copy. Where a variable's update needs another variable, as
+clipping by the norm of all gradients does, the optimizer cannot run on several servers,
+and is refused.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from armillary.distribute.parameter_server._arrays import ArrayType
+from armillary.distribute.parameter_server._optimizers import UpdateSpec
+from armillary.typing import PyTree
+
+# Operations that compute each element from those at the same place.
+_ELEMENTWISE = frozenset(
+    """
+    abs add add_any and atan2 broadcast_in_dim cbrt ceil clamp
+    convert_element_type copy copy_p cos cosh div eq erf exp exp2 expm1
+    floor ge gt imag integer_pow is_finite le log log1p logistic lt max
+    min mul ne neg nextafter not or pow real rem round rsqrt select_n sign
+    sin sinh sqrt square stop_gradient sub tan tanh xor
+    """.split()  # noqa: SIM905
+)
+_CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call"})
+
+
+class SplitUpdate:
+    """Which arrays of an optimizer's state go with which variable.
+
+    Args:
+        transformation: The optimizer.
+        spec: How the scheduled function calls it.
+        types: Shape and dtype of each slot.
+        paths: Path of each slot, for messages.
+
+    Attributes:
+        owners: For each slot of the state, the slot of its variable; `None` if it is
+            shared.
+
+    Raises:
+        ValueError: If the update of a variable needs another one.
+    """
+
+    def __init__(
+        self,
+        transformation: optax.GradientTransformationExtraArgs,
+        spec: UpdateSpec,
+        types: Mapping[int, ArrayType],
+        paths: Mapping[int, str],
+    ) -> None:
+        self._spec = spec
+        self._params = jax.tree.leaves(spec.params)
+        self._state = jax.tree.leaves(spec.state)
+        self._types, self._paths = types, paths
+
+        def update(gradients: list[Any], state: list[Any], params: list[Any]) -> Any:
+            updates, new = call_update(transformation, spec, gradients, state, params)
+            return updates, new
+
+        shapes = [jax.ShapeDtypeStruct(*type_) for type_ in spec.types]
+        self._program = jax.make_jaxpr(update)(
+            shapes,
+            *([_abstract(types[i]) for i in p] for p in (self._state, self._params)),
+        )
+        count = len(self._params)
+        needs = [self._needs(i) for i in range(count + len(self._state))]
+        self.owners: dict[int, int | None] = {}
+        for number, slot in enumerate(self._state):
+            self.owners[slot] = self._owner(needs[count + number], paths[slot])
+        for slot, needed in zip(self._params, needs[:count], strict=True):
+            others = {self.owners[s] for s in needed if s in self.owners}
+            self._owner(needed, paths[slot])
+            wrong = others - {None, slot} or {
+                p for p in needed if p not in self.owners and p != slot
+            }
+            if wrong:
+                raise ValueError(self._message(paths[slot], {slot, *wrong}))
+
+    def is_elementwise(self, slot: int) -> bool:
+        """Returns whether a variable may be cut along its first axis."""
+        shape = self._types[slot].shape
+        own = [s for s, owner in self.owners.items() if owner == slot]
+        if any(self._types[s].shape != shape for s in own):
+            return False
+        outputs = [self._params.index(slot)]
+        outputs += [len(self._params) + self._state.index(s) for s in own]
+        return _is_elementwise(self._pruned(outputs), shape)
+
+    def _needs(self, output: int) -> set[int]:
+        """Returns the slots that an output depends on; gradients count as theirs."""
+        jaxpr = self._program.jaxpr
+        wanted = [i == output for i in range(len(jaxpr.outvars))]
+        _, used = partial_eval.dce_jaxpr(jaxpr, wanted)
+        slots = [*self._params, *self._state, *self._params]
+        return {slot for slot, is_used in zip(slots, used, strict=True) if is_used}
+
+    def _owner(self, needed: set[int], path: str) -> int | None:
+        params = needed & set(self._params)
+        if len(params) > 1:
+            raise ValueError(self._message(path, params))
+        return next(iter(params), None)
+
+    def _message(self, path: str, slots: set[Any]) -> str:
+        names = ", ".join(sorted(self._paths[slot] for slot in slots)[:3])
+        return (
+            f"The optimizer computes {path} from several variables ({names}), which "
+            "may live on several parameter servers. Norms over all gradients belong "
+            "into the step: take them out of the optimizer's chain, and write "
+            "`gradients, _ = optax.clip_by_global_norm(1.0).update(gradients, "
+            "optax.EmptyState())` before the optimizer's `update`."
+        )
+
+    def _pruned(self, outputs: Sequence[int]) -> Any:
+        jaxpr = self._program.jaxpr
+        wanted = [i in outputs for i in range(len(jaxpr.outvars))]
+        return partial_eval.dce_jaxpr(jaxpr, wanted)[0]
+
+
+def call_update(
+    transformation: optax.GradientTransformationExtraArgs,
+    spec: UpdateSpec,
+    gradients: Sequence[Any],
+    state: Sequence[Any],
+    params: Sequence[Any],
+) -> tuple[list[Any], list[Any]]:
+    """Calls an optimizer with flat lists, in the order of the trees of `spec`."""
+    trees: list[PyTree] = [
+        jax.tree.structure(tree).unflatten(leaves)
+        for tree, leaves in (
+            (spec.gradients, gradients),
+            (spec.state, state),
+            (spec.params, params),
+        )
+    ]
+    updates, new = transformation.update(*trees)
+    return jax.tree.leaves(updates), jax.tree.leaves(new)
+
+
+def make_local_update(
+    transformation: optax.GradientTransformationExtraArgs,
+    spec: UpdateSpec,
+    split: Mapping[int, int | None],
+    types: Mapping[int, ArrayType],
+    parts: Sequence[tuple[int, int, int]],
+) -> Callable[[dict[Any, Any], dict[Any, Any]], dict[Any, Any]]:
+    """Returns the update of those parts of variables that one server has.
+
+    Args:
+        transformation: The optimizer.
+        spec: How it is called.
+        split: `SplitUpdate.owners`.
+        types: Shape and dtype of each slot.
+        parts: Slot, number and rows of each part; -1 rows for a whole variable.
+
+    Returns:
+        A function of gradients and of values, both by `(slot, number)`, which returns
+        new values. Shared values have the number 0.
+    """
+    params, state = jax.tree.leaves(spec.params), jax.tree.leaves(spec.state)
+
+    def run(
+        gradients: dict[Any, Any], values: dict[Any, Any], cut: tuple[int, int] | None
+    ) -> tuple[list[Any], list[Any]]:
+        """Updates all whole variables, or one part of another."""
+
+        def value(slot: int) -> Any:
+            owner = split.get(slot, slot)
+            if owner is None:
+                return values[slot, 0]
+            number = cut[1] if cut is not None and owner == cut[0] else 0
+            if (slot, number) in values and (cut is None or owner == cut[0]):
+                return values[slot, number]
+            return types[slot].zeros()
+
+        def gradient(place: int, slot: int) -> Any:
+            number = cut[1] if cut is not None and slot == cut[0] else 0
+            if (slot, number) in gradients and (cut is None or slot == cut[0]):
+                return gradients[slot, number]
+            shape, dtype = spec.types[place]
+            return jnp.zeros(shape, dtype)
+
+        return call_update(
+            transformation,
+            spec,
+            [gradient(place, slot) for place, slot in enumerate(params)],
+            [value(slot) for slot in state],
+            [value(slot) for slot in params],
+        )
+
+    whole = [(slot, number) for slot, number, rows in parts if rows < 0]
+    pieces = [(slot, number) for slot, number, rows in parts if rows >= 0]
+
+    def update(gradients: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
+        new: dict[Any, Any] = {}
+        for cut, local in [(None, whole), *((piece, [piece]) for piece in pieces)]:
+            if not local:
+                continue
+            updates, after = run(gradients, values, cut)
+            for slot, number in local:
+                param = values[slot, number]
+                change = updates[params.index(slot)]
+                new[slot, number] = optax.apply_updates(param, change)
+            owned = {slot for slot, _ in local}
+            number = 0 if cut is None else cut[1]
+            for slot, value in zip(state, after, strict=True):
+                if split[slot] is None:
+                    new[slot, 0] = value
+                elif split[slot] in owned:
+                    new[slot, number] = value
+        return new
+
+    return update
+
+
+def _is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
+    for eqn in jaxpr.eqns:
+        large = [v for v in (*eqn.invars, *eqn.outvars) if v.aval.ndim]
+        if not large:
+            continue
+        name = eqn.primitive.name
+        if name in _CALLS:
+            inner = next(iter(core.jaxprs_in_params(eqn.params)), None)
+            if inner is None or not _is_elementwise(
+                getattr(inner, "jaxpr", inner), shape
+            ):
+                return False
+        elif name not in _ELEMENTWISE or any(v.aval.shape != shape for v in large):
+            return False
+    return True
+
+
+def _abstract(type_: ArrayType) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(type_.zeros)

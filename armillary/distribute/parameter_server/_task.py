@@ -1,0 +1,316 @@
+"""A scheduled function as a worker runs it: reads variables, sends what changes them.
+
+The function is traced as any step is. What it does to each variable then becomes one of
+these, or is refused by name:
+
+    update      gradients for an optimizer, which runs on the parameter servers
+    addition    what is added to the variable (`count += 1`, metrics, batch statistics)
+    nothing     random keys: each call draws its own numbers, and leaves the stored key
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from armillary._jaxpr import walk_programs
+from armillary.distribute.parameter_server._optimizers import (
+    UpdateSpec,
+    recording,
+    server_update_p,
+)
+from armillary.distribute.program._flat_state import FlatState
+from armillary.distribute.program._trace import TracedStep, trace_step
+from armillary.distribute.replica._policy import Policy, policies_of
+from armillary.distribute.replica._varying import corrected_types
+from armillary.errors import StateStructureError
+from armillary.state._lift import as_array
+from armillary.typing import PyTree
+from armillary.xla._steps import compile_step
+
+
+class Addition(enum.Enum):
+    """How additions of calls that run together become one."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    ONCE = "once"
+
+
+class TaskSpec(NamedTuple):
+    """What a scheduled function does to variables, by their number in its state.
+
+    Attributes:
+        updates: Its calls of optimizers.
+        additions: How it adds to variables, by their number.
+        reads: The variables whose values it needs.
+    """
+
+    updates: tuple[UpdateSpec, ...]
+    additions: dict[int, Addition]
+    reads: tuple[int, ...]
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether it changes anything."""
+        return bool(self.updates or self.additions)
+
+
+class TaskProgram:
+    """A scheduled function, traced for arguments of one kind, and compiled.
+
+    Args:
+        call: Calls the function with traced arguments.
+        flat: The state that it reaches.
+        arguments: Arrays, or their types.
+        fn: The user's function.
+
+    Attributes:
+        spec: What it does to variables.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., PyTree],
+        flat: FlatState,
+        arguments: tuple[PyTree, ...],
+        fn: Callable[..., Any],
+    ) -> None:
+        specs: list[tuple[UpdateSpec, ...]] = [()]
+
+        def body(*arguments: Any) -> PyTree:
+            with recording() as recorded:
+                result = call(*arguments)
+            specs[0] = tuple(recorded.specs)
+            return result, recorded.gradients
+
+        self._step = trace_step(
+            body, flat, arguments, user_fn=fn, owner="the scheduled function"
+        )
+        leaves = [as_array(leaf) for leaf in flat.state.read()]
+        self._policies = policies_of(flat.state, leaves)
+        analysis = _Analysis(self._step, specs[0], flat, self._policies, fn)
+        self._program, self._signs = analysis.program, analysis.signs
+        self.spec = TaskSpec(specs[0], analysis.additions, analysis.reads)
+        self._run = compile_step(self._compute, self._program, flat.platform, None)
+
+    def __call__(
+        self, values: dict[int, jax.Array], arguments: PyTree, call: int
+    ) -> tuple[PyTree, list[list[Any]], dict[int, Any]]:
+        """Runs the function.
+
+        Args:
+            values: The variables that it reads, by number.
+            arguments: Its array arguments.
+            call: A number for the random numbers that it draws.
+
+        Returns:
+            What the function returned, the gradients of each update, and what is to be
+            added to variables, by number.
+        """
+        leaves = jax.tree.leaves(arguments)
+        with corrected_types():
+            results, additions = self._run(
+                [values[i] for i in self.spec.reads], leaves, jnp.uint32(call)
+            )
+        result, gradients = self._step.results(results)
+        return result, gradients, dict(zip(self.spec.additions, additions, strict=True))
+
+    def _compute(
+        self, read: list[Any], arguments: list[Any], call: Any
+    ) -> tuple[list[Any], list[Any]]:
+        values = iter(read)
+        types = self._program.in_avals[: len(self._policies)]
+        start: list[Any] = []
+        for i, (policy, type_) in enumerate(zip(self._policies, types, strict=True)):
+            if i not in self.spec.reads:
+                start.append(None)
+            elif policy is Policy.SUM:
+                start.append(jnp.zeros_like(next(values)))
+            elif jnp.issubdtype(type_.dtype, jax.dtypes.prng_key):
+                start.append(_fold_in(next(values), call))
+            else:
+                start.append(next(values))
+        used = [value for value in start if value is not None]
+        outputs = core.jaxpr_as_fun(self._program_of_used())(*used, *arguments)
+        count = len(outputs) - len(self._signs)
+        additions = [
+            new - start[i] if sign == 0 else sign * new
+            for i, new, sign in zip(
+                self.spec.additions, outputs[count:], self._signs, strict=True
+            )
+        ]
+        return outputs[:count], additions
+
+    def _program_of_used(self) -> core.ClosedJaxpr:
+        jaxpr, count = self._program.jaxpr, len(self._policies)
+        invars = [jaxpr.invars[i] for i in self.spec.reads] + jaxpr.invars[count:]
+        info = jaxpr.debug_info.with_unknown_names()
+        return core.ClosedJaxpr(
+            jaxpr.replace(invars=invars, debug_info=info), self._program.consts
+        )
+
+
+class _Analysis:
+    """Finds what a traced function does to each variable that it changes.
+
+    Attributes:
+        program: The part of it that a worker runs, from all variables and arguments to
+            its results, and then what each addition is computed from.
+        additions: As in `TaskSpec`.
+        signs: For each addition, 1 or -1 if the output is to be added or subtracted, 0
+            if it is the new value, of which the old one is to be subtracted.
+        reads: As in `TaskSpec`.
+    """
+
+    def __init__(
+        self,
+        step: TracedStep,
+        specs: Sequence[UpdateSpec],
+        flat: FlatState,
+        policies: Sequence[Policy],
+        fn: Callable[..., Any],
+    ) -> None:
+        jaxpr = step.program.jaxpr
+        self._invars = jaxpr.invars
+        self._made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self._name = getattr(fn, "__name__", "the function")
+        owned = {
+            slot: (call, leaf)
+            for call, spec in enumerate(specs)
+            for slot, leaf in zip(
+                jax.tree.leaves(spec.params),
+                jax.tree.leaves(spec.gradients),
+                strict=True,
+            )
+        }
+        states = {slot for spec in specs for slot in jax.tree.leaves(spec.state)}
+        self.additions: dict[int, Addition] = {}
+        self.signs: list[int] = []
+        refused: list[str] = []
+        outputs: list[Any] = []
+        for i, out in zip(step.changed, jaxpr.outvars, strict=False):
+            policy, path = policies[i], flat.state.paths[i]
+            is_key = jnp.issubdtype(out.aval.dtype, jax.dtypes.prng_key)
+            if i in owned:
+                if not self._is_updated(out, i, owned[i]):
+                    refused.append(f"{path}: changed besides the optimizer's update")
+            elif i in states:
+                refused.append(f"{path}: an optimizer's state, which it alone changes")
+            elif is_key:
+                continue
+            elif policy in {Policy.SUM, Policy.MEAN}:
+                is_sum = policy is Policy.SUM
+                self.additions[i] = Addition.SUM if is_sum else Addition.MEAN
+                self.signs.append(1 if is_sum else 0)
+                outputs.append(out)
+            else:
+                found = self._find_addition(out, i)
+                if found is None:
+                    refused.append(f"{path}: set to a value, not added to")
+                    continue
+                self.additions[i] = Addition.ONCE
+                self.signs.append(found[0])
+                outputs.append(found[1])
+        if refused:
+            raise StateStructureError(_refused_message(self._name, refused))
+        results = jaxpr.outvars[len(step.changed) :]
+        self.program = _prune(step.program, [*results, *outputs])
+        for inner, _ in walk_programs(self.program):
+            if any(eqn.primitive is server_update_p for eqn in inner.eqns):
+                raise StateStructureError(
+                    f"`{self._name}` uses the updates that an optimizer returned. They "
+                    "are computed on the parameter servers, after the function: use "
+                    "the gradients instead."
+                )
+        pruned = self.program.jaxpr
+        used = {
+            var
+            for atoms in (pruned.outvars, *(eqn.invars for eqn in pruned.eqns))
+            for var in atoms
+            if isinstance(var, core.Var)
+        }
+        variables = enumerate(self._invars[: len(flat.state.paths)])
+        # What is averaged is compared with what it was.
+        needed = {
+            i for i, sign in zip(self.additions, self.signs, strict=True) if sign == 0
+        }
+        self.reads = tuple(i for i, var in variables if var in used or i in needed)
+
+    def _same(self, var: Any) -> Any:
+        """Returns the variable of the program that `var` is a plain copy of."""
+        while not isinstance(var, core.Literal) and var in self._made:
+            eqn = self._made[var]
+            if eqn.primitive.name not in {"convert_element_type", "copy", "copy_p"}:
+                break
+            var = eqn.invars[0]
+        return var
+
+    def _terms(self, out: Any) -> tuple[str, list[Any]]:
+        var = self._same(out)
+        eqn = None if isinstance(var, core.Literal) else self._made.get(var)
+        if eqn is None or eqn.primitive.name not in {"add", "add_any", "sub"}:
+            return "", []
+        return eqn.primitive.name, list(eqn.invars)
+
+    def _is_updated(self, out: Any, slot: int, origin: tuple[int, int]) -> bool:
+        """Returns whether `out` is the variable plus the update of `origin`."""
+        name, terms = self._terms(out)
+        if not name.startswith("add"):
+            return False
+        a, b = map(self._same, terms)
+        update = b if a is self._invars[slot] else a
+        eqn = None if isinstance(update, core.Literal) else self._made.get(update)
+        return (
+            self._invars[slot] in (a, b)
+            and eqn is not None
+            and eqn.primitive is server_update_p
+            and (eqn.params["call"], eqn.params["leaf"]) == origin
+        )
+
+    def _find_addition(self, out: Any, slot: int) -> tuple[int, Any] | None:
+        """Returns the sign and the value that is added to a variable, if one is."""
+        name, terms = self._terms(out)
+        old = self._invars[slot]
+        if name and self._same(terms[0]) is old:
+            found = (-1 if name == "sub" else 1), terms[1]
+        elif name.startswith("add") and self._same(terms[1]) is old:
+            found = 1, terms[0]
+        else:
+            return None
+        # Of a narrower type, the sum would be rounded otherwise.
+        return found if found[1].aval.dtype == old.aval.dtype else None
+
+
+def _prune(program: core.ClosedJaxpr, outputs: list[Any]) -> core.ClosedJaxpr:
+    """Returns the part of a program that computes some of its values."""
+    needed = {var for var in outputs if isinstance(var, core.Var)}
+    kept: list[Any] = []
+    for eqn in reversed(program.jaxpr.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            needed.update(var for var in eqn.invars if isinstance(var, core.Var))
+    info = program.jaxpr.debug_info.with_unknown_names()
+    jaxpr = program.jaxpr.replace(eqns=kept[::-1], outvars=outputs, debug_info=info)
+    return core.ClosedJaxpr(jaxpr, program.consts)
+
+
+def _fold_in(key: jax.Array, call: Any) -> jax.Array:
+    fold = jax.random.fold_in
+    for _ in range(key.ndim):
+        fold = jax.vmap(fold, in_axes=(0, None))
+    return fold(key, call)
+
+
+def _refused_message(name: str, refused: Sequence[str]) -> str:
+    lines = "\n".join(f"  {line}" for line in refused)
+    return (
+        f"`{name}` is scheduled on workers, which run at the same time, so it can "
+        "change variables only through an optimizer, or by adding to them "
+        f"(`x[...] += change`). It does otherwise with:\n{lines}\n"
+        "Use a metric, or a variable with `aggregation=VariableAggregation.SUM`, or "
+        "change it on the coordinator, between calls of `schedule`."
+    )

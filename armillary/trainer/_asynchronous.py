@@ -1,0 +1,180 @@
+"""Training on the workers of a `ParameterServerStrategy`.
+
+The same trainer as under any strategy: each step is scheduled on whichever worker is
+free, and a loop ends when all its steps have.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+
+from armillary.data._dataset import DistributedDataset
+from armillary.data._input_context import InputContext
+from armillary.data._options import InputOptions
+from armillary.distribute._strategy import Strategy
+from armillary.distribute.parameter_server._parameter_server_strategy import (
+    ParameterServerStrategy,
+)
+from armillary.distribute.replica._context import get_strategy
+from armillary.errors import BatchSizeError, OutOfRangeError
+from armillary.trainer._loop import Loop
+from armillary.trainer._options import StandardTrainerOptions
+from armillary.trainer._runner import Data
+from armillary.typing import Output, PyTree
+
+
+class AsynchronousLoop:
+    """The loop of one trainer, on the workers of one strategy.
+
+    Args:
+        trainer: The trainer.
+        strategy: The strategy.
+        datasets: What it trains on.
+        options: Its options.
+
+    Raises:
+        ValueError: If an option has no meaning here.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        strategy: ParameterServerStrategy,
+        datasets: PyTree,
+        options: StandardTrainerOptions,
+    ) -> None:
+        # Optax and Ray are imported where they are used.
+        from armillary.distribute.parameter_server._coordinator import (
+            ClusterCoordinator,
+        )
+
+        _check_options(options)
+        self._step, self._strategy = trainer.train_step, strategy
+        self._datasets = datasets
+        self._coordinator = ClusterCoordinator(strategy)
+        # Workers do without datasets and loops, of this trainer and an evaluator's.
+        local = (Data, Loop, AsynchronousLoop, DistributedDataset)
+        held = [value for value in vars(trainer).values() if isinstance(value, local)]
+        self._coordinator.leave_out([self, *held])
+        self._iterators = jax.tree.map(self._make_iterator, datasets)
+
+    def serves(self, datasets: PyTree, strategy: Strategy) -> bool:
+        """Returns whether this loop can run a trainer as it is now."""
+        return self._datasets is datasets and self._strategy is strategy
+
+    def run(self, num_steps: int) -> int:
+        """Runs steps; returns how many there was data for."""
+        coordinator = self._coordinator
+        coordinator.take_statistics()
+        per_step = self._strategy.num_calls_in_sync
+        try:
+            for _ in range(num_steps * per_step):
+                coordinator.schedule(self._step, args=(self._iterators,))
+            coordinator.join()
+        except OutOfRangeError:
+            coordinator.join()
+        return coordinator.statistics.num_calls // per_step
+
+    def add_staleness(self, output: Output) -> Output:
+        """Returns the output of a loop, with how stale its steps were, in updates."""
+        counts = self._coordinator.statistics
+        if self._strategy.num_calls_in_sync > 1 or not counts.num_calls:
+            return output
+        if output is not None and not isinstance(output, Mapping):
+            return output
+        staleness = {
+            "mean": counts.total_staleness / counts.num_calls,
+            "max": counts.max_staleness,
+        }
+        return {**(output or {}), "staleness": staleness}
+
+    def _make_iterator(self, dataset: Any) -> Any:
+        from armillary.distribute.parameter_server._per_worker import PerWorkerDataset
+
+        if isinstance(dataset, PerWorkerDataset):
+            return iter(dataset)
+        if not isinstance(dataset, DistributedDataset):
+            dataset = self._strategy.distribute_dataset(dataset)
+        if dataset.dataset_fn is not None:
+            make = partial(_from_function, dataset.dataset_fn, dataset.options)
+        else:
+            in_rounds = self._strategy.settings.is_synchronous
+            make = partial(_from_source, dataset.source, dataset.options, in_rounds)
+        return iter(self._coordinator.create_per_worker_dataset(make))
+
+
+def _from_function(
+    dataset_fn: Any, options: InputOptions, context: InputContext
+) -> DistributedDataset:
+    del context
+    return _worker_strategy().distribute_datasets_from_function(dataset_fn, options)
+
+
+def _from_source(
+    source: Any, options: InputOptions, in_rounds: bool, context: InputContext
+) -> DistributedDataset:
+    strategy = _worker_strategy()
+    share = Share(strategy.distribute_dataset(source), context, in_rounds=in_rounds)
+    return strategy.distribute_dataset(share, options)
+
+
+def _worker_strategy() -> Strategy:
+    return get_strategy()
+
+
+class Share:
+    """A worker's share of batches that are the same on all workers.
+
+    Args:
+        dataset: All of them.
+        context: Which worker this is.
+        in_rounds: Whether it takes its rows of each batch. If not, it takes each batch
+            whose number, modulo the number of workers, is its own.
+    """
+
+    def __init__(
+        self, dataset: DistributedDataset, context: InputContext, *, in_rounds: bool
+    ) -> None:
+        self._dataset, self._in_rounds = dataset, in_rounds
+        self._index = context.input_pipeline_id
+        self._count = context.num_input_pipelines
+
+    def __iter__(self) -> Iterator[PyTree]:
+        """Yields the batches of one pass."""
+        for number, batch in enumerate(self._dataset.global_batches(0)):
+            if self._in_rounds:
+                yield jax.tree.map(self._take_rows, batch)
+            elif number % self._count == self._index:
+                yield batch
+
+    def _take_rows(self, leaf: Any) -> Any:
+        size, rest = divmod(len(leaf), self._count)
+        if rest:
+            raise BatchSizeError(
+                f"A batch has {len(leaf)} examples for {self._count} workers, which "
+                "cannot share it equally. With `max_staleness=0`, use a batch size "
+                "that is a multiple of the number of workers."
+            )
+        return leaf[self._index * size : (self._index + 1) * size]
+
+
+def _check_options(options: StandardTrainerOptions) -> None:
+    wrong = [
+        name
+        for name, default in (
+            ("on_non_finite", None),
+            ("check_replicas_every", None),
+            ("accumulate_steps", 1),
+            ("compile_hooks", None),
+        )
+        if getattr(options, name) != default
+    ]
+    if wrong:
+        raise ValueError(
+            f"`{wrong[0]}` of `StandardTrainerOptions` is "
+            f"{getattr(options, wrong[0])!r}, which has no meaning under "
+            "`ParameterServerStrategy`: workers run single steps, and do not wait for "
+            "each other. Leave it out."
+        )

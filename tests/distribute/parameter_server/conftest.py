@@ -1,0 +1,122 @@
+"""What the tests on Ray share: one cluster, and one strategy for most of them."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.distribute.coordinator import ClusterCoordinator
+from armillary.distribute.partitioners import FixedShardsPartitioner
+
+
+@pytest.fixture(scope="session")
+def make_coordinator():
+    """Returns a function that makes coordinators, which are stopped at the end."""
+    pytest.importorskip("ray")
+    made = []
+
+    def make(**options):
+        strategy = armillary.ParameterServerStrategy(**options)
+        made.append(ClusterCoordinator(strategy))
+        return made[-1]
+
+    yield make
+    for coordinator in made:
+        coordinator.shutdown()
+    import ray
+
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def shared_coordinator(make_coordinator):
+    return make_coordinator(
+        num_workers=2,
+        num_ps=2,
+        variable_partitioner=FixedShardsPartitioner(2),
+        report_seconds=1.0,
+    )
+
+
+@pytest.fixture
+def coordinator(shared_coordinator):
+    """Returns the coordinator of two workers and two servers."""
+    yield shared_coordinator
+    assert shared_coordinator.done()
+
+
+class Problem:
+    """A linear model to be fitted, and its data."""
+
+    def __init__(self):
+        self.model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        self.optimizer = nnx.Optimizer(self.model, optax.adam(0.05), wrt=nnx.Param)
+        self.inputs = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+        self.labels = self.inputs @ np.array([1, -2, 3], "float32")
+
+    def make_data(self, batch_size=8, **options):
+        arrays = {"x": self.inputs, "y": self.labels}
+        options = {"repeat": True, "shuffle_seed": 0, **options}
+        return armillary.data.from_arrays(arrays, batch_size=batch_size, **options)
+
+    def make_step(self, strategy):
+        """Returns a step that can be scheduled."""
+        model, optimizer = self.model, self.optimizer
+
+        def step(iterator):
+            def replica(batch):
+                def loss_fn(model):
+                    error = model(batch["x"])[:, 0] - batch["y"]
+                    return armillary.compute_average_loss(error**2)
+
+                loss, gradients = nnx.value_and_grad(loss_fn)(model)
+                optimizer.update(model, gradients)
+                return loss
+
+            return strategy.run(replica, args=(next(iterator),))
+
+        return step
+
+    def start(self, coordinator, **options):
+        """Returns a step for a coordinator, and the iterator that it takes."""
+        step = self.make_step(coordinator.strategy)
+        data = self.make_data(**options)
+        iterator = iter(coordinator.create_per_worker_dataset(lambda context: data))
+        return step, iterator
+
+    @property
+    def kernel(self):
+        return np.asarray(self.model.kernel[...])
+
+    @property
+    def num_steps(self):
+        return int(self.optimizer.step[...])
+
+
+@pytest.fixture
+def problem():
+    return Problem()
+
+
+@pytest.fixture
+def kill():
+    """Returns a function that kills the process of a worker or a server at once."""
+
+    import ray
+
+    def kill(actor):
+        while True:
+            try:
+                pid = ray.get(actor.greet.remote(), timeout=30)[0]
+            except ray.exceptions.ActorUnavailableError:
+                time.sleep(0.1)  # It is not up again yet.
+            else:
+                os.kill(pid, signal.SIGKILL)
+                return
+
+    return kill

@@ -1,0 +1,256 @@
+"""Calls on workers and variables on servers, over Ray, and what survives which loss.
+
+The cases of losses are those of TensorFlow's tests of fault tolerance
+(`coordinator/fault_tolerance_test_base.py`).
+"""
+
+import dataclasses
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import armillary
+from armillary.distribute.coordinator import ClusterCoordinator, PSUnavailableError
+from armillary.errors import ClosureCancelledError, OutOfRangeError
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.each_case,
+    pytest.mark.multiprocess,
+    pytest.mark.xdist_group("ray"),
+]
+
+
+def test_a_model_is_trained_by_two_workers_on_two_servers(coordinator, problem):
+    step, iterator = problem.start(coordinator)
+    losses = [coordinator.schedule(step, args=(iterator,)) for _ in range(150)]
+    coordinator.join()
+    assert problem.num_steps == 150
+    np.testing.assert_allclose(problem.kernel[:, 0], [1, -2, 3], atol=0.1)
+    first, *_, last = coordinator.fetch(losses)
+    assert first > 10 * last
+    assert isinstance(last, np.ndarray)
+    assert isinstance(losses[0].get(), jnp.ndarray)
+    servers = coordinator._dispatcher.servers
+    assert len(servers) == 2
+    kernel = next(
+        v for v in coordinator._variables._variables if v.path.endswith("kernel")
+    )
+    assert sorted(place.server for place in kernel.places) == [0, 1]
+
+
+def test_what_is_put_into_variables_is_sent_before_the_next_call(coordinator, problem):
+    model = problem.model
+
+    def read():
+        return model.kernel[...] + 0
+
+    def read_bias():
+        return model.bias[...] + 0
+
+    coordinator.schedule(read)
+    model.kernel[...] = jnp.full((3, 1), 7.0)
+    value = coordinator.schedule(read)
+    assert value.fetch().tolist() == [[7], [7], [7]]
+    model.bias[...] = jnp.full((1,), 5.0)
+    coordinator.schedule(read_bias)
+    model.bias[...] = jnp.full((1,), 6.0)
+    coordinator.join()
+    assert model.bias[...].tolist() == [6]
+    model.bias.set_value(jnp.zeros((2,)))
+    with pytest.raises(ValueError, match=r"bias was set to an array of shape \(2,\)"):
+        coordinator.schedule(read_bias)
+    model.bias.set_value(jnp.zeros((1,)))
+
+
+def test_results_are_arguments_of_other_calls(coordinator):
+    def add(a, b, *, times=1, mode="sum"):
+        return {"sum": (a + b) * times, "mode": mode}
+
+    first = coordinator.schedule(add, (jnp.ones(2), np.float32(2)))
+    second = coordinator.schedule(
+        lambda one, two: one + two,
+        (coordinator.schedule(jnp.add, (1.0, 2)), jnp.ones(2)),
+    )
+    third = coordinator.schedule(add, (1.5, 2), {"times": 2, "mode": "product"})
+    assert second.fetch().tolist() == [4, 4]
+    assert third.fetch() == {"sum": 7.0, "mode": "product"}
+    assert coordinator.fetch({"a": [first, 1]})["a"][0]["sum"].tolist() == [3, 3]
+    coordinator.schedule(add, (third, 1))
+    with pytest.raises(TypeError, match="of another one that holds 'product'"):
+        coordinator.join()
+
+
+def test_an_error_cancels_the_rest_and_is_raised_once(coordinator, problem):
+    step, iterator = problem.start(coordinator)
+    model = problem.model
+
+    def fail():
+        raise KeyError("no such thing")
+
+    def set_kernel():
+        model.kernel[...] = jnp.zeros((3, 1))
+
+    failed = coordinator.schedule(fail)
+    after = [coordinator.schedule(step, args=(iterator,)) for _ in range(50)]
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        coordinator.join()
+    assert "raise KeyError" in "".join(caught.value.__notes__)
+    with pytest.raises(KeyError):
+        failed.get()
+    assert any(value.has_failed for value in after)
+    cancelled = next(value for value in after if value.has_failed)
+    with pytest.raises(ClosureCancelledError, match="This call of `step` did not run"):
+        cancelled.fetch()
+    coordinator.schedule(step, args=(iterator,))
+    coordinator.join()
+    coordinator.schedule(set_kernel)
+    with pytest.raises(armillary.errors.StateStructureError, match="kernel: set to"):
+        while True:
+            coordinator.done()
+            time.sleep(0.01)
+
+
+def test_the_end_of_data_is_an_error(coordinator, problem):
+    step, iterator = problem.start(coordinator, repeat=False)
+    for _ in range(20):
+        coordinator.schedule(step, args=(iterator,))
+    with pytest.raises(OutOfRangeError, match="data of a worker has ended"):
+        coordinator.join()
+    coordinator.join()
+    # Eight batches on each worker, or all of one if the other came late.
+    assert 8 <= problem.num_steps <= 16
+
+
+def test_a_data_set_that_cannot_be_built_is_an_error(coordinator):
+    def make_data(context):
+        raise FileNotFoundError(f"no file for worker {context.input_pipeline_id}")
+
+    iterator = iter(coordinator.create_per_worker_dataset(make_data))
+    coordinator.schedule(next, (iterator,))
+    with pytest.raises(FileNotFoundError, match="no file for worker"):
+        coordinator.join()
+
+
+def test_a_slow_worker_is_reported_by_name(coordinator, caplog):
+    def sleep():
+        time.sleep(2.5)
+        return jnp.zeros(())
+
+    coordinator.schedule(sleep)
+    coordinator.join()
+    (line,) = [
+        r.getMessage() for r in caplog.records if "no progress" in r.getMessage()
+    ]
+    assert "worker " in line and "(process " in line and "`sleep`" in line
+
+
+def test_mistakes_are_errors_before_anything_is_sent(coordinator, problem):
+    with pytest.raises(TypeError, match=r"`fn` is 3"):
+        coordinator.schedule(3)
+    with pytest.raises(TypeError, match="with the comma"):
+        coordinator.schedule(len, args=jnp.ones(2))
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"cannot be pickled .*lock"):
+        coordinator.schedule(lambda: lock)
+    with pytest.raises(TypeError, match=r"`strategy` is .*ParameterServerStrategy"):
+        ClusterCoordinator(armillary.MirroredStrategy())
+    _, iterator = problem.start(coordinator)
+    with pytest.raises(RuntimeError, match="outside of a scheduled function"):
+        next(iterator)
+    assert ClusterCoordinator(coordinator.strategy) is coordinator
+
+
+def test_the_coordinator_is_not_on_workers(coordinator):
+    coordinator.schedule(lambda: coordinator.join())
+    with pytest.raises(
+        RuntimeError, match="`join` of the `ClusterCoordinator` was used"
+    ):
+        coordinator.join()
+
+
+@pytest.mark.parametrize("num_lost", [1, 2])
+def test_calls_of_lost_workers_run_again_and_none_twice(
+    coordinator, problem, kill, num_lost
+):
+    step, iterator = problem.start(coordinator)
+    coordinator.schedule(step, args=(iterator,))
+    coordinator.join()
+    coordinator.take_statistics()
+    for _ in range(300):
+        coordinator.schedule(step, args=(iterator,))
+    for worker in coordinator._dispatcher._workers[:num_lost]:
+        kill(worker.actor)
+    coordinator.join()
+    assert problem.num_steps == 301
+    assert coordinator.statistics.num_lost == num_lost
+    np.testing.assert_allclose(problem.kernel[:, 0], [1, -2, 3], atol=0.1)
+
+
+def test_a_worker_that_keeps_failing_does_not_stop_the_others(
+    coordinator, problem, kill
+):
+    step, iterator = problem.start(coordinator)
+    ended = threading.Event()
+
+    def keep_killing():
+        for _ in range(3):
+            kill(coordinator._dispatcher._workers[0].actor)
+            ended.wait(0.5)
+
+    thread = threading.Thread(target=keep_killing)
+    thread.start()
+    for _ in range(300):
+        coordinator.schedule(step, args=(iterator,))
+    coordinator.join()
+    ended.set()
+    thread.join()
+    assert problem.num_steps == 300
+
+
+def test_a_lost_server_is_an_error_after_which_training_resumes(
+    coordinator, problem, kill, tmp_path
+):
+    step, iterator = problem.start(coordinator)
+    manager = armillary.CheckpointManager(
+        armillary.Checkpoint(model=problem.model, optimizer=problem.optimizer),
+        tmp_path,
+        step_counter=problem.optimizer.step,
+    )
+    for _ in range(20):
+        coordinator.schedule(step, args=(iterator,))
+    coordinator.join()
+    manager.save()
+    saved = problem.kernel
+    for _ in range(200):
+        coordinator.schedule(step, args=(iterator,))
+    # While a worker recovers.
+    kill(coordinator._dispatcher._workers[1].actor)
+    kill(coordinator._dispatcher.servers[0])
+    with pytest.raises(PSUnavailableError, match="Parameter server 0 is gone"):
+        coordinator.join()
+    manager.restore_or_initialize()
+    np.testing.assert_array_equal(problem.kernel, saved)
+    for _ in range(100):
+        coordinator.schedule(step, args=(iterator,))
+    coordinator.join()
+    assert problem.num_steps == 120
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_staleness_is_measured_and_bounded(coordinator, problem, monkeypatch, most):
+    dispatcher = coordinator._dispatcher
+    settings = dataclasses.replace(dispatcher._settings, max_staleness=most)
+    monkeypatch.setattr(dispatcher, "_settings", settings)
+    step, iterator = problem.start(coordinator)
+    coordinator.take_statistics()
+    for _ in range(100):
+        coordinator.schedule(step, args=(iterator,))
+    coordinator.join()
+    counts = coordinator.statistics
+    assert counts.num_calls == 100
+    assert 0 < counts.total_staleness <= 100 * most
+    assert 1 <= counts.max_staleness <= most

@@ -1,0 +1,59 @@
+"""How many parts variables are cut into."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from armillary.distribute.parameter_server._partitioners import cut
+from armillary.distribute.partitioners import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+)
+from tests.mistakes import mistakes
+
+
+@pytest.mark.parametrize(
+    ("partitioner", "shape", "counts"),
+    [
+        (FixedShardsPartitioner(2), (10, 3), [2, 1]),
+        (FixedShardsPartitioner(4), (3,), [3]),
+        (FixedShardsPartitioner(2), (), []),
+        # The examples of TensorFlow's documentation: 4 bytes an element.
+        (MinSizePartitioner(4, max_shards=2), (6, 1), [2, 1]),
+        (MinSizePartitioner(4, max_shards=10), (6, 1), [6, 1]),
+        (MinSizePartitioner(1 << 20, max_shards=10), (6, 1), [1, 1]),
+        (MaxSizePartitioner(4), (6, 1), [6, 1]),
+        (MaxSizePartitioner(4, max_shards=2), (6, 1), [2, 1]),
+        (MaxSizePartitioner(1024), (6, 1), [1, 1]),
+        (MaxSizePartitioner(1), (6, 2), [6, 1]),
+    ],
+)
+def test_counts_are_those_of_tensorflow(partitioner, shape, counts):
+    assert partitioner(shape, np.float32) == counts
+
+
+@given(st.integers(1, 200), st.integers(1, 20))
+def test_parts_cover_all_rows_once_and_differ_by_at_most_one(rows, count):
+    count = min(rows, count)
+    ranges = cut(rows, count)
+    assert [row for start, stop in ranges for row in range(start, stop)] == list(
+        range(rows)
+    )
+    sizes = [stop - start for start, stop in ranges]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@mistakes(
+    {
+        ValueError: {
+            "`num_shards` is 0": lambda: FixedShardsPartitioner(0),
+            "`min_shard_bytes` is -1": lambda: MinSizePartitioner(-1),
+            "`max_shards` is 0": lambda: MaxSizePartitioner(4, max_shards=0),
+        }
+    }
+)
+def test_wrong_numbers_are_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,69 @@
+"""A parameter server applies what arrives: once, in order, or as one round."""
+
+import numpy as np
+import pytest
+
+from armillary.distribute.parameter_server._arrays import ArrayType
+from armillary.distribute.parameter_server._server import ParameterServer, Push, fetch
+from armillary.distribute.parameter_server._task import Addition
+
+TYPE = ArrayType((2,), np.dtype("float32"))
+PART = (0, 0)
+
+
+@pytest.fixture
+def server():
+    server = ParameterServer()
+    server.put({0: TYPE}, {PART: np.zeros(2, "float32")})
+    return server
+
+
+def push(call, value, how=Addition.SUM, *, version=0, oldest=0, in_round=None):
+    change = np.full(2, value, "float32")
+    return Push(call, oldest, version, in_round, (), {PART: (how, change)})
+
+
+def read(server):
+    version, (value,) = fetch(server.read((PART,)))
+    return version, value.tolist()
+
+
+def test_a_call_that_arrives_twice_is_applied_once(server):
+    assert server.push(push(7, 1.0)) == 0
+    assert server.push(push(7, 100.0)) == 0
+    assert read(server) == (1, [1.0, 1.0])
+
+
+def test_staleness_counts_the_updates_since_the_call_read(server):
+    version, _ = read(server)
+    for call in range(3):
+        assert server.push(push(call, 1.0, version=version)) == call
+
+
+def test_calls_that_ended_are_forgotten_and_others_not(server):
+    for call in range(5):
+        server.push(push(call, 1.0, oldest=call))
+    server.push(push(4, 1.0, oldest=4))
+    assert list(server._applied) == [4]
+    assert read(server)[0] == 5
+
+
+def test_what_was_read_does_not_change_later(server):
+    _, (before,) = fetch(server.read((PART,)))
+    server.push(push(0, 1.0))
+    assert before.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"), [(Addition.SUM, 6), (Addition.MEAN, 3), (Addition.ONCE, 2)]
+)
+def test_a_round_is_applied_when_it_is_whole(server, how, expected):
+    server.push(push(0, 2.0, how, in_round=0))
+    server.push(push(1, 50.0, how, in_round=1))
+    # The worker of call 1 was lost, and another one ran it on other data.
+    server.push(push(1, 4.0, how, in_round=1))
+    assert read(server) == (0, [0, 0])
+    server.commit([0, 1])
+    assert read(server) == (1, [expected, expected])
+    server.commit([2, 3])
+    assert read(server)[0] == 1

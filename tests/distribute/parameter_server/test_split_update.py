@@ -1,0 +1,133 @@
+"""Optimizers, cut into one for each variable: the same numbers, or a named refusal."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from armillary.distribute.parameter_server._arrays import type_of
+from armillary.distribute.parameter_server._optimizers import UpdateSpec
+from armillary.distribute.parameter_server._split_update import (
+    SplitUpdate,
+    call_update,
+    make_local_update,
+)
+
+NAMES = {0: "kernel", 1: "bias"}
+
+
+def make_case(transformation):
+    """Returns the optimizer, how it is called, and what its variables hold."""
+    transformation = optax.with_extra_args_support(transformation)
+    rng = np.random.default_rng(0)
+    params = {
+        "kernel": jnp.asarray(rng.normal(size=(5, 3)), jnp.float32),
+        "bias": jnp.asarray(rng.normal(size=(3,)), jnp.float32),
+    }
+    state = transformation.init(params)
+    leaves = [params["kernel"], params["bias"], *jax.tree.leaves(state)]
+    spec = UpdateSpec(
+        0,
+        {"kernel": 0, "bias": 1},
+        jax.tree.structure(state).unflatten(range(2, len(leaves))),
+        {"kernel": 0, "bias": 1},
+        (((3,), np.dtype("float32")), ((5, 3), np.dtype("float32"))),
+    )
+    # Trees are in the order of their keys: the bias comes first.
+    types = dict(enumerate(map(type_of, leaves)))
+    return transformation, spec, types, leaves
+
+
+def make_split(transformation, spec, types):
+    return SplitUpdate(
+        transformation, spec, types, {i: NAMES.get(i, f"s{i}") for i in types}
+    )
+
+
+ELEMENTWISE = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": optax.adam(0.01),
+    "adamw": optax.adamw(optax.cosine_decay_schedule(0.1, 10), weight_decay=0.1),
+    "lion": optax.lion(0.01),
+    "rmsprop": optax.rmsprop(0.01, centered=True),
+    "clip": optax.chain(optax.clip(0.1), optax.adagrad(0.1)),
+    "masked": optax.masked(optax.adam(0.1), {"kernel": True, "bias": False}),
+    "labels": optax.multi_transform(
+        {"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"kernel": "a", "bias": "b"}
+    ),
+    "injected": optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_parts_on_several_servers_are_updated_as_a_whole(name):
+    transformation, spec, types, leaves = make_case(ELEMENTWISE[name])
+    split = make_split(transformation, spec, types)
+    assert split.is_elementwise(0)
+    # The kernel in two parts, and the bias on a third server.
+    rows = {(0, 0): slice(0, 3), (0, 1): slice(3, 5), (1, 0): slice(None)}
+    servers = [
+        make_local_update(transformation, spec, split.owners, types, [part])
+        for part in [(0, 0, 3), (0, 1, 2), (1, 0, -1)]
+    ]
+    values = [{}, {}, {}]
+    for server, (slot, number) in enumerate(rows):
+        for i, leaf in enumerate(leaves):
+            owner = split.owners.get(i, i)
+            if owner is None:
+                values[server][i, 0] = leaf
+            elif owner == slot:
+                values[server][i, number] = leaf[rows[slot, number]]
+    whole = list(leaves)
+    for step in range(3):
+        rng = np.random.default_rng(step)
+        gradients = [
+            jnp.asarray(rng.normal(size=leaf.shape), jnp.float32) for leaf in leaves[:2]
+        ]
+        updates, new = call_update(
+            transformation, spec, gradients[::-1], whole[2:], whole[1::-1]
+        )
+        bias, kernel = updates
+        whole = [whole[0] + kernel, whole[1] + bias, *new]
+        for server, ((slot, number), part) in zip(servers, rows.items(), strict=True):
+            index = [*rows].index((slot, number))
+            local = {(slot, number): gradients[slot][part]}
+            values[index].update(server(local, values[index]))
+    for (slot, number), held in zip(rows, values, strict=True):
+        for (i, _), value in held.items():
+            expected = whole[i]
+            if split.owners.get(i, i) is not None:
+                expected = expected[rows[slot, number]]
+            np.testing.assert_allclose(
+                value, expected, rtol=1e-6, err_msg=f"{name} {i}"
+            )
+
+
+@pytest.mark.parametrize(
+    "transformation",
+    [
+        optax.adafactor(0.1, min_dim_size_to_factor=2),
+        optax.lamb(0.1),
+        optax.chain(optax.clip_by_block_rms(1e6), optax.sgd(0.1)),
+    ],
+    ids=["adafactor", "lamb", "block rms"],
+)
+def test_what_looks_at_a_whole_variable_leaves_it_whole(transformation):
+    transformation, spec, types, _ = make_case(transformation)
+    assert not make_split(transformation, spec, types).is_elementwise(0)
+
+
+@pytest.mark.parametrize(
+    "transformation",
+    [
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+        optax.apply_if_finite(optax.adam(0.1), 3),
+    ],
+    ids=["global norm", "if finite"],
+)
+def test_what_looks_at_several_variables_is_refused(transformation):
+    transformation, spec, types, _ = make_case(transformation)
+    with pytest.raises(ValueError, match=r"from several variables .*global_norm"):
+        make_split(transformation, spec, types)

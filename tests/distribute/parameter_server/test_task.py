@@ -1,0 +1,214 @@
+"""What a scheduled function may do to variables, and what is refused by name."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.distribute.parameter_server._optimizers import make_stand_in
+from armillary.distribute.parameter_server._task import Addition, TaskProgram
+from armillary.distribute.parameter_server._worker_strategy import WorkerStrategy
+from armillary.distribute.program._flat_state import FlatState
+from armillary.errors import ReplicaContextError, StateStructureError
+from armillary.state._lift import State
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.arange(3.0))
+        self.average = nnx.BatchStat(jnp.ones(()))
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+
+
+class Holder:
+    """What a worker has of a function: its optimizers stand for others."""
+
+    def __init__(self):
+        self.model = Net()
+        self.optimizer = nnx.Optimizer(self.model, optax.adam(0.1), wrt=nnx.Param)
+        self.optimizer.tx = make_stand_in(0)
+        self.tx, self.params = make_stand_in(1), {"w": jnp.ones((2,))}
+        self.state = (jnp.zeros((2,)),)
+        self.total = nnx.metrics.Average()
+        self.rngs = nnx.Rngs(0)
+        self.other = jnp.ones(())
+
+
+def grad(model):
+    return nnx.grad(lambda model: jnp.sum(model.kernel[...] ** 2))(model)
+
+
+def trace(fn, holder=None, *, is_synchronous=False):
+    holder = holder or Holder()
+    strategy = WorkerStrategy(1, 2, is_synchronous=is_synchronous)
+
+    def task():
+        return fn(holder, strategy)
+
+    flat = FlatState(State([(task, "")]), strategy)
+    with strategy.scope():
+        program = TaskProgram(task, flat, (), task)
+    return program, flat.state
+
+
+def run(program, state, call=0):
+    values = {i: state.read()[i] for i in program.spec.reads}
+    return program(values, ((), ()), call)
+
+
+def named(state, mapping):
+    return {state.paths[i].rpartition("holder/")[2]: v for i, v in mapping.items()}
+
+
+def test_gradients_are_sent_and_states_of_optimizers_not_read():
+    def step(h, strategy):
+        h.optimizer.update(h.model, grad(h.model))
+        return jnp.sum(h.model.average[...])
+
+    program, state = trace(step)
+    (update,) = program.spec.updates
+    (slot,) = jax.tree.leaves(update.params)
+    assert state.paths[slot].endswith("model/kernel")
+    read = [state.paths[i].rpartition("holder/")[2] for i in program.spec.reads]
+    assert read == ["model/average", "model/kernel"]
+    result, gradients, additions = run(program, state)
+    assert result == 1
+    np.testing.assert_array_equal(gradients[0][0], 2 * np.arange(3.0))
+    assert named(state, program.spec.additions) == {"optimizer/step": Addition.ONCE}
+    assert list(additions.values()) == [1]
+
+
+def test_optax_on_plain_arrays_is_an_update_too():
+    def step(h, strategy):
+        gradients = jax.tree.map(lambda w: 3 * w, h.params)
+        updates, h.state = h.tx.update(gradients, h.state, h.params)
+        h.params = optax.apply_updates(h.params, updates)
+
+    program, state = trace(step)
+    (update,) = program.spec.updates
+    assert update.transformation == 1
+    _, gradients, additions = run(program, state)
+    np.testing.assert_array_equal(gradients[0][0], [3, 3])
+    assert additions == {}
+
+
+def test_sums_are_what_a_call_adds():
+    def step(h, strategy):
+        h.total.update(values=jnp.array([2.0, 4.0]))
+        h.model.count[...] += 5
+        h.model.average[...] = 0.9 * h.model.average[...] + 0.1 * 3
+        h.other = h.other - 0.25
+
+    holder = Holder()
+    holder.total.update(values=jnp.array(100.0))
+    program, state = trace(step, holder)
+    _, _, additions = run(program, state)
+    assert named(state, additions) == {
+        "model/average": pytest.approx(0.2),
+        "model/count": 5,
+        "other": -0.25,
+        "total/count": 2,
+        "total/total": 6,
+    }
+
+
+def test_random_numbers_differ_between_calls_and_keys_stay():
+    def step(h, strategy):
+        return jax.random.normal(h.rngs.params(), (3,))
+
+    program, state = trace(step)
+    first, again, second = (run(program, state, call)[0] for call in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert not np.any(np.asarray(first) == np.asarray(second))
+    assert [state.paths[i][-5:] for i in program.spec.additions] == ["count"]
+
+
+REFUSED = {
+    "other: set to a value": lambda h, s: setattr(h, "other", jnp.zeros(())),
+    "other: set": lambda h, s: setattr(h, "other", 2 * h.other),
+    "kernel: set to a value": lambda h, s: h.model.kernel.set_value(jnp.ones((3,))),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_setting_a_variable_is_refused(message):
+    with pytest.raises(StateStructureError, match=message) as caught:
+        trace(REFUSED[message])
+    assert "Use a metric, or a variable with `aggregation" in str(caught.value)
+
+
+def test_changing_parameters_besides_the_update_is_refused():
+    def step(h, strategy):
+        h.optimizer.update(h.model, grad(h.model))
+        h.model.kernel[...] = jnp.clip(h.model.kernel[...], -1, 1)
+
+    with pytest.raises(StateStructureError, match="kernel: changed besides"):
+        trace(step)
+
+
+def test_using_updates_is_refused():
+    def step(h, strategy):
+        return optax.tree.norm(h.optimizer.update(h.model, grad(h.model)))
+
+    with pytest.raises(StateStructureError, match="uses the updates that an optimizer"):
+        trace(step)
+
+
+def no_params(h, strategy):
+    h.tx.update(h.params, h.state)
+
+
+def computed_params(h, strategy):
+    h.tx.update(h.params, h.state, jax.tree.map(lambda w: w + 1, h.params))
+
+
+def with_value(h, strategy):
+    h.optimizer.update(h.model, grad(h.model), value=1.0)
+
+
+def new_state(h, strategy):
+    h.tx.init(h.params)
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "message"),
+    [
+        (no_params, ValueError, "without `params`"),
+        (computed_params, ValueError, "given parameters that no variable holds"),
+        (with_value, ValueError, "was given value in a scheduled function"),
+        (new_state, RuntimeError, "`init` of an Optax transformation"),
+    ],
+)
+def test_what_servers_cannot_do_is_refused(step, error, message):
+    with pytest.raises(error, match=message):
+        trace(step)
+
+
+def test_synchronous_workers_scale_losses_as_replicas_do():
+    def step(h, strategy):
+        def replica():
+            context = armillary.get_replica_context()
+            loss = armillary.compute_average_loss(jnp.ones((4,)))
+            return loss, context.replica_id_in_sync_group
+
+        return strategy.run(replica)
+
+    program, state = trace(step, is_synchronous=True)
+    assert run(program, state)[0] == (0.5, 1)
+    program, state = trace(step)
+    assert run(program, state)[0] == (1, 0)
+
+
+@pytest.mark.parametrize("method", ["all_reduce", "all_gather", "merge_call"])
+def test_synchronous_workers_cannot_speak_within_a_step(method):
+    def step(h, strategy):
+        def replica():
+            getattr(armillary.get_replica_context(), method)("sum", h.other)
+
+        strategy.run(replica)
+
+    with pytest.raises(ReplicaContextError, match=f"`{method}` was called under"):
+        trace(step, is_synchronous=True)

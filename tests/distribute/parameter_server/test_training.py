@@ -1,0 +1,176 @@
+"""Trainers under a `ParameterServerStrategy`: one line, and the same numbers."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.each_case,
+    pytest.mark.multiprocess,
+    pytest.mark.xdist_group("ray"),
+]
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(3, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.last = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.norm(self.first(x))))[:, 0]
+
+
+class Trainer(armillary.StandardTrainer):
+    def __init__(self, strategy, dataset, **options):
+        super().__init__(dataset, armillary.StandardTrainerOptions(**options))
+        self.strategy = strategy
+        self.model = Net(nnx.Rngs(0))
+        self.optimizer = nnx.Optimizer(self.model, optax.adam(0.01), wrt=nnx.Param)
+        self.loss = nnx.metrics.Average()
+        self.num_loops = 0
+
+    def train_loop_begin(self):
+        self.loss.reset()
+
+    def train_step(self, iterator):
+        def replica(batch):
+            def loss_fn(model):
+                losses = (model(batch["x"]) - batch["y"]) ** 2
+                return armillary.compute_average_loss(losses), losses
+
+            gradient = nnx.value_and_grad(loss_fn, has_aux=True)
+            (_, losses), gradients = gradient(self.model)
+            self.optimizer.update(self.model, gradients)
+            self.loss.update(values=losses)
+
+        self.strategy.run(replica, args=(next(iterator),))
+
+    def train_loop_end(self):
+        self.num_loops += 1
+        return {"loss": self.loss.compute()}
+
+
+def values_of(trainer):
+    state = nnx.state((trainer.model, trainer.optimizer, trainer.loss))
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+@pytest.fixture(scope="session")
+def synchronous(make_coordinator):
+    return make_coordinator(num_workers=2, num_ps=1, max_staleness=0).strategy
+
+
+def test_without_staleness_it_equals_mirrored_training(synchronous, problem):
+    def train(strategy):
+        trainer = Trainer(strategy, problem.make_data(batch_size=16))
+        with strategy.scope():
+            outputs = [trainer.train(5)["loss"] for _ in range(3)]
+        return outputs, values_of(trainer)
+
+    losses, values = train(synchronous)
+    expected_losses, expected = train(armillary.MirroredStrategy(jax.devices()[:2]))
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    assert values.keys() == expected.keys()
+    for path, value in values.items():
+        np.testing.assert_allclose(value, expected[path], 1e-4, 1e-6, err_msg=path)
+
+
+def test_a_call_that_is_left_over_is_an_error_without_staleness(synchronous, problem):
+    coordinator = synchronous.coordinator
+    step, iterator = problem.start(coordinator)
+    for _ in range(3):
+        coordinator.schedule(step, args=(iterator,))
+    with pytest.raises(ValueError, match="1 call of `step` had no call to run"):
+        coordinator.join()
+    coordinator.join()
+    assert problem.num_steps == 1
+    trainer = Trainer(synchronous, problem.make_data(batch_size=7))
+    with pytest.raises(
+        armillary.errors.BatchSizeError, match="7 examples for 2 workers"
+    ):
+        trainer.train(1)
+
+
+def test_a_controller_trains_saves_and_resumes(coordinator, problem, tmp_path):
+    strategy = coordinator.strategy
+    evaluated = []
+
+    class Evaluator(armillary.StandardEvaluator):
+        def __init__(self, trainer):
+            super().__init__(problem.make_data(repeat=False, shuffle_seed=None))
+            self.model = nnx.view(trainer.model, use_running_average=True)
+            self.error = nnx.metrics.Average()
+
+        def eval_begin(self):
+            self.error.reset()
+
+        def eval_step(self, iterator):
+            batch = next(iterator)
+            self.error.update(values=(self.model(batch["x"]) - batch["y"]) ** 2)
+
+        def eval_end(self, *_):
+            evaluated.append(float(self.error.compute()))
+            return {"error": evaluated[-1]}
+
+    def train(steps):
+        dataset = strategy.distribute_datasets_from_function(
+            lambda context: problem.make_data(shuffle_seed=context.input_pipeline_id)
+        )
+        trainer = Trainer(strategy, dataset)
+        controller = armillary.Controller(
+            trainer=trainer,
+            evaluator=Evaluator(trainer),
+            global_step=trainer.optimizer.step,
+            steps_per_loop=20,
+            strategy=strategy,
+            checkpoint_manager=armillary.CheckpointManager(
+                armillary.Checkpoint(model=trainer.model, optimizer=trainer.optimizer),
+                tmp_path,
+                step_counter=trainer.optimizer.step,
+                checkpoint_interval=20,
+            ),
+        )
+        controller.train_and_evaluate(train_steps=steps, eval_interval=40)
+        return trainer
+
+    first = train(40)
+    assert (first.num_loops, int(first.optimizer.step[...])) == (2, 40)
+    second = train(160)
+    assert (second.num_loops, int(second.optimizer.step[...])) == (6, 160)
+    assert evaluated[-1] < evaluated[0] / 5
+    assert (tmp_path / "checkpoint_160").exists()
+
+
+def test_staleness_is_part_of_the_output(coordinator, problem):
+    trainer = Trainer(coordinator.strategy, problem.make_data())
+    output = trainer.train(20)
+    assert output["staleness"]["max"] >= output["staleness"]["mean"] >= 0
+    assert output["loss"] > 0
+
+
+def test_batches_of_a_source_are_dealt_to_workers(coordinator, problem):
+    """Of ten batches each worker takes five, and then the data has ended."""
+    data = problem.make_data(repeat=False)
+    trainer = Trainer(coordinator.strategy, data)
+    trainer.train(100)
+    assert trainer.data_exhausted
+    assert 4 <= int(trainer.optimizer.step[...]) <= 8
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("on_non_finite", "skip"), ("check_replicas_every", 5), ("accumulate_steps", 2)],
+)
+def test_options_without_a_meaning_are_refused(coordinator, problem, name, value):
+    trainer = Trainer(coordinator.strategy, problem.make_data(), **{name: value})
+    with pytest.raises(ValueError, match=f"`{name}` of .* no meaning under"):
+        trainer.train(1)
