@@ -33,19 +33,29 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # What a program computes does not depend on it, but for the last bits: `optimized`.
 os.environ.setdefault(OPTIMIZE_LESS.upper(), "1")
+# Threads of OpenBLAS wait in loops for work: a tenth of the start of a process.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import pytest
 from jax._src import compiler  # noqa: TID251
 
 # XLA's emitters of fused loops take half of the time that it compiles programs as small
-# as these. The flag is for processes that tests start; here XLA has read its flags once
-# there are devices, and `make_options` says it with each program, so that `optimized`
-# can leave it out.
-FUSION_EMITTERS = "xla_cpu_use_fusion_emitters"
+# as these, and to divide one over threads takes a fifth of the rest. The flags are for
+# processes that tests start; here XLA has read its flags once there are devices, and
+# `make_options` says them with each program, so that `optimized` can leave them out.
+QUICK_COMPILATION = {
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 jax.devices()
 OPTIMIZED_FLAGS = os.environ["XLA_FLAGS"]
-os.environ["XLA_FLAGS"] = f"{OPTIMIZED_FLAGS} --{FUSION_EMITTERS}=false"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        OPTIMIZED_FLAGS,
+        *(f"--{k}={str(v).lower()}" for k, v in QUICK_COMPILATION.items()),
+    ]
+)
 compile_options = compiler.get_compile_options
 
 
@@ -53,12 +63,20 @@ def make_options(*args: Any, **kwargs: Any) -> Any:
     options = compile_options(*args, **kwargs)
     debug_options = options.executable_build_options.debug_options
     if debug_options.xla_llvm_disable_expensive_passes:  # As `OPTIMIZE_LESS` says.
-        overrides = [*options.env_option_overrides, (FUSION_EMITTERS, False)]
+        overrides = [*options.env_option_overrides, *QUICK_COMPILATION.items()]
         options.env_option_overrides = overrides
     return options
 
 
 compiler.get_compile_options = make_options
+
+
+def forget_devices() -> dict[str, str]:
+    """Returns the environment for a process that chooses its devices itself."""
+    flags = os.environ["XLA_FLAGS"].split()
+    kept = " ".join(flag for flag in flags if DEVICE_COUNT_FLAG not in flag)
+    return {**os.environ, "XLA_FLAGS": kept}
+
 
 # Workers hold millions of objects that live as long as they do. To look for garbage as
 # often as Python does takes a sixth of the time of the tests.

@@ -155,7 +155,7 @@ def test_summaries_that_hide_behind_the_device_are_stepping(tmp_path):
     data = armillary.data.from_arrays(
         {"x": np.eye(256, dtype=np.float32)}, batch_size=256, repeat=True
     )
-    trainer = Matrices(data, num_products=1500)
+    trainer = Matrices(data, num_products=500)
     controller = make_controller(
         tmp_path,
         trainer=trainer,

@@ -60,7 +60,9 @@ def test_a_trainer_gets_the_numbers_of_mirrored_state(options):
 
 @pytest.mark.slow
 def test_a_step_without_a_compiler_leaves_state_in_its_place():
-    trainer = make_trainer(make_central(), compile_step=False)
+    optimizer = optax.sgd(1e-2, momentum=0.9)  # Each operation is a program.
+    model = MLP(nnx.Rngs(0))
+    trainer = Classifier(make_central(), model, optimizer, compile_step=False)
     trainer.train(1)
     assert {device for a in state_arrays(trainer) for device in a.devices()} == {
         jax.devices()[0]

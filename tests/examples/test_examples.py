@@ -8,16 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import OPTIMIZE_LESS
+from tests.conftest import forget_devices
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run_example(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment["PYTHONPATH"] = str(EXAMPLES.parent)
-    # They compute for longer than they compile.
-    environment[OPTIMIZE_LESS.upper()] = "0"
+    environment = {**forget_devices(), "PYTHONPATH": str(EXAMPLES.parent)}
     if "keras" in name:  # Its layers rely on the promotion of ranks.
         environment["JAX_NUMPY_RANK_PROMOTION"] = "allow"
     return subprocess.run(

@@ -152,7 +152,7 @@ def compute_expected(arrays):
 @given(
     # Few, since each size of a last batch is a program for each number of replicas.
     num_examples=st.sampled_from([13, 24]),
-    num_replicas=st.sampled_from([1, 2, 4]),
+    num_replicas=st.sampled_from([1, 4]),
     num_levels=st.integers(1, 9),
     seed=st.integers(0, 9),
 )

@@ -38,6 +38,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path):
         values={},
         stop={},
         mismatches={},
+        exports={"run_dir": str(tmp_path / "exports")},
     )
     expected = program.train(make_strategy(2))
     check_computed(results["train"], expected)
@@ -49,6 +50,9 @@ def test_two_processes_do_what_one_does(tmp_path: Path):
     assert results["stop"] == [{"step": 6}] * 2
     assert "stopped at step 6: enough (requested in process 1 of 2)" in said
     check_mismatches(results["mismatches"])
+    check_exports(*results["exports"])
+    # Exporting has not disturbed training.
+    assert results["exports"][0]["losses"] == results["train"][0]["losses"][:6]
 
 
 def test_two_processes_with_two_devices_each_do_what_one_does(tmp_path: Path):
@@ -164,6 +168,22 @@ def check_uneven(results: list[Any], lengths: list[int], num_eval_steps: int) ->
         assert result["pipelines"] == len(lengths)
         assert "holds the positions of 3 input pipelines" in result["refused"]
         assert f"the program has {len(lengths)}" in result["refused"]
+
+
+def check_exports(first: Any, second: Any) -> None:
+    """Checks that one process writes exports, and that all restore a part."""
+    assert first.pop("written")[:4] == ["export-2", "export-4", "export-6", "other-0"]
+    assert second.pop("written") == []
+    # What one process cannot write, the others hear of at their next exchange.
+    assert first.pop("error").startswith(("NotADirectoryError", "FileExistsError"))
+    assert second.pop("error").startswith("PeerError")
+    assert first == second
+    assert first["names"] == ["export-4", "export-6"]
+    np.testing.assert_array_equal(first["restored"], first["trained"])
+    restored, kept = first["report"]
+    assert {"run/model/first/kernel", "run/model/norm/mean"} <= set(restored)
+    assert all(path.startswith("run/model/") for path in restored)
+    assert "run/optimizer/step" in kept
 
 
 def check_odd(results: list[Any], expected: Any) -> None:

@@ -10,18 +10,21 @@ import pytest
 
 from armillary import _cli
 from armillary.project._template import check_target, write_project
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, forget_devices
 
 NAME = "digit_classifier"
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     paths = f"{REPOSITORY}{os.pathsep}{folder}"
     return subprocess.run(
         [sys.executable, "-m", *command],
         cwd=folder,
-        env={**environment, "PYTHONPATH": paths, "JAX_NUMPY_RANK_PROMOTION": "allow"},
+        env={
+            **forget_devices(),
+            "PYTHONPATH": paths,
+            "JAX_NUMPY_RANK_PROMOTION": "allow",
+        },
         capture_output=True,
         text=True,
         timeout=240,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import DEVICE_COUNT_FLAG, REPOSITORY
+from tests.conftest import REPOSITORY, forget_devices
 from tests.launch.conftest import Launcher, wait_for
 
 DEADLINE = 240.0
@@ -58,14 +58,13 @@ class Job:
             num_steps: The step to train up to.
             saves_never_end_in: The attempt in which the chief never completes a save.
         """
-        flags = os.environ.get("XLA_FLAGS", "").split()
         self.launcher.start(
             SCRIPT,
             f"--workers {self.workers} --max-restarts 2 --restart-pause 0.1 "
             "--grace-period 5",
             args=[str(num_steps), str(saves_never_end_in)],
             PYTHONPATH=str(REPOSITORY),
-            XLA_FLAGS=" ".join(x for x in flags if DEVICE_COUNT_FLAG not in x),
+            XLA_FLAGS=forget_devices()["XLA_FLAGS"],
         )
         return self
 

@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from armillary.xla import use_compilation_cache
-from tests.conftest import OPTIMIZE_LESS
+from tests.conftest import OPTIMIZE_LESS, forget_devices
 
 TESTS = Path(__file__).resolve().parents[1]
 SETTINGS = (
@@ -61,9 +61,8 @@ def run_program(directory: Path | str, num_devices: int) -> tuple[dict[str, Any]
     """Trains in a fresh process; returns what it counted, and its messages."""
     inherited = {
         name: value
-        for name, value in os.environ.items()
-        if name != "XLA_FLAGS"
-        and (not name.startswith("JAX_") or name == OPTIMIZE_LESS.upper())
+        for name, value in forget_devices().items()
+        if not name.startswith("JAX_") or name == OPTIMIZE_LESS.upper()
     }
     child = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(directory), str(num_devices)],
