@@ -38,8 +38,9 @@ class RemoteValue:
     def get(self) -> PyTree:
         """Returns what the function returned, with JAX arrays; waits for it.
 
+        What the function raised is raised here, too.
+
         Raises:
-            BaseException: What the function raised.
             ClosureCancelledError: If it did not run, because another call failed.
         """
         host = self.fetch()
@@ -50,8 +51,9 @@ class RemoteValue:
     def fetch(self) -> PyTree:
         """Returns what the function returned, with NumPy arrays; waits for it.
 
+        What the function raised is raised here, too.
+
         Raises:
-            BaseException: What the function raised.
             ClosureCancelledError: If it did not run, because another call failed.
         """
         self._flush()

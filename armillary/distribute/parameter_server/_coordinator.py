@@ -106,6 +106,8 @@ class ClusterCoordinator:
     ) -> RemoteValue:
         """Has a worker call a function, and returns without waiting for it.
 
+        Raises what another call has raised, once, when all that had begun have ended.
+
         Args:
             fn: The function. It may read variables, change them through an optimizer or
                 by adding to them, and take batches of per-worker iterators.
@@ -120,7 +122,6 @@ class ClusterCoordinator:
             TypeError: If `fn` cannot be called, `args` is no tuple, or what the
                 function reaches cannot be sent to workers.
             PSUnavailableError: If a parameter server was lost since the last call.
-            BaseException: What another call has raised.
         """
         check_callable("fn", fn)
         if args is not None and not isinstance(args, tuple | list):
@@ -146,9 +147,10 @@ class ClusterCoordinator:
     def join(self) -> None:
         """Waits until every scheduled call has ended, and reads all variables.
 
+        Raises what a call has raised.
+
         Raises:
             PSUnavailableError: If a parameter server was lost.
-            BaseException: What a call has raised.
         """
         dispatcher = self._dispatcher
         dispatcher.wait()
@@ -159,8 +161,7 @@ class ClusterCoordinator:
     def done(self) -> bool:
         """Returns whether every scheduled call has ended.
 
-        Raises:
-            BaseException: What a call has raised, once all have ended.
+        Raises what a call has raised, once all have ended.
         """
         if not self._dispatcher.is_done():
             return False

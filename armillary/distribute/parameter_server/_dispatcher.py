@@ -131,11 +131,7 @@ class Dispatcher:
         self._events.put(self._give_out)
 
     def raise_error(self) -> None:
-        """Raises what a call raised, once, when all others have ended.
-
-        Raises:
-            BaseException: What it raised.
-        """
+        """Raises what a call raised, once, when all others have ended."""
         with self._changed:
             if self._error is None:
                 return

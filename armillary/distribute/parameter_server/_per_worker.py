@@ -113,11 +113,7 @@ Datasets = dict[int, Batches | Exception]
 
 
 def find_batches(datasets: Datasets, number: int) -> Batches:
-    """Returns a data set of a worker.
-
-    Raises:
-        Exception: Why it could not be built.
-    """
+    """Returns a data set of a worker, or raises why it could not be built."""
     found = datasets[number]
     if isinstance(found, Exception):
         raise found
