@@ -25,7 +25,7 @@ class _Command(NamedTuple):
 
 _COMMANDS = {
     "launch": _Command(
-        "start the workers of a job on this machine, and restart it",
+        "start the workers of a job, here or on a Ray cluster, and restart it",
         launch.add_arguments,
         launch.prepare,
     ),

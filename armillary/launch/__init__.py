@@ -1,14 +1,16 @@
-"""The command `armillary launch`: runs a job of several processes on one machine.
+"""The command `armillary launch`: runs a job of several processes.
 
 A *worker* is one process of the job, a term of `TF_CONFIG`. One *attempt* starts all of
 them and ends when all of them have ended; a restart is another attempt::
 
     for each attempt:
-        choose ports, start every worker with its `TF_CONFIG`
+        reserve a place for every worker, start it with its `TF_CONFIG`
         while a worker runs:
             pass on signals
             if one failed: let the others end by themselves, then make them
         all ended well, or no restart is left: end with one exit code
+
+Places are on this machine, or on those of a Ray cluster (`_machines.py`).
 
 An *evaluator* may run beside the workers. It belongs to no attempt: it goes on while
 they are restarted, and is restarted alone.

@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from importlib.machinery import PathFinder
@@ -18,8 +19,11 @@ from armillary._checks import (
 from armillary._exit_code import ExitCode
 from armillary.launch._devices import find_gpus, plan_devices
 from armillary.launch._environment import check_environment
+from armillary.launch._machines import ThisMachine
+from armillary.launch._ray_machines import join_machines
 from armillary.launch._supervisor import EVALUATOR, Job, run_job
 
+_INTEGER = re.compile(r"[+-]?\d+")
 _EPILOG = """\
 All options stand in front of the script; what follows it is passed to it. Exit codes:
 0 every process ended with 0, 1 one failed, 2 wrong command line, 75 one asked for a
@@ -36,10 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument(
         "--workers",
-        type=int,
-        default=1,
+        default="1",
         metavar="N",
-        help="number of processes (default: 1)",
+        help="number of processes (default: 1); with `--ray`, MIN:MAX starts as many "
+        "as the cluster has room for",
+    )
+    parser.add_argument(
+        "--ray",
+        metavar="HOST:PORT",
+        help="start the workers on the machines of the Ray cluster with this head",
     )
     parser.add_argument(
         "--devices-per-worker",
@@ -112,7 +121,7 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
             "which ends the workers if the launcher dies. Run `python train.py` here, "
             "or launch in a Linux container."
         )
-    num_workers = check_positive_int("--workers", namespace.workers)
+    min_workers, max_workers = _read_workers(namespace.workers)
     devices_per_worker = namespace.devices_per_worker
     if devices_per_worker is not None:
         check_positive_int("--devices-per-worker", devices_per_worker)
@@ -121,26 +130,79 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     grace_seconds = _check_seconds("--grace-period", namespace.grace_period)
     arguments = _make_arguments(namespace.module, namespace.script)
     check_environment(os.environ)
-    devices = plan_devices(
-        find_gpus(os.environ),
-        num_workers=num_workers,
-        devices_per_worker=devices_per_worker,
-        has_evaluator=namespace.evaluator,
-    )
-    labels = [f"worker {index}" for index in range(num_workers)]
+    if namespace.ray is not None:
+        _check_for_ray(namespace)
+    elif min_workers != max_workers:
+        raise ValueError(
+            f"`--workers` is {namespace.workers!r}, but on one machine the number is "
+            f"fixed: no machine is lost or comes back. Use `--workers={max_workers}`, "
+            "or a Ray cluster (`--ray HOST:PORT`)."
+        )
+    labels = [f"worker {index}" for index in range(max_workers)]
     if namespace.evaluator:
         labels.append(EVALUATOR)
+    logs = _open_logs(namespace.log_dir, labels)
+    if namespace.ray is not None:
+        paths = [] if namespace.module else [os.path.abspath(arguments[0])]
+        machines, devices = join_machines(
+            namespace.ray,
+            min_workers=min_workers,
+            max_workers=max_workers,
+            devices_per_worker=devices_per_worker,
+            paths=paths,
+        )
+    else:
+        machines = ThisMachine(max_workers)
+        devices = plan_devices(
+            find_gpus(os.environ),
+            num_workers=max_workers,
+            devices_per_worker=devices_per_worker,
+            has_evaluator=namespace.evaluator,
+        )
     job = Job(
         arguments=arguments,
-        num_workers=num_workers,
+        machines=machines,
         has_evaluator=namespace.evaluator,
         devices=devices,
         max_restarts=max_restarts,
         pause_seconds=pause_seconds,
         grace_seconds=grace_seconds,
-        logs=_open_logs(namespace.log_dir, labels),
+        logs=logs,
     )
     return lambda: run_job(job)
+
+
+def _read_workers(text: str) -> tuple[int, int]:
+    """Returns the fewest and the most workers.
+
+    Raises:
+        ValueError: If the text is not a positive integer or two.
+    """
+    words = text.split(":")
+    numbers = [int(word) for word in words if _INTEGER.fullmatch(word)]
+    if len(numbers) != len(words) or len(words) > 2:
+        raise ValueError(
+            f"`--workers` is {text!r}, but it must be a positive integer, or two of "
+            "them as MIN:MAX. Use `--workers=2`, or `--workers=2:8` with `--ray`."
+        )
+    for number in numbers:
+        check_positive_int("--workers", number)
+    if numbers[0] > numbers[-1]:
+        raise ValueError(
+            f"`--workers` is {text!r}, but MIN must not be larger than MAX. "
+            f"Use `--workers={numbers[1]}:{numbers[0]}`."
+        )
+    return numbers[0], numbers[-1]
+
+
+def _check_for_ray(namespace: argparse.Namespace) -> None:
+    if namespace.evaluator:
+        raise ValueError(
+            "`--evaluator` is given with `--ray`, which places workers alone. Leave it "
+            "out, and start the evaluator by itself where it sees the checkpoints: "
+            """`TF_CONFIG='{"task": {"type": "evaluator", "index": 0}}' """
+            "python train.py`."
+        )
 
 
 def _check_seconds(name: str, value: float) -> float:

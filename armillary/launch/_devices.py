@@ -18,15 +18,17 @@ class DevicePlan:
             it to the script.
         gpus: The names of each one's GPUs, for `CUDA_VISIBLE_DEVICES`; empty on a
             machine whose GPUs are not used.
+        num_gpus: Number of GPUs of each one, where Ray chooses which ones.
     """
 
     virtual_cpus: int | None = None
     gpus: tuple[tuple[str, ...], ...] = ()
+    num_gpus: int = 0
 
     def describe(self) -> str:
         """Returns what each worker has, for the first line of a job."""
-        if self.gpus:
-            return f"{_count(len(self.gpus[0]), 'GPU')} each"
+        if num_gpus := self.num_gpus or (len(self.gpus[0]) if self.gpus else 0):
+            return f"{_count(num_gpus, 'GPU')} each"
         if self.virtual_cpus is not None:
             return f"{_count(self.virtual_cpus, 'virtual CPU device')} each"
         return "devices as the script finds them"
@@ -70,13 +72,17 @@ def plan_devices(
     )
 
 
-def find_gpus(environment: Mapping[str, str]) -> list[str]:
-    """Returns the names of the NVIDIA GPUs that JAX would use in `environment`."""
+def can_use_gpus(environment: Mapping[str, str]) -> bool:
+    """Returns whether JAX would use NVIDIA GPUs, if there were any."""
     platforms = environment.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-        return []
-    plugins = entry_points(group="jax_plugins")
-    if not any("cuda" in plugin.name for plugin in plugins):
+        return False
+    return any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins"))
+
+
+def find_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Returns the names of the NVIDIA GPUs that JAX would use in `environment`."""
+    if not can_use_gpus(environment):
         return []
     if "CUDA_VISIBLE_DEVICES" in environment:
         return read_visible_gpus(environment["CUDA_VISIBLE_DEVICES"])

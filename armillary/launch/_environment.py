@@ -69,9 +69,10 @@ def make_environment(
         "PYTHONUNBUFFERED": base.get("PYTHONUNBUFFERED") or "1",
     }
     if any(base.get(name) for name in _PROXY_VARIABLES):
-        # gRPC would ask the proxy for the coordinator on this machine.
+        # gRPC would ask the proxy for the coordinator.
         direct = base.get("no_grpc_proxy") or base.get("no_proxy")
-        changes["no_grpc_proxy"] = f"{direct},{_LOOPBACK}" if direct else _LOOPBACK
+        hosts = dict.fromkeys(address.rpartition(":")[0] for address in addresses)
+        changes["no_grpc_proxy"] = ",".join([*([direct] if direct else []), *hosts])
     environment = {**base, **changes}
     if devices.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(

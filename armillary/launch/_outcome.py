@@ -17,10 +17,12 @@ class Ending:
     Args:
         returncode: Its exit code, or the negated number of the signal that killed it.
         seconds: How long it ran.
+        loss: Where and why it was lost, if nobody saw how it ended.
     """
 
     returncode: int
     seconds: float
+    loss: str = ""
 
     @property
     def cause(self) -> ExitCode:
@@ -38,6 +40,8 @@ class Ending:
 
     def describe(self) -> str:
         """Returns how and when the process ended, such as `exit code 1 after 2.5 s`."""
+        if self.loss:
+            return f"lost after {self.seconds:.1f} s, {self.loss.rstrip('.')}"
         if self.returncode < 0:
             way = f"killed by {name_signal(-self.returncode)}"
         else:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from io import FileIO
 from queue import SimpleQueue
-from typing import NamedTuple, TextIO
+from typing import NamedTuple, Protocol, TextIO
 
 from armillary.launch._lines import LineSplitter
 
@@ -28,6 +28,35 @@ _BOLD = 1
 _COLORS = (36, 32, 35, 33, 34, 96, 92)
 _READ_SIZE = 64 * 1024
 _DRAIN_SECONDS = 5.0
+
+
+class Stream(Protocol):
+    """Where to read what a process says."""
+
+    async def read(self) -> bytes:
+        """Returns what comes next, and nothing at the end."""
+        ...
+
+    def close(self) -> None:
+        """Ends reading."""
+
+
+class _Pipe:
+    """The stream of a process on this machine, which it closes."""
+
+    def __init__(self, file: FileIO) -> None:
+        self._file, self._reader = file, asyncio.StreamReader()
+        self._transport: asyncio.ReadTransport | None = None
+
+    async def read(self) -> bytes:
+        if self._transport is None:
+            self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(self._reader), self._file
+            )
+        return await self._reader.read(_READ_SIZE)
+
+    def close(self) -> None:
+        (self._transport or self._file).close()
 
 
 class StreamSink:
@@ -104,7 +133,9 @@ class Output:
         """Writes lines of the launcher itself to stderr."""
         self._post(self._stderr, _LAUNCHER, text.splitlines())
 
-    def add(self, label: str, stdout: FileIO, stderr: FileIO) -> "deque[str]":
+    def add(
+        self, label: str, stdout: FileIO | Stream, stderr: FileIO | Stream
+    ) -> "deque[str]":
         """Takes over the streams of a process and closes them when they end.
 
         Returns:
@@ -116,7 +147,10 @@ class Output:
             (stdout, self._stdout, nothing),
             (stderr, self._stderr, tail),
         ):
-            pump = asyncio.create_task(self._pump(label, file, sink, lines), name=label)
+            stream = _Pipe(file) if isinstance(file, FileIO) else file
+            pump = asyncio.create_task(
+                self._pump(label, stream, sink, lines), name=label
+            )
             self._pumps.add(pump)
             pump.add_done_callback(self._pumps.discard)
         return tail
@@ -170,14 +204,11 @@ class Output:
         return piece.written
 
     async def _pump(
-        self, label: str, file: FileIO, sink: StreamSink, tail: "deque[str]"
+        self, label: str, stream: Stream, sink: StreamSink, tail: "deque[str]"
     ) -> None:
-        reader, splitter = asyncio.StreamReader(), LineSplitter()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), file
-        )
+        splitter = LineSplitter()
         try:
-            while data := await reader.read(_READ_SIZE):
+            while data := await stream.read():
                 lines = splitter.feed(data)
                 tail.extend(lines)
                 await asyncio.wrap_future(self._post(sink, label, lines))
@@ -185,7 +216,7 @@ class Output:
             rest = splitter.flush()
             tail.extend(rest)
             written = self._post(sink, label, rest)
-            transport.close()
+            stream.close()
         await asyncio.wrap_future(written)
 
     def _write_all(self) -> None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from io import FileIO
 
 from armillary._exit_code import ExitCode
-from armillary.launch._child import Child
 from armillary.launch._devices import DevicePlan
-from armillary.launch._environment import find_addresses, make_environment
+from armillary.launch._environment import make_environment
+from armillary.launch._machines import Machines, Process
 from armillary.launch._outcome import (
     RestartPolicy,
     describe_failure,
@@ -37,7 +37,7 @@ class Job:
 
     Args:
         arguments: What follows `python` on the command line of each process.
-        num_workers: Number of workers.
+        machines: Where the processes run.
         has_evaluator: Whether an evaluator runs beside them.
         devices: The devices of each process.
         max_restarts: Restarts allowed, of the workers, and of the evaluator alone.
@@ -48,7 +48,7 @@ class Job:
     """
 
     arguments: Sequence[str]
-    num_workers: int
+    machines: Machines
     has_evaluator: bool = False
     devices: DevicePlan
     max_restarts: int
@@ -62,7 +62,12 @@ def run_job(job: Job) -> ExitCode:
 
     It must be called in the main thread, where signals arrive.
     """
-    with Output(job.logs) as output:
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(Output(job.logs))
+        # Ray prints pages about a lost machine, of which the supervisor says a line.
+        nothing = stack.enter_context(open(os.devnull, "w"))
+        stack.enter_context(contextlib.redirect_stdout(nothing))
+        stack.callback(job.machines.close)
         return asyncio.run(_Supervisor(job, output).run())
 
 
@@ -70,12 +75,12 @@ class _Group:
     """Processes that end together: the workers of one attempt, or the evaluator."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self.children: list[Child] = []
+        self.children: list[Process] = []
         self._say = say
         self._ender: asyncio.Task[None] | None = None
 
     @property
-    def running(self) -> list[Child]:
+    def running(self) -> list[Process]:
         return [child for child in self.children if not child.ended.done()]
 
     def pass_on(self, number: int, note: str = "") -> None:
@@ -184,14 +189,17 @@ class _Supervisor:
         group = self._workers = _Group(self._say)
         try:
             try:
-                self._start_workers()
+                await self._start_workers()
             except OSError as error:
-                self._say(f"cannot start worker {len(group.children)}: {error}.")
+                index = len(group.children)
+                who = f"worker {index}" if index else "the workers"
+                self._say(f"cannot start {who}: {error}.")
                 return ExitCode.FAILED
             failure = await self._find_failure(group)
         finally:
             group.kill()
             await self._output.drain([child.label for child in group.children])
+            self._job.machines.release()
         if failure is not None:
             self._show_failure(failure)
         causes = [child.ended.result().cause for child in group.children]
@@ -199,17 +207,20 @@ class _Supervisor:
             return find_stop_code(self._stop, causes)
         return ExitCode.OK if failure is None else failure.ended.result().cause
 
-    def _start_workers(self) -> None:
-        count, devices = self._job.num_workers, self._job.devices
-        self._addresses = find_addresses(count)
+    async def _start_workers(self) -> None:
+        machines, devices = self._job.machines, self._job.devices
+        self._addresses = await machines.reserve(self._say, self._is_ending)
+        if self._is_ending.is_set():
+            return
+        count = len(self._addresses)
         self._say(
-            f"starts {count} worker{'s' if count > 1 else ''}, "
+            f"starts {count} worker{'s' if count > 1 else ''}{machines.describe()}, "
             f"coordinator {self._addresses[0]}, {devices.describe()}."
         )
         for index in range(count):
             self._start(self._workers, index, self._policy.num_restarts)
 
-    def _start(self, group: _Group, index: int | None, num_restarts: int) -> Child:
+    def _start(self, group: _Group, index: int | None, num_restarts: int) -> Process:
         environment = make_environment(
             os.environ,
             addresses=self._addresses,
@@ -218,12 +229,13 @@ class _Supervisor:
             num_restarts=num_restarts,
         )
         label = EVALUATOR if index is None else f"worker {index}"
-        child = Child(label, self._job.arguments, environment)
+        machines = self._job.machines
+        child = machines.start(label, index, self._job.arguments, environment)
         group.children.append(child)
         self._tails[label] = self._output.add(label, child.stdout, child.stderr)
         return child
 
-    async def _find_failure(self, group: _Group) -> Child | None:
+    async def _find_failure(self, group: _Group) -> Process | None:
         """Waits until every worker has ended; returns the one that failed first.
 
         When one fails, the others get the grace period to notice and end by themselves,
@@ -259,8 +271,8 @@ class _Supervisor:
                 )
         return failure
 
-    def _show_failure(self, child: Child) -> None:
-        ending, count = child.ended.result(), self._job.num_workers
+    def _show_failure(self, child: Process) -> None:
+        ending, count = child.ended.result(), len(self._workers.children)
         is_failure = ending.cause is not ExitCode.PREEMPTED
         who = f"{child.label} of {count}"
         if count > 1:

@@ -1,6 +1,7 @@
 """The command line: what is taken, and what each mistake says."""
 
 import argparse
+import asyncio
 import sys
 from importlib.machinery import ModuleSpec
 
@@ -27,10 +28,14 @@ def jobs(monkeypatch):
     return jobs
 
 
+def count_workers(job):
+    return len(asyncio.run(job.machines.reserve(print, asyncio.Event())))
+
+
 def test_defaults(jobs):
     assert _cli.main(["launch", "train.py"]) == 0
     (job,) = jobs
-    assert (job.num_workers, job.max_restarts, job.logs) == (1, 0, {})
+    assert (count_workers(job), job.max_restarts, job.logs) == (1, 0, {})
     assert not job.has_evaluator
     assert (job.pause_seconds, job.grace_seconds) == (1.0, 30.0)
     assert job.devices.virtual_cpus is None
@@ -49,7 +54,7 @@ def test_defaults(jobs):
 def test_what_follows_the_script_is_the_scripts(jobs, words, arguments):
     assert _cli.main(["launch", "--workers", "3", *words]) == 0
     assert jobs[0].arguments == arguments
-    assert jobs[0].num_workers == 3
+    assert count_workers(jobs[0]) == 3
 
 
 def test_all_options_arrive(jobs, folder, monkeypatch):
@@ -58,7 +63,7 @@ def test_all_options_arrive(jobs, folder, monkeypatch):
     options += " --grace-period 6 --log-dir logs --evaluator train.py"
     _cli.main(["launch", *options.split()])
     (job,) = jobs
-    assert (job.num_workers, job.has_evaluator, job.max_restarts) == (2, True, 4)
+    assert (count_workers(job), job.has_evaluator, job.max_restarts) == (2, True, 4)
     assert (job.pause_seconds, job.grace_seconds) == (0.5, 6.0)
     # The evaluator has devices and a log of its own.
     assert job.devices.gpus == (("0",), ("1",), ("2",))
@@ -76,7 +81,24 @@ def test_all_options_arrive(jobs, folder, monkeypatch):
     ("words", "message"),
     [
         ("--workers 0 train.py", "`--workers` is 0, but it must be a positive integer"),
-        ("--workers two train.py", "argument --workers: invalid int value: 'two'"),
+        ("--workers two train.py", "`--workers` is 'two', but it must be a positive"),
+        ("--workers 1:2:3 train.py", "Use `--workers=2`, or `--workers=2:8` with `--r"),
+        ("--workers 0:3 train.py", "`--workers` is 0, but it must be a positive integ"),
+        ("--workers 3:2 train.py", "'3:2', but MIN must not be larger than MAX. Use `"),
+        ("--workers 2:3 train.py", "`--workers` is '2:3', but on one machine the numb"),
+        (
+            "--ray x:1 --evaluator train.py",
+            "`--evaluator` is given with `--ray`, which",
+        ),
+        (
+            "--ray auto train.py",
+            "`--ray` is 'auto', but it must be HOST:PORT of the he",
+        ),
+        (
+            "--ray ray://x:1 train.py",
+            "`--ray` is 'ray://x:1', but it must be HOST:PORT",
+        ),
+        ("--ray 127.0.0.1:1 train.py", "`--ray` is '127.0.0.1:1', but nothing answers"),
         ("--worker 2 train.py", "'--worker' is not an option of this command. Use"),
         ("--devices-per-worker 0 train.py", "`--devices-per-worker` is 0, but"),
         ("--max-restarts -1 train.py", "`--max-restarts` is -1, but it must be"),

@@ -120,3 +120,15 @@ def test_addresses_are_different_and_on_loopback():
     addresses = find_addresses(50)
     assert len(set(addresses)) == 50
     assert {address.partition(":")[0] for address in addresses} == {"127.0.0.1"}
+
+
+def test_no_proxy_is_asked_for_workers_on_other_machines():
+    environment = make_environment(
+        {"http_proxy": "http://proxy:80", "no_proxy": "own"},
+        addresses=["10.0.0.1:1", "10.0.0.1:2", "10.0.0.2:1"],
+        index=1,
+        devices=DevicePlan(),
+        num_restarts=0,
+    )
+    assert environment["no_grpc_proxy"] == "own,10.0.0.1,10.0.0.2"
+    assert environment["JAX_COORDINATOR_BIND_ADDRESS"] == "10.0.0.1:1"

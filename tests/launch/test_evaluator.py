@@ -4,9 +4,10 @@ import signal
 
 import pytest
 
-from armillary.launch import ExitCode, _supervisor
+from armillary.launch import ExitCode, _machines
 from armillary.launch._child import Child
 from armillary.launch._devices import DevicePlan
+from armillary.launch._machines import ThisMachine
 from armillary.launch._supervisor import Job, run_job
 from tests.launch.conftest import is_running, wait_for
 
@@ -266,10 +267,10 @@ def test_an_evaluator_that_cannot_start_ends_no_worker(monkeypatch, capfd):
             raise OSError("no more processes")
         return Child(label, arguments, environment)
 
-    monkeypatch.setattr(_supervisor, "Child", start)
+    monkeypatch.setattr(_machines, "Child", start)
     job = Job(
         arguments=["-c", "print('trained')"],
-        num_workers=1,
+        machines=ThisMachine(1),
         has_evaluator=True,
         devices=DevicePlan(),
         max_restarts=0,

@@ -1,0 +1,168 @@
+"""What a Ray cluster has room for, and what the launcher makes of it: without Ray."""
+
+import asyncio
+import contextlib
+import socket
+import time
+import types
+
+import pytest
+
+from armillary.launch import _ray_cluster, _ray_machines
+from armillary.launch._outcome import Ending
+from armillary.launch._ray_cluster import Bundle, connect, plan_bundle
+from armillary.launch._ray_machines import RayMachines
+
+GPUS = [{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 4}, {"CPU": 1}]
+
+
+def test_workers_with_gpus_are_packed_and_others_spread():
+    bundle = Bundle(num_gpus=4)
+    assert (bundle.resources, bundle.strategy) == ({"CPU": 1, "GPU": 4}, "PACK")
+    assert (bundle.count_in(GPUS), str(bundle)) == (3, "1 CPU and 4 GPUs")
+    bundle = Bundle()
+    assert (bundle.resources, bundle.strategy) == ({"CPU": 1}, "SPREAD")
+    assert (bundle.count_in(GPUS), str(bundle)) == (129, "1 CPU")
+    assert str(Bundle(num_gpus=1)) == "1 CPU and 1 GPU"
+
+
+@pytest.mark.parametrize(
+    ("machines", "is_usable", "devices", "num_gpus", "said"),
+    [
+        (GPUS, True, None, 1, "1 GPU each"),
+        (GPUS, True, 8, 8, "8 GPUs each"),
+        (GPUS, False, 8, 0, "8 virtual CPU devices each"),
+        (GPUS[2:], True, None, 0, "devices as the script finds them"),
+    ],
+)
+def test_gpus_are_taken_where_jax_can_use_them(
+    monkeypatch, machines, is_usable, devices, num_gpus, said
+):
+    monkeypatch.setattr(_ray_cluster, "can_use_gpus", lambda environment: is_usable)
+    bundle, plan = plan_bundle(machines, devices)
+    assert bundle.num_gpus == num_gpus
+    assert plan.describe() == said
+
+
+def test_a_lost_worker_is_a_failure_that_says_where():
+    ending = Ending(returncode=-9, seconds=3.0, loss="on vm (10.0.0.1): no answer.")
+    assert ending.describe() == "lost after 3.0 s, on vm (10.0.0.1): no answer"
+    assert not ending.is_reaction
+
+
+class FakeRay:
+    """A cluster whose machines have room for one worker each, some of them in use."""
+
+    def __init__(self, num_machines, in_use=0):
+        self.num_machines, self.in_use = num_machines, in_use
+        self.asked, self.open = [], 0
+        self.cloudpickle = types.SimpleNamespace(register_pickle_by_value=len)
+        self.cloudpickle.register_pickle_by_value = lambda module: None
+        self.util = self
+
+    def nodes(self):
+        node = {"Alive": True, "Resources": {"CPU": 1.0}}
+        dead = {"Alive": False, "Resources": {"CPU": 9.0}}
+        return [node] * self.num_machines + [dead]
+
+    def available_resources(self):
+        return {"CPU": self.num_machines - self.in_use}
+
+    def placement_group(self, bundles, strategy):
+        assert strategy == "SPREAD"
+        self.asked.append(len(bundles))
+        self.open += 1
+        is_ready = len(bundles) <= self.num_machines - self.in_use
+        return types.SimpleNamespace(wait=lambda seconds: is_ready)
+
+    def remove_placement_group(self, group):
+        self.open -= 1
+
+
+def reserve(monkeypatch, ray, min_workers, max_workers, *, happen=lambda said: None):
+    """Reserves places until there are, or `happen` returns that the job ends."""
+    monkeypatch.setattr(_ray_machines, "_PLACE_SECONDS", 0.0)
+    machines = RayMachines(
+        ray, Bundle(), min_workers=min_workers, max_workers=max_workers, paths=[]
+    )
+
+    async def run():
+        is_ending, said = asyncio.Event(), []
+
+        def say(text):
+            said.append(text)
+            if happen(text):
+                is_ending.set()
+
+        return await machines._reserve_group(say, is_ending), said
+
+    return asyncio.run(run())
+
+
+def test_as_many_workers_start_as_there_is_room_for(monkeypatch):
+    ray = FakeRay(5)
+    assert reserve(monkeypatch, ray, 2, 8) == (True, [])
+    assert reserve(monkeypatch, ray, 2, 3) == (True, [])
+    assert ray.asked == [5, 3]
+
+
+def test_room_that_others_use_is_done_without(monkeypatch):
+    ray = FakeRay(6, in_use=3)
+    assert reserve(monkeypatch, ray, 2, 8) == (True, [])
+    assert ray.asked == [6, 3]
+    assert ray.open == 1
+
+
+def test_machines_that_come_are_waited_for_and_taken(monkeypatch):
+    ray = FakeRay(1)
+
+    def come(text):
+        ray.num_machines = 4
+
+    is_reserved, said = reserve(monkeypatch, ray, 2, 3, happen=come)
+    assert is_reserved
+    assert said == [
+        "waits for room for 2 workers with 1 CPU each: the 1 machines of the cluster "
+        "have room for 1 in all."
+    ]
+    assert ray.asked == [2, 3]
+    assert ray.open == 1
+
+
+def test_a_wait_ends_with_the_job(monkeypatch):
+    ray = FakeRay(4, in_use=2)
+    is_reserved, said = reserve(monkeypatch, ray, 3, 3, happen=lambda text: True)
+    assert not is_reserved
+    assert said[0].endswith("have room for 4, but it is in use.")
+    assert ray.open == 0
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch):
+    def import_ray():
+        raise ImportError("Ray is not installed. Install it.")
+
+    monkeypatch.setattr(_ray_cluster, "import_ray", import_ray)
+    message = "`--ray` is 'h:1', but Ray is not installed. Install it."
+    with pytest.raises(ValueError, match=message):
+        connect("h:1")
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_a_server_that_is_not_ray_is_an_error(monkeypatch, is_slow):
+    def init(**options):
+        if not is_slow:
+            raise RuntimeError("Version mismatch: 1\nand more")
+        while True:
+            # As Ray does, which tries again after any error.
+            with contextlib.suppress(Exception):
+                time.sleep(60)
+
+    ray = types.SimpleNamespace(init=init)
+    monkeypatch.setattr(_ray_cluster, "import_ray", lambda: ray)
+    monkeypatch.setattr(_ray_cluster, "_CONNECT_SECONDS", 0.1)
+    reason = "nothing that speaks as Ray does in 0.1 s" if is_slow else "Version mism"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        message = f"cannot join a cluster there: {reason}.* Use the address of Ray's "
+        with pytest.raises(ValueError, match=message):
+            connect(address)
