@@ -22,6 +22,8 @@ if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT_FLAG}=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("KERAS_BACKEND", "jax")
+# What workers of Ray print, and old logs of a TPU compiler, would come at any moment.
+os.environ.setdefault("RAY_LOG_TO_DRIVER", "0")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 # A failing test shows where in the library it fails.
 os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")

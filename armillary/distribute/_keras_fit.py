@@ -129,6 +129,14 @@ def _remember(model: Any) -> None:
 def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
     import keras
 
+    own = _strategies.get(model)
+    if own is not None and not own.runs_keras and name in {"fit", "train_on_batch"}:
+        raise TypeError(
+            f"`{name}` of a Keras model was called under {own!r}, whose workers it "
+            "could not use. Make the model under another strategy, such as "
+            "`armillary.MirroredStrategy()`."
+        )
+
     strategy = get_strategy() if has_strategy() else _strategies.get(model)
     if strategy is None or keras.distribution.distribution() is not None:
         return method(*args, **kwargs)

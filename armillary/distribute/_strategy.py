@@ -69,6 +69,9 @@ class Strategy:
     cross_device_ops: CrossDeviceOps | None = None
     """How steps sum over replicas; `None` leaves it to XLA."""
 
+    runs_keras = True
+    """Whether `model.fit` of Keras can train under it."""
+
     has_copies = True
     """Whether each device of the mesh keeps state of its own between programs."""
 

@@ -4,6 +4,7 @@ from armillary.distribute.parameter_server._closures import RemoteValue as Remot
 from armillary.distribute.parameter_server._coordinator import (
     ClusterCoordinator as ClusterCoordinator,
 )
+from armillary.distribute.parameter_server._node import Server as Server
 from armillary.distribute.parameter_server._per_worker import (
     PerWorkerDataset as PerWorkerDataset,
 )
@@ -18,4 +19,5 @@ __all__ = [
     "PerWorkerDataset",
     "PerWorkerIterator",
     "RemoteValue",
+    "Server",
 ]

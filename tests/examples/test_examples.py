@@ -58,6 +58,16 @@ def test_digits_reaches_its_accuracy_and_resumes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.each_case
+@pytest.mark.xdist_group("ray")
+def test_asynchronous_digits_reach_the_synchronous_accuracy(tmp_path):
+    result = run_well("parameter_server.py", "--run-dir", tmp_path, "--steps", 600)
+    assert read_accuracy(result.stdout) > 97.0
+    assert "'staleness': {'mean': " in result.stderr
+    assert (tmp_path / "checkpoints" / "checkpoint_600").exists()
+
+
+@pytest.mark.slow
 def test_custom_loop_learns(tmp_path):
     output = run_well("custom_loop.py", "--devices", 2, "--epochs", 4).stdout
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]

@@ -82,7 +82,7 @@ class ClusterCoordinator:
         return strategy.coordinator
 
     def _begin(self, strategy: ParameterServerStrategy) -> None:
-        start_ray()
+        start_ray(strategy.cluster_resolver)
         self._strategy = strategy
         settings = strategy.settings
         self._variables = Variables(settings.num_ps, strategy.variable_partitioner)

@@ -66,7 +66,8 @@ class Dispatcher:
     def __init__(self, settings: Settings, variables: Variables) -> None:
         self._settings, self._variables = settings, variables
         self.servers = [
-            make_server(settings.ps_options) for _ in range(settings.num_ps)
+            make_server(settings.options_of("ps", index))
+            for index in range(settings.num_ps)
         ]
         self._workers = [
             _Worker(
@@ -75,7 +76,7 @@ class Dispatcher:
                     index,
                     settings.num_workers,
                     is_synchronous=settings.is_synchronous,
-                    options=settings.worker_options,
+                    options=settings.options_of("worker", index),
                 ),
             )
             for index in range(settings.num_workers)
@@ -154,7 +155,8 @@ class Dispatcher:
             try:
                 ray.get(server.greet.remote(), timeout=10)
             except ray.exceptions.RayError:
-                self.servers[index] = make_server(self._settings.ps_options)
+                options = self._settings.options_of("ps", index)
+                self.servers[index] = make_server(options)
         self._is_broken = False
         self._variables.put_all(self.servers)
 

@@ -13,8 +13,10 @@ from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
 from armillary.data._input_context import InputContext
 from armillary.data._options import InputOptions
+from armillary.distribute.parameter_server._node import check_cluster
 from armillary.distribute.parameter_server._settings import Settings
 from armillary.distribute.strategies._single import SingleStrategy
+from armillary.errors import ClusterError
 
 
 class ParameterServerStrategy(SingleStrategy):
@@ -26,8 +28,11 @@ class ParameterServerStrategy(SingleStrategy):
     are made, evaluated and saved here.
 
     Args:
-        cluster_resolver: Not needed on one machine. Otherwise what names the tasks:
-            their numbers are those of workers and servers.
+        cluster_resolver: What names the chief, the workers and the parameter servers of
+            a cluster, such as `armillary.cluster.TFConfigClusterResolver()`: each runs
+            the same program (`armillary.distribute.coordinator.Server`). By default
+            workers and servers are processes of this machine, or of the Ray cluster
+            that `RAY_ADDRESS` names.
         variable_partitioner: Into how many parts variables are cut, along their first
             axis; by default each is whole on one server. Such as
             `armillary.distribute.partitioners.MinSizePartitioner`.
@@ -42,8 +47,11 @@ class ParameterServerStrategy(SingleStrategy):
         ps_options: Options of Ray for the actors of parameter servers.
 
     Raises:
-        ValueError: If a number is out of range.
+        ValueError: If a number is out of range, or given beside a resolver.
+        ClusterError: If the cluster lacks a job, or this process is not the chief.
     """
+
+    runs_keras = False
 
     def __init__(
         self,
@@ -64,6 +72,8 @@ class ParameterServerStrategy(SingleStrategy):
             check_not_negative_int("max_staleness", max_staleness)
         check_seconds("report_seconds", report_seconds, "Use a positive number.")
         self._resolver = cluster_resolver
+        if cluster_resolver is not None:
+            num_workers, num_ps = _count_tasks(cluster_resolver, num_workers, num_ps)
         self.variable_partitioner = variable_partitioner
         self.settings = Settings(
             num_workers=check_positive_int(
@@ -74,6 +84,7 @@ class ParameterServerStrategy(SingleStrategy):
             report_seconds=report_seconds,
             worker_options=dict(worker_options or {}),
             ps_options=dict(ps_options or {}),
+            has_cluster=cluster_resolver is not None,
         )
         # Typed loosely: the class is above this one.
         self.coordinator: Any = None
@@ -108,3 +119,28 @@ class ParameterServerStrategy(SingleStrategy):
             f"ParameterServerStrategy({settings.num_workers} workers, "
             f"{settings.num_ps} parameter servers)"
         )
+
+
+def _count_tasks(
+    resolver: ClusterResolver, num_workers: int | None, num_ps: int | None
+) -> tuple[int, int]:
+    """Returns the numbers of workers and of parameter servers of a cluster.
+
+    Raises:
+        ValueError: If a number was given as well.
+        ClusterError: If this process is not the chief.
+    """
+    if num_workers is not None or num_ps is not None:
+        raise ValueError(
+            f"`num_workers` is {num_workers!r} and `num_ps` is {num_ps!r}, but "
+            "`cluster_resolver` counts both. Leave them out."
+        )
+    spec = check_cluster(resolver)
+    if resolver.task_type != "chief":
+        raise ClusterError(
+            f"`cluster_resolver` says that this process is a {resolver.task_type}, but "
+            "the chief makes a `ParameterServerStrategy`. Workers and ps run "
+            "`armillary.distribute.coordinator.Server(resolver).join()`; an evaluator "
+            "makes a strategy of its own devices, and reads checkpoints."
+        )
+    return len(spec["worker"]), len(spec["ps"])

@@ -16,6 +16,7 @@ class Settings:
         report_seconds: After how long a call is reported that has not ended.
         worker_options: Ray's options of worker actors.
         ps_options: Ray's options of parameter-server actors.
+        has_cluster: Whether each task has a machine of its own, named by a resource.
     """
 
     num_workers: int
@@ -24,6 +25,15 @@ class Settings:
     report_seconds: float
     worker_options: dict[str, Any]
     ps_options: dict[str, Any]
+    has_cluster: bool = False
+
+    def options_of(self, job: str, index: int) -> dict[str, Any]:
+        """Returns Ray's options of the actor of a task."""
+        options = self.worker_options if job == "worker" else self.ps_options
+        if not self.has_cluster:
+            return options
+        own = {f"armillary_{job}_{index}": 1.0}
+        return {**options, "resources": {**options.get("resources", {}), **own}}
 
     @property
     def is_synchronous(self) -> bool:

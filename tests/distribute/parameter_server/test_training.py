@@ -174,3 +174,12 @@ def test_options_without_a_meaning_are_refused(coordinator, problem, name, value
     trainer = Trainer(coordinator.strategy, problem.make_data(), **{name: value})
     with pytest.raises(ValueError, match=f"`{name}` of .* no meaning under"):
         trainer.train(1)
+
+
+def test_keras_fit_is_refused(keras):
+    strategy = armillary.ParameterServerStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile(optimizer="sgd", loss="mse")
+    with pytest.raises(TypeError, match=r"`fit` of a Keras model .* could not use"):
+        model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)

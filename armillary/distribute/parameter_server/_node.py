@@ -1,0 +1,183 @@
+"""The processes of a cluster that `TF_CONFIG` describes, as nodes of one Ray cluster.
+
+The chief starts the cluster at its address, and schedules. The programs of workers and
+parameter servers join it with a resource that says which task they are, and Ray runs
+the actor of that task there.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from armillary._logging import logger
+from armillary.cluster._ray import import_ray
+from armillary.cluster.resolvers._resolver import ClusterResolver
+from armillary.cluster.resolvers._spec import split_address
+from armillary.errors import ClusterError
+
+# With it, Ray listens on loopback only, and not on all interfaces.
+_ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_LOOK_SECONDS = 1.0
+_SAY_SECONDS = 30.0
+# After the chief was seen, it is gone when this many looks in a row find nobody.
+_MOST_MISSES = 5
+
+
+class Server:
+    """The program of a worker or of a parameter server (`tf.distribute.Server`).
+
+    Every process of the cluster runs the same program, which begins so::
+
+        resolver = armillary.cluster.TFConfigClusterResolver()
+        if resolver.task_type in ("worker", "ps"):
+            armillary.distribute.coordinator.Server(resolver).join()
+            sys.exit()
+        strategy = armillary.ParameterServerStrategy(resolver)
+
+    Args:
+        cluster_resolver: What says which task this process is.
+
+    Raises:
+        ClusterError: If it is no worker and no parameter server, or the cluster has no
+            chief.
+    """
+
+    def __init__(self, cluster_resolver: ClusterResolver) -> None:
+        self._spec = check_cluster(cluster_resolver)
+        task_type, task_id = cluster_resolver.task_type, cluster_resolver.task_id
+        if task_type not in {"worker", "ps"}:
+            raise ClusterError(
+                f"`cluster_resolver` says that this process is a {task_type}, but a "
+                "`Server` is a worker or a ps. The chief makes a "
+                "`ParameterServerStrategy`; an evaluator joins nothing, and reads "
+                "checkpoints."
+            )
+        self._name = f"{task_type} {task_id}"
+        # As in `Settings.options_of`.
+        self._resource = f"armillary_{task_type}_{task_id or 0}"
+        self._address = self._spec[task_type][task_id or 0]
+        self._chief = self._spec["chief"][0]
+
+    def join(self) -> None:
+        """Takes part in the cluster until the chief has ended.
+
+        It waits for the chief as long as it takes, and says so.
+        """
+        self._wait_for_chief()
+        try:
+            self._take_part()
+        except Exception:
+            # It may end while this task begins.
+            if _answers(self._chief):
+                raise
+        logger.info("%s | the chief has ended.", self._name)
+
+    def _take_part(self) -> None:
+        host, _ = split_address(self._address)
+        resources = {self._resource: 1.0}
+        node = _start_node(host, gcs_address=self._chief, resources=resources)
+        logger.info("%s | has joined the cluster of %s.", self._name, self._chief)
+        try:
+            misses = 0
+            while misses < _MOST_MISSES and not node.dead_processes():
+                time.sleep(_LOOK_SECONDS)
+                misses = 0 if _answers(self._chief) else misses + 1
+        finally:
+            node.kill_all_processes(check_alive=False, allow_graceful=True)
+
+    def _wait_for_chief(self) -> None:
+        said = time.monotonic()
+        while not _answers(self._chief):
+            if time.monotonic() - said > _SAY_SECONDS:
+                said = time.monotonic()
+                logger.info("%s | waits for the chief at %s.", self._name, self._chief)
+            time.sleep(_LOOK_SECONDS)
+
+
+def check_cluster(resolver: ClusterResolver) -> dict[str, list[str]]:
+    """Returns the addresses of the tasks of a cluster, by job.
+
+    Raises:
+        ClusterError: If a job is missing that asynchronous training needs.
+    """
+    spec = resolver.cluster_spec().as_dict()
+    for job in ("chief", "worker", "ps"):
+        if not spec.get(job):
+            raise ClusterError(
+                f"`cluster_resolver` describes a cluster of {sorted(spec)}, without a "
+                f"{job}. Asynchronous training needs one chief, workers, and parameter "
+                "servers: name the addresses of all three jobs."
+            )
+    return spec
+
+
+def start_head(address: str) -> None:
+    """Starts the cluster of a chief, which ends with this program, and joins it."""
+    host, port = split_address(address)
+    node = _start_node(host, gcs_server_port=port)
+    atexit.register(node.kill_all_processes, check_alive=False, allow_graceful=True)
+    with quiet_forks():
+        import_ray().init(address=address, logging_level="ERROR")
+    atexit.register(import_ray().shutdown)
+
+
+def use_one_machine(*, is_local: bool) -> None:
+    """Has Ray listen on loopback only, or on all interfaces as it does by default."""
+    if is_local:
+        os.environ[_ONE_MACHINE] = "0"
+    # It is read when Ray is imported, which the program may have done before.
+    constants = import_ray()._private.ray_constants
+    constants.ENABLE_RAY_CLUSTER = not is_local
+
+
+@contextlib.contextmanager
+def quiet_forks() -> Iterator[None]:
+    """Leaves out Python's warning of forks: Ray runs other programs there at once."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
+        yield
+
+
+def _start_node(host: str, **options: Any) -> Any:
+    address = socket.gethostbyname(host)
+    use_one_machine(is_local=ipaddress.ip_address(address).is_loopback)
+    ray = import_ray()
+    params = ray._private.parameter.RayParams(
+        node_ip_address=address,
+        min_worker_port=0,
+        max_worker_port=0,
+        node_manager_port=0,
+        include_dashboard=False,
+        **options,
+    )
+    # A free port: there may be several tasks on one machine.
+    params.dashboard_agent_listen_port = None
+    is_head = "gcs_server_port" in options
+    with quiet_forks(), _one_at_a_time():
+        return ray._private.node.Node(params, head=is_head, shutdown_at_exit=True)
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Keeps tasks of one machine apart: Ray names their sockets by what is there."""
+    path = Path(tempfile.gettempdir(), f"armillary-ray-{os.getuid()}.lock")
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _answers(address: str) -> bool:
+    try:
+        socket.create_connection(split_address(address), timeout=5).close()
+    except OSError:
+        return False
+    return True
