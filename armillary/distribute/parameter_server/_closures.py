@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +34,8 @@ class RemoteValue:
         self._ended = threading.Event()
         self._reference: Any = None
         self._error: BaseException | None = None
-        self._flush: Callable[[], None] = lambda: None
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Tells the dispatcher that somebody waits."""
 
     def get(self) -> PyTree:
         """Returns what the function returned, with JAX arrays; waits for it.
@@ -56,8 +58,8 @@ class RemoteValue:
         Raises:
             ClosureCancelledError: If it did not run, because another call failed.
         """
-        self._flush()
-        self._ended.wait()
+        with self.waiting():
+            self._ended.wait()
         if self._error is not None:
             raise self._error
         return import_ray().get(self._reference)

@@ -140,7 +140,7 @@ class ClusterCoordinator:
         task = self._get_task(fn, leaves, tree)
         inputs = [leaf for leaf in leaves if is_dynamic(leaf)]
         closure = Closure(next(self._numbers), task, inputs)
-        closure.value._flush = dispatcher.flush
+        closure.value.waiting = dispatcher.waiting
         dispatcher.add(closure)
         return closure.value
 

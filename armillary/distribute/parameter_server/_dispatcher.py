@@ -5,10 +5,11 @@ scheduled, a worker has answered, somebody waits.
 """
 
 import collections
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from armillary.errors import PSUnavailableError
 # Calls that a worker has at a time: it need not wait for the coordinator between two.
 _DEPTH = 2
 _RETRY_SECONDS = 0.2
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(eq=False)
@@ -84,7 +86,9 @@ class Dispatcher:
         self._datasets: dict[int, Any] = {}
         self._queue: collections.deque[Closure] = collections.deque()
         self._round: list[Closure] = []
-        self._is_flushing = False
+        # Lost calls that run again; and how many threads wait for results.
+        self._retried: set[int] = set()
+        self._num_waiting = 0
         self._error: BaseException | None = None
         self._num_applied = 0
         self._is_broken = False
@@ -118,18 +122,21 @@ class Dispatcher:
 
     def wait(self) -> None:
         """Waits until every call has ended; raises what one of them raised."""
-        with self._changed:
-            self._is_flushing = True
-            self._events.put(self._give_out)
+        with self.waiting(), self._changed:
             self._changed.wait_for(lambda: self._is_idle)
-            self._is_flushing = False
         self.raise_error()
 
-    def flush(self) -> None:
-        """Hears that somebody waits for a result."""
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Lets a round begin that is not whole: no more calls come meanwhile."""
         with self._changed:
-            self._is_flushing = True
+            self._num_waiting += 1
         self._events.put(self._give_out)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_waiting -= 1
 
     def raise_error(self) -> None:
         """Raises what a call raised, once, when all others have ended."""
@@ -138,7 +145,6 @@ class Dispatcher:
                 return
             self._changed.wait_for(lambda: self._is_idle)
             error, self._error = self._error, None
-            self._is_flushing = False
         raise error
 
     def is_done(self) -> bool:
@@ -188,16 +194,19 @@ class Dispatcher:
     # What the thread does.
 
     def _run(self) -> None:
+        looked = time.monotonic()
         while True:
             try:
-                event = self._events.get(timeout=1.0)
+                event = self._events.get(timeout=_LOOK_SECONDS)
             except queue.Empty:
-                self._report_slow()
-                continue
+                event = self._report_slow
             if event is None:
                 return
             try:
                 event()
+                if time.monotonic() - looked > _LOOK_SECONDS:
+                    looked = time.monotonic()
+                    self._report_slow()
             except Exception as error:
                 # A fault of this thread must not leave others waiting for ever.
                 self._fail(error)
@@ -292,7 +301,7 @@ class Dispatcher:
             return
         with self._changed:
             count = len(self._queue)
-        if count < len(self._workers) and not (count and self._is_flushing):
+        if count < len(self._workers) and not (count and self._num_waiting):
             return
         while len(self._round) < len(self._workers):
             closure = self._take()
@@ -362,8 +371,9 @@ class Dispatcher:
         )
 
     def _oldest(self) -> int:
-        running = [number for w in self._workers for number in w.running]
-        return min(running)
+        """Returns the smallest number of a call that may still send something."""
+        running = {number for w in self._workers for number in w.running}
+        return min(running | self._retried)
 
     def _finished(
         self, worker: _Worker, closure: Closure, value: Any, future: Any
@@ -408,6 +418,7 @@ class Dispatcher:
         with self._changed:
             worker.running.clear()
             worker.is_up = False
+            self._retried.update(closure.number for closure in lost)
             if not self._settings.is_synchronous:
                 self._queue.extendleft(reversed(lost))
             if self._error is not None:
@@ -438,6 +449,7 @@ class Dispatcher:
             self._fail(error)
         with self._changed:
             worker.running.pop(closure.number, None)
+            self._retried.discard(closure.number)
             worker.reported.discard(closure.number)
             is_whole = self._round and not any(w.running for w in self._workers)
         if is_whole:
@@ -470,7 +482,9 @@ class Dispatcher:
 
     def _cancel(self) -> None:
         while self._queue:
-            self._queue.popleft().cancel()
+            closure = self._queue.popleft()
+            self._retried.discard(closure.number)
+            closure.cancel()
 
     def _report_slow(self) -> None:
         seconds = self._settings.report_seconds

@@ -4,8 +4,10 @@ The objects of the coordinator are current after `join`. What is put into them b
 calls (by a checkpoint, by hand) is sent before the next call.
 """
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -23,6 +25,9 @@ from armillary.distribute.parameter_server._worker import PlacedTask
 from armillary.state._lift import State, as_array
 from armillary.state._slots import Slot
 from armillary.typing import PyTree
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 Rows = tuple[int, int] | None
 
@@ -51,6 +56,19 @@ class _Variable:
         self.held: Any = None
 
 
+def _locked(
+    method: Callable[Concatenate["Variables", _P], _R],
+) -> Callable[Concatenate["Variables", _P], _R]:
+    """Lets one thread at a time into such methods."""
+
+    @functools.wraps(method)
+    def locked(self: "Variables", *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return locked
+
+
 class Variables:
     """All variables that scheduled functions have reached.
 
@@ -67,7 +85,10 @@ class Variables:
         self._numbers: dict[Any, int] = {}
         self._loads = [0] * num_servers
         self._updates: dict[Any, dict[int, LocalUpdate]] = {}
+        # The dispatcher places variables while other threads look for changed ones.
+        self._lock = threading.RLock()
 
+    @_locked
     def adopt(self, state: State) -> list[int]:
         """Returns the number of each array of a state."""
         numbers: list[int] = []
@@ -83,6 +104,7 @@ class Variables:
                 numbers.append(self._numbers[key])
         return numbers
 
+    @_locked
     def place(
         self,
         task: int,
@@ -253,6 +275,7 @@ class Variables:
             [servers[i].put.remote(types[i], values[i]) for i in sorted(values)]
         )
 
+    @_locked
     def put_changed(self, servers: Sequence[Any]) -> None:
         """Sends what was put into the coordinator's objects since they were in step.
 
@@ -277,6 +300,7 @@ class Variables:
         if changed:
             self._put(changed, servers)
 
+    @_locked
     def put_all(self, servers: Sequence[Any]) -> None:
         """Fills servers that are new."""
         self._put(
@@ -286,6 +310,7 @@ class Variables:
         for key in self._updates:
             self._define(key, servers)
 
+    @_locked
     def fetch(self, servers: Sequence[Any]) -> None:
         """Puts what the servers hold into the coordinator's objects."""
         parts: dict[int, list[Part]] = {}

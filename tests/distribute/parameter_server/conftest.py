@@ -45,7 +45,10 @@ def shared_coordinator(make_coordinator):
 
 @pytest.fixture
 def coordinator(shared_coordinator):
-    """Returns the coordinator of two workers and two servers."""
+    """Returns the coordinator of two workers and two servers, which are up."""
+    workers = shared_coordinator._dispatcher._workers
+    while not all(worker.is_up for worker in workers):
+        time.sleep(0.05)
     yield shared_coordinator
     assert shared_coordinator.done()
 

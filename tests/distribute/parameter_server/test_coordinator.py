@@ -148,6 +148,19 @@ def test_a_slow_worker_is_reported_by_name(coordinator, caplog):
     assert "worker " in line and "(process " in line and "`sleep`" in line
 
 
+def test_what_a_lost_call_has_sent_is_remembered_until_it_has_run_again(coordinator):
+    """Or a server would apply it again: it forgets calls older than this number."""
+    dispatcher = coordinator._dispatcher
+    worker = dispatcher._workers[0]
+    worker.running[9] = None
+    dispatcher._retried.add(4)
+    try:
+        assert dispatcher._oldest() == 4
+    finally:
+        dispatcher._retried.clear()
+        worker.running.clear()
+
+
 def test_mistakes_are_errors_before_anything_is_sent(coordinator, problem):
     with pytest.raises(TypeError, match=r"`fn` is 3"):
         coordinator.schedule(3)
