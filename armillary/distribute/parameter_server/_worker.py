@@ -303,16 +303,18 @@ class _Task:
         program: TaskProgram,
         reads: dict[int, tuple[Part, ...]],
         answers: list[tuple[int, Any]],
-    ) -> tuple[dict[int, jax.Array], dict[int, int]]:
+    ) -> tuple[dict[int, Any], dict[int, int]]:
         """Returns the variables that a call reads, and the servers' versions."""
         found: dict[Part, np.ndarray] = {}
         for server, (_, arrays) in answers:
             found.update(zip(reads[server], arrays, strict=True))
-        values: dict[int, jax.Array] = {}
+        values: dict[int, Any] = {}
         for slot in program.spec.reads:
             rows = [found[part] for _, part, _ in self._parts(slot)]
             whole = rows[0] if len(rows) == 1 else np.concatenate(rows)
-            values[slot] = self._types[slot].from_host(whole)
+            type_ = self._types[slot]
+            # The program uses an array where it lies; to make one of JAX would copy.
+            values[slot] = whole if type_.impl is None else type_.from_host(whole)
         return values, {server: version for server, (version, _) in answers}
 
     def divide(
