@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-peers quick test test-all libraries plan-wheels plans differential soak check lint format types layers spelling clean
+.PHONY: help setup demo bench bench-peers bench-ps quick test test-all libraries plan-wheels plans differential soak check lint format types layers spelling clean
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
@@ -26,6 +26,7 @@ help:
 	@echo "make check     lint, types, layers and spelling"
 	@echo "make bench     measure against hand-written loops; about 45 minutes"
 	@echo "make bench-peers  install Keras, Orbit and Lightning for make bench (4 GB)"
+	@echo "make bench-ps  measure parameter servers; about 7 minutes"
 	@echo "make format    rewrite the code in the house style"
 	@echo "make setup     install everything for development"
 	@echo "make clean     remove the environment, caches and runs"
@@ -77,6 +78,10 @@ bench-peers: $(foreach peer,keras orbit lightning,.venv-bench-$(peer)/installed)
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip --disable-pip-version-check -qq install --no-deps -r $<
 	@touch $@
+
+# Ray is among the development tools.
+bench-ps: .venv/dev-installed
+	$(BIN)/python -m benchmarks.parameter_server --json bench.json
 
 # Daily work: no test that takes over a second, starts processes or checks the benchmarks.
 quick: .venv/dev-installed

@@ -1,5 +1,6 @@
 """Scheduled calls, and their results."""
 
+import math
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -112,6 +113,7 @@ class ScheduledTask:
         placed: Where its variables live; `None` before a worker has traced it.
         spec: What it does to them; likewise.
         numbers: The numbers of its variables.
+        seconds: How long its last call took; infinite before the first has ended.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class ScheduledTask:
         self.placed: PlacedTask | None = None
         self.spec: TaskSpec | None = None
         self.numbers: list[int] = []
+        self.seconds = math.inf
 
     def is_current(self) -> bool:
         """Returns whether nothing that the function reaches was replaced."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from armillary._logging import logger
 from armillary.cluster._ray import import_ray
@@ -23,10 +23,19 @@ from armillary.distribute.parameter_server._variables import Variables
 from armillary.distribute.parameter_server._worker import Done, Failed
 from armillary.errors import PSUnavailableError
 
-# Calls that a worker has at a time: it need not wait for the coordinator between two.
+# Messages that a worker has at a time: it need not wait for the coordinator between.
 _DEPTH = 2
+# Calls that are shorter go to a worker several in a message, for so long.
+_MESSAGE_SECONDS = 0.02
 _RETRY_SECONDS = 0.2
 _LOOK_SECONDS = 1.0
+
+
+class _Running(NamedTuple):
+    closure: Closure
+    begun: float
+    # The number of the first call of the message that it went in.
+    message: int
 
 
 @dataclass(eq=False)
@@ -36,8 +45,12 @@ class _Worker:
     label: str = ""
     is_up: bool = False
     known: set[int] = field(default_factory=set)
-    running: dict[int, tuple[Closure, float]] = field(default_factory=dict)
+    running: dict[int, _Running] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
+
+    @property
+    def num_messages(self) -> int:
+        return len({each.message for each in self.running.values()})
 
 
 @dataclass
@@ -248,14 +261,19 @@ class Dispatcher:
             free = [
                 worker
                 for worker in self._workers
-                if worker.is_up and len(worker.running) < self._depth
+                if worker.is_up and worker.num_messages < self._depth
             ]
             if not free or not self._may_begin():
                 return
-            closure = self._take()
-            if closure is None:
-                return
-            self._begin(min(free, key=lambda w: (len(w.running), w.index)), closure)
+            worker = min(free, key=lambda w: (w.num_messages, w.index))
+            # Nobody may see calls that are neither queued nor running.
+            with self._changed:
+                closure = self._take()
+                if closure is None:
+                    return
+                closures = [closure, *self._take_more(worker, closure.task)]
+                self._note(worker, closures)
+            self._begin(worker, closures)
 
     @property
     def _depth(self) -> int:
@@ -270,7 +288,7 @@ class Dispatcher:
         most = self._settings.max_staleness
         if most is None:
             return True
-        running = [c for w in self._workers for c, _ in w.running.values()]
+        running = [r.closure for w in self._workers for r in w.running.values()]
         return len(running) <= most and all(
             self._num_applied - closure.begun_at + len(running) <= most
             for closure in running
@@ -289,34 +307,57 @@ class Dispatcher:
                     return closure
         return None
 
+    def _take_more(self, worker: _Worker, task: ScheduledTask) -> list[Closure]:
+        """Returns the next short calls of a function, to go in one message."""
+        if self._settings.max_staleness is not None or task.number not in worker.known:
+            return []
+        # A part of the queue only: other workers shall have work at its end.
+        share = len(self._queue) // (_DEPTH * len(self._workers))
+        count = min(share, int(_MESSAGE_SECONDS / max(task.seconds, 1e-6)) - 1)
+        taken: list[Closure] = []
+        while len(taken) < count:
+            closure = self._queue[0]
+            if closure.task is not task or not closure.is_ready:
+                break
+            taken.append(self._queue.popleft())
+        return taken
+
     def _give_out_round(self) -> None:
         """Begins a round, if every worker is up, or calls of lost workers again."""
         if not all(worker.is_up for worker in self._workers):
             return
         if self._round:
-            running = {c for w in self._workers for c, _ in w.running.values()}
+            running = {r.closure for w in self._workers for r in w.running.values()}
             for worker, closure in zip(self._workers, self._round, strict=False):
                 if closure not in running and not closure.value.has_ended:
-                    self._begin(worker, closure)
+                    self._note(worker, [closure])
+                    self._begin(worker, [closure])
             return
         with self._changed:
             count = len(self._queue)
         if count < len(self._workers) and not (count and self._num_waiting):
             return
-        while len(self._round) < len(self._workers):
-            closure = self._take()
-            if closure is None:
-                break
-            self._round.append(closure)
+        with self._changed:
+            while len(self._round) < len(self._workers):
+                closure = self._take()
+                if closure is None:
+                    break
+                self._round.append(closure)
         for worker, closure in zip(self._workers, self._round, strict=False):
-            self._begin(worker, closure)
+            self._note(worker, [closure])
+            self._begin(worker, [closure])
 
-    def _begin(self, worker: _Worker, closure: Closure) -> None:
-        closure.begun_at = self._num_applied
-        worker.running[closure.number] = closure, time.monotonic()
-        task = closure.task
+    def _note(self, worker: _Worker, closures: list[Closure]) -> None:
+        """Takes down that a worker runs calls of one message."""
+        now = time.monotonic()
+        for closure in closures:
+            closure.begun_at = self._num_applied
+            worker.running[closure.number] = _Running(closure, now, closures[0].number)
+
+    def _begin(self, worker: _Worker, closures: list[Closure]) -> None:
+        closure, task = closures[0], closures[0].task
         if task.number in worker.known:
-            self._start(worker, closure)
+            self._start(worker, closures)
             return
         if task.reference is None:
             task.reference = import_ray().put(task.shipped)
@@ -331,16 +372,16 @@ class Dispatcher:
         if spec is None:
             return
         if isinstance(spec, Failed):
-            self._ended(worker, closure, spec.error)
+            self._failed(worker, closure, spec.error)
             return
         try:
             self._place(task, spec)
         except Exception as error:
-            self._ended(worker, closure, error)
+            self._failed(worker, closure, error)
             return
         worker.actor.place.remote(task.number, task.placed)
         worker.known.add(task.number)
-        self._start(worker, closure)
+        self._start(worker, [closure])
 
     def _place(self, task: ScheduledTask, spec: Any) -> None:
         if task.placed is None:
@@ -349,17 +390,21 @@ class Dispatcher:
                 task.number, task.numbers, spec, task.transformations, self.servers
             )
 
-    def _start(self, worker: _Worker, closure: Closure) -> None:
-        task, is_synchronous = closure.task, self._settings.is_synchronous
+    def _start(self, worker: _Worker, closures: list[Closure]) -> None:
+        task, is_synchronous = closures[0].task, self._settings.is_synchronous
         is_partial = len(self._round) < len(self._workers)
         if is_synchronous and is_partial and (task.spec and task.spec.has_updates):
-            self._ended(worker, closure, self._partial_error(task))
+            self._failed(worker, closures[0], self._partial_error(task))
             return
-        run = worker.actor.run.options(num_returns=2)
-        status, value = run.remote(
-            closure.task.number, closure.number, self._oldest(), *closure.arguments()
+        run = worker.actor.run.options(num_returns=1 + len(closures))
+        statuses, *values = run.remote(
+            task.number,
+            [closure.number for closure in closures],
+            self._oldest(),
+            # Not in a list, where Ray would not fetch results of other calls.
+            *(array for closure in closures for array in closure.arguments()),
         )
-        self._ask(status, partial(self._finished, worker, closure, value))
+        self._ask(statuses, partial(self._finished, worker, closures, values))
 
     def _partial_error(self, task: ScheduledTask) -> ValueError:
         count, num_workers = len(self._round), len(self._workers)
@@ -376,21 +421,28 @@ class Dispatcher:
         return min(running | self._retried)
 
     def _finished(
-        self, worker: _Worker, closure: Closure, value: Any, future: Any
+        self, worker: _Worker, closures: list[Closure], values: list[Any], future: Any
     ) -> None:
-        status = self._answer(worker, closure, future)
-        if status is None:
+        statuses = self._answer(worker, closures[0], future)
+        if statuses is None:
             return
-        if isinstance(status, Failed):
+        if isinstance(statuses, Failed):
+            statuses = [statuses]
+        for closure, status, value in zip(closures, statuses, values, strict=False):
+            if isinstance(status, Done):
+                self._count(status)
+                closure.task.seconds = status.seconds
+                closure.value.set(value)
+                continue
+            error = status.error
             if status.lost_server is not None:
                 self._is_broken = True
-                index = status.lost_server
-                self._ended(worker, closure, _lost_message(index, status.error))
-            else:
-                self._ended(worker, closure, status.error)
-            return
-        self._count(status)
-        self._ended(worker, closure, None, value)
+                error = _lost_message(status.lost_server, error)
+            closure.value.fail(error)
+            self._fail(error)
+        for closure in closures[len(statuses) :]:
+            closure.cancel()
+        self._ended(worker, closures)
 
     def _count(self, status: Done) -> None:
         self._num_applied += 1
@@ -414,7 +466,7 @@ class Dispatcher:
 
     def _lose(self, worker: _Worker, error: BaseException) -> None:
         """Queues the calls of a lost worker again, before all others."""
-        lost = [closure for closure, _ in worker.running.values()]
+        lost = [each.closure for each in worker.running.values()]
         with self._changed:
             worker.running.clear()
             worker.is_up = False
@@ -435,22 +487,17 @@ class Dispatcher:
         self._greet(worker)
         self._give_out()
 
-    def _ended(
-        self,
-        worker: _Worker,
-        closure: Closure,
-        error: BaseException | None,
-        value: Any = None,
-    ) -> None:
-        if error is None:
-            closure.value.set(value)
-        else:
-            closure.value.fail(error)
-            self._fail(error)
+    def _failed(self, worker: _Worker, closure: Closure, error: BaseException) -> None:
+        closure.value.fail(error)
+        self._fail(error)
+        self._ended(worker, [closure])
+
+    def _ended(self, worker: _Worker, closures: list[Closure]) -> None:
         with self._changed:
-            worker.running.pop(closure.number, None)
-            self._retried.discard(closure.number)
-            worker.reported.discard(closure.number)
+            for closure in closures:
+                worker.running.pop(closure.number, None)
+                self._retried.discard(closure.number)
+                worker.reported.discard(closure.number)
             is_whole = self._round and not any(w.running for w in self._workers)
         if is_whole:
             self._end_round()
@@ -490,7 +537,8 @@ class Dispatcher:
         seconds = self._settings.report_seconds
         now = time.monotonic()
         for worker in self._workers:
-            for number, (closure, begun) in worker.running.items():
+            # The others wait for the first.
+            for number, (closure, begun, _) in [*worker.running.items()][:1]:
                 if now - begun > seconds and number not in worker.reported:
                     worker.reported.add(number)
                     logger.warning(

@@ -131,6 +131,10 @@ class ParameterServer:
         self._applied[push.call] = staleness
         return staleness
 
+    def push_and_read(self, push: Push, parts: tuple[Part, ...]) -> tuple[Any, ...]:
+        """Applies what a call sends, and reads for the next; `push`, then `read`."""
+        return self.push(push), *self.read(parts)
+
     def commit(self, calls: Sequence[int]) -> None:
         """Applies calls that ran together as one update."""
         pushes = [self._round[call] for call in calls if call in self._round]
@@ -175,9 +179,9 @@ class _Reference(NamedTuple):
     values: list[Any]
 
 
-def fetch(answer: tuple[int, Any]) -> tuple[int, list[np.ndarray]]:
-    """Returns the version and values of an answer of `ParameterServer.read`."""
-    version, values = answer
+def fetch(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns an answer of a server that ends with values, and has these fetched."""
+    *others, values = answer
     if isinstance(values, _Reference):
         values = import_ray().get(values.values[0])
-    return version, values
+    return *others, values

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from armillary._jaxpr import walk_programs
@@ -98,12 +99,12 @@ class TaskProgram:
         self._run = compile_step(self._compute, self._program, flat.platform, None)
 
     def __call__(
-        self, values: dict[int, jax.Array], arguments: PyTree, call: int
+        self, values: dict[int, Any], arguments: PyTree, call: int
     ) -> tuple[PyTree, list[list[Any]], dict[int, Any]]:
         """Runs the function.
 
         Args:
-            values: The variables that it reads, by number.
+            values: The variables that it reads, by number: JAX's arrays or NumPy's.
             arguments: Its array arguments.
             call: A number for the random numbers that it draws.
 
@@ -114,7 +115,7 @@ class TaskProgram:
         leaves = jax.tree.leaves(arguments)
         with corrected_types():
             results, additions = self._run(
-                [values[i] for i in self.spec.reads], leaves, jnp.uint32(call)
+                [values[i] for i in self.spec.reads], leaves, np.uint32(call)
             )
         result, gradients = self._step.results(results)
         return result, gradients, dict(zip(self.spec.additions, additions, strict=True))

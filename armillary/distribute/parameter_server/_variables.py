@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from armillary._logging import logger
@@ -330,7 +331,7 @@ class Variables:
             rows = [found[part] for _, part, _ in variable.places]
             whole = rows[0] if len(rows) == 1 else np.concatenate(rows)
             # A copy: what arrives is memory of the object store.
-            variable.held = variable.type.from_host(np.array(whole))
+            variable.held = variable.type.from_host(jnp.array(whole))
             held = leaves.setdefault(id(variable.slot), variable.slot.read())
             held[variable.offset] = variable.held
         for variable in self._variables:

@@ -81,6 +81,10 @@ class Failed(NamedTuple):
     lost_server: int | None = None
 
 
+Ahead = dict[int, tuple[tuple[Part, ...], tuple[int, Any]]]
+"""What was read before its call began: by server, the parts and the answer."""
+
+
 class Worker:
     """The actor."""
 
@@ -131,46 +135,90 @@ class Worker:
         self._tasks[number].placed = placed
 
     def run(
-        self, number: int, call: int, oldest: int, *arrays: Any
-    ) -> tuple[Done | Failed, Any]:
-        """Runs one call of a function; returns how it ended, and its result."""
+        self, number: int, calls: Sequence[int], oldest: int, *arrays: Any
+    ) -> list[Any]:
+        """Runs calls of a function, one after the other, until one fails.
+
+        Args:
+            number: The number of the function.
+            calls: The numbers of the calls.
+            oldest: The smallest number of a call that has not ended.
+            arrays: The arguments of the first call, then those of the others.
+
+        Returns:
+            How each call ended that has begun, and then the result of each call.
+        """
+        size = len(arrays) // len(calls)
+        ended: list[Done | Failed] = []
+        results: list[Any] = [None] * len(calls)
+        ahead: Ahead = {}
+        for i, call in enumerate(calls):
+            own = arrays[i * size : (i + 1) * size]
+            is_last = i + 1 == len(calls)
+            status, results[i], ahead = self._run(
+                number, call, oldest, own, ahead, is_last
+            )
+            ended.append(status)
+            if isinstance(status, Failed):
+                break
+        return [ended, *results]
+
+    def _run(
+        self,
+        number: int,
+        call: int,
+        oldest: int,
+        arrays: Sequence[Any],
+        ahead: Ahead,
+        is_last: bool,
+    ) -> tuple[Done | Failed, Any, Ahead]:
+        """Runs one call; returns how it ended, its result, and what it read ahead.
+
+        Unless it is the last one, servers answer to what it sends with what the next
+        call is to read: a message less for each of them.
+        """
         start = time.perf_counter()
-        asked: list[tuple[int, Any]] = []
         try:
             task = self._tasks[number]
             program = task.trace(arrays, self._datasets)
             reads = task.reads(program)
+            known = {
+                s: held for s, (parts, held) in ahead.items() if parts == reads.get(s)
+            }
             asked = [
                 (server, self._servers[server].read.remote(parts))
                 for server, parts in reads.items()
+                if server not in known
             ]
             batches = task.take(self._datasets)
-            values, versions = task.join(program, reads, self._wait(asked))
+            answers = [*known.items(), *self._wait(asked)]
+            values, versions = task.join(program, reads, answers)
             result, gradients, additions = program(values, (batches, arrays), call)
             result = jax.tree.map(_to_host, result)
-            sent = task.divide(program, gradients, additions)
-            asked = [
-                (
-                    server,
-                    self._servers[server].push.remote(
-                        Push(
-                            call,
-                            oldest,
-                            versions.get(server, 0),
-                            call if self._is_synchronous else None,
-                            updates,
-                            added,
-                        )
-                    ),
+            asked = []
+            for server, (updates, added) in task.divide(
+                program, gradients, additions
+            ).items():
+                actor, version = self._servers[server], versions.get(server, 0)
+                in_round = call if self._is_synchronous else None
+                push = Push(call, oldest, version, in_round, updates, added)
+                reference = (
+                    actor.push.remote(push)
+                    if is_last
+                    else actor.push_and_read.remote(push, reads[server])
                 )
-                for server, (updates, added) in sent.items()
-            ]
-            stale = [staleness for _, staleness in self._wait(asked)]
+                asked.append((server, reference))
+            staleness, ahead = 0, {}
+            for server, answer in self._wait(asked):
+                if not is_last:
+                    answer, *read = answer
+                    ahead[server] = reads[server], tuple(read)
+                staleness = max(staleness, answer)
         except _ServerLostError as error:
-            return Failed(RuntimeError(str(error)), error.server), None
+            return Failed(RuntimeError(str(error)), error.server), None, {}
         except Exception as error:
-            return _failed(error), None
-        return Done(max(stale, default=0), time.perf_counter() - start), result
+            return _failed(error), None, {}
+        return Done(staleness, time.perf_counter() - start), result, ahead
 
     def _wait(self, asked: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
         """Returns what servers answered.
@@ -303,16 +351,18 @@ class _Task:
         program: TaskProgram,
         reads: dict[int, tuple[Part, ...]],
         answers: list[tuple[int, Any]],
-    ) -> tuple[dict[int, jax.Array], dict[int, int]]:
+    ) -> tuple[dict[int, Any], dict[int, int]]:
         """Returns the variables that a call reads, and the servers' versions."""
         found: dict[Part, np.ndarray] = {}
         for server, (_, arrays) in answers:
             found.update(zip(reads[server], arrays, strict=True))
-        values: dict[int, jax.Array] = {}
+        values: dict[int, Any] = {}
         for slot in program.spec.reads:
             rows = [found[part] for _, part, _ in self._parts(slot)]
             whole = rows[0] if len(rows) == 1 else np.concatenate(rows)
-            values[slot] = self._types[slot].from_host(whole)
+            type_ = self._types[slot]
+            # The program uses an array where it lies; to make one of JAX would copy.
+            values[slot] = whole if type_.impl is None else type_.from_host(whole)
         return values, {server: version for server, (version, _) in answers}
 
     def divide(

@@ -11,9 +11,11 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import armillary
 from armillary.distribute.coordinator import ClusterCoordinator, PSUnavailableError
+from armillary.distribute.parameter_server import _dispatcher
 from armillary.errors import ClosureCancelledError, OutOfRangeError
 
 pytestmark = [
@@ -114,6 +116,55 @@ def test_an_error_cancels_the_rest_and_is_raised_once(coordinator, problem):
             time.sleep(0.01)
 
 
+@pytest.fixture
+def messages(coordinator, monkeypatch):
+    """Returns how many calls went in each message, when calls of any length share."""
+    dispatcher, sizes = coordinator._dispatcher, []
+    start = dispatcher._start
+
+    def note(worker, closures):
+        sizes.append(len(closures))
+        start(worker, closures)
+
+    monkeypatch.setattr(_dispatcher, "_MESSAGE_SECONDS", 10.0)
+    monkeypatch.setattr(dispatcher, "_start", note)
+    return sizes
+
+
+def test_short_calls_share_messages(coordinator, problem, messages):
+    step, iterator = problem.start(coordinator)
+    values = [coordinator.schedule(step, args=(iterator,)) for _ in range(200)]
+    coordinator.join()
+    assert problem.num_steps == 200
+    assert sum(messages) == 200
+    assert max(messages) > 1
+    losses = coordinator.fetch(values)
+    assert losses[0] > 10 * losses[-1] > 0
+
+
+def test_a_failed_call_ends_its_message_and_keeps_what_ran_before(
+    coordinator, problem, messages
+):
+    model, optimizer = problem.model, problem.optimizer
+
+    def step(rows):
+        if rows.shape[0] == 3:
+            raise KeyError("three rows")
+        optimizer.update(model, nnx.grad(lambda model: model(rows).sum())(model))
+
+    rows = [np.ones((2, 3), "float32") for _ in range(80)]
+    rows[40] = np.ones((3, 3), "float32")
+    values = [coordinator.schedule(step, args=(each,)) for each in rows]
+    with pytest.raises(KeyError, match="three rows"):
+        coordinator.join()
+    coordinator.join()
+    assert max(messages) > 1
+    assert all(value.has_ended for value in values)
+    assert problem.num_steps == sum(value.is_ready for value in values)
+    with pytest.raises(KeyError):
+        values[40].get()
+
+
 def test_the_end_of_data_is_an_error(coordinator, problem):
     step, iterator = problem.start(coordinator, repeat=False)
     for _ in range(20):
@@ -193,12 +244,15 @@ def test_calls_of_lost_workers_run_again_and_none_twice(
     coordinator.schedule(step, args=(iterator,))
     coordinator.join()
     coordinator.take_statistics()
-    for _ in range(300):
+    workers = coordinator._dispatcher._workers
+    while not all(worker.is_up for worker in workers):
+        time.sleep(0.1)  # Another test has killed one.
+    for _ in range(600):
         coordinator.schedule(step, args=(iterator,))
-    for worker in coordinator._dispatcher._workers[:num_lost]:
+    for worker in workers[:num_lost]:
         kill(worker.actor)
     coordinator.join()
-    assert problem.num_steps == 301
+    assert problem.num_steps == 601
     assert coordinator.statistics.num_lost == num_lost
     np.testing.assert_allclose(problem.kernel[:, 0], [1, -2, 3], atol=0.1)
 
@@ -238,7 +292,7 @@ def test_a_lost_server_is_an_error_after_which_training_resumes(
     coordinator.join()
     manager.save()
     saved = problem.kernel
-    for _ in range(200):
+    for _ in range(600):
         coordinator.schedule(step, args=(iterator,))
     # While a worker recovers.
     kill(coordinator._dispatcher._workers[1].actor)
