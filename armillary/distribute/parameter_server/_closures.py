@@ -21,6 +21,7 @@ from armillary.distribute.parameter_server._worker import (
 )
 from armillary.distribute.program._function import is_static, objects_of
 from armillary.errors import ClosureCancelledError
+from armillary.state._functions import captured
 from armillary.state._lift import State, as_array
 from armillary.typing import PyTree
 
@@ -81,6 +82,12 @@ class RemoteValue:
         return self._ended.is_set() and self._error is not None
 
     @property
+    def error(self) -> BaseException:
+        """Why the call has ended badly."""
+        assert self._error is not None, "the call has not failed"
+        return self._error
+
+    @property
     def reference(self) -> Any:
         """Where Ray keeps the result of a call that has ended well."""
         return self._reference
@@ -128,16 +135,21 @@ class ScheduledTask:
         self.name = getattr(fn, "__name__", "the function")
         objects = objects_of(leaves)
         self.state = State([(fn, ""), *((leaf, "") for leaf in objects)])
-        self.state.watch()
         count = iter(range(len(leaves)))
         args, kwargs = tree.unflatten(
             Dynamic(next(count)) if is_dynamic(leaf) else leaf for leaf in leaves
         )
-        arrays = self.state.read()
-        payload, self.transformations = ship((fn, args, kwargs), arrays, named)
-        self.shipped = ShippedTask(
-            payload, tuple(type_of(as_array(array)) for array in arrays)
-        )
+        # What tells this function from others must not be freed: others would get its
+        # place in memory.
+        self._kept = leaves, tuple(value for _, value in captured(fn))
+        types = tuple(type_of(as_array(array)) for array in self.state.read())
+        # An object for each place: what a variable holds may stand elsewhere, too, and
+        # is a constant there.
+        stand_ins = [jnp.zeros(()) for _ in types]
+        with self.state.swapped(stand_ins):
+            payload, self.transformations = ship((fn, args, kwargs), stand_ins, named)
+        self.shipped = ShippedTask(payload, types)
+        self.state.watch()
         self.reference: Any = None
         self.placed: PlacedTask | None = None
         self.spec: TaskSpec | None = None
@@ -184,14 +196,13 @@ class Closure:
         """Returns its inputs for Ray, which fetches references on the worker."""
         return [v.reference if isinstance(v, RemoteValue) else v for v in self.inputs]
 
-    def cancel(self) -> None:
+    def cancel(self, why: str = "") -> None:
         """Ends it before it has run."""
-        self.value.fail(
-            ClosureCancelledError(
-                f"This call of `{self.task.name}` did not run, because another "
-                "scheduled call failed. `schedule` and `join` raise its error."
-            )
+        why = why or (
+            "another scheduled call failed. `schedule` and `join` raise its error"
         )
+        message = f"This call of `{self.task.name}` did not run, because {why}."
+        self.value.fail(ClosureCancelledError(message))
 
 
 def is_dynamic(leaf: Any) -> bool:

@@ -1,8 +1,10 @@
 """Schedules functions on workers, and hears how they end."""
 
+import contextlib
 import itertools
+import types
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +26,12 @@ from armillary.distribute.parameter_server._parameter_server_strategy import (
 from armillary.distribute.parameter_server._per_worker import PerWorkerDataset
 from armillary.distribute.parameter_server._shipping import ship
 from armillary.distribute.parameter_server._variables import Variables
-from armillary.distribute.program._function import code_of, identity_of, is_static
+from armillary.distribute.program._function import (
+    code_of,
+    identity_of,
+    is_static,
+    kind_of,
+)
 from armillary.state._functions import captured
 from armillary.typing import PyTree
 
@@ -132,12 +139,13 @@ class ClusterCoordinator:
             )
         dispatcher = self._dispatcher
         dispatcher.raise_error()
-        dispatcher.revive()
-        self._variables.put_changed(dispatcher.servers)
         leaves, tree = jax.tree.flatten(
             (tuple(args or ()), dict(kwargs or {})), is_leaf=is_static
         )
         task = self._get_task(fn, leaves, tree)
+        with self._needing_servers():
+            dispatcher.revive()
+            self._variables.put_changed(dispatcher.servers)
         inputs = [leaf for leaf in leaves if is_dynamic(leaf)]
         closure = Closure(next(self._numbers), task, inputs)
         closure.value.waiting = dispatcher.waiting
@@ -154,9 +162,12 @@ class ClusterCoordinator:
         """
         dispatcher = self._dispatcher
         dispatcher.wait()
-        dispatcher.revive()
-        self._variables.put_changed(dispatcher.servers)
-        self._variables.fetch(dispatcher.servers)
+        if dispatcher.is_stopped:
+            return
+        with self._needing_servers():
+            dispatcher.revive()
+            self._variables.put_changed(dispatcher.servers)
+            self._variables.fetch(dispatcher.servers)
 
     def done(self) -> bool:
         """Returns whether every scheduled call has ended.
@@ -194,9 +205,26 @@ class ClusterCoordinator:
         """
         check_callable("dataset_fn", dataset_fn)
         payload, _ = ship(dataset_fn, (), self._named)
-        number = next(self._numbers)
-        self._dispatcher.add_dataset(number, import_ray().put(payload))
-        return PerWorkerDataset(number)
+        reference = import_ray().put(payload)
+
+        def build() -> int:
+            number = next(self._numbers)
+            self._dispatcher.add_dataset(number, reference)
+            return number
+
+        return PerWorkerDataset(build)
+
+    @contextlib.contextmanager
+    def _needing_servers(self) -> Iterator[None]:
+        """Tells of a server that was lost while nothing ran.
+
+        Raises:
+            PSUnavailableError: If one is gone.
+        """
+        try:
+            yield
+        except import_ray().exceptions.RayActorError as error:
+            raise self._dispatcher.break_(error) from error
 
     @property
     def statistics(self) -> Statistics:
@@ -222,10 +250,12 @@ class ClusterCoordinator:
     def _get_task(
         self, fn: Callable[..., Any], leaves: list[Any], tree: Any
     ) -> ScheduledTask:
-        fn = getattr(fn, "armillary_function", fn)
-        kinds = tuple(
-            "array" if is_dynamic(leaf) else identity_of(leaf) for leaf in leaves
-        )
+        inner = getattr(fn, "armillary_function", None)
+        if inner is not None:
+            owner = getattr(fn, "__self__", None)
+            fn = inner if owner is None else types.MethodType(inner, owner)
+        # What a function reads may depend on the shapes of its arguments.
+        kinds = tuple(map(_kind, leaves))
         held = tuple((name, identity_of(value)) for name, value in captured(fn))
         key = code_of(fn), held, tree, kinds
         task = self._tasks.get(key)
@@ -237,3 +267,9 @@ class ClusterCoordinator:
             if count == _MANY_TASKS:
                 logger.warning(_MANY_TASKS_MESSAGE, task.name, count)
         return task
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, RemoteValue):
+        return RemoteValue
+    return kind_of(leaf) if is_dynamic(leaf) else identity_of(leaf)

@@ -20,7 +20,7 @@ from armillary.distribute.parameter_server._actors import make_server, make_work
 from armillary.distribute.parameter_server._closures import Closure, ScheduledTask
 from armillary.distribute.parameter_server._settings import Settings
 from armillary.distribute.parameter_server._variables import Variables
-from armillary.distribute.parameter_server._worker import Done, Failed
+from armillary.distribute.parameter_server._worker import Done, Failed, NotKnown
 from armillary.errors import PSUnavailableError
 
 # Messages that a worker has at a time: it need not wait for the coordinator between.
@@ -44,6 +44,10 @@ class _Worker:
     actor: Any
     label: str = ""
     is_up: bool = False
+    # The process that is up, and how many were before it.
+    pid: int = 0
+    attempt: int = 0
+    up_since: float = field(default_factory=time.monotonic)
     known: set[int] = field(default_factory=set)
     running: dict[int, _Running] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
@@ -104,7 +108,7 @@ class Dispatcher:
         self._num_waiting = 0
         self._error: BaseException | None = None
         self._num_applied = 0
-        self._is_broken = False
+        self._is_broken = self.is_stopped = False
         self.statistics = Statistics()
         # Guards the queue, the error and the counts; told when all calls have ended.
         self._changed = threading.Condition()
@@ -117,8 +121,17 @@ class Dispatcher:
     # What other threads call.
 
     def add(self, closure: Closure) -> None:
-        """Queues a call."""
+        """Queues a call.
+
+        Raises:
+            RuntimeError: If the coordinator was shut down.
+        """
         with self._changed:
+            if self.is_stopped:
+                raise RuntimeError(
+                    "A function was scheduled after `shutdown` of the coordinator. "
+                    "Make another `ClusterCoordinator(strategy)`."
+                )
             self._queue.append(closure)
         self._events.put(self._give_out)
 
@@ -187,10 +200,26 @@ class Dispatcher:
 
         self._events.put(connect)
 
+    def break_(self, error: BaseException) -> PSUnavailableError:
+        """Hears that a server is gone; returns the error to raise."""
+        self._is_broken = True
+        return _lost_message(None, error)
+
     def stop(self) -> None:
-        """Ends the thread and the actors."""
+        """Ends the thread and the actors; calls that have not ended are cancelled."""
         self._events.put(None)
         self._thread.join()
+        with self._changed:
+            self.is_stopped = True
+            running = [r.closure for w in self._workers for r in w.running.values()]
+            for closure in {*running, *self._round, *self._queue}:
+                if not closure.value.has_ended:
+                    closure.cancel("the coordinator was shut down")
+            self._queue.clear()
+            self._round.clear()
+            for worker in self._workers:
+                worker.running.clear()
+            self._changed.notify_all()
         ray = import_ray()
         if ray.is_initialized():
             for actor in (*self.servers, *(w.actor for w in self._workers)):
@@ -235,6 +264,7 @@ class Dispatcher:
     def _greeted(self, worker: _Worker, future: Any) -> None:
         error = future.exception()
         if error is not None:
+            worker.label = f"worker {worker.index} ({_first_line(error)})"
             timer = threading.Timer(
                 _RETRY_SECONDS, self._events.put, [partial(self._greet, worker)]
             )
@@ -243,6 +273,8 @@ class Dispatcher:
             return
         pid, address = future.result()
         worker.label = f"worker {worker.index} (process {pid} on {address})"
+        worker.pid, worker.attempt = pid, worker.attempt + 1
+        worker.reported.clear()
         worker.actor.connect.remote(self.servers)
         worker.known.clear()
         worker.is_up = True
@@ -298,10 +330,12 @@ class Dispatcher:
         """Returns the next call whose inputs are there."""
         with self._changed:
             for closure in list(self._queue):
-                if closure.failed_input is not None:
+                failed = closure.failed_input
+                if failed is not None:
                     self._queue.remove(closure)
-                    closure.cancel()
-                    self._changed.notify_all()
+                    closure.value.fail(failed.error)
+                    self._fail(failed.error)
+                    return None
                 elif closure.is_ready:
                     self._queue.remove(closure)
                     return closure
@@ -340,7 +374,15 @@ class Dispatcher:
         with self._changed:
             while len(self._round) < len(self._workers):
                 closure = self._take()
+                is_other = (
+                    self._round
+                    and closure
+                    and (closure.task is not self._round[0].task)
+                )
                 if closure is None:
+                    break
+                if is_other:  # An update is made of calls of one function.
+                    self._queue.appendleft(closure)
                     break
                 self._round.append(closure)
         for worker, closure in zip(self._workers, self._round, strict=False):
@@ -355,20 +397,32 @@ class Dispatcher:
             worker.running[closure.number] = _Running(closure, now, closures[0].number)
 
     def _begin(self, worker: _Worker, closures: list[Closure]) -> None:
+        try:
+            self._send(worker, closures)
+        except Exception as error:  # Such as an argument that was deleted.
+            for closure in closures:
+                closure.value.fail(error)
+            self._fail(error)
+            self._ended(worker, closures)
+
+    def _send(self, worker: _Worker, closures: list[Closure]) -> None:
         closure, task = closures[0], closures[0].task
         if task.number in worker.known:
             self._start(worker, closures)
             return
         if task.reference is None:
             task.reference = import_ray().put(task.shipped)
-        arrays = closure.arguments()
         # In a list, Ray would not fetch results of other calls.
-        asked = worker.actor.prepare.remote(task.number, task.reference, *arrays)
-        self._ask(asked, partial(self._prepared, worker, closure))
+        asked = worker.actor.prepare.remote(
+            worker.pid, task.number, task.reference, *closure.arguments()
+        )
+        self._ask(asked, partial(self._prepared, worker, worker.attempt, closure))
 
-    def _prepared(self, worker: _Worker, closure: Closure, future: Any) -> None:
+    def _prepared(
+        self, worker: _Worker, attempt: int, closure: Closure, future: Any
+    ) -> None:
         task = closure.task
-        spec = self._answer(worker, closure, future)
+        spec = self._answer(worker, attempt, closure, future)
         if spec is None:
             return
         if isinstance(spec, Failed):
@@ -376,6 +430,9 @@ class Dispatcher:
             return
         try:
             self._place(task, spec)
+        except import_ray().exceptions.RayActorError as error:
+            self._failed(worker, closure, self.break_(error))
+            return
         except Exception as error:
             self._failed(worker, closure, error)
             return
@@ -398,13 +455,16 @@ class Dispatcher:
             return
         run = worker.actor.run.options(num_returns=1 + len(closures))
         statuses, *values = run.remote(
+            worker.pid,
             task.number,
             [closure.number for closure in closures],
             self._oldest(),
             # Not in a list, where Ray would not fetch results of other calls.
             *(array for closure in closures for array in closure.arguments()),
         )
-        self._ask(statuses, partial(self._finished, worker, closures, values))
+        self._ask(
+            statuses, partial(self._finished, worker, worker.attempt, closures, values)
+        )
 
     def _partial_error(self, task: ScheduledTask) -> ValueError:
         count, num_workers = len(self._round), len(self._workers)
@@ -421,9 +481,14 @@ class Dispatcher:
         return min(running | self._retried)
 
     def _finished(
-        self, worker: _Worker, closures: list[Closure], values: list[Any], future: Any
+        self,
+        worker: _Worker,
+        attempt: int,
+        closures: list[Closure],
+        values: list[Any],
+        future: Any,
     ) -> None:
-        statuses = self._answer(worker, closures[0], future)
+        statuses = self._answer(worker, attempt, closures[0], future)
         if statuses is None:
             return
         if isinstance(statuses, Failed):
@@ -451,12 +516,18 @@ class Dispatcher:
         counts.total_staleness += status.staleness
         counts.max_staleness = max(counts.max_staleness, status.staleness)
 
-    def _answer(self, worker: _Worker, closure: Closure, future: Any) -> Any:
+    def _answer(
+        self, worker: _Worker, attempt: int, closure: Closure, future: Any
+    ) -> Any:
         """Returns what a worker answered; `None` if it is gone, or no longer asked."""
-        if closure.number not in worker.running:
+        if closure.number not in worker.running or attempt != worker.attempt:
             return None
         error = future.exception()
         if error is None:
+            if isinstance(future.result(), NotKnown):
+                # Ray has started it anew, while it had nothing to do.
+                self._lose(worker, RuntimeError("its process has ended"))
+                return None
             return future.result()
         exceptions = import_ray().exceptions
         if isinstance(error, exceptions.RayActorError):
@@ -469,7 +540,8 @@ class Dispatcher:
         lost = [each.closure for each in worker.running.values()]
         with self._changed:
             worker.running.clear()
-            worker.is_up = False
+            worker.is_up, worker.up_since = False, time.monotonic()
+            worker.attempt += 1
             self._retried.update(closure.number for closure in lost)
             if not self._settings.is_synchronous:
                 self._queue.extendleft(reversed(lost))
@@ -477,11 +549,10 @@ class Dispatcher:
                 self._cancel()
             self._changed.notify_all()
         self.statistics.num_lost += 1
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "?"
         logger.warning(
             "%s is lost (%s). %d calls of it are run again; Ray starts it anew.",
             worker.label,
-            reason,
+            _first_line(error),
             len(lost),
         )
         self._greet(worker)
@@ -512,10 +583,15 @@ class Dispatcher:
             calls = [closure.number for closure in self._round]
             ray = import_ray()
             try:
-                ray.get([server.commit.remote(calls) for server in self.servers])
+                found = ray.get([s.commit.remote(calls) for s in self.servers])
+            except ray.exceptions.RayActorError as error:
+                self._fail(self.break_(error))
             except ray.exceptions.RayError as error:
-                self._is_broken = True
-                self._fail(_lost_message(None, error))
+                self._fail(error)
+            else:
+                different = [number for numbers in found for number in numbers]
+                if different:
+                    self._fail(self._variables.different_error(different))
         with self._changed:
             self._round.clear()
 
@@ -537,6 +613,15 @@ class Dispatcher:
         seconds = self._settings.report_seconds
         now = time.monotonic()
         for worker in self._workers:
+            late = not worker.is_up and now - worker.up_since > seconds
+            if late and not worker.reported:
+                worker.reported.add(-1)
+                logger.warning(
+                    "%s is not up after %.0f s. It waits for a machine with room for "
+                    "it, or cannot start.",
+                    worker.label or f"worker {worker.index}",
+                    now - worker.up_since,
+                )
             # The others wait for the first.
             for number, (closure, begun, _) in [*worker.running.items()][:1]:
                 if now - begun > seconds and number not in worker.reported:
@@ -548,6 +633,10 @@ class Dispatcher:
                         number,
                         closure.task.name,
                     )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _lost_message(index: int | None, error: BaseException) -> PSUnavailableError:

@@ -1,7 +1,7 @@
 """Data sets of which each worker has its own."""
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,15 +18,15 @@ class PerWorkerDataset:
     """What `ClusterCoordinator.create_per_worker_dataset` returns.
 
     Args:
-        number: The number of the data set.
+        build: Has each worker build the data set anew, and returns its number.
     """
 
-    def __init__(self, number: int) -> None:
-        self._number = number
+    def __init__(self, build: Callable[[], int]) -> None:
+        self._build = build
 
     def __iter__(self) -> "PerWorkerIterator":
-        """Returns the iterator to give to scheduled functions."""
-        return PerWorkerIterator(self._number)
+        """Returns an iterator to give to scheduled functions, from the beginning."""
+        return PerWorkerIterator(self._build())
 
 
 class PerWorkerIterator:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from armillary.cluster._ray import import_ray
-from armillary.distribute.parameter_server._arrays import ArrayType
+from armillary.distribute.parameter_server._arrays import ArrayType, to_host
 from armillary.distribute.parameter_server._optimizers import UpdateSpec
 from armillary.distribute.parameter_server._shipping import load_transformation
 from armillary.distribute.parameter_server._split_update import make_local_update
@@ -83,7 +83,7 @@ class ParameterServer:
         self._types.update(types)
         for part, value in values.items():
             # A copy: what arrives is read-only memory that all processes share.
-            self._values[part] = jax.numpy.array(value)
+            self._values[part] = self._types[part[0]].from_host(np.array(value))
         self._snapshots.clear()
 
     def define(self, key: Any, update: LocalUpdate) -> None:
@@ -108,7 +108,7 @@ class ParameterServer:
         """Returns the version, and the values of some parts or a reference to them."""
         version, values = self._snapshots.get(parts, (None, None))
         if version != self._version:
-            values = [np.asarray(self._values[part]) for part in parts]
+            values = [to_host(self._values[part]) for part in parts]
             if sum(value.nbytes for value in values) > _INLINE_BYTES:
                 values = _Reference([import_ray().put(values)])
             else:
@@ -135,12 +135,17 @@ class ParameterServer:
         """Applies what a call sends, and reads for the next; `push`, then `read`."""
         return self.push(push), *self.read(parts)
 
-    def commit(self, calls: Sequence[int]) -> None:
-        """Applies calls that ran together as one update."""
+    def commit(self, calls: Sequence[int]) -> list[int]:
+        """Applies calls that ran together as one update.
+
+        Returns:
+            Variables to which they would all have to add the same, and did not. Then
+            nothing is applied.
+        """
         pushes = [self._round[call] for call in calls if call in self._round]
         self._round.clear()
         if not pushes:
-            return
+            return []
         sums: dict[Any, dict[Part, Any]] = {}
         additions: dict[Part, list[Any]] = {}
         for push in pushes:
@@ -150,7 +155,16 @@ class ParameterServer:
                     known[part] = known[part] + gradient if part in known else gradient
             for part, addition in push.additions.items():
                 additions.setdefault(part, []).append(addition)
+        different = {
+            part[0]
+            for part, ((how, first), *others) in additions.items()
+            if how is Addition.EQUAL
+            and not all(np.array_equal(first, other) for _, other in others)
+        }
+        if different:
+            return sorted(different)
         self._apply(list(sums.items()), additions, len(pushes))
+        return []
 
     def _apply(
         self,
@@ -164,7 +178,8 @@ class ParameterServer:
                 self._values.update(run(gradients, {p: self._values[p] for p in parts}))
         for part, all_ in additions.items():
             how = all_[0][0]
-            values = [value for _, value in all_[: 1 if how is Addition.ONCE else None]]
+            is_sum = how in {Addition.SUM, Addition.MEAN}
+            values = [value for _, value in all_[: None if is_sum else 1]]
             change = sum(values[1:], start=values[0])
             if how is Addition.MEAN:
                 change = change / count

@@ -16,6 +16,7 @@ import optax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from armillary._jaxpr import walk_programs
 from armillary.distribute.parameter_server._arrays import ArrayType
 from armillary.distribute.parameter_server._optimizers import UpdateSpec
 from armillary.typing import PyTree
@@ -66,11 +67,8 @@ class SplitUpdate:
             updates, new = call_update(transformation, spec, gradients, state, params)
             return updates, new
 
-        shapes = [jax.ShapeDtypeStruct(*type_) for type_ in spec.types]
-        self._program = jax.make_jaxpr(update)(
-            shapes,
-            *([_abstract(types[i]) for i in p] for p in (self._state, self._params)),
-        )
+        self._update = update
+        self._program = self._trace({})
         count = len(self._params)
         needs = [self._needs(i) for i in range(count + len(self._state))]
         self.owners: dict[int, int | None] = {}
@@ -93,7 +91,30 @@ class SplitUpdate:
             return False
         outputs = [self._params.index(slot)]
         outputs += [len(self._params) + self._state.index(s) for s in own]
-        return _is_elementwise(self._pruned(outputs), shape)
+        program = _prune(self._program, outputs)
+        if not _is_elementwise(program, shape):
+            return False
+        # What is computed from the shape is another number for a part.
+        longer = (shape[0] + 1, *shape[1:])
+        other = _prune(self._trace(dict.fromkeys((slot, *own), longer)), outputs)
+        return _literals(program) == _literals(other)
+
+    def _trace(self, shapes: Mapping[int, tuple[int, ...]]) -> core.ClosedJaxpr:
+        """Returns the traced update, with other shapes of some slots."""
+        gradients = [
+            jax.ShapeDtypeStruct(shapes.get(slot, shape), dtype)
+            for slot, (shape, dtype) in zip(self._params, self._spec.types, strict=True)
+        ]
+        others = (
+            [
+                _abstract(
+                    self._types[i]._replace(shape=shapes.get(i, self._types[i].shape))
+                )
+                for i in slots
+            ]
+            for slots in (self._state, self._params)
+        )
+        return jax.make_jaxpr(self._update)(gradients, *others)
 
     def _needs(self, output: int) -> set[int]:
         """Returns the slots that an output depends on; gradients count as theirs."""
@@ -118,11 +139,6 @@ class SplitUpdate:
             "`gradients, _ = optax.clip_by_global_norm(1.0).update(gradients, "
             "optax.EmptyState())` before the optimizer's `update`."
         )
-
-    def _pruned(self, outputs: Sequence[int]) -> Any:
-        jaxpr = self._program.jaxpr
-        wanted = [i in outputs for i in range(len(jaxpr.outvars))]
-        return partial_eval.dce_jaxpr(jaxpr, wanted)[0]
 
 
 def call_update(
@@ -221,8 +237,28 @@ def make_local_update(
     return update
 
 
+def _prune(program: core.ClosedJaxpr, outputs: Sequence[int]) -> Any:
+    wanted = [i in outputs for i in range(len(program.jaxpr.outvars))]
+    return partial_eval.dce_jaxpr(program.jaxpr, wanted)[0]
+
+
+def _literals(jaxpr: Any) -> list[str]:
+    """Returns the numbers that stand in a program."""
+    return [
+        repr(atom.val)
+        for inner, _ in walk_programs(jaxpr)
+        for eqn in inner.eqns
+        for atom in eqn.invars
+        if isinstance(atom, core.Literal)
+    ]
+
+
 def _is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
+    constants = {var for var in jaxpr.constvars if var.aval.ndim}
     for eqn in jaxpr.eqns:
+        variables = [v for v in eqn.invars if isinstance(v, core.Var)]
+        if not constants.isdisjoint(variables):
+            return False
         large = [v for v in (*eqn.invars, *eqn.outvars) if v.aval.ndim]
         if not large:
             continue

@@ -38,7 +38,16 @@ class Addition(enum.Enum):
 
     SUM = "sum"
     MEAN = "mean"
-    ONCE = "once"
+    EQUAL = "equal"
+    FIRST = "first"
+
+
+_ADDITIONS = {
+    Policy.SUM: Addition.SUM,
+    Policy.MIRRORED: Addition.EQUAL,
+    Policy.FIRST_REPLICA: Addition.FIRST,
+    Policy.RANDOM: Addition.FIRST,
+}
 
 
 class TaskSpec(NamedTuple):
@@ -88,9 +97,7 @@ class TaskProgram:
             specs[0] = tuple(recorded.specs)
             return result, recorded.gradients
 
-        self._step = trace_step(
-            body, flat, arguments, user_fn=fn, owner="the scheduled function"
-        )
+        self._step = trace_step(body, flat, arguments, user_fn=fn, owner="the function")
         leaves = [as_array(leaf) for leaf in flat.state.read()]
         self._policies = policies_of(flat.state, leaves)
         analysis = _Analysis(self._step, specs[0], flat, self._policies, fn)
@@ -126,11 +133,9 @@ class TaskProgram:
         values = iter(read)
         types = self._program.in_avals[: len(self._policies)]
         start: list[Any] = []
-        for i, (policy, type_) in enumerate(zip(self._policies, types, strict=True)):
+        for i, type_ in enumerate(types):
             if i not in self.spec.reads:
                 start.append(None)
-            elif policy is Policy.SUM:
-                start.append(jnp.zeros_like(next(values)))
             elif jnp.issubdtype(type_.dtype, jax.dtypes.prng_key):
                 start.append(_fold_in(next(values), call))
             else:
@@ -139,7 +144,10 @@ class TaskProgram:
         outputs = core.jaxpr_as_fun(self._program_of_used())(*used, *arguments)
         count = len(outputs) - len(self._signs)
         additions = [
-            new - start[i] if sign == 0 else sign * new
+            # What is added may be a number for a whole array.
+            jnp.broadcast_to(
+                new - start[i] if sign == 0 else sign * new, types[i].shape
+            )
             for i, new, sign in zip(
                 self.spec.additions, outputs[count:], self._signs, strict=True
             )
@@ -203,19 +211,25 @@ class _Analysis:
                 refused.append(f"{path}: an optimizer's state, which it alone changes")
             elif is_key:
                 continue
-            elif policy in {Policy.SUM, Policy.MEAN}:
-                is_sum = policy is Policy.SUM
-                self.additions[i] = Addition.SUM if is_sum else Addition.MEAN
-                self.signs.append(1 if is_sum else 0)
+            elif policy is Policy.MEAN:
+                self.additions[i] = Addition.MEAN
+                self.signs.append(0)
                 outputs.append(out)
             else:
                 found = self._find_addition(out, i)
                 if found is None:
                     refused.append(f"{path}: set to a value, not added to")
                     continue
-                self.additions[i] = Addition.ONCE
+                self.additions[i] = _ADDITIONS[policy]
                 self.signs.append(found[0])
                 outputs.append(found[1])
+        added = zip(self.additions, outputs, strict=True)
+        for i, out in list(added):
+            if self.additions[i] is Addition.EQUAL and self._depends(step, out):
+                refused.append(
+                    f"{flat.state.paths[i]}: added to, by an amount that depends on "
+                    "what such variables held"
+                )
         if refused:
             raise StateStructureError(_refused_message(self._name, refused))
         results = jaxpr.outvars[len(step.changed) :]
@@ -241,17 +255,31 @@ class _Analysis:
         }
         self.reads = tuple(i for i, var in variables if var in used or i in needed)
 
-    def _same(self, var: Any) -> Any:
+    def _depends(self, step: TracedStep, out: Any) -> bool:
+        """Returns whether a value is made of variables that are added to."""
+        eqns = _prune(step.program, [out]).jaxpr.eqns
+        used = {id(var) for eqn in eqns for var in eqn.invars} | {id(out)}
+        return any(
+            id(self._invars[i]) in used
+            for i, how in self.additions.items()
+            if how is Addition.EQUAL
+        )
+
+    def _same(self, var: Any, *, may_round: bool = False) -> Any:
         """Returns the variable of the program that `var` is a plain copy of."""
         while not isinstance(var, core.Literal) and var in self._made:
             eqn = self._made[var]
-            if eqn.primitive.name not in {"convert_element_type", "copy", "copy_p"}:
+            name = eqn.primitive.name
+            if name not in {"convert_element_type", "copy", "copy_p"}:
                 break
-            var = eqn.invars[0]
+            source = eqn.invars[0]
+            if source.aval.dtype != var.aval.dtype and not may_round:
+                break
+            var = source
         return var
 
-    def _terms(self, out: Any) -> tuple[str, list[Any]]:
-        var = self._same(out)
+    def _terms(self, out: Any, *, may_round: bool = False) -> tuple[str, list[Any]]:
+        var = self._same(out, may_round=may_round)
         eqn = None if isinstance(var, core.Literal) else self._made.get(var)
         if eqn is None or eqn.primitive.name not in {"add", "add_any", "sub"}:
             return "", []
@@ -259,10 +287,11 @@ class _Analysis:
 
     def _is_updated(self, out: Any, slot: int, origin: tuple[int, int]) -> bool:
         """Returns whether `out` is the variable plus the update of `origin`."""
-        name, terms = self._terms(out)
+        # In half precision, the sum is rounded, here as on the servers.
+        name, terms = self._terms(out, may_round=True)
         if not name.startswith("add"):
             return False
-        a, b = map(self._same, terms)
+        a, b = (self._same(term, may_round=True) for term in terms)
         update = b if a is self._invars[slot] else a
         eqn = None if isinstance(update, core.Literal) else self._made.get(update)
         return (

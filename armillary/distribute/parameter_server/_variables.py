@@ -23,6 +23,7 @@ from armillary.distribute.parameter_server._shipping import load_transformation
 from armillary.distribute.parameter_server._split_update import SplitUpdate
 from armillary.distribute.parameter_server._task import TaskSpec
 from armillary.distribute.parameter_server._worker import PlacedTask
+from armillary.errors import ReplicaMismatchError, StateStructureError
 from armillary.state._lift import State, as_array
 from armillary.state._slots import Slot
 from armillary.typing import PyTree
@@ -83,27 +84,51 @@ class Variables:
     ) -> None:
         self._partitioner = partitioner
         self._variables: list[_Variable] = []
-        self._numbers: dict[Any, int] = {}
+        # By slot, and by path within the slot.
+        self._numbers: dict[Any, dict[str, int]] = {}
         self._loads = [0] * num_servers
         self._updates: dict[Any, dict[int, LocalUpdate]] = {}
         # The dispatcher places variables while other threads look for changed ones.
         self._lock = threading.RLock()
 
+    def different_error(self, numbers: Sequence[int]) -> ReplicaMismatchError:
+        """Returns the error for variables to which workers have added other values."""
+        paths = ", ".join(self._variables[number].path for number in numbers)
+        return ReplicaMismatchError(
+            f"Workers have added different values to {paths} in one update. With "
+            "`max_staleness=0` that must be the same on all of them, as the gradients "
+            "of an optimizer are not. Use an optimizer, or a variable with "
+            "`aggregation=VariableAggregation.SUM`."
+        )
+
     @_locked
     def adopt(self, state: State) -> list[int]:
         """Returns the number of each array of a state."""
         numbers: list[int] = []
-        for slot, start, stop in state.ranges:
-            for offset in range(stop - start):
-                key = slot.key, offset
-                if key not in self._numbers:
-                    leaf = as_array(slot.read()[offset])
-                    self._numbers[key] = len(self._variables)
-                    self._variables.append(
-                        _Variable(slot, offset, slot.paths[offset], type_of(leaf))
-                    )
-                numbers.append(self._numbers[key])
+        for slot, _, _ in state.ranges:
+            known = self._numbers.setdefault(slot.key, {})
+            names = [path.removeprefix(slot.path) for path in slot.paths]
+            for name in set(known) - set(names):
+                self._retire(known.pop(name))
+            for offset, (name, leaf) in enumerate(zip(names, slot.read(), strict=True)):
+                type_ = type_of(as_array(leaf))
+                number = known.get(name)
+                if number is not None and self._variables[number].type != type_:
+                    self._retire(number)
+                    number = None
+                if number is None:
+                    number = known[name] = len(self._variables)
+                    path = slot.paths[offset]
+                    self._variables.append(_Variable(slot, offset, path, type_))
+                variable = self._variables[number]
+                variable.slot, variable.offset = slot, offset
+                numbers.append(number)
         return numbers
+
+    def _retire(self, number: int) -> None:
+        """Forgets a variable whose place holds something else by now."""
+        variable = self._variables[number]
+        variable.places = variable.copies = ()
 
     @_locked
     def place(
@@ -179,8 +204,13 @@ class Variables:
                 variable.places = (Place(servers[0], (slot, 0), None),)
                 variable.copies = tuple(servers[1:])
                 new.append(slot)
-            elif not set(servers) <= {variable.places[0].server, *variable.copies}:
+            elif variable.places[0].server not in servers:
                 raise RuntimeError(_late_message(variable.path))
+            else:
+                there = {variable.places[0].server, *variable.copies}
+                if not there.issuperset(servers):
+                    variable.copies += tuple(sorted({*servers} - there))
+                    new.append(slot)
         self._updates[key] = {
             server: LocalUpdate(
                 dumped,
@@ -261,10 +291,11 @@ class Variables:
         """Sends what the coordinator's objects hold."""
         types: dict[int, dict[int, ArrayType]] = {}
         values: dict[int, dict[Part, np.ndarray]] = {}
+        leaves: dict[int, Any] = {}
         for number in numbers:
             variable = self._variables[number]
-            leaf = variable.slot.read()[variable.offset]
-            variable.held, array = leaf, to_host(as_array(leaf))
+            leaf = leaves[number] = variable.slot.read()[variable.offset]
+            array = to_host(as_array(leaf))
             for server, part, rows in variable.places:
                 types.setdefault(server, {})[number] = variable.type
                 share = array if rows is None else array[slice(*rows)]
@@ -275,29 +306,27 @@ class Variables:
         import_ray().get(
             [servers[i].put.remote(types[i], values[i]) for i in sorted(values)]
         )
+        for number, leaf in leaves.items():
+            self._variables[number].held = leaf
 
     @_locked
     def put_changed(self, servers: Sequence[Any]) -> None:
-        """Sends what was put into the coordinator's objects since they were in step.
-
-        Raises:
-            ValueError: If it has another shape or dtype.
-        """
-        changed = [
-            number
-            for number, variable in enumerate(self._variables)
-            if variable.places
-            and variable.slot.read()[variable.offset] is not variable.held
-        ]
-        for number in changed:
-            variable = self._variables[number]
-            now = type_of(as_array(variable.slot.read()[variable.offset]))
-            if now != variable.type:
-                raise ValueError(
-                    f"{variable.path} was set to an array of shape {now.shape} and "
-                    f"dtype {now.dtype}, but on its parameter server it has shape "
-                    f"{variable.type.shape} and dtype {variable.type.dtype}. Keep them."
-                )
+        """Sends what was put into the coordinator's objects since they were in step."""
+        changed: list[int] = []
+        for number, variable in enumerate(self._variables):
+            if not variable.places:
+                continue
+            try:
+                leaf = variable.slot.read()[variable.offset]
+            except StateStructureError:
+                self._retire(number)
+                continue
+            if leaf is variable.held:
+                continue
+            if type_of(as_array(leaf)) == variable.type:
+                changed.append(number)
+            else:  # A function that reaches it will be sent again, for another array.
+                self._retire(number)
         if changed:
             self._put(changed, servers)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from armillary.cluster._ray import import_ray
@@ -81,6 +82,10 @@ class Failed(NamedTuple):
     lost_server: int | None = None
 
 
+class NotKnown(NamedTuple):
+    """A worker was asked that was started anew since the coordinator greeted it."""
+
+
 Ahead = dict[int, tuple[tuple[Part, ...], tuple[int, Any]]]
 """What was read before its call began: by server, the parts and the answer."""
 
@@ -120,9 +125,11 @@ class Worker:
             self._datasets[number] = error
 
     def prepare(
-        self, number: int, shipped: ShippedTask, *arrays: Any
-    ) -> TaskSpec | Failed:
+        self, pid: int, number: int, shipped: ShippedTask, *arrays: Any
+    ) -> TaskSpec | Failed | NotKnown:
         """Traces a function, for arguments such as these."""
+        if pid != os.getpid():
+            return NotKnown()
         try:
             if number not in self._tasks:
                 self._tasks[number] = _Task(shipped, self._find, self._strategy)
@@ -135,11 +142,12 @@ class Worker:
         self._tasks[number].placed = placed
 
     def run(
-        self, number: int, calls: Sequence[int], oldest: int, *arrays: Any
+        self, pid: int, number: int, calls: Sequence[int], oldest: int, *arrays: Any
     ) -> list[Any]:
         """Runs calls of a function, one after the other, until one fails.
 
         Args:
+            pid: The process that is asked.
             number: The number of the function.
             calls: The numbers of the calls.
             oldest: The smallest number of a call that has not ended.
@@ -148,6 +156,8 @@ class Worker:
         Returns:
             How each call ended that has begun, and then the result of each call.
         """
+        if pid != os.getpid():
+            return [NotKnown(), *[None] * len(calls)]
         size = len(arrays) // len(calls)
         ended: list[Done | Failed] = []
         results: list[Any] = [None] * len(calls)
@@ -190,7 +200,7 @@ class Worker:
                 for server, parts in reads.items()
                 if server not in known
             ]
-            batches = task.take(self._datasets)
+            batches = task.take(arrays, self._datasets)
             answers = [*known.items(), *self._wait(asked)]
             values, versions = task.join(program, reads, answers)
             result, gradients, additions = program(values, (batches, arrays), call)
@@ -258,10 +268,23 @@ def _failed(error: Exception) -> Failed:
     return Failed(error.with_traceback(None))
 
 
+_COORDINATOR_NAMES = (
+    "schedule",
+    "join",
+    "done",
+    "fetch",
+    "create_per_worker_dataset",
+    "shutdown",
+    "strategy",
+)
+
+
 class _Coordinator:
     """Stands for the coordinator in a function that was scheduled."""
 
     def __getattr__(self, name: str) -> Any:
+        if name not in _COORDINATOR_NAMES:
+            raise AttributeError(name)
         raise RuntimeError(
             f"`{name}` of the `ClusterCoordinator` was used on a worker. Functions are "
             "scheduled, and results fetched, in the process that made it."
@@ -287,15 +310,15 @@ class _Task:
         state = State([(self._fn, ""), *((leaf, "") for leaf in objects)])
         self._strategy, self._types = strategy, shipped.types
         self._flat = FlatState(state, strategy)
-        # How many batches a call takes from each data set.
-        self._counts: dict[int, int] = {}
+        # How many batches a call takes from each data set, by kind of its arguments.
+        self._counts: dict[Any, dict[int, int]] = {}
         self._programs: dict[Any, TaskProgram] = {}
         self.placed: PlacedTask | None = None
 
     def trace(self, arrays: Sequence[Any], datasets: Datasets) -> TaskProgram:
         """Returns the program for arrays, and for the next batches, such as these."""
         while True:
-            batches = self._peek(datasets)
+            batches = self._peek(arrays, datasets)
             leaves, tree = jax.tree.flatten((batches, list(arrays)))
             key = tree, tuple(map(_kind, leaves))
             program = self._programs.get(key)
@@ -308,23 +331,32 @@ class _Task:
                         self._call, self._flat, tree.unflatten(types), self._fn
                     )
             except MoreBatches as more:
-                self._counts[more.index] = self._counts.get(more.index, 0) + 1
+                counts = self._counts_of(arrays)
+                counts[more.index] = counts.get(more.index, 0) + 1
                 continue
             self._programs[key] = program
             return program
 
-    def take(self, datasets: Datasets) -> dict[int, list[PyTree]]:
+    def take(
+        self, arrays: Sequence[Any], datasets: Datasets
+    ) -> dict[int, list[PyTree]]:
         """Returns the batches of a call, and goes on in the data."""
-        batches = self._peek(datasets)
-        for number, count in self._counts.items():
+        batches = self._peek(arrays, datasets)
+        for number, count in self._counts_of(arrays).items():
             find_batches(datasets, number).drop(count)
         return batches
 
-    def _peek(self, datasets: Datasets) -> dict[int, list[PyTree]]:
+    def _peek(
+        self, arrays: Sequence[Any], datasets: Datasets
+    ) -> dict[int, list[PyTree]]:
         return {
             number: find_batches(datasets, number).peek(count)
-            for number, count in self._counts.items()
+            for number, count in self._counts_of(arrays).items()
         }
+
+    def _counts_of(self, arrays: Sequence[Any]) -> dict[int, int]:
+        leaves, tree = jax.tree.flatten(list(arrays))
+        return self._counts.setdefault((tree, tuple(map(_kind, leaves))), {})
 
     def _call(self, batches: dict[int, list[PyTree]], arrays: list[Any]) -> PyTree:
         args, kwargs = self._tree.unflatten(
@@ -423,4 +455,9 @@ def _kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def _to_host(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            "A scheduled function returned a random key, which cannot be sent. Return "
+            "its words, `jax.random.key_data(key)`."
+        )
     return to_host(leaf) if isinstance(leaf, jax.Array) else leaf

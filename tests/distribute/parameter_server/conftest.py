@@ -27,7 +27,8 @@ def make_coordinator():
 
     yield make
     for coordinator in made:
-        coordinator.shutdown()
+        if not coordinator._dispatcher.is_stopped:
+            coordinator.shutdown()
     import ray
 
     ray.shutdown()

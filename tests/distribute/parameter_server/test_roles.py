@@ -84,8 +84,9 @@ def test_chief_workers_and_servers_run_one_program(tmp_path):
                 os.killpg(process.pid, signal.SIGKILL)
     *others, chief = outputs
     assert "total 190.0" in chief, outputs
-    assert "worker 0 | has joined the cluster of" in others[0]
-    assert "ps 0 | the chief has ended." in others[2]
+    # One worker can do all the work before the other one is there.
+    assert "0 | has joined the cluster of" in "".join(others)
+    assert all("0 | the chief" in each or "1 | the chief" in each for each in others)
     assert [process.returncode for process in processes] == [0, 0, 0, 0]
 
 

@@ -60,7 +60,7 @@ def test_what_was_read_does_not_change_later(server):
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"), [(Addition.SUM, 6), (Addition.MEAN, 3), (Addition.ONCE, 2)]
+    ("how", "expected"), [(Addition.SUM, 6), (Addition.MEAN, 3), (Addition.FIRST, 2)]
 )
 def test_a_round_is_applied_when_it_is_whole(server, how, expected):
     server.push(push(0, 2.0, how, in_round=0))
@@ -72,3 +72,14 @@ def test_a_round_is_applied_when_it_is_whole(server, how, expected):
     assert read(server) == (1, [expected, expected])
     server.commit([2, 3])
     assert read(server)[0] == 1
+
+
+def test_what_must_be_equal_and_is_not_is_not_applied(server):
+    for call, value in ((0, 1.0), (1, 2.0)):
+        server.push(push(call, value, Addition.EQUAL, in_round=call))
+    assert server.commit([0, 1]) == [0]
+    assert read(server) == (0, [0, 0])
+    for call in (2, 3):
+        server.push(push(call, 5.0, Addition.EQUAL, in_round=call))
+    assert server.commit([2, 3]) == []
+    assert read(server) == (1, [5, 5])

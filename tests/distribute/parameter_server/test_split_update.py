@@ -45,6 +45,10 @@ def make_split(transformation, spec, types):
     )
 
 
+def times_constant(x):
+    return x * np.full(x.shape, 2.0, "float32") if x.shape == (5, 3) else x
+
+
 ELEMENTWISE = {
     "sgd": optax.sgd(0.1),
     "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
@@ -111,8 +115,10 @@ def test_parts_on_several_servers_are_updated_as_a_whole(name):
         optax.adafactor(0.1, min_dim_size_to_factor=2),
         optax.lamb(0.1),
         optax.chain(optax.clip_by_block_rms(1e6), optax.sgd(0.1)),
+        optax.stateless(lambda u, p: jax.tree.map(lambda x: x / x.shape[0], u)),
+        optax.stateless(lambda u, p: jax.tree.map(times_constant, u)),
     ],
-    ids=["adafactor", "lamb", "block rms"],
+    ids=["adafactor", "lamb", "block rms", "shape", "constant"],
 )
 def test_what_looks_at_a_whole_variable_leaves_it_whole(transformation):
     transformation, spec, types, _ = make_case(transformation)

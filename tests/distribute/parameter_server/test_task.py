@@ -77,7 +77,7 @@ def test_gradients_are_sent_and_states_of_optimizers_not_read():
     result, gradients, additions = run(program, state)
     assert result == 1
     np.testing.assert_array_equal(gradients[0][0], 2 * np.arange(3.0))
-    assert named(state, program.spec.additions) == {"optimizer/step": Addition.ONCE}
+    assert named(state, program.spec.additions) == {"optimizer/step": Addition.EQUAL}
     assert list(additions.values()) == [1]
 
 
@@ -115,6 +115,22 @@ def test_sums_are_what_a_call_adds():
     }
 
 
+def test_sums_are_read_as_they_are_and_added_to_whole_arrays():
+    def step(h, strategy):
+        h.total.update(values=jnp.array([1.0]))
+        h.params["w"] = h.params["w"] + 0.5
+        return h.total.compute()
+
+    holder = Holder()
+    holder.total.update(values=jnp.array([3.0, 5.0]))
+    program, state = trace(step, holder)
+    result, _, additions = run(program, state)
+    assert result == 3
+    added = named(state, additions)
+    assert added["total/total"] == 1
+    assert added["params/w"].tolist() == [0.5, 0.5]
+
+
 def test_random_numbers_differ_between_calls_and_keys_stay():
     def step(h, strategy):
         return jax.random.normal(h.rngs.params(), (3,))
@@ -126,10 +142,19 @@ def test_random_numbers_differ_between_calls_and_keys_stay():
     assert [state.paths[i][-5:] for i in program.spec.additions] == ["count"]
 
 
+def round_trip(x):
+    return x.astype(jnp.int32).astype(jnp.float32)
+
+
 REFUSED = {
     "other: set to a value": lambda h, s: setattr(h, "other", jnp.zeros(())),
     "other: set": lambda h, s: setattr(h, "other", 2 * h.other),
     "kernel: set to a value": lambda h, s: h.model.kernel.set_value(jnp.ones((3,))),
+    "other: added to, by an amount": lambda h, s: setattr(
+        h, "other", h.other + h.other
+    ),
+    "total/count: set to a value": lambda h, s: h.total.reset(),
+    "other: set to": lambda h, s: setattr(h, "other", round_trip(h.other + 0.7)),
 }
 
 

@@ -1,6 +1,7 @@
 """Trainers under a `ParameterServerStrategy`: one line, and the same numbers."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -98,6 +99,29 @@ def test_a_call_that_is_left_over_is_an_error_without_staleness(synchronous, pro
         armillary.errors.BatchSizeError, match="7 examples for 2 workers"
     ):
         trainer.train(1)
+
+
+def test_an_update_is_made_of_calls_of_one_function(synchronous, problem):
+    coordinator = synchronous.coordinator
+    step, iterator = problem.start(coordinator)
+    for _ in range(2):
+        coordinator.schedule(step, args=(iterator,))
+        coordinator.schedule(lambda: jnp.ones(()))
+    with pytest.raises(ValueError, match="1 call of `step` had no call to run"):
+        coordinator.join()
+
+
+def test_unequal_additions_are_refused_without_staleness(synchronous):
+    coordinator, w = synchronous.coordinator, nnx.Variable(jnp.zeros(()))
+
+    def add(n):
+        w[...] += n
+
+    for n in (1.0, 10.0):
+        coordinator.schedule(add, (jnp.float32(n),))
+    message = "values to w in one update"
+    with pytest.raises(armillary.errors.ReplicaMismatchError, match=message):
+        coordinator.join()
 
 
 def test_a_controller_trains_saves_and_resumes(coordinator, problem, tmp_path):
