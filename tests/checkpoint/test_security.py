@@ -107,6 +107,10 @@ def test_restoring_never_unpickles(tmp_path: Path) -> None:
     assert (tmp_path / "trapped").exists()
 
 
+# Functions that a program sends to its own workers, over an authenticated cluster.
+SENDS_FUNCTIONS = "armillary/distribute/parameter_server/"
+
+
 def test_the_library_neither_unpickles_nor_evaluates() -> None:
     found = [
         f"{path.relative_to(REPOSITORY)}:{node.lineno}"
@@ -115,7 +119,12 @@ def test_the_library_neither_unpickles_nor_evaluates() -> None:
         if _runs_what_it_reads(node)
     ]
 
-    assert found == []
+    senders = [place for place in found if place.startswith(SENDS_FUNCTIONS)]
+    assert found == senders
+    assert {place.rpartition("/")[2].partition(":")[0] for place in senders} == {
+        "_shipping.py",
+        "_worker.py",
+    }
     assert _runs_what_it_reads(ast.parse("import pickle").body[0])
     assert _runs_what_it_reads(ast.parse("eval(x)", mode="eval").body)
 

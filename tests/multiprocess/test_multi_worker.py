@@ -189,7 +189,8 @@ def check_exports(first: Any, second: Any) -> None:
 def check_odd(results: list[Any], expected: Any) -> None:
     for result in results:
         np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-6)
-        np.testing.assert_allclose(result["sums"], expected["sums"], rtol=1e-5)
+        # One of them is a sum of what cancels.
+        np.testing.assert_allclose(result["sums"], expected["sums"], 1e-5, 1e-7)
         assert result["gathered"] == expected["gathered"]
         assert result["resident"] == [sum(range(29)), 3]
         assert result["totals"] == [

@@ -194,8 +194,8 @@ class ClusterCoordinator:
 
         Args:
             dataset_fn: Called on each worker, with an `InputContext` that tells which
-                one it is. It returns anything that a strategy distributes, in batches
-                of the size that one call takes.
+                one it is, if it takes an argument. It returns anything that a strategy
+                distributes, in batches of the size that one call takes.
 
         Returns:
             A data set whose iterator is for scheduled functions.

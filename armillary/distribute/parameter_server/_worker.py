@@ -1,5 +1,6 @@
 """A worker: runs scheduled functions, between reading variables and sending changes."""
 
+import inspect
 import os
 import pickle
 import time
@@ -117,7 +118,10 @@ class Worker:
         try:
             dataset_fn = unship(payload, (), self._find)
             with self._strategy.scope():
-                dataset = dataset_fn(self._strategy.input_context)
+                # As in TensorFlow, it may do without.
+                needs_context = bool(inspect.signature(dataset_fn).parameters)
+                args = (self._strategy.input_context,) if needs_context else ()
+                dataset = dataset_fn(*args)
             if not isinstance(dataset, DistributedDataset):
                 dataset = self._strategy.distribute_dataset(dataset)
             self._datasets[number] = Batches(dataset)

@@ -14,7 +14,7 @@ from armillary.distribute.coordinator import ClusterCoordinator
 from armillary.distribute.partitioners import FixedShardsPartitioner
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def make_coordinator():
     """Returns a function that makes coordinators, which are stopped at the end."""
     pytest.importorskip("ray")
@@ -34,7 +34,7 @@ def make_coordinator():
     ray.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_coordinator(make_coordinator):
     return make_coordinator(
         num_workers=2,

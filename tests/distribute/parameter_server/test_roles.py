@@ -77,7 +77,7 @@ def test_chief_workers_and_servers_run_one_program(tmp_path):
             )
         )
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:

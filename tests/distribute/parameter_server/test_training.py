@@ -65,7 +65,7 @@ def values_of(trainer):
     }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def synchronous(make_coordinator):
     return make_coordinator(num_workers=2, num_ps=1, max_staleness=0).strategy
 
