@@ -57,8 +57,7 @@ def test_digits_reaches_its_accuracy_and_resumes(tmp_path):
     assert read_accuracy(again.stdout) > 97.0
 
 
-@pytest.mark.slow
-@pytest.mark.each_case
+@pytest.mark.thorough
 @pytest.mark.xdist_group("ray")
 def test_asynchronous_digits_reach_the_synchronous_accuracy(tmp_path):
     result = run_well("parameter_server.py", "--run-dir", tmp_path, "--steps", 600)

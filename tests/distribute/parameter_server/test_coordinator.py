@@ -256,6 +256,7 @@ def test_calls_of_lost_workers_run_again_and_none_twice(
     np.testing.assert_allclose(problem.kernel[:, 0], [1, -2, 3], atol=0.1)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_keeps_failing_does_not_stop_the_others(
     coordinator, problem, kill
 ):

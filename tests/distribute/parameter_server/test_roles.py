@@ -43,8 +43,7 @@ print("total", total[...])
 CLUSTER = {"chief": ["h:1"], "worker": ["h:2", "h:3"], "ps": ["h:4"]}
 
 
-@pytest.mark.slow
-@pytest.mark.each_case
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 @pytest.mark.xdist_group("ray")
 def test_chief_workers_and_servers_run_one_program(tmp_path):
