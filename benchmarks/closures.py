@@ -9,17 +9,15 @@ subtracts the same from every element, so that the variables tell how many have 
 
 import argparse
 import importlib
-import os
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks.protocol import UnsupportedError, write_message
-from benchmarks.worker import find_versions, serve
+from benchmarks.protocol import write_message
+from benchmarks.worker import find_versions, replying, serve
 
 CONTESTANTS = {
     "copies": "benchmarks.contestants.copies:Copies",
@@ -70,10 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--bytes", required=True, type=int)
     parser.add_argument("--workers", required=True, type=int)
     given = parser.parse_args(arguments)
-    # Libraries print to standard output; the protocol keeps the real one to itself.
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    try:
+    with replying() as replies:
         start = time.perf_counter()
         module, _, name = CONTESTANTS[given.contestant].partition(":")
         contestant = getattr(importlib.import_module(module), name)()
@@ -88,15 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         write_message(replies, ready)
         serve(contestant, sys.stdin, replies)
-    except UnsupportedError as error:
-        write_message(replies, {"event": "error", "message": str(error), "skip": True})
-    except Exception as error:
-        traceback.print_exc()
-        message = f"{type(error).__name__}: {error}"
-        write_message(replies, {"event": "error", "message": message, "skip": False})
-        # Threads of a framework that failed halfway may never end by themselves.
-        replies.close()
-        os._exit(1)
 
 
 if __name__ == "__main__":

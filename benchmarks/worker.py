@@ -8,6 +8,7 @@ set up. `benchmarks.protocol` describes the lines it reads and writes.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -15,7 +16,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 from benchmarks.contestants import CONTESTANTS, Contestant, make_contestant
@@ -50,9 +51,6 @@ _REPORTED = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one contestant until its input ends."""
     given = _parse(arguments)
-    # Libraries print to standard output; the protocol keeps the real one to itself.
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     options = Options(
         steps_per_loop=given.steps_per_loop,
         devices=given.devices,
@@ -60,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         dtype=given.dtype,
         convolutions=given.convolutions,
     )
-    try:
+    with replying() as replies:
         start = time.perf_counter()
         contestant = make_contestant(given.contestant)
         contestant.setup(make_task(given.task, given.size), options)
@@ -68,6 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seconds = time.perf_counter() - start
         _write_ready(replies, contestant, seconds)
         serve(contestant, sys.stdin, replies)
+
+
+@contextlib.contextmanager
+def replying() -> Iterator[IO[str]]:
+    """Yields where to answer the parent, and tells it of errors of the code inside."""
+    # Libraries print to standard output; the protocol keeps the real one to itself.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        yield replies
     except UnsupportedError as error:
         write_message(replies, {"event": "error", "message": str(error), "skip": True})
     except Exception as error:

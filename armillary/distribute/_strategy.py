@@ -139,6 +139,16 @@ class Strategy:
         return None
 
     @property
+    def input_context(self) -> InputContext:
+        """Which share of the data this process reads."""
+        peers = self.peers
+        return InputContext(
+            num_input_pipelines=1 if peers is None else peers.count,
+            input_pipeline_id=0 if peers is None else peers.index,
+            num_replicas_in_sync=self.num_replicas_in_sync,
+        )
+
+    @property
     def layout(self) -> BatchLayout:
         """Where the batches of a distributed dataset go."""
         raise NotImplementedError
@@ -385,14 +395,11 @@ class Strategy:
             A dataset to iterate with `for` or `next`, or to give to a trainer.
         """
         check_callable("dataset_fn", dataset_fn)
-        peers = self.peers
-        context = InputContext(
-            num_input_pipelines=1 if peers is None else peers.count,
-            input_pipeline_id=0 if peers is None else peers.index,
-            num_replicas_in_sync=self.num_replicas_in_sync,
-        )
         return DistributedDataset(
-            dataset_fn(context), self.layout, per_replica_batches=True, options=options
+            dataset_fn(self.input_context),
+            self.layout,
+            per_replica_batches=True,
+            options=options,
         )
 
     def distribute_values_from_function(

@@ -105,23 +105,16 @@ class AsynchronousLoop:
         return iter(self._coordinator.create_per_worker_dataset(make))
 
 
-def _from_function(
-    dataset_fn: Any, options: InputOptions, context: InputContext
-) -> DistributedDataset:
-    del context
-    return _worker_strategy().distribute_datasets_from_function(dataset_fn, options)
+def _from_function(dataset_fn: Any, options: InputOptions) -> DistributedDataset:
+    return get_strategy().distribute_datasets_from_function(dataset_fn, options)
 
 
 def _from_source(
     source: Any, options: InputOptions, in_rounds: bool, context: InputContext
 ) -> DistributedDataset:
-    strategy = _worker_strategy()
+    strategy = get_strategy()
     share = Share(strategy.distribute_dataset(source), context, in_rounds=in_rounds)
     return strategy.distribute_dataset(share, options)
-
-
-def _worker_strategy() -> Strategy:
-    return get_strategy()
 
 
 class Share:

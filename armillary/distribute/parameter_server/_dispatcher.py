@@ -200,10 +200,17 @@ class Dispatcher:
 
         self._events.put(connect)
 
-    def break_(self, error: BaseException) -> PSUnavailableError:
+    def break_(
+        self, error: BaseException, index: int | None = None
+    ) -> PSUnavailableError:
         """Hears that a server is gone; returns the error to raise."""
         self._is_broken = True
-        return _lost_message(None, error)
+        which = "A parameter server" if index is None else f"Parameter server {index}"
+        return PSUnavailableError(
+            f"{which} is gone ({error}), and with it what its variables held since the "
+            "last `join`. Restore the last checkpoint and schedule on: the next call "
+            "starts a new one, and fills all of them from the coordinator's objects."
+        )
 
     def stop(self) -> None:
         """Ends the thread and the actors; calls that have not ended are cancelled."""
@@ -336,7 +343,7 @@ class Dispatcher:
                     closure.value.fail(failed.error)
                     self._fail(failed.error)
                     return None
-                elif closure.is_ready:
+                if closure.is_ready:
                     self._queue.remove(closure)
                     return closure
         return None
@@ -360,34 +367,35 @@ class Dispatcher:
         """Begins a round, if every worker is up, or calls of lost workers again."""
         if not all(worker.is_up for worker in self._workers):
             return
-        if self._round:
-            running = {r.closure for w in self._workers for r in w.running.values()}
-            for worker, closure in zip(self._workers, self._round, strict=False):
-                if closure not in running and not closure.value.has_ended:
-                    self._note(worker, [closure])
-                    self._begin(worker, [closure])
-            return
+        if not self._round:
+            self._fill_round()
+        running = {r.closure for w in self._workers for r in w.running.values()}
+        begun = [
+            (worker, closure)
+            for worker, closure in zip(self._workers, self._round, strict=False)
+            if closure not in running and not closure.value.has_ended
+        ]
+        # All are noted before the first can fail, which would end the round.
+        for worker, closure in begun:
+            self._note(worker, [closure])
+        for worker, closure in begun:
+            self._begin(worker, [closure])
+
+    def _fill_round(self) -> None:
+        """Takes a call for each worker, or fewer if somebody waits for them."""
         with self._changed:
             count = len(self._queue)
-        if count < len(self._workers) and not (count and self._num_waiting):
-            return
-        with self._changed:
+            if count < len(self._workers) and not (count and self._num_waiting):
+                return
             while len(self._round) < len(self._workers):
                 closure = self._take()
-                is_other = (
-                    self._round
-                    and closure
-                    and (closure.task is not self._round[0].task)
-                )
                 if closure is None:
                     break
-                if is_other:  # An update is made of calls of one function.
+                if self._round and closure.task is not self._round[0].task:
+                    # An update is made of calls of one function.
                     self._queue.appendleft(closure)
                     break
                 self._round.append(closure)
-        for worker, closure in zip(self._workers, self._round, strict=False):
-            self._note(worker, [closure])
-            self._begin(worker, [closure])
 
     def _note(self, worker: _Worker, closures: list[Closure]) -> None:
         """Takes down that a worker runs calls of one message."""
@@ -400,10 +408,7 @@ class Dispatcher:
         try:
             self._send(worker, closures)
         except Exception as error:  # Such as an argument that was deleted.
-            for closure in closures:
-                closure.value.fail(error)
-            self._fail(error)
-            self._ended(worker, closures)
+            self._failed(worker, closures, error)
 
     def _send(self, worker: _Worker, closures: list[Closure]) -> None:
         closure, task = closures[0], closures[0].task
@@ -426,15 +431,15 @@ class Dispatcher:
         if spec is None:
             return
         if isinstance(spec, Failed):
-            self._failed(worker, closure, spec.error)
+            self._failed(worker, [closure], spec.error)
             return
         try:
             self._place(task, spec)
         except import_ray().exceptions.RayActorError as error:
-            self._failed(worker, closure, self.break_(error))
+            self._failed(worker, [closure], self.break_(error))
             return
         except Exception as error:
-            self._failed(worker, closure, error)
+            self._failed(worker, [closure], error)
             return
         worker.actor.place.remote(task.number, task.placed)
         worker.known.add(task.number)
@@ -451,7 +456,7 @@ class Dispatcher:
         task, is_synchronous = closures[0].task, self._settings.is_synchronous
         is_partial = len(self._round) < len(self._workers)
         if is_synchronous and is_partial and (task.spec and task.spec.has_updates):
-            self._failed(worker, closures[0], self._partial_error(task))
+            self._failed(worker, closures, self._partial_error(task))
             return
         run = worker.actor.run.options(num_returns=1 + len(closures))
         statuses, *values = run.remote(
@@ -501,8 +506,7 @@ class Dispatcher:
                 continue
             error = status.error
             if status.lost_server is not None:
-                self._is_broken = True
-                error = _lost_message(status.lost_server, error)
+                error = self.break_(error, status.lost_server)
             closure.value.fail(error)
             self._fail(error)
         for closure in closures[len(statuses) :]:
@@ -558,10 +562,13 @@ class Dispatcher:
         self._greet(worker)
         self._give_out()
 
-    def _failed(self, worker: _Worker, closure: Closure, error: BaseException) -> None:
-        closure.value.fail(error)
+    def _failed(
+        self, worker: _Worker, closures: list[Closure], error: BaseException
+    ) -> None:
+        for closure in closures:
+            closure.value.fail(error)
         self._fail(error)
-        self._ended(worker, [closure])
+        self._ended(worker, closures)
 
     def _ended(self, worker: _Worker, closures: list[Closure]) -> None:
         with self._changed:
@@ -637,12 +644,3 @@ class Dispatcher:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _lost_message(index: int | None, error: BaseException) -> PSUnavailableError:
-    which = "A parameter server" if index is None else f"Parameter server {index}"
-    return PSUnavailableError(
-        f"{which} is gone ({error}), and with it what its variables held since the "
-        "last `join`. Restore the last checkpoint and schedule on: the next call "
-        "starts a new one, and fills all of them from the coordinator's objects."
-    )

@@ -98,10 +98,9 @@ class TaskProgram:
             return result, recorded.gradients
 
         self._step = trace_step(body, flat, arguments, user_fn=fn, owner="the function")
-        leaves = [as_array(leaf) for leaf in flat.state.read()]
-        self._policies = policies_of(flat.state, leaves)
-        analysis = _Analysis(self._step, specs[0], flat, self._policies, fn)
+        analysis = _Analysis(self._step, specs[0], flat, fn)
         self._program, self._signs = analysis.program, analysis.signs
+        self._types = flat.types
         self.spec = TaskSpec(specs[0], analysis.additions, analysis.reads)
         self._run = compile_step(self._compute, self._program, flat.platform, None)
 
@@ -130,23 +129,18 @@ class TaskProgram:
     def _compute(
         self, read: list[Any], arguments: list[Any], call: Any
     ) -> tuple[list[Any], list[Any]]:
-        values = iter(read)
-        types = self._program.in_avals[: len(self._policies)]
-        start: list[Any] = []
-        for i, type_ in enumerate(types):
-            if i not in self.spec.reads:
-                start.append(None)
-            elif jnp.issubdtype(type_.dtype, jax.dtypes.prng_key):
-                start.append(_fold_in(next(values), call))
-            else:
-                start.append(next(values))
-        used = [value for value in start if value is not None]
-        outputs = core.jaxpr_as_fun(self._program_of_used())(*used, *arguments)
+        values = {
+            i: _fold_in(value, call)
+            if jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+            else value
+            for i, value in zip(self.spec.reads, read, strict=True)
+        }
+        outputs = core.jaxpr_as_fun(self._program)(*values.values(), *arguments)
         count = len(outputs) - len(self._signs)
         additions = [
             # What is added may be a number for a whole array.
             jnp.broadcast_to(
-                new - start[i] if sign == 0 else sign * new, types[i].shape
+                new - values[i] if sign == 0 else sign * new, self._types[i].shape
             )
             for i, new, sign in zip(
                 self.spec.additions, outputs[count:], self._signs, strict=True
@@ -154,21 +148,13 @@ class TaskProgram:
         ]
         return outputs[:count], additions
 
-    def _program_of_used(self) -> core.ClosedJaxpr:
-        jaxpr, count = self._program.jaxpr, len(self._policies)
-        invars = [jaxpr.invars[i] for i in self.spec.reads] + jaxpr.invars[count:]
-        info = jaxpr.debug_info.with_unknown_names()
-        return core.ClosedJaxpr(
-            jaxpr.replace(invars=invars, debug_info=info), self._program.consts
-        )
-
 
 class _Analysis:
     """Finds what a traced function does to each variable that it changes.
 
     Attributes:
-        program: The part of it that a worker runs, from all variables and arguments to
-            its results, and then what each addition is computed from.
+        program: The part of it that a worker runs, from the variables that it reads and
+            its arguments to its results, and then what each addition is computed from.
         additions: As in `TaskSpec`.
         signs: For each addition, 1 or -1 if the output is to be added or subtracted, 0
             if it is the new value, of which the old one is to be subtracted.
@@ -180,9 +166,9 @@ class _Analysis:
         step: TracedStep,
         specs: Sequence[UpdateSpec],
         flat: FlatState,
-        policies: Sequence[Policy],
         fn: Callable[..., Any],
     ) -> None:
+        policies = policies_of(flat.state, list(map(as_array, flat.state.read())))
         jaxpr = step.program.jaxpr
         self._invars = jaxpr.invars
         self._made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -223,9 +209,12 @@ class _Analysis:
                 self.additions[i] = _ADDITIONS[policy]
                 self.signs.append(found[0])
                 outputs.append(found[1])
-        added = zip(self.additions, outputs, strict=True)
-        for i, out in list(added):
-            if self.additions[i] is Addition.EQUAL and self._depends(step, out):
+        equal = [i for i, how in self.additions.items() if how is Addition.EQUAL]
+        fragile = {self._invars[i] for i in equal}
+        for i, out in zip(self.additions, outputs, strict=True):
+            if i in equal and not fragile.isdisjoint(
+                _used(_prune(step.program, [out]))
+            ):
                 refused.append(
                     f"{flat.state.paths[i]}: added to, by an amount that depends on "
                     "what such variables held"
@@ -241,28 +230,16 @@ class _Analysis:
                     "are computed on the parameter servers, after the function: use "
                     "the gradients instead."
                 )
-        pruned = self.program.jaxpr
-        used = {
-            var
-            for atoms in (pruned.outvars, *(eqn.invars for eqn in pruned.eqns))
-            for var in atoms
-            if isinstance(var, core.Var)
-        }
-        variables = enumerate(self._invars[: len(flat.state.paths)])
+        used, count = _used(self.program), len(flat.types)
         # What is averaged is compared with what it was.
         needed = {
             i for i, sign in zip(self.additions, self.signs, strict=True) if sign == 0
         }
+        variables = enumerate(self._invars[:count])
         self.reads = tuple(i for i, var in variables if var in used or i in needed)
-
-    def _depends(self, step: TracedStep, out: Any) -> bool:
-        """Returns whether a value is made of variables that are added to."""
-        eqns = _prune(step.program, [out]).jaxpr.eqns
-        used = {id(var) for eqn in eqns for var in eqn.invars} | {id(out)}
-        return any(
-            id(self._invars[i]) in used
-            for i, how in self.additions.items()
-            if how is Addition.EQUAL
+        read = [self._invars[i] for i in self.reads]
+        self.program = self.program.map_jaxpr(
+            lambda jaxpr: _replace(jaxpr, invars=[*read, *self._invars[count:]])
         )
 
     def _same(self, var: Any, *, may_round: bool = False) -> Any:
@@ -323,9 +300,25 @@ def _prune(program: core.ClosedJaxpr, outputs: list[Any]) -> core.ClosedJaxpr:
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
             kept.append(eqn)
             needed.update(var for var in eqn.invars if isinstance(var, core.Var))
-    info = program.jaxpr.debug_info.with_unknown_names()
-    jaxpr = program.jaxpr.replace(eqns=kept[::-1], outvars=outputs, debug_info=info)
-    return core.ClosedJaxpr(jaxpr, program.consts)
+    return program.map_jaxpr(
+        lambda jaxpr: _replace(jaxpr, eqns=kept[::-1], outvars=outputs)
+    )
+
+
+def _used(program: core.ClosedJaxpr) -> set[Any]:
+    """Returns the variables that a program's operations and results are made of."""
+    jaxpr = program.jaxpr
+    return {
+        var
+        for atoms in (jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns))
+        for var in atoms
+        if isinstance(var, core.Var)
+    }
+
+
+def _replace(jaxpr: core.Jaxpr, **parts: Any) -> core.Jaxpr:
+    # The names of its inputs and outputs are no longer as many as they.
+    return jaxpr.replace(debug_info=jaxpr.debug_info.with_unknown_names(), **parts)
 
 
 def _fold_in(key: jax.Array, call: Any) -> jax.Array:

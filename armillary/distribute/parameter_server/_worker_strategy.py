@@ -3,9 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from armillary.data._dataset import DistributedDataset
 from armillary.data._input_context import InputContext
-from armillary.data._options import InputOptions
 from armillary.distribute.replica._collectives import ReplicaContext
 from armillary.distribute.replica._context import entered
 from armillary.distribute.strategies._single import SingleStrategy
@@ -37,17 +35,6 @@ class WorkerStrategy(SingleStrategy):
         context = _WorkerContext(self, self._index)
         with entered(self, context):
             return fn(*args, **kwargs)
-
-    def distribute_datasets_from_function(
-        self,
-        dataset_fn: Callable[[InputContext], Any],
-        options: InputOptions | None = None,
-    ) -> DistributedDataset:
-        """Calls `dataset_fn` with this worker's number among all workers."""
-        data = dataset_fn(self.input_context)
-        return DistributedDataset(
-            data, self.layout, per_replica_batches=True, options=options
-        )
 
     @property
     def input_context(self) -> InputContext:
