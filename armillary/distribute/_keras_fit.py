@@ -14,8 +14,10 @@ strategy is made or its scope is entered with Keras loaded; for other models the
 what they did.
 """
 
+import contextlib
 import functools
 import hashlib
+import inspect
 import json
 import weakref
 from collections.abc import Callable, Iterator
@@ -88,7 +90,7 @@ def _follow() -> None:
     for name in _RUNNING:
         _wrap(kind, name, functools.partial(_run, name=name))
     for name in _MAKING:
-        _wrap(kind, name, _make)
+        _wrap(kind, name, functools.partial(_make, name=name))
     _wrap(kind, "_make_function", _bound)
     module: Any = keras_trainer
     distribute = module._distribute_data
@@ -129,14 +131,6 @@ def _remember(model: Any) -> None:
 def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
     import keras
 
-    own = _strategies.get(model)
-    if own is not None and not own.runs_keras and name in {"fit", "train_on_batch"}:
-        raise TypeError(
-            f"`{name}` of a Keras model was called under {own!r}, whose workers it "
-            "could not use. Make the model under another strategy, such as "
-            "`armillary.MirroredStrategy()`."
-        )
-
     strategy = get_strategy() if has_strategy() else _strategies.get(model)
     if strategy is None or keras.distribution.distribution() is not None:
         return method(*args, **kwargs)
@@ -156,15 +150,24 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
     args = (*map(as_data, args[:1]), *args[1:])
     data = {key: as_data(kwargs[key]) for key in _DATA if key in kwargs}
     kwargs = {**kwargs, **data}
-    with _make_distribution(strategy).scope():
+    with contextlib.ExitStack() as stack:
+        if name == "fit":
+            arguments = inspect.signature(method).bind(*args, **kwargs).arguments
+            stack.enter_context(strategy.fit_scope(model, arguments))
+        stack.enter_context(_make_distribution(strategy).scope())
         return method(*args, **kwargs)
 
 
-def _make(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
+def _make(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
     """Makes a function of a model, once its variables are where they belong."""
     if _is_running_here():
         _place(model)
-    return method(*args, **kwargs)
+        if name == "make_train_function":
+            own = _made_for[model].make_train_function(model)
+            if own is not None:
+                model.train_function = own
+                return
+    method(*args, **kwargs)
 
 
 def _bound(method: Any, model: Any, args: Any, kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ written here once, on top of these.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -68,9 +68,6 @@ class Strategy:
 
     cross_device_ops: CrossDeviceOps | None = None
     """How steps sum over replicas; `None` leaves it to XLA."""
-
-    runs_keras = True
-    """Whether `model.fit` of Keras can train under it."""
 
     has_copies = True
     """Whether each device of the mesh keeps state of its own between programs."""
@@ -168,6 +165,22 @@ class Strategy:
     def admit(self, arrays: list[Any]) -> list[Any]:
         """Returns a program's arguments where it can take them: by default as is."""
         return arrays
+
+    def fit_scope(
+        self, model: Any, arguments: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Returns what is entered while `model.fit` of Keras runs: by default nothing.
+
+        Args:
+            model: The model.
+            arguments: Those of `fit`, by name.
+        """
+        del model, arguments
+        return nullcontext()
+
+    def make_train_function(self, model: Any) -> Any:
+        """Returns what takes training steps of a Keras model; `None` for Keras' own."""
+        del model
 
     def _run(
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any

@@ -15,7 +15,7 @@ DOCUMENTS = [
     ]
     if path.name != "CHANGELOG.md"
 ]
-WITH_KERAS = ("keras.md", "migrating.md")
+WITH_KERAS = ("keras.md", "migrating.md", "parameter_server.md")
 FENCE = re.compile(
     r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
 )
@@ -68,6 +68,7 @@ def test_python_blocks_run_and_print_what_the_page_shows(
             capsys.readouterr()
             # The layers of Keras rely on the promotion of ranks.
             promotion = "allow" if path.name in WITH_KERAS else "raise"
+            monkeypatch.setenv("JAX_NUMPY_RANK_PROMOTION", promotion)  # for workers
             with jax.numpy_rank_promotion(promotion):
                 exec(code, namespace)
             printed = capsys.readouterr().out

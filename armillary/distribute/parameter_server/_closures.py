@@ -60,11 +60,15 @@ class RemoteValue:
         Raises:
             ClosureCancelledError: If it did not run, because another call failed.
         """
-        with self.waiting():
-            self._ended.wait()
+        self.wait()
         if self._error is not None:
             raise self._error
         return import_ray().get(self._reference)
+
+    def wait(self) -> None:
+        """Returns when the call has ended, well or badly."""
+        with self.waiting():
+            self._ended.wait()
 
     @property
     def is_ready(self) -> bool:
@@ -173,6 +177,7 @@ class Closure:
         inputs: Its arrays, and results of other calls.
         value: Where its result goes.
         begun_at: How many updates had been made when it was last begun.
+        num_losses: How many workers were lost while they ran it.
     """
 
     number: int
@@ -180,6 +185,7 @@ class Closure:
     inputs: list[Any]
     value: RemoteValue = field(default_factory=RemoteValue)
     begun_at: int = 0
+    num_losses: int = 0
 
     @property
     def is_ready(self) -> bool:

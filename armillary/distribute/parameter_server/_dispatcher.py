@@ -29,6 +29,8 @@ _DEPTH = 2
 _MESSAGE_SECONDS = 0.02
 _RETRY_SECONDS = 0.2
 _LOOK_SECONDS = 1.0
+# After so many lost workers in a row, it is the call that ends them.
+_MOST_LOSSES = 5
 
 
 class _Running(NamedTuple):
@@ -207,9 +209,10 @@ class Dispatcher:
         self._is_broken = True
         which = "A parameter server" if index is None else f"Parameter server {index}"
         return PSUnavailableError(
-            f"{which} is gone ({error}), and with it what its variables held since the "
-            "last `join`. Restore the last checkpoint and schedule on: the next call "
-            "starts a new one, and fills all of them from the coordinator's objects."
+            f"{which} is gone ({_first_line(error)}), and with it what its variables "
+            "held since the last `join`. Restore the last checkpoint and schedule on: "
+            "the next call starts a new one, and fills all of them from the "
+            "coordinator's objects."
         )
 
     def stop(self) -> None:
@@ -542,6 +545,13 @@ class Dispatcher:
     def _lose(self, worker: _Worker, error: BaseException) -> None:
         """Queues the calls of a lost worker again, before all others."""
         lost = [each.closure for each in worker.running.values()]
+        # The others have waited for the first.
+        for closure in lost[:1]:
+            closure.num_losses += 1
+            if closure.num_losses == _MOST_LOSSES:
+                closure.value.fail(_deadly_error(closure, error))
+                self._fail(closure.value.error)
+        lost = [closure for closure in lost if not closure.value.has_ended]
         with self._changed:
             worker.running.clear()
             worker.is_up, worker.up_since = False, time.monotonic()
@@ -640,6 +650,15 @@ class Dispatcher:
                         number,
                         closure.task.name,
                     )
+
+
+def _deadly_error(closure: Closure, error: BaseException) -> RuntimeError:
+    return RuntimeError(
+        f"Call {closure.number} of `{closure.task.name}` has lost its worker "
+        f"{closure.num_losses} times in a row ({_first_line(error)}), so it is not run "
+        "again. It may need more memory than a worker has, or end its process in "
+        "another way: run the function in this process, and look at Ray's logs."
+    )
 
 
 def _first_line(error: BaseException) -> str:

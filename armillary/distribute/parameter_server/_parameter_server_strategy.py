@@ -1,10 +1,15 @@
 """The strategy of asynchronous training."""
 
+import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+
+import numpy as np
 
 from armillary._checks import (
     check_callable,
+    check_instance,
     check_not_negative_int,
     check_positive_int,
     check_seconds,
@@ -47,11 +52,10 @@ class ParameterServerStrategy(SingleStrategy):
         ps_options: Options of Ray for the actors of parameter servers.
 
     Raises:
+        TypeError: If the resolver or the partitioner is something else.
         ValueError: If a number is out of range, or given beside a resolver.
         ClusterError: If the cluster lacks a job, or this process is not the chief.
     """
-
-    runs_keras = False
 
     def __init__(
         self,
@@ -67,12 +71,14 @@ class ParameterServerStrategy(SingleStrategy):
     ) -> None:
         super().__init__()
         if variable_partitioner is not None:
-            check_callable("variable_partitioner", variable_partitioner)
+            _check_partitioner(variable_partitioner)
         if max_staleness is not None:
             check_not_negative_int("max_staleness", max_staleness)
         check_seconds("report_seconds", report_seconds, "Use a positive number.")
         self._resolver = cluster_resolver
         if cluster_resolver is not None:
+            fix = "Pass an `armillary.cluster.TFConfigClusterResolver()`."
+            check_instance("cluster_resolver", cluster_resolver, ClusterResolver, fix)
             num_workers, num_ps = _count_tasks(cluster_resolver, num_workers, num_ps)
         self.variable_partitioner = variable_partitioner
         self.settings = Settings(
@@ -113,12 +119,60 @@ class ParameterServerStrategy(SingleStrategy):
         dataset.dataset_fn = dataset_fn
         return dataset
 
+    def fit_scope(
+        self, model: Any, arguments: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Lets workers take all steps of an epoch at once.
+
+        Raises:
+            ValueError: If workers wait for each other, or it is not known how many
+                steps an epoch has.
+        """
+        from armillary.distribute.parameter_server._scheduled_fit import epochs_as_one
+
+        if self.settings.is_synchronous:
+            raise ValueError(
+                "`fit` of a Keras model was called under "
+                "`ParameterServerStrategy(max_staleness=0)`, whose workers make one "
+                "update together, but Keras computes the loss of each as if it were "
+                "alone. Use an `armillary.keras.KerasTrainer` under a `Controller`, or "
+                "leave `max_staleness` out."
+            )
+        return epochs_as_one(model, arguments)
+
+    def make_train_function(self, model: Any) -> Any:
+        """Returns what schedules the training steps of a model."""
+        from armillary.distribute.parameter_server._scheduled_fit import ScheduledSteps
+
+        known = model.train_function
+        if not isinstance(known, ScheduledSteps) or known.strategy is not self:
+            known = ScheduledSteps(model, self)
+        known.num_steps = model.steps_per_execution
+        return known
+
     def __repr__(self) -> str:
         settings = self.settings
         return (
             f"ParameterServerStrategy({settings.num_workers} workers, "
             f"{settings.num_ps} parameter servers)"
         )
+
+
+def _check_partitioner(partitioner: Callable[..., Sequence[int]]) -> None:
+    """Raises if a partitioner cannot be called as one.
+
+    Raises:
+        TypeError: If it cannot.
+    """
+    check_callable("variable_partitioner", partitioner)
+    try:
+        inspect.signature(partitioner).bind((1,), np.dtype("float32"), axis=0)
+    except TypeError as error:
+        raise TypeError(
+            f"`variable_partitioner` is {partitioner!r}, which cannot be called with "
+            f"`(shape, dtype, axis=0)` ({error}). Use one of "
+            "`armillary.distribute.partitioners`, or a function of these three."
+        ) from error
 
 
 def _count_tasks(

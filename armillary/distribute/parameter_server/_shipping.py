@@ -13,6 +13,7 @@ from typing import Any
 import optax
 
 from armillary.cluster._ray import import_ray
+from armillary.distribute.parameter_server import _keras_objects
 from armillary.distribute.parameter_server._optimizers import make_stand_in
 
 
@@ -32,7 +33,17 @@ def ship(
     cloudpickle = import_ray().cloudpickle
     places = {id(array): ("array", i) for i, array in enumerate(arrays)}
     places |= {key: ("named", name) for key, name in named.items()}
+    # Keras' optimizers beside what stands for their updates.
+    optimizers: list[Any] = []
     transformations: list[Any] = []
+
+    def number(optimizer: Any, make: Callable[[Any], Any]) -> int:
+        index = next((i for i, o in enumerate(optimizers) if o is optimizer), None)
+        if index is None:
+            index = len(optimizers)
+            optimizers.append(optimizer)
+            transformations.append(make(optimizer))
+        return index
 
     class Pickler(cloudpickle.CloudPickler):
         def persistent_id(self, obj: Any) -> Any:
@@ -40,11 +51,15 @@ def ship(
 
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, optax.GradientTransformation):
-                if not any(obj is known for known in transformations):
-                    transformations.append(obj)
-                index = next(i for i, t in enumerate(transformations) if t is obj)
-                return make_stand_in, (index,)
-            return super().reducer_override(obj)
+                return make_stand_in, (number(obj, lambda own: own),)
+            reduced = _keras_objects.reduce_keras(obj)
+            if reduced is NotImplemented:
+                return super().reducer_override(obj)
+            if _keras_objects.is_optimizer(obj) and obj.built:
+                index = number(obj, _keras_objects.as_transformation)
+                make = _keras_objects.make_optimizer
+                return make, (type(obj), index), *reduced[2:]
+            return reduced
 
     buffer = io.BytesIO()
     try:
@@ -55,8 +70,8 @@ def ship(
             f"reaches cannot be pickled ({error}). Hold files, locks, threads, devices "
             "and their like elsewhere, or make them inside the function."
         ) from error
-    dumped = [cloudpickle.dumps(tuple(t)) for t in transformations]
-    return buffer.getvalue(), dumped
+    dump = _keras_objects.dump_transformation
+    return buffer.getvalue(), [dump(t, cloudpickle) for t in transformations]
 
 
 def unship(payload: bytes, arrays: Sequence[Any], find: Callable[[str], Any]) -> Any:

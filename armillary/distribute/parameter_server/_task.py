@@ -25,7 +25,12 @@ from armillary.distribute.parameter_server._optimizers import (
 )
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep, trace_step
-from armillary.distribute.replica._policy import Policy, policies_of
+from armillary.distribute.replica._policy import (
+    Policy,
+    as_before,
+    as_keys,
+    policies_of,
+)
 from armillary.distribute.replica._varying import corrected_types
 from armillary.errors import StateStructureError
 from armillary.state._lift import as_array
@@ -46,7 +51,6 @@ _ADDITIONS = {
     Policy.SUM: Addition.SUM,
     Policy.MIRRORED: Addition.EQUAL,
     Policy.FIRST_REPLICA: Addition.FIRST,
-    Policy.RANDOM: Addition.FIRST,
 }
 
 
@@ -100,7 +104,7 @@ class TaskProgram:
         self._step = trace_step(body, flat, arguments, user_fn=fn, owner="the function")
         analysis = _Analysis(self._step, specs[0], flat, fn)
         self._program, self._signs = analysis.program, analysis.signs
-        self._types = flat.types
+        self._types, self._keys = flat.types, analysis.keys
         self.spec = TaskSpec(specs[0], analysis.additions, analysis.reads)
         self._run = compile_step(self._compute, self._program, flat.platform, None)
 
@@ -130,9 +134,7 @@ class TaskProgram:
         self, read: list[Any], arguments: list[Any], call: Any
     ) -> tuple[list[Any], list[Any]]:
         values = {
-            i: _fold_in(value, call)
-            if jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-            else value
+            i: _fold_in(value, call) if i in self._keys else value
             for i, value in zip(self.spec.reads, read, strict=True)
         }
         outputs = core.jaxpr_as_fun(self._program)(*values.values(), *arguments)
@@ -159,6 +161,7 @@ class _Analysis:
         signs: For each addition, 1 or -1 if the output is to be added or subtracted, 0
             if it is the new value, of which the old one is to be subtracted.
         reads: As in `TaskSpec`.
+        keys: The variables that hold random keys.
     """
 
     def __init__(
@@ -170,6 +173,12 @@ class _Analysis:
     ) -> None:
         policies = policies_of(flat.state, list(map(as_array, flat.state.read())))
         jaxpr = step.program.jaxpr
+        self.keys = {
+            i
+            for i, (policy, var) in enumerate(zip(policies, jaxpr.invars, strict=False))
+            if policy is Policy.RANDOM
+            or jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)
+        }
         self._invars = jaxpr.invars
         self._made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self._name = getattr(fn, "__name__", "the function")
@@ -189,13 +198,12 @@ class _Analysis:
         outputs: list[Any] = []
         for i, out in zip(step.changed, jaxpr.outvars, strict=False):
             policy, path = policies[i], flat.state.paths[i]
-            is_key = jnp.issubdtype(out.aval.dtype, jax.dtypes.prng_key)
             if i in owned:
                 if not self._is_updated(out, i, owned[i]):
                     refused.append(f"{path}: changed besides the optimizer's update")
             elif i in states:
                 refused.append(f"{path}: an optimizer's state, which it alone changes")
-            elif is_key:
+            elif i in self.keys:
                 continue
             elif policy is Policy.MEAN:
                 self.additions[i] = Addition.MEAN
@@ -321,11 +329,12 @@ def _replace(jaxpr: core.Jaxpr, **parts: Any) -> core.Jaxpr:
     return jaxpr.replace(debug_info=jaxpr.debug_info.with_unknown_names(), **parts)
 
 
-def _fold_in(key: jax.Array, call: Any) -> jax.Array:
+def _fold_in(value: jax.Array, call: Any) -> jax.Array:
+    keys = as_keys(value)
     fold = jax.random.fold_in
-    for _ in range(key.ndim):
+    for _ in range(keys.ndim):
         fold = jax.vmap(fold, in_axes=(0, None))
-    return fold(key, call)
+    return as_before(fold(keys, call), value)
 
 
 def _refused_message(name: str, refused: Sequence[str]) -> str:

@@ -297,7 +297,7 @@ def _is_key(slot: Slot, leaf: jax.Array) -> bool:
 
 def _fold_replica_in(value: jax.Array) -> jax.Array:
     """Returns the keys of this replica; those of the first one are the stored ones."""
-    keys = _as_keys(value)
+    keys = as_keys(value)
 
     def fold(key: jax.Array) -> jax.Array:
         other = jax.random.fold_in(key, _OTHER_REPLICAS)
@@ -307,7 +307,7 @@ def _fold_replica_in(value: jax.Array) -> jax.Array:
 
     # NNX splits a stream into an array of keys for layers that are scanned over.
     folded = jax.vmap(fold)(keys.reshape(-1)).reshape(keys.shape)
-    return _as_before(folded, value)
+    return as_before(folded, value)
 
 
 def _key_of_first(value: jax.Array) -> jax.Array:
@@ -317,19 +317,20 @@ def _key_of_first(value: jax.Array) -> jax.Array:
     """
     if not varies(value):
         return value
-    data = jax.random.key_data(_as_keys(value))
+    data = jax.random.key_data(as_keys(value))
     with jax.named_scope(ON_READ_SCOPE):
         first = _sum(_masked(_replica_id() == 0, data))
-    keys = jax.random.wrap_key_data(first, impl=jax.random.key_impl(_as_keys(value)))
-    return _as_before(keys, value)
+    keys = jax.random.wrap_key_data(first, impl=jax.random.key_impl(as_keys(value)))
+    return as_before(keys, value)
 
 
-def _as_keys(value: jax.Array) -> jax.Array:
+def as_keys(value: jax.Array) -> jax.Array:
     """Returns keys of `jax.random.PRNGKey` as those of `jax.random.key`."""
     return jax.random.wrap_key_data(value) if value.dtype == jnp.uint32 else value
 
 
-def _as_before(keys: jax.Array, value: jax.Array) -> jax.Array:
+def as_before(keys: jax.Array, value: jax.Array) -> jax.Array:
+    """Returns what `as_keys` was given, with other keys."""
     return jax.random.key_data(keys) if value.dtype == jnp.uint32 else keys
 
 

@@ -18,6 +18,9 @@ from armillary.distribute.partitioners import FixedShardsPartitioner
 def make_coordinator():
     """Returns a function that makes coordinators, which are stopped at the end."""
     pytest.importorskip("ray")
+    # Workers run Keras, too.
+    patch = pytest.MonkeyPatch()
+    patch.setenv("JAX_NUMPY_RANK_PROMOTION", "allow")
     made = []
 
     def make(**options):
@@ -32,6 +35,7 @@ def make_coordinator():
     import ray
 
     ray.shutdown()
+    patch.undo()
 
 
 @pytest.fixture(scope="package")
@@ -42,6 +46,11 @@ def shared_coordinator(make_coordinator):
         variable_partitioner=FixedShardsPartitioner(2),
         report_seconds=1.0,
     )
+
+
+@pytest.fixture(scope="package")
+def synchronous(make_coordinator):
+    return make_coordinator(num_workers=2, num_ps=1, max_staleness=0).strategy
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ The cases of losses are those of TensorFlow's tests of fault tolerance
 """
 
 import dataclasses
+import os
 import threading
 import time
 
@@ -276,6 +277,17 @@ def test_a_worker_that_keeps_failing_does_not_stop_the_others(
     ended.set()
     thread.join()
     assert problem.num_steps == 300
+
+
+def test_a_call_that_ends_its_worker_is_not_run_for_ever(coordinator, monkeypatch):
+    monkeypatch.setattr(_dispatcher, "_MOST_LOSSES", 2)
+    value = coordinator.schedule(lambda: os._exit(1))
+    after = coordinator.schedule(lambda: 1)
+    with pytest.raises(RuntimeError, match=r"lost its worker 2 times .* not run again"):
+        coordinator.join()
+    with pytest.raises(RuntimeError, match="run the function in this process"):
+        value.get()
+    assert after.has_ended
 
 
 def test_a_lost_server_is_an_error_after_which_training_resumes(

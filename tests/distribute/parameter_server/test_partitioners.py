@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import armillary
 from armillary.distribute.parameter_server._partitioners import cut
 from armillary.distribute.partitioners import (
     FixedShardsPartitioner,
@@ -45,15 +46,30 @@ def test_parts_cover_all_rows_once_and_differ_by_at_most_one(rows, count):
     assert max(sizes) - min(sizes) <= 1
 
 
+def make(partitioner):
+    return armillary.ParameterServerStrategy(variable_partitioner=partitioner)
+
+
+def max_rows(shape):
+    return [shape[0]]
+
+
 @mistakes(
     {
         ValueError: {
             "`num_shards` is 0": lambda: FixedShardsPartitioner(0),
             "`min_shard_bytes` is -1": lambda: MinSizePartitioner(-1),
             "`max_shards` is 0": lambda: MaxSizePartitioner(4, max_shards=0),
-        }
+        },
+        TypeError: {
+            r"`variable_partitioner` is 2.* callable": lambda: make(2),
+            r"cannot be called with `\(shape, dtype, axis=0\)`": lambda: make(max_rows),
+            "`cluster_resolver` is {}.*TFConfigClusterResolver": lambda: (
+                armillary.ParameterServerStrategy(cluster_resolver={})
+            ),
+        },
     }
 )
-def test_wrong_numbers_are_errors(call, error, message):
+def test_wrong_arguments_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()

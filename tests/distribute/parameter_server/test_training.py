@@ -65,11 +65,6 @@ def values_of(trainer):
     }
 
 
-@pytest.fixture(scope="package")
-def synchronous(make_coordinator):
-    return make_coordinator(num_workers=2, num_ps=1, max_staleness=0).strategy
-
-
 def test_without_staleness_it_equals_mirrored_training(synchronous, problem):
     def train(strategy):
         trainer = Trainer(strategy, problem.make_data(batch_size=16))
@@ -174,6 +169,40 @@ def test_a_controller_trains_saves_and_resumes(coordinator, problem, tmp_path):
     assert (tmp_path / "checkpoint_160").exists()
 
 
+def test_a_controller_goes_on_after_a_lost_server(coordinator, problem, kill, tmp_path):
+    """The loop that docs/parameter_server.md shows."""
+    trainer = Trainer(coordinator.strategy, problem.make_data())
+    lost = []
+
+    def lose(output):
+        if int(trainer.optimizer.step[...]) == 20 and not lost:
+            lost.append(kill(coordinator._dispatcher.servers[0]))
+
+    step = trainer.optimizer.step
+    controller = armillary.Controller(
+        trainer=trainer,
+        global_step=step,
+        steps_per_loop=10,
+        train_actions=[lose],
+        strategy=coordinator.strategy,
+        checkpoint_manager=armillary.CheckpointManager(
+            armillary.Checkpoint(model=trainer.model, optimizer=trainer.optimizer),
+            tmp_path,
+            step_counter=step,
+            checkpoint_interval=10,
+        ),
+    )
+    reached = []
+    while int(step[...]) < 40:
+        try:
+            controller.train(40)
+        except armillary.errors.PSUnavailableError:
+            controller.restore_checkpoint()
+            reached.append(int(step[...]))
+    assert reached == [20]
+    assert (tmp_path / "checkpoint_40").exists()
+
+
 def test_staleness_is_part_of_the_output(coordinator, problem):
     trainer = Trainer(coordinator.strategy, problem.make_data())
     output = trainer.train(20)
@@ -198,12 +227,3 @@ def test_options_without_a_meaning_are_refused(coordinator, problem, name, value
     trainer = Trainer(coordinator.strategy, problem.make_data(), **{name: value})
     with pytest.raises(ValueError, match=f"`{name}` of .* no meaning under"):
         trainer.train(1)
-
-
-def test_keras_fit_is_refused(keras):
-    strategy = armillary.ParameterServerStrategy()
-    with strategy.scope():
-        model = keras.Sequential([keras.layers.Dense(1)])
-        model.compile(optimizer="sgd", loss="mse")
-    with pytest.raises(TypeError, match=r"`fit` of a Keras model .* could not use"):
-        model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)

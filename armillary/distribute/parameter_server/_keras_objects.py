@@ -1,0 +1,180 @@
+"""Keras models and optimizers on their way to workers and parameter servers.
+
+Keras pickles a model by saving it, without what makes variables the same in two places.
+Here its objects are sent as any Python object is. An optimizer is one more Optax
+transformation: its own update runs where the variables live.
+"""
+
+import io
+from typing import Any
+
+import optax
+
+from armillary.distribute.parameter_server._optimizers import make_stand_in
+from armillary.state import _keras
+
+# Compiled functions and what `fit` keeps between steps; workers make their own.
+_LOCAL = frozenset(
+    {
+        "_eval_epoch_iterator",
+        "_jax_state",
+        "history",
+        "predict_function",
+        "test_function",
+        "train_function",
+    }
+)
+# Tables of an optimizer by the identity of a variable.
+_INDICES = "_trainable_variables_indices"
+_DECAYED = "_exclude_from_weight_decay_cache"
+
+
+def is_optimizer(obj: Any) -> bool:
+    """Returns whether `obj` is an optimizer of Keras."""
+    keras = _keras.keras_module()
+    return keras is not None and isinstance(obj, keras.Optimizer)
+
+
+def reduce_keras(obj: Any) -> Any:
+    """Returns how to pickle an object of Keras, or `NotImplemented` for any other."""
+    if _keras.keras_module() is None:
+        return NotImplemented
+    from keras.src.saving.keras_saveable import KerasSaveable
+    from keras.src.utils import tracking
+
+    if isinstance(obj, KerasSaveable):
+        held = {k: None if k in _LOCAL else v for k, v in vars(obj).items()}
+        return _make_blank, (type(obj),), held, None, None, _fill
+    containers: Any = (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet)
+    if isinstance(obj, containers):
+        items = dict(obj) if isinstance(obj, dict) else list(obj)
+        return _make_blank, (type(obj),), (vars(obj), items), None, None, _refill
+    return NotImplemented
+
+
+def as_transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    """Returns the update of an optimizer as Optax has it.
+
+    Its state and parameters are lists, in the order of `optimizer.variables` and of the
+    variables that it was built for.
+    """
+    update = KerasUpdate(optimizer)
+    return optax.GradientTransformationExtraArgs(update.init, update)
+
+
+class KerasUpdate:
+    """The update of a Keras optimizer.
+
+    Args:
+        optimizer: The optimizer, which is built.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        # By number: identities are others in another process.
+        attributes = dict(vars(optimizer))
+        variables = optimizer._trainable_variables
+        self._decayed = [optimizer._use_weight_decay(v) for v in variables]
+        # It has made tables, by which a task that reaches it would count as changed.
+        for name in set(vars(optimizer)) - set(attributes):
+            del vars(optimizer)[name]
+
+    def init(self, params: Any) -> Any:
+        """Is not called: Keras has made the state."""
+        raise NotImplementedError
+
+    def __call__(
+        self, updates: Any, state: Any, params: Any = None
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns what to add to the parameters, and the new state."""
+        optimizer = self.optimizer
+        variables = optimizer._trainable_variables
+        everything = [*variables, *optimizer.variables]
+        for variable, array in zip(everything, [*params, *state], strict=True):
+            variable._shape = array.shape  # A server may have a part of it.
+        keys = [optimizer._var_key(variable) for variable in variables]
+        setattr(optimizer, _INDICES, dict(zip(keys, range(len(keys)), strict=True)))
+        setattr(optimizer, _DECAYED, dict(zip(keys, self._decayed, strict=True)))
+        new, own = optimizer.stateless_apply(list(state), list(updates), list(params))
+        return [after - before for after, before in zip(new, params, strict=True)], own
+
+
+def dump_transformation(transformation: Any, cloudpickle: Any) -> bytes:
+    """Returns an optimizer for parameter servers, without the values of variables."""
+
+    class Pickler(cloudpickle.CloudPickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if _keras.is_variable(obj):
+                held = {**vars(obj), "_value": None}
+                return _make_blank, (type(obj),), held, None, None, _fill
+            reduced = reduce_keras(obj)
+            if reduced is not NotImplemented:
+                return reduced
+            return super().reducer_override(obj)
+
+    buffer = io.BytesIO()
+    Pickler(buffer, protocol=5).dump(tuple(transformation))
+    return buffer.getvalue()
+
+
+def make_optimizer(kind: type, index: int) -> Any:
+    """Returns what stands for an optimizer on a worker, without its attributes.
+
+    Args:
+        kind: Its class.
+        index: The number of its update among the transformations of the function.
+    """
+    transformation = make_stand_in(index)
+
+    def check(self: Any, grads: Any, variables: Any) -> None:
+        own = self._trainable_variables
+        if list(map(id, variables)) != list(map(id, own)) or len(grads) != len(own):
+            raise ValueError(
+                f"The optimizer {self.name!r} was given {len(variables)} variables in "
+                f"a scheduled function, and was built for {len(own)}. Pass all of "
+                "them, in the order in which it was built."
+            )
+        missing = [v.path for v, g in zip(own, grads, strict=True) if g is None]
+        if missing:
+            raise ValueError(
+                f"The optimizer {self.name!r} was given no gradient for "
+                f"{', '.join(missing)} in a scheduled function. Build it for the "
+                "variables that the loss depends on."
+            )
+
+    def stateless_apply(
+        self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> tuple[list[Any], list[Any]]:
+        check(self, grads, self._trainable_variables)
+        state, values = list(optimizer_variables), list(trainable_variables)
+        updates: Any
+        updates, _ = transformation.update(list(grads), state, values)
+        return [a + b for a, b in zip(values, updates, strict=True)], state
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        variables = list(trainable_variables or self._trainable_variables)
+        check(self, grads, variables)
+        state = [variable.value for variable in self.variables]
+        values = [variable.value for variable in variables]
+        new, _ = stateless_apply(self, state, grads, values)
+        for variable, value in zip(variables, new, strict=True):
+            variable.assign(value)
+
+    methods = {"apply": apply, "stateless_apply": stateless_apply}
+    return _make_blank(type(kind.__name__, (kind,), methods))
+
+
+def _make_blank(kind: type) -> Any:
+    base: Any = next((b for b in (list, dict, set) if issubclass(kind, b)), object)
+    return base.__new__(kind)
+
+
+def _fill(obj: Any, held: dict[str, Any]) -> None:
+    vars(obj).update(held)
+
+
+def _refill(container: Any, held: tuple[dict[str, Any], Any]) -> None:
+    attributes, items = held
+    base: Any = _keras.untracked_type(type(container))
+    (base.extend if base is list else base.update)(container, items)
+    vars(container).update(attributes)
