@@ -32,60 +32,69 @@ it::
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from armillary import actions as actions
-from armillary import cluster as cluster
-from armillary import data as data
-from armillary import distribute as distribute
-from armillary import errors as errors
-from armillary import goodput as goodput
-from armillary import summary as summary
-from armillary import xla as xla
-from armillary.checkpoint import Checkpoint as Checkpoint
-from armillary.checkpoint import CheckpointManager as CheckpointManager
-from armillary.controller._controller import Controller as Controller
-from armillary.data import InputContext as InputContext
-from armillary.data import InputOptions as InputOptions
-from armillary.distribute import CentralStorageStrategy as CentralStorageStrategy
-from armillary.distribute import DefaultStrategy as DefaultStrategy
-from armillary.distribute import MirroredStrategy as MirroredStrategy
-from armillary.distribute import (
-    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-)
-from armillary.distribute import OneDeviceStrategy as OneDeviceStrategy
-from armillary.distribute import ParameterServerStrategy as ParameterServerStrategy
-from armillary.distribute import ReduceOp as ReduceOp
-from armillary.distribute import ShardedStrategy as ShardedStrategy
-from armillary.distribute import TPUStrategy as TPUStrategy
-from armillary.distribute import VariableAggregation as VariableAggregation
-from armillary.distribute import VariableSynchronization as VariableSynchronization
-from armillary.distribute import compute_average_loss as compute_average_loss
-from armillary.distribute import create_global_step as create_global_step
-from armillary.distribute import function as function
-from armillary.distribute import get_replica_context as get_replica_context
-from armillary.distribute import get_strategy as get_strategy
-from armillary.distribute import has_strategy as has_strategy
-from armillary.distribute import in_cross_replica_context as in_cross_replica_context
-from armillary.distribute import make_distributed_dataset as make_distributed_dataset
-from armillary.distribute import scale_regularization_loss as scale_regularization_loss
-from armillary.distribute import set_strategy as set_strategy
-from armillary.distribute import value_and_grad as value_and_grad
-from armillary.trainer._contract import AbstractEvaluator as AbstractEvaluator
-from armillary.trainer._contract import AbstractTrainer as AbstractTrainer
-from armillary.trainer._contract import PendingLoops as PendingLoops
-from armillary.trainer._epoch_helper import EpochHelper as EpochHelper
-from armillary.trainer._options import (
-    StandardEvaluatorOptions as StandardEvaluatorOptions,
-)
-from armillary.trainer._options import StandardTrainerOptions as StandardTrainerOptions
-from armillary.trainer._standard_evaluator import StandardEvaluator as StandardEvaluator
-from armillary.trainer._standard_trainer import StandardTrainer as StandardTrainer
-from armillary.typing import Action as Action
-from armillary.typing import Output as Output
-
 if TYPE_CHECKING:
+    from armillary import actions as actions
+    from armillary import cluster as cluster
+    from armillary import data as data
+    from armillary import distribute as distribute
+    from armillary import errors as errors
     from armillary import estimator as estimator
+    from armillary import goodput as goodput
     from armillary import keras as keras
     from armillary import metrics as metrics
+    from armillary import summary as summary
+    from armillary import xla as xla
+    from armillary.checkpoint import Checkpoint as Checkpoint
+    from armillary.checkpoint import CheckpointManager as CheckpointManager
+    from armillary.controller._controller import Controller as Controller
+    from armillary.data import InputContext as InputContext
+    from armillary.data import InputOptions as InputOptions
+    from armillary.distribute import CentralStorageStrategy as CentralStorageStrategy
+    from armillary.distribute import DefaultStrategy as DefaultStrategy
+    from armillary.distribute import MirroredStrategy as MirroredStrategy
+    from armillary.distribute import (
+        MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+    )
+    from armillary.distribute import OneDeviceStrategy as OneDeviceStrategy
+    from armillary.distribute import ParameterServerStrategy as ParameterServerStrategy
+    from armillary.distribute import ReduceOp as ReduceOp
+    from armillary.distribute import ShardedStrategy as ShardedStrategy
+    from armillary.distribute import TPUStrategy as TPUStrategy
+    from armillary.distribute import VariableAggregation as VariableAggregation
+    from armillary.distribute import VariableSynchronization as VariableSynchronization
+    from armillary.distribute import compute_average_loss as compute_average_loss
+    from armillary.distribute import create_global_step as create_global_step
+    from armillary.distribute import function as function
+    from armillary.distribute import get_replica_context as get_replica_context
+    from armillary.distribute import get_strategy as get_strategy
+    from armillary.distribute import has_strategy as has_strategy
+    from armillary.distribute import (
+        in_cross_replica_context as in_cross_replica_context,
+    )
+    from armillary.distribute import (
+        make_distributed_dataset as make_distributed_dataset,
+    )
+    from armillary.distribute import (
+        scale_regularization_loss as scale_regularization_loss,
+    )
+    from armillary.distribute import set_strategy as set_strategy
+    from armillary.distribute import value_and_grad as value_and_grad
+    from armillary.trainer._contract import AbstractEvaluator as AbstractEvaluator
+    from armillary.trainer._contract import AbstractTrainer as AbstractTrainer
+    from armillary.trainer._contract import PendingLoops as PendingLoops
+    from armillary.trainer._epoch_helper import EpochHelper as EpochHelper
+    from armillary.trainer._options import (
+        StandardEvaluatorOptions as StandardEvaluatorOptions,
+    )
+    from armillary.trainer._options import (
+        StandardTrainerOptions as StandardTrainerOptions,
+    )
+    from armillary.trainer._standard_evaluator import (
+        StandardEvaluator as StandardEvaluator,
+    )
+    from armillary.trainer._standard_trainer import StandardTrainer as StandardTrainer
+    from armillary.typing import Action as Action
+    from armillary.typing import Output as Output
 
 __version__ = "0.1.0"
 
@@ -141,19 +150,61 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Imports what is optional, or takes long, when it is first used.
+# Where the names of `__all__` that are no packages are found, from the bottom up.
+_HOMES = (
+    "typing",
+    "data",
+    "distribute",
+    "checkpoint",
+    "trainer",
+    "trainer._epoch_helper",
+    "controller",
+)
+_PACKAGES = (
+    "actions",
+    "checkpoint",
+    "cluster",
+    "controller",
+    "data",
+    "distribute",
+    "errors",
+    "estimator",
+    "goodput",
+    "keras",
+    "lifeline",
+    "metrics",
+    "state",
+    "summary",
+    "trainer",
+    "typing",
+    "xla",
+)
 
-    `armillary.metrics` and `armillary.estimator` need Flax, `armillary.keras` Keras.
+
+def __getattr__(name: str) -> Any:
+    """Imports what a name stands for when it is first used.
+
+    So `armillary launch` starts without JAX, and Flax and Keras are imported for
+    `armillary.metrics`, `armillary.estimator` and `armillary.keras` alone.
 
     Raises:
-        AttributeError: For any other name.
+        AttributeError: If there is no such name.
     """
-    if name in ("estimator", "keras", "metrics"):
+    if name in _PACKAGES:
         return importlib.import_module(f"armillary.{name}")
+    if name in __all__:
+        modules = (importlib.import_module(f"armillary.{home}") for home in _HOMES)
+        value = next(vars(each)[name] for each in modules if name in vars(each))
+        globals()[name] = value
+        return value
     hint = (
         ". What `orbit.utils` has is in `armillary` itself: `armillary.EpochHelper`"
         if name == "utils"
         else ""
     )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+
+
+def __dir__() -> list[str]:
+    """Returns the names that are imported, and those that will be."""
+    return sorted({*globals(), *__all__, *_PACKAGES})

@@ -6,43 +6,36 @@ which ends as one line on stderr and as `ExitCode.USAGE`.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+import importlib
+import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from armillary import __version__
 from armillary._exit_code import ExitCode
-from armillary.goodput import _command as goodput
-from armillary.launch import _arguments as launch
-from armillary.plan import _command as plan
-from armillary.project import _command as project
 
 
 class _Command(NamedTuple):
     summary: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    prepare: Callable[[argparse.Namespace], Callable[[], ExitCode]]
+    module: str  # It has `add_arguments` and `prepare`.
 
 
 _COMMANDS = {
     "launch": _Command(
         "start the workers of a job, here or on a Ray cluster, and restart it",
-        launch.add_arguments,
-        launch.prepare,
+        "armillary.launch._arguments",
     ),
     "goodput": _Command(
         "show where the time of a run went, across restarts",
-        goodput.add_arguments,
-        goodput.prepare,
+        "armillary.goodput._command",
     ),
     "plan": _Command(
         "compile a training step for devices that are not there",
-        plan.add_arguments,
-        plan.prepare,
+        "armillary.plan._command",
     ),
     "new": _Command(
         "write a small project to begin with",
-        project.add_arguments,
-        project.prepare,
+        "armillary.project._command",
     ),
 }
 
@@ -61,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--version", action="version", version=f"armillary {__version__}"
     )
+    words = sys.argv[1:] if arguments is None else arguments
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, command in _COMMANDS.items():
         subparser = commands.add_parser(
@@ -69,9 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             description=f"{command.summary[0].upper()}{command.summary[1:]}.",
             allow_abbrev=False,
         )
-        command.add_arguments(subparser)
-        subparser.set_defaults(subcommand=command, subparser=subparser)
-    namespace, unknown = parser.parse_known_args(arguments)
+        if name in words:  # The launcher does without the modules of the others.
+            module = importlib.import_module(command.module)
+            module.add_arguments(subparser)
+            subparser.set_defaults(prepare=module.prepare, subparser=subparser)
+    namespace, unknown = parser.parse_known_args(words)
     subparser: argparse.ArgumentParser = getattr(namespace, "subparser", parser)
     if unknown:
         subparser.error(
@@ -82,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return ExitCode.OK
     try:
-        run = namespace.subcommand.prepare(namespace)
+        run = namespace.prepare(namespace)
     except ValueError as error:
         subparser.error(str(error))
     return run()

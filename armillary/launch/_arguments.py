@@ -20,7 +20,6 @@ from armillary._exit_code import ExitCode
 from armillary.launch._devices import find_gpus, plan_devices
 from armillary.launch._environment import check_environment
 from armillary.launch._machines import ThisMachine
-from armillary.launch._ray_machines import join_machines
 from armillary.launch._supervisor import EVALUATOR, Job, run_job
 
 _INTEGER = re.compile(r"[+-]?\d+")
@@ -143,6 +142,9 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         labels.append(EVALUATOR)
     logs = _open_logs(namespace.log_dir, labels)
     if namespace.ray is not None:
+        # Only Ray's part needs more than Python.
+        from armillary.launch._ray_machines import join_machines
+
         paths = [] if namespace.module else [os.path.abspath(arguments[0])]
         machines, devices = join_machines(
             namespace.ray,

@@ -1,10 +1,12 @@
-"""A bare `import armillary`: light, silent and without side effects."""
+"""`import armillary`: light, silent and without side effects."""
 
 import os
 import subprocess
 import sys
 
 import pytest
+
+import armillary
 
 OPTIONAL_PACKAGES = (
     "datasets",
@@ -36,6 +38,8 @@ IMPORT = """
 import logging, sys, jax
 before = dict(jax.config.values)
 import armillary
+for name in set(armillary.__all__) - {"estimator", "keras", "metrics"}:
+    getattr(armillary, name)
 after = jax.config.values
 print({key for key in after if after[key] != before.get(key, after)})
 own = logging.getLogger("armillary")
@@ -67,7 +71,7 @@ def test_a_device_of_no_such_platform_cannot_be_touched():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "adds"),
-    [("armillary", False), ("flax.nnx", True)],
+    [("armillary; armillary.Controller", False), ("flax.nnx", True)],
     ids=["import", "control"],
 )
 def test_import_adds_nothing_but_itself_to_jax_and_flax(module, adds):
@@ -81,6 +85,27 @@ def test_import_adds_nothing_but_itself_to_jax_and_flax(module, adds):
     assert loaded, result.stderr
     others = loaded - {"armillary", "flax"} - set(sys.stdlib_module_names)
     assert bool(others) == adds, others
+
+
+@pytest.mark.slow
+def test_the_launcher_starts_without_jax_and_numpy():
+    result = run_python(
+        "import sys, armillary\n"
+        "from armillary._cli import main\n"
+        "assert main(['launch', '-m', 'this']) == 0\n"
+        "print([name for name in ('jax', 'numpy') if name in sys.modules])\n"
+        "armillary.Controller\n"
+        "print([name for name in ('jax', 'numpy') if name in sys.modules])"
+    )
+    lines = result.stdout.splitlines()[-2:]
+    assert lines == ["[]", "['jax', 'numpy']"], result.stdout + result.stderr
+
+
+def test_names_are_listed_before_they_are_imported():
+    result = run_python("import armillary\nprint(*dir(armillary))")
+    assert {*armillary.__all__, "checkpoint", "__version__"} <= set(
+        result.stdout.split()
+    )
 
 
 @pytest.mark.slow

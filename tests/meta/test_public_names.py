@@ -50,6 +50,20 @@ def test_all_lists_the_public_names_in_order(name):
     assert listed == list_public_names(module)
 
 
+def test_a_late_name_is_what_a_type_checker_takes_it_for():
+    [block] = [
+        node.body
+        for node in ast.parse(inspect.getsource(armillary)).body
+        if isinstance(node, ast.If)
+    ]
+    for node in block:
+        assert isinstance(node, ast.ImportFrom)
+        if node.module != "armillary":
+            home = importlib.import_module(node.module)
+            for alias in node.names:
+                assert getattr(armillary, alias.name) is vars(home)[alias.name]
+
+
 @pytest.mark.parametrize("name", ["armillary", *(module.name for module in MODULES)])
 def test_public_objects_are_documented(name):
     module = importlib.import_module(name)
