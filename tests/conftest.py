@@ -115,6 +115,12 @@ def pytest_collection_modifyitems(
     config.hook.pytest_deselected(items=others)
 
 
+def pytest_collection_finish() -> None:
+    """Leaves what is there after the imports out of all looks for garbage."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def sigterm() -> Iterator[None]:
     """Gives SIGTERM its meaning back, after a program that would have ended."""
@@ -182,7 +188,7 @@ def keras() -> Iterator[Any]:
     module = pytest.importorskip("keras")
     with jax.numpy_rank_promotion("allow"):
         yield module
-        module.utils.clear_session()
+        module.utils.clear_session(free_memory=False)
 
 
 @pytest.fixture(scope="session")

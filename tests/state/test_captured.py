@@ -16,11 +16,19 @@ from armillary.state._lift import State
 from armillary.state._same import find_constants
 from tests.problems import Holder
 
-global_model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+global_model: nnx.Linear
 FIX = (
     r"Assign what holds them to the trainer \(`self\.{0} = {0}` in `__init__`\), or "
     r"take their value as a constant on purpose"
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def make_global_model():
+    # Not when the tests are collected: what is there then is left out (`gc.freeze`)
+    # of the living objects among which the library looks for variables.
+    global global_model
+    global_model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
 
 
 def trace(step: Any, root: Any) -> Any:
