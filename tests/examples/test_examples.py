@@ -43,17 +43,17 @@ def read_accuracy(output: str) -> float:
 def test_digits_reaches_its_accuracy_and_resumes(tmp_path):
     cache = tmp_path / "compiled"
     places = ("--run-dir", tmp_path, "--cache-dir", cache)
-    first = run_well("digits.py", *places, "--devices", 4, "--steps", 500)
-    assert read_accuracy(first.stdout) > 97.0
+    first = run_well("digits.py", *places, "--devices", 4, "--steps", 300)
+    assert read_accuracy(first.stdout) > 95.0
     assert f"tensorboard --logdir {tmp_path}" in first.stdout
     assert re.search(r"train \| step: +100 \| steps/sec: +[\d.]+ \| out", first.stderr)
     for split in ("train", "eval"):
         assert list((tmp_path / split).glob("events.out.tfevents.*"))
     assert any("_run" in path.name for path in cache.iterdir())
 
-    again = run_well("digits.py", *places, "--steps", 600)
+    again = run_well("digits.py", *places, "--steps", 400)
     steps = re.findall(r"train \| step: +(\d+) \| steps/sec", again.stderr)
-    assert steps == ["600"]
+    assert steps == ["400"]
     assert read_accuracy(again.stdout) > 97.0
 
 
@@ -169,18 +169,18 @@ def test_fashion_mnist_refuses_what_is_not_a_positive_integer(tmp_path, option, 
 def test_gan_comes_closer_to_the_real_images_and_resumes(tmp_path):
     def run(steps: int) -> tuple[float, list[str]]:
         places = ("--run-dir", tmp_path, "--devices", 2)
-        result = run_well("gan.py", *places, "--steps", steps, "--steps-per-loop", 200)
+        result = run_well("gan.py", *places, "--steps", steps, "--steps-per-loop", 100)
         distance = re.search(r"Fréchet distance ([\d.]+)", result.stdout)
         assert distance is not None, result.stdout
         loops = re.findall(r"train \| step: +(\d+) \| steps/sec", result.stderr)
         return float(distance[1]), loops
 
-    first, loops = run(200)
+    first, loops = run(100)
+    assert loops == ["100"]
+    second, loops = run(200)
     assert loops == ["200"]
-    second, loops = run(400)
-    assert loops == ["400"]
-    # 11 before training; measured 1.9 after 200 steps.
-    assert max(first, second) < 4.0
+    # 11 before training; measured 3.2 after 100 steps, and 1.9 after 200.
+    assert max(first, second) < 5.0
 
 
 @pytest.mark.slow
