@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     )
     from armillary.distribute import set_strategy as set_strategy
     from armillary.distribute import value_and_grad as value_and_grad
+    from armillary.state._summarize import summarize as summarize
     from armillary.trainer._contract import AbstractEvaluator as AbstractEvaluator
     from armillary.trainer._contract import AbstractTrainer as AbstractTrainer
     from armillary.trainer._contract import PendingLoops as PendingLoops
@@ -144,6 +145,7 @@ __all__ = [
     "metrics",
     "scale_regularization_loss",
     "set_strategy",
+    "summarize",
     "summary",
     "value_and_grad",
     "xla",
@@ -153,6 +155,7 @@ __all__ = [
 # Where the names of `__all__` that are no packages are found, from the bottom up.
 _HOMES = (
     "typing",
+    "state._summarize",
     "data",
     "distribute",
     "checkpoint",
