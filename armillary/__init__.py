@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from armillary.checkpoint import Checkpoint as Checkpoint
     from armillary.checkpoint import CheckpointManager as CheckpointManager
     from armillary.controller._controller import Controller as Controller
+    from armillary.controller._history import History as History
+    from armillary.controller._history import RunOutput as RunOutput
     from armillary.data import InputContext as InputContext
     from armillary.data import InputOptions as InputOptions
     from armillary.distribute import CentralStorageStrategy as CentralStorageStrategy
@@ -109,6 +111,7 @@ __all__ = [
     "Controller",
     "DefaultStrategy",
     "EpochHelper",
+    "History",
     "InputContext",
     "InputOptions",
     "MirroredStrategy",
@@ -118,6 +121,7 @@ __all__ = [
     "ParameterServerStrategy",
     "PendingLoops",
     "ReduceOp",
+    "RunOutput",
     "ShardedStrategy",
     "StandardEvaluator",
     "StandardEvaluatorOptions",

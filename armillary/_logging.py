@@ -6,10 +6,15 @@ a handler of its own, which steps aside once the program sets up logging. Of sev
 processes that train together, the chief alone says what is no warning.
 """
 
+import functools
 import logging
 import sys
+from typing import TYPE_CHECKING
 
 from armillary._process import get_process
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 logger = logging.getLogger("armillary")
 """Receives every message once; programs configure it like any other logger."""
@@ -33,12 +38,12 @@ class _FallbackHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._console = _make_console()
+        self._handler = _make_handler()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes `record` to stderr or, once it is configured, to the root logger."""
         if not _is_root_configured():
-            self._console.handle(record)
+            self._handler.handle(record)
         elif logging.root.isEnabledFor(record.levelno):
             logging.root.callHandlers(record)
 
@@ -81,7 +86,15 @@ def _is_root_configured() -> bool:
     return not is_default
 
 
-def _make_console() -> logging.Handler:
+@functools.cache
+def get_console() -> "Console":
+    """Returns the console of the library, which writes to what `sys.stderr` is then."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def _make_handler() -> logging.Handler:
     handler = _ColorHandler() if sys.stderr.isatty() else logging.StreamHandler()
     handler.setFormatter(_LineFormatter("%(message)s"))
     return handler
@@ -90,15 +103,9 @@ def _make_console() -> logging.Handler:
 class _ColorHandler(logging.Handler):
     """Writes colored lines to a terminal, unwrapped so that paths can be copied."""
 
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        super().__init__()
-        self._console = Console(stderr=True)
-
     def emit(self, record: logging.LogRecord) -> None:
         """Prints `record`; a terminal that went away must not end the training."""
         try:
-            self._console.print(self.format(record), markup=False, soft_wrap=True)
+            get_console().print(self.format(record), markup=False, soft_wrap=True)
         except Exception:
             self.handleError(record)

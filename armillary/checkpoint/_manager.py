@@ -274,6 +274,7 @@ class CheckpointManager:
         if self._init_fn is not None:
             with announcing_errors():
                 self._init_fn()
+            logger.info("`init_fn` ran, as there is no checkpoint to restore.")
         return None
 
     def restore(self, path: str | os.PathLike[str]) -> str:

@@ -5,5 +5,7 @@ what it calls, one idea each.
 """
 
 from armillary.controller._controller import Controller as Controller
+from armillary.controller._history import History as History
+from armillary.controller._history import RunOutput as RunOutput
 
-__all__ = ["Controller"]
+__all__ = ["Controller", "History", "RunOutput"]

@@ -33,30 +33,38 @@ def check_runners(trainer: Any, evaluator: Any) -> None:
         check_methods("evaluator", evaluator, ["evaluate"], fix)
 
 
-def check_intervals(trainer: Any, steps_per_loop: Any, summary_interval: Any) -> None:
+def check_intervals(
+    trainer: Any, steps_per_loop: Any, *, log_interval: Any, summary_interval: Any
+) -> None:
     """Raises if the numbers of steps are not positive or do not fit each other.
 
     Raises:
         ValueError: If `steps_per_loop` is missing where a trainer needs it, if a value
-            is not positive, or `summary_interval` is no multiple of `steps_per_loop`.
+            is not positive, or an interval is no multiple of `steps_per_loop`.
     """
     if trainer is not None and steps_per_loop is None:
         raise ValueError(
             "`steps_per_loop` is None, but a controller with a `trainer` needs it. "
             "Pass the steps of one inner loop, such as `steps_per_loop=100`."
         )
-    if summary_interval is not None:
-        check_positive_int("summary_interval", summary_interval)
+    intervals = {
+        "log_interval": (log_interval, "lines are logged"),
+        "summary_interval": (summary_interval, "summaries are written"),
+    }
+    for name, (interval, _) in intervals.items():
+        if interval is not None:
+            check_positive_int(name, interval)
     if steps_per_loop is None or callable(steps_per_loop):
         return
     check_positive_int("steps_per_loop", steps_per_loop)
-    if summary_interval is not None and summary_interval % steps_per_loop:
-        larger = (summary_interval // steps_per_loop + 1) * steps_per_loop
-        raise ValueError(
-            f"`summary_interval` is {summary_interval}, but it must be a multiple of "
-            f"`steps_per_loop` ({steps_per_loop}), because summaries are written "
-            f"between loops. Use `summary_interval={larger}`."
-        )
+    for name, (interval, reason) in intervals.items():
+        if interval is not None and interval % steps_per_loop:
+            larger = (interval // steps_per_loop + 1) * steps_per_loop
+            raise ValueError(
+                f"`{name}` is {interval}, but it must be a multiple of "
+                f"`steps_per_loop` ({steps_per_loop}), because {reason} "
+                f"between loops. Use `{name}={larger}`."
+            )
 
 
 def check_steps_returned(num_steps: Any, step: int) -> int:

@@ -16,6 +16,7 @@ from armillary._checks import (
     check_callable,
     check_not_negative,
     check_num_steps,
+    check_one_of,
     check_positive_int,
     check_seconds,
 )
@@ -31,10 +32,13 @@ from armillary.controller._arguments import (
     check_target,
     require,
 )
+from armillary.controller._display import Display
 from armillary.controller._evaluation import run_evaluation
+from armillary.controller._history import History, HistoryWriter, RunOutput
 from armillary.controller._new_checkpoints import restore_if_good, watch_checkpoints
-from armillary.controller._progress import log_line
+from armillary.controller._progress import find_scalars, log_line
 from armillary.controller._saving import Saving
+from armillary.controller._start_lines import log_start
 from armillary.controller._stop_request import StopRequest
 from armillary.controller._train_loops import TrainLoops
 from armillary.controller._training_end import begin_training, end_training, read_end
@@ -101,6 +105,8 @@ class Controller:
             `checkpoint_interval`, and at the end in any case. `None` saves nothing.
         summary_interval: Steps between training summaries, a multiple of
             `steps_per_loop`. `None` writes them after each loop.
+        log_interval: Steps between log lines of training, a multiple of
+            `steps_per_loop`. `None` logs each loop.
         summary_dir: Directory of the training summaries. `None` writes none.
         eval_summary_dir: Directory of the evaluation summaries. `None` takes
             `summary_dir`.
@@ -111,6 +117,10 @@ class Controller:
             several, and ends with `ExitCode.RESTART_REQUESTED`. It must exceed the
             longest loop, evaluation, save and action; time in XLA's compiler does not
             count. `None` waits for ever.
+        progress: Whether to show what goes on. `None` keeps one live line in a
+            terminal, unless `NO_COLOR` is set, and elsewhere logs what takes longer
+            than 30 seconds. True keeps the live line on stderr, whatever that is, and
+            False does neither.
 
     Attributes:
         global_step: As given, like all arguments; attributes are for reading only and
@@ -119,7 +129,8 @@ class Controller:
 
     Raises:
         ValueError: If trainer and evaluator are both missing, if `steps_per_loop` is
-            missing or not positive, or if `summary_interval` does not fit it.
+            missing or not positive, if an interval does not fit it, or if `progress` is
+            none of the three.
         TypeError: If an argument lacks the methods that the controller calls.
     """
 
@@ -136,19 +147,28 @@ class Controller:
         steps_per_loop: int | Callable[[int], int] | None = None,
         checkpoint_manager: "CheckpointManager | None" = None,
         summary_interval: int | None = None,
+        log_interval: int | None = None,
         summary_dir: str | os.PathLike[str] | None = None,
         eval_summary_dir: str | os.PathLike[str] | None = None,
         summary_manager: SummaryManager | NoopSummaryManager | None = None,
         eval_summary_manager: SummaryManager | NoopSummaryManager | None = None,
         hang_timeout_seconds: float | None = None,
+        progress: bool | None = None,
     ) -> None:
         self._read_step = as_step_counter(global_step)
         check_runners(trainer, evaluator)
-        check_intervals(trainer, steps_per_loop, summary_interval)
+        check_intervals(
+            trainer,
+            steps_per_loop,
+            log_interval=log_interval,
+            summary_interval=summary_interval,
+        )
         check_managers(strategy, checkpoint_manager)
         if hang_timeout_seconds is not None:
             fix = "Use `hang_timeout_seconds=600`, or `None` to wait for ever."
             check_seconds("hang_timeout_seconds", hang_timeout_seconds, fix)
+        fix = "Use `progress=False` to show nothing of what goes on."
+        check_one_of("progress", progress, (None, True, False), fix)
 
         self.global_step = global_step
         self.trainer = trainer
@@ -157,8 +177,8 @@ class Controller:
         self.train_actions = as_actions("train_actions", train_actions)
         self.eval_actions = as_actions("eval_actions", eval_actions)
         self.checkpoint_manager = checkpoint_manager
-        self.summary_interval = summary_interval
-        self.hang_timeout_seconds = hang_timeout_seconds
+        self.summary_interval, self.log_interval = summary_interval, log_interval
+        self.hang_timeout_seconds, self.progress = hang_timeout_seconds, progress
         if eval_summary_manager is None and eval_summary_dir not in (None, summary_dir):
             eval_summary_manager = self._make_summary_manager(eval_summary_dir)
         if summary_manager is None and summary_dir is not None:
@@ -169,6 +189,8 @@ class Controller:
         self._scope = contextlib.nullcontext if strategy is None else strategy.scope
         self._directory = getattr(checkpoint_manager, "directory", None)
         self._goodput = make_recorder(None if trainer is None else self._directory)
+        self._display = Display(self._goodput, progress)
+        self._history, self._has_said_start = HistoryWriter(), False
         self._stop = StopRequest()
         shared = (self._read_step, self._scope, self._goodput)
         self._saving = Saving(checkpoint_manager, trainer, *shared)
@@ -177,6 +199,8 @@ class Controller:
             *shared,
             summary_manager=self.summary_manager,
             summary_interval=summary_interval,
+            log_interval=log_interval,
+            note=self._note_loop,
             actions=self.train_actions,
         )
 
@@ -193,7 +217,7 @@ class Controller:
         return self._num_steps_at(self._read_step())
 
     @hides_frames
-    def train(self, steps: int = -1, checkpoint_at_completion: bool = True) -> None:
+    def train(self, steps: int = -1, checkpoint_at_completion: bool = True) -> History:
         """Trains up to a global step, until the data ends or a stop is requested.
 
         Args:
@@ -201,6 +225,9 @@ class Controller:
                 trains until the data ends or a stop is requested.
             checkpoint_at_completion: Whether to save at the end, unless the last loop
                 did. A stop request saves in any case.
+
+        Returns:
+            The scalars of the loops of this call; see `History`.
 
         Raises:
             ValueError: If there is no trainer, or `steps` is neither -1 nor positive,
@@ -214,10 +241,11 @@ class Controller:
         """
         require(self, "trainer", for_method="train")
         check_target("steps", steps, self._read_step)
-        with self._record(), self._run():
+        with self._record(), self._run(steps):
             self._train_until(steps)
             if checkpoint_at_completion or self._stop.is_agreed():
                 self._saving.finish()
+        return self._take_history()
 
     @hides_frames
     def plan(self, topology: str | int, **options: Any) -> "Plan":
@@ -262,21 +290,24 @@ class Controller:
         """
         require(self, "evaluator", for_method="evaluate")
         check_num_steps("steps", steps)
-        with self._watch():
-            return run_evaluation(
+        step = self._read_step()
+        with self._display.on("eval", step), self._watch():
+            output = run_evaluation(
                 self.evaluator,
                 steps,
-                step=self._read_step(),
+                step=step,
                 scope=self._scope,
                 goodput=self._goodput,
                 summary_manager=self.eval_summary_manager,
                 actions=self.eval_actions,
             )
+        self._history.add_evaluation(step, dict(find_scalars(output)))
+        return output
 
     @hides_frames
     def train_and_evaluate(
         self, train_steps: int, eval_steps: int = -1, eval_interval: int | None = None
-    ) -> Output:
+    ) -> RunOutput:
         """Trains and evaluates in turns, and evaluates once more at the end.
 
         Evaluations are at global steps that are multiples of `eval_interval`, however
@@ -292,7 +323,8 @@ class Controller:
                 past one is shortened. `None` evaluates only at the end.
 
         Returns:
-            The output of the last evaluation.
+            The output of the last evaluation: a dictionary, whose attribute `history`
+            has the scalars of all loops and evaluations of this call; see `History`.
 
         Raises:
             ValueError: If there is no trainer or no evaluator, if `train_steps` or
@@ -308,7 +340,7 @@ class Controller:
             check_positive_int("eval_interval", eval_interval)
         output: Output = None
         evaluated_step = None
-        with self._record(), self._run():
+        with self._record(), self._run(train_steps):
             goes_on = True
             while goes_on:
                 goes_on = self._train_until(self._next_stop(train_steps, eval_interval))
@@ -322,7 +354,7 @@ class Controller:
                 goes_on = goes_on and not self._stop.is_agreed()
             # An action of the evaluation may have asked to stop.
             self._saving.finish()
-        return output
+        return RunOutput(output or {}, self._take_history())
 
     @hides_frames
     def evaluate_continuously(
@@ -402,7 +434,8 @@ class Controller:
             CheckpointError: If the checkpoint cannot be written.
         """
         require(self, "checkpoint_manager", for_method="save_checkpoint")
-        return self._saving.save_and_wait()
+        with self._display.on("train", self._read_step()):
+            return self._saving.save_and_wait()
 
     @hides_frames
     def restore_checkpoint(
@@ -421,7 +454,8 @@ class Controller:
             ValueError: If there is no checkpoint manager.
         """
         require(self, "checkpoint_manager", for_method="restore_checkpoint")
-        return self._saving.restore(path)
+        with self._display.on("train", self._read_step()):
+            return self._saving.restore(path)
 
     def request_stop(self, reason: str) -> None:
         """Ends the loop that is running at its next boundary, after saving.
@@ -457,9 +491,17 @@ class Controller:
         return get_lifeline().watching(self.hang_timeout_seconds, find_place)
 
     @contextlib.contextmanager
-    def _run(self) -> Iterator[None]:
+    def _run(self, target: int) -> Iterator[None]:
         """Starts a run without a stop request, and leaves nothing unwritten."""
         self._stop.clear()
+        self._history = HistoryWriter()
+        show = self._display.on("train", self._read_step(), target)
+        with show, self._finishing():
+            yield
+        self._stop.log(self._read_step)
+
+    @contextlib.contextmanager
+    def _finishing(self) -> Iterator[None]:
         begin_training(self._directory)
         try:
             with self._watch():
@@ -481,7 +523,24 @@ class Controller:
             raise
         self._finish_writes()
         end_training(self._directory, self._read_step())
-        self._stop.log(self._read_step)
+
+    def _note_loop(self, step: int, speed: float, scalars: dict[str, float]) -> None:
+        self._display.note(step, speed, scalars)
+        self._history.add_loop(step, scalars)
+
+    def _take_history(self) -> History:
+        """Returns the history of a run; what follows is none of it."""
+        history, self._history = self._history.history, HistoryWriter()
+        return history
+
+    def _say_start(self) -> None:
+        """Logs what is trained, where, and on what, once."""
+        if self._has_said_start:
+            return
+        self._has_said_start = True
+        summaries = getattr(self.summary_manager, "summary_dir", None)
+        directories = {"checkpoints": self._directory, "summaries": summaries}
+        log_start(self.trainer, self.strategy, directories)
 
     def _train_until(self, target: int) -> bool:
         """Trains up to step `target`; returns whether training may go on after it."""
@@ -489,6 +548,7 @@ class Controller:
         if step == target:
             log_line("train", step, f"already at step {target}, nothing to train.")
         else:
+            self._say_start()
             goal = "the data ends" if target == -1 else f"step {target}"
             log_line("train", step, f"training until {goal}...")
             self._loops.prepare(self._num_steps_at(step))

@@ -7,7 +7,7 @@ Every line starts with the loop and the global step, in the form Orbit's users k
 """
 
 import pprint
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from armillary._logging import logger
 
 _NUM_DIGITS = 5
 _WIDTH = 80
+_NUMBERS = (float, int, np.floating, np.integer, np.bool_)
 
 
 def log_line(loop: str, step: int, *parts: str) -> None:
@@ -51,18 +52,21 @@ def fetch_output(output: Any, source: str) -> dict[str, Any]:
     return _as_numpy(output)
 
 
-def find_non_finite(output: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scalars among fetched values that are not finite, by path."""
-    found = {}
+def find_scalars(output: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yields the real numbers among fetched values, each with its path."""
     for name, value in output.items():
         if isinstance(value, Mapping):
-            inner = find_non_finite(value)
-            found |= {f"{name}/{path}": item for path, item in inner.items()}
-            continue
-        is_float = jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.floating)
-        if is_float and np.ndim(value) == 0 and not np.isfinite(float(value)):
-            found[str(name)] = value
-    return found
+            for path, number in find_scalars(value):
+                yield f"{name}/{path}", number
+        elif isinstance(value, _NUMBERS) or (
+            isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.floating)
+        ):
+            yield str(name), float(value)
+
+
+def format_scalar(number: float) -> str:
+    """Returns a number with few digits."""
+    return repr(_Float(number))
 
 
 def format_output(output: Mapping[str, Any], indent: int = 4) -> str:

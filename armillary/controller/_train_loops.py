@@ -8,6 +8,7 @@ many that they take a moment. How many, no result depends on.
 """
 
 import functools
+import math
 import time
 import weakref
 from collections import deque
@@ -19,7 +20,7 @@ from typing import Any
 from armillary._logging import logger
 from armillary.cluster._join import expire_boundary, get_peers
 from armillary.controller._loop_report import LoopReport
-from armillary.controller._progress import find_non_finite, format_output, log_line
+from armillary.controller._progress import find_scalars, format_output, log_line
 from armillary.goodput._category import Category
 from armillary.goodput._recorder import Recorder
 from armillary.state._step_counter import StepCounter
@@ -43,6 +44,8 @@ class TrainLoops:
         goodput: Accounts for the time.
         summary_manager: Writes the output of loops.
         summary_interval: Steps between summaries; `None` writes them after each loop.
+        log_interval: Steps between log lines; `None` logs each loop.
+        note: Called with the step, the steps per second and the scalars of each loop.
         actions: Called with the output of each loop.
     """
 
@@ -55,13 +58,17 @@ class TrainLoops:
         *,
         summary_manager: SummaryManager | NoopSummaryManager,
         summary_interval: int | None,
+        log_interval: int | None,
+        note: Callable[[int, float, dict[str, float]], None],
         actions: tuple[Action, ...],
     ) -> None:
         self._trainer, self._read_step = trainer, read_step
         self._scope, self._goodput = scope, goodput
         self._summary_manager = summary_manager
-        self._summary_interval = summary_interval
-        self._actions = actions
+        self._summary_interval, self._log_interval = summary_interval, log_interval
+        # Steps since the last log line, and the seconds that they took.
+        self._unlogged_steps, self._unlogged_seconds = 0, 0.0
+        self._note, self._actions = note, actions
         # Loops that were started, and outputs that came of them, not yet reported.
         self._pending: deque[LoopReport] = deque()
         self._outputs: deque[Callable[[], None]] = deque()
@@ -98,9 +105,12 @@ class TrainLoops:
             return self._run(step, num_steps, num_loops)
 
     def _run(self, step: int, num_steps: int, num_loops: int) -> int:
-        start = time.perf_counter()
+        start, compiled = time.perf_counter(), self._goodput.compile_seconds
         with self._scope():
             started = _method(self._trainer, "start")(num_steps, num_loops)
+        # The device waited for its program.
+        compiling = self._goodput.compile_seconds - compiled
+        start = min(start + compiling, time.perf_counter())
         loops = LoopReport(
             self._trainer,
             step,
@@ -164,17 +174,21 @@ class TrainLoops:
     def _report_one(
         self, step: int, reached: int, output: dict[str, Any], speed: float
     ) -> None:
-        log_line(
-            "train",
-            reached,
-            f"steps/sec: {speed: 6.1f}",
-            f"output: {format_output(output)}",
-        )
-        self._warn_once(reached, find_non_finite(output))
-        # A loop may start anywhere after a restore, so what counts is passing a
-        # multiple of the interval, not ending on one.
-        interval = self._summary_interval
-        if interval is None or reached // interval > step // interval:
+        scalars = dict(find_scalars(output))
+        self._note(reached, speed, scalars)
+        self._unlogged_steps += reached - step
+        self._unlogged_seconds += (reached - step) / speed
+        if _passes(self._log_interval, step, reached):
+            mean_speed = self._unlogged_steps / self._unlogged_seconds
+            self._unlogged_steps, self._unlogged_seconds = 0, 0.0
+            log_line(
+                "train",
+                reached,
+                f"steps/sec: {mean_speed: 6.1f}",
+                f"output: {format_output(output)}",
+            )
+        self._warn_once(reached, scalars)
+        if _passes(self._summary_interval, step, reached):
             values = {**output, "steps_per_second": speed}
             self._summary_manager.write_summaries(values, step=reached)
         if self._actions:
@@ -183,11 +197,12 @@ class TrainLoops:
                     expire_boundary()
                     action(output)
 
-    def _warn_once(self, step: int, bad: dict[str, Any]) -> None:
+    def _warn_once(self, step: int, scalars: dict[str, float]) -> None:
+        bad = {name: each for name, each in scalars.items() if not math.isfinite(each)}
         if not bad or self._is_warned:
             return
         self._is_warned = True
-        shown = ", ".join(f"`{path}` is {float(value)}" for path, value in bad.items())
+        shown = ", ".join(f"`{name}` is {each}" for name, each in bad.items())
         logger.warning(
             "At step %d, %s. To find the first such step, and the operation that made "
             "the value, start again with `StandardTrainerOptions(on_non_finite="
@@ -197,6 +212,14 @@ class TrainLoops:
             step,
             shown,
         )
+
+
+def _passes(interval: int | None, step: int, reached: int) -> bool:
+    """Returns whether a loop passes a multiple of an interval.
+
+    A loop may start anywhere after a restore, so it need not end on one.
+    """
+    return interval is None or reached // interval > step // interval
 
 
 def _method(trainer: Any, name: str) -> Callable[..., Any]:

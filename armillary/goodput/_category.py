@@ -26,3 +26,18 @@ class Category(StrEnum):
     """Work after a checkpoint that the run went back to: it was done again."""
     DOWN = "down"
     """From the last sign of one attempt to the start of the next."""
+
+
+LABELS = {
+    Category.STEPPING: "stepping",
+    Category.COMPILING: "compiling",
+    Category.DATA: "waiting for data",
+    Category.SAVING: "saving",
+    Category.RESTORING: "restoring",
+    Category.EVALUATING: "evaluating",
+    Category.START_UP: "start-up",
+    Category.OTHER: "actions, summaries, logging",
+    Category.LOST: "lost: work done again",
+    Category.DOWN: "lost: down between attempts",
+}
+"""What people call the categories."""

@@ -7,21 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from armillary._exit_code import ExitCode
-from armillary.goodput._category import Category
+from armillary.goodput._category import LABELS
 from armillary.goodput._report import Goodput, read_goodput
-
-_LABELS = {
-    Category.STEPPING: "stepping",
-    Category.COMPILING: "compiling",
-    Category.DATA: "waiting for data",
-    Category.SAVING: "saving",
-    Category.RESTORING: "restoring",
-    Category.EVALUATING: "evaluating",
-    Category.START_UP: "start-up",
-    Category.OTHER: "actions, summaries, logging",
-    Category.LOST: "lost: work done again",
-    Category.DOWN: "lost: down between attempts",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +58,7 @@ def _print_table(goodput: Goodput) -> ExitCode:
     table.add_column("time")
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
-    for category, label in _LABELS.items():
+    for category, label in LABELS.items():
         seconds = goodput.seconds[category]
         table.add_row(label, f"{seconds:.1f}", f"{seconds / (total or 1):.1%}")
     table.add_section()

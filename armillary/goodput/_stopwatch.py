@@ -30,12 +30,13 @@ class Stopwatch:
 
     Attributes:
         category: What the time since the last `switch` counts as.
+        began: When it began to count as that, by `time.perf_counter`.
         moves: A number that changes whenever the program goes on.
     """
 
     def __init__(self, category: Category | None = None, elapsed: float = 0.0) -> None:
         self.category, self.moves = category, 0
-        self._since = _now() - elapsed
+        self.began = self._since = _now() - elapsed
         self._seconds = dict.fromkeys(Category, 0.0)
         self._compilations: list[tuple[float, float]] = []
 
@@ -45,15 +46,23 @@ class Stopwatch:
         self.switch(self.category)
         return dict(self._seconds)
 
+    @property
+    def compile_seconds(self) -> float:
+        """The seconds of compilations so far."""
+        pending = sum(end - start for start, end in self._compilations)
+        return self._seconds[Category.COMPILING] + pending
+
     def switch(self, category: Category | None) -> Category | None:
         """Goes on in another category; returns the one before."""
         now = _now()
         if self.category is not None:
-            compiling = sum(end - start for start, end in self._compilations)
+            compiling = self.compile_seconds - self._seconds[Category.COMPILING]
             self._seconds[Category.COMPILING] += compiling
             self._seconds[self.category] += now - self._since - compiling
         self._compilations.clear()
         self._since = now
+        if category is not self.category:
+            self.began = now
         self.moves += 1
         previous, self.category = self.category, category
         return previous

@@ -13,6 +13,17 @@ from armillary._process import READER_THREADS
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _COMPILER = os.path.join("jax", "_src", "compiler.py")
+# Where a program is made of Python: traced, looked at, and lowered.
+_MAKERS = (
+    _COMPILER,
+    os.path.join("jax", "_src", "interpreters", "partial_eval.py"),
+    os.path.join("jax", "_src", "interpreters", "mlir.py"),
+    os.path.join(_PACKAGE, "distribute", "program", "_trace.py"),
+)
+_DEBUGGER = tuple(
+    os.path.join(sysconfig.get_path("stdlib"), name)
+    for name in ("bdb.py", "pdb.py", "cmd.py")
+)
 
 
 def find_line(phase: str) -> str:
@@ -39,10 +50,30 @@ def find_line(phase: str) -> str:
 
 def is_compiling() -> bool:
     """Returns whether the main thread waits for XLA's compiler."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return frame is not None and any(
-        each.f_code.co_filename.endswith(_COMPILER) for each in _outward(frame)
-    )
+    return _is_in((_COMPILER,), threading.main_thread().ident)
+
+
+def is_making_program(thread: int) -> bool:
+    """Returns whether a thread traces, lowers or compiles a program.
+
+    Args:
+        thread: Its `ident`.
+    """
+    return _is_in(_MAKERS, thread)
+
+
+def is_in_debugger(thread: int) -> bool:
+    """Returns whether a thread is stopped in Python's debugger, or runs under it.
+
+    Args:
+        thread: Its `ident`.
+    """
+    return _is_in(_DEBUGGER, thread)
+
+
+def _is_in(files: tuple[str, ...], thread: int | None) -> bool:
+    frame = sys._current_frames().get(thread or 0)
+    return any(each.f_code.co_filename.endswith(files) for each in _outward(frame))
 
 
 def _find_users(frame: FrameType) -> FrameType | None:

@@ -211,8 +211,9 @@ def test_binding_a_step_counter_keeps_the_users(make_manager: MakeManager) -> No
 
 
 def test_init_fn_runs_only_if_there_is_no_checkpoint(
-    make_manager: MakeManager,
+    make_manager: MakeManager, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "armillary")
     counter, calls = Counter(), []
     manager = make_manager(
         Checkpoint(counter=counter), init_fn=lambda: calls.append("init")
@@ -224,6 +225,9 @@ def test_init_fn_runs_only_if_there_is_no_checkpoint(
 
     assert manager.restore_or_initialize() == path
     assert calls == ["init"]
+    assert caplog.messages.count(
+        "`init_fn` ran, as there is no checkpoint to restore."
+    ) == len(calls)
 
 
 @pytest.mark.parametrize(

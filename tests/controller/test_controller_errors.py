@@ -80,6 +80,12 @@ def wrong(**options):
             "`summary_interval` is 0.*positive": wrong(summary_interval=0),
             r"`summary_interval` is 15.*multiple of `steps_per_loop` \(10\).*"
             "`summary_interval=20`": wrong(summary_interval=15),
+            "`log_interval` is 0.*positive": wrong(log_interval=0),
+            r"`log_interval` is 15.*multiple of `steps_per_loop` \(10\), because lines "
+            "are logged between loops.*`log_interval=20`": wrong(log_interval=15),
+            r"`progress` is 'auto'.*None.*True.*False.*`progress=False` to show": (
+                wrong(progress="auto")
+            ),
             "`hang_timeout_seconds` is 0.*posit": wrong(hang_timeout_seconds=0),
             "is inf.*or `None` to": wrong(hang_timeout_seconds=float("inf")),
             "is '1m'.*positive num": wrong(hang_timeout_seconds="1m"),

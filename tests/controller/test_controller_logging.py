@@ -48,6 +48,7 @@ def test_lines_of_a_run(caplog):
     controller.evaluate(5)
 
     patterns = [
+        r"devices: 8 x cpu",
         r"train \| step:      0 \| training until step 100\.\.\.",
         r"train \| step:    100 \| steps/sec: +\d+\.\d \| output: {'loss': 0\.12346}",
         r" eval \| step:    100 \| running complete evaluation\.\.\.",
@@ -187,7 +188,7 @@ def test_training_without_a_target_says_so(caplog):
 
     controller.train()
 
-    assert caplog.messages[0] == (
+    assert caplog.messages[1] == (
         "train | step:      0 | training until the data ends..."
     )
 

@@ -1,0 +1,112 @@
+"""What a run trains, and on what: three lines at its start.
+
+What is not known without reading data, or asking a device, is left out.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from armillary._logging import logger
+from armillary.data._dataset import DistributedDataset
+from armillary.distribute._strategy import Strategy
+from armillary.distribute.strategies._single import DefaultStrategy
+from armillary.state._summarize import ModelSummary, format_bytes, summarize
+from armillary.trainer._standard_trainer import StandardTrainer
+
+_MOST_MODULES = 3
+# Where a trainer without variables of a library keeps what it trains.
+_PLACES = ("model", "params")
+
+
+def log_start(trainer: Any, strategy: Any, directories: dict[str, str | None]) -> None:
+    """Logs devices and strategy; parameters; batches and directories.
+
+    Args:
+        trainer: What trains.
+        strategy: That of the controller; `None` takes that of the trainer.
+        directories: Where the run writes, by what it writes.
+    """
+    if strategy is None:
+        strategy = getattr(trainer, "strategy", None)
+    is_chosen = isinstance(strategy, Strategy) and type(strategy) is not DefaultStrategy
+    strategy = strategy if is_chosen else None
+    for parts in (
+        _describe_devices(strategy),
+        _describe_parameters(trainer),
+        [*_describe_batch(trainer, strategy), *_describe_places(directories)],
+    ):
+        line = " | ".join(parts)
+        if line:
+            logger.info("%s", line)
+
+
+def _describe_devices(strategy: Strategy | None) -> Iterator[str]:
+    kinds = Counter(device.device_kind for device in jax.devices())
+    yield "devices: " + ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    if strategy is not None:
+        yield f"strategy: {strategy!r}"
+
+
+def find_parameters(trainer: Any) -> ModelSummary | None:
+    """Returns the parameters of a trainer, as far as they can be told."""
+    attributes = vars(trainer) if hasattr(trainer, "__dict__") else {}
+    try:
+        if isinstance(trainer, StandardTrainer):
+            rows = summarize(trainer).parameters
+            has_variables = any(row.kind != "array" for row in rows)
+            places = [row for row in rows if row.path.split("/")[0] in _PLACES]
+            return ModelSummary(tuple(rows if has_variables else places))
+        place = next((name for name in _PLACES if name in attributes), None)
+        return None if place is None else summarize(attributes[place])
+    except TypeError:
+        return None  # There is nothing to count.
+
+
+def _describe_parameters(trainer: Any) -> Iterator[str]:
+    summary = find_parameters(trainer)
+    if summary is None or not summary.count:
+        return
+    yield f"parameters: {summary.count:,} ({format_bytes(summary.bytes)})"
+    modules = summary.modules
+    if len(modules) > 1:
+        largest = (f"{each.name} {each.count:,}" for each in modules[:_MOST_MODULES])
+        yield f"largest: {', '.join(largest)}"
+
+
+def _describe_batch(trainer: Any, strategy: Strategy | None) -> Iterator[str]:
+    if not isinstance(trainer, StandardTrainer):
+        return
+    datasets = jax.tree.leaves(
+        trainer.train_dataset, is_leaf=lambda value: hasattr(value, "full_size")
+    )
+    sizes = {_find_batch_size(dataset) for dataset in datasets}
+    size = sizes.pop() if len(sizes) == 1 else None
+    if size is None:
+        return
+    num_replicas = 1 if strategy is None else strategy.num_replicas_in_sync
+    if num_replicas > 1 and size % num_replicas == 0:
+        yield f"batch: {size} global, {size // num_replicas} per replica"
+    else:
+        yield f"batch: {size}"
+
+
+def _find_batch_size(dataset: Any) -> int | None:
+    """Returns the examples of a global batch, if the source knows them."""
+    if not isinstance(dataset, DistributedDataset):
+        return getattr(dataset, "full_size", None)
+    size = dataset.source.full_size
+    if size is None or not dataset.per_replica_batches:
+        return size
+    return size * dataset.layout.num_replicas
+
+
+def _describe_places(directories: dict[str, str | None]) -> Iterator[str]:
+    for name, directory in directories.items():
+        if directory is not None:
+            is_inside = directory.startswith(os.getcwd() + os.sep)
+            place = os.path.relpath(directory) if is_inside else directory
+            yield f"{name}: {place}"

@@ -1,0 +1,123 @@
+"""What a run has seen comes back from it."""
+
+import copy
+import json
+import math
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import armillary
+from armillary.controller._history import HistoryWriter
+
+
+class Loops(armillary.AbstractTrainer, armillary.AbstractEvaluator):
+    """Trains and evaluates nothing."""
+
+    def __init__(self):
+        self.step = 0
+
+    def train(self, num_steps):
+        self.step += num_steps
+        return {
+            "loss": jnp.float32(1 / self.step),
+            "half": {"a": jnp.bfloat16(0.5), "n": 3, "text": "x"},
+            "counts": np.arange(3),
+            **({"late": 7.0} if self.step == 4 else {}),
+        }
+
+    def evaluate(self, num_steps):
+        return {"accuracy": np.float32(self.step / 8), "nan": math.nan}
+
+
+@pytest.fixture
+def controller():
+    loops = Loops()
+    return armillary.Controller(
+        trainer=loops, evaluator=loops, global_step=lambda: loops.step, steps_per_loop=2
+    )
+
+
+def test_train_returns_the_scalars_of_its_loops(controller):
+    history = controller.train(6)
+
+    assert history.steps == [2, 4, 6]
+    assert history["loss"] == pytest.approx([1 / 2, 1 / 4, 1 / 6])
+    assert history["half/a"] == [0.5] * 3
+    assert history["half/n"] == [3.0] * 3
+    assert list(history) == ["loss", "half/a", "half/n", "late"]
+    assert list(map(math.isnan, history["late"])) == [True, False, True]
+    assert history.eval.steps == []
+    assert len(history.eval) == 0
+
+
+def test_train_and_evaluate_returns_the_last_output_with_the_history(controller):
+    output = controller.train_and_evaluate(8, eval_interval=4)
+
+    assert output["accuracy"] == 1.0
+    assert output.history.steps == [2, 4, 6, 8]
+    assert output.history.eval.steps == [4, 8]
+    assert output.history.eval["accuracy"] == [0.5, 1.0]
+    assert repr(output.history) == (
+        "History(4 records: loss, half/a, half/n, late; "
+        "eval: Records(2 records: accuracy, nan))"
+    )
+
+
+def test_the_output_is_the_dictionary_that_it_was(controller):
+    output = controller.train_and_evaluate(2)
+    del output["nan"]
+
+    assert output == {"accuracy": 0.25}
+    assert isinstance(output, dict)
+    assert jax.tree.map(lambda leaf: leaf * 2, output) == {"accuracy": 0.5}
+    assert jax.tree.leaves_with_path(output)[0][0] == (
+        jax.tree_util.DictKey("accuracy"),
+    )
+    assert json.dumps({**output, "accuracy": 1}) == '{"accuracy": 1}'
+    again = pickle.loads(pickle.dumps(output))
+    assert again == output
+    assert again.history["loss"] == copy.copy(output).history["loss"] == [0.5]
+
+
+def test_a_history_is_that_of_one_call(controller):
+    first = controller.train(4)
+    controller.evaluate()
+    second = controller.train(8)
+
+    assert first.steps == [2, 4]
+    assert len(first.eval.steps) == len(second.eval.steps) == 0
+    assert second.steps == [6, 8]
+
+
+def test_a_history_is_not_written_to(controller):
+    history = controller.train(4)
+    history["loss"].append(5.0)
+    history.steps.clear()
+
+    assert len(history["loss"]) == len(history.steps) == 2
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        history["loss"] = []
+    with pytest.raises(KeyError, match="other"):
+        history["other"]
+
+
+def test_a_long_history_is_small():
+    writer = HistoryWriter()
+    for step in range(10_000):
+        writer.add_loop(step, {"loss": 1.0})
+
+    assert len(pickle.dumps(writer.history)) < 17 * 10_000
+
+
+def test_a_call_with_nothing_to_train_has_an_empty_history(controller):
+    controller.train(4)
+    history = controller.train(4)
+
+    assert (history.steps, dict(history)) == ([], {})
+    assert repr(history) == (
+        "History(0 records: no scalars; eval: Records(0 records: no scalars))"
+    )

@@ -1,0 +1,136 @@
+"""The lines at the start of a run say what is known, and nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.controller._start_lines import find_parameters
+
+ARRAYS = {"x": np.ones((64, 3), "float32")}
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.small = nnx.Linear(3, 2, rngs=rngs)
+        self.large = nnx.Linear(2, 500, rngs=rngs)
+
+    def __call__(self, x):
+        return self.large(self.small(x))
+
+
+class Trainer(armillary.StandardTrainer):
+    def __init__(self, dataset, strategy=None):
+        super().__init__(dataset)
+        self.strategy = strategy or armillary.DefaultStrategy()
+        self.model = Model()
+        self.optimizer = nnx.Optimizer(self.model, optax.adam(0.1), wrt=nnx.Param)
+
+    def train_step(self, iterator):
+        def step_fn(batch):
+            def loss_fn(model):
+                return armillary.compute_average_loss(model(batch["x"]).mean(-1))
+
+            self.optimizer.update(self.model, nnx.grad(loss_fn)(self.model))
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+
+def find_lines(caplog, trainer, **options):
+    caplog.set_level("INFO", "armillary")
+    controller = armillary.Controller(
+        trainer=trainer, steps_per_loop=1, global_step=trainer.optimizer.step, **options
+    )
+    controller.train(1)
+    controller.train(2)
+    lines = caplog.messages
+    starts = [i for i, line in enumerate(lines) if line.startswith("devices:")]
+    assert len(starts) == 1
+    first_loop = next(i for i, line in enumerate(lines) if "training until" in line)
+    return lines[starts[0] : first_loop]
+
+
+def make_source():
+    return armillary.data.from_arrays(ARRAYS, batch_size=16, repeat=True)
+
+
+def test_a_run_on_several_replicas(caplog, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    strategy = armillary.MirroredStrategy(jax.devices()[:4])
+    trainer = Trainer(strategy.distribute_dataset(make_source()), strategy)
+    manager = armillary.CheckpointManager(
+        armillary.Checkpoint(model=trainer.model, optimizer=trainer.optimizer),
+        tmp_path / "run" / "checkpoints",
+    )
+
+    assert find_lines(
+        caplog,
+        trainer,
+        strategy=strategy,
+        checkpoint_manager=manager,
+        summary_dir="run/train",
+    ) == [
+        "devices: 8 x cpu | strategy: MirroredStrategy(4 x cpu)",
+        "parameters: 1,508 (6.03 kB) | largest: model/large 1,500, model/small 8",
+        "batch: 16 global, 4 per replica | checkpoints: run/checkpoints | "
+        "summaries: run/train",
+    ]
+
+
+def test_a_run_on_one_device_with_data_of_unknown_size(caplog):
+    trainer = Trainer(lambda: iter([ARRAYS] * 4))
+
+    assert find_lines(caplog, trainer) == [
+        "devices: 8 x cpu",
+        "parameters: 1,508 (6.03 kB) | largest: model/large 1,500, model/small 8",
+    ]
+
+
+def test_a_source_that_was_not_distributed(caplog):
+    assert find_lines(caplog, Trainer(make_source()))[2:] == ["batch: 16"]
+
+
+class Plain(armillary.AbstractTrainer):
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+    def train(self, num_steps):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("attributes", "count"),
+    [
+        ({}, None),
+        ({"params": {"w": jnp.ones((3, 3))}, "momentum": {"w": jnp.ones((3, 3))}}, 9),
+        ({"model": nnx.Linear(2, 3, rngs=nnx.Rngs(0))}, 9),
+        ({"model": "a name"}, None),
+    ],
+)
+def test_a_trainer_written_by_hand_has_what_is_called_so(attributes, count):
+    summary = find_parameters(Plain(**attributes))
+
+    assert (summary and summary.count) == count
+
+
+def test_plain_arrays_of_a_trainer_are_no_parameters_unless_called_so():
+    class Arrays(armillary.StandardTrainer):
+        def __init__(self, **attributes):
+            super().__init__(make_source())
+            vars(self).update(attributes)
+
+        def train_step(self, iterator):
+            next(iterator)
+
+    environment = {"position": jnp.ones(7)}
+    params = {"w": jnp.ones((3, 3)), "v": jnp.ones((3, 3))}
+    state = optax.adam(0.1).init(params)
+
+    trainer = Arrays(params=params, environment=environment, state=state)
+
+    assert find_parameters(trainer).count == 18
+    assert find_parameters(Arrays(environment=environment)).count == 0
