@@ -5,7 +5,9 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -288,3 +290,71 @@ def test_a_terminal_gets_lines_that_are_not_wrapped():
 
     assert "x" * 200 in text
     assert "\x1b[" in text
+
+
+class Counting(Loops):
+    def train(self, num_steps):
+        self.step += num_steps
+        if self.step % 3:
+            time.sleep(0.05)
+        return {"step": self.step, "value": float("inf") if self.step == 3 else 1.0}
+
+
+def train_counting(caplog, steps, **options):
+    caplog.set_level("INFO", "armillary")
+    loops = Counting()
+    controller = Controller(
+        trainer=loops, global_step=lambda: loops.step, steps_per_loop=1, **options
+    )
+    history = controller.train(steps)
+    found = [
+        re.search(r"steps/sec: +([\d.]+) .*'step': (\d+)", message)
+        for message in caplog.messages
+    ]
+    return [(int(each[2]), float(each[1])) for each in found if each], history
+
+
+def test_log_interval_thins_lines_out(caplog):
+    lines, history = train_counting(caplog, 7, log_interval=3)
+
+    assert [step for step, _ in lines] == [3, 6]
+    # A mean: the step that is logged takes no time itself.
+    assert all(1 < speed < 31 for _, speed in lines)
+    assert history.steps == list(range(1, 8))
+    # What is not logged is looked at all the same.
+    assert [r.levelname for r in caplog.records].count("WARNING") == 1
+
+
+def test_log_interval_holds_for_loops_that_do_not_end_on_it(caplog):
+    caplog.set_level("INFO", "armillary")
+    loops = Loops()
+    Controller(
+        trainer=loops,
+        global_step=lambda: loops.step,
+        steps_per_loop=lambda step: 3,
+        log_interval=5,
+    ).train(12)
+
+    logged = [message for message in caplog.messages if "steps/sec" in message]
+    assert [int(message.split()[3]) for message in logged] == [6, 12]
+
+
+def test_the_first_speed_does_not_count_compilation(caplog):
+    class Compiling(Loops):
+        def train(self, num_steps):
+            if not self.step:
+                jax.jit(self.trace)(1.0)
+            self.step += num_steps
+            time.sleep(0.05)
+            return {}
+
+        def trace(self, x):
+            time.sleep(0.5)
+            return jnp.sin(x)
+
+    caplog.set_level("INFO", "armillary")
+    loops = Compiling()
+    Controller(trainer=loops, global_step=lambda: loops.step, steps_per_loop=1).train(1)
+
+    speed = float(re.search(r"steps/sec: +([\d.]+)", caplog.messages[-1])[1])
+    assert 2 < speed < 21  # Less than 2 with compilation.

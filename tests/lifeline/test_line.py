@@ -59,3 +59,29 @@ def test_compiling_is_told_by_the_stack():
         thread.join()
     assert any(seen)
     assert not _line.is_compiling()
+
+
+def test_tracing_and_lowering_make_a_program():
+    import jax
+
+    seen = []
+
+    def traced(x):
+        seen.append(_line.is_making_program(threading.get_ident()))
+        return x
+
+    jax.jit(traced)(1.0)
+    assert seen == [True]
+    assert not _line.is_making_program(threading.get_ident())
+    assert not _line.is_making_program(0)
+
+
+def test_a_debugger_is_told_by_the_stack():
+    import bdb
+
+    seen = []
+    debugger = bdb.Bdb()
+    debugger.runcall(lambda: seen.append(_line.is_in_debugger(threading.get_ident())))
+
+    assert seen == [True]
+    assert not _line.is_in_debugger(threading.get_ident())
