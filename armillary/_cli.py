@@ -29,6 +29,10 @@ _COMMANDS = {
         "show where the time of a run went, across restarts",
         "armillary.goodput._command",
     ),
+    "checkpoint": _Command(
+        "show what is inside checkpoints",
+        "armillary.checkpoint._command",
+    ),
     "plan": _Command(
         "compile a training step for devices that are not there",
         "armillary.plan._command",

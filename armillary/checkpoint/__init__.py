@@ -25,6 +25,6 @@ So a crash at any moment, also during a save, costs at most the save in progress
 
 from armillary.checkpoint._checkpoint import Checkpoint as Checkpoint
 from armillary.checkpoint._manager import CheckpointManager as CheckpointManager
-from armillary.checkpoint._part import RestoredPart as RestoredPart
+from armillary.checkpoint._report import RestoreReport as RestoreReport
 
-__all__ = ["Checkpoint", "CheckpointManager", "RestoredPart"]
+__all__ = ["Checkpoint", "CheckpointManager", "RestoreReport"]

@@ -8,43 +8,29 @@ built lazily, and each place counts once, under the name it is reached by first.
 import dataclasses
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jax
 
-from armillary.checkpoint._leaf import LeafSpec, describe_leaf
+from armillary.checkpoint._content import Content
+from armillary.checkpoint._folder import as_absolute
+from armillary.checkpoint._joint import merge_refusals
+from armillary.checkpoint._leaf import describe_leaf
+from armillary.checkpoint._reader import restore
+from armillary.checkpoint._report import RestoreReport
+from armillary.checkpoint._selection import Paths, make_selection
+from armillary.cluster._join import get_peers
 from armillary.errors import CheckpointError
 from armillary.state._lift import State, find_slots
 from armillary.state._slots import Slot
-
-
-@dataclasses.dataclass(frozen=True)
-class Content:
-    """The values of a checkpoint at one moment.
-
-    Attributes:
-        leaves: The arrays by path, as the slots hold them.
-        states: What each object's `get_state` returned, in the types of JSON.
-        stored: The plain arrays to store for the leaves, if they were made already.
-    """
-
-    leaves: dict[str, Any]
-    states: dict[str, Any]
-    stored: dict[str, Any] | None = None
-
-    @property
-    def specs(self) -> dict[str, LeafSpec]:
-        """The description of each leaf."""
-        return {path: describe_leaf(leaf) for path, leaf in self.leaves.items()}
-
 
 _OF_MANAGER = {
     "save": "save()",
     "write": "save()",
     "restore": "restore(path)",
-    "read": "restore_part(path, parts)",
     "sync": "sync()",
 }
 
@@ -113,6 +99,61 @@ class Checkpoint:
         """The objects by name."""
         return MappingProxyType(self._objects)
 
+    def read(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        only: Paths | None = None,
+        skip: Paths = (),
+        rename: Mapping[str, str] | None = None,
+        may_differ: Paths = (),
+    ) -> RestoreReport:
+        """Puts values of a saved checkpoint into the objects, which need not be all.
+
+        So a program that has no optimizer and no training data reads the model of a
+        training run, and a model with another head takes the backbone of one::
+
+            armillary.Checkpoint(model=model).read("runs/digits/checkpoint_1000")
+            armillary.Checkpoint(model=model).read(path, only="model/backbone")
+
+        It is strict in what it restores: there, the checkpoint and the program must
+        hold the same leaves, unless `may_differ` names them. A part is named by its
+        path in the program, and is everything below it; `*` stands for any one name, as
+        in `"model/layers/*/norm"`. Of the arrays, only those that are asked for are
+        read, to the devices that the program's own are on, so the number of devices and
+        processes may differ from that of the save. Of several processes, all call this.
+
+        Args:
+            path: The folder of the checkpoint.
+            only: The parts to restore; by default all objects of this `Checkpoint`.
+            skip: Parts of these that stay as they are.
+            rename: Paths in the program by those in the checkpoint, where they differ:
+                `{"model/encoder": "model/backbone"}` restores what was saved as
+                `model/encoder` into `model/backbone`.
+            may_differ: Parts that may differ. One that does, or is missing on either
+                side, or is a data position that the data does not accept, stays whole
+                as the program made it.
+
+        Returns:
+            What was restored, and what was not. It is logged as well.
+
+        Raises:
+            TypeError: If an argument is not of strings.
+            ValueError: If `only` is empty, or one of the paths.
+            CheckpointError: If `path` is not a complete checkpoint, cannot be read, or
+                is not the same one for processes that train together.
+            CheckpointDamageError: If a file of it is not as it was saved.
+            CheckpointMismatchError: If it does not fit the program, a part is missing,
+                or nothing would be restored. The objects are as they were in each case.
+        """
+        selection = make_selection(
+            only=only, skip=skip, rename=rename, may_differ=may_differ
+        )
+        if selection.only is None:
+            selection = dataclasses.replace(selection, only=tuple(self._objects))
+        folder = as_absolute(path)
+        return restore(self, folder, folder.parent, selection)
+
     def read_content(self) -> Content:
         """Returns the values of all objects now, without copying arrays.
 
@@ -160,7 +201,9 @@ class Checkpoint:
         _check_numeric(leaves)
         return leaves
 
-    def write_content(self, content: Content) -> None:
+    def write_content(
+        self, content: Content, may_refuse: Collection[str] = ()
+    ) -> dict[str, str]:
         """Puts values into all objects; if one refuses, all get their old values back.
 
         Arrays come first, so that an object whose state depends on arrays sees the new
@@ -168,20 +211,39 @@ class Checkpoint:
 
         Args:
             content: A value for every leaf, and for the states that are to be set.
+            may_refuse: Names of objects that keep their state if they refuse the new
+                one, in all processes if it is refused in one.
+
+        Returns:
+            What these said, by name.
+
+        Raises:
+            ValueError: If another object refuses its state.
         """
         before = self.read_leaves()
-        undo: list[tuple[Any, Any]] = []
+        undo: dict[str, Any] = {}
+        refused: dict[str, str] = {}
         try:
             self._write_leaves(content.leaves)
             for name, state in content.states.items():
-                value = self._states[name]
-                undo.append((value, _read_state(name, value)))
-                value.set_state(state)
+                undo[name] = _read_state(name, self._states[name])
+                try:
+                    self._states[name].set_state(state)
+                except ValueError as error:
+                    if name not in may_refuse:
+                        error.add_note(_refused_note(name))
+                        raise
+                    refused[name] = str(error)
+            if may_refuse:
+                refused = merge_refusals(refused, get_peers())
+            for name in refused:
+                self._states[name].set_state(undo[name])
         except BaseException:
             self._write_leaves(before)
-            for value, state in reversed(undo):
-                value.set_state(state)
+            for name, state in reversed(undo.items()):
+                self._states[name].set_state(state)
             raise
+        return refused
 
     def _write_leaves(self, leaves: Mapping[str, Any]) -> None:
         for slot in self._find_slots():
@@ -194,6 +256,14 @@ class Checkpoint:
 
     def _find_slots(self) -> Sequence[Slot]:
         return State([(value, name) for name, value in self._objects.items()]).slots
+
+
+def _refused_note(name: str) -> str:
+    return (
+        f"That is `{name}`, which refused its part of the checkpoint, so nothing was "
+        "restored. If it changed on purpose, it can stay as the program makes it: "
+        f"`CheckpointManager(..., may_differ={name!r})`, or `skip={name!r}`."
+    )
 
 
 def _has_position(value: Any) -> bool:

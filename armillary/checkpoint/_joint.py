@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from armillary.checkpoint._checkpoint import Content
+from armillary.checkpoint._content import Content
 from armillary.checkpoint._folder import Header, find_checkpoints, read_header
 from armillary.checkpoint._leaf import as_stored_by_one
 from armillary.checkpoint._writer import Writer
@@ -59,6 +59,19 @@ def decide(topic: str, function: Callable[[], T], peers: Peers | None) -> T:
     if text is not None:
         raise problem or CheckpointError(text)
     return value
+
+
+def merge_refusals(refused: dict[str, str], peers: Peers | None) -> dict[str, str]:
+    """Returns what any process says, by name. All processes must call it.
+
+    Args:
+        refused: What this process says.
+        peers: The processes, or `None` if there is one.
+    """
+    if peers is None:
+        return refused
+    said = peers.gather("states that do not fit", json.dumps(refused))
+    return {name: text for each in said for name, text in json.loads(each).items()}
 
 
 def check_all_see(

@@ -4,11 +4,9 @@ How a save runs in the background is in `_writer`, how one is read in `_reader`.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any, Literal
-
-from etils import epath
 
 from armillary._checks import (
     answers_old_names,
@@ -17,7 +15,6 @@ from armillary._checks import (
     check_one_of,
     check_positive_int,
 )
-from armillary._logging import logger
 from armillary._process import get_process
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._folder import (
@@ -27,8 +24,9 @@ from armillary.checkpoint._folder import (
     find_superseded,
 )
 from armillary.checkpoint._joint import announcing_errors, make_writer
-from armillary.checkpoint._part import Parts, RestoredPart, as_parts
-from armillary.checkpoint._reader import restore, restore_latest, restore_part
+from armillary.checkpoint._reader import restore, restore_latest
+from armillary.checkpoint._report import RestoreReport
+from armillary.checkpoint._selection import Paths, as_paths, make_selection
 from armillary.errors import CheckpointError
 from armillary.state._step_counter import as_step_counter
 
@@ -60,7 +58,14 @@ class CheckpointManager:
             if this is `None`.
         checkpoint_interval: Steps between saves that ask for `check_interval`; it needs
             a step counter. `None` lets every save through.
-        init_fn: Called by `restore_or_initialize` if there is no checkpoint.
+        init_fn: Called by `restore_or_initialize` if there is no checkpoint. To begin
+            with a pretrained part:
+            `init_fn=lambda: checkpoint.read(path, only="model/encoder")`.
+        may_differ: Parts, by path, that a restored checkpoint may lack, have besides,
+            or have otherwise than the program, because it was changed between two runs:
+            an optimizer (`"optimizer/opt_state"`), averages of weights, data that has
+            grown (`"train_dataset"`). Such a part stays whole as the program made it,
+            with a warning, and one that fits is restored.
         on_write_error: What a save does that cannot be written, for example because
             the disk is full. `"raise"` is an error, of the save itself or, if it failed
             in the background, of the next call of `save` or `sync`. `"warn"` logs it,
@@ -69,10 +74,11 @@ class CheckpointManager:
             either way.
 
     Raises:
-        TypeError: If `checkpoint`, `step_counter` or `init_fn` is of the wrong type.
-        ValueError: If a number is out of range, `on_write_error` is neither of the two,
-            or `directory` is a file, or is in a place where it cannot be made or
-            written and holds no checkpoint to read.
+        TypeError: If `checkpoint`, `step_counter`, `init_fn` or `may_differ` is of the
+            wrong type.
+        ValueError: If a number is out of range, a path of `may_differ` is empty,
+            `on_write_error` is neither of the two, or `directory` is a file, or is in a
+            place where it cannot be made or written and holds no checkpoint to read.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class CheckpointManager:
         step_counter: Any = None,
         checkpoint_interval: int | None = None,
         init_fn: Callable[[], Any] | None = None,
+        may_differ: Paths = (),
         on_write_error: Literal["raise", "warn"] = "raise",
     ) -> None:
         if not isinstance(checkpoint, Checkpoint):
@@ -110,6 +117,7 @@ class CheckpointManager:
         self._directory = as_absolute(directory)
         self._interval = checkpoint_interval
         self._init_fn = init_fn
+        self._may_differ = as_paths("may_differ", may_differ)
         self._step_counter: Any = None
         self._read_step: Callable[[], int] | None = None
         self.step_counter = step_counter
@@ -267,17 +275,25 @@ class CheckpointManager:
             CheckpointMismatchError: As in `restore`.
         """
         self.sync()
-        restored = restore_latest(self._checkpoint, self._directory)
-        if restored is not None:
-            self._note_restored(restored)
-            return str(restored)
+        selection = make_selection(may_differ=self._may_differ)
+        report = restore_latest(self._checkpoint, self._directory, selection)
+        if report is not None:
+            return self._note_restored(report)
         if self._init_fn is not None:
             with announcing_errors():
                 self._init_fn()
             logger.info("`init_fn` ran, as there is no checkpoint to restore.")
         return None
 
-    def restore(self, path: str | os.PathLike[str]) -> str:
+    def restore(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        only: Paths | None = None,
+        skip: Paths = (),
+        rename: Mapping[str, str] | None = None,
+        may_differ: Paths | None = None,
+    ) -> str:
         """Puts the values of one checkpoint into the objects.
 
         Everything is verified and read before anything is written, and no other
@@ -287,61 +303,34 @@ class CheckpointManager:
 
         Args:
             path: The folder of the checkpoint, in this directory or elsewhere.
+            only: The parts to restore, as in `Checkpoint.read`, which also returns what
+                was restored; by default everything, with nothing left in the
+                checkpoint.
+            skip: As there.
+            rename: As there.
+            may_differ: As there; by default those of this manager.
 
         Returns:
             The path.
 
         Raises:
+            TypeError: If an argument is not of strings.
+            ValueError: If `only` is empty, or one of the paths.
             CheckpointError: If `path` is not a complete checkpoint, cannot be read, or
                 is not the same one for processes that train together.
             CheckpointDamageError: If a file of it is not as it was saved.
             CheckpointMismatchError: If it holds other leaves than the program. The
                 objects are as they were in each case.
         """
+        if may_differ is None:
+            may_differ = self._may_differ
+        selection = make_selection(
+            only=only, skip=skip, rename=rename, may_differ=may_differ
+        )
         self.sync()
         folder = as_absolute(path)
-        restore(self._checkpoint, folder, self._directory)
-        self._note_restored(folder)
-        return str(folder)
-
-    def restore_part(self, path: str | os.PathLike[str], parts: Parts) -> RestoredPart:
-        """Puts a part of one checkpoint into the objects, and leaves the rest alone.
-
-        For example a backbone into a model with another head, where a run begins::
-
-            manager = armillary.CheckpointManager(
-                armillary.Checkpoint(model=model, optimizer=optimizer), "runs/pets",
-                init_fn=lambda: manager.restore_part(
-                    "runs/pretraining/checkpoint_9000", "model/backbone"))
-
-        As strict as `restore` inside the parts: there, the checkpoint and the program
-        must hold the same leaves. The step counter is as it was, unless it is in one.
-
-        Args:
-            path: The folder of the checkpoint, in this directory or elsewhere.
-            parts: The path of a part, such as `"model/backbone"`, which is everything
-                below it; several paths; or a dictionary where the program has other
-                paths: `{"model/encoder": "model/backbone"}` restores what was saved as
-                `model/encoder` into `model/backbone`.
-
-        Returns:
-            Which paths were restored, left as they were, and not used. It is logged as
-            well.
-
-        Raises:
-            TypeError: If `parts` is not of strings.
-            ValueError: If `parts` is empty, or one lies inside another.
-            CheckpointError: As in `restore`.
-            CheckpointDamageError: As in `restore`.
-            CheckpointMismatchError: If a part is missing, or the checkpoint holds other
-                leaves in it than the program. The objects are as they were.
-        """
-        pairs = as_parts(parts)
-        self.sync()
-        folder = as_absolute(path)
-        report = restore_part(self._checkpoint, folder, self._directory, pairs)
-        logger.info("%s", report)
-        return report
+        report = restore(self._checkpoint, folder, self._directory, selection)
+        return self._note_restored(report)
 
     def sync(self) -> None:
         """Waits until the last save is complete and old checkpoints are removed.
@@ -359,11 +348,14 @@ class CheckpointManager:
         """
         self._writer.close()
 
-    def _note_restored(self, folder: epath.Path) -> None:
-        if self._read_step is not None:
+    def _note_restored(self, report: RestoreReport) -> str:
+        # What was restored in part is not what is on the disk, so a save is due.
+        is_whole = not (report.kept or report.unused)
+        if self._read_step is not None and is_whole:
             self._last_step = self._read_step()
-            is_latest = str(folder) == self.latest_checkpoint
+            is_latest = report.path == self.latest_checkpoint
             self._last_number = self._last_step if is_latest else None
+        return report.path
 
     def _step(self) -> int | None:
         if self._read_step is not None:

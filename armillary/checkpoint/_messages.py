@@ -1,82 +1,103 @@
 """The messages for a checkpoint that cannot be written, read or restored."""
 
-import operator
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
 
 from etils import epath
 
 from armillary._checks import list_lines
 from armillary.checkpoint._leaf import LeafSpec
-from armillary.errors import CheckpointError, CheckpointMismatchError
+from armillary.errors import CheckpointError
+
+_MOST_PARTS = 8
 
 
-def check_match(
+def describe_mismatch(
     path: str,
+    differences: Mapping[str, str],
+    matching: Collection[str],
     *,
-    saved: Mapping[str, LeafSpec],
-    program: Mapping[str, LeafSpec],
-    saved_states: Collection[str],
-    program_states: Collection[str],
-) -> None:
-    """Raises if a checkpoint and a program do not hold the same leaves and states.
+    is_whole: bool,
+) -> str:
+    """Returns the message for a checkpoint and a program that do not fit each other.
 
     Args:
-        path: The checkpoint, for the message.
-        saved: The leaves of the checkpoint.
-        program: The leaves of the program.
-        saved_states: Names of the objects whose `get_state` was saved.
-        program_states: Names of the objects of the program that have `set_state`.
-
-    Raises:
-        CheckpointMismatchError: If they differ. All differences are in the message.
+        path: The checkpoint.
+        differences: A line for each path at which they differ.
+        matching: The paths at which they agree.
+        is_whole: Whether all of it was to be restored.
     """
-    lines = find_differences(saved, program, saved_states, program_states)
-    if not lines:
-        return
-    raise CheckpointMismatchError(
-        f"`path` is {path!r}, and {len(lines)} of its leaves differ from the program, "
-        f"which must hold the same ones:\n{list_lines(lines)}\n"
-        "Build the objects as they were when this was saved, restore another "
-        "checkpoint (`manager.restore(path)`) or only a part of this one "
-        "(`manager.restore_part(path, parts)`), or use another `directory` to start "
-        "afresh. Nothing was restored."
+    fix = "what to restore (`only`, `skip`), or what has another path (`rename`)"
+    if matching:
+        names = _find_parts(differences, matching)
+        shown = repr(names[0]) if len(names) == 1 else repr(names)
+        fix = f"what may stay as the program makes it (`may_differ={shown}`), {fix}"
+    if is_whole and all(line.startswith("-") for line in differences.values()):
+        fix += (
+            "; `checkpoint.read(path)` needs nothing else than the objects of "
+            "`checkpoint`"
+        )
+    leaves = "of its leaves" if is_whole else "leaves of what is to be restored"
+    afresh = ", or use another `directory` to start afresh" if is_whole else ""
+    return (
+        f"`path` is {path!r}, and {len(differences)} {leaves} differ from the "
+        f"program, which must hold the same ones{'' if is_whole else ' there'}:\n"
+        f"{list_lines(differences[name] for name in sorted(differences))}\n"
+        f"Build the objects as they were when this was saved{afresh}. If they changed "
+        f"on purpose, name {fix}. Nothing was restored."
     )
 
 
+def describe_nothing(path: str, differences: Mapping[str, str]) -> str:
+    """Returns the message for a restore that would restore nothing."""
+    lines = [differences[name] for name in sorted(differences)]
+    differ = f" All of it differs:\n{list_lines(lines)}\n" if lines else " "
+    return (
+        f"`path` is {path!r}, and nothing of it would be restored, but a restore must "
+        f"restore something.{differ}Name what fits in `only`, and less in `skip` and "
+        "`may_differ`. Nothing was restored."
+    )
+
+
+def _find_parts(differing: Iterable[str], matching: Collection[str]) -> list[str]:
+    """Returns the largest parts that have some of `differing` and none of `matching`.
+
+    Of many, the first few.
+    """
+    above = {
+        "/".join(names[:count])
+        for names in (name.split("/") for name in matching)
+        for count in range(1, len(names) + 1)
+    }
+    parts: set[str] = set()
+    for name in differing:
+        names = name.split("/")
+        ends = range(1, len(names) + 1)
+        each = ("/".join(names[:end]) for end in ends)
+        parts.add(next((part for part in each if part not in above), name))
+    return sorted(parts)[:_MOST_PARTS]
+
+
 def find_differences(
-    saved: Mapping[str, LeafSpec],
-    program: Mapping[str, LeafSpec],
-    saved_states: Collection[str],
-    program_states: Collection[str],
-) -> list[str]:
+    saved: Mapping[str, LeafSpec | str], program: Mapping[str, LeafSpec | str]
+) -> dict[str, str]:
     """Returns a line for each path at which a checkpoint and a program differ."""
-    differences = [
-        *_compare(saved, program, LeafSpec.matches),
-        *_compare(
-            dict.fromkeys(saved_states, "saved state"),
-            dict.fromkeys(program_states, "saved state"),
-            operator.eq,
-        ),
-    ]
-    return [line for _, line in sorted(differences)]
-
-
-def _compare(
-    saved: Mapping[str, Any],
-    program: Mapping[str, Any],
-    matches: Callable[[Any, Any], bool],
-) -> Iterator[tuple[str, str]]:
-    """Yields each path that differs, and a line that says how."""
+    lines: dict[str, str] = {}
     for path in saved.keys() | program.keys():
         if path not in program:
-            yield path, f"- {path}: {saved[path]}  only in the checkpoint"
+            lines[path] = f"- {path}: {saved[path]}  only in the checkpoint"
         elif path not in saved:
-            yield path, f"+ {path}: {program[path]}  only in the program"
-        elif not matches(saved[path], program[path]):
+            lines[path] = f"+ {path}: {program[path]}  only in the program"
+        elif not _fits(saved[path], program[path]):
             both = f"{saved[path]} in the checkpoint, {program[path]} in the program"
-            yield path, f"~ {path}: {both}"
+            lines[path] = f"~ {path}: {both}"
+    return lines
+
+
+def _fits(saved: LeafSpec | str, program: LeafSpec | str) -> bool:
+    if isinstance(saved, LeafSpec) and isinstance(program, LeafSpec):
+        return saved.matches(program)
+    return saved == program
 
 
 def write_error(

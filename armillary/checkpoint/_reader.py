@@ -5,86 +5,54 @@ not the disk's doing, so an older checkpoint would not help: it is an error of t
 program or of the machine, and `restore_latest` lets it through.
 """
 
+import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
 from armillary._logging import logger
-from armillary.checkpoint._checkpoint import Checkpoint, Content
 from armillary.checkpoint._checksums import find_damage
+from armillary.checkpoint._content import Content
 from armillary.checkpoint._folder import check_is_checkpoint, list_directory
 from armillary.checkpoint._joint import announcing_errors, check_all_see, decide
 from armillary.checkpoint._leaf import LeafSpec, as_restored, stored_sharding
 from armillary.checkpoint._messages import (
-    check_match,
     describe_all_damaged,
     describe_damage,
     read_error,
 )
-from armillary.checkpoint._part import RestoredPart, match_parts
-from armillary.checkpoint._store import read_arrays, read_manifest
+from armillary.checkpoint._report import RestoreReport
+from armillary.checkpoint._selection import Selection, is_inside, match
+from armillary.checkpoint._store import read_arrays, read_description
 from armillary.cluster._join import get_peers
 from armillary.errors import CheckpointDamageError, CheckpointError
 
+if TYPE_CHECKING:
+    from armillary.checkpoint._checkpoint import Checkpoint
 
-def restore(checkpoint: Checkpoint, folder: epath.Path, directory: epath.Path) -> None:
-    """Puts the values of a folder into the objects of `checkpoint`.
+_STATE = "saved state"
+
+
+def restore(
+    checkpoint: "Checkpoint",
+    folder: epath.Path,
+    directory: epath.Path,
+    selection: Selection,
+) -> RestoreReport:
+    """Puts values of a folder into the objects of `checkpoint`.
 
     Args:
         checkpoint: The objects.
         folder: What to restore.
         directory: Where an error looks for checkpoints to name instead.
+        selection: What of it to restore.
 
     Raises:
         CheckpointError: As `_verify` does, and if it cannot be read or does not fit.
     """
     _verify(folder, directory)
-    _restore_intact(checkpoint, folder)
-
-
-def restore_part(
-    checkpoint: Checkpoint,
-    folder: epath.Path,
-    directory: epath.Path,
-    parts: Mapping[str, str],
-) -> RestoredPart:
-    """Puts a part of the values of a folder into the objects of `checkpoint`.
-
-    Args:
-        checkpoint: The objects.
-        folder: What to restore from.
-        directory: Where an error looks for checkpoints to name instead.
-        parts: Where each part goes in the program, by its path in the checkpoint.
-
-    Returns:
-        What was restored, and what was not.
-
-    Raises:
-        CheckpointError: As `_verify` does, and if it cannot be read or does not fit.
-    """
-    _verify(folder, directory)
-    with announcing_errors():
-        leaves = checkpoint.read_leaves()
-        saved, states = _read_description(folder)
-        sources = match_parts(
-            str(folder),
-            parts,
-            saved=saved,
-            program=Content(leaves, {}).specs,
-            saved_states=states,
-            program_states=checkpoint.state_names,
-        )
-        restored = _read_leaves(folder, leaves, saved, sources.leaves)
-        new_states = {name: states[source] for name, source in sources.states.items()}
-        checkpoint.write_content(Content({**leaves, **restored}, new_states))
-    done = sources.leaves | sources.states
-    return RestoredPart(
-        path=str(folder),
-        restored=tuple(sorted(done)),
-        kept=tuple(sorted({*leaves, *checkpoint.state_names} - done.keys())),
-        unused=tuple(sorted({*saved, *states} - set(done.values()))),
-    )
+    return _restore_intact(checkpoint, folder, selection)
 
 
 def _verify(folder: epath.Path, directory: epath.Path) -> None:
@@ -107,15 +75,18 @@ def _verify(folder: epath.Path, directory: epath.Path) -> None:
     check_all_see(folder, folder.parent, peers)
 
 
-def restore_latest(checkpoint: Checkpoint, directory: epath.Path) -> epath.Path | None:
+def restore_latest(
+    checkpoint: "Checkpoint", directory: epath.Path, selection: Selection
+) -> RestoreReport | None:
     """Restores the newest checkpoint without damage.
 
     Args:
         checkpoint: The objects.
         directory: Where the checkpoints are.
+        selection: What to restore.
 
     Returns:
-        Its folder, or `None` if the directory holds no checkpoint, good or bad.
+        What was restored, or `None` if the directory holds no checkpoint, good or bad.
 
     Raises:
         CheckpointError: If all of its checkpoints are damaged, or processes that train
@@ -128,13 +99,12 @@ def restore_latest(checkpoint: Checkpoint, directory: epath.Path) -> epath.Path 
     if folder is None:
         return None
     try:
-        _restore_intact(checkpoint, folder)
+        return _restore_intact(checkpoint, folder, selection)
     except CheckpointError:
         if peers is not None or folder.exists():
             raise
         # The job that trains has removed it meanwhile, so there are newer ones.
-        return restore_latest(checkpoint, directory)
-    return folder
+        return restore_latest(checkpoint, directory, selection)
 
 
 def _find_latest(directory: epath.Path) -> str | None:
@@ -175,27 +145,49 @@ def _warn_of_damage(damaged: Mapping[epath.Path, str], good: epath.Path) -> None
         )
 
 
-def _restore_intact(checkpoint: Checkpoint, folder: epath.Path) -> None:
+def _restore_intact(
+    checkpoint: "Checkpoint", folder: epath.Path, selection: Selection
+) -> RestoreReport:
     with announcing_errors():
         leaves = checkpoint.read_leaves()
         saved, states = _read_description(folder)
-        check_match(
-            str(folder),
-            saved=saved,
-            program=Content(leaves, {}).specs,
-            saved_states=states,
-            program_states=checkpoint.state_names,
+        program = {
+            **dict.fromkeys(checkpoint.state_names, _STATE),
+            **Content(leaves, {}).specs,
+        }
+        all_saved = {**dict.fromkeys(states, _STATE), **saved}
+        found = match(str(folder), selection, saved=all_saved, program=program)
+        from_leaves = {new: old for new, old in found.sources.items() if new in leaves}
+        restored = _read_leaves(folder, leaves, saved, from_leaves)
+        new_states = {
+            new: states[old] for new, old in found.sources.items() if new not in leaves
+        }
+        refused = checkpoint.write_content(
+            Content({**leaves, **restored}, new_states),
+            may_refuse={
+                name for name in new_states if is_inside(name, selection.may_differ)
+            },
         )
-        restored = _read_leaves(folder, leaves, saved, {path: path for path in leaves})
-        checkpoint.write_content(Content({**leaves, **restored}, states))
+    done = {new: old for new, old in found.sources.items() if new not in refused}
+    report = RestoreReport(
+        path=str(folder),
+        restored=tuple(done),
+        kept=tuple(sorted(program.keys() - done.keys())),
+        unused=tuple(sorted(all_saved.keys() - set(done.values()))),
+        differences=(
+            *found.differences,
+            *(f"~ {name}: {text}" for name, text in sorted(refused.items())),
+        ),
+    )
+    if report.kept or report.unused:
+        is_new = selection.is_whole and report.kept
+        logger.log(logging.WARNING if is_new else logging.INFO, "%s", report)
+    return report
 
 
 def _read_description(folder: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, Any]]:
     try:
-        manifest = read_manifest(folder)
-        leaves = manifest["leaves"]
-        specs = {path: LeafSpec.from_json(spec) for path, spec in leaves.items()}
-        return specs, manifest["states"]
+        return read_description(folder)
     except Exception as error:
         raise read_error(folder, error) from error
 

@@ -19,6 +19,7 @@ from etils import epath
 
 from armillary._process import get_process
 from armillary.checkpoint._folder import HEADER_FILE, Header
+from armillary.checkpoint._leaf import LeafSpec
 
 _MANIFEST_FILE = "manifest.json"
 _orbax_logger = logging.getLogger("absl")
@@ -93,9 +94,12 @@ class Store:
         _orbax_logger.removeFilter(self._filter)
 
 
-def read_manifest(path: epath.Path) -> dict[str, Any]:
-    """Returns the manifest of a folder."""
-    return json.loads((path / "manifest" / _MANIFEST_FILE).read_text())
+def read_description(path: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, Any]]:
+    """Returns the leaves of a folder, described, and the states of objects."""
+    manifest = json.loads((path / "manifest" / _MANIFEST_FILE).read_text())
+    leaves = manifest["leaves"]
+    specs = {name: LeafSpec.from_json(spec) for name, spec in leaves.items()}
+    return specs, manifest["states"]
 
 
 def read_arrays(

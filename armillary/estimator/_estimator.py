@@ -13,9 +13,7 @@ from armillary._checks import check_instance, check_positive_int
 from armillary._logging import ensure_visible, logger
 from armillary._traceback import hides_frames
 from armillary.checkpoint._checkpoint import Checkpoint
-from armillary.checkpoint._folder import as_absolute
 from armillary.checkpoint._manager import CheckpointManager
-from armillary.checkpoint._reader import restore_part
 from armillary.cluster._join import get_peers
 from armillary.controller._controller import Controller
 from armillary.data._input_context import InputContext
@@ -327,9 +325,7 @@ class Estimator:
                 "found no checkpoint in %s; predicting as it is.", self.model_dir
             )
             return
-        checkpoint = Checkpoint(model=self._model.store)
-        folder = as_absolute(path)
-        restore_part(checkpoint, folder, folder.parent, {"model": "model"})
+        Checkpoint(model=self._model.store).read(path)
 
 
 def _choose_directory(

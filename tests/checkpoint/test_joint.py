@@ -9,7 +9,7 @@ from etils import epath
 
 from armillary._process import Process, get_process, set_process
 from armillary.checkpoint import Checkpoint, CheckpointManager, _joint
-from armillary.checkpoint._checkpoint import Content
+from armillary.checkpoint._content import Content
 from armillary.checkpoint._joint import JointWriter, check_all_see, decide
 from armillary.cluster._peers import Peers
 from armillary.errors import CheckpointError, PeerError

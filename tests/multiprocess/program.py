@@ -560,7 +560,9 @@ def exports(strategy: Any, run_dir: str) -> dict[str, Any]:
         armillary.Checkpoint(run=other), directory / "other"
     )
     path = directory / "checkpoints" / "checkpoint_6"
-    report = part.restore_part(path, {"trainer/model": "run/model"})
+    report = part.checkpoint.read(
+        path, only="run/model", rename={"trainer/model": "run/model"}
+    )
     make_export(other, directory / "other")()
     part.save(0)
     part.sync()

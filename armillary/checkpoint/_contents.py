@@ -1,0 +1,139 @@
+"""What is inside a checkpoint, and inside a directory of them, without any device."""
+
+import json
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+
+from armillary.checkpoint._checksums import CHECKSUM_FILE
+from armillary.checkpoint._folder import (
+    Header,
+    find_superseded,
+    list_directory,
+    read_header,
+)
+from armillary.checkpoint._leaf import LeafSpec
+from armillary.checkpoint._store import read_arrays, read_description
+
+
+def describe(path: epath.Path) -> dict[str, Any]:
+    """Returns what is inside a checkpoint or a directory of them, as JSON can hold it.
+
+    Numbers alone, such as counts of steps, come with their values.
+
+    Args:
+        path: The folder of a checkpoint, or a directory that holds some.
+
+    Raises:
+        ValueError: If there is no checkpoint, or it cannot be read.
+    """
+    header = read_header(path)
+    if header is not None:
+        return _describe_checkpoint(path, header)
+    listing = list_directory(path)
+    if not (listing.saved or listing.broken or listing.unfinished):
+        raise ValueError(_describe_nothing(path))
+    superseded = find_superseded(listing.saved)
+    return {
+        "directory": str(path),
+        "checkpoints": [
+            _describe_entry(entry.path, entry.header)
+            for entry in listing.saved
+            if entry not in superseded
+        ],
+        "broken": {str(folder): reason for folder, reason in listing.broken.items()},
+        "unfinished": [str(folder) for folder in listing.unfinished],
+    }
+
+
+def _describe_checkpoint(path: epath.Path, header: Header) -> dict[str, Any]:
+    leaves, states = _read_description(path)
+    numbers = {
+        name: None
+        for name, spec in leaves.items()
+        if spec.shape == () and not spec.dtype.startswith("key<")
+    }
+    try:
+        values = read_arrays(path, numbers)
+    except Exception as error:
+        raise ValueError(_describe_unreadable(path, error)) from error
+    described = {}
+    for name, spec in leaves.items():
+        entry = {"dtype": spec.dtype, "shape": list(spec.shape)}
+        described[name] = {**entry, "bytes": _count_bytes(spec)}
+        if name in values:
+            described[name]["value"] = values[name].item()
+    return {**_describe_header(path, header), "leaves": described, "states": states}
+
+
+def _describe_entry(path: epath.Path, header: Header) -> dict[str, Any]:
+    _, states = _read_description(path)
+    best = {
+        name: state["best_value"]
+        for name, state in states.items()
+        if isinstance(state, dict) and state.get("best_value") is not None
+    }
+    return {**_describe_header(path, header), "best_values": best}
+
+
+def _describe_header(path: epath.Path, header: Header) -> dict[str, Any]:
+    return {
+        "path": str(path),
+        "number": header.number,
+        "saved_at": header.saved_at,
+        "bytes_on_disk": _count_bytes_on_disk(path),
+    }
+
+
+def _count_bytes_on_disk(path: epath.Path) -> int:
+    try:
+        sums = json.loads((path / CHECKSUM_FILE).read_text())
+        return sum(size for size, _ in sums.values())
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(_describe_unreadable(path, error)) from error
+
+
+def _read_description(path: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, Any]]:
+    try:
+        return read_description(path)
+    except Exception as error:
+        raise ValueError(_describe_unreadable(path, error)) from error
+
+
+def _count_bytes(spec: LeafSpec) -> int:
+    count = math.prod(spec.shape)
+    if not spec.dtype.startswith("key<"):
+        return count * jnp.dtype(spec.dtype).itemsize
+    implementation = spec.dtype.removeprefix("key<").removesuffix(">")
+    data = jax.eval_shape(
+        lambda: jax.random.key_data(jax.random.key(0, impl=implementation))
+    )
+    return count * data.size * data.dtype.itemsize
+
+
+def _describe_unreadable(path: epath.Path, error: Exception) -> str:
+    return (
+        f"`path` is {str(path)!r}, a checkpoint that cannot be read: "
+        f"{type(error).__name__}: {error}. Show another one; what restores checkpoints "
+        "takes the newest good one."
+    )
+
+
+def _describe_nothing(path: epath.Path) -> str:
+    if not path.is_dir():
+        reason = "a file" if path.exists() else "which does not exist"
+        return (
+            f"`path` is {str(path)!r}, {reason}, but it must be a checkpoint or a "
+            "directory of them. Use that of a `CheckpointManager`."
+        )
+    below = [str(folder) for folder in path.iterdir() if list_directory(folder).saved]
+    advice = (
+        f"Use one of {', '.join(map(repr, sorted(below)))}."
+        if below
+        else "Use the directory of a `CheckpointManager`, or one of its folders "
+        "`checkpoint_<number>`."
+    )
+    return f"`path` is {str(path)!r}, in which there is no checkpoint. {advice}"

@@ -1,0 +1,211 @@
+"""A run goes on though its program has changed, where it says that it may."""
+
+import logging
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.checkpoint import _checkpoint
+from armillary.checkpoint._content import Content
+from armillary.checkpoint._joint import merge_refusals
+from armillary.errors import CheckpointMismatchError, DatasetStateError
+from tests.peers import run_together
+
+
+class Trainer(armillary.StandardTrainer):
+    """Trains one layer, and may keep averages of its weights."""
+
+    def __init__(self, transform, num_examples, has_ema):
+        inputs = np.random.default_rng(0).normal(size=(num_examples, 3))
+        source = armillary.data.from_arrays(
+            {"x": inputs.astype("float32")}, batch_size=4, shuffle_seed=0, repeat=True
+        )
+        super().__init__(armillary.get_strategy().distribute_dataset(source))
+        self.model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        self.optimizer = nnx.Optimizer(self.model, transform, wrt=nnx.Param)
+        self.ema = {"kernel": nnx.Variable(jnp.zeros((3, 1)))} if has_ema else None
+
+    def train_step(self, iterator):
+        batch = next(iterator)
+        self.optimizer.update(
+            self.model,
+            nnx.grad(lambda m: jnp.mean((m(batch["x"]) - 1) ** 2))(self.model),
+        )
+        if self.ema is not None:
+            average = self.ema["kernel"]
+            average[...] = 0.5 * (average[...] + self.model.kernel[...])
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Returns a function that makes a program, which restores what is there."""
+    managers = []
+
+    def make(may_differ=(), *, transform=None, num_examples=16, has_ema=False):
+        trainer = Trainer(transform or optax.adam(0.1), num_examples, has_ema)
+        objects = {"model": trainer.model, "optimizer": trainer.optimizer}
+        if has_ema:
+            objects["ema"] = trainer.ema
+        checkpoint = armillary.Checkpoint(
+            **objects, train_dataset=trainer.train_dataset
+        )
+        manager = armillary.CheckpointManager(
+            checkpoint, tmp_path, may_differ=may_differ
+        )
+        managers.append(manager)
+        return armillary.Controller(
+            global_step=trainer.optimizer.step,
+            trainer=trainer,
+            steps_per_loop=1,
+            checkpoint_manager=manager,
+        )
+
+    yield make
+    for manager in managers:
+        manager.close()
+
+
+def leaves_of(controller):
+    leaves = controller.checkpoint_manager.checkpoint.read_leaves()
+    return {path: np.array(leaf) for path, leaf in leaves.items()}
+
+
+def position_of(controller):
+    return controller.trainer.train_dataset.get_state()
+
+
+CHANGES = {
+    "optimizer/opt_state": {"transform": optax.sgd(0.1, momentum=0.9)},
+    "ema": {"has_ema": True},
+}
+
+
+@pytest.mark.parametrize("part", CHANGES)
+def test_a_changed_part_begins_anew_once_and_then_goes_on(part, make, caplog):
+    first = make()
+    first.train(3)
+    with pytest.raises(CheckpointMismatchError, match=f"`may_differ='{part}'`"):
+        make(**CHANGES[part])
+    fresh = {p: leaf for p, leaf in leaves_of(first).items() if p.startswith("model")}
+
+    with caplog.at_level(logging.WARNING, logger="armillary"):
+        second = make([part, "train_dataset"], **CHANGES[part])
+    assert int(second.global_step[...]) == 3
+    for path, leaf in fresh.items():
+        np.testing.assert_array_equal(leaves_of(second)[path], leaf)
+    new = {p: leaf for p, leaf in leaves_of(second).items() if p.startswith(part)}
+    assert new
+    assert not any(leaf.any() for leaf in new.values())
+    # What may differ and does not, goes on.
+    assert position_of(second) == position_of(first)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"of the program, left as they were:\n  {part}/" in record.getMessage()
+    assert f"that differ, as they may:\n  + {part}/" in record.getMessage().replace(
+        "- ", "+ "
+    )
+    # What was left is not on the disk yet.
+    assert not second.checkpoint_manager.has_saved_step()
+
+    second.train(5)
+    expected = leaves_of(second)
+    assert any(leaf.any() for path, leaf in expected.items() if path.startswith(part))
+    caplog.clear()
+    third = make([part, "train_dataset"], **CHANGES[part])
+    assert not caplog.records
+    jax.tree.map(np.testing.assert_array_equal, leaves_of(third), expected)
+    assert third.checkpoint_manager.has_saved_step()
+
+
+def test_data_that_has_grown_begin_anew(make, caplog):
+    first = make()
+    first.train(3)
+    expected = leaves_of(first)
+    with pytest.raises(DatasetStateError, match=r"16 examples\n.*20 examples") as info:
+        make(num_examples=20)
+    (note,) = info.value.__notes__
+    assert note == (
+        "That is `train_dataset`, which refused its part of the checkpoint, so nothing "
+        "was restored. If it changed on purpose, it can stay as the program makes it: "
+        "`CheckpointManager(..., may_differ='train_dataset')`, or "
+        "`skip='train_dataset'`."
+    )
+
+    with caplog.at_level(logging.WARNING, logger="armillary"):
+        second = make("train_dataset", num_examples=20)
+    jax.tree.map(np.testing.assert_array_equal, leaves_of(second), expected)
+    (record,) = caplog.records
+    assert "~ train_dataset: `state` was saved from a data set of another size" in (
+        record.getMessage()
+    )
+    assert position_of(second)["source"] is None
+    second.train(7)
+    # Of 20 examples in batches of 4, four batches are used: it began at the first.
+    assert position_of(second)["source"] == {
+        "epoch": 0,
+        "index": 16,
+        "num_examples": 20,
+    }
+    third = make("train_dataset", num_examples=20)
+    assert position_of(third) == position_of(second)
+
+
+def test_a_restore_by_hand_has_its_own_allowance(make):
+    first = make()
+    first.train(3)
+    manager = first.checkpoint_manager
+    path = manager.latest_checkpoint
+    other = make(["ema", "train_dataset"], has_ema=True).checkpoint_manager
+    assert other.restore(path) == path
+    with pytest.raises(CheckpointMismatchError, match=r"\+ ema/kernel"):
+        other.restore(path, may_differ=())
+    assert other.restore(path, skip="ema", may_differ=()) == path
+    with pytest.raises(
+        CheckpointMismatchError, match="nothing of it would be restored"
+    ):
+        other.restore(path, only=["ema"])
+
+
+def test_what_one_process_refuses_stays_in_all():
+    said = [{}, {"data": "of another size"}]
+
+    def run(peers):
+        return merge_refusals(said[peers.index], peers)
+
+    assert run_together(run) == [said[1], said[1]]
+    assert merge_refusals(said[1], None) == said[1]
+
+
+class Shifted:
+    """A state that one of two processes refuses."""
+
+    def __init__(self, accepts):
+        self.accepts, self.index = accepts, 3
+
+    def get_state(self):
+        return self.index
+
+    def set_state(self, state):
+        if not self.accepts and state == 7:
+            raise ValueError("no such position")
+        self.index = state
+
+
+def test_a_process_whose_data_fit_puts_them_back(monkeypatch):
+    def run(peers):
+        monkeypatch.setattr(_checkpoint, "get_peers", lambda: local.peers)
+        local.peers = peers
+        data, weights = Shifted(accepts=peers.index == 0), {"w": jnp.zeros(1)}
+        checkpoint = armillary.Checkpoint(weights=weights, data=data)
+        content = Content({"weights/w": jnp.ones(1)}, {"data": 7})
+        refused = checkpoint.write_content(content, may_refuse={"data"})
+        return data.index, refused, float(weights["w"][0])
+
+    local = threading.local()
+    assert run_together(run) == [(3, {"data": "no such position"}, 1.0)] * 2

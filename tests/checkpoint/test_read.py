@@ -1,0 +1,438 @@
+"""`Checkpoint.read`: parts of a checkpoint go into another program, the rest stays."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary.checkpoint import Checkpoint, RestoreReport, _reader
+from armillary.errors import (
+    CheckpointDamageError,
+    CheckpointError,
+    CheckpointMismatchError,
+)
+from tests.mistakes import mistakes
+
+
+class Position:
+    def __init__(self, index=0):
+        self.index = index
+
+    def get_state(self):
+        return {"index": self.index}
+
+    def set_state(self, state):
+        if state["index"] < 0:
+            raise RuntimeError("no such position")
+        self.index = state["index"]
+
+
+class Net(nnx.Module):
+    def __init__(self, seed, num_classes, width=8):
+        rngs = nnx.Rngs(seed)
+        self.backbone = nnx.Linear(16, width, rngs=rngs)
+        self.head = nnx.Linear(width, num_classes, rngs=rngs)
+
+
+class Other(nnx.Module):
+    """The same backbone under another name."""
+
+    def __init__(self, seed):
+        rngs = nnx.Rngs(seed)
+        self.encoder = nnx.Linear(16, 8, rngs=rngs)
+        self.classifier = nnx.Linear(8, 2, rngs=rngs)
+
+
+def read(model):
+    return jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(model)))
+
+
+def assert_same(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.fixture
+def saved(make_manager, tmp_path):
+    """Returns a pretrained model and where it was saved with all that belongs to it."""
+    model = Net(0, num_classes=10)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+    checkpoint = Checkpoint(model=model, optimizer=optimizer, data=Position(7))
+    manager = make_manager(checkpoint, tmp_path / "pretraining")
+    path = manager.save(5)
+    manager.sync()
+    return model, path
+
+
+def test_a_model_alone_is_read_for_inference(saved, monkeypatch):
+    pretrained, path = saved
+    asked = []
+    read_arrays = _reader.read_arrays
+    monkeypatch.setattr(
+        _reader,
+        "read_arrays",
+        lambda folder, shardings: (
+            asked.extend(shardings) or read_arrays(folder, shardings)
+        ),
+    )
+    model = Net(1, num_classes=10)
+    report = Checkpoint(model=model).read(path)
+    assert_same(read(model), read(pretrained))
+    # Nothing else is even looked at.
+    assert sorted(asked) == list(report.restored)
+    assert report.restored == (
+        "model/backbone/bias",
+        "model/backbone/kernel",
+        "model/head/bias",
+        "model/head/kernel",
+    )
+    assert (report.path, report.kept, report.differences) == (path, (), ())
+    # As the tutorials of Orbit and TensorFlow write it.
+    assert report.expect_partial().assert_existing_objects_matched() is report
+    assert report.unused[0] == "data"
+    with pytest.raises(
+        CheckpointMismatchError, match="6 values of the checkpoint were"
+    ):
+        report.assert_consumed()
+
+
+def test_a_backbone_goes_into_a_model_with_another_head(saved, caplog):
+    pretrained, path = saved
+    model = Net(1, num_classes=2)
+    head = read(model)["head"]
+    with caplog.at_level(logging.INFO, logger="armillary"):
+        report = Checkpoint(model=model).read(path, only="model/backbone")
+    now = read(model)
+    assert_same(now["backbone"], read(pretrained)["backbone"])
+    assert_same(now["head"], head)
+    assert report.kept == ("model/head/bias", "model/head/kernel")
+    assert report.unused[:3] == ("data", "model/head/bias", "model/head/kernel")
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    text = str(report)
+    assert text in caplog.text
+    assert text.startswith(
+        f"A part of {path}:\n"
+        "2 restored:\n  model/backbone/bias\n  model/backbone/kernel\n"
+        "2 of the program, left as they were:\n"
+        "  model/head/bias\n  model/head/kernel\n"
+    )
+    assert f"{len(report.unused)} of the checkpoint, not used:\n  data\n" in text
+    assert text.endswith("0 that differ, as they may.")
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"(?s)2 values of the program were not restored:\n  model/head/bias\n.*"
+        "leave this assertion out",
+    ):
+        report.assert_existing_objects_matched()
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        {"skip": "model/head"},
+        {"only": ["model/backbone/kernel", "model/backbone/bias/"]},
+        {"only": "model", "skip": ["*/head/bias", "model/head/kernel"]},
+        {"may_differ": "model/head"},
+        {"may_differ": ["model/*/kernel/none", "model/head"]},
+    ],
+)
+def test_ways_to_leave_a_head_out(saved, selection):
+    pretrained, path = saved
+    model = Net(1, num_classes=2)
+    head = read(model)["head"]
+    report = Checkpoint(model=model).read(path, **selection)
+    assert report.restored == ("model/backbone/bias", "model/backbone/kernel")
+    assert_same(read(model)["backbone"], read(pretrained)["backbone"])
+    assert_same(read(model)["head"], head)
+    assert len(report.differences) == (2 if "may_differ" in selection else 0)
+
+
+def test_a_part_that_may_differ_is_restored_if_it_does_not(saved):
+    pretrained, path = saved
+    model = Net(1, num_classes=10)
+    report = Checkpoint(model=model).read(path, may_differ="model/head")
+    assert_same(read(model), read(pretrained))
+    assert report.assert_existing_objects_matched().differences == ()
+
+
+def test_a_part_that_may_differ_is_taken_whole_or_not_at_all(saved):
+    _, path = saved
+    model = Net(1, num_classes=10)
+    model.head.scale = nnx.Param(jnp.ones(()))
+    before = read(model)["head"]
+    report = Checkpoint(model=model).read(path, may_differ="model/head")
+    assert_same(read(model)["head"], before)
+    assert report.differences == (
+        "+ model/head/scale: float32 ()  only in the program",
+    )
+
+
+def test_what_the_checkpoint_calls_otherwise(saved):
+    pretrained, path = saved
+    model, position = Other(1), Position()
+    report = Checkpoint(run=model, reader=position).read(
+        path,
+        only=["run/encoder", "reader"],
+        rename={"model": "run", "model/backbone": "run/encoder", "data": "reader"},
+    )
+    assert position.index == 7
+    assert_same(read(model)["encoder"], read(pretrained)["backbone"])
+    assert report.restored == ("reader", "run/encoder/bias", "run/encoder/kernel")
+    assert report.kept == ("run/classifier/bias", "run/classifier/kernel")
+    assert {"model/head/bias", "model/head/kernel"} < set(report.unused)
+
+
+def test_names_can_be_exchanged(tmp_path):
+    first, second = {"w": jnp.zeros(2)}, {"w": jnp.ones(2)}
+    manager = armillary.CheckpointManager(Checkpoint(a=first, b=second), tmp_path)
+    path = manager.save(1)
+    manager.close()
+    assert manager.restore(path, rename={"a": "b", "b": "a"}) == path
+    assert first["w"].all()
+    assert not second["w"].any()
+
+
+def make_devices(count):
+    return armillary.MirroredStrategy(jax.devices()[:count])
+
+
+STRATEGIES = {
+    "1": lambda: make_devices(1),
+    "2": lambda: make_devices(2),
+    "4": lambda: make_devices(4),
+    "8": lambda: make_devices(8),
+    "sharded": lambda: armillary.ShardedStrategy(
+        {"fsdp": 4, "tensor": 2},
+        {"backbone/kernel": jax.sharding.PartitionSpec("fsdp", "tensor")},
+    ),
+}
+
+
+def train(strategy, model, num_steps=1):
+    with strategy.scope():
+        optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    class Trainer(armillary.StandardTrainer):
+        def __init__(self):
+            data = {"x": np.ones((8, 16), "float32")}
+            source = armillary.data.from_arrays(data, batch_size=8, repeat=True)
+            super().__init__(strategy.distribute_dataset(source))
+            self.model, self.optimizer = model, optimizer
+
+        def train_step(self, iterator):
+            def step_fn(batch):
+                def loss_fn(model):
+                    outputs = model.head(model.backbone(batch["x"]))
+                    return armillary.compute_average_loss(outputs.sum(1) ** 2)
+
+                self.optimizer.update(self.model, nnx.grad(loss_fn)(self.model))
+
+            strategy.run(step_fn, args=(next(iterator),))
+
+    with strategy.scope():
+        Trainer().train(num_steps)
+    return optimizer
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_parts_move_between_numbers_of_devices_bit_for_bit(
+    name, tmp_path, make_manager
+):
+    source = Net(0, num_classes=10)
+    optimizer = train(make_devices(2), source)
+    manager = make_manager(Checkpoint(model=source, optimizer=optimizer))
+    path = manager.save(1)
+    manager.sync()
+
+    model = Net(1, num_classes=4)
+    strategy = STRATEGIES[name]()
+    target = train(strategy, model)
+    checkpoint = Checkpoint(model=model, optimizer=target)
+    before = checkpoint.read_leaves()
+    as_numpy = {path: np.array(leaf) for path, leaf in before.items()}
+    wanted = {p: np.array(x) for p, x in manager.checkpoint.read_leaves().items()}
+    report = checkpoint.read(
+        path, only=["model/backbone", "optimizer/opt_state/0/*/backbone"]
+    )
+    now = checkpoint.read_leaves()
+    assert len(report.restored) == 6
+    for leaf_path, leaf in now.items():
+        expected = wanted if leaf_path in report.restored else as_numpy
+        np.testing.assert_array_equal(leaf, expected[leaf_path])
+        assert leaf.sharding == before[leaf_path].sharding
+        if leaf_path in report.kept:
+            assert leaf is before[leaf_path]
+    if name == "sharded":
+        kernel = model.backbone.kernel.get_value()
+        assert not kernel.sharding.is_fully_replicated
+
+
+def test_a_keras_model_is_read_without_its_optimizer(keras, make_manager):
+    def build(num_classes):
+        return keras.Sequential(
+            [
+                keras.layers.Input((3,)),
+                keras.layers.Dense(4, name="backbone"),
+                keras.layers.Dense(num_classes, name="head"),
+            ]
+        )
+
+    def weights_of(model):
+        return [np.array(variable.value) for variable in model.weights]
+
+    model = build(5)
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model.trainable_variables)
+    manager = make_manager(Checkpoint(model=model, optimizer=optimizer))
+    path = manager.save(1)
+    manager.sync()
+    other = build(2)
+    expected = weights_of(model)[:2] + weights_of(other)[2:]
+    report = Checkpoint(model=other).read(path, skip="model/layers/2")
+    assert len(report.restored) == 2
+    assert_same(weights_of(other), expected)
+
+
+def test_a_run_begins_with_a_part_and_goes_on_with_its_own(saved, make_manager):
+    pretrained, path = saved
+    model = Net(1, num_classes=2)
+    step = {"value": jnp.zeros((), jnp.int32)}
+
+    def make():
+        checkpoint = Checkpoint(model=model, step=step)
+        return make_manager(
+            checkpoint,
+            step_counter=lambda: step["value"],
+            init_fn=lambda: checkpoint.read(path, only="model/backbone"),
+        )
+
+    manager = make()
+    assert manager.restore_or_initialize() is None
+    assert_same(read(model)["backbone"], read(pretrained)["backbone"])
+    assert not manager.has_saved_step()
+    model.backbone.kernel[...] = jnp.ones((16, 8))
+    own = manager.save()
+    manager.sync()
+    assert make().restore_or_initialize() == own
+    np.testing.assert_array_equal(model.backbone.kernel[...], np.ones((16, 8)))
+
+
+def test_a_state_that_refuses_undoes_all(make_manager, tmp_path):
+    weights = {"w": jnp.ones(3)}
+    checkpoint = Checkpoint(weights=weights, data=Position(-1))
+    manager = make_manager(checkpoint, tmp_path / "old")
+    path = manager.save(1)
+    manager.sync()
+    weights["w"] = jnp.zeros(3)
+    with pytest.raises(RuntimeError, match="no such position"):
+        checkpoint.read(path, may_differ="data")
+    assert not weights["w"].any()
+
+
+def restore(only=None, num_classes=2, width=8, **selection):
+    def call(saved):
+        model = Net(1, num_classes, width)
+        before = read(model)
+        try:
+            Checkpoint(model=model).read(saved[1], only=only, **selection)
+        finally:
+            assert_same(read(model), before)
+
+    return call
+
+
+NO_BACKBONE = r"(?s)\+ model/backbone/bias: .* only in the program"
+
+
+@mistakes(
+    {
+        CheckpointMismatchError: {
+            r"(?s)2 leaves of what is to be restored differ from the program, which "
+            r"must hold the same ones there:\n  ~ model/head/bias: float32 \(10,\) in "
+            r"the checkpoint, float32 \(2,\) in the program\n  ~ model/head/kernel.*"
+            r"\(`may_differ='model/head'`\), what to restore \(`only`, `skip`\), or "
+            r"what has another path \(`rename`\). Nothing was restored": restore(),
+            # Nothing fits, so that nothing can be left out either.
+            r"(?s)~ model/backbone/bias: .*on purpose, name what to restore": restore(
+                num_classes=2, width=4
+            ),
+            r"(?s)nothing of it would be restored.* All of it differs:\n  ~ model/head/"
+            "bias.*Name what fits in `only`.*Nothing was restored": restore(
+                "model/head", may_differ="model/head"
+            ),
+            "nothing of it would be restored, but a restore must restore something. "
+            "Name what fits in": restore(skip="model"),
+            r"(?s)'model/bakbone' is to be restored, which the program does not have. "
+            r"There is:\n  model/backbone\n  model/head\nUse one": restore(
+                "model/bakbone"
+            ),
+            r"(?s)'data' is to be restored, which the program does not have. There is:"
+            r"\n  model\n": restore("data"),
+            r"(?s)'model/backbone' is to be restored, which the checkpoint does not "
+            r"have. There is:\n  data\n  encoder\n.*the checkpoint calls it "
+            r"otherwise, say so \(`rename=": restore(
+                "model/backbone", rename={"model": "encoder"}
+            ),
+            r"(?s)`skip` names 'model/haed', which neither program nor checkpoint has. "
+            r"There is:\n  model/backbone\n  model/head\n": restore(skip="model/haed"),
+            "`rename` names 'model/back', which the checkpoint does not": restore(
+                rename={"model/back": "model/backbone"}
+            ),
+            "names 'model/backbone/kernel/x', which the checkpoint": restore(
+                rename={"model/backbone/kernel/x": "model"}
+            ),
+            r"(?s)`rename` is {'optimizer/step': 'model/head/bias'}, with which "
+            r"'model/head/bias' and 'optimizer/step' of the checkpoint both have the "
+            "path 'model/head/bias'.*Rename the other one as well": restore(
+                rename={"optimizer/step": "model/head/bias"}
+            ),
+            r"(?s)~ model/head/bias: saved state in the checkpoint, float32 \(2,\) in "
+            "the program": restore(
+                "model/head/bias",
+                rename={"model/head/bias": "unused", "data": "model/head/bias"},
+            ),
+        },
+        TypeError: {
+            "`only` is 3 of type int, but it must be a path or several": restore(3),
+            r"`skip` is \['model', 3\] of type list": restore(skip=["model", 3]),
+            "`may_differ` is {'model': None} of type dict": restore(
+                may_differ={"model": None}
+            ),
+            r"`rename` is 'model' of type str, but it must be a dictionary": restore(
+                rename="model"
+            ),
+            r"`rename` is dict_values\(\[3\]\) of": restore(rename={"model": 3}),
+        },
+        ValueError: {
+            r"`only` is \[\], which names nothing to restore": restore([]),
+            r"`only` is '/', in which a path is empty": restore("/"),
+            r"`may_differ` is '', in which a path is empty": restore(may_differ=""),
+        },
+    }
+)
+def test_what_does_not_fit_is_an_error_and_changes_nothing(call, error, message, saved):
+    with pytest.raises(error, match=message):
+        call(saved)
+
+
+def test_a_damaged_or_missing_checkpoint_is_an_error(saved, tmp_path):
+    _, path = saved
+    checkpoint = Checkpoint(model=Net(1, 10))
+    with pytest.raises(CheckpointError, match="nowhere', which does not exist"):
+        checkpoint.read(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"not a complete.*checkpoint_5'"):
+        checkpoint.read(tmp_path / "pretraining")
+    (tmp_path / "pretraining" / "checkpoint_5" / "manifest" / "manifest.json").unlink()
+    with pytest.raises(CheckpointDamageError, match=r"manifest\.json"):
+        checkpoint.read(path)
+
+
+def test_the_report_of_a_large_part_is_short():
+    paths = tuple(f"model/{number:03}" for number in range(100))
+    text = str(RestoreReport("runs/checkpoint_1", paths))
+    assert text.splitlines()[:2] == ["All of runs/checkpoint_1:", "100 restored:"]
+    assert "  ... and 80 more" in text
