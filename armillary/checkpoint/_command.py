@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import math
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -52,7 +53,7 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
 
 def _print(contents: dict[str, Any], *, as_json: bool) -> ExitCode:
     if as_json:
-        sys.stdout.write(json.dumps(contents, indent=2) + "\n")
+        sys.stdout.write(json.dumps(_without_nan(contents), indent=2) + "\n")
         return ExitCode.OK
     from rich.console import Console
 
@@ -109,9 +110,19 @@ def _print_directory(console: "Console", contents: dict[str, Any]) -> None:
     console.print(contents["directory"])
     console.print(table)
     for path, reason in contents["broken"].items():
-        console.print(f"{path} cannot be restored: {reason}")
+        console.print(f"{path}: {reason}")
     for path in contents["unfinished"]:
         console.print(f"{path} is not complete: a save was interrupted, or goes on")
+
+
+def _without_nan(value: Any) -> Any:
+    """Returns a value with the names of numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _without_nan(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(each) for each in value]
+    is_missing = isinstance(value, float) and not math.isfinite(value)
+    return json.dumps(value) if is_missing else value
 
 
 def _when(entry: dict[str, Any]) -> str:

@@ -37,14 +37,17 @@ def describe(path: epath.Path) -> dict[str, Any]:
     if not (listing.saved or listing.broken or listing.unfinished):
         raise ValueError(_describe_nothing(path))
     superseded = find_superseded(listing.saved)
+    checkpoints, broken = [], dict(listing.broken)
+    for entry in listing.saved:
+        try:
+            if entry not in superseded:
+                checkpoints.append(_describe_entry(entry.path, entry.header))
+        except ValueError as error:
+            broken[entry.path] = str(error)
     return {
         "directory": str(path),
-        "checkpoints": [
-            _describe_entry(entry.path, entry.header)
-            for entry in listing.saved
-            if entry not in superseded
-        ],
-        "broken": {str(folder): reason for folder, reason in listing.broken.items()},
+        "checkpoints": checkpoints,
+        "broken": {str(folder): reason for folder, reason in broken.items()},
         "unfinished": [str(folder) for folder in listing.unfinished],
     }
 
@@ -65,8 +68,13 @@ def _describe_checkpoint(path: epath.Path, header: Header) -> dict[str, Any]:
         entry = {"dtype": spec.dtype, "shape": list(spec.shape)}
         described[name] = {**entry, "bytes": _count_bytes(spec)}
         if name in values:
-            described[name]["value"] = values[name].item()
+            described[name]["value"] = _as_number(values[name].item())
     return {**_describe_header(path, header), "leaves": described, "states": states}
+
+
+def _as_number(value: Any) -> Any:
+    """Returns a number as JSON can hold it: complex ones as text."""
+    return str(value) if isinstance(value, complex) else value
 
 
 def _describe_entry(path: epath.Path, header: Header) -> dict[str, Any]:
