@@ -176,13 +176,18 @@ def _restore_intact(
         unused=tuple(sorted(all_saved.keys() - set(done.values()))),
         differences=(
             *found.differences,
-            *(f"~ {name}: {text}" for name, text in sorted(refused.items())),
+            *(_describe_refusal(*refusal) for refusal in sorted(refused.items())),
         ),
     )
     if report.kept or report.unused:
         is_new = selection.is_whole and report.kept
         logger.log(logging.WARNING if is_new else logging.INFO, "%s", report)
     return report
+
+
+def _describe_refusal(name: str, text: str) -> str:
+    # The last line of a long message is what to do about it: nothing, in this case.
+    return f"~ {name}: {text.rpartition(chr(10))[0] or text}"
 
 
 def _read_description(folder: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, Any]]:

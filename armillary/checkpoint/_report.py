@@ -29,7 +29,6 @@ class RestoreReport(NamedTuple):
             ("restored", self.restored),
             ("of the program, left as they were", self.kept),
             ("of the checkpoint, not used", self.unused),
-            ("that differ, as they may", self.differences),
         )
         is_whole = not (self.kept or self.unused)
         lines = [f"{'All' if is_whole else 'A part'} of {self.path}:"]
@@ -37,6 +36,8 @@ class RestoreReport(NamedTuple):
             lines.append(f"{len(entries)} {title}{':' if entries else '.'}")
             if entries:
                 lines.append(list_lines(entries))
+        if self.differences:
+            lines += ["These may differ, and do:", list_lines(self.differences)]
         return "\n".join(lines)
 
     def expect_partial(self) -> Self:

@@ -121,7 +121,7 @@ def test_a_backbone_goes_into_a_model_with_another_head(saved, caplog):
         "  model/head/bias\n  model/head/kernel\n"
     )
     assert f"{len(report.unused)} of the checkpoint, not used:\n  data\n" in text
-    assert text.endswith("0 that differ, as they may.")
+    assert text.endswith("\n  optimizer/step")
     with pytest.raises(
         CheckpointMismatchError,
         match=r"(?s)2 values of the program were not restored:\n  model/head/bias\n.*"
