@@ -189,6 +189,25 @@ def move(strategies: list[Any], path: Path) -> list[dict[str, str]]:
     return found
 
 
+def read_part(strategy: Any, directory: Path) -> dict[str, Any]:
+    """Reads the model of a checkpoint alone, beside data that have grown."""
+    (path,) = directory.glob("checkpoint_*")
+    trainer = Trainer(strategy, seed=9)
+    source = from_arrays(make_digits(50), batch_size=10, shuffle_seed=3)
+    data = strategy.distribute_dataset(source, InputOptions(remainder="exact"))
+    before = digests(read(trainer))
+    report = armillary.Checkpoint(trainer=trainer, data=data).read(
+        path, only=["trainer/model", "data"], may_differ="data"
+    )
+    after = digests(read(trainer))
+    return {
+        "restored": {name: after[name.partition("/")[2]] for name in report.restored},
+        "kept": [after[name] == before[name] for name in after if "model/" not in name],
+        "differences": report.differences,
+        "epoch": data.get_state()["epoch"],
+    }
+
+
 class Poisoned(armillary.StandardTrainer):
     """Has a parameter of which one process gets a bad value in its second step."""
 
@@ -268,6 +287,7 @@ def sharded(run_dir: str) -> dict[str, Any]:
         "resume": resume(strategy, directory),
         "own_loop": own_loop(strategy),
         "moved": move(others, directory / "of_one"),
+        "part": read_part(strategy, directory / "of_one"),
         "rows": count_rows(strategy),
         "bad": bad_step(strategy),
     }

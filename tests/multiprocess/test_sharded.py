@@ -37,6 +37,7 @@ def test_two_processes_with_divided_state_do_what_one_device_does(tmp_path: Path
     check_numbers(first, tmp_path)
     assert first["resume"] == [[0, 3], first["train"]["state"]]
     assert first["moved"] == [sharded.digests(read_state(alone))] * 3
+    check_part(first["part"], sharded.digests(read_state(alone)))
     check_that_one_process_goes_on(run_dir, first["train"]["state"])
     text, total = first["bad"]
     assert "in 1 of 1 arrays, at step 2 of the 2" in text
@@ -72,6 +73,17 @@ def check_numbers(job: dict[str, Any], folder: Path) -> None:
         np.testing.assert_allclose(job["own_loop"]["losses"], own["losses"], 1e-6)
         np.testing.assert_allclose(job["own_loop"]["gathered"], own["gathered"], 1e-5)
     assert job["own_loop"]["shapes"] == [[8, 8], [4, 4]]
+
+
+def check_part(part: dict[str, Any], expected: dict[str, str]) -> None:
+    """The model is that of the checkpoint, bit for bit; all else is as it was."""
+    model = {f"trainer/{p}": x for p, x in expected.items() if p.startswith("model/")}
+    assert part["restored"] == model
+    assert "trainer/model/first/kernel" in model
+    assert part["kept"]
+    assert all(part["kept"])
+    assert "49 examples\n  in the program: 50" in part["differences"][0]
+    assert part["epoch"] == 0
 
 
 def check_that_one_process_goes_on(run_dir: Path, expected: dict[str, str]) -> None:
