@@ -14,6 +14,8 @@ below one directory::
     manager.save()                      # returns once the device memory is copied
     manager.sync()                      # waits until it is on the disk
 
+    armillary.Checkpoint(model=model).read("runs/digits/checkpoint_100")    # a part
+
     runs/digits/checkpoint_100/header     when it was saved, and in which order
     runs/digits/checkpoint_100/manifest   every leaf's dtype and shape; data positions
     runs/digits/checkpoint_100/arrays     the arrays, in Orbax's format

@@ -30,7 +30,7 @@ from armillary.state._slots import Slot
 _OF_MANAGER = {
     "save": "save()",
     "write": "save()",
-    "restore": "restore(path)",
+    "restore": "restore(path)`; without one, `checkpoint.read(path)",
     "sync": "sync()",
 }
 

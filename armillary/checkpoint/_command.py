@@ -14,6 +14,9 @@ from armillary._exit_code import ExitCode
 if TYPE_CHECKING:
     from rich.console import Console
 
+# In a file or a pipe, no path is cut.
+_FILE_WIDTH = 1000
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `armillary checkpoint`."""
@@ -58,15 +61,17 @@ def _print(contents: dict[str, Any], *, as_json: bool) -> ExitCode:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
     (_print_directory if "directory" in contents else _print_one)(console, contents)
     return ExitCode.OK
 
 
 def _print_one(console: "Console", contents: dict[str, Any]) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     leaves = contents["leaves"]
-    table = Table("path", "dtype", "shape")
+    table = Table(Column("path", overflow="fold"), "dtype", "shape")
     table.add_column("bytes", justify="right")
     table.add_column("value", justify="right")
     parts = itertools.groupby(sorted(leaves), key=lambda name: name.split("/")[0])

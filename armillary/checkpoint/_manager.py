@@ -349,12 +349,12 @@ class CheckpointManager:
         self._writer.close()
 
     def _note_restored(self, report: RestoreReport) -> str:
-        # What was restored in part is not what is on the disk, so a save is due.
-        is_whole = not (report.kept or report.unused)
-        if self._read_step is not None and is_whole:
+        # What was restored in part is on no disk, so that a save is due.
+        self._last_number = None
+        if self._read_step is not None and not (report.kept or report.unused):
             self._last_step = self._read_step()
-            is_latest = report.path == self.latest_checkpoint
-            self._last_number = self._last_step if is_latest else None
+            if report.path == self.latest_checkpoint:
+                self._last_number = self._last_step
         return report.path
 
     def _step(self) -> int | None:

@@ -11,6 +11,8 @@ from armillary import _cli
 from armillary.actions import NewBestMetric
 from armillary.checkpoint import Checkpoint, CheckpointManager
 
+LONG = "a_name_that_does_not_fit_into_a_line_of_a_terminal_" * 3
+
 
 class Position:
     def get_state(self):
@@ -32,6 +34,7 @@ def run_dir(tmp_path):
     optimizer = {
         "step": jnp.asarray(7, jnp.uint32),
         "loss": jnp.asarray(jnp.nan, jnp.float32),
+        LONG: jnp.zeros(3, jnp.int8),
         "phase": jnp.asarray(1j, jnp.complex64),
     }
     best = NewBestMetric("accuracy", higher_is_better=True)
@@ -65,10 +68,11 @@ def test_a_checkpoint(run_dir, capsys):
         ["model/kernel", "bfloat16", "(8, 3)", "48", ""],
         ["model/key", "key<rbg>", "(2,)", "32", ""],
         ["model: 3 arrays", "", "", "80", ""],
+        [f"optimizer/{LONG}", "int8", "(3,)", "3", ""],
         ["optimizer/loss", "float32", "()", "4", "nan"],
         ["optimizer/phase", "complex64", "()", "8", "1j"],
         ["optimizer/step", "uint32", "()", "4", "7"],
-        ["optimizer: 3 arrays", "", "", "16", ""],
+        ["optimizer: 4 arrays", "", "", "19", ""],
     ]
     assert printed.endswith(
         'best: {"best_value": 0.75}\ntrain_dataset: {"kind": "arrays", "epoch": 2}\n'

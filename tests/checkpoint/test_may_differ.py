@@ -161,6 +161,9 @@ def test_a_restore_by_hand_has_its_own_allowance(make):
     first.train(3)
     manager = first.checkpoint_manager
     path = manager.latest_checkpoint
+    assert manager.has_saved_step()
+    manager.restore(path, only="model")
+    assert not manager.has_saved_step()
     other = make(["ema", "train_dataset"], has_ema=True).checkpoint_manager
     assert other.restore(path) == path
     with pytest.raises(CheckpointMismatchError, match=r"\+ ema/kernel"):

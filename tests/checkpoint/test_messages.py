@@ -90,7 +90,8 @@ IS_FILE = r"`directory` is .*file' is a file"
             r"no attribute `save`. .*manager.save\(\)": (
                 lambda _: Checkpoint(h=NUMERIC).save()
             ),
-            r"no attribute `restore`. .*manager.restore\(path\)": (
+            r"no attribute `restore`. .*manager.restore\(path\)`; without one, "
+            r"`checkpoint.read\(path\)`\.$": (
                 lambda _: Checkpoint(h=NUMERIC).restore("path")
             ),
             r"no attribute `model`\.$": lambda _: Checkpoint(model=NUMERIC).model,
