@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from armillary.checkpoint._checksums import CHECKSUM_FILE
+from armillary.checkpoint._checksums import CHECKSUM_FILE, find_damage
 from armillary.checkpoint._folder import (
     Header,
     find_superseded,
@@ -59,6 +59,7 @@ def _describe_checkpoint(path: epath.Path, header: Header) -> dict[str, Any]:
         for name, spec in leaves.items()
         if spec.shape == () and not spec.dtype.startswith("key<")
     }
+    described_header = _describe_header(path, header)
     try:
         values = read_arrays(path, numbers)
     except Exception as error:
@@ -69,7 +70,7 @@ def _describe_checkpoint(path: epath.Path, header: Header) -> dict[str, Any]:
         described[name] = {**entry, "bytes": _count_bytes(spec)}
         if name in values:
             described[name]["value"] = _as_number(values[name].item())
-    return {**_describe_header(path, header), "leaves": described, "states": states}
+    return {**described_header, "leaves": described, "states": states}
 
 
 def _as_number(value: Any) -> Any:
@@ -97,11 +98,19 @@ def _describe_header(path: epath.Path, header: Header) -> dict[str, Any]:
 
 
 def _count_bytes_on_disk(path: epath.Path) -> int:
+    """Returns the size of a checkpoint, all of whose files are there.
+
+    Raises:
+        ValueError: If some are not. What is in them is not looked at.
+    """
     try:
         sums = json.loads((path / CHECKSUM_FILE).read_text())
-        return sum(size for size, _ in sums.values())
+        sizes = {name: int(size) for name, (size, _) in sums.items()}
+        if any((path / name).stat().length != size for name, size in sizes.items()):
+            raise ValueError("a file has another size")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(_describe_unreadable(path, error)) from error
+    return sum(sizes.values())
 
 
 def _read_description(path: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, Any]]:
@@ -123,10 +132,10 @@ def _count_bytes(spec: LeafSpec) -> int:
 
 
 def _describe_unreadable(path: epath.Path, error: Exception) -> str:
+    reason = find_damage(path) or f"{type(error).__name__}: {error}"
     return (
-        f"`path` is {str(path)!r}, a checkpoint that cannot be read: "
-        f"{type(error).__name__}: {error}. Show another one; what restores checkpoints "
-        "takes the newest good one."
+        f"`path` is {str(path)!r}, a checkpoint that cannot be read: {reason}. Show "
+        "another one; `manager.restore_or_initialize()` takes the newest good one."
     )
 
 

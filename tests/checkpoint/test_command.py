@@ -96,7 +96,10 @@ def test_a_directory(run_dir, capsys):
     assert shown == [["checkpoint_5", "5", ""], ["checkpoint_7", "7", "best 0.75"]]
     assert all(row[2].endswith(" UTC") for row in rows_of(printed))
     assert f"{run_dir}/checkpoint_9: `header/header.json` is missing\n" in printed
-    assert "checkpoint_6', a checkpoint that cannot be read: JSONDecode" in printed
+    assert (
+        "checkpoint_6', a checkpoint that cannot be read: `checksums.json` cannot be"
+        in printed
+    )
     assert "checkpoint_8.orbax-checkpoint-tmp-1 is not complete: a save was" in printed
 
 
@@ -138,16 +141,19 @@ def test_json(run_dir, capsys):
         ),
         (
             ["show", "run/checkpoint_5"],
-            "a checkpoint that cannot be read: FileNotFound",
+            "read: `manifest/manifest.json` is missing. Show",
         ),
-        (["show", "run/checkpoint_7"], "a checkpoint that cannot be read: ValueError"),
+        (
+            ["show", "run/checkpoint_7"],
+            "read: `arrays/manifest.ocdbt` has 3 bytes instead of",
+        ),
     ],
 )
 def test_mistakes_are_explained(words, message, run_dir, monkeypatch, capsys):
     (run_dir.parent / "empty").mkdir()
     (run_dir.parent / "file").touch()
     (run_dir / "checkpoint_5" / "manifest" / "manifest.json").unlink()
-    shutil.rmtree(run_dir / "checkpoint_7" / "arrays" / "d")
+    (run_dir / "checkpoint_7" / "arrays" / "manifest.ocdbt").write_text("cut")
     monkeypatch.chdir(run_dir.parent)
 
     with pytest.raises(SystemExit) as raised:
@@ -155,3 +161,15 @@ def test_mistakes_are_explained(words, message, run_dir, monkeypatch, capsys):
 
     assert raised.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_changed_file_is_named(tmp_path, capsys):
+    manager = CheckpointManager(Checkpoint(a={"b": jnp.zeros(())}), tmp_path)
+    path = manager.save(1)
+    manager.close()
+    file = tmp_path / "checkpoint_1" / "arrays" / "manifest.ocdbt"
+    file.write_bytes(file.read_bytes()[::-1])
+    with pytest.raises(SystemExit):
+        _cli.main(["checkpoint", "show", path])
+    message = " ".join(capsys.readouterr().err.split())
+    assert "read: the content of `arrays/manifest.ocdbt` has changed" in message
