@@ -15,6 +15,7 @@ from armillary._checks import (
     check_one_of,
     check_positive_int,
 )
+from armillary._logging import logger
 from armillary._process import get_process
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._folder import (
