@@ -28,6 +28,7 @@ class with the methods of `SummaryWriter`, given as `writer_fn`.
 
 from armillary.summary._manager import NoopSummaryManager as NoopSummaryManager
 from armillary.summary._manager import SummaryManager as SummaryManager
+from armillary.summary._metrics_file import read_metrics as read_metrics
 from armillary.summary._tensorboard import TensorBoardWriter as TensorBoardWriter
 from armillary.summary._values import Histogram as Histogram
 from armillary.summary._values import Image as Image
@@ -42,4 +43,5 @@ __all__ = [
     "SummaryWriter",
     "TensorBoardWriter",
     "Text",
+    "read_metrics",
 ]

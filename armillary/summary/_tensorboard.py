@@ -12,12 +12,14 @@ import os
 import struct
 import time
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 _file_numbers = itertools.count()
+_HPARAMS_TAG = "_hparams_/session_start_info"
 
 
 class TensorBoardWriter:
@@ -89,6 +91,21 @@ class TensorBoardWriter:
             dtype="DT_STRING", string_val=[text.encode()]
         )
         self._write(tag, step, metadata=metadata, tensor=tensor)
+
+    def hyperparameters(self, values: Mapping[str, bool | int | float | str]) -> None:
+        """Writes what TensorBoard's page of hyperparameters shows for the directory."""
+        hparams = _proto("plugin_hparams")
+        start = hparams.SessionStartInfo(start_time_secs=time.time())
+        for name, value in values.items():
+            kind = "string_value" if isinstance(value, str) else "number_value"
+            kind = "bool_value" if isinstance(value, bool) else kind
+            setattr(start.hparams[name], kind, value)
+        content = hparams.HParamsPluginData(session_start_info=start)
+        plugin = {"plugin_name": "hparams", "content": content.SerializeToString()}
+        metadata = _proto("summary").SummaryMetadata(plugin_data=plugin)
+        # Its reader looks at values only.
+        tensor = _proto("tensor").TensorProto(dtype="DT_FLOAT", float_val=[0.0])
+        self._write(_HPARAMS_TAG, 0, metadata=metadata, tensor=tensor)
 
     def _write(self, tag: str, step: int, **content: Any) -> None:
         summaries = _proto("summary")
