@@ -9,14 +9,14 @@ it resumes.
 import importlib
 import itertools
 import os
-import struct
 import time
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from armillary.summary._png import as_png
 
 _file_numbers = itertools.count()
 _HPARAMS_TAG = "_hparams_/session_start_info"
@@ -78,7 +78,7 @@ class TensorBoardWriter:
             height=height,
             width=width,
             colorspace=channels,
-            encoded_image_string=_as_png(pixels),
+            encoded_image_string=as_png(pixels),
         )
         self._write(tag, step, image=image)
 
@@ -126,22 +126,3 @@ class TensorBoardWriter:
 def _proto(name: str) -> Any:
     """Returns a generated module, whose names no type checker sees."""
     return importlib.import_module(f"tensorboardX.proto.{name}_pb2")
-
-
-def _as_png(pixels: np.ndarray) -> bytes:
-    height, width, channels = pixels.shape
-    color_type = {1: 0, 3: 2, 4: 6}[channels]
-    # Each row begins with the number of its filter: 0 for none.
-    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))
-    chunks = {
-        b"IHDR": struct.pack(">2I5B", width, height, 8, color_type, 0, 0, 0),
-        b"IDAT": zlib.compress(rows.tobytes()),
-        b"IEND": b"",
-    }
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data))
-        + kind
-        + data
-        + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks.items()
-    )

@@ -13,12 +13,14 @@ OPTIONAL_PACKAGES = (
     "equinox",
     "grain",
     "keras",
+    "mlflow",
     "ray",
     "sklearn",
     "tensorboard",
     "tensorboardX",
     "tensorflow",
     "torch",
+    "wandb",
 )
 # Imported where they are first used.
 LATE_PACKAGES = ("flax", "optax", "orbax", "treescope")
