@@ -4,6 +4,7 @@ import importlib
 import json
 import struct
 import sys
+import time
 import types
 from pathlib import Path
 from unittest.mock import Mock
@@ -257,6 +258,21 @@ def read_records(data):
             record = b""
 
 
+def read_rows(folder):
+    """Returns what Weights & Biases has written, offline, with the file of its run."""
+    proto = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    rows = []
+    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        for record in read_records(file.read_bytes()):
+            items = proto.Record.FromString(record).history.item
+            row = {
+                "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+                for item in items
+            }
+            rows += [{**row, "run": file.name}] if "global_step" in row else []
+    return rows
+
+
 def import_real(name, extra):
     return pytest.importorskip(name, reason=f'Needs `pip install "armillary[{extra}]"`')
 
@@ -265,7 +281,6 @@ def import_real(name, extra):
 @pytest.mark.filterwarnings("ignore")
 def test_wandb_itself_keeps_one_run_offline(tmp_path, monkeypatch):
     wandb = import_real("wandb", "wandb")
-    proto = importlib.import_module("wandb.proto.wandb_internal_pb2")
     monkeypatch.setenv("WANDB_MODE", "offline")
     settings = wandb.Settings(silent=True, disable_git=True)
 
@@ -278,21 +293,16 @@ def test_wandb_itself_keeps_one_run_offline(tmp_path, monkeypatch):
         manager.close()
 
     write(20)
+    time.sleep(1.1)  # Offline, it names attempts by the second.
     write(10)
 
-    files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert len({file.name for file in files}) == 1
-    rows = []
-    for file in files:
-        for record in read_records(file.read_bytes()):
-            items = proto.Record.FromString(record).history.item
-            row = {
-                "/".join(item.nested_key) or item.key: json.loads(item.value_json)
-                for item in items
-            }
-            rows += [row] if "global_step" in row else []
+    deadline = time.monotonic() + 20
+    # A process of its own writes the files.
+    while len(rows := read_rows(tmp_path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert sorted(row["global_step"] for row in rows) == [10, 20]
     assert all(row["train/loss"] == 0.5 for row in rows)
+    assert len({row["run"] for row in rows}) == 1
     kinds = {"kernel": "histogram", "inner/note": "html-file", "inner/first": "image"}
     for name, kind in kinds.items():
         assert kind in rows[0][f"train/{name}/_type"]
