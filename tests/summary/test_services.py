@@ -313,7 +313,7 @@ def test_wandb_itself_keeps_one_run_offline(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow_itself_keeps_one_run(tmp_path, monkeypatch):
     tracking = import_real("mlflow.tracking", "mlflow")
-    # Since 3.13, its own folders of files ask for this; a data base needs more of it.
+    # Runs in files need this, and runs in a data base more of MLflow.
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = (tmp_path / "store").as_uri()
 
