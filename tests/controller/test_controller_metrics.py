@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 import armillary
@@ -183,6 +184,21 @@ def test_the_first_record_says_what_runs(tmp_path):
     assert {name: start[name] for name in expected} == expected
     (events,) = tmp_path.glob("events*")
     assert b"_hparams_" in events.read_bytes()
+
+
+def test_the_first_record_counts_the_parameters(tmp_path):
+    loops = Loops()
+    loops.model = {"kernel": np.ones((3, 2), np.float32), "bias": np.ones(2)}
+    make_controller(loops, summary_dir=tmp_path).train(10)
+
+    assert read_metrics(tmp_path)[0]["parameters"] == {
+        "count": 8,
+        "bytes": 40,
+        "modules": [
+            {"name": "kernel", "count": 6, "bytes": 24},
+            {"name": "bias", "count": 2, "bytes": 16},
+        ],
+    }
 
 
 @pytest.mark.parametrize(
