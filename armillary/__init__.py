@@ -86,6 +86,9 @@ if TYPE_CHECKING:
     from armillary.trainer._contract import AbstractTrainer as AbstractTrainer
     from armillary.trainer._contract import PendingLoops as PendingLoops
     from armillary.trainer._epoch_helper import EpochHelper as EpochHelper
+    from armillary.trainer._moving_average import (
+        ExponentialMovingAverage as ExponentialMovingAverage,
+    )
     from armillary.trainer._options import (
         StandardEvaluatorOptions as StandardEvaluatorOptions,
     )
@@ -111,6 +114,7 @@ __all__ = [
     "Controller",
     "DefaultStrategy",
     "EpochHelper",
+    "ExponentialMovingAverage",
     "History",
     "InputContext",
     "InputOptions",
@@ -166,6 +170,7 @@ _HOMES = (
     "trainer",
     "trainer._epoch_helper",
     "controller",
+    "trainer._moving_average",
 )
 _PACKAGES = (
     "actions",
@@ -192,7 +197,8 @@ def __getattr__(name: str) -> Any:
     """Imports what a name stands for when it is first used.
 
     So `armillary launch` starts without JAX, and Flax and Keras are imported for
-    `armillary.metrics`, `armillary.estimator` and `armillary.keras` alone.
+    `armillary.metrics`, `armillary.estimator`, `armillary.keras` and
+    `ExponentialMovingAverage` alone.
 
     Raises:
         AttributeError: If there is no such name.

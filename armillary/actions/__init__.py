@@ -34,6 +34,8 @@ from armillary.actions._conditional import ConditionalAction as ConditionalActio
 from armillary.actions._early_stopping import EarlyStopping as EarlyStopping
 from armillary.actions._export_files import ExportFileManager as ExportFileManager
 from armillary.actions._export_model import ExportModel as ExportModel
+from armillary.actions._periodic import PeriodicAction as PeriodicAction
+from armillary.actions._profile import Profile as Profile
 from armillary.actions._save_if_preempted import (
     SaveCheckpointIfPreempted as SaveCheckpointIfPreempted,
 )
@@ -44,5 +46,7 @@ __all__ = [
     "ExportFileManager",
     "ExportModel",
     "NewBestMetric",
+    "PeriodicAction",
+    "Profile",
     "SaveCheckpointIfPreempted",
 ]

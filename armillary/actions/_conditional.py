@@ -1,8 +1,14 @@
 """An action that runs only when a condition on the output holds."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from armillary._checks import check_callable
+from armillary.actions._step_action import (
+    as_actions,
+    bind_step_counter,
+    end_training,
+)
 from armillary.typing import Action, Output
 
 
@@ -22,17 +28,22 @@ class ConditionalAction:
     ) -> None:
         check_callable("condition", condition)
         self.condition = condition
-        self.actions: tuple[Action, ...]
-        if isinstance(action, Iterable) and not callable(action):
-            self.actions = tuple(action)
-            for index, item in enumerate(self.actions):
-                check_callable(f"action[{index}]", item)
-        else:
-            check_callable("action", action)
-            self.actions = (action,)
+        self.actions = as_actions(action)
 
     def __call__(self, output: Output) -> None:
         """Runs the actions with `output` if the condition is true for it."""
         if self.condition(output):
             for action in self.actions:
                 action(output)
+
+    def bind_step_counter(self, counter: Any) -> None:
+        """Tells the condition and the actions what counts training steps.
+
+        Args:
+            counter: A variable such as `optimizer.step`, or a function.
+        """
+        bind_step_counter((self.condition, *self.actions), counter)
+
+    def end_training(self) -> None:
+        """Tells the condition and the actions that training has ended."""
+        end_training((self.condition, *self.actions))

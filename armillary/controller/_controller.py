@@ -8,7 +8,7 @@ of two loops, in the order of `_train_until` and `TrainLoops.run`.
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from armillary._checks import (
@@ -22,6 +22,8 @@ from armillary._checks import (
 )
 from armillary._logging import ensure_visible, logger
 from armillary._traceback import hides_frames
+from armillary.actions._step_action import bind_step_counter
+from armillary.actions._step_action import end_training as end_actions
 from armillary.cluster._join import get_peers
 from armillary.controller._arguments import (
     as_actions,
@@ -37,6 +39,7 @@ from armillary.controller._evaluation import run_evaluation
 from armillary.controller._history import History, HistoryWriter, RunOutput
 from armillary.controller._new_checkpoints import restore_if_good, watch_checkpoints
 from armillary.controller._progress import find_scalars, log_line
+from armillary.controller._run_record import RunRecord, check_hyperparameters
 from armillary.controller._saving import Saving
 from armillary.controller._start_lines import log_start
 from armillary.controller._stop_request import StopRequest
@@ -46,6 +49,7 @@ from armillary.goodput._recorder import make_recorder
 from armillary.lifeline._lifeline import get_lifeline
 from armillary.state._step_counter import as_step_counter
 from armillary.summary._manager import NoopSummaryManager, SummaryManager
+from armillary.summary._metrics_file import MetricsFile
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 from armillary.typing import Action, Output
 
@@ -112,6 +116,9 @@ class Controller:
             `summary_dir`.
         summary_manager: Takes the place of the one made from `summary_dir`.
         eval_summary_manager: Takes the place of the one made from `eval_summary_dir`.
+        hyperparameters: What makes this run another than the next one: names and
+            numbers, nested if you like. They go to TensorBoard's page of them, and into
+            the record of the run.
         hang_timeout_seconds: Time after which the program counts as stuck if it has not
             gone on: it prints where it is, where all processes are if there are
             several, and ends with `ExitCode.RESTART_REQUESTED`. It must exceed the
@@ -131,7 +138,8 @@ class Controller:
         ValueError: If trainer and evaluator are both missing, if `steps_per_loop` is
             missing or not positive, if an interval does not fit it, or if `progress` is
             none of the three.
-        TypeError: If an argument lacks the methods that the controller calls.
+        TypeError: If an argument lacks the methods that the controller calls, or
+            `hyperparameters` is no dictionary with strings as keys.
     """
 
     @hides_frames
@@ -152,6 +160,7 @@ class Controller:
         eval_summary_dir: str | os.PathLike[str] | None = None,
         summary_manager: SummaryManager | NoopSummaryManager | None = None,
         eval_summary_manager: SummaryManager | NoopSummaryManager | None = None,
+        hyperparameters: Mapping[str, Any] | None = None,
         hang_timeout_seconds: float | None = None,
         progress: bool | None = None,
     ) -> None:
@@ -169,6 +178,7 @@ class Controller:
             check_seconds("hang_timeout_seconds", hang_timeout_seconds, fix)
         fix = "Use `progress=False` to show nothing of what goes on."
         check_one_of("progress", progress, (None, True, False), fix)
+        hyperparameters = check_hyperparameters(hyperparameters)
 
         self.global_step = global_step
         self.trainer = trainer
@@ -179,6 +189,7 @@ class Controller:
         self.checkpoint_manager = checkpoint_manager
         self.summary_interval, self.log_interval = summary_interval, log_interval
         self.hang_timeout_seconds, self.progress = hang_timeout_seconds, progress
+        self.hyperparameters = hyperparameters
         if eval_summary_manager is None and eval_summary_dir not in (None, summary_dir):
             eval_summary_manager = self._make_summary_manager(eval_summary_dir)
         if summary_manager is None and summary_dir is not None:
@@ -191,6 +202,17 @@ class Controller:
         self._goodput = make_recorder(None if trainer is None else self._directory)
         self._display = Display(self._goodput, progress)
         self._history, self._has_said_start = HistoryWriter(), False
+        self._train_metrics = self._make_metrics_file(self.summary_manager)
+        self._eval_metrics = self._train_metrics
+        if self.eval_summary_manager is not self.summary_manager:
+            self._eval_metrics = self._make_metrics_file(self.eval_summary_manager)
+        self._run_record = RunRecord(
+            self._train_metrics,
+            self.summary_manager,
+            trainer,
+            strategy,
+            hyperparameters,
+        )
         self._stop = StopRequest()
         shared = (self._read_step, self._scope, self._goodput)
         self._saving = Saving(checkpoint_manager, trainer, *shared)
@@ -198,6 +220,7 @@ class Controller:
             trainer,
             *shared,
             summary_manager=self.summary_manager,
+            metrics_file=self._train_metrics,
             summary_interval=summary_interval,
             log_interval=log_interval,
             note=self._note_loop,
@@ -208,6 +231,7 @@ class Controller:
         if checkpoint_manager is not None:
             checkpoint_manager.bind_step_counter(global_step)
             self.restore_checkpoint()
+        bind_step_counter((*self.train_actions, *self.eval_actions), global_step)
 
     @property
     def steps_per_loop(self) -> int | None:
@@ -299,6 +323,7 @@ class Controller:
                 scope=self._scope,
                 goodput=self._goodput,
                 summary_manager=self.eval_summary_manager,
+                metrics_file=self._eval_metrics,
                 actions=self.eval_actions,
             )
         self._history.add_evaluation(step, dict(find_scalars(output)))
@@ -481,6 +506,14 @@ class Controller:
         weakref.finalize(self, manager.close)
         return manager
 
+    def _make_metrics_file(self, summary_manager: Any) -> MetricsFile:
+        """Returns the file beside summaries, or else beside the checkpoints."""
+        directory = getattr(summary_manager, "summary_dir", None)
+        if directory is not None:
+            return MetricsFile(directory)
+        # Who evaluates the checkpoints of another job writes nothing beside them.
+        return MetricsFile(self._directory, is_of_training=True)
+
     def _record(self) -> contextlib.AbstractContextManager[None]:
         """Accounts for the time of a run."""
         return self._goodput.run(self._read_step(), lambda: self._stop.reason is None)
@@ -503,13 +536,15 @@ class Controller:
     @contextlib.contextmanager
     def _finishing(self) -> Iterator[None]:
         begin_training(self._directory)
+        self._run_record.begin(self._read_step())
         try:
             with self._watch():
                 yield
         except BaseException as error:
             peers = get_peers()
             cause = None if peers is None else peers.explain(error)
-            for finish in (self._loops.report, self._finish_writes):
+            finishes = self._loops.report, self._end_actions, self._finish_writes
+            for finish in finishes:
                 try:
                     finish()
                 except Exception as later_error:
@@ -521,6 +556,7 @@ class Controller:
             if cause is not None:
                 raise cause from error
             raise
+        self._end_actions()
         self._finish_writes()
         end_training(self._directory, self._read_step())
 
@@ -595,7 +631,12 @@ class Controller:
         next_eval = (self._read_step() // eval_interval + 1) * eval_interval
         return next_eval if train_steps == -1 else min(next_eval, train_steps)
 
+    def _end_actions(self) -> None:
+        with self._scope():
+            end_actions((*self.train_actions, *self.eval_actions))
+
     def _finish_writes(self) -> None:
         self.summary_manager.flush()
         self.eval_summary_manager.flush()
+        self._train_metrics.flush()
         self._saving.sync()

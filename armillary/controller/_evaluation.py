@@ -10,6 +10,7 @@ from armillary.controller._progress import fetch_output, format_output, log_line
 from armillary.goodput._category import Category
 from armillary.goodput._recorder import Recorder
 from armillary.summary._manager import NoopSummaryManager, SummaryManager
+from armillary.summary._metrics_file import MetricsFile
 from armillary.typing import Action
 
 
@@ -21,6 +22,7 @@ def run_evaluation(
     scope: Callable[[], AbstractContextManager[Any]],
     goodput: Recorder,
     summary_manager: SummaryManager | NoopSummaryManager,
+    metrics_file: MetricsFile,
     actions: tuple[Action, ...],
 ) -> dict[str, Any]:
     """Evaluates `num_steps` steps, or all for -1; returns NumPy values.
@@ -32,6 +34,7 @@ def run_evaluation(
         scope: Returns what is entered around the evaluator and the actions.
         goodput: Accounts for the time.
         summary_manager: Writes the output.
+        metrics_file: Writes its scalars.
         actions: Called with the output.
     """
     # The data may end before so many steps.
@@ -53,6 +56,8 @@ def run_evaluation(
     )
     summary_manager.write_summaries(output, step=step)
     summary_manager.flush()
+    metrics_file.write("eval", step, name="", seconds=seconds, values=output)
+    metrics_file.flush()
     with scope():
         for action in actions:
             expire_boundary()

@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
+import jax
+
 from armillary._logging import logger
 from armillary.cluster._join import expire_boundary, get_peers
 from armillary.controller._loop_report import LoopReport
@@ -25,6 +27,7 @@ from armillary.goodput._category import Category
 from armillary.goodput._recorder import Recorder
 from armillary.state._step_counter import StepCounter
 from armillary.summary._manager import NoopSummaryManager, SummaryManager
+from armillary.summary._metrics_file import MetricsFile
 from armillary.trainer._contract import AbstractTrainer
 from armillary.typing import Action
 
@@ -43,6 +46,7 @@ class TrainLoops:
         scope: Returns what is entered around the trainer and the actions.
         goodput: Accounts for the time.
         summary_manager: Writes the output of loops.
+        metrics_file: Writes their scalars.
         summary_interval: Steps between summaries; `None` writes them after each loop.
         log_interval: Steps between log lines; `None` logs each loop.
         note: Called with the step, the steps per second and the scalars of each loop.
@@ -57,6 +61,7 @@ class TrainLoops:
         goodput: Recorder,
         *,
         summary_manager: SummaryManager | NoopSummaryManager,
+        metrics_file: MetricsFile,
         summary_interval: int | None,
         log_interval: int | None,
         note: Callable[[int, float, dict[str, float]], None],
@@ -65,6 +70,7 @@ class TrainLoops:
         self._trainer, self._read_step = trainer, read_step
         self._scope, self._goodput = scope, goodput
         self._summary_manager = summary_manager
+        self._metrics_file = metrics_file
         self._summary_interval, self._log_interval = summary_interval, log_interval
         # Steps since the last log line, and the seconds that they took.
         self._unlogged_steps, self._unlogged_seconds = 0, 0.0
@@ -106,7 +112,8 @@ class TrainLoops:
 
     def _run(self, step: int, num_steps: int, num_loops: int) -> int:
         start, compiled = time.perf_counter(), self._goodput.compile_seconds
-        with self._scope():
+        # Traces show the loops by this name, and the step at which each begins.
+        with self._scope(), jax.profiler.StepTraceAnnotation("train", step_num=step):
             started = _method(self._trainer, "start")(num_steps, num_loops)
         # The device waited for its program.
         compiling = self._goodput.compile_seconds - compiled
@@ -168,7 +175,8 @@ class TrainLoops:
                 reports.append(one)
             step = reached
         # Not before: Ctrl-C leaves it to be reported.
-        self._outputs.extend([*reports, self._summary_manager.flush])
+        flushes = self._summary_manager.flush, self._metrics_file.flush
+        self._outputs.extend([*reports, *flushes])
         self._pending.popleft()
 
     def _report_one(
@@ -191,6 +199,9 @@ class TrainLoops:
         if _passes(self._summary_interval, step, reached):
             values = {**output, "steps_per_second": speed}
             self._summary_manager.write_summaries(values, step=reached)
+            self._metrics_file.write(
+                "train", reached, steps_per_second=speed, values=output
+            )
         if self._actions:
             with self._scope():
                 for action in self._actions:

@@ -1,8 +1,7 @@
 """The file of a run that attempts append to: one line of JSON, one look at the clock.
 
 A line holds the totals of its attempt so far, so a line that is missing costs only
-detail. Where a crash or a full disk left half of one, the next attempt starts a new
-line, and readers skip the half.
+detail.
 """
 
 import json
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import jax
 
+from armillary._lines_file import append_lines
 from armillary._logging import logger
 from armillary.goodput._category import Category
 
@@ -60,7 +60,7 @@ class Journal:
         if not self._is_on or jax.process_index() != 0:
             return
         try:
-            self._append(_format(entry))
+            append_lines(self._path, _format(entry))
         except OSError as error:
             self._is_on = False
             logger.warning(
@@ -69,16 +69,6 @@ class Journal:
                 self._path,
                 error,
             )
-
-    def _append(self, line: bytes) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Opened anew, as it is done rarely, and no file stays open in idle programs.
-        with open(self._path, "a+b") as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    line = b"\n" + line
-            file.write(line)
 
 
 def read_entries(path: str | os.PathLike[str]) -> tuple[list[Entry], list[int]]:

@@ -22,24 +22,33 @@ the dictionary. A loop's output is written in the same way, so these may be in w
     def train_loop_end(self):
         return {"loss": self.loss.compute(), "kernel": Histogram(self.model.kernel)}
 
-`NoopSummaryManager` has the same methods and writes nothing. Another file format is one
-class with the methods of `SummaryWriter`, given as `writer_fn`.
+`NoopSummaryManager` has the same methods and writes nothing. Another place or format is
+one class with the methods of `SummaryWriter`, given as `writer_fn`, alone or with
+others: `WandbWriter` and `MlflowWriter` are such.
+
+A `Controller` also writes `metrics.jsonl`, which `read_metrics` reads.
 """
 
 from armillary.summary._manager import NoopSummaryManager as NoopSummaryManager
 from armillary.summary._manager import SummaryManager as SummaryManager
+from armillary.summary._metrics_file import read_metrics as read_metrics
+from armillary.summary._mlflow import MlflowWriter as MlflowWriter
 from armillary.summary._tensorboard import TensorBoardWriter as TensorBoardWriter
 from armillary.summary._values import Histogram as Histogram
 from armillary.summary._values import Image as Image
 from armillary.summary._values import Text as Text
+from armillary.summary._wandb import WandbWriter as WandbWriter
 from armillary.summary._writer import SummaryWriter as SummaryWriter
 
 __all__ = [
     "Histogram",
     "Image",
+    "MlflowWriter",
     "NoopSummaryManager",
     "SummaryManager",
     "SummaryWriter",
     "TensorBoardWriter",
     "Text",
+    "WandbWriter",
+    "read_metrics",
 ]

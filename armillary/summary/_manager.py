@@ -1,7 +1,7 @@
 """Writes nested outputs: one directory, and one writer, for each level of nesting."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from armillary._checks import answers_old_names, check_callable
 from armillary._process import get_process
 from armillary.distribute._global_arrays import as_local
 from armillary.distribute.replica._values import PerReplica
+from armillary.summary._numbers import flatten
 from armillary.summary._tensorboard import TensorBoardWriter
 from armillary.summary._values import Histogram, Summary
 from armillary.summary._writer import SummaryWriter
+from armillary.summary._writer_group import WriterGroup, group_writers
 from armillary.typing import Output
 
 _NUMBERS = (np.bool_, np.integer, np.floating)
@@ -32,18 +34,21 @@ class SummaryManager:
         summary_dir: The directory of the outermost values. Nothing is made before the
             first value is written.
         writer_fn: Function from a directory to a `SummaryWriter`, called on the first
-            value of each directory. TensorBoard event files by default.
+            value of each directory, or a sequence of such functions, to write to
+            several places at once. TensorBoard event files by default.
 
     Raises:
         ValueError: If `summary_dir` is a file, or is not local without a `writer_fn`.
-        TypeError: If `writer_fn` is not callable.
+        TypeError: If `writer_fn`, or one of several, is not callable.
     """
 
     def __init__(
         self,
         summary_dir: str | os.PathLike[str],
         *,
-        writer_fn: Callable[[str], SummaryWriter] | None = None,
+        writer_fn: Callable[[str], SummaryWriter]
+        | Sequence[Callable[[str], SummaryWriter]]
+        | None = None,
     ) -> None:
         self._summary_dir = os.fspath(summary_dir)
         if Path(self._summary_dir).is_file():
@@ -52,9 +57,13 @@ class SummaryManager:
                 "summaries need a directory. Use the name of a directory, which is "
                 "made if it does not exist."
             )
-        if writer_fn is not None:
+        if isinstance(writer_fn, Sequence):
+            for index, each in enumerate(writer_fn):
+                check_callable(f"writer_fn[{index}]", each)
+            writer_fn = group_writers(writer_fn)
+        elif writer_fn is not None:
             check_callable("writer_fn", writer_fn)
-        elif "://" in self._summary_dir:
+        if writer_fn is None and "://" in self._summary_dir:
             raise ValueError(
                 f"`summary_dir` is {self._summary_dir!r}, but event files are written "
                 "to local directories only. Use a local directory, or a `writer_fn` "
@@ -103,6 +112,21 @@ class SummaryManager:
                 value.write(writer, tag, int(step))
             else:
                 writer.scalar(tag, float(np.asarray(value)), int(step))
+
+    def write_hyperparameters(self, values: Mapping[str, Any]) -> None:
+        """Writes what makes this run another than the next one.
+
+        Nested values are written by path, such as `"optimizer/rate"`, and what is
+        neither a number nor a truth value as a string. A writer without a method
+        `hyperparameters` is passed over.
+
+        Args:
+            values: Values by name.
+        """
+        if values and get_process().is_chief:
+            write = getattr(self._writer(()), "hyperparameters", None)
+            if write is not None:
+                write(flatten(values))
 
     def flush(self) -> None:
         """Brings everything written so far onto the disk."""
@@ -210,8 +234,11 @@ def _check_known(values: list[Any]) -> None:
 
 def _check_writer(writer: SummaryWriter, tag: str, value: Summary) -> None:
     if not hasattr(writer, value.method):
+        name = (
+            repr(writer) if isinstance(writer, WriterGroup) else type(writer).__name__
+        )
         raise TypeError(
-            f"{tag!r} is {value!r}, but `{type(writer).__name__}`, which `writer_fn` "
-            f"returned, has no method `{value.method}` to write it. Give it one, as "
+            f"{tag!r} is {value!r}, but `{name}`, which `writer_fn` returned, has no "
+            f"method `{value.method}` to write it. Give it one, as "
             "`armillary.summary.TensorBoardWriter` has, or leave the entry out."
         )

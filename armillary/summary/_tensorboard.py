@@ -9,15 +9,17 @@ it resumes.
 import importlib
 import itertools
 import os
-import struct
 import time
-import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from armillary.summary._png import as_png
+
 _file_numbers = itertools.count()
+_HPARAMS_TAG = "_hparams_/session_start_info"
 
 
 class TensorBoardWriter:
@@ -76,7 +78,7 @@ class TensorBoardWriter:
             height=height,
             width=width,
             colorspace=channels,
-            encoded_image_string=_as_png(pixels),
+            encoded_image_string=as_png(pixels),
         )
         self._write(tag, step, image=image)
 
@@ -89,6 +91,21 @@ class TensorBoardWriter:
             dtype="DT_STRING", string_val=[text.encode()]
         )
         self._write(tag, step, metadata=metadata, tensor=tensor)
+
+    def hyperparameters(self, values: Mapping[str, bool | int | float | str]) -> None:
+        """Writes what TensorBoard's page of hyperparameters shows for the directory."""
+        hparams = _proto("plugin_hparams")
+        start = hparams.SessionStartInfo(start_time_secs=time.time())
+        for name, value in values.items():
+            kind = "string_value" if isinstance(value, str) else "number_value"
+            kind = "bool_value" if isinstance(value, bool) else kind
+            setattr(start.hparams[name], kind, value)
+        content = hparams.HParamsPluginData(session_start_info=start)
+        plugin = {"plugin_name": "hparams", "content": content.SerializeToString()}
+        metadata = _proto("summary").SummaryMetadata(plugin_data=plugin)
+        # Its reader looks at values only.
+        tensor = _proto("tensor").TensorProto(dtype="DT_FLOAT", float_val=[0.0])
+        self._write(_HPARAMS_TAG, 0, metadata=metadata, tensor=tensor)
 
     def _write(self, tag: str, step: int, **content: Any) -> None:
         summaries = _proto("summary")
@@ -109,22 +126,3 @@ class TensorBoardWriter:
 def _proto(name: str) -> Any:
     """Returns a generated module, whose names no type checker sees."""
     return importlib.import_module(f"tensorboardX.proto.{name}_pb2")
-
-
-def _as_png(pixels: np.ndarray) -> bytes:
-    height, width, channels = pixels.shape
-    color_type = {1: 0, 3: 2, 4: 6}[channels]
-    # Each row begins with the number of its filter: 0 for none.
-    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))
-    chunks = {
-        b"IHDR": struct.pack(">2I5B", width, height, 8, color_type, 0, 0, 0),
-        b"IDAT": zlib.compress(rows.tobytes()),
-        b"IEND": b"",
-    }
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data))
-        + kind
-        + data
-        + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks.items()
-    )

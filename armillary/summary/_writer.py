@@ -9,7 +9,8 @@ class SummaryWriter(Protocol):
 
     A `SummaryManager` makes one writer for each directory, on its first value, and
     calls it from one thread. A writer that is to write a `Histogram`, an `Image` or a
-    `Text` has `histogram`, `image` or `text` too, as `TensorBoardWriter` does.
+    `Text` has `histogram`, `image` or `text` too, as `TensorBoardWriter` does, and one
+    for hyperparameters has `hyperparameters`.
     """
 
     def scalar(self, tag: str, value: float, step: int) -> None:

@@ -10,6 +10,8 @@ from armillary.actions import (
     ConditionalAction,
     EarlyStopping,
     NewBestMetric,
+    PeriodicAction,
+    Profile,
     SaveCheckpointIfPreempted,
 )
 from armillary.checkpoint import Checkpoint, CheckpointManager
@@ -26,6 +28,10 @@ def save(directory, *arguments, **options):
     holder = {"x": jnp.zeros(1)}
     manager = CheckpointManager(Checkpoint(holder=holder), directory)
     return SaveCheckpointIfPreempted(manager, *arguments, **options)
+
+
+def profile(directory, **options):
+    return Profile(**{"at": 1, "steps": 1, "directory": directory, **options})
 
 
 def keep(directory, **ending):
@@ -56,6 +62,12 @@ def keep(directory, **ending):
             "action takes no cluster resolver": (
                 lambda _: SaveCheckpointIfPreempted(SimpleClusterResolver({}))
             ),
+            "`action` is None of type NoneType.*callable": (
+                lambda _: PeriodicAction(None, 10)
+            ),
+            "`options` is 3 of type int.*`ProfileOptions`": lambda d: profile(
+                d, options=3
+            ),
             "`termination_config` is 120 of type int, but": lambda d: save(d, 120),
         },
         ValueError: {
@@ -69,12 +81,35 @@ def keep(directory, **ending):
             r"`loss` has shape \(2,\).*a scalar": lambda _: best("loss")(
                 {"loss": np.zeros(2)}
             ),
+            "`interval` is None and `interval_seconds` is None, but one": (
+                lambda _: PeriodicAction(print)
+            ),
+            "`interval` is 3 and `interval_seconds` is 4, .*not both": (
+                lambda _: PeriodicAction(print, 3, interval_seconds=4)
+            ),
+            "`interval` is 0, but it must be a positive integer": (
+                lambda _: PeriodicAction(print, 0)
+            ),
+            "`interval_seconds` is 0, but .* number of seconds": (
+                lambda _: PeriodicAction(print, interval_seconds=0)
+            ),
+            "`at` is -1, but it must be an integer": lambda d: profile(d, at=-1),
+            "`steps` is 0, but it must be a positive": lambda d: profile(d, steps=0),
+            "`directory` is 'gs://a/b', but traces": lambda _: profile("gs://a/b"),
             "`patience` is 0.*positive integer": lambda _: stop(print, "loss", 0),
             "`min_delta` is -1.*not negative": (
                 lambda _: stop(print, "loss", 1, min_delta=-1)
             ),
             f"{KEEPS}=5 and exit_fn=": lambda d: keep(d, grace_period=5),
             f"{KEEPS}=None and exit_fn=": lambda d: keep(d, exit_fn=print),
+        },
+        RuntimeError: {
+            "`Profile` was called, but.*`action.bind_step_counter": (
+                lambda d: profile(d)(None)
+            ),
+            "`PeriodicAction` was called, but does not know the global step": (
+                lambda _: PeriodicAction(print, 10)(None)
+            ),
         },
     }
 )

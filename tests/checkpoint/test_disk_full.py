@@ -32,7 +32,8 @@ DISK_BYTES = 1_000_000
 
 def list_saved(directory: Path) -> list[str]:
     """Returns all names in a directory, but for those that hold no state."""
-    return sorted(set(os.listdir(directory)) - {"goodput.jsonl", "DONE"})
+    without = {"goodput.jsonl", "metrics.jsonl", "DONE"}
+    return sorted(set(os.listdir(directory)) - without)
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ def test_arrays_reach_log_lines_and_actions(caplog):
 def test_arrays_become_histograms_in_summaries(tmp_path):
     make_arrays_controller(summary_dir=tmp_path).train(2)
 
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("events*")
     assert file.read_bytes().count(b"counts") == 2
 
 

@@ -13,12 +13,14 @@ OPTIONAL_PACKAGES = (
     "equinox",
     "grain",
     "keras",
+    "mlflow",
     "ray",
     "sklearn",
     "tensorboard",
     "tensorboardX",
     "tensorflow",
     "torch",
+    "wandb",
 )
 # Imported where they are first used.
 LATE_PACKAGES = ("flax", "optax", "orbax", "treescope")
@@ -38,7 +40,8 @@ IMPORT = """
 import logging, sys, jax
 before = dict(jax.config.values)
 import armillary
-for name in set(armillary.__all__) - {"estimator", "keras", "metrics"}:
+others = {"ExponentialMovingAverage", "estimator", "keras", "metrics"}
+for name in set(armillary.__all__) - others:
     getattr(armillary, name)
 after = jax.config.values
 print({key for key in after if after[key] != before.get(key, after)})

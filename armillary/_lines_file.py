@@ -1,0 +1,25 @@
+"""Files that attempts of a run append lines to, and nobody ever cuts.
+
+A process that is killed, or a full disk, may leave half a line at the end. Whoever
+appends next begins a line of its own, and readers skip the half.
+"""
+
+import os
+from pathlib import Path
+
+
+def append_lines(path: Path, lines: bytes) -> None:
+    """Appends whole lines; the file and its directory are made by the first ones.
+
+    Args:
+        path: A local file.
+        lines: What to append, with a line feed at its end.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Opened anew, as it is done rarely, and no file stays open in idle programs.
+    with open(path, "a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                lines = b"\n" + lines
+        file.write(lines)

@@ -1,0 +1,71 @@
+"""What an action hears from a controller besides outputs.
+
+A controller tells each of its actions which step counter is its own, once it has
+restored, and when a call that trains has ended, in whatever way. An action has the
+methods of these names, or does not care. Actions that hold others pass both on.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from armillary._checks import check_callable
+from armillary.typing import Action
+
+BIND, END = "bind_step_counter", "end_training"
+
+
+def bind_step_counter(actions: Iterable[Any], counter: Any) -> None:
+    """Tells actions what counts training steps.
+
+    Args:
+        actions: The actions.
+        counter: A variable, or a function without arguments.
+    """
+    for action in actions:
+        if hasattr(action, BIND):
+            getattr(action, BIND)(counter)
+
+
+def end_training(actions: Iterable[Any]) -> None:
+    """Tells actions that a call that trains has ended, also by an exception.
+
+    All of them are told; then the first error is raised.
+    """
+    errors = []
+    for action in actions:
+        try:
+            if hasattr(action, END):
+                getattr(action, END)()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def raise_unbound(action: Any) -> NoReturn:
+    """Raises because nobody has told an action what counts steps.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    name = type(action).__name__
+    raise RuntimeError(
+        f"`{name}` was called, but does not know the global step. A `Controller` tells "
+        "its actions; in a loop of your own, call "
+        "`action.bind_step_counter(optimizer.step)` first."
+    )
+
+
+def as_actions(action: Any) -> tuple[Action, ...]:
+    """Returns one action or a sequence of them as a tuple.
+
+    Raises:
+        TypeError: If one is not callable.
+    """
+    if isinstance(action, Iterable) and not callable(action):
+        actions = tuple(action)
+        for index, item in enumerate(actions):
+            check_callable(f"action[{index}]", item)
+        return actions
+    check_callable("action", action)
+    return (action,)

@@ -1,0 +1,123 @@
+"""The first record of an attempt: what runs here, where, and with which numbers."""
+
+import dataclasses
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from armillary._process import get_process
+from armillary.controller._git import find_program_folder, read_git
+from armillary.controller._start_lines import find_parameters
+from armillary.summary._metrics_file import MetricsFile
+
+_PACKAGES = ("jax", "flax", "optax", "orbax.checkpoint", "numpy", "keras")
+
+
+def check_hyperparameters(hyperparameters: Any) -> dict[str, Any]:
+    """Returns hyperparameters as a dictionary; of `None`, an empty one.
+
+    Raises:
+        TypeError: If they are no mapping from strings.
+    """
+    if hyperparameters is None:
+        return {}
+    if not isinstance(hyperparameters, Mapping):
+        raise TypeError(
+            f"`hyperparameters` is {hyperparameters!r} of type "
+            f"{type(hyperparameters).__name__}, but it must be a dictionary. Use "
+            "`vars(arguments)` of parsed arguments, or `dataclasses.asdict(config)`."
+        )
+    bad = [name for name in hyperparameters if not isinstance(name, str)]
+    if bad:
+        raise TypeError(
+            f"`hyperparameters` has the key {bad[0]!r} of type "
+            f"{type(bad[0]).__name__}, but its keys must be strings. Use `str(key)`."
+        )
+    return dict(hyperparameters)
+
+
+class RunRecord:
+    """Writes the record of a controller when it begins to train.
+
+    It is written again where training begins at a step before one that is recorded: the
+    controller has restored an earlier checkpoint.
+
+    Args:
+        metrics_file: Where it goes.
+        summary_manager: Takes the hyperparameters, if it can.
+        trainer: What trains, or `None`.
+        strategy: The strategy, or `None`.
+        hyperparameters: What the user calls so.
+    """
+
+    def __init__(
+        self,
+        metrics_file: MetricsFile,
+        summary_manager: Any,
+        trainer: Any,
+        strategy: Any,
+        hyperparameters: dict[str, Any],
+    ) -> None:
+        self._file, self._summary_manager = metrics_file, summary_manager
+        self._trainer = trainer
+        self._strategy, self._hyperparameters = strategy, hyperparameters
+        self._has_begun = False
+
+    def begin(self, step: int) -> None:
+        """Writes the record, unless training only goes on.
+
+        Args:
+            step: The global step.
+        """
+        if not self._has_begun and self._hyperparameters:
+            write = getattr(self._summary_manager, "write_hyperparameters", None)
+            if write is not None:
+                write(self._hyperparameters)
+        if not self._has_begun or step < self._file.last_step:
+            if self._file.is_on:
+                self._file.write("start", step, **self._describe())
+                self._file.flush()
+            self._file.last_step = step
+        self._has_begun = True
+
+    def _describe(self) -> dict[str, Any]:
+        strategy = {}
+        if self._strategy is not None:
+            strategy["strategy"] = type(self._strategy).__name__
+            replicas = getattr(self._strategy, "num_replicas_in_sync", None)
+            if replicas is not None:
+                strategy["replicas"] = replicas
+        return {
+            **find_versions(),
+            "devices": f"{jax.device_count()} {jax.devices()[0].device_kind}",
+            **strategy,
+            "processes": get_process().count,
+            "command": sys.orig_argv,
+            "directory": os.getcwd(),
+            "git": read_git(find_program_folder()),
+            "config": self._hyperparameters,
+            **_describe_parameters(self._trainer),
+        }
+
+
+def _describe_parameters(trainer: Any) -> dict[str, Any]:
+    summary = find_parameters(trainer)
+    if summary is None or not summary.count:
+        return {}
+    modules = [dataclasses.asdict(each) for each in summary.modules]
+    sizes = {"count": summary.count, "bytes": summary.bytes, "modules": modules}
+    return {"parameters": sizes}
+
+
+def find_versions() -> dict[str, str]:
+    """Returns the versions of what is loaded, by name."""
+    versions = {"armillary": sys.modules["armillary"].__version__}
+    for package in _PACKAGES:
+        if package in sys.modules:
+            name = package.partition(".")[0]
+            versions[name] = getattr(sys.modules[package], "__version__", "unknown")
+    return {**versions, "python": platform.python_version()}

@@ -1,0 +1,171 @@
+"""`metrics.jsonl`: the curves of a run, for readers without any package.
+
+Each line is one JSON object, `"record"` first; `docs/summaries.md` names the fields::
+
+    {"record": "start", "time": 1763864101.2, "step": 0, "strategy": "MirroredStrategy"}
+    {"record": "train", "time": 1763864102.9, "step": 100, "values": {"loss": 0.41}}
+    {"record": "eval", "name": "", "time": 1763864103.1, "step": 100, "values": {}}
+
+Lines are only ever appended. A run that resumes repeats steps, so `read_metrics` leaves
+out what an attempt wrote about steps that a later one did again.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from armillary._lines_file import append_lines
+from armillary._logging import logger
+from armillary.summary._numbers import as_json, find_numbers, from_json
+
+FILE_NAME = "metrics.jsonl"
+
+
+class MetricsFile:
+    """Appends the records of one controller, in the first process of a job.
+
+    A failure is logged once and ends the recording, not the training.
+
+    Args:
+        directory: Where the file goes. With `None`, or a directory that is not on a
+            local file system, nothing is written.
+        is_of_training: Whether nothing is written before a record `"start"`.
+
+    Attributes:
+        last_step: The highest step of a record, or -1 before the first.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None,
+        *,
+        is_of_training: bool = False,
+    ) -> None:
+        is_local = directory is not None and "://" not in os.fspath(directory)
+        self._path = Path(directory) / FILE_NAME if directory and is_local else None
+        self._lines: list[str] = []
+        self._waits = is_of_training
+        self.last_step = -1
+
+    @property
+    def is_on(self) -> bool:
+        """Whether records of this process are written."""
+        # JAX is asked because the program may have joined the processes itself; not in
+        # the constructor, as that would start the devices.
+        return self._path is not None and jax.process_index() == 0
+
+    def write(self, record: str, step: int, **fields: Any) -> None:
+        """Takes a record, for the next `flush`.
+
+        Args:
+            record: Its kind.
+            step: The global step.
+            **fields: Its fields. Of `values`, the output of a loop, the scalars count.
+        """
+        self.last_step = max(step, self.last_step)
+        self._waits = self._waits and record != "start"
+        if self._waits or not self.is_on:
+            return
+        if "values" in fields:
+            fields["values"] = find_numbers(fields["values"])
+        content = {"record": record, "time": time.time(), "step": step, **fields}
+        self._lines.append(json.dumps(as_json(content), allow_nan=False) + "\n")
+
+    def flush(self) -> None:
+        """Appends the records to the file, in one piece."""
+        if not self._lines or self._path is None:
+            return
+        lines, self._lines = self._lines, []
+        try:
+            append_lines(self._path, "".join(lines).encode())
+        except OSError as error:
+            logger.warning(
+                "cannot write %s, so metrics are not recorded there from here on: %s",
+                self._path,
+                error,
+            )
+            self._path = None
+
+
+def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Returns the records of a run that count, in the order of time.
+
+    Where a run was resumed, records of an earlier attempt about later steps are left
+    out, since the later attempt did these steps again. So is a line that was cut short.
+
+    Args:
+        run_dir: A directory with a `metrics.jsonl`, or the one above such directories,
+            whose files are read together; or one such file.
+
+    Returns:
+        Each record with its fields, and as `"folder"` the name of the directory below
+        `run_dir` that its file is in, `""` for `run_dir` itself. Numbers of `"values"`
+        that are not finite are floats.
+
+    Raises:
+        ValueError: If there is no such file, or one cannot be read.
+    """
+    records: list[dict[str, Any]] = []
+    for path in _find_files(Path(run_dir)):
+        folder = path.parent.name if path.parent.parent == Path(run_dir) else ""
+        records += [{**record, "folder": folder} for record in _read(path)]
+    # Stable: of one file, the order of lines counts.
+    records.sort(key=lambda record: record["time"])
+    kept: dict[Any, dict[str, Any]] = {}
+    for index, record in enumerate(records):
+        if record["record"] == "start":
+            kept = {
+                key: each
+                for key, each in kept.items()
+                if each["step"] <= record["step"] or each["record"] == "start"
+            }
+            key = index
+        else:
+            # The end is evaluated again by an attempt that finds nothing else to do.
+            name = record.get("name")
+            key = record["folder"], record["record"], name, record["step"]
+            kept.pop(key, None)
+        kept[key] = record
+    return list(kept.values())
+
+
+def _find_files(run_dir: Path) -> list[Path]:
+    own = run_dir / FILE_NAME
+    found = [run_dir] if run_dir.is_file() else sorted(run_dir.glob(f"*/{FILE_NAME}"))
+    found = [own, *found] if own.is_file() else found
+    if not found:
+        raise ValueError(
+            f"`run_dir` is {str(run_dir)!r}, but there is no `{FILE_NAME}` in it or in "
+            "a directory below. Use the `summary_dir` of a `Controller` that has "
+            "trained or evaluated, its checkpoints' directory if it had none, or the "
+            "directory above."
+        )
+    return found
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ValueError(
+            f"`{path}` cannot be read ({error.strerror}), but it must be the record "
+            "that a `Controller` wrote. Change its rights, or use another run."
+        ) from error
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:  # Empty, or what a crash or a full disk left of a line.
+            continue
+        if isinstance(record, Mapping) and {"record", "time", "step"} <= set(record):
+            values = record.get("values")
+            if values is not None:
+                values = {name: from_json(value) for name, value in values.items()}
+                record = {**record, "values": values}
+            records.append(dict(record))
+    return records

@@ -1,0 +1,81 @@
+"""Numbers of an output by path, and values that JSON can hold.
+
+JSON knows no NaN and no infinity, so these are strings: `"NaN"`, `"Infinity"` and
+`"-Infinity"`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def find_numbers(output: Mapping[Any, Any], path: str = "") -> dict[str, int | float]:
+    """Returns the scalars of an output by path; whatever else it holds is left out.
+
+    Args:
+        output: What a loop returned, with NumPy values.
+        path: What all paths begin with.
+    """
+    found: dict[str, int | float] = {}
+    for name, value in output.items():
+        if isinstance(value, Mapping):
+            found |= find_numbers(value, f"{path}{name}/")
+        elif (number := _as_number(value)) is not None:
+            found[f"{path}{name}"] = number
+    return found
+
+
+def as_json(value: Any) -> Any:
+    """Returns what JSON can hold: what it knows no kind for becomes a string."""
+    if isinstance(value, Mapping):
+        return {str(name): as_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    if value is None or isinstance(value, bool | str):
+        return value
+    number = _as_number(value)
+    if number is None:
+        return getattr(value, "__name__", None) or str(value)
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "-Infinity" if number < 0 else "Infinity"
+
+
+def from_json(value: Any) -> Any:
+    """Returns a number that JSON held."""
+    return _WORDS.get(value, value) if isinstance(value, str) else value
+
+
+def flatten(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """Returns values as services show them: by path, and a list as a string."""
+    return dict(_flatten(as_json(values), ""))
+
+
+def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _flatten(item, f"{path}/{name}" if path else name)
+    elif isinstance(value, bool | int | float | str):
+        yield path, value
+    else:
+        yield path, str(value)
+
+
+def _as_number(value: Any) -> int | float | None:
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        kind = value.dtype
+        if value.shape != () or not (
+            jnp.issubdtype(kind, jnp.number) or kind == np.bool_
+        ):
+            return None
+        value = np.asarray(value).item()
+    if isinstance(value, bool | Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else None

@@ -1,0 +1,139 @@
+"""A model whose parameters are the average of those of a model that is trained.
+
+This file imports Flax NNX: it is loaded when the class is first used.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from armillary._checks import list_lines
+
+
+class ExponentialMovingAverage(nnx.Module):
+    """Keeps a copy of a model with the moving average of its parameters.
+
+    After each update of the model, the step moves the copy a little towards it:
+    `average = decay * average + (1 - decay) * parameter`. The copy is a model like the
+    first one, to evaluate, to save and to export::
+
+        ema = armillary.ExponentialMovingAverage(model, 0.999)   # under the scope
+
+        self.optimizer.update(self.model, gradients)             # in the step
+        self.ema.update(self.model)
+
+        logits = self.ema.model(batch["image"])                  # in an evaluation
+        armillary.Checkpoint(model=model, optimizer=optimizer, ema=ema)
+
+    It is state of the trainer that holds it, so it is in the compiled loop, equal on
+    all replicas, and the same with any number of them. Averaged is every `nnx.Param`;
+    other state, such as the statistics of batches, is that of the model at the last
+    update, and random state stays. Averages of parameters in 16 bits have 32, in which
+    small steps count.
+
+    Args:
+        model: The model. The average begins with its parameters.
+        decay: How much of the average stays in an update, above 0 and below 1, or a
+            function from the number of earlier updates to that. Common are 0.99 for
+            thousands of steps and 0.9999 for millions.
+        debias: Whether the first parameters count for nothing once there is an update,
+            as with `optax.ema`, and not for the long time that `decay` takes to forget
+            them. Needs a number as `decay`.
+
+    Attributes:
+        model: The copy.
+        num_updates: How many updates there were, a variable.
+
+    Raises:
+        TypeError: If `model` is no NNX module.
+        ValueError: If `decay` is out of range, `debias` is given with a function, or a
+            model to update from has other parameters.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        decay: float | Callable[[jax.Array], Any],
+        *,
+        debias: bool = False,
+    ) -> None:
+        if not isinstance(model, nnx.Module):
+            raise TypeError(
+                f"`model` is {model!r} of type {type(model).__name__}, but it must be "
+                "an `nnx.Module`. Optimizers of Keras have `use_ema=True`; for other "
+                "pytrees, call `optax.incremental_update` in the step."
+            )
+        if not callable(decay) and not 0 < decay < 1:
+            raise ValueError(
+                f"`decay` is {decay!r}, but it must be above 0 and below 1: the part "
+                "of the average that stays in an update. Use `decay=0.999`."
+            )
+        if debias and callable(decay):
+            raise ValueError(
+                "`debias` is True, but `decay` is a function, which can itself begin "
+                "with small values. Leave `debias` out, or use a number as `decay`."
+            )
+        self.decay, self.debias = decay, debias
+        self.model = nnx.clone(model)
+        # Buffers of its own, since a program may take those of the model over.
+        nnx.update(self.model, jax.tree.map(_copy, nnx.state(model, nnx.Param)))
+        self.num_updates = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def update(self, model: nnx.Module) -> None:
+        """Moves the average towards the parameters of a model, in a step or outside.
+
+        Args:
+            model: The model, after its own update.
+        """
+        filters = nnx.Param, nnx.RngState, ...
+        new, _, others = nnx.state(model, *filters)
+        old, _, _ = nnx.state(self.model, *filters)
+        _check_same(new, old)
+        averages = optax.incremental_update(
+            jax.tree.map(jnp.asarray, nnx.to_pure_dict(new)),
+            nnx.to_pure_dict(old),
+            self._step_size(),
+        )
+        nnx.replace_by_pure_dict(old, averages)
+        nnx.update(self.model, old, others)
+        self.num_updates[...] += 1
+
+    def _step_size(self) -> Any:
+        if callable(self.decay):
+            return 1.0 - self.decay(self.num_updates[...])
+        if not self.debias:
+            return 1.0 - self.decay
+        # With this size, the average is `m / (1 - decay ** n)`, where `m` began with 0.
+        count = (self.num_updates[...] + 1).astype(jnp.float32)
+        return (1.0 - self.decay) / -jnp.expm1(count * math.log(self.decay))
+
+
+def _copy(value: jax.Array) -> jax.Array:
+    is_short = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4
+    return jnp.array(value, jnp.float32 if is_short else None, copy=True)
+
+
+def _check_same(new: Any, old: Any) -> None:
+    shapes = [
+        {"/".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(each)}
+        for each in (new, old)
+    ]
+    if shapes[0] == shapes[1]:
+        return
+    paths = sorted({**shapes[0], **shapes[1]})
+    lines = [
+        f"{path}: {shapes[0].get(path, 'missing')}, averaged "
+        f"{shapes[1].get(path, 'missing')}"
+        for path in paths
+        if shapes[0].get(path) != shapes[1].get(path)
+    ]
+    raise ValueError(
+        f"`model` has other parameters than the model whose average this is, in "
+        f"{len(lines)} places:\n{list_lines(lines)}\n"
+        "Pass the model that it was made with."
+    )

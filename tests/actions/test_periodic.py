@@ -1,0 +1,106 @@
+"""`PeriodicAction` runs when an interval has passed, of steps or of seconds."""
+
+from unittest.mock import Mock
+
+import pytest
+
+from armillary import AbstractEvaluator, AbstractTrainer, Controller
+from armillary.actions import ConditionalAction, PeriodicAction
+
+
+class Loops(AbstractTrainer, AbstractEvaluator):
+    def __init__(self, step=0):
+        self.step = step
+
+    def train(self, num_steps):
+        self.step += num_steps
+        return {"step": self.step}
+
+    def evaluate(self, num_steps):
+        return {"step": self.step}
+
+
+def run(steps, *, start=0, steps_per_loop=10, **actions):
+    loops = Loops(start)
+    controller = Controller(
+        trainer=loops,
+        evaluator=loops,
+        global_step=lambda: loops.step,
+        steps_per_loop=steps_per_loop,
+        **actions,
+    )
+    controller.train_and_evaluate(steps, eval_interval=30)
+
+
+def collect(seen):
+    return lambda output: seen.append(output["step"])
+
+
+def test_it_runs_at_the_first_output_after_each_multiple():
+    seen, evaluated = [], []
+
+    run(
+        100,
+        train_actions=[PeriodicAction(collect(seen), 25)],
+        eval_actions=[PeriodicAction(collect(evaluated), 60)],
+    )
+
+    assert seen == [30, 50, 80, 100]
+    assert evaluated == [60]
+
+
+def test_a_run_that_resumes_goes_on_with_the_same_multiples():
+    seen = []
+    run(100, start=40, train_actions=[PeriodicAction(collect(seen), 25)])
+    assert seen == [50, 80, 100]
+
+
+def test_a_loop_longer_than_the_interval_runs_it_once():
+    seen = []
+    run(60, steps_per_loop=30, train_actions=[PeriodicAction(collect(seen), 7)])
+    assert seen == [30, 60]
+
+
+def test_it_combines_with_other_actions():
+    seen = []
+    inner = PeriodicAction([collect(seen), collect(seen)], interval=20)
+    outer = ConditionalAction(lambda output: output["step"] > 20, inner)
+    run(60, train_actions=[outer])
+    # At 30, a multiple has passed since it was asked last.
+    assert seen == [30, 30, 40, 40, 60, 60]
+
+
+def test_seconds_count_from_the_last_time(monkeypatch):
+    clock = Mock(return_value=100.0)
+    monkeypatch.setattr("time.monotonic", clock)
+    seen = []
+    action = PeriodicAction(seen.append, interval_seconds=10)
+    for now in (109.9, 110.0, 119.9, 121.0, 130.9):
+        clock.return_value = now
+        action(now)
+    assert seen == [110.0, 121.0]
+
+
+def test_of_several_processes_the_first_one_has_the_clock(monkeypatch):
+    boundary = Mock()
+    peers = Mock(boundary=boundary)
+    monkeypatch.setattr("armillary.actions._periodic.get_peers", lambda: peers)
+    seen = []
+    action = PeriodicAction(seen.append, interval_seconds=1000)
+
+    boundary.exchange.return_value = [True, False]
+    action("due in process 0")
+    boundary.exchange.return_value = [False, True]
+    action("due in process 1")
+
+    assert seen == ["due in process 0"]
+    topic, say = boundary.exchange.call_args.args
+    assert (topic, say()) == ("whether an action is due", False)
+
+
+def test_all_actions_hear_of_the_end_of_training():
+    first, second = Mock(), Mock()
+    first.end_training.side_effect = OSError("no space left")
+    with pytest.raises(OSError, match="no space left"):
+        run(10, train_actions=[PeriodicAction([first, second], 20)])
+    second.end_training.assert_called_once_with()

@@ -1,0 +1,268 @@
+"""What a controller records of a run: its curves, and what ran."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import armillary
+from armillary.controller import _git
+from armillary.controller._git import find_program_folder, read_git
+from armillary.summary import NoopSummaryManager, read_metrics
+
+
+class Loops(armillary.AbstractTrainer, armillary.AbstractEvaluator):
+    """Counts, and fails at a step."""
+
+    def __init__(self, fail_at=None):
+        self.step, self.fail_at = 0, fail_at
+
+    def train(self, num_steps):
+        self.step += num_steps
+        if self.step == self.fail_at:
+            raise RuntimeError("no more memory")
+        return {"loss": 1 / self.step, "nested": {"step": self.step}}
+
+    def evaluate(self, num_steps):
+        return {"accuracy": self.step / 100}
+
+    def get_state(self):
+        return {"step": self.step}
+
+    def set_state(self, state):
+        self.step = state["step"]
+
+
+def make_controller(loops, directory=None, **options):
+    if directory is not None:
+        options["checkpoint_manager"] = armillary.CheckpointManager(
+            armillary.Checkpoint(loops=loops), directory, checkpoint_interval=10
+        )
+    options = {"trainer": loops, "steps_per_loop": 10, **options}
+    return armillary.Controller(
+        evaluator=loops, global_step=lambda: loops.step, **options
+    )
+
+
+def read_steps(directory):
+    return [(record["record"], record["step"]) for record in read_metrics(directory)]
+
+
+def test_loops_and_evaluations_are_records(tmp_path):
+    controller = make_controller(
+        Loops(), summary_dir=tmp_path / "train", summary_interval=20
+    )
+
+    controller.train_and_evaluate(40, eval_interval=20)
+
+    start, *records = read_metrics(tmp_path)
+    assert start["record"] == "start"
+    for record in records:
+        record.pop("time")
+    train = records[0]
+    assert train.pop("steps_per_second") > 0
+    assert train == {
+        "record": "train",
+        "step": 20,
+        "values": {"loss": 0.05, "nested/step": 20},
+        "folder": "train",
+    }
+    evaluation = records[1]
+    assert evaluation.pop("seconds") >= 0
+    assert evaluation == {
+        "record": "eval",
+        "step": 20,
+        "name": "",
+        "values": {"accuracy": 0.2},
+        "folder": "train",
+    }
+    rest = [(each["record"], each["step"]) for each in records[2:]]
+    assert rest == [("train", 40), ("eval", 40)]
+
+
+def test_evaluations_are_recorded_beside_their_summaries(tmp_path):
+    controller = make_controller(
+        Loops(), summary_dir=tmp_path / "train", eval_summary_dir=tmp_path / "eval"
+    )
+    controller.train_and_evaluate(20)
+
+    assert read_steps(tmp_path / "eval") == [("eval", 20)]
+    assert read_steps(tmp_path / "train") == [
+        ("start", 0),
+        ("train", 10),
+        ("train", 20),
+    ]
+
+
+def test_without_summaries_the_record_is_beside_the_checkpoints(tmp_path):
+    controller = make_controller(
+        Loops(), tmp_path / "run", summary_manager=NoopSummaryManager()
+    )
+    controller.train_and_evaluate(10)
+    assert read_steps(tmp_path / "run") == [("start", 0), ("train", 10), ("eval", 10)]
+
+
+def test_a_job_that_only_evaluates_leaves_the_checkpoints_directory_alone(tmp_path):
+    make_controller(Loops(), tmp_path).train(20)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    options = {"trainer": None, "steps_per_loop": None}
+
+    make_controller(Loops(), tmp_path, **options).evaluate()
+    make_controller(
+        Loops(), tmp_path, eval_summary_dir=tmp_path / "test", **options
+    ).evaluate()
+
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert read_steps(tmp_path / "test") == [("eval", 20)]
+
+
+def test_nothing_is_recorded_without_a_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_controller(Loops()).train_and_evaluate(10)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_is_resumed_has_one_curve(tmp_path):
+    with pytest.raises(RuntimeError, match="no more memory"):
+        make_controller(
+            Loops(fail_at=40),
+            tmp_path / "checkpoints",
+            summary_dir=tmp_path,
+        ).train(60)
+    restored = make_controller(Loops(), tmp_path / "checkpoints", summary_dir=tmp_path)
+    restored.train(40)
+    restored.train(60)  # It goes on, so there is no new start.
+    assert read_steps(tmp_path) == [
+        ("start", 0),
+        *(("train", step) for step in (10, 20, 30)),
+        ("start", 30),
+        *(("train", step) for step in (40, 50, 60)),
+    ]
+
+    restored.restore_checkpoint(restored.checkpoint_manager.checkpoints[0])
+    restored.train(30)
+
+    assert read_steps(tmp_path) == [
+        ("start", 0),
+        ("train", 10),
+        ("train", 20),
+        ("start", 30),
+        ("start", 20),
+        ("train", 30),
+    ]
+
+
+def test_the_first_record_says_what_runs(tmp_path):
+    config = {"rate": 0.1, "optimizer": {"name": "adam"}, "limit": float("inf")}
+    controller = make_controller(
+        Loops(),
+        summary_dir=tmp_path,
+        strategy=armillary.MirroredStrategy(jax.devices()[:4]),
+        hyperparameters=config,
+    )
+    controller.train(10)
+
+    start = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert list(start)[:3] == ["record", "time", "step"]
+    assert {"jax", "numpy", "python", "git"} < set(start)
+    expected = {
+        "record": "start",
+        "step": 0,
+        "armillary": armillary.__version__,
+        "devices": "8 cpu",
+        "strategy": "MirroredStrategy",
+        "replicas": 4,
+        "processes": 1,
+        "command": sys.orig_argv,
+        "directory": os.getcwd(),
+        "config": {**config, "limit": "Infinity"},
+    }
+    assert {name: start[name] for name in expected} == expected
+    (events,) = tmp_path.glob("events*")
+    assert b"_hparams_" in events.read_bytes()
+
+
+def test_the_first_record_counts_the_parameters(tmp_path):
+    loops = Loops()
+    loops.model = {"kernel": np.ones((3, 2), np.float32), "bias": np.ones(2)}
+    make_controller(loops, summary_dir=tmp_path).train(10)
+
+    assert read_metrics(tmp_path)[0]["parameters"] == {
+        "count": 8,
+        "bytes": 40,
+        "modules": [
+            {"name": "kernel", "count": 6, "bytes": 24},
+            {"name": "bias", "count": 2, "bytes": 16},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, r"`hyperparameters` is 3 of type int.*dictionary.*dataclasses\.asdict"),
+        ({3: 1}, "`hyperparameters` has the key 3 of type int.*must be strings"),
+    ],
+)
+def test_hyperparameters_are_a_dictionary(value, message):
+    with pytest.raises(TypeError, match=message):
+        make_controller(Loops(), hyperparameters=value)
+
+
+@pytest.fixture
+def fresh_git():
+    read_git.cache_clear()
+    yield
+    read_git.cache_clear()
+
+
+def run_git(folder, *arguments):
+    own = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    command = ["git", *own, *arguments]
+    ended = subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return ended.stdout.decode().strip()
+
+
+def test_the_commit_and_whether_files_have_changed(tmp_path, fresh_git):
+    assert read_git(str(tmp_path)) is None
+    run_git(tmp_path, "init", "--quiet")
+    read_git.cache_clear()
+    assert read_git(str(tmp_path)) is None
+    (tmp_path / "train.py").write_text("1")
+    run_git(tmp_path, "add", ".")
+    run_git(tmp_path, "commit", "--quiet", "--message", "first")
+    commit = run_git(tmp_path, "rev-parse", "HEAD")
+
+    (tmp_path / "notes").touch()  # Git does not know it.
+    read_git.cache_clear()
+    assert read_git(str(tmp_path)) == {"commit": commit, "dirty": False}
+
+    (tmp_path / "train.py").write_text("2")
+    read_git.cache_clear()
+    assert read_git(str(tmp_path)) == {"commit": commit, "dirty": True}
+
+
+def test_a_git_that_hangs_or_is_missing_is_no_obstacle(
+    tmp_path, monkeypatch, fresh_git
+):
+    slow = tmp_path / "git"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(_git, "_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert read_git(str(tmp_path)) is None
+    slow.unlink()
+    read_git.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert read_git(str(tmp_path)) is None
+
+
+def test_the_program_is_where_its_main_file_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "a.py"))
+    assert find_program_folder() == str(tmp_path)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
+    assert find_program_folder() == os.getcwd()

@@ -1,0 +1,148 @@
+"""`metrics.jsonl`: written line by line, and read without what was done again."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from armillary.summary import Histogram, Text, read_metrics
+from armillary.summary._metrics_file import MetricsFile
+
+
+def write_run(file, *records):
+    for kind, step in records:
+        file.write(kind, step, values={"loss": float(step)})
+    file.flush()
+
+
+def read_steps(path):
+    return [(record["record"], record["step"]) for record in read_metrics(path)]
+
+
+def test_a_record_is_a_line_that_needs_no_package(tmp_path):
+    file = MetricsFile(tmp_path)
+    output = {
+        "loss": np.float32(0.5),
+        "classes": {"a": jnp.asarray(2, jnp.bfloat16), "found": np.bool_(True)},
+        "bad": {"nan": math.nan, "high": jnp.asarray(jnp.inf), "low": -math.inf},
+        "kernel": Histogram(np.ones(3)),
+        "note": Text("left out"),
+        "array": np.ones(2),
+        "key": jax.random.key(0),
+        "word": "left out",
+    }
+    file.write("train", 100, steps_per_second=2.0, values=output)
+    assert not (tmp_path / "metrics.jsonl").exists()
+    file.flush()
+
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert list(record)[:3] == ["record", "time", "step"]
+    assert record.pop("time") > 1e9
+    assert record == {
+        "record": "train",
+        "step": 100,
+        "steps_per_second": 2.0,
+        "values": {
+            "loss": 0.5,
+            "classes/a": 2.0,
+            "classes/found": 1,
+            "bad/nan": "NaN",
+            "bad/high": "Infinity",
+            "bad/low": "-Infinity",
+        },
+    }
+    values = read_metrics(tmp_path)[0]["values"]
+    assert math.isnan(values["bad/nan"])
+    assert (values["bad/high"], values["bad/low"]) == (math.inf, -math.inf)
+
+
+def test_a_later_attempt_takes_the_place_of_what_it_did_again(tmp_path):
+    first = [("start", 0), ("train", 10), ("eval", 10), ("train", 20), ("train", 30)]
+    write_run(MetricsFile(tmp_path), *first)
+    write_run(MetricsFile(tmp_path), ("start", 10), ("train", 20), ("eval", 20))
+    # Its last evaluation is all that the third attempt finds to do.
+    write_run(MetricsFile(tmp_path), ("start", 20), ("eval", 20))
+
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 10
+    assert read_steps(tmp_path) == [
+        ("start", 0),
+        ("train", 10),
+        ("eval", 10),
+        ("start", 10),
+        ("train", 20),
+        ("start", 20),
+        ("eval", 20),
+    ]
+
+
+def test_a_line_that_is_cut_is_dropped_and_the_next_one_is_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_run(MetricsFile(tmp_path), ("start", 0), ("train", 10), ("train", 20))
+    path.write_bytes(path.read_bytes()[:-7])
+    assert read_steps(path) == [("start", 0), ("train", 10)]
+
+    write_run(MetricsFile(tmp_path), ("start", 10), ("train", 20))
+
+    assert read_steps(path) == [
+        ("start", 0),
+        ("train", 10),
+        ("start", 10),
+        ("train", 20),
+    ]
+
+
+def test_files_of_one_run_are_read_together(tmp_path):
+    train, evaluation = MetricsFile(tmp_path / "train"), MetricsFile(tmp_path / "eval")
+    write_run(train, ("start", 0), ("train", 10), ("train", 20))
+    write_run(evaluation, ("eval", 10), ("eval", 20))
+    write_run(train, ("start", 10))
+
+    found = [(each["folder"], each["step"]) for each in read_metrics(tmp_path)]
+
+    assert found == [("train", 0), ("train", 10), ("eval", 10), ("train", 10)]
+    assert read_metrics(tmp_path / "eval")[0]["folder"] == ""
+
+
+@pytest.mark.parametrize("directory", [None, "gs://bucket/run"])
+def test_without_a_local_directory_nothing_is_written(directory, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(MetricsFile(directory), ("train", 1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_the_first_process_of_a_job_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    write_run(MetricsFile(tmp_path), ("train", 1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    file = MetricsFile(tmp_path / "file" / "run")
+
+    write_run(file, ("train", 1))
+    write_run(file, ("train", 2))
+
+    (message,) = caplog.messages
+    assert "so metrics are not recorded there from here on: " in message
+
+
+def test_what_cannot_be_read_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"`run_dir` is .*no `metrics\.jsonl` in it"):
+        read_metrics(tmp_path)
+
+
+def test_a_file_without_rights_is_an_error(tmp_path, monkeypatch):
+    write_run(MetricsFile(tmp_path), ("train", 1))
+
+    def read_bytes(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", read_bytes)
+    with pytest.raises(ValueError, match=r"metrics.*cannot be read \(Permission"):
+        read_metrics(tmp_path)

@@ -1,0 +1,340 @@
+"""Weights & Biases and MLflow: with themselves if installed, and with stand-ins."""
+
+import importlib
+import json
+import struct
+import sys
+import time
+import types
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from armillary.summary import (
+    Histogram,
+    Image,
+    MlflowWriter,
+    SummaryManager,
+    Text,
+    WandbWriter,
+)
+
+PIXELS = np.linspace(0, 1, 12, dtype=np.float32).reshape(2, 2, 3)
+RICH = {"loss": 0.5, "inner": {"note": Text("<b>"), "first": Image(PIXELS)}}
+
+
+class WandbRun:
+    """Keeps what a run of Weights & Biases is given."""
+
+    def __init__(self, **options):
+        self.options, self.rows, self.axes, self.is_finished = options, [], [], False
+        self.config = Mock()
+
+    def define_metric(self, name, **options):
+        self.axes.append((name, options))
+
+    def log(self, row):
+        self.rows.append(row)
+
+    def finish(self):
+        self.is_finished = True
+
+
+@pytest.fixture
+def wandb_runs(monkeypatch):
+    runs = []
+
+    def init(**options):
+        runs.append(WandbRun(**options))
+        return runs[-1]
+
+    module = types.ModuleType("wandb")
+    vars(module).update(
+        init=init,
+        Histogram=lambda np_histogram: ("histogram", np_histogram),
+        Html=lambda text: ("html", text),
+        Image=lambda image: ("image", image),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return runs
+
+
+def write_wandb(tmp_path, *steps, **options):
+    """Writes like a program: training and evaluation in directories of their own."""
+    writer_fn = WandbWriter(tmp_path, **options)
+    train = SummaryManager(tmp_path / "train", writer_fn=writer_fn)
+    evaluation = SummaryManager(tmp_path / "eval", writer_fn=[writer_fn])
+    train.write_hyperparameters({"rate": 0.1, "optimizer": {"name": "adam"}})
+    for step in steps:
+        train.write_summaries({"loss": 1 / step, "speed": 2.0}, step=step)
+        train.flush()
+        evaluation.write_summaries({"set": {"loss": 3.0}}, step=step)
+        evaluation.flush()
+    train.close()
+    evaluation.close()
+
+
+def test_wandb_gets_one_run_with_names_of_directories(tmp_path, wandb_runs):
+    write_wandb(tmp_path, 10, project="digits")
+
+    (run,) = wandb_runs
+    assert run.options["project"] == "digits"
+    assert run.options["dir"] == str(tmp_path)
+    assert run.axes == [("global_step", {}), ("*", {"step_metric": "global_step"})]
+    assert run.rows == [
+        {"train/loss": 0.1, "train/speed": 2.0, "global_step": 10},
+        {"eval/set/loss": 3.0, "global_step": 10},
+    ]
+    run.config.update.assert_called_once_with(
+        {"rate": 0.1, "optimizer/name": "adam"}, allow_val_change=True
+    )
+    assert run.is_finished
+
+
+def test_wandb_goes_on_with_the_run_of_the_directory(tmp_path, wandb_runs):
+    write_wandb(tmp_path, 10)
+    write_wandb(tmp_path, 10)  # Steps may repeat.
+    write_wandb(tmp_path / "another", 10)
+
+    first, second, other = (run.options for run in wandb_runs)
+    assert first["id"] == second["id"] != other["id"]
+    assert second["resume"] == "allow"
+    assert len(wandb_runs[1].rows) == 2
+
+
+def test_wandb_gets_histograms_images_and_text(tmp_path, wandb_runs):
+    pytest.importorskip("PIL", reason="Pillow is not installed.")
+    values = np.geomspace(1e-35, 1e35, 5000).astype(np.float32)
+    manager = SummaryManager(tmp_path, writer_fn=WandbWriter(tmp_path))
+    manager.write_summaries({**RICH, "kernel": Histogram(values)}, step=3)
+    manager.flush()
+
+    (row,) = wandb_runs[0].rows
+    kind, (counts, edges) = row["kernel"]
+    assert kind == "histogram"
+    assert 256 < len(counts) == len(edges) - 1 <= 512
+    assert sum(counts) == 5000
+    assert (edges[0], edges[-1]) == pytest.approx((1e-35, 1e35), rel=0.2)
+    assert list(edges) == sorted(edges)
+    assert row["inner/note"] == ("html", "<pre>&lt;b&gt;</pre>")
+    _, image = row["inner/first"]
+    np.testing.assert_array_equal(np.asarray(image), np.round(PIXELS * 255))
+
+
+def test_what_wandb_writer_sets_itself_is_no_option(tmp_path, wandb_runs):
+    with pytest.raises(TypeError, match="`id` is 'abc', but `WandbWriter` sets it"):
+        WandbWriter(tmp_path, id="abc")
+
+
+def test_summaries_must_be_in_the_directory_of_the_run(tmp_path, wandb_runs):
+    manager = SummaryManager(tmp_path, writer_fn=WandbWriter(tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"`run_dir` is .*run', but summaries are"):
+        manager.write_summaries({"loss": 1.0}, step=1)
+
+
+@pytest.mark.parametrize(
+    ("module", "make", "message"),
+    [
+        ("wandb", WandbWriter, r"Weights & Biases is not .*armillary\[wandb\]"),
+        ("mlflow.tracking", MlflowWriter, r"MLflow is not .*armillary\[mlflow\]"),
+    ],
+)
+def test_a_missing_package_is_an_error_with_its_extra(
+    module, make, message, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=message):
+        make(tmp_path)
+
+
+class MlflowException(Exception):  # noqa: N818
+    """As MLflow's."""
+
+
+@pytest.fixture
+def mlflow_client(monkeypatch):
+    """Returns a client that keeps what it is given."""
+    client = Mock()
+    client.get_experiment_by_name.return_value = None
+    client.create_run.return_value.info.run_id = "abc"
+    client.get_run.return_value.data.params = {}
+    client.metrics = []
+
+    def log_batch(run_id, metrics=(), params=()):
+        client.metrics += [(run_id, *metric) for metric in metrics]
+        client.params = params
+
+    client.log_batch.side_effect = log_batch
+    modules = {
+        "tracking": {"MlflowClient": Mock(return_value=client)},
+        "entities": {
+            "Metric": lambda name, value, time, step: (name, value, step),
+            "Param": lambda *pair: pair,
+        },
+        "exceptions": {"MlflowException": MlflowException},
+    }
+    for name, content in modules.items():
+        module = types.ModuleType(f"mlflow.{name}")
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, f"mlflow.{name}", module)
+    monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))
+    return client
+
+
+def write_mlflow(tmp_path, *steps, **options):
+    writer_fn = MlflowWriter(tmp_path, "digits", **options)
+    train = SummaryManager(tmp_path / "train", writer_fn=writer_fn)
+    evaluation = SummaryManager(tmp_path / "eval", writer_fn=writer_fn)
+    train.write_hyperparameters({"rate": 0.1})
+    for step in steps:
+        train.write_summaries({"loss (mean)": 1 / step}, step=step)
+        evaluation.write_summaries({"loss": 3.0}, step=step)
+    train.close()
+    evaluation.close()
+
+
+def test_mlflow_gets_one_run_and_goes_on_with_it(tmp_path, mlflow_client):
+    write_mlflow(tmp_path, 10)
+    write_mlflow(tmp_path, 20)
+
+    assert mlflow_client.create_run.call_count == 1
+    assert mlflow_client.metrics == [
+        ("abc", "train/loss _mean_", 0.1, 10),
+        ("abc", "eval/loss", 3.0, 10),
+        ("abc", "train/loss _mean_", 0.05, 20),
+        ("abc", "eval/loss", 3.0, 20),
+    ]
+    mlflow_client.update_run.assert_called_once_with("abc", status="RUNNING")
+    assert mlflow_client.set_terminated.call_count == 2
+
+
+def test_mlflow_keeps_the_hyperparameters_of_the_beginning(
+    tmp_path, mlflow_client, caplog
+):
+    mlflow_client.get_run.return_value.data.params = {"rate": "0.5"}
+    write_mlflow(tmp_path)
+    assert mlflow_client.params == []
+    assert "the hyperparameters that a run began with: `rate` is 0.5" in caplog.text
+
+
+def test_numbers_wait_for_a_server_that_is_away(
+    tmp_path, mlflow_client, caplog, monkeypatch
+):
+    clock = Mock(return_value=1000.0)
+    monkeypatch.setattr("armillary.summary._mlflow.time.monotonic", clock)
+    manager = SummaryManager(tmp_path, writer_fn=MlflowWriter(tmp_path))
+    manager.write_summaries({"loss": 0.5}, step=1)
+    log_batch = mlflow_client.log_batch.side_effect
+    mlflow_client.log_batch.side_effect = MlflowException("no route")
+    for _ in range(3):
+        manager.flush()
+    assert mlflow_client.log_batch.call_count == 1
+    assert "MLflow has not taken 1 values, which wait: no route" in caplog.messages
+
+    clock.return_value += 601
+    mlflow_client.log_batch.side_effect = log_batch
+    mlflow_client.set_terminated.side_effect = MlflowException("no route")
+    manager.flush()
+    manager.close()
+
+    assert mlflow_client.metrics == [("abc", "loss", 0.5, 1)]
+    assert "does not know that the run has ended: no route" in caplog.text
+
+
+def read_records(data):
+    """Yields the records of a file of Weights & Biases: a log of LevelDB."""
+    at, record = 7, b""  # Behind the head of the file.
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left  # No record begins at the end of a block.
+            continue
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        record += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # Whole, or its last part.
+            yield record
+            record = b""
+
+
+def read_rows(folder):
+    """Returns what Weights & Biases has written, offline, with the file of its run."""
+    proto = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    rows = []
+    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        for record in read_records(file.read_bytes()):
+            items = proto.Record.FromString(record).history.item
+            row = {
+                "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+                for item in items
+            }
+            rows += [{**row, "run": file.name}] if "global_step" in row else []
+    return rows
+
+
+def import_real(name, extra):
+    return pytest.importorskip(name, reason=f'Needs `pip install "armillary[{extra}]"`')
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_itself_keeps_one_run_offline(tmp_path, monkeypatch):
+    wandb = import_real("wandb", "wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = wandb.Settings(silent=True, disable_git=True)
+
+    def write(step):
+        writer_fn = WandbWriter(tmp_path, project="digits", settings=settings)
+        manager = SummaryManager(tmp_path / "train", writer_fn=writer_fn)
+        manager.write_hyperparameters({"rate": 0.1})
+        values = {**RICH, "kernel": np.arange(5.0), "bad": float("nan")}
+        manager.write_summaries(values, step=step)
+        manager.close()
+
+    write(20)
+    time.sleep(1.1)  # Offline, it names attempts by the second.
+    write(10)
+
+    deadline = time.monotonic() + 20
+    # A process of its own writes the files.
+    while len(rows := read_rows(tmp_path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert sorted(row["global_step"] for row in rows) == [10, 20]
+    assert all(row["train/loss"] == 0.5 for row in rows)
+    assert len({row["run"] for row in rows}) == 1
+    kinds = {"kernel": "histogram", "inner/note": "html-file", "inner/first": "image"}
+    for name, kind in kinds.items():
+        assert kind in rows[0][f"train/{name}/_type"]
+    assert sum(rows[0]["train/kernel/values"]) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_itself_keeps_one_run(tmp_path, monkeypatch):
+    tracking = import_real("mlflow.tracking", "mlflow")
+    # Runs in files need this, and runs in a data base more of MLflow.
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "store").as_uri()
+
+    def write(step):
+        writer_fn = MlflowWriter(tmp_path / "run", "digits", tracking_uri=uri)
+        manager = SummaryManager(tmp_path / "run" / "train", writer_fn=writer_fn)
+        manager.write_hyperparameters({"rate": 0.1})
+        manager.write_summaries({**RICH, "bad": float("nan")}, step=step)
+        manager.close()
+
+    write(20)
+    write(10)
+
+    client = tracking.MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("digits")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"rate": "0.1"}
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert sorted((each.step, each.value) for each in history) == [(10, 0.5), (20, 0.5)]
+    folder = Path(client.download_artifacts(run.info.run_id, "", str(tmp_path)))
+    assert (folder / "texts/train/inner/note/20.md").read_text() == "<b>"
+    image = (folder / "images/train/inner/first/10.png").read_bytes()
+    assert image.startswith(b"\x89PNG")
