@@ -94,7 +94,7 @@ class ExponentialMovingAverage(nnx.Module):
         new, _, others = nnx.state(model, *filters)
         old, _, _ = nnx.state(self.model, *filters)
         _check_same(new, old)
-        averages = optax.incremental_update(
+        averages: Any = optax.incremental_update(
             jax.tree.map(jnp.asarray, nnx.to_pure_dict(new)),
             nnx.to_pure_dict(old),
             self._step_size(),

@@ -67,7 +67,7 @@ class Evaluator(armillary.StandardEvaluator):
 
         self.strategy.run(step_fn, args=(next(iterator),))
 
-    def eval_end(self):
+    def eval_end(self, *state):
         return {"loss": self.loss.compute()}
 
 
