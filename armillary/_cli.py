@@ -33,6 +33,14 @@ _COMMANDS = {
         "show what is inside checkpoints",
         "armillary.checkpoint._command",
     ),
+    "report": _Command(
+        "write a page with the curves of a run, or of several",
+        "armillary.report._command",
+    ),
+    "runs": _Command(
+        "list runs: how far they came, and how well",
+        "armillary.report._runs_command",
+    ),
     "plan": _Command(
         "compile a training step for devices that are not there",
         "armillary.plan._command",

@@ -1,12 +1,5 @@
-"""Adds up the attempts of a run, and finds what was lost.
+"""Adds up where the time of a run went, over all of its attempts."""
 
-A run lost what it did again. So nothing has to be known about crashes: if steps were
-run from step 20 on, all that came earlier in the record and lies beyond step 20 was in
-vain, whether another attempt or the same one went back.
-"""
-
-import dataclasses
-import itertools
 import math
 import os
 from collections.abc import Iterable
@@ -15,6 +8,7 @@ from pathlib import Path
 
 from armillary.goodput._category import Category
 from armillary.goodput._journal import FILE_NAME, Entry, read_entries
+from armillary.goodput._spans import find_spans
 
 
 @dataclass(frozen=True)
@@ -72,47 +66,18 @@ def add_up(entries: Iterable[Entry], unreadable_lines: Iterable[int] = ()) -> Go
         entries: The entries, in the order of the journal.
         unreadable_lines: Passed on to the result.
     """
-    firsts: dict[str, Entry] = {}
-    lasts: dict[str, Entry] = {}
-    spans = []
-    for entry in entries:
-        firsts.setdefault(entry.attempt, entry)
-        last = lasts.get(entry.attempt, dataclasses.replace(entry, seconds={}))
-        spans.append((last, entry))
-        lasts[entry.attempt] = entry
+    spans = find_spans(entries)
     seconds = dict.fromkeys(Category, 0.0)
-    num_steps = num_lost_steps = 0
-    lowest = math.inf
-    for last, entry in reversed(spans):
-        advance = max(0, entry.step - last.step)
-        is_lost = entry.step > lowest
-        for category, value in entry.seconds.items():
-            name = Category.LOST if is_lost else category
-            seconds[name] += value - last.seconds.get(category, 0.0)
-        if is_lost:
-            num_lost_steps += advance
-        else:
-            num_steps += advance
-        if advance:
-            lowest = min(lowest, last.step)
-    attempts = list(firsts)
-    for one, other in itertools.pairwise(attempts):
-        seconds[Category.DOWN] += _find_gap(lasts[one], firsts[other])
+    for span in spans:
+        for category, value in span.seconds.items():
+            seconds[category] += value
     return Goodput(
         seconds=seconds,
-        num_attempts=len(attempts),
-        num_steps=num_steps,
-        num_lost_steps=num_lost_steps,
+        num_attempts=len({span.attempt for span in spans}),
+        num_steps=sum(span.num_steps for span in spans if not span.is_lost),
+        num_lost_steps=sum(span.num_steps for span in spans if span.is_lost),
         unreadable_lines=tuple(unreadable_lines),
     )
-
-
-def _find_gap(last: Entry, first: Entry) -> float:
-    """Returns the seconds between two attempts, 0 if the run was done."""
-    if last.is_done:
-        return 0.0
-    started = first.time - sum(first.seconds.values())
-    return max(0.0, started - last.time)
 
 
 def _find_journal(run_dir: Path) -> Path:

@@ -1,0 +1,196 @@
+"""A run, as its files tell of it."""
+
+import functools
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from armillary.checkpoint._folder import Saved, find_checkpoints
+from armillary.goodput._journal import FILE_NAME as GOODPUT_NAME
+from armillary.goodput._journal import Entry, read_entries
+from armillary.goodput._report import Goodput, add_up
+from armillary.summary._metrics_file import FILE_NAME as METRICS_NAME
+from armillary.summary._metrics_file import read_metrics
+
+Record = Mapping[str, Any]
+SPEED = "steps_per_second"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the files of a run say.
+
+    Attributes:
+        name: What to call it.
+        path: Its directory.
+        starts: The first record of each attempt.
+        trained: Records of training, by step.
+        evaluated: Records of evaluations, by step.
+        entries: The lines of its journal of time; empty if it has none.
+        checkpoints: Its checkpoints, in order of steps.
+    """
+
+    name: str
+    path: Path
+    starts: tuple[Record, ...]
+    trained: tuple[Record, ...]
+    evaluated: tuple[Record, ...]
+    entries: tuple[Entry, ...]
+    checkpoints: tuple[Saved, ...]
+
+    @property
+    def step(self) -> int:
+        """The last step that is recorded."""
+        return max((record["step"] for record in self._records), default=0)
+
+    @property
+    def began(self) -> float | None:
+        """When it began, in seconds since the epoch."""
+        return min((record["time"] for record in self._records), default=None)
+
+    @property
+    def last_sign(self) -> float | None:
+        """When it was last heard of."""
+        times = [record["time"] for record in self._records]
+        return max([*times, *(entry.time for entry in self.entries)], default=None)
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """Where its time went, if it has recorded that."""
+        return add_up(self.entries) if self.entries else None
+
+    @property
+    def state(self) -> str:
+        """`"done"` if training ended as planned, else `"not done"`; `""` if unknown."""
+        if not self.entries:
+            return ""
+        return "done" if self.entries[-1].is_done else "not done"
+
+    @property
+    def record(self) -> Record:
+        """The first record of the last attempt."""
+        return self.starts[-1] if self.starts else {}
+
+    @property
+    def _records(self) -> tuple[Record, ...]:
+        return (*self.starts, *self.trained, *self.evaluated)
+
+    @functools.cached_property
+    def curves(self) -> dict[tuple[str, str], list[tuple[int, float]]]:
+        """Steps and values, by source and name: `("train", "loss")`.
+
+        Sources are `"train"`, and `"eval"` or `"eval NAME"` for each evaluator. The
+        speed of training is `("train", "steps_per_second")`.
+        """
+        found: dict[tuple[str, str], list[tuple[int, float]]] = {}
+        for record in (*self.trained, *self.evaluated):
+            source = " ".join(filter(None, (record["record"], record.get("name"))))
+            values = dict(record.get("values") or {})
+            if "steps_per_second" in record:
+                values[SPEED] = record["steps_per_second"]
+            for key, value in values.items():
+                point = record["step"], float(value)
+                found.setdefault((source, key), []).append(point)
+        return found
+
+
+def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
+    """Reads what the files of a run say.
+
+    Args:
+        path: Its directory: that of its summaries, or the one above it.
+        name: What to call it; by default as its directory.
+
+    Raises:
+        ValueError: If there is no record of a run in it, or one cannot be read.
+    """
+    path = Path(path)
+    records = read_metrics(path)
+    kinds: dict[str, list[Record]] = {"start": [], "train": [], "eval": []}
+    for record in records:
+        kinds.setdefault(record["record"], []).append(record)
+    for kind in ("train", "eval"):
+        kinds[kind].sort(key=lambda record: record["step"])
+    journals = _existing(path, GOODPUT_NAME)
+    entries = read_entries(journals[0])[0] if len(journals) == 1 else []
+    folders = [path, *(child for child in path.iterdir() if child.is_dir())]
+    saved = [each for f in folders for each in find_checkpoints(epath.Path(f))]
+    return Run(
+        name=name or path.resolve().name,
+        path=path,
+        starts=tuple(kinds["start"]),
+        trained=tuple(kinds["train"]),
+        evaluated=tuple(kinds["eval"]),
+        entries=tuple(entries),
+        checkpoints=tuple(sorted(saved, key=lambda each: each.header.number)),
+    )
+
+
+def find_runs(path: str | os.PathLike[str]) -> list[Path]:
+    """Returns the directories of all runs at or below a directory, in order of names.
+
+    A run is a directory whose training has left records in it; or in one directory of
+    it, beside those of evaluations or checkpoints.
+
+    Raises:
+        ValueError: If `path` is no directory, or there is no run.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        problem = "is a file" if path.exists() else "does not exist"
+        raise ValueError(
+            f"`{path}` {problem}, but it must be a directory of runs. Use the one that "
+            "holds the `summary_dir` of a `Controller`, or one above it."
+        )
+    found = list(_walk(path))
+    if not found:
+        raise ValueError(
+            f"There is no `{METRICS_NAME}` in `{path}` or in a directory below. A "
+            "`Controller` writes it into its `summary_dir`, or else beside its "
+            "checkpoints: use that directory, or one above it."
+        )
+    return found
+
+
+def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Run]:
+    """Reads all runs at or below some directories.
+
+    Each is called as the end of its path that tells it from the others.
+
+    Raises:
+        ValueError: If there is none at or below one of them, or one cannot be read.
+    """
+    found = [run.resolve() for path in paths for run in find_runs(path)]
+    found = list(dict.fromkeys(found))
+    count = 1
+    while len(names := {"/".join(run.parts[-count:]) for run in found}) < len(found):
+        count += 1
+    assert names
+    return [read_run(run, "/".join(run.parts[-count:])) for run in found]
+
+
+def _walk(path: Path) -> Iterator[Path]:
+    folders = sorted(child for child in path.iterdir() if child.is_dir())
+    with_metrics = {child for child in folders if (child / METRICS_NAME).is_file()}
+    trained = {child for child in with_metrics if _has_trained(child)}
+    others = with_metrics | {c for c in folders if (c / GOODPUT_NAME).is_file()}
+    if (path / METRICS_NAME).is_file() or (len(trained) == 1 and others > trained):
+        yield path
+        return
+    for folder in folders:
+        if not folder.is_symlink():
+            yield from _walk(folder)
+
+
+def _has_trained(folder: Path) -> bool:
+    with open(folder / METRICS_NAME, "rb") as file:
+        return file.readline().startswith(b'{"record": "start"')
+
+
+def _existing(path: Path, name: str) -> list[Path]:
+    own = path / name
+    return [own] if own.is_file() else sorted(path.glob(f"*/{name}"))

@@ -1,0 +1,167 @@
+"""`armillary report` and `armillary runs`: what they write, and what mistakes say."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from armillary import _cli
+from armillary.report import _charts
+from armillary.report._run import read_run
+
+
+@pytest.fixture
+def page(crashed, short, tmp_path):
+    """Returns the page of two runs, without the code of Plotly."""
+    pytest.importorskip("plotly")
+    path = tmp_path / "pages" / "report.html"
+    assert _cli.main(["report", str(crashed), str(short), "--output", str(path)]) == 0
+    text = path.read_text()
+    return re.sub(r"<script>/\*\*.*?</script>", "", text, count=1, flags=re.DOTALL)
+
+
+def cells_of(page, title):
+    """Returns the rows of the tables below a heading, as text."""
+    section = page.split(f"<h2>{title}</h2>")[1].split("<h2>")[0]
+    rows = re.findall(r"<tr.*?</tr>", section)
+    found = [re.findall(r"<t[dh].*?>(.*?)</t[dh]>", row) for row in rows]
+    return [[re.sub(r"<.*?>", "", cell).strip() for cell in row] for row in found]
+
+
+def test_the_page_compares_runs(page):
+    head, first, second = cells_of(page, "Runs")
+    assert head[:7] == ["run", "began", "step", "state", "attempts", "time", "goodput"]
+    assert (first[0], *first[2:7]) == (
+        "crashed",
+        "40",
+        "done",
+        "2",
+        "1 min 10 s",
+        "42.9%",
+    )
+    assert (second[0], *second[2:7]) == ("short", "3", "", "", "", "")
+    last = dict(zip(head, first, strict=True))
+    assert (last["eval loss"], last["eval test accuracy"]) == ("0.3", "0.5")
+
+
+def test_the_page_shows_checkpoints_with_what_was_measured(page):
+    rows = cells_of(page, "Checkpoints")
+    assert rows[0] == ["step", "saved", "eval loss", "eval test accuracy", "folder"]
+    assert [row[0] for row in rows[1:4]] == ["20", "30", "40"]
+    assert [row[2] for row in rows[1:4]] == ["0.9 ▲", "0.9 at 20 ▲", "0.3 ▼"]
+    assert [row[3] for row in rows[1:4]] == ["0.5", "0.5 at 20", "0.5 at 20"]
+    assert rows[3][4] == "checkpoints/checkpoint_40"
+    assert "There are no checkpoints in the directory." in page
+
+
+def test_the_page_shows_models_and_what_differs(page):
+    model = cells_of(page, "Model")
+    assert model[1:4] == [
+        ["Dense", "30", "120 B"],
+        ["&lt;Norm&gt;", "4", "16 B"],
+        ["all", "34", "136 B"],
+    ]
+    config = cells_of(page, "Hyperparameters")
+    assert config[1:] == [["rate", "0.1", "0.2"], ["layers", "[2, 3]", "[2, 3]"]]
+    assert page.count('<tr class="differs">') == 1
+    record = cells_of(page, "Record")
+    assert ["command", *['["python", "train.py"]'.replace('"', "&quot;")] * 2] in record
+
+
+def test_the_page_needs_no_network(page):
+    assert not re.findall(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=", page)
+
+
+@pytest.mark.slow
+def test_a_browser_draws_it(crashed, short, tmp_path):
+    """All charts are there, and the page reports no error."""
+    pytest.importorskip("plotly")
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs Chromium")
+    path = tmp_path / "report.html"
+    assert _cli.main(["report", str(crashed), str(short), "--output", str(path)]) == 0
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+    options += ["--disable-background-networking", "--disable-component-update"]
+    options += ["--enable-logging=stderr", f"--user-data-dir={tmp_path / 'browser'}"]
+    options += ["--virtual-time-budget=5000", "--dump-dom", path.as_uri()]
+    ended = subprocess.run(
+        [browser, *options], capture_output=True, text=True, timeout=120, check=True
+    )
+    drawn = re.findall(r'class="main-svg"', ended.stdout)
+    titles = re.findall(r'class="gtitle"[^>]*>(.*?)</text>', ended.stdout)
+    # Two runs: accuracy, loss, rate and speed; and the time of the one that tells it.
+    assert titles == [
+        "accuracy",
+        "loss (1 values that are not finite are left out)",
+        "lr",
+        "steps per second",
+    ]
+    assert len(drawn) >= 5
+    assert "Uncaught" not in ended.stderr
+
+
+def test_the_time_of_a_run_is_drawn_whole(crashed):
+    """Shares of one moment add up to 1, from the first start to the end."""
+    graphs = pytest.importorskip("plotly.graph_objects")
+    figure = _charts.draw_time(read_run(crashed), graphs)
+    totals = [
+        sum(shares) for shares in zip(*(bar.y for bar in figure.data), strict=True)
+    ]
+    assert totals == pytest.approx([1.0] * len(totals))
+    assert {bar.name for bar in figure.data} == {
+        "stepping",
+        "start-up",
+        "lost: work done again",
+        "lost: down between attempts",
+    }
+    [mark] = figure.layout.shapes
+    assert mark.x0 == 45.0
+
+
+def test_long_curves_keep_their_extremes():
+    points = [(step, float(step % 1000)) for step in range(100_000)]
+    points[54_321] = 54_321, -5.0
+    thin = _charts.thin_out(points)
+    assert len(thin) <= 2000
+    assert (54_321, -5.0) in thin
+    assert thin == sorted(thin)
+
+
+def test_runs_as_a_table_and_as_json(crashed, short, tmp_path, capsys):
+    assert _cli.main(["runs", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"crashed .* done +40 +1 min 10 s +42.9% +train loss", table)
+    assert re.search(r"short .* 3 ", table)
+    assert _cli.main(["runs", str(tmp_path), "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["run"], first["step"], first["attempts"]) == ("crashed", 40, 2)
+    assert first["values"]["eval test/accuracy"] == 0.5
+    assert (second["state"], second["goodput"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["report", "nowhere"], "`nowhere` does not exist"),
+        (["runs", "README.md"], "is a file, but it must be a directory of runs"),
+        (["report", "docs", "--output", "docs"], "name of a file. Use `--output rep"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        _cli.main(words)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_plotly_the_extra_is_named(crashed, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.delitem(sys.modules, "plotly.graph_objects", raising=False)
+    with pytest.raises(SystemExit):
+        _cli.main(["report", str(crashed), "--output", str(tmp_path / "page.html")])
+    assert 'pip install "armillary[report]"' in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()

@@ -1,0 +1,65 @@
+"""What the files of a run say, and where runs are."""
+
+import pytest
+
+from armillary.report._run import find_runs, read_run, read_runs
+from tests.mistakes import mistakes
+
+
+def test_a_run_is_its_last_attempt_and_what_that_built_on(crashed):
+    run = read_run(crashed)
+    assert (run.name, run.step, run.state, run.began) == ("crashed", 40, "done", 1000.0)
+    assert run.last_sign == 1071.0
+    assert run.curves["train", "loss"] == [
+        (10, 1.0),
+        (20, float("inf")),
+        (30, 0.5),
+        (40, 0.25),
+    ]
+    assert run.curves["eval", "loss"] == [(20, 0.9), (40, 0.3)]
+    assert run.curves["eval test", "accuracy"] == [(20, 0.5)]
+    assert run.curves["train", "steps_per_second"][-1] == (40, 4.0)
+    assert [each.header.number for each in run.checkpoints] == [20, 30, 40]
+    assert run.goodput is not None
+    assert (run.goodput.num_attempts, run.goodput.num_lost_steps) == (2, 10)
+    assert len(run.starts) == 2
+
+
+def test_a_run_may_have_summaries_only(short):
+    run = read_run(short)
+    assert (run.step, run.state, run.goodput, run.checkpoints) == (3, "", None, ())
+
+
+def test_runs_are_found_at_any_depth_and_named_apart(crashed, short, tmp_path):
+    assert find_runs(tmp_path / "runs") == [crashed, short]
+    assert find_runs(crashed) == [crashed]
+    names = [run.name for run in read_runs([crashed, tmp_path / "runs"])]
+    assert names == ["crashed", "short"]
+    other = tmp_path / "other" / "short"
+    other.parent.mkdir()
+    other.symlink_to(short, target_is_directory=True)
+    assert [run.name for run in read_runs([other, short])] == ["short"]
+
+
+def test_equal_names_are_told_apart_by_what_is_above(short, tmp_path):
+    copy = tmp_path / "runs" / "again" / "short"
+    copy.mkdir(parents=True)
+    (copy / "metrics.jsonl").write_bytes((short / "metrics.jsonl").read_bytes())
+    names = [run.name for run in read_runs([tmp_path])]
+    assert names == ["again/short", "sweep/short"]
+
+
+@mistakes(
+    {
+        ValueError: {
+            "`README.md` is a file, but it must be a directory of runs": lambda: (
+                find_runs("README.md")
+            ),
+            "`nowhere` does not exist": lambda: find_runs("nowhere"),
+            "no `metrics.jsonl` in `docs`": lambda: find_runs("docs"),
+        }
+    }
+)
+def test_mistakes(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
