@@ -80,8 +80,10 @@ def _describe_parameters(trainer: Any) -> Iterator[str]:
 def _describe_batch(trainer: Any, strategy: Strategy | None) -> Iterator[str]:
     if not isinstance(trainer, StandardTrainer):
         return
+    # A trainer that has not called `super().__init__` says so when it trains.
     datasets = jax.tree.leaves(
-        trainer.train_dataset, is_leaf=lambda value: hasattr(value, "full_size")
+        getattr(trainer, "train_dataset", None),
+        is_leaf=lambda value: hasattr(value, "full_size"),
     )
     sizes = {_find_batch_size(dataset) for dataset in datasets}
     size = sizes.pop() if len(sizes) == 1 else None

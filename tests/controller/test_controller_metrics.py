@@ -262,7 +262,8 @@ def test_a_git_that_hangs_or_is_missing_is_no_obstacle(
 
 
 def test_the_program_is_where_its_main_file_is(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "a.py"))
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__file__", str(tmp_path / "a.py"), raising=False)
     assert find_program_folder() == str(tmp_path)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
     assert find_program_folder() == os.getcwd()
