@@ -124,6 +124,16 @@ def check_managers(strategy: Any, checkpoint_manager: Any) -> None:
         check_methods("checkpoint_manager", checkpoint_manager, methods, fix)
 
 
+def check_epochs(epochs: Any) -> None:
+    """Raises if `epochs` is neither `None` nor a positive integer.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    if epochs is not None:
+        check_positive_int("epochs", epochs)
+
+
 def require(controller: Any, attribute: str, *, for_method: str) -> Any:
     """Returns an attribute of a controller that a method needs.
 
