@@ -36,7 +36,7 @@ from armillary.controller._arguments import (
     require,
 )
 from armillary.controller._display import Display
-from armillary.controller._evaluation import run_evaluation
+from armillary.controller._evaluation import run_evaluations
 from armillary.controller._history import History, HistoryWriter, RunOutput
 from armillary.controller._new_checkpoints import restore_if_good, watch_checkpoints
 from armillary.controller._progress import find_scalars, log_line
@@ -98,12 +98,16 @@ class Controller:
         global_step: What counts training steps: a variable that the steps advance, such
             as `optimizer.step`, or a function without arguments that returns the step.
         trainer: Runs the training steps. Needed by `train` and `train_and_evaluate`.
-        evaluator: Runs evaluations. Needed by the loops that evaluate.
+        evaluator: Runs evaluations. Needed by the loops that evaluate. A dictionary
+            holds several by name, such as `{"validation": a, "test": b}`: they run in
+            this order, outputs are nested under their names, and summaries go to
+            subdirectories of these names.
         strategy: Its scope is entered wherever the trainer, the evaluator, an action or
             a restore runs. `None` enters no scope.
         train_actions: Called with the output of each loop of training, after it is
             logged and before a checkpoint is saved.
-        eval_actions: Called with the output of each evaluation, after it is logged.
+        eval_actions: Called with the output of each evaluation, after it is logged; of
+            several evaluators, with the outputs of all of them.
         steps_per_loop: Steps in one call of `trainer.train`, or a function from the
             global step to that number. Required with a trainer. A larger value hides
             more Python time, and delays logging, saving and stopping by as many steps.
@@ -150,7 +154,7 @@ class Controller:
         *,
         global_step: Any,
         trainer: AbstractTrainer | None = None,
-        evaluator: AbstractEvaluator | None = None,
+        evaluator: AbstractEvaluator | Mapping[str, AbstractEvaluator] | None = None,
         strategy: "Strategy | None" = None,
         train_actions: Iterable[Action] | None = (),
         eval_actions: Iterable[Action] | None = (),
@@ -324,6 +328,7 @@ class Controller:
 
         Returns:
             What the evaluator returned, with NumPy values; empty if that was `None`.
+            With several evaluators, a dictionary of these by name.
 
         Raises:
             ValueError: If there is no evaluator, or `steps` is neither -1 nor positive.
@@ -332,7 +337,7 @@ class Controller:
         check_num_steps("steps", steps)
         step = self._read_step()
         with self._display.on("eval", step), self._watch():
-            output = run_evaluation(
+            output = run_evaluations(
                 self.evaluator,
                 steps,
                 step=step,
