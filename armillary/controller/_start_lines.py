@@ -79,8 +79,7 @@ def _describe_parameters(trainer: Any) -> Iterator[str]:
 
 
 def _describe_batch(trainer: Any, strategy: Strategy | None) -> Iterator[str]:
-    # Without the data, the first loop says what is wrong.
-    if not isinstance(trainer, StandardTrainer) or not hasattr(trainer, "_train_data"):
+    if not isinstance(trainer, StandardTrainer):
         return
     # A trainer that has not called `super().__init__` says so when it trains.
     datasets, _ = flatten_datasets(getattr(trainer, "train_dataset", []))
