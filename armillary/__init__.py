@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from armillary.trainer._options import (
         StandardTrainerOptions as StandardTrainerOptions,
     )
+    from armillary.trainer._predict import predict as predict
     from armillary.trainer._standard_evaluator import (
         StandardEvaluator as StandardEvaluator,
     )
@@ -151,6 +152,7 @@ __all__ = [
     "keras",
     "make_distributed_dataset",
     "metrics",
+    "predict",
     "scale_regularization_loss",
     "set_strategy",
     "summarize",

@@ -1,6 +1,6 @@
 """Checks of what a controller and its methods are given, before anything is touched."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from armillary._checks import (
@@ -17,7 +17,8 @@ def check_runners(trainer: Any, evaluator: Any) -> None:
     """Raises if both are missing, or lack the method that the controller calls.
 
     Raises:
-        ValueError: If both are `None`.
+        ValueError: If both are `None`, or there are no evaluators in a dictionary, or
+            one has a name that cannot be that of a directory.
         TypeError: If one is a class or has no `train` or `evaluate` method.
     """
     if trainer is None and evaluator is None:
@@ -28,9 +29,25 @@ def check_runners(trainer: Any, evaluator: Any) -> None:
     if trainer is not None:
         fix = "Derive it from `armillary.StandardTrainer` or `AbstractTrainer`."
         check_methods("trainer", trainer, ["train"], fix)
-    if evaluator is not None:
-        fix = "Derive it from `armillary.StandardEvaluator` or `AbstractEvaluator`."
+    if evaluator is None:
+        return
+    fix = "Derive it from `armillary.StandardEvaluator` or `AbstractEvaluator`."
+    if not isinstance(evaluator, Mapping):
         check_methods("evaluator", evaluator, ["evaluate"], fix)
+        return
+    if not evaluator:
+        raise ValueError(
+            "`evaluator` is an empty dictionary, but it must hold evaluators by name. "
+            'Use `evaluator={"validation": ...}`, or `None`.'
+        )
+    for name, each in evaluator.items():
+        is_word = isinstance(name, str) and name not in ("", ".", "..")
+        if not is_word or "/" in name:
+            raise ValueError(
+                f"`evaluator` has the name {name!r}, but each evaluator needs one that "
+                'a directory can have. Use `evaluator={"validation": ...}`.'
+            )
+        check_methods(f"evaluator[{name!r}]", each, ["evaluate"], fix)
 
 
 def check_intervals(
@@ -122,6 +139,16 @@ def check_managers(strategy: Any, checkpoint_manager: Any) -> None:
         ]
         fix = "Use `armillary.CheckpointManager(checkpoint, directory)`."
         check_methods("checkpoint_manager", checkpoint_manager, methods, fix)
+
+
+def check_epochs(epochs: Any) -> None:
+    """Raises if `epochs` is neither `None` nor a positive integer.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    if epochs is not None:
+        check_positive_int("epochs", epochs)
 
 
 def require(controller: Any, attribute: str, *, for_method: str) -> Any:

@@ -27,6 +27,7 @@ from armillary.actions._step_action import end_training as end_actions
 from armillary.cluster._join import get_peers
 from armillary.controller._arguments import (
     as_actions,
+    check_epochs,
     check_intervals,
     check_managers,
     check_runners,
@@ -35,7 +36,7 @@ from armillary.controller._arguments import (
     require,
 )
 from armillary.controller._display import Display
-from armillary.controller._evaluation import run_evaluation
+from armillary.controller._evaluation import run_evaluations
 from armillary.controller._history import History, HistoryWriter, RunOutput
 from armillary.controller._new_checkpoints import restore_if_good, watch_checkpoints
 from armillary.controller._progress import find_scalars, log_line
@@ -60,9 +61,10 @@ if TYPE_CHECKING:
 
 _DATA_ENDED = "the data ended, training ends here."
 _DATA_ENDED_BEFORE = (
-    "the data had ended before, and a trainer goes through it once. For several "
-    "epochs, repeat it in the data set (`from_arrays(..., repeat=True)`) and train up "
-    "to a step, or assign a new data set to `trainer.train_dataset`."
+    "the data had ended before, and without `epochs` it is gone through once. Write "
+    "how many epochs to train in all: `controller.train(epochs=3)`, or "
+    "`controller.train(epochs=epoch + 1)` in a loop over them. For other data, assign "
+    "it to `trainer.train_dataset`."
 )
 
 
@@ -96,12 +98,16 @@ class Controller:
         global_step: What counts training steps: a variable that the steps advance, such
             as `optimizer.step`, or a function without arguments that returns the step.
         trainer: Runs the training steps. Needed by `train` and `train_and_evaluate`.
-        evaluator: Runs evaluations. Needed by the loops that evaluate.
+        evaluator: Runs evaluations. Needed by the loops that evaluate. A dictionary
+            holds several by name, such as `{"validation": a, "test": b}`: they run in
+            this order, outputs are nested under their names, and summaries go to
+            subdirectories of these names.
         strategy: Its scope is entered wherever the trainer, the evaluator, an action or
             a restore runs. `None` enters no scope.
         train_actions: Called with the output of each loop of training, after it is
             logged and before a checkpoint is saved.
-        eval_actions: Called with the output of each evaluation, after it is logged.
+        eval_actions: Called with the output of each evaluation, after it is logged; of
+            several evaluators, with the outputs of all of them.
         steps_per_loop: Steps in one call of `trainer.train`, or a function from the
             global step to that number. Required with a trainer. A larger value hides
             more Python time, and delays logging, saving and stopping by as many steps.
@@ -148,7 +154,7 @@ class Controller:
         *,
         global_step: Any,
         trainer: AbstractTrainer | None = None,
-        evaluator: AbstractEvaluator | None = None,
+        evaluator: AbstractEvaluator | Mapping[str, AbstractEvaluator] | None = None,
         strategy: "Strategy | None" = None,
         train_actions: Iterable[Action] | None = (),
         eval_actions: Iterable[Action] | None = (),
@@ -241,7 +247,13 @@ class Controller:
         return self._num_steps_at(self._read_step())
 
     @hides_frames
-    def train(self, steps: int = -1, checkpoint_at_completion: bool = True) -> History:
+    def train(
+        self,
+        steps: int = -1,
+        checkpoint_at_completion: bool = True,
+        *,
+        epochs: int | None = None,
+    ) -> History:
         """Trains up to a global step, until the data ends or a stop is requested.
 
         Args:
@@ -249,13 +261,17 @@ class Controller:
                 trains until the data ends or a stop is requested.
             checkpoint_at_completion: Whether to save at the end, unless the last loop
                 did. A stop request saves in any case.
+            epochs: How many times to go through the training data in all, not how many
+                times more: passes that the position of the dataset counts, also after
+                a restore, are not trained again. `None` goes through it once.
 
         Returns:
             The scalars of the loops of this call; see `History`.
 
         Raises:
             ValueError: If there is no trainer, or `steps` is neither -1 nor positive,
-                or lies before the current global step.
+                or lies before the current global step; or if `epochs` is not positive,
+                or cannot be told, such as for data that repeats itself.
             GlobalStepError: If `trainer.train` did not advance the global step by the
                 number of steps it was asked for.
             NonFiniteError: If a step left values that are not finite, and the trainer's
@@ -265,8 +281,12 @@ class Controller:
         """
         require(self, "trainer", for_method="train")
         check_target("steps", steps, self._read_step)
+        check_epochs(epochs)
         with self._record(), self._run(steps):
-            self._train_until(steps)
+            goes_on = self._begin_epoch(epochs)
+            while goes_on:
+                goes_on = self._train_until(steps, epochs)
+                goes_on = goes_on and self._read_step() != steps
             if checkpoint_at_completion or self._stop.is_agreed():
                 self._saving.finish()
         return self._take_history()
@@ -308,6 +328,7 @@ class Controller:
 
         Returns:
             What the evaluator returned, with NumPy values; empty if that was `None`.
+            With several evaluators, a dictionary of these by name.
 
         Raises:
             ValueError: If there is no evaluator, or `steps` is neither -1 nor positive.
@@ -316,7 +337,7 @@ class Controller:
         check_num_steps("steps", steps)
         step = self._read_step()
         with self._display.on("eval", step), self._watch():
-            output = run_evaluation(
+            output = run_evaluations(
                 self.evaluator,
                 steps,
                 step=step,
@@ -331,21 +352,28 @@ class Controller:
 
     @hides_frames
     def train_and_evaluate(
-        self, train_steps: int, eval_steps: int = -1, eval_interval: int | None = None
+        self,
+        train_steps: int = -1,
+        eval_steps: int = -1,
+        eval_interval: int | None = None,
+        *,
+        epochs: int | None = None,
     ) -> RunOutput:
         """Trains and evaluates in turns, and evaluates once more at the end.
 
         Evaluations are at global steps that are multiples of `eval_interval`, however
-        often the run was interrupted between them. The end is evaluated exactly once:
-        at `train_steps`, or where the data ended or a stop was requested. The last
-        checkpoint is saved before it, so that it cannot be lost to a failing
-        evaluation.
+        often the run was interrupted between them, and at the ends of `epochs`. The end
+        is evaluated exactly once: at `train_steps`, or where the data ended or a stop
+        was requested. The last checkpoint is saved before it, so that it cannot be lost
+        to a failing evaluation.
 
         Args:
             train_steps: The global step to train up to, or -1 as in `train`.
             eval_steps: Steps of each evaluation, or -1 as in `evaluate`.
             eval_interval: Training steps between evaluations. A loop that would run
-                past one is shortened. `None` evaluates only at the end.
+                past one is shortened. `None` evaluates only at the end, and at that of
+                each epoch.
+            epochs: As in `train`.
 
         Returns:
             The output of the last evaluation: a dictionary, whose attribute `history`
@@ -354,21 +382,24 @@ class Controller:
         Raises:
             ValueError: If there is no trainer or no evaluator, if `train_steps` or
                 `eval_steps` is neither -1 nor positive, or if `eval_interval` is not
-                positive.
+                positive; for `epochs` as in `train`.
             GlobalStepError: As in `train`.
         """
         require(self, "trainer", for_method="train_and_evaluate")
         require(self, "evaluator", for_method="train_and_evaluate")
         check_target("train_steps", train_steps, self._read_step)
+        check_epochs(epochs)
         check_num_steps("eval_steps", eval_steps)
         if eval_interval is not None:
             check_positive_int("eval_interval", eval_interval)
         output: Output = None
         evaluated_step = None
         with self._record(), self._run(train_steps):
-            goes_on = True
-            while goes_on:
-                goes_on = self._train_until(self._next_stop(train_steps, eval_interval))
+            goes_on = self._begin_epoch(epochs)
+            while True:
+                if goes_on:
+                    target = self._next_stop(train_steps, eval_interval)
+                    goes_on = self._train_until(target, epochs)
                 step = self._read_step()
                 goes_on = goes_on and step != train_steps
                 if not goes_on:
@@ -376,7 +407,8 @@ class Controller:
                 if step != evaluated_step:
                     output = self.evaluate(eval_steps)
                     evaluated_step = step
-                goes_on = goes_on and not self._stop.is_agreed()
+                if not goes_on or self._stop.is_agreed():
+                    break
             # An action of the evaluation may have asked to stop.
             self._saving.finish()
         return RunOutput(output or {}, self._take_history())
@@ -578,8 +610,28 @@ class Controller:
         directories = {"checkpoints": self._directory, "summaries": summaries}
         log_start(self.trainer, self.strategy, directories)
 
-    def _train_until(self, target: int) -> bool:
-        """Trains up to step `target`; returns whether training may go on after it."""
+    def _begin_epoch(self, epochs: int | None) -> bool:
+        """Begins the next pass over the data; returns whether there is one to train."""
+        if epochs is None:
+            return True
+        epoch = self._loops.begin_epoch(epochs)
+        if epoch:
+            self._say_start()
+        said = f"epoch {epoch} of {epochs}"
+        done = f"{epochs} of {epochs} epochs are done."
+        log_line("train", self._read_step(), said if epoch else done)
+        return epoch > 0
+
+    def _train_until(self, target: int, epochs: int | None = None) -> bool:
+        """Trains up to step `target`, or until the data ends.
+
+        Args:
+            target: The global step, or -1.
+            epochs: As in `train`: where a pass ends, the next one is begun.
+
+        Returns:
+            Whether training may go on after it.
+        """
         start = step = self._read_step()
         if step == target:
             log_line("train", step, f"already at step {target}, nothing to train.")
@@ -599,6 +651,8 @@ class Controller:
                 self._saving.save()
             if (reached - step) % num_steps or reached == step:
                 self._loops.report()
+                if epochs is not None:
+                    return not self._stop.is_agreed() and self._begin_epoch(epochs)
                 message = _DATA_ENDED if reached > start else _DATA_ENDED_BEFORE
                 log_line("train", reached, message)
                 return False

@@ -15,6 +15,7 @@ from armillary.data._dataset import DistributedDataset
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.state._summarize import ModelSummary, format_bytes, summarize
+from armillary.trainer._loop_data import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
 
 _MOST_MODULES = 3
@@ -81,10 +82,7 @@ def _describe_batch(trainer: Any, strategy: Strategy | None) -> Iterator[str]:
     if not isinstance(trainer, StandardTrainer):
         return
     # A trainer that has not called `super().__init__` says so when it trains.
-    datasets = jax.tree.leaves(
-        getattr(trainer, "train_dataset", None),
-        is_leaf=lambda value: hasattr(value, "full_size"),
-    )
+    datasets, _ = flatten_datasets(getattr(trainer, "train_dataset", []))
     sizes = {_find_batch_size(dataset) for dataset in datasets}
     size = sizes.pop() if len(sizes) == 1 else None
     if size is None:

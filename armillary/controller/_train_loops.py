@@ -99,6 +99,11 @@ class TrainLoops:
         with self._scope():
             _method(self._trainer, "prepare")(steps_per_loop)
 
+    def begin_epoch(self, epochs: int) -> int:
+        """Lets the trainer begin its next pass; see `AbstractTrainer.begin_epoch`."""
+        with self._scope():
+            return _method(self._trainer, "begin_epoch")(epochs)
+
     def run(self, step: int, num_steps: int, num_loops: int) -> int:
         """Runs loops from `step` on; returns the global step that they reach.
 

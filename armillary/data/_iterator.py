@@ -32,11 +32,13 @@ class PlacedBatch:
         arrays: The batch, as a layout can wrap it.
         num_active: As in `HostBatch`.
         positions: The position after it, as a `Feed` wants it.
+        is_last: As in `HostBatch`.
     """
 
     arrays: PyTree
     num_active: Active
     positions: list[tuple[Position, ...]]
+    is_last: bool
 
 
 class DistributedIterator:
@@ -134,4 +136,4 @@ def place_batches(readers: Sequence[BatchReader]) -> Iterator[PlacedBatch]:
     (reader,) = readers
     for batch in reader:
         arrays = reader.gather.place(batch)
-        yield PlacedBatch(arrays, batch.num_active, [(batch.position,)])
+        yield PlacedBatch(arrays, batch.num_active, [(batch.position,)], batch.is_last)

@@ -15,6 +15,7 @@ from armillary.trainer._options import (
 from armillary.trainer._options import (
     StandardTrainerOptions as StandardTrainerOptions,
 )
+from armillary.trainer._predict import predict as predict
 from armillary.trainer._standard_evaluator import StandardEvaluator as StandardEvaluator
 from armillary.trainer._standard_trainer import StandardTrainer as StandardTrainer
 
@@ -26,4 +27,5 @@ __all__ = [
     "StandardEvaluatorOptions",
     "StandardTrainer",
     "StandardTrainerOptions",
+    "predict",
 ]

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from armillary.data._layout import Active
+from armillary.data.sources._batch import describe_shapes
 from armillary.errors import RetraceError
 from armillary.state._slots import describe
 from armillary.trainer._step_method import StepMethod
@@ -18,29 +19,76 @@ def key_of(batches: Sequence[PyTree], active: tuple[Active, ...]) -> Any:
     return treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves), active
 
 
-def check_types(
-    method: StepMethod, first: Sequence[PyTree], batches: Sequence[PyTree]
-) -> None:
-    """Checks that batches differ from the first ones in their size only.
+class BatchShapes:
+    """The shapes of batches that one step has met, whatever the number of examples.
 
-    Raises:
-        RetraceError: If anything else differs.
+    Args:
+        method: The step.
+        most: How many there may be.
     """
-    axis = 1 if method.strategy.layout.stacked else 0
-    changes = [
-        change
-        for old, new in zip(first, batches, strict=True)
-        for change in _compare(old, new, axis)
-    ]
-    if changes:
+
+    def __init__(self, method: StepMethod, most: int) -> None:
+        self._method, self._most = method, most
+        self._axis = 1 if method.strategy.layout.stacked else 0
+        # The first batches of each shape.
+        self._seen: list[Sequence[PyTree]] = []
+
+    def check(self, batches: Sequence[PyTree]) -> None:
+        """Checks that batches are like the first ones, and counts a new shape.
+
+        Raises:
+            RetraceError: If they differ in more than their shape, or there are too many
+                shapes.
+        """
+        changes = [self._compare(seen, batches) for seen in self._seen]
+        if not all(changes):
+            return
+        if changes and (len(changes) == self._most or not self._is_shape_only(batches)):
+            raise RetraceError(self._explain(changes[0], batches))
+        self._seen.append(batches)
+
+    def _explain(self, changes: list[str], batches: Sequence[PyTree]) -> str:
+        name, most = self._method.name, self._most
+        if most > 1 and self._is_shape_only(batches):
+            shown = "\n".join(f"  {_show(seen)}" for seen in self._seen)
+            return (
+                f"`{name}` has been compiled for {most} shapes of batches, which is "
+                f"`max_shapes`, and now there is another one:\n{shown}\n"
+                f"  new: {_show(batches)}\n"
+                "Each shape is a program of its own. Pad sequences to a few lengths "
+                "(buckets), or allow more with `max_shapes`."
+            )
         shown = "\n".join(changes)
-        raise RetraceError(
-            f"Batches changed after `{method.name}` was compiled, and it would be "
-            f"compiled again for each new shape:\n{shown}\n"
-            "Only the number of examples may be smaller at the end of the data. "
-            "Give all batches one shape and dtype, for example by padding "
-            "sequences to a fixed length."
+        return (
+            f"Batches changed after `{name}` was compiled, and it would be compiled "
+            f"again for each new shape:\n{shown}\n"
+            "Only the number of examples may be smaller at the end of the data. Give "
+            "all batches one shape and dtype, for example by padding sequences to a "
+            "fixed length. For sequences padded to a few lengths (buckets), say how "
+            f"many there are: `{_options_name(name)}(max_shapes=8)`."
         )
+
+    def _is_shape_only(self, batches: Sequence[PyTree]) -> bool:
+        return _kind(self._seen[0]) == _kind(batches)
+
+    def _compare(self, first: Sequence[PyTree], batches: Sequence[PyTree]) -> list[str]:
+        """Returns what differs in more than the number of examples."""
+        pairs = zip(first, batches, strict=True)
+        return [line for old, new in pairs for line in _compare(old, new, self._axis)]
+
+
+def _options_name(step_name: str) -> str:
+    kind = "Evaluator" if step_name.startswith("eval") else "Trainer"
+    return f"Standard{kind}Options"
+
+
+def _show(batches: Sequence[PyTree]) -> str:
+    return "; ".join(describe_shapes(batch) for batch in batches)
+
+
+def _kind(batches: Sequence[PyTree]) -> Any:
+    leaves, structure = jax.tree.flatten(list(batches))
+    return structure, [(len(leaf.shape), str(leaf.dtype)) for leaf in leaves]
 
 
 def _compare(first: PyTree, batch: PyTree, axis: int) -> list[str]:

@@ -85,6 +85,26 @@ class AbstractTrainer(abc.ABC):
         """
         del steps_per_loop
 
+    def begin_epoch(self, epochs: int) -> int:
+        """Begins the next pass over the data, if the last one has ended.
+
+        The controller calls this where training counts epochs. An override asks the
+        data, which alone knows how many passes are done, also after a restore. It
+        returns the number of the pass that is to be trained, from 1; 0 if all are done.
+
+        Args:
+            epochs: How many passes to train in all, at least 1.
+
+        Raises:
+            ValueError: If the trainer cannot count passes, as this one.
+        """
+        raise ValueError(
+            f"`epochs` is {epochs}, but {type(self).__name__} does not say how many "
+            "passes over its data are done. Train up to a step "
+            "(`controller.train(steps)`), derive the trainer from `StandardTrainer`, "
+            "or define `begin_epoch`."
+        )
+
     def start(self, num_steps: int, num_loops: int) -> PendingLoops:
         """Starts loops of training, and returns without waiting where it can.
 

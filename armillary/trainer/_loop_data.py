@@ -60,11 +60,12 @@ class LoopData:
         self._steps_per_chunk = options.steps_per_chunk
         self._max_chunk_bytes = options.max_chunk_bytes
         self.batches_per_step: tuple[int, ...] = ()
-        self.feed = self._open_feed()
+        self.feed = self._open_feed(begins_anew=exact)
 
-    def _open_feed(self) -> Feed[Chunk]:
-        exact = self._exact
-        return Feed(self.datasets, exact=exact, begins_anew=exact, name=self._name)
+    def _open_feed(self, *, begins_anew: bool) -> Feed[Chunk]:
+        return Feed(
+            self.datasets, exact=self._exact, begins_anew=begins_anew, name=self._name
+        )
 
     @property
     def is_closed(self) -> bool:
@@ -74,7 +75,33 @@ class LoopData:
     def reopen(self) -> None:
         """Begins a new pass over the datasets."""
         self.feed.close()
-        self.feed = self._open_feed()
+        self.feed = self._open_feed(begins_anew=True)
+
+    def begin_epoch(self, epochs: int) -> int:
+        """Begins the next pass, if the last one has ended; see `AbstractTrainer`.
+
+        Raises:
+            ValueError: If passes over the data cannot be counted.
+        """
+        if len(self.datasets) > 1:
+            raise ValueError(
+                f"`epochs` is {epochs}, but the trainer has {len(self.datasets)} "
+                "datasets, whose passes end at different steps. Train up to a step, "
+                "and let the data repeat itself."
+            )
+        if self.datasets[0].is_endless:
+            raise ValueError(
+                f"`epochs` is {epochs}, but `train_dataset` repeats its data for ever, "
+                "so that a pass over it never ends. Make it without `repeat=True`, or "
+                "train up to a step."
+            )
+        (position,) = self.feed.positions
+        num_done = position.epoch + position.is_exhausted
+        if num_done >= epochs:
+            return 0
+        if position.is_exhausted:
+            self.reopen()
+        return num_done + 1
 
     def set_chunk_size(self, num_steps: int) -> None:
         """Decides, once, how many steps a chunk has: other sizes are other programs.
@@ -166,7 +193,7 @@ def distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
             f"The dataset was distributed over {dataset.layout.num_replicas} replicas "
             f"by another strategy than {strategy!r}, under which the step runs. Train "
             "under its strategy (`with strategy.scope():`, or `strategy=strategy` of "
-            "the `Controller`), or make it with "
+            "the `Controller` or of `predict`), or make it with "
             "`armillary.make_distributed_dataset(strategy, ...)` of the other."
         )
     return dataset

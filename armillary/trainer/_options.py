@@ -36,11 +36,13 @@ class LoopOptions:
     steps_per_chunk: int | None = None
     max_chunk_bytes: int = 256 * 2**20
     compiler_options: Mapping[str, Any] | None = None
+    max_shapes: int = 1
 
     def __post_init__(self) -> None:
         if self.steps_per_chunk is not None:
             check_positive_int("steps_per_chunk", self.steps_per_chunk)
         check_positive_int("max_chunk_bytes", self.max_chunk_bytes)
+        check_positive_int("max_shapes", self.max_shapes)
         if self.compiler_options is not None:
             check_instance(
                 "compiler_options",
@@ -71,6 +73,10 @@ class StandardTrainerOptions(LoopOptions):
             before the ones that are chosen by looking at the step: on CPUs, steps with
             convolutions run without YNNPACK. Results are equal up to rounding under
             other options. A name that XLA does not know is an error of JAX.
+        max_shapes: How many shapes batches may have, their number of examples aside:
+            one program is compiled for each, when it is met first. More are a
+            `RetraceError`. Only steps in a row with batches of one shape are one device
+            program; results do not depend on that.
         on_non_finite: What to do if a step leaves more values that are infinite or not
             a number in an array of its state than there were before. `"raise"` undoes
             the step, runs no further one, and raises `NonFiniteError`; state and data
@@ -127,7 +133,7 @@ class StandardTrainerOptions(LoopOptions):
 class StandardEvaluatorOptions(LoopOptions):
     """How a `StandardEvaluator` runs its steps.
 
-    Compilation and chunks are as in `StandardTrainerOptions`; with
+    Compilation, chunks and shapes are as in `StandardTrainerOptions`; with
     `steps_per_chunk=None`, a complete evaluation counts as a call of 20 steps.
 
     Args:

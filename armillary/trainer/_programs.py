@@ -65,7 +65,8 @@ class Programs:
 
     def _make_tracer(self) -> StepTracer:
         layouts = [dataset.layout for dataset in self._data.datasets]
-        return StepTracer(self._method, self._data.structure, layouts)
+        structure, most = self._data.structure, self._options.max_shapes
+        return StepTracer(self._method, structure, layouts, most)
 
     def find_state(self) -> FlatState:
         """Finds the state as it is now, and drops what is out of date."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from armillary._checks import check_positive_int
 from armillary._traceback import hides_frames
+from armillary.distribute._strategy import Strategy
 from armillary.distribute.parameter_server._parameter_server_strategy import (
     ParameterServerStrategy,
 )
@@ -127,6 +128,25 @@ class StandardTrainer(Runner, AbstractTrainer):
         self._check_initialized("_train_data", "train_dataset")
         self._train_data.steps_per_loop = steps_per_loop
 
+    def begin_epoch(self, epochs: int) -> int:
+        """Begins the next pass over the data; see `AbstractTrainer.begin_epoch`.
+
+        Raises:
+            ValueError: If the data repeats itself for ever, or the trainer has several
+                datasets, or a `train` of its own, or trains asynchronously.
+        """
+        if self._has_own_train():
+            return super().begin_epoch(epochs)
+        self._check_initialized("_train_data", "train_dataset")
+        with self._in_strategy() as strategy:
+            if isinstance(strategy, ParameterServerStrategy):
+                raise ValueError(
+                    f"`epochs` is {epochs}, but workers of a `ParameterServerStrategy` "
+                    "go through data of their own, each at its pace. Train up to a "
+                    "step (`controller.train(steps)`)."
+                )
+            return self._find_loop(strategy).data.begin_epoch(epochs)
+
     def start(self, num_steps: int, num_loops: int) -> PendingLoops:
         """Starts loops; see `AbstractTrainer.start`.
 
@@ -186,26 +206,31 @@ class StandardTrainer(Runner, AbstractTrainer):
     def _has_own_train(self) -> bool:
         return type(self).train is not StandardTrainer.train or "train" in vars(self)
 
+    def _find_loop(self, strategy: Strategy) -> Loop:
+        """Returns the loop over the data that the trainer has by now."""
+        options = self._train_options
+        loop = self._train_loop = self._get_loop(
+            self._train_loop,
+            strategy,
+            self._train_data.datasets,
+            "train_step",
+            options,
+            exact=False,
+            keep_results=False,
+            accumulate_steps=options.accumulate_steps,
+            on_non_finite=options.on_non_finite,
+            check_replicas_every=options.check_replicas_every,
+            compile_hooks=options.compile_hooks,
+        )
+        return loop
+
     def _start(self, num_steps: int, num_loops: int) -> "_StartedLoops":
         check_positive_int("num_steps", num_steps)
         self._check_initialized("_train_data", "train_dataset")
-        options = self._train_options
         with self._in_strategy() as strategy:
             if isinstance(strategy, ParameterServerStrategy):
                 return self._start_asynchronously(strategy, num_steps)
-            loop = self._train_loop = self._get_loop(
-                self._train_loop,
-                strategy,
-                self._train_data.datasets,
-                "train_step",
-                options,
-                exact=False,
-                keep_results=False,
-                accumulate_steps=options.accumulate_steps,
-                on_non_finite=options.on_non_finite,
-                check_replicas_every=options.check_replicas_every,
-                compile_hooks=options.compile_hooks,
-            )
+            loop = self._find_loop(strategy)
             loop.data.set_chunk_size(self._train_data.steps_per_loop or num_steps)
             self.data_exhausted = not loop.has_data()
             if self.data_exhausted:

@@ -2,7 +2,8 @@
 
 A traced step depends on three things: the places its state is in, the shapes of its
 batches, and the plain Python values (flags, rates, names) that were read on the way.
-New places or values are noticed between loops; batches may only get smaller.
+New places or values are noticed between loops; batches may get smaller, and have other
+shapes if the options say how many.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,7 +20,7 @@ from armillary.distribute.program._step_iterator import (
 from armillary.distribute.program._trace import TracedStep, trace_step
 from armillary.errors import RetraceError
 from armillary.state._lift import State
-from armillary.trainer._batch_types import check_types, key_of
+from armillary.trainer._batch_types import BatchShapes, key_of
 from armillary.trainer._hooks import Hooks, find_reason, trace_hooks
 from armillary.trainer._reads import recorded_reads
 from armillary.trainer._step_method import StepMethod
@@ -67,17 +68,22 @@ class StepTracer:
         method: The step.
         structure: The structure of the nest of iterators that it takes.
         layouts: How the batches of each of them are laid out.
+        max_shapes: As in `StandardTrainerOptions`.
 
     Attributes:
         flat: The state; `None` before `find_state`.
     """
 
     def __init__(
-        self, method: StepMethod, structure: Any, layouts: Sequence[BatchLayout]
+        self,
+        method: StepMethod,
+        structure: Any,
+        layouts: Sequence[BatchLayout],
+        max_shapes: int = 1,
     ) -> None:
         self._method, self._structure, self._layouts = method, structure, layouts
         self._traces: dict[Any, _Entry] = {}
-        self._first_batches: list[PyTree] | None = None
+        self._shapes = BatchShapes(method, max_shapes)
         # The attributes of the owner that steps looked at; shared with the state.
         self._reads: set[str] = set()
         self._num_in_vain = 0
@@ -190,14 +196,13 @@ class StepTracer:
             active: Which replicas hold data, for each dataset.
 
         Raises:
-            RetraceError: If batches have changed in more than their size, or the step
-                takes no batch of a dataset, or nearly all of them.
+            RetraceError: If batches have changed in more than their size, and there are
+                more than `max_shapes`, or the step takes no batch of a dataset, or
+                nearly all of them.
         """
         key = key_of(batches, active)
         if key not in self._traces:
-            if self._first_batches is None:
-                self._first_batches = batches
-            check_types(self._method, self._first_batches, batches)
+            self._shapes.check(batches)
             trace = self._trace_new(batches, active)
             self._traces[key] = _Entry(batches, active, trace)
         return self._traces[key].trace

@@ -133,8 +133,8 @@ def test_training_after_the_end_of_the_data_says_what_to_do(caplog):
 
     assert controller.trainer.step.get_value() == 2
     assert caplog.text.count("the data ended, training ends here.") == 1
-    assert caplog.text.count("the data had ended before, and a trainer goes") == 2
-    assert "`from_arrays(..., repeat=True)`" in caplog.text
+    assert caplog.text.count("the data had ended before, and without `epochs`") == 2
+    assert "`controller.train(epochs=epoch + 1)`" in caplog.text
 
 
 def test_train_without_a_target_runs_until_the_data_ends():

@@ -187,3 +187,18 @@ def test_what_a_method_needs_is_named(missing, method):
 def test_stop_reason_is_a_string():
     with pytest.raises(TypeError, match=r"`reason` is 15 of type int.*a string"):
         make_controller().request_stop(15)
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "error", "message"),
+    [
+        ({}, ValueError, "`evaluator` is an empty dictionary, but it must hold"),
+        ({"a/b": 1}, ValueError, "`evaluator` has the name 'a/b', but each evaluator"),
+        ({"..": 1}, ValueError, "`evaluator` has the name '..', but each evaluator"),
+        ({3: 1}, ValueError, "`evaluator` has the name 3, but each evaluator"),
+        ({"test": 1}, TypeError, r"`evaluator\['test'\]` is 1 of type int"),
+    ],
+)
+def test_evaluators_have_names_and_methods(evaluator, error, message):
+    with pytest.raises(error, match=message):
+        make_controller(evaluator=evaluator)

@@ -102,20 +102,18 @@ def test_capacity_is_the_data_if_it_ends_in_the_first_chunk(make_dataset):
     assert chunk.arrays[0].shape == (3, 2, 1)
 
 
-def test_other_shapes_have_chunks_of_one_step(make_dataset):
+def test_each_shape_has_chunks_of_its_own(make_dataset):
     sizes = [4, 4, 4, 6, 6, 4]
     dataset = make_dataset([np.zeros(size) for size in sizes])
     chunks = read_chunks(open_chunks(dataset, steps_per_chunk=3))
     assert [(c.num_steps, c.capacity) for c in chunks] == [
         (3, 3),
-        (1, 1),
-        (1, 1),
+        (2, 2),
         (1, 3),
     ]
     assert [c.arrays[0].shape for c in chunks] == [
         (3, 2, 2),
-        (1, 2, 3),
-        (1, 2, 3),
+        (2, 2, 3),
         (3, 2, 2),
     ]
 

@@ -172,6 +172,22 @@ def test_torch_tensors_share_their_memory(torch):
     assert np.shares_memory(next(source.make_iterator(0)), batch.numpy())
 
 
+def test_tensors_in_any_iterable_become_arrays(torch):
+    pair = torch.arange(6.0).reshape(3, 2), torch.arange(3)
+    strategy = armillary.OneDeviceStrategy("cpu:0")
+    options = armillary.InputOptions(remainder="pad")
+    (batch,) = strategy.distribute_dataset([pair], options)
+    assert [leaf.shape for leaf in batch] == [(3, 2), (3,), (3,)]
+    with pytest.raises(TypeError, match=r"dtype torch.float32 \(Can't call numpy"):
+        next(iter(strategy.distribute_dataset([torch.ones(2, requires_grad=True)])))
+
+
+def test_tensorflow_tensors_in_any_iterable_become_arrays(tf):
+    strategy = armillary.OneDeviceStrategy("cpu:0")
+    (batch,) = strategy.distribute_dataset([{"x": tf.range(3)}])
+    assert batch["x"].tolist() == [0, 1, 2]
+
+
 def test_torch_data_that_were_not_batched_are_copied(torch):
     buffer = torch.zeros(2)
 

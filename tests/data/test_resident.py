@@ -205,6 +205,22 @@ def test_chunks_hold_row_numbers_which_gather_turns_into_rows(strategy):
     assert expected.resident == [None]
 
 
+@pytest.mark.parametrize("kind", [dict, tuple])
+def test_what_travels_is_described_with_its_mask(strategy, kind):
+    arrays = (np.zeros((5, 3), np.float32), np.arange(5))
+    arrays = dict(zip("xy", arrays, strict=True)) if kind is dict else arrays
+    dataset = strategy.distribute_dataset(
+        armillary.data.from_arrays(arrays, batch_size=4),
+        armillary.InputOptions(place_on_device=True, remainder="pad"),
+    )
+    sent, resident = dataset.gather.describe(dataset.element_spec)
+    assert {name: leaf.dtype.name for name, leaf in sent.items()} == {
+        "rows": "int32",
+        "mask": "bool",
+    }
+    assert jax.tree.structure(resident) == jax.tree.structure(arrays)
+
+
 def test_the_room_in_a_chunk_is_that_of_row_numbers():
     source = from_arrays(np.zeros((40, 1000), np.float32), batch_size=4)
     host, resident = (

@@ -123,7 +123,12 @@ def values(strategy: Any) -> dict[str, Any]:
         lambda context: np.float32(context.replica_id_in_sync_group)
     )
     doubled = strategy.run(lambda value: 2 * value, args=(own,))
+    numbers = from_arrays({"x": np.arange(37, dtype=np.float32)}, batch_size=16)
+    predicted = armillary.predict(
+        lambda b: b["x"] * weight[...], numbers, strategy=strategy
+    )
     return {
+        "predicted": [output.tolist() for output in predicted],
         "sums": sums,
         "gathered": gathered,
         "local": local,

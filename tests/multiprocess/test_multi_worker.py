@@ -103,6 +103,9 @@ def check_values(first: Any, second: Any) -> None:
         assert result["weight"] == 3.0
         assert result["resident"] == [x[:8].sum(), x[8:].sum()]
         assert result["eager"] == x.sum()
+        # Each process has all outputs, in order: 16, 16 and 5 (4, and 1) rows.
+        rows = np.split(3 * np.arange(37.0), [16, 32])
+        assert result["predicted"] == [batch.tolist() for batch in rows]
         assert result["resolver"] == "TFConfigClusterResolver"
         assert result["repr"] == "MultiWorkerMirroredStrategy(2 x cpu, 2 processes)"
     assert first["local"] == [[batch[:4].tolist()] for batch in batches]

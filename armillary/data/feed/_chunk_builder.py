@@ -41,8 +41,8 @@ class Chunk:
         resident: For each reader, the arrays of its data that stay on the device.
         types: For each reader, shapes and dtypes of one batch as a step receives it.
         num_steps: Steps that have data, at least 1.
-        capacity: Steps for which there is room; the same for most chunks, so that one
-            program serves them.
+        capacity: Steps for which there is room; the same for all chunks of a signature,
+            so that one program serves them.
         signature: Equal for chunks whose steps have batches of one structure, shape
             and dtype, on as many replicas.
         num_active: For each reader, which replicas have data.
@@ -102,8 +102,8 @@ class ChunkBuilder:
         self._steps_per_chunk = check_positive_int("steps_per_chunk", steps_per_chunk)
         self._max_chunk_bytes = check_positive_int("max_chunk_bytes", max_chunk_bytes)
         self._gives_errors_at_once = gives_errors_at_once
-        self._first_signature: Hashable = None
-        self._capacity: int | None = None
+        # By signature. The first chunk of each decides.
+        self._capacities: dict[Hashable, int] = {}
 
     def build(self, readers: Sequence[BatchReader]) -> Iterator[Chunk]:
         """Yields chunks until a step lacks data.
@@ -162,13 +162,9 @@ class ChunkBuilder:
 
     def _get_room(self, readers: Sequence[BatchReader], step: Step) -> int:
         """Returns how many steps the chunk that begins with `step` may have."""
-        signature = _get_step_signature(step)
-        if self._first_signature is None:
-            self._first_signature = signature
-        if signature != self._first_signature:
-            return 1
-        if self._capacity is not None:
-            return self._capacity
+        capacity = self._capacities.get(_get_step_signature(step))
+        if capacity is not None:
+            return capacity
         sent = [
             reader.gather.sent_types(batches[0])
             for reader, batches in zip(readers, step, strict=True)
@@ -190,11 +186,8 @@ class ChunkBuilder:
         return max(1, min(self._steps_per_chunk, num_steps))
 
     def _place(self, readers: Sequence[BatchReader], stack: "_Stack") -> Chunk:
-        capacity = stack.room
-        if stack.signature == self._first_signature:
-            # The first chunk decides: no later one has more steps of this shape if the
-            # data ended inside it.
-            self._capacity = capacity = self._capacity or stack.num_steps
+        # No later chunk has more steps of this shape if the data ended inside it.
+        capacity = self._capacities.setdefault(stack.signature, stack.num_steps)
         gathers = [reader.gather for reader in readers]
         placed = [
             gather.send(arrays, 1, num_replicas)

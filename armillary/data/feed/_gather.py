@@ -21,7 +21,7 @@ import numpy as np
 from armillary.data._layout import BatchLayout
 from armillary.data._options import InputOptions
 from armillary.data.feed._aligned import empty_aligned
-from armillary.data.feed._split import MASK, HostBatch, add_mask
+from armillary.data.feed._split import MASK, HostBatch, add_mask, get_mask
 from armillary.data.sources._arrays import ArrayDataset
 from armillary.data.sources._batch import canonical_dtype
 from armillary.data.sources._source import Source
@@ -171,8 +171,9 @@ class Gather:
             lambda array: jax.ShapeDtypeStruct(array.shape, canonical_dtype(array)),
             self._arrays,
         )
-        has_mask = isinstance(types, dict) and MASK in types
-        return {_ROWS: rows, **({MASK: types[MASK]} if has_mask else {})}, resident
+        num_arrays = len(jax.tree.leaves(self._arrays))
+        has_mask = len(jax.tree.leaves(types)) > num_arrays
+        return {_ROWS: rows, **({MASK: get_mask(types)} if has_mask else {})}, resident
 
     def on(self, layout: BatchLayout) -> "Gather":
         """Returns the same for another layout, to be traced only."""

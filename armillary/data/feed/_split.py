@@ -16,6 +16,7 @@ several devices; in an evaluation, where steps add up, it is several smaller pie
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -313,6 +314,11 @@ def _pad(batch: SourceBatch, size: int, num_seen: int) -> SourceBatch:
         rows = np.minimum(np.arange(size), batch.num_rows - 1)
         arrays = jax.tree.map(lambda leaf: np.take(leaf, rows, axis=0), arrays)
     return SourceBatch(add_mask(arrays, np.arange(size) < num_seen), size)
+
+
+def get_mask(batch: PyTree) -> Any:
+    """Returns the leaf that `remainder="pad"` has added to a batch."""
+    return batch[MASK] if isinstance(batch, dict) else batch[-1]
 
 
 def add_mask(batch: PyTree, mask: object) -> PyTree:

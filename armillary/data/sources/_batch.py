@@ -154,5 +154,16 @@ def _describe_type(leaf: Any) -> str:
         return f"list of {len(leaf)} x {' or '.join(kinds)}"
     dtype = getattr(leaf, "dtype", None)
     if dtype is not None:
-        return f"{type(leaf).__name__} of dtype {dtype}"
+        return f"{type(leaf).__name__} of dtype {dtype}{_find_reason(leaf)}"
     return f"{type(leaf).__name__} {leaf!r:.40}"
+
+
+def _find_reason(leaf: Any) -> str:
+    """Returns why NumPy cannot take an array of another library, or nothing."""
+    if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
+        return ""
+    try:
+        np.asarray(leaf)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f" ({error})"
+    return ""

@@ -217,6 +217,8 @@ def test_batches_of_a_source_are_dealt_to_workers(coordinator, problem):
     trainer.train(100)
     assert trainer.data_exhausted
     assert 4 <= int(trainer.optimizer.step[...]) <= 8
+    with pytest.raises(ValueError, match="`epochs` is 2, but workers of a `Param"):
+        trainer.begin_epoch(2)
 
 
 @pytest.mark.parametrize(

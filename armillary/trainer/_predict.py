@@ -1,0 +1,188 @@
+"""Outputs of a function over a whole data set: in order, each example once."""
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from armillary._checks import check_callable, check_instance
+from armillary._traceback import hides_frames
+from armillary.data._dataset import DistributedDataset
+from armillary.data._iterator import PlacedBatch, place_batches
+from armillary.data.feed._feed import Feed
+from armillary.data.feed._split import get_mask
+from armillary.distribute._global_arrays import as_whole
+from armillary.distribute._strategy import Strategy
+from armillary.distribute.program._function import Function
+from armillary.distribute.replica._context import get_strategy
+from armillary.trainer._loop_data import distribute
+from armillary.typing import Batch, PyTree
+
+_PROGRAMS = "armillary_predict"
+_NO_ORDER = (
+    "`dataset` gives batches of its own to each replica, so there is no one order of "
+    "its examples. Distribute one data set over all replicas: "
+    "`strategy.distribute_dataset(dataset)`, or a function without `input_context`."
+)
+_NO_END = (
+    "`dataset` repeats its data for ever, but `predict` goes through all of it once. "
+    "Make it without `repeat=True`."
+)
+
+
+@hides_frames
+def predict(
+    fn: Callable[[Batch], PyTree], dataset: Any, *, strategy: Strategy | None = None
+) -> Iterator[PyTree]:
+    """Yields the outputs of a function for each batch of a data set, in order.
+
+    Each example is used exactly once, whatever the batch size and the number of
+    replicas and processes, also where the data set was distributed with another
+    `remainder`. Nothing but the batches under way is held::
+
+        def predict_fn(batch):                      # once per replica, on its share
+            return {"class": model(batch["image"]).argmax(-1), "id": batch["id"]}
+
+        for outputs in armillary.predict(predict_fn, dataset, strategy=strategy):
+            write(outputs["id"], outputs["class"])  # NumPy arrays
+
+    It reads the data from its beginning, and leaves the position of `dataset` alone. In
+    a shuffled data set, the order is that of its first pass. Of several processes, all
+    must go through it, and each gets all outputs.
+
+    Args:
+        fn: Takes a batch, or a replica's share of one, and returns a pytree of arrays
+            that have the examples on their first axis. A model will do if batches are
+            what it takes. It is compiled once for each shape of batch, and the programs
+            are kept with the function for the next call.
+        dataset: A distributed dataset, or anything `armillary.data.as_source` takes,
+            with global batches.
+        strategy: Has the replicas; by default the one in effect.
+
+    Returns:
+        An iterator with one pytree of NumPy arrays for each batch of the data set.
+
+    Raises:
+        TypeError: If `fn` is not callable, or returns what is no array.
+        ValueError: If the data repeats itself for ever, or gives each replica batches
+            of its own, or belongs to another strategy, or if an output of `fn` does not
+            have one row for each example.
+    """
+    check_callable("fn", fn)
+    if strategy is None:
+        strategy = get_strategy()
+    check_instance(
+        "strategy", strategy, Strategy, "Leave it out for the one in effect."
+    )
+    return _predict(fn, _begin_anew(dataset, strategy), strategy)
+
+
+def _begin_anew(dataset: Any, strategy: Strategy) -> DistributedDataset:
+    """Returns a dataset like this one at its beginning, of which all is used.
+
+    Raises:
+        ValueError: If it has no end, or no one order.
+    """
+    data = distribute(dataset, strategy)
+    if data.per_replica_batches:
+        raise ValueError(_NO_ORDER)
+    if data.is_endless:
+        raise ValueError(_NO_END)
+    remainder = "pad" if data.options.remainder == "pad" else None
+    options = dataclasses.replace(data.options, remainder=remainder)
+    return DistributedDataset(data.source, data.layout, options=options)
+
+
+def _predict(
+    fn: Callable[[Batch], PyTree], dataset: DistributedDataset, strategy: Strategy
+) -> Iterator[PyTree]:
+    step = _compile(fn, strategy, has_mask=dataset.options.remainder == "pad")
+    feed: Feed[PlacedBatch] = Feed([dataset], exact=True)
+    feed.start(place_batches, dataset.prefetch)
+    pieces: list[PyTree] = []
+    last: PlacedBatch | None = None
+    arrays: PyTree = None
+    try:
+        while True:
+            # The device is given the next piece before anybody looks at the last one.
+            batch, next_arrays = feed.next_chunk(), None
+            if batch is not None:
+                # Not around `yield`: the scope is the caller's there.
+                with strategy.scope():
+                    next_arrays = step(
+                        dataset.layout.wrap(batch.arrays, batch.num_active)
+                    )
+                feed.read_on()
+                feed.commit(1)
+            if last is not None:
+                pieces.append(_fetch(arrays, strategy))
+                if last.is_last:
+                    outputs, pieces = _join(pieces), []
+                    yield outputs
+            if batch is None:
+                return
+            last, arrays = batch, next_arrays
+    finally:
+        feed.close()
+
+
+def _compile(
+    fn: Callable[[Batch], PyTree], strategy: Strategy, *, has_mask: bool
+) -> Function:
+    """Returns the compiled step, which is kept with `fn` if that is a function."""
+    kept = (
+        vars(fn).setdefault(_PROGRAMS, {}) if isinstance(fn, types.FunctionType) else {}
+    )
+    key = strategy, has_mask
+
+    def in_replica(batch: Batch) -> tuple[PyTree, Any]:
+        outputs = fn(batch)
+        _check_rows(outputs, len(jax.tree.leaves(batch)[0]))
+        return outputs, get_mask(batch) if has_mask else None
+
+    def body(batch: PyTree) -> PyTree:
+        return strategy.gather(strategy.run(in_replica, args=(batch,)), axis=0)
+
+    if key not in kept:
+        kept[key] = Function(fn, strategy, body)
+    return kept[key]
+
+
+def _check_rows(outputs: PyTree, num_rows: int) -> None:
+    """Raises unless every output has a row for each example.
+
+    Raises:
+        TypeError: If one is no array.
+        ValueError: If one has no such axis.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(outputs)
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = f"`{name}` of what `fn` returned" if name else "What `fn` returned"
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            raise TypeError(
+                f"{name} is {leaf!r:.80} of type {type(leaf).__name__}, but it must be "
+                "an array with the examples on its first axis. Leave it out."
+            )
+        if leaf.shape[:1] != (num_rows,):
+            raise ValueError(
+                f"{name} has shape {leaf.shape}, but its first axis must have the "
+                f"{num_rows} examples that `fn` was given. Return a value for each "
+                "example; for one of all of them, write a `StandardEvaluator`."
+            )
+
+
+def _fetch(arrays: PyTree, strategy: Strategy) -> PyTree:
+    """Returns outputs as NumPy arrays, without the rows that only fill up."""
+    with strategy.scope():
+        outputs, mask = jax.tree.map(lambda leaf: np.asarray(as_whole(leaf)), arrays)
+    return outputs if mask is None else jax.tree.map(lambda leaf: leaf[mask], outputs)
+
+
+def _join(pieces: list[PyTree]) -> PyTree:
+    if len(pieces) == 1:
+        return pieces[0]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *pieces)

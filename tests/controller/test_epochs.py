@@ -1,0 +1,184 @@
+"""Tests of `epochs`: passes over the data, counted by its position."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary import Checkpoint, CheckpointManager, Controller
+from armillary.data import from_arrays
+from armillary.errors import DatasetStateError
+from tests.mistakes import mistakes
+from tests.problems import MLP, Classifier, make_digits, make_strategy, read_state
+
+
+def make_controller(folder=None, num_replicas=2, *, repeat=False):
+    """Returns a controller of a model with all kinds of state: 5 steps in a pass."""
+    strategy = make_strategy(num_replicas)
+    digits = from_arrays(make_digits(40), batch_size=8, shuffle_seed=1, repeat=repeat)
+    dataset = strategy.distribute_dataset(digits)
+    trainer = Classifier(strategy, MLP(nnx.Rngs(0)), optax.adam(1e-2), dataset)
+    manager = None
+    if folder is not None:
+        checkpoint = Checkpoint(trainer=trainer, dataset=dataset)
+        manager = CheckpointManager(checkpoint, folder)
+    return Controller(
+        trainer=trainer,
+        global_step=trainer.optimizer.step,
+        strategy=strategy,
+        steps_per_loop=2,
+        checkpoint_manager=manager,
+    )
+
+
+def assert_same(controller, expected):
+    state = read_state(controller.trainer)
+    for path, value in read_state(expected.trainer).items():
+        np.testing.assert_array_equal(state[path], value, err_msg=path)
+
+
+@pytest.mark.slow
+@pytest.mark.each_case
+def test_epochs_are_passes_wherever_a_run_was_interrupted(tmp_path):
+    expected = make_controller(repeat=True)
+    expected.train(15)
+
+    at_once = make_controller()
+    at_once.train(epochs=3)
+    assert_same(at_once, expected)
+
+    make_controller(tmp_path).train(7, epochs=3)  # within the second pass
+    make_controller(tmp_path).train(epochs=2)  # at its end
+    resumed = make_controller(tmp_path)
+    for epoch in range(3):
+        resumed.train(epochs=epoch + 1)
+    assert_same(resumed, expected)
+    resumed.train(epochs=3)
+    assert resumed.trainer.optimizer.step[...] == 15
+
+
+class Sum(armillary.StandardTrainer):
+    """Adds its data up."""
+
+    def __init__(self, dataset):
+        super().__init__(dataset)
+        self.total, self.step = jnp.zeros(()), jnp.zeros((), jnp.int32)
+
+    def train_step(self, iterator):
+        self.total += next(iterator).sum()
+        self.step += 1
+
+
+class Last(armillary.AbstractEvaluator):
+    """Returns the step."""
+
+    def __init__(self, trainer):
+        self.trainer, self.steps = trainer, []
+
+    def evaluate(self, num_steps):
+        self.steps.append(int(self.trainer.step))
+        return {"step": self.steps[-1]}
+
+
+def make_sum(dataset, **options):
+    trainer = Sum(dataset)
+    return Controller(
+        trainer=trainer,
+        evaluator=Last(trainer),
+        global_step=lambda: trainer.step,
+        steps_per_loop=2,
+        **options,
+    )
+
+
+BATCHES = [np.full(2, float(number)) for number in range(1, 5)]
+
+
+@pytest.mark.parametrize("dataset", [BATCHES, lambda: iter(BATCHES), BATCHES[:3]])
+def test_each_epoch_is_evaluated_at_its_end(dataset, caplog):
+    caplog.set_level("INFO", "armillary")
+    controller = make_sum(dataset)
+    num_steps = 3 if dataset is not BATCHES and isinstance(dataset, list) else 4
+
+    output = controller.train_and_evaluate(epochs=3)
+
+    assert controller.evaluator.steps == [num_steps, 2 * num_steps, 3 * num_steps]
+    assert output == {"step": 3 * num_steps}
+    assert controller.trainer.total == 3 * 2 * sum(range(1, num_steps + 1))
+    for said in ("epoch 1 of 3", "epoch 3 of 3", "3 of 3 epochs are done."):
+        assert caplog.text.count(said) == 1
+    # Finished training is still evaluated, once.
+    controller.train_and_evaluate(epochs=2)
+    assert controller.evaluator.steps[3:] == [3 * num_steps]
+
+
+def test_steps_and_intervals_cut_epochs():
+    controller = make_sum(BATCHES)
+    controller.train_and_evaluate(7, eval_interval=3, epochs=9)
+    assert controller.evaluator.steps == [3, 4, 6, 7]
+    assert controller.trainer.total == 2 * (10 + 6)
+    controller.train(epochs=2)
+    assert controller.trainer.step == 8
+
+
+def test_a_stop_request_between_epochs_ends_them():
+    controller = make_sum(
+        BATCHES, eval_actions=[lambda _: controller.request_stop("enough")]
+    )
+    controller.train_and_evaluate(epochs=3)
+    assert controller.trainer.step == 4
+
+
+def test_other_data_begins_with_its_first_epoch():
+    controller = make_sum(BATCHES)
+    controller.train(epochs=2)
+    controller.trainer.train_dataset = BATCHES[:1]
+    controller.train(epochs=1)
+    assert controller.trainer.step == 9
+
+
+def test_an_iterator_has_one_epoch():
+    controller = make_sum(iter(BATCHES))
+    with pytest.raises(DatasetStateError, match="a second pass was asked for"):
+        controller.train(epochs=2)
+    assert controller.trainer.step == 4
+
+
+class Own(Sum):
+    """Has a loop of its own."""
+
+    def train(self, num_steps):
+        raise NotImplementedError
+
+
+def train_own():
+    trainer = Own(BATCHES)
+    Controller(trainer=trainer, global_step=lambda: 0, steps_per_loop=1).train(epochs=2)
+
+
+@mistakes(
+    {
+        ValueError: {
+            "`epochs` is 0, but it must be a positive": lambda: make_sum([]).train(
+                epochs=0
+            ),
+            "`epochs` is True, but it must": lambda: make_sum([]).train_and_evaluate(
+                epochs=True
+            ),
+            "`epochs` is 2, but `train_dataset` repeats its data for ever": lambda: (
+                make_sum(from_arrays(BATCHES[0], batch_size=1, repeat=True)).train(
+                    epochs=2
+                )
+            ),
+            "`epochs` is 2, but the trainer has 2 datasets, whose passes": lambda: (
+                make_sum({"a": BATCHES, "b": BATCHES}).train(epochs=2)
+            ),
+            "`epochs` is 2, but Own does not say how many passes": train_own,
+        }
+    }
+)
+def test_epochs_that_cannot_be_counted_are_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
