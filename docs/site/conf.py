@@ -66,6 +66,7 @@ def setup(app):
     """Connects what makes the site from the pages to Sphinx."""
     app.connect("builder-inited", write_reference)
     app.connect("source-read", add_contents)
+    app.connect("autodoc-process-bases", hide_bases)
     links.setup(app)
 
 
@@ -83,3 +84,8 @@ def add_contents(app, name, source):
     elif page == "docs/reference.md":
         modules = [f"docs/reference/{name}.rst" for name in reference.list_modules()]
         source[0] += contents.make_toctree("", modules)
+
+
+def hide_bases(app, name, value, options, bases):
+    """Leaves out the bases of a class that no page describes."""
+    bases[:] = reference.find_shown_bases(value, reference.find_described())

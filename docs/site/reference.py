@@ -5,6 +5,7 @@ other pages refer to it. Nothing here needs Sphinx: the pages are text for `auto
 """
 
 import ast
+import functools
 import importlib
 import inspect
 import itertools
@@ -73,12 +74,17 @@ def list_entries() -> dict[str, list[Entry]]:
     return entries
 
 
+@functools.cache
+def find_described() -> set[type]:
+    """Returns the classes that have a place of their own on some page."""
+    entries = itertools.chain.from_iterable(list_entries().values())
+    return {entry.value for entry in entries if is_class(entry)}
+
+
 def make_pages() -> dict[str, str]:
     """Returns a page for each public module, by the name of the file."""
     entries = list_entries()
-    described = {
-        entry.value for part in entries.values() for entry in part if is_class(entry)
-    }
+    described = find_described()
     return {
         f"{name}.rst": make_page(name, part, described)
         for name, part in entries.items()
@@ -130,14 +136,23 @@ def make_entry(entry: Entry, described: set[type]) -> list[str]:
     if not is_class(entry):
         kind = "function" if inspect.isroutine(entry.value) else "data"
         return [f".. auto{kind}:: {entry.name}"]
-    lines = [f".. autoclass:: {entry.name}", "   :members:", "   :show-inheritance:"]
+    lines = [f".. autoclass:: {entry.name}", "   :members:"]
+    if find_shown_bases(entry.value, described):
+        lines.append("   :show-inheritance:")
     # What bases without a place of their own define is described here.
     bases = entry.value.__mro__[1:]
-    if bases[0].__module__.startswith("armillary") and bases[0] not in described:
-        end = next(
-            base
-            for base in bases
-            if base in described or not base.__module__.startswith("armillary")
-        )
+    if is_hidden(bases[0], described):
+        end = next(base for base in bases if not is_hidden(base, described))
         lines.append(f"   :inherited-members: {end.__name__}")
     return lines
+
+
+def find_shown_bases(value: type, described: set[type]) -> list[type]:
+    """Returns the bases of a class that tell a reader something."""
+    bases = [base for base in value.__bases__ if base is not object]
+    return [base for base in bases if not is_hidden(base, described)]
+
+
+def is_hidden(value: type, described: set[type]) -> bool:
+    """Returns whether a class is of the library, and has no place of its own."""
+    return value.__module__.startswith("armillary") and value not in described
