@@ -57,13 +57,24 @@ def mark_files(app: Sphinx, tree: nodes.document) -> None:
         node.replace_self(
             pending_xref(
                 "",
-                *node.children,
+                *break_paths(node),
                 refdomain="",
                 refdoc=app.env.docname,
                 reftype="file",
                 reftarget=name,
             )
         )
+
+
+def break_paths(node: nodes.Element) -> list[nodes.Node]:
+    """Returns the text of a link, which a narrow column may break behind a slash."""
+    parts = re.split("(?<=/)", node.astext())
+    rest = [
+        piece
+        for part in parts[1:]
+        for piece in (nodes.raw("", "<wbr>", format="html"), nodes.Text(part))
+    ]
+    return [nodes.inline("", "", nodes.Text(parts[0]), *rest, classes=["xref"])]
 
 
 def mark_names(app: Sphinx, tree: nodes.document) -> None:
