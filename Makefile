@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-peers bench-ps quick test test-all libraries plan-wheels plans differential soak check lint format types layers spelling clean
+.PHONY: help setup demo bench bench-peers bench-ps quick test test-all docs libraries plan-wheels plans differential soak check lint format types layers spelling clean
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
@@ -27,6 +27,7 @@ help:
 	@echo "make bench     measure against hand-written loops; about 45 minutes"
 	@echo "make bench-peers  install Keras, Orbit and Lightning for make bench (4 GB)"
 	@echo "make bench-ps  measure parameter servers; about 7 minutes"
+	@echo "make docs      build the documentation site in docs/_build; about a minute"
 	@echo "make format    rewrite the code in the house style"
 	@echo "make setup     install everything for development"
 	@echo "make clean     remove the environment, caches and runs"
@@ -135,6 +136,18 @@ soak: .venv/dev-installed
 	ARMILLARY_TESTS=all ARMILLARY_SOAK_KILLS=$(KILLS) ARMILLARY_SOAK_SEED=$(SEED) \
 	  $(BIN)/python -m pytest -n 0 tests/checkpoint/test_soak.py
 
+.venv/docs-installed: .venv/dev-installed
+	@echo "Installing Sphinx ..."
+	@$(PIP) install -c constraints.txt --group docs
+	@touch $@
+
+# Links of pages to files and names are resolved anew each time: a change of the sources
+# is a change of many pages.
+docs: .venv/docs-installed
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -W --keep-going -E -b html \
+	  -c docs/site . docs/_build
+	@echo "The site is docs/_build/index.html."
+
 check: lint types layers spelling
 
 lint: .venv/dev-installed
@@ -155,5 +168,5 @@ spelling: .venv/dev-installed
 	$(BIN)/typos
 
 clean:
-	rm -rf .venv .venv-bench-* .venv-libraries .venv-plans runs build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-bench-* .venv-libraries .venv-plans runs build dist docs/_build docs/reference .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

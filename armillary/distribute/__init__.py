@@ -1,21 +1,21 @@
 """Strategies: how one step spreads over devices, without changing it.
 
-    strategy                      replicas             state
-    `DefaultStrategy`             1                    where it is
-    `OneDeviceStrategy(device)`   1                    on that device
-    `MirroredStrategy(devices)`   one per device       a copy on each device
-    `MultiWorkerMirroredStrategy` one per device of    a copy on each device
-                                  all processes
-    `TPUStrategy`                 one per TPU core     a copy on each core
-    `CentralStorageStrategy`      one per device       in one place, and a copy on each
-                                                       device while a program runs
-    `ShardedStrategy(mesh_shape)` 1, over all devices  a part on each device
-    `ParameterServerStrategy`     1 on each worker     on parameter servers
+Which one to take::
 
-`_strategy` is the base. Below it, `_replicas` maps a function over replicas,
-`_variables` says what that means for each slot, `_collectives` is what a replica can
-do. `_function` compiles a step, `_trace` makes it pure, `_flat_state` holds its state
-on the devices.
+    strategy                    replicas             state
+    DefaultStrategy             1                    where it is
+    OneDeviceStrategy(device)   1                    on that device
+    MirroredStrategy(devices)   one per device       a copy on each device
+    MultiWorkerMirroredStrategy one per device of    a copy on each device
+                                all processes
+    TPUStrategy                 one per TPU core     a copy on each core
+    CentralStorageStrategy      one per device       in one place, and a copy on each
+                                                     device while a program runs
+    ShardedStrategy(mesh_shape) 1, over all devices  a part on each device
+    ParameterServerStrategy     1 on each worker     on parameter servers
+
+`_strategy` is the base, and `strategies` holds those above. `program` makes a device
+program of a step, and `replica` is what holds inside `run`.
 """
 
 import importlib

@@ -57,6 +57,14 @@ def test_digits_reaches_its_accuracy_and_resumes(tmp_path):
     assert read_accuracy(again.stdout) > 97.0
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
+def test_the_program_of_the_tutorial_learns(tmp_path):
+    result = run_well("tutorial.py", tmp_path)
+    assert read_accuracy(result.stdout) > 85.0
+    assert (tmp_path / "checkpoints" / "checkpoint_1000").exists()
+
+
 @pytest.mark.thorough
 @pytest.mark.xdist_group("ray")
 def test_asynchronous_digits_reach_the_synchronous_accuracy(tmp_path):

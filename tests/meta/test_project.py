@@ -75,7 +75,7 @@ def test_every_dependency_is_pinned():
     groups = [
         project["dependencies"],
         *project["optional-dependencies"].values(),
-        PROJECT["dependency-groups"]["dev"],
+        *PROJECT["dependency-groups"].values(),
     ]
     named = [entry for group in groups for entry in group]
     names = {re.split(r"[^\w-]", entry, maxsplit=1)[0].lower() for entry in named}

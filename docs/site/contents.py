@@ -1,0 +1,62 @@
+"""The contents of the site, as `docs/index.md` and `docs/recipes.md` list them.
+
+These pages are read on GitHub too, so their tables are the contents: each heading over
+a table is a part of the sidebar, and each row whose first cell is a link is a page.
+"""
+
+import re
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LISTS = ("docs/index.md", "docs/recipes.md")
+
+_HEADING = re.compile(r"^## (.+)$")
+_FILE = re.compile(r"\]\(([^)#\s:]+\.(?!md\b)\w+)\)")
+_ROW = re.compile(r"^\| \[[^\]]+\]\(([^)#]+\.md)\) \|")
+
+
+def read_contents(page: str) -> dict[str, list[str]]:
+    """Returns the pages that `page` lists, by the heading that they stand under.
+
+    Args:
+        page: A path in the repository, as those returned are.
+    """
+    parts: dict[str, list[str]] = {}
+    caption = ""
+    for line in (REPOSITORY / page).read_text().splitlines():
+        if heading := _HEADING.match(line):
+            caption = heading[1]
+        elif row := _ROW.match(line):
+            target = (REPOSITORY / page).parent / row[1]
+            name = target.resolve().relative_to(REPOSITORY).as_posix()
+            parts.setdefault(caption, []).append(name)
+    return parts
+
+
+def make_toctree(caption: str, pages: list[str]) -> str:
+    """Returns what lists pages, without their suffix, in the sidebar."""
+    lines = ["```{toctree}", ":hidden:"]
+    lines += [f":caption: {caption}", ""] if caption else [""]
+    lines += [f"/{page.rpartition('.')[0]}" for page in pages]
+    return "\n".join(["", "", *lines, "```", ""])
+
+
+def list_pages() -> list[str]:
+    """Returns all pages of the site but those of the reference."""
+    listed = [
+        page
+        for part in LISTS
+        for pages in read_contents(part).values()
+        for page in pages
+    ]
+    return sorted({*LISTS, *listed})
+
+
+def find_linked_files() -> list[Path]:
+    """Returns the files that pages link to and that are no pages themselves."""
+    files = set()
+    for page in list_pages():
+        path = REPOSITORY / page
+        for link in _FILE.findall(path.read_text()):
+            files.add((path.parent / link).resolve())
+    return sorted(path for path in files if path.suffix != ".svg")

@@ -1,0 +1,113 @@
+"""The site: it lists every page, describes every public name, and can be built."""
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import zlib
+
+import pytest
+
+from tests.meta.test_docs import DOCUMENTS, REPOSITORY, find_blocks, name_of
+from tests.meta.test_public_names import MODULES, list_public_names
+
+SITE = REPOSITORY / "docs" / "site"
+MODULE_NAMES = ["armillary", *(module.name for module in MODULES)]
+
+
+def load(name):
+    path = SITE / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+contents = load("contents")
+reference = load("reference")
+
+
+def test_every_page_is_in_the_contents_once():
+    listed = [
+        page
+        for part in contents.LISTS
+        for pages in contents.read_contents(part).values()
+        for page in pages
+    ]
+    expected = {name_of(path) for path in DOCUMENTS} - {"README.md", "docs/index.md"}
+    assert sorted(listed) == sorted({*expected, "CHANGELOG.md"})
+
+
+def find_targets(pages):
+    return re.findall(r"^\.\. auto(?!module)\w+:: (.+)$", "\n".join(pages), re.M)
+
+
+def test_every_public_name_is_described_once():
+    pages = reference.make_pages()
+    targets = find_targets(pages.values())
+    assert len(targets) == len(set(targets))
+    for module_name in MODULE_NAMES:
+        module = importlib.import_module(module_name)
+        for name in list_public_names(module):
+            rule = rf":py:(\w+):`{name} <(.+)>`\n +- \S+"
+            row = re.search(rule, pages[f"{module_name}.rst"])
+            assert row, f"{module_name}.{name}"
+            assert row[2] in (MODULE_NAMES if row[1] == "mod" else targets), row[0]
+
+
+def list_anchors(path):
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.M)
+    titles = re.findall(r"^#+ (.+)$", text, re.M)
+    plain = [re.sub(r"[^\w\- ]", "", title.lower()) for title in titles]
+    return {title.replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_links_to_sections_resolve(path):
+    links = re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", path.read_text())
+    pages = [(path.parent / page if page else path, anchor) for page, anchor in links]
+    assert [anchor for page, anchor in pages if anchor not in list_anchors(page)] == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted((REPOSITORY / "docs" / "recipes").glob("*.md")),
+    ids=lambda path: path.stem,
+)
+def test_a_recipe_is_one_program_of_at_most_40_lines(path):
+    programs = [
+        body for info, _, body in find_blocks(path) if info.split()[:1] == ["python"]
+    ]
+    assert len(programs) == 1
+    assert len(programs[0].splitlines()) <= 40
+
+
+@pytest.mark.slow
+@pytest.mark.each_case
+def test_the_site_can_be_built(tmp_path):
+    if any(importlib.util.find_spec(name) is None for name in ("furo", "myst_parser")):
+        pytest.skip("Sphinx is not installed: `make docs` does that.")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "-b", "html"]
+    command += ["-c", "docs/site", ".", str(tmp_path)]
+    environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode == 0, ended.stderr
+    inventory = (tmp_path / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    described = {line.split()[0] for line in zlib.decompress(inventory).splitlines()}
+    targets = find_targets(reference.make_pages().values())
+    assert {name.encode() for name in targets} <= described
+    # Nothing is fetched when a page is opened.
+    for page in tmp_path.rglob("*.html"):
+        fetched = re.findall(
+            r'<(?:script|img|link)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text()
+        )
+        assert not fetched, page
