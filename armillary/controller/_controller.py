@@ -116,7 +116,8 @@ class Controller:
         summary_interval: Steps between training summaries, a multiple of
             `steps_per_loop`. `None` writes them after each loop.
         log_interval: Steps between log lines of training, a multiple of
-            `steps_per_loop`. `None` logs each loop.
+            `steps_per_loop`. The last loop before an evaluation and at the end is
+            logged as well. `None` logs each loop.
         summary_dir: Directory of the training summaries. `None` writes none.
         eval_summary_dir: Directory of the evaluation summaries. `None` takes
             `summary_dir`.
@@ -651,6 +652,7 @@ class Controller:
                 self._saving.save()
             if (reached - step) % num_steps or reached == step:
                 self._loops.report()
+                self._loops.log_last()
                 if epochs is not None:
                     return not self._stop.is_agreed() and self._begin_epoch(epochs)
                 message = _DATA_ENDED if reached > start else _DATA_ENDED_BEFORE
@@ -658,6 +660,7 @@ class Controller:
                 return False
             step = reached
         self._loops.report()
+        self._loops.log_last()
         return not self._stop.is_agreed()
 
     def _num_loops_at(self, step: int, num_steps: int, target: int) -> int:

@@ -25,6 +25,9 @@ class Records(Mapping[str, list[float]]):
         return self._steps.tolist()
 
     def __getitem__(self, name: str) -> list[float]:
+        if name not in self._columns:
+            known = ", ".join(map(repr, self._columns)) or "nothing"
+            raise KeyError(f"{name!r} was not recorded, but {known}")
         column = self._columns[name].tolist()
         return column + [math.nan] * (len(self._steps) - len(column))
 

@@ -4,6 +4,7 @@ What is not known without reading data, or asking a device, is left out.
 """
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -57,7 +58,12 @@ def find_parameters(trainer: Any) -> ModelSummary | None:
     attributes = vars(trainer) if hasattr(trainer, "__dict__") else {}
     try:
         if isinstance(trainer, StandardTrainer):
-            rows = summarize(trainer).parameters
+            copies = tuple(f"{name}/" for name in _find_averages(attributes))
+            rows = [
+                row
+                for row in summarize(trainer).parameters
+                if not row.path.startswith(copies)
+            ]
             has_variables = any(row.kind != "array" for row in rows)
             places = [row for row in rows if row.path.split("/")[0] in _PLACES]
             return ModelSummary(tuple(rows if has_variables else places))
@@ -65,6 +71,16 @@ def find_parameters(trainer: Any) -> ModelSummary | None:
         return None if place is None else summarize(attributes[place])
     except TypeError:
         return None  # There is nothing to count.
+
+
+def _find_averages(attributes: dict[str, Any]) -> list[str]:
+    """Returns which attributes hold averages of parameters, which are no more of them.
+
+    Their class needs Flax, so it is loaded where there is one.
+    """
+    module = sys.modules.get("armillary.trainer._moving_average")
+    kind = () if module is None else module.ExponentialMovingAverage
+    return [name for name, value in attributes.items() if isinstance(value, kind)]
 
 
 def _describe_parameters(trainer: Any) -> Iterator[str]:

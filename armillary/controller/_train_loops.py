@@ -72,8 +72,9 @@ class TrainLoops:
         self._summary_manager = summary_manager
         self._metrics_file = metrics_file
         self._summary_interval, self._log_interval = summary_interval, log_interval
-        # Steps since the last log line, and the seconds that they took.
+        # Since the last log line: steps, seconds, and the last loop.
         self._unlogged_steps, self._unlogged_seconds = 0, 0.0
+        self._unlogged: tuple[int, dict[str, Any]] | None = None
         self._note, self._actions = note, actions
         # Loops that were started, and outputs that came of them, not yet reported.
         self._pending: deque[LoopReport] = deque()
@@ -191,15 +192,9 @@ class TrainLoops:
         self._note(reached, speed, scalars)
         self._unlogged_steps += reached - step
         self._unlogged_seconds += (reached - step) / speed
+        self._unlogged = reached, output
         if _passes(self._log_interval, step, reached):
-            mean_speed = self._unlogged_steps / self._unlogged_seconds
-            self._unlogged_steps, self._unlogged_seconds = 0, 0.0
-            log_line(
-                "train",
-                reached,
-                f"steps/sec: {mean_speed: 6.1f}",
-                f"output: {format_output(output)}",
-            )
+            self.log_last()
         self._warn_once(reached, scalars)
         if _passes(self._summary_interval, step, reached):
             values = {**output, "steps_per_second": speed}
@@ -212,6 +207,20 @@ class TrainLoops:
                 for action in self._actions:
                     expire_boundary()
                     action(output)
+
+    def log_last(self) -> None:
+        """Logs the last loop that was reported, unless that was done."""
+        if self._unlogged is None:
+            return
+        reached, output = self._unlogged
+        mean_speed = self._unlogged_steps / self._unlogged_seconds
+        self._unlogged, self._unlogged_steps, self._unlogged_seconds = None, 0, 0.0
+        log_line(
+            "train",
+            reached,
+            f"steps/sec: {mean_speed: 6.1f}",
+            f"output: {format_output(output)}",
+        )
 
     def _warn_once(self, step: int, scalars: dict[str, float]) -> None:
         bad = {name: each for name, each in scalars.items() if not math.isfinite(each)}

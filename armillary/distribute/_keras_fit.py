@@ -109,6 +109,8 @@ def _follow() -> None:
 
 
 def _wrap(kind: Any, name: str, around: Callable[..., Any]) -> None:
+    # Where it is defined: a model that is loaded asks whether its class overrides it.
+    kind = next(base for base in kind.__mro__ if name in vars(base))
     method = getattr(kind, name)
 
     @functools.wraps(method)

@@ -89,7 +89,15 @@ class ExponentialMovingAverage(nnx.Module):
 
         Args:
             model: The model, after its own update.
+
+        Raises:
+            ValueError: If it is the average itself, or has other parameters.
         """
+        if model is self.model:
+            raise ValueError(
+                "`model` is the model of the average itself, which would never move. "
+                "Pass the model that is trained: `self.ema.update(self.model)`."
+            )
         filters = nnx.Param, nnx.RngState, ...
         new, _, others = nnx.state(model, *filters)
         old, _, _ = nnx.state(self.model, *filters)

@@ -1,6 +1,7 @@
 """Outputs of a function over a whole data set: in order, each example once."""
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import Function
 from armillary.distribute.replica._context import get_strategy
 from armillary.trainer._loop_data import distribute
+from armillary.trainer._step_writes import check_evaluation
 from armillary.typing import Batch, PyTree
 
 _PROGRAMS = "armillary_predict"
@@ -67,6 +69,8 @@ def predict(
 
     Raises:
         TypeError: If `fn` is not callable, or returns what is no array.
+        StateStructureError: If `fn` changes parameters or batch statistics of a model,
+            as one in training mode does.
         ValueError: If the data repeats itself for ever, or gives each replica batches
             of its own, or belongs to another strategy, or if an output of `fn` does not
             have one row for each example.
@@ -147,7 +151,9 @@ def _compile(
         return strategy.gather(strategy.run(in_replica, args=(batch,)), axis=0)
 
     if key not in kept:
-        kept[key] = Function(fn, strategy, body)
+        name = getattr(fn, "__name__", type(fn).__name__)
+        check = functools.partial(check_evaluation, name)
+        kept[key] = Function(fn, strategy, body, check=check)
     return kept[key]
 
 

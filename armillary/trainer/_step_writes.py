@@ -16,7 +16,7 @@ from armillary.state._slots import Role, Slot
 
 
 def check_writes(name: str, state: State, changed: Sequence[int]) -> None:
-    """Checks which slots a step changes, and warns of what may be meant.
+    """Checks which slots a step changes, and warns of what may not be meant.
 
     Args:
         name: How messages call the step.
@@ -26,11 +26,21 @@ def check_writes(name: str, state: State, changed: Sequence[int]) -> None:
     Raises:
         StateStructureError: If an evaluation changes parameters or batch statistics.
     """
-    check = _check_evaluation if name.startswith("eval") else _check_training
+    check = check_evaluation if name.startswith("eval") else _check_training
     check(name, state, changed)
 
 
-def _check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
+def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
+    """Checks what a step changes that is to leave a model as it is.
+
+    Args:
+        name: How messages call it.
+        state: The slots.
+        changed: Indices of the arrays that it changes.
+
+    Raises:
+        StateStructureError: If it changes parameters or batch statistics.
+    """
     learned = [i for i in changed if _is_learned(state.owners[i])]
     if learned:
         raise StateStructureError(

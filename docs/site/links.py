@@ -22,6 +22,7 @@ from sphinx.util.nodes import make_refnode
 LIST_OF_FILES = "files"
 
 _LANGUAGES = {".py": "python", ".sbatch": "bash", ".sh": "bash", ".yaml": "yaml"}
+_PICTURES = {".png", ".svg"}
 _CODE = re.compile(r"([A-Za-z_][\w.]*)(?:\(.*\))?")
 
 
@@ -151,6 +152,8 @@ def make_file_pages(app: Sphinx) -> Iterator[tuple[str, dict, str]]:
     """Makes a page of each file that a page links to, and one that lists them."""
     rows = []
     for path in find_linked_files():
+        if path.suffix in _PICTURES:
+            continue
         name = path.relative_to(REPOSITORY).as_posix()
         code = path.read_text()
         language = _LANGUAGES.get(path.suffix, "text")

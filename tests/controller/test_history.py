@@ -52,6 +52,9 @@ def test_train_returns_the_scalars_of_its_loops(controller):
     assert list(map(math.isnan, history["late"])) == [True, False, True]
     assert history.eval.steps == []
     assert len(history.eval) == 0
+    with pytest.raises(KeyError, match=r"'los' was not recorded, but 'loss', 'half/a'"):
+        history["los"]
+    assert history.eval.get("accuracy") is None
 
 
 def test_train_and_evaluate_returns_the_last_output_with_the_history(controller):

@@ -241,3 +241,17 @@ def test_a_keras_trainer_agrees_under_strategies(problem):
     strategies = [make() for make in STRATEGIES.values()]
     strategies.append(armillary.ShardedStrategy({"fsdp": 2, "data": 4}))
     assert_strategies_agree(make_trainer, strategies, tolerance=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_a_saved_model_is_loaded_compiled(keras, problem, tmp_path):
+    """Keras asks whether the class of a model overrides `compile`."""
+    strategy = armillary.MirroredStrategy(jax.devices()[:2])
+    with strategy.scope():
+        model = problem.make_model()
+        model.fit(problem.x, problem.y, verbose=0)
+        model.save(tmp_path / "model.keras")
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        expected = model.evaluate(problem.x, problem.y, verbose=0)
+        assert loaded.evaluate(problem.x, problem.y, verbose=0) == expected
+        loaded.fit(problem.x, problem.y, verbose=0)

@@ -209,6 +209,11 @@ def update_from_another():
     averages.update(nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0)))
 
 
+def update_from_itself():
+    averages = ExponentialMovingAverage(make_linear(nnx.Rngs(0)), 0.9)
+    averages.update(averages.model)
+
+
 @mistakes(
     {
         TypeError: {
@@ -221,6 +226,7 @@ def update_from_another():
             "`debias` is True, but `decay` is a function": (
                 lambda: make(make_linear, decay=lambda count: 0.5, debias=True)
             ),
+            "`model` is the model of the average itself": update_from_itself,
             r"(?s)in 2 places:\n  bias: missing, averaged \(1,\)\n"
             r"  kernel: \(2, 1\), averaged \(3, 1\)\nPass the": update_from_another,
         },

@@ -12,6 +12,7 @@ from flax import nnx
 import armillary
 from armillary import InputOptions
 from armillary.data import from_arrays
+from armillary.errors import StateStructureError
 from tests.mistakes import mistakes
 from tests.problems import make_strategy
 
@@ -193,3 +194,20 @@ def own_batches(input_context):
 def test_mistakes_are_errors_at_the_call_or_while_tracing(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_model_in_training_mode_is_refused_and_stays_as_it_is():
+    norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    with pytest.raises(StateStructureError, match=r"`<lambda>` changes 2 arrays of a"):
+        next(armillary.predict(lambda batch: norm(batch["x"]), from_rows()))
+    np.testing.assert_array_equal(norm.mean[...], 0)
+
+
+def test_dropout_in_training_mode_is_a_warning(caplog):
+    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    next(armillary.predict(lambda batch: dropout(batch["x"]), from_rows()))
+    assert "draws random numbers for dropout" in caplog.text
+
+
+def from_rows():
+    return from_arrays(ROWS, batch_size=10)

@@ -142,7 +142,9 @@ class IndexedIterator:
                 "`state` was saved from a data set of another size.\n"
                 f"  in the state:   {state['num_examples']} examples\n"
                 f"  in the program: {num_examples} examples\n"
-                "Pass the data that the state was saved with."
+                "Pass the data that the state was saved with. To go on in a checkpoint "
+                "with other data, from their beginning, name them in its manager: "
+                '`CheckpointManager(..., may_differ="train_dataset")`.'
             )
         if not 0 <= state["index"] <= num_examples or state["epoch"] < 0:
             raise DatasetStateError(

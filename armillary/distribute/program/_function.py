@@ -112,6 +112,8 @@ class Function:
         strategy: Where state lives, or `None` to find it at each call.
         body: What to trace, if it is not `fn` itself.
         compiler_options: As in `function`.
+        check: Looks at what a program changes before it runs: at its state, and at the
+            indices of the arrays.
     """
 
     def __init__(
@@ -120,8 +122,9 @@ class Function:
         strategy: Strategy | None,
         body: Callable[..., Any] | None = None,
         compiler_options: Mapping[str, Any] | None = None,
+        check: Callable[[State, Sequence[int]], None] | None = None,
     ) -> None:
-        self._fn = fn
+        self._fn, self._check = fn, check
         self._compiler_options = compiler_options
         self._strategy = strategy
         self._body = body or fn
@@ -166,6 +169,8 @@ class Function:
             treedef,
             self._compiler_options,
         )
+        if self._check is not None:
+            self._check(state, program.changed)
         if last is not None:
             program.reuse(last)
         self._programs[key] = program
@@ -281,6 +286,11 @@ class _Program:
             donate_argnums=0,
             out_shardings=(flat.shardings(self._step.changed), None, None),
         )
+
+    @property
+    def changed(self) -> Sequence[int]:
+        """Indices of the arrays of the state that it changes."""
+        return self._step.changed
 
     def is_current(self) -> bool:
         """Returns whether nothing that the function reaches was replaced."""
