@@ -9,7 +9,7 @@ processes that train together, the chief alone says what is no warning.
 import functools
 import logging
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from armillary._process import get_process
 
@@ -94,8 +94,21 @@ def get_console() -> "Console":
     return Console(stderr=True)
 
 
+def is_terminal(stream: Any) -> bool:
+    """Returns whether a stream is a terminal: programs put all kinds of objects there.
+
+    Args:
+        stream: Such as `sys.stderr`, which is `None` where there is none.
+    """
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # It is no file, or closed.
+        return False
+
+
 def _make_handler() -> logging.Handler:
-    handler = _ColorHandler() if sys.stderr.isatty() else logging.StreamHandler()
+    is_colored = is_terminal(sys.stderr)
+    handler = _ColorHandler() if is_colored else logging.StreamHandler()
     handler.setFormatter(_LineFormatter("%(message)s"))
     return handler
 

@@ -159,7 +159,12 @@ def match(path: str, selection: Selection, *, saved: Specs, program: Specs) -> M
         raise CheckpointMismatchError(
             describe_mismatch(path, refused, matching, is_whole=selection.is_whole)
         )
-    left = [part for part in selection.may_differ if _any_below(differences, part)]
+    left = {
+        "/".join(name.split("/")[: len(part.split("/"))])
+        for part in selection.may_differ
+        for name in differences
+        if is_inside(name, [part])
+    }
     taken = sorted(name for name in matching if not is_inside(name, left))
     if not taken:
         raise CheckpointMismatchError(describe_nothing(path, differences))

@@ -14,9 +14,9 @@ import time
 from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from armillary._logging import logger
+from armillary._logging import is_terminal, logger
 from armillary._process import get_process
-from armillary.controller._live_line import LiveLine
+from armillary.controller._live_line import LiveLine, can_draw
 from armillary.controller._progress import format_scalar, log_line
 from armillary.goodput._category import LABELS, Category
 from armillary.goodput._phase import PhaseClock
@@ -68,7 +68,8 @@ class Display:
         self._loop, self._step, self._target = loop, step, target
         self._first = self._last = self._speed = None
         self._scalars = {}
-        line = LiveLine() if self._progress or _has_terminal() else None
+        is_shown = self._progress or _has_terminal()
+        line = LiveLine() if is_shown and can_draw(sys.stderr) else None
         is_over = threading.Event()
         clock = PhaseClock(self._recorder)
         thread = threading.Thread(
@@ -176,7 +177,7 @@ def _has_terminal() -> bool:
     environ = os.environ
     is_plain = environ.get("NO_COLOR") or environ.get("TERM") in ("dumb", "unknown")
     is_silenced = not logger.isEnabledFor(logging.INFO)
-    return not (is_plain or is_silenced) and sys.stderr.isatty()
+    return not (is_plain or is_silenced) and is_terminal(sys.stderr)
 
 
 def _find_loss(scalars: Mapping[str, float]) -> str | None:

@@ -12,12 +12,17 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
-from armillary._logging import get_console
+from armillary._logging import get_console, is_terminal
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 _TO_END = "\x1b[K"
+
+
+def can_draw(stream: Any) -> bool:
+    """Returns whether the line could step aside for what is written to a stream."""
+    return hasattr(stream, "__dict__") and callable(getattr(stream, "write", None))
 
 
 class LiveLine:
@@ -34,7 +39,7 @@ class LiveLine:
         self._undo = [
             self._divert(stream)
             for stream in streams.values()
-            if stream is self._stream or stream.isatty()
+            if can_draw(stream) and (stream is self._stream or is_terminal(stream))
         ]
 
     def show(self, text: "Text") -> None:
@@ -91,7 +96,7 @@ class LiveLine:
         try:
             self._write(text)
             self._stream.flush()
-        except (OSError, ValueError):
+        except (OSError, ValueError, AttributeError):
             # The terminal is gone, or the stream is closed. Training goes on.
             self._is_closed = True
 
@@ -99,5 +104,5 @@ class LiveLine:
         """Returns whether the terminal is this job's, and not that of a shell again."""
         try:
             return os.tcgetpgrp(self._stream.fileno()) == os.getpgrp()
-        except OSError:
+        except (OSError, ValueError, AttributeError):
             return True  # It is not the terminal that this session belongs to.

@@ -188,7 +188,7 @@ def _walk(path: Path) -> Iterator[Path]:
 
 def _has_trained(folder: Path) -> bool:
     with open(folder / METRICS_NAME, "rb") as file:
-        return file.readline().startswith(b'{"record": "start"')
+        return any(line.startswith(b'{"record": "start"') for line in file)
 
 
 def _existing(path: Path, name: str) -> list[Path]:

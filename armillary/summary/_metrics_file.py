@@ -11,6 +11,7 @@ out what an attempt wrote about steps that a later one did again.
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -110,19 +111,27 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: If there is no such file, or one cannot be read.
     """
-    records: list[dict[str, Any]] = []
+    timed: list[tuple[float, dict[str, Any]]] = []
     for path in _find_files(Path(run_dir)):
         folder = path.parent.name if path.parent.parent == Path(run_dir) else ""
-        records += [{**record, "folder": folder} for record in _read(path)]
-    # Stable: of one file, the order of lines counts.
-    records.sort(key=lambda record: record["time"])
+        latest = -math.inf
+        for record in _read(path):
+            # Of one file, the order of lines counts: a clock may go back.
+            latest = max(latest, record["time"])
+            timed.append((latest, {**record, "folder": folder}))
+    records = [record for _, record in sorted(timed, key=lambda pair: pair[0])]
+    trained = {each["folder"] for each in records if each["record"] == "start"}
     kept: dict[Any, dict[str, Any]] = {}
     for index, record in enumerate(records):
         if record["record"] == "start":
+            # Evaluations may have a folder of their own, but other runs as well.
+            others = trained - {record["folder"]}
             kept = {
                 key: each
                 for key, each in kept.items()
-                if each["step"] <= record["step"] or each["record"] == "start"
+                if each["step"] <= record["step"]
+                or each["record"] == "start"
+                or each["folder"] in others
             }
             key = index
         else:

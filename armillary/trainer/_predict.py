@@ -140,7 +140,8 @@ def _compile(
     kept = (
         vars(fn).setdefault(_PROGRAMS, {}) if isinstance(fn, types.FunctionType) else {}
     )
-    key = strategy, has_mask
+    # `functools.wraps` gives a function what another one keeps.
+    key = id(fn), strategy, has_mask
 
     def in_replica(batch: Batch) -> tuple[PyTree, Any]:
         outputs = fn(batch)

@@ -132,6 +132,28 @@ def test_the_line_is_for_terminals_that_can_show_it(
     assert _display._has_terminal() is expected
 
 
+class Tee:
+    """What programs put in the place of a stream."""
+
+    def write(self, text):
+        return len(text)
+
+    def flush(self):
+        pass
+
+
+class Slotted(Tee):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize("progress", [None, True])
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+@pytest.mark.parametrize("make", [Tee, Slotted, lambda: None])
+def test_any_object_may_stand_for_a_stream(monkeypatch, progress, name, make):
+    monkeypatch.setattr(sys, name, make())
+    train(progress=progress)
+
+
 def stay(recorder, category, seconds):
     with recorder.phase(category):
         time.sleep(seconds)

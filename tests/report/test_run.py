@@ -25,6 +25,13 @@ def test_a_run_is_its_last_attempt_and_what_that_built_on(crashed):
     assert len(run.starts) == 2
 
 
+def test_a_run_that_was_evaluated_first_is_a_run(crashed):
+    path = crashed / "train" / "metrics.jsonl"
+    first = '{"record": "eval", "time": 990.0, "step": 0, "values": {}}\n'
+    path.write_text(first + path.read_text())
+    assert find_runs(crashed.parent) == [crashed]
+
+
 def test_a_run_may_have_summaries_only(short):
     run = read_run(short)
     assert (run.step, run.state, run.goodput, run.checkpoints) == (3, "", None, ())

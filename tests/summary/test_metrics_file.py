@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,34 @@ def test_a_later_attempt_takes_the_place_of_what_it_did_again(tmp_path):
         ("train", 20),
         ("start", 20),
         ("eval", 20),
+    ]
+
+
+def test_the_order_is_that_of_lines_where_a_clock_goes_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    write_run(MetricsFile(tmp_path), ("start", 0), ("train", 10), ("train", 20))
+    monkeypatch.setattr(time, "time", lambda: 400.0)
+    write_run(MetricsFile(tmp_path), ("start", 10), ("train", 20), ("train", 30))
+
+    steps = [("start", 0), ("train", 10), ("start", 10), ("train", 20), ("train", 30)]
+    assert read_steps(tmp_path) == steps
+    assert read_metrics(tmp_path)[-1]["time"] == 400.0
+
+
+def test_runs_beside_each_other_keep_their_records(tmp_path):
+    """As of two trainers that take turns, each with summaries of its own."""
+    first, second = MetricsFile(tmp_path / "x"), MetricsFile(tmp_path / "y")
+    write_run(first, ("start", 0), ("train", 10))
+    write_run(second, ("start", 0), ("train", 10))
+    write_run(first, ("train", 20))
+
+    found = [(r["folder"], r["record"], r["step"]) for r in read_metrics(tmp_path)]
+    assert sorted(found) == [
+        ("x", "start", 0),
+        ("x", "train", 10),
+        ("x", "train", 20),
+        ("y", "start", 0),
+        ("y", "train", 10),
     ]
 
 

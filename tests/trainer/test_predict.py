@@ -1,5 +1,6 @@
 """Tests of `predict`: every example once, in order, on any number of replicas."""
 
+import functools
 import itertools
 import weakref
 
@@ -207,6 +208,20 @@ def test_dropout_in_training_mode_is_a_warning(caplog):
     dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     next(armillary.predict(lambda batch: dropout(batch["x"]), from_rows()))
     assert "draws random numbers for dropout" in caplog.text
+
+
+def test_a_function_that_wraps_another_has_programs_of_its_own():
+    def inner(batch):
+        return batch["x"]
+
+    @functools.wraps(inner)
+    def outer(batch):
+        return 2 * inner(batch)
+
+    first = next(armillary.predict(inner, from_rows()))
+    np.testing.assert_array_equal(
+        next(armillary.predict(outer, from_rows())), 2 * first
+    )
 
 
 def from_rows():

@@ -40,11 +40,14 @@ def reduce_keras(obj: Any) -> Any:
     if _keras.keras_module() is None:
         return NotImplemented
     from keras.src.saving.keras_saveable import KerasSaveable
-    from keras.src.utils import tracking
+    from keras.src.utils import backend_utils, tracking
 
     if isinstance(obj, KerasSaveable):
         held = {k: None if k in _LOCAL else v for k, v in vars(obj).items()}
         return _make_blank, (type(obj),), held, None, None, _fill
+    if isinstance(obj, backend_utils.DynamicBackend):
+        # Without a rule, it asks itself for each attribute while it is made.
+        return type(obj), (obj._backend,)
     containers: Any = (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet)
     if isinstance(obj, containers):
         items = dict(obj) if isinstance(obj, dict) else list(obj)
@@ -62,6 +65,36 @@ def as_transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(update.init, update)
 
 
+def _check_optimizer(optimizer: Any) -> None:
+    """Raises if an optimizer cannot run on parameter servers.
+
+    Raises:
+        ValueError: If it looks at all gradients, or at what only this process has.
+    """
+    name, rate = type(optimizer).__name__, vars(optimizer).get("_learning_rate")
+    if hasattr(optimizer, "inner_optimizer"):
+        raise ValueError(
+            f"The optimizer is a `{name}`, which looks at all gradients before any "
+            "variable changes, but these live on several parameter servers. Use the "
+            'optimizer inside it: with `mixed_bfloat16` in place of `"mixed_float16"`, '
+            "losses need no scale."
+        )
+    if optimizer.global_clipnorm is not None:
+        raise ValueError(
+            f"`global_clipnorm` of the optimizer is {optimizer.global_clipnorm}, but "
+            "the gradients that it is a norm of go to several parameter servers. Use "
+            "`clipnorm`, which is of each variable alone."
+        )
+    if callable(rate) and not _keras.is_variable(rate):
+        keras: Any = _keras.keras_module()
+        if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            raise ValueError(
+                f"The learning rate of the optimizer is {rate!r}, a function of this "
+                "process, but the optimizer runs on parameter servers. Use a number, "
+                "or a schedule of `keras.optimizers.schedules`."
+            )
+
+
 class KerasUpdate:
     """The update of a Keras optimizer.
 
@@ -70,6 +103,7 @@ class KerasUpdate:
     """
 
     def __init__(self, optimizer: Any) -> None:
+        _check_optimizer(optimizer)
         self.optimizer = optimizer
         # By number: identities are others in another process.
         attributes = dict(vars(optimizer))

@@ -137,8 +137,7 @@ class SplitUpdate:
             "may live on several parameter servers. Norms over all gradients belong "
             "into the step: take them out of the optimizer's chain, and write "
             "`gradients, _ = optax.clip_by_global_norm(1.0).update(gradients, "
-            "optax.EmptyState())` before the optimizer's `update`. Of Keras, use "
-            "`clipnorm`, which is of each variable alone, for `global_clipnorm`."
+            "optax.EmptyState())` before the optimizer's `update`."
         )
 
 

@@ -192,8 +192,34 @@ def test_an_optimizer_of_keras_in_a_step(keras, coordinator):
         coordinator.join()
 
 
-def test_a_norm_over_all_gradients_is_refused(keras, alone):
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda sgd: sgd(0.1, global_clipnorm=1.0), r"`global_clipnorm` .* `clipnorm`"),
+        (lambda sgd: sgd(lambda: 0.1), r"The learning rate .* a function of this"),
+        (None, r"a `LossScaleOptimizer`, .* `mixed_bfloat16`"),
+    ],
+)
+def test_what_servers_cannot_run_is_refused(keras, alone, make, message):
+    optimizers = keras.optimizers
+    scaled = optimizers.LossScaleOptimizer(optimizers.SGD(0.1))
     with alone.scope():
-        model = make_model(keras, keras.optimizers.SGD(0.1, global_clipnorm=1.0))
-    with pytest.raises(ValueError, match=r"computes .* from several variables"):
+        model = make_model(keras, make(optimizers.SGD) if make else scaled)
+    with pytest.raises(ValueError, match=message):
         model.fit(X, Y, verbose=0)
+
+
+def test_preprocessing_layers_are_sent(keras, alone):
+    normalization = keras.layers.Normalization()
+    normalization.adapt(X)
+
+    def train():
+        keras.utils.set_random_seed(0)
+        layers = [normalization, keras.layers.Rescaling(2.0), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.layers.Input((4,)), *layers])
+        model.compile("sgd", "mse")
+        return model.fit(X, Y, shuffle=False, verbose=0).history["loss"]
+
+    expected = train()
+    with alone.scope():
+        np.testing.assert_allclose(train(), expected, 1e-5)
