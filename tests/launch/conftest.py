@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 TOKEN = "ARMILLARY_TEST_TOKEN"
-DEADLINE = 60.0
+DEADLINE = 180.0
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = DEADLINE) -> Any:

@@ -18,7 +18,7 @@ from tests.launch.conftest import is_running, wait_for
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-DEADLINE = 120.0
+DEADLINE = 300.0
 SLEEP = "mark(f'ready_{index}')\ntime.sleep(300)\n"
 SAVE = """
 def save(number, frame):

@@ -35,6 +35,7 @@ def make_model(keras, optimizer=None, **options):
     model = keras.Sequential(
         [
             layers.Input((4,)),
+            layers.Rescaling(2.0),
             layers.Dense(8, activation="relu", kernel_regularizer="l2"),
             layers.BatchNormalization(),
             layers.Dense(2, kernel_constraint="max_norm"),
@@ -85,6 +86,7 @@ def test_fit_on_one_worker_equals_fit(keras, alone):
     assert_close(dict(enumerate(found.values())), dict(enumerate(expected.values())))
 
 
+@pytest.mark.thorough  # Of other optimizers what the test above proves of one.
 @pytest.mark.parametrize(
     "options",
     [
@@ -209,6 +211,7 @@ def test_what_servers_cannot_run_is_refused(keras, alone, make, message):
         model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.thorough  # `make_model` has one as well.
 def test_preprocessing_layers_are_sent(keras, alone):
     normalization = keras.layers.Normalization()
     normalization.adapt(X)
