@@ -39,7 +39,7 @@ from armillary.controller._display import Display
 from armillary.controller._evaluation import run_evaluations
 from armillary.controller._history import History, HistoryWriter, RunOutput
 from armillary.controller._new_checkpoints import restore_if_good, watch_checkpoints
-from armillary.controller._progress import find_scalars, log_line
+from armillary.controller._progress import log_line
 from armillary.controller._run_record import RunRecord, check_hyperparameters
 from armillary.controller._saving import Saving
 from armillary.controller._start_lines import log_start
@@ -51,6 +51,7 @@ from armillary.lifeline._lifeline import get_lifeline
 from armillary.state._step_counter import as_step_counter
 from armillary.summary._manager import NoopSummaryManager, SummaryManager
 from armillary.summary._metrics_file import MetricsFile
+from armillary.summary._numbers import find_numbers
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 from armillary.typing import Action, Output
 
@@ -348,7 +349,7 @@ class Controller:
                 metrics_file=self._eval_metrics,
                 actions=self.eval_actions,
             )
-        self._history.add_evaluation(step, dict(find_scalars(output)))
+        self._history.add_evaluation(step, find_numbers(output))
         return output
 
     @hides_frames

@@ -7,7 +7,7 @@ Every line starts with the loop and the global step, in the form Orbit's users k
 """
 
 import pprint
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ from armillary._logging import logger
 
 _NUM_DIGITS = 5
 _WIDTH = 80
-_NUMBERS = (float, int, np.floating, np.integer, np.bool_)
 
 
 def log_line(loop: str, step: int, *parts: str) -> None:
@@ -50,18 +49,6 @@ def fetch_output(output: Any, source: str) -> dict[str, Any]:
             # All copies start before the first one is waited for.
             leaf.copy_to_host_async()
     return _as_numpy(output)
-
-
-def find_scalars(output: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields the real numbers among fetched values, each with its path."""
-    for name, value in output.items():
-        if isinstance(value, Mapping):
-            for path, number in find_scalars(value):
-                yield f"{name}/{path}", number
-        elif isinstance(value, _NUMBERS) or (
-            isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.floating)
-        ):
-            yield str(name), float(value)
 
 
 def format_scalar(number: float) -> str:

@@ -22,12 +22,13 @@ import jax
 from armillary._logging import logger
 from armillary.cluster._join import expire_boundary, get_peers
 from armillary.controller._loop_report import LoopReport
-from armillary.controller._progress import find_scalars, format_output, log_line
+from armillary.controller._progress import format_output, log_line
 from armillary.goodput._category import Category
 from armillary.goodput._recorder import Recorder
 from armillary.state._step_counter import StepCounter
 from armillary.summary._manager import NoopSummaryManager, SummaryManager
 from armillary.summary._metrics_file import MetricsFile
+from armillary.summary._numbers import find_numbers
 from armillary.trainer._contract import AbstractTrainer
 from armillary.typing import Action
 
@@ -188,7 +189,7 @@ class TrainLoops:
     def _report_one(
         self, step: int, reached: int, output: dict[str, Any], speed: float
     ) -> None:
-        scalars = dict(find_scalars(output))
+        scalars = find_numbers(output)
         self._note(reached, speed, scalars)
         self._unlogged_steps += reached - step
         self._unlogged_seconds += (reached - step) / speed
@@ -200,7 +201,7 @@ class TrainLoops:
             values = {**output, "steps_per_second": speed}
             self._summary_manager.write_summaries(values, step=reached)
             self._metrics_file.write(
-                "train", reached, steps_per_second=speed, values=output
+                "train", reached, steps_per_second=speed, values=scalars
             )
         if self._actions:
             with self._scope():

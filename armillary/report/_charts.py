@@ -57,7 +57,8 @@ def draw_time(run: Run, plotly: Any) -> Any | None:
     count = max(1, min(_MOST_BINS, len(spans)))
     width = max(end - begin, 1e-6) / count
     bins = _spread(spans, begin, width, count)
-    unit, name = next(u for u in _UNITS if end - begin < 180 * u[0] or u is _UNITS[-1])
+    fitting = (each for each in _UNITS if end - begin < 180 * each[0])
+    unit, name = next(fitting, _UNITS[-1])
     figure = plotly.Figure()
     for category in Category:
         shares = [each.get(category, 0.0) / width for each in bins]

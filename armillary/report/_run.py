@@ -167,9 +167,8 @@ def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Run]:
     found = [run.resolve() for path in paths for run in find_runs(path)]
     found = list(dict.fromkeys(found))
     count = 1
-    while len(names := {"/".join(run.parts[-count:]) for run in found}) < len(found):
+    while len({run.parts[-count:] for run in found}) < len(found):
         count += 1
-    assert names
     return [read_run(run, "/".join(run.parts[-count:])) for run in found]
 
 

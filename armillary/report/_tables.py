@@ -1,5 +1,6 @@
 """The tables of the page, as HTML."""
 
+import bisect
 import datetime
 import html
 import json
@@ -8,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from armillary.report._run import SPEED, Run
+from armillary.state._summarize import format_bytes
 
 # Fields of the first record that stand elsewhere on the page.
 _ELSEWHERE = frozenset({"config", "folder", "parameters", "record", "step", "time"})
@@ -66,15 +68,16 @@ def checkpoints(run: Run) -> str:
 
 def _measured(points: Sequence[tuple[int, float]], steps: Sequence[int]) -> list[str]:
     """Returns what was measured at, or last before, each of some steps."""
-    found = [[point for point in points if point[0] <= step][-1:] for step in steps]
-    values = [point[0][1] for point in found if point and math.isfinite(point[0][1])]
+    counts = [bisect.bisect(points, step, key=lambda point: point[0]) for step in steps]
+    found = [points[count - 1] if count else None for count in counts]
+    values = [point[1] for point in found if point and math.isfinite(point[1])]
     low, high = min(values, default=0.0), max(values, default=0.0)
     cells = []
-    for step, last in zip(steps, found, strict=True):
-        if not last:
+    for step, point in zip(steps, found, strict=True):
+        if point is None:
             cells.append("")
             continue
-        at, value = last[0]
+        at, value = point
         mark = {low: "▼", high: "▲"}.get(value, "") if low != high else ""
         where = "" if at == step else f' <span class="soft">at {at:,}</span>'
         cells.append(f'{number(value)}{where} <span class="mark">{mark}</span>')
@@ -88,12 +91,12 @@ def model(run: Run) -> str:
         return "<p>The run has not recorded its model.</p>"
     modules = parameters.get("modules") or []
     rows = [
-        [text(each["name"]), number(each["count"]), size(each["bytes"])]
+        [text(each["name"]), number(each["count"]), format_bytes(each["bytes"])]
         for each in modules[:_MOST_MODULES]
     ]
     if len(modules) > _MOST_MODULES:
         rows.append([f"and {len(modules) - _MOST_MODULES} more", "", ""])
-    total = [number(parameters["count"]), size(parameters["bytes"])]
+    total = [number(parameters["count"]), format_bytes(parameters["bytes"])]
     head = ["module", "parameters", "size"]
     return table(head, [*rows, ["<b>all</b>", *total]], numbers=[1, 2])
 
@@ -110,7 +113,7 @@ def side_by_side(runs: Sequence[Run], records: Sequence[Mapping[str, Any]]) -> s
         if len(set(cells)) > 1:
             differing.add(len(rows))
         rows.append([text(name), *(f"<code>{cell}</code>" for cell in cells)])
-    head = ["", *(text(run.name) for run in runs)]
+    head = ["", *(run.name for run in runs)]
     return table(head, rows, differing=differing)
 
 
@@ -158,15 +161,6 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s"
-
-
-def size(num_bytes: float) -> str:
-    """Returns a number of bytes as people say it."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
 
 
 def time_of_day(seconds: float | None) -> str:

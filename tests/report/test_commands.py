@@ -122,6 +122,17 @@ def test_the_time_of_a_run_is_drawn_whole(crashed):
     assert mark.x0 == 45.0
 
 
+def test_names_of_runs_are_text(crashed, tmp_path):
+    pytest.importorskip("plotly")
+    other = crashed.parent / "a&b"
+    crashed.rename(other)
+    path = tmp_path / "report.html"
+    assert _cli.main(["report", str(other), "--output", str(path)]) == 0
+    page = path.read_text()
+    assert cells_of(page, "Record")[0] == ["", "a&amp;b"]
+    assert cells_of(page, "Runs")[1][0] == "a&amp;b"
+
+
 def test_long_curves_keep_their_extremes():
     points = [(step, float(step % 1000)) for step in range(100_000)]
     points[54_321] = 54_321, -5.0

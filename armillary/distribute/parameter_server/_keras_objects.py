@@ -106,11 +106,11 @@ class KerasUpdate:
         _check_optimizer(optimizer)
         self.optimizer = optimizer
         # By number: identities are others in another process.
-        attributes = dict(vars(optimizer))
+        before = set(vars(optimizer))
         variables = optimizer._trainable_variables
         self._decayed = [optimizer._use_weight_decay(v) for v in variables]
         # It has made tables, by which a task that reaches it would count as changed.
-        for name in set(vars(optimizer)) - set(attributes):
+        for name in set(vars(optimizer)) - before:
             del vars(optimizer)[name]
 
     def init(self, params: Any) -> Any:
