@@ -84,23 +84,17 @@ def test_custom_loop_learns(tmp_path):
 
 
 @pytest.mark.slow
-def test_linear_regressor_estimator_learns_and_resumes(tmp_path):
-    def run(steps: int) -> tuple[float, str]:
-        arguments = ("--run-dir", tmp_path, "--steps", steps)
-        result = run_well("linear_regressor_estimator.py", *arguments)
-        loss = re.search(r"The guide: average loss (\S+)", result.stdout)
-        assert loss is not None, result.stdout
-        assert float(loss[1]) < 1e-10
-        pattern = rf"Diabetes: average loss (\S+) at step {steps}, variance (\S+)"
-        found = re.search(pattern, result.stdout)
-        assert found is not None, result.stdout
-        assert float(found[1]) < 0.75 * float(found[2])
-        return float(found[1]), result.stderr
-
-    loss, _ = run(200)
-    later, log = run(300)
-    assert f"restored from checkpoint: {tmp_path / 'checkpoint_200'}" in log
-    assert later != loss
+def test_linear_regressor_estimator_learns(tmp_path):
+    arguments = ("--run-dir", tmp_path, "--steps", 200)
+    output = run_well("linear_regressor_estimator.py", *arguments).stdout
+    guide = re.search(r"The guide: average loss (\S+)", output)
+    assert guide is not None, output
+    assert float(guide[1]) < 1e-10
+    pattern = r"Diabetes: average loss (\S+) at step 200, variance (\S+)"
+    found = re.search(pattern, output)
+    assert found is not None, output
+    assert float(found[1]) < 0.75 * float(found[2])
+    assert (tmp_path / "checkpoint_200").exists()
 
 
 @pytest.mark.slow
@@ -174,21 +168,18 @@ def test_fashion_mnist_refuses_what_is_not_a_positive_integer(tmp_path, option, 
 
 
 @pytest.mark.slow
-def test_gan_comes_closer_to_the_real_images_and_resumes(tmp_path):
-    def run(steps: int) -> tuple[float, list[str]]:
-        places = ("--run-dir", tmp_path, "--devices", 2)
-        result = run_well("gan.py", *places, "--steps", steps, "--steps-per-loop", 100)
-        distance = re.search(r"Fréchet distance ([\d.]+)", result.stdout)
-        assert distance is not None, result.stdout
-        loops = re.findall(r"train \| step: +(\d+) \| steps/sec", result.stderr)
-        return float(distance[1]), loops
-
-    first, loops = run(100)
-    assert loops == ["100"]
-    second, loops = run(200)
-    assert loops == ["200"]
+def test_gan_comes_closer_to_the_real_images(tmp_path):
+    result = run_well(
+        "gan.py",
+        *("--run-dir", tmp_path, "--devices", 2),
+        *("--steps", 100, "--steps-per-loop", 100),
+    )
+    distance = re.search(r"Fréchet distance ([\d.]+)", result.stdout)
+    assert distance is not None, result.stdout
     # 11 before training; measured 3.2 after 100 steps, and 1.9 after 200.
-    assert max(first, second) < 5.0
+    assert float(distance[1]) < 5.0
+    loops = re.findall(r"train \| step: +(\d+) \| steps/sec", result.stderr)
+    assert loops == ["100"]
 
 
 @pytest.mark.slow
