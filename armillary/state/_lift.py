@@ -45,8 +45,10 @@ class State:
     ) -> None:
         self.roots, self._reads = tuple(roots), reads
         self._walk = Walk(self.roots)
-        # What the objects held when the code began that runs on other arrays now.
+        # What the objects held when the code began that runs on other arrays now, and
+        # when the last such code had ended: a walk takes long.
         self._before: list[Walk] = []
+        self._after: Walk | None = None
         self.slots: tuple[Slot, ...] = tuple(
             sorted(self._walk.slots.values(), key=lambda slot: slot.path)
         )
@@ -118,7 +120,8 @@ class State:
         """Makes the objects hold what they held, if the code inside raises.
 
         Yields:
-            A function that returns what differs by now, by path, but for arrays.
+            A function that returns what differs by now, by path, but for arrays. Where
+            `collect` was called inside, it returns what differed then.
         """
         before = Walk(self.roots)
         self._before.append(before)
@@ -130,7 +133,8 @@ class State:
             if names is not None:
                 names = names.union(_rebound(before))
             fixed = before.holding_slots()
-            return compare(before, Walk(self.roots), names, fixed)
+            now, self._after = self._after or Walk(self.roots), None
+            return compare(before, now, names, fixed)
 
         try:
             yield changes
@@ -139,6 +143,7 @@ class State:
             raise
         finally:
             self._before.pop()
+            self._after = None
 
     def note_read(self, name: str) -> None:
         """Hears that a step is about to look at an attribute of the first root."""
@@ -154,13 +159,19 @@ class State:
                         part.keep(is_read=names is not None)
 
     @contextlib.contextmanager
-    def swapped(self, leaves: Sequence[Any]) -> Iterator[None]:
+    def swapped(
+        self, leaves: Sequence[Any], *, is_kept: bool = False
+    ) -> Iterator[None]:
         """Holds `leaves` in the slots for a while, in the current trace.
 
         Plain values that change meanwhile stay changed, unless the code inside raises.
+
+        Args:
+            leaves: The arrays, in the order of `paths`.
+            is_kept: Whether the caller is inside `kept`, whose walk serves here too.
         """
         undo: list[Callable[[], None]] = []
-        with self.kept():
+        with contextlib.nullcontext() if is_kept else self.kept():
             try:
                 for slot, part in self._parts(leaves):
                     undo.append(slot.swap(part))
@@ -199,7 +210,8 @@ class State:
                 if (a.shape, a.dtype) != (b.shape, b.dtype):
                     changes.append(f"{path}: {describe(a)} became {describe(b)}")
             leaves.extend(strong(leaf) for leaf in new)
-        new_places = find_new_places(self.slots, Walk(self.roots), self._before[-1])
+        self._after = Walk(self.roots)
+        new_places = find_new_places(self.slots, self._after, self._before[-1])
         if changes or new_places:
             num_places = len(self.paths) + len(new_places)
             changes.extend(new_places)

@@ -20,10 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from armillary.errors import StateStructureError
+from armillary.state._opaque import is_array
 from armillary.state._slots import Held, Role, Slot, join_keys
 
 if TYPE_CHECKING:
     from flax import nnx
+
+
+_LEAF = jax.tree.structure(0)
 
 
 class NnxSlot(Slot):
@@ -32,15 +36,15 @@ class NnxSlot(Slot):
     def __init__(self, variable: "nnx.Variable", path: str) -> None:
         self.variable, self.path = variable, path
         self.key = id(variable)
-        self.role = next(
-            (role for kind, role in _flax().roles if isinstance(variable, kind)),
-            Role.PLAIN,
-        )
+        self.role = _role_of(type(variable))
         self.annotations = dict(variable.get_metadata())
         value = variable._raw_value
+        # Nearly every variable is one array, and many are read at each loop.
+        if is_array(value):
+            self.paths, self._treedef, self.is_leaf = (path,), _LEAF, True
+            return
         entries, self._treedef = jax.tree_util.tree_flatten_with_path(value)
         self.paths = tuple(join_keys(path, keys) for keys, _ in entries)
-        # Nearly every variable is one array, and many are read at each loop.
         # JAX also calls a node without leaves, such as `optax.MaskedNode()`, a leaf.
         self.is_leaf = jax.tree_util.treedef_is_leaf(self._treedef) and bool(entries)
 
@@ -126,6 +130,12 @@ def is_variable_type(kind: type) -> bool:
 def is_node_type(kind: type) -> bool:
     """Returns whether instances of `kind` are NNX objects that hold variables."""
     return issubclass(kind, getattr(sys.modules.get("flax.nnx"), "Pytree", ()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _role_of(kind: type) -> Role:
+    roles = (role for base, role in _flax().roles if issubclass(kind, base))
+    return next(roles, Role.PLAIN)
 
 
 def merges_by_sum(value: Any) -> bool:

@@ -189,10 +189,13 @@ class Walk:
 
 def _holds_arrays(value: Any) -> bool:
     """Returns whether `value` is a tree, as JAX knows them, with arrays in it."""
+    children = children_of(value)
+    if are_plain(children):  # as most values have none
+        return False
     has_arrays = False
-    trail: list[tuple[Any, Iterator[Any]]] = [(None, iter((value,)))]
+    trail: list[tuple[Any, Iterator[Any]]] = [(value, iter(children))]
     # By `id`; kept, since a flattened object may have made them for the occasion.
-    above: dict[int, Any] = {}
+    above: dict[int, Any] = {id(value): value}
     done: dict[int, Any] = {}
     while trail:
         if len(trail) > _MAX_TREE_DEPTH:

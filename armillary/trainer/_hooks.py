@@ -15,7 +15,6 @@ import jax
 from armillary._logging import logger
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep, trace_step
-from armillary.errors import StateStructureError
 from armillary.trainer._pure_code import find_effect
 from armillary.typing import Output
 
@@ -140,18 +139,26 @@ def _trace(owner: Any, flat: FlatState) -> Hooks:
     def begin() -> None:
         owner.train_loop_begin()
 
-    traced = []
-    for name, run in ((BEGIN, begin), (END, end)):
-        with flat.state.kept() as changes:
-            hook = getattr(owner, name)
-            traced.append(trace_step(run, flat, (), user_fn=hook, owner="the trainer"))
-            if changed := changes():
-                raise StateStructureError(
-                    f"`{name}` changes plain values ({', '.join(sorted(changed)[:5])}),"
-                    " which a compiled program would do once, and not in every loop. "
-                    "Hold them in arrays, or leave `compile_hooks` out."
-                )
+    traced = [
+        trace_step(
+            run,
+            flat,
+            (),
+            user_fn=getattr(owner, name),
+            owner="the trainer",
+            refusal=_refusal,
+        )
+        for name, run in ((BEGIN, begin), (END, end))
+    ]
     return Hooks(*traced, *shapes)
+
+
+def _refusal(name: str, changes: dict[str, str]) -> str:
+    return (
+        f"`{name}` changes plain values ({', '.join(sorted(changes)[:5])}), which a "
+        "compiled program would do once, and not in every loop. Hold them in arrays, "
+        "or leave `compile_hooks` out."
+    )
 
 
 def _number(output: Any, leaves: list[Any]) -> Any:

@@ -299,7 +299,7 @@ class Fetching(Regression):
         (
             Counting,
             StateStructureError,
-            r"`train_loop_begin` changed plain values(.|\n)*num_begun",
+            r"`train_loop_begin` changes plain values(.|\n)*num_begun",
         ),
         (
             Fetching,

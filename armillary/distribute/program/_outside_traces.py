@@ -58,9 +58,11 @@ def check_nothing_left(fn: Callable[..., Any], owner: str) -> None:
     kinds = type(getattr(fn, "__self__", None)).__mro__
     methods = [value for kind in kinds for value in vars(kind).values()]
     python = [value for value in methods if isinstance(value, types.FunctionType)]
+    # Not the object of a method, which is the state that was traced.
+    functions = [getattr(fn, "__func__", fn), *python]
     left = [
         slot
-        for slot in State([(function, "") for function in (fn, *python)]).slots
+        for slot in State([(function, "") for function in functions]).slots
         if isinstance(slot, PlaceSlot)
         if any(isinstance(leaf, Tracer) for leaf in slot.read())
     ]

@@ -108,6 +108,7 @@ def trace_step(
     *,
     user_fn: Callable[..., Any],
     owner: str,
+    refusal: Callable[[str, dict[str, str]], str] | None = None,
 ) -> TracedStep:
     """Traces `fn(*arguments)` with the state lifted.
 
@@ -117,6 +118,8 @@ def trace_step(
         arguments: Arrays or `jax.ShapeDtypeStruct`, a pytree for each argument.
         user_fn: The user's function, for messages.
         owner: What state must be reachable from, for messages.
+        refusal: Returns the message that refuses plain values to change at all, for the
+            name of the step and what has changed.
 
     Returns:
         The traced step.
@@ -136,6 +139,8 @@ def trace_step(
         first = changes()
         if places and not tracing.repeats(step):
             raise CapturedStateError(taken_message(tracing.name, places[0]))
+        if first and refusal is not None:
+            raise StateStructureError(refusal(tracing.name, first))
         if first:
             # A flag that is set in each step, or a value that is cached, does no harm.
             with flat.state.kept() as more_changes:
@@ -172,7 +177,10 @@ class _Tracing(NamedTuple):
         results: list[Any] = []
 
         def pure(slots: list[Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-            with state.swapped(slots), lifted(state, self.flat.strategy):
+            with (
+                state.swapped(slots, is_kept=True),
+                lifted(state, self.flat.strategy),
+            ):
                 result = self.fn(*arguments)
                 after = state.collect(slots, self.name)
             pairs = zip(slots, after, strict=True)
