@@ -87,7 +87,7 @@ class Profile:
                 self._stop()
         elif last < self.at <= self._last_step and get_process().is_chief:
             Path(self.directory).mkdir(parents=True, exist_ok=True)
-            jax.profiler.start_trace(self.directory, profiler_options=self._options)
+            self._start()
             self._begun_at = self._last_step
 
     def bind_step_counter(self, counter: Any) -> None:
@@ -103,6 +103,19 @@ class Profile:
         """Ends the trace if it is running; a `Controller` calls this."""
         if self._begun_at is not None:
             self._stop()
+
+    def _start(self) -> None:
+        try:
+            jax.profiler.start_trace(self.directory, profiler_options=self._options)
+        except RuntimeError as error:
+            if "already" not in str(error):
+                raise
+            raise RuntimeError(
+                f"`Profile(at={self.at}, steps={self.steps})` is to begin at step "
+                f"{self._last_step}, but another trace is running, and JAX runs one at "
+                "a time. Let `at` of this action be a loop or more after the steps of "
+                "another `Profile`, and end a trace of your own before."
+            ) from error
 
     def _stop(self) -> None:
         begun_at, self._begun_at = self._begun_at, None

@@ -19,7 +19,8 @@ def check_runners(trainer: Any, evaluator: Any) -> None:
     Raises:
         ValueError: If both are `None`, or there are no evaluators in a dictionary, or
             one has a name that cannot be that of a directory.
-        TypeError: If one is a class or has no `train` or `evaluate` method.
+        TypeError: If one is a class or has no `train` or `evaluate` method, or there
+            are several evaluators without names.
     """
     if trainer is None and evaluator is None:
         raise ValueError(
@@ -31,6 +32,12 @@ def check_runners(trainer: Any, evaluator: Any) -> None:
         check_methods("trainer", trainer, ["train"], fix)
     if evaluator is None:
         return
+    if isinstance(evaluator, list | tuple):
+        raise TypeError(
+            f"`evaluator` is {evaluator!r} of type {type(evaluator).__name__}, but "
+            "several evaluators need names: it must be one evaluator, or a dictionary "
+            'of them. Use `evaluator={"validation": a, "test": b}`.'
+        )
     fix = "Derive it from `armillary.StandardEvaluator` or `AbstractEvaluator`."
     if not isinstance(evaluator, Mapping):
         check_methods("evaluator", evaluator, ["evaluate"], fix)

@@ -42,7 +42,7 @@ from armillary.controller._new_checkpoints import restore_if_good, watch_checkpo
 from armillary.controller._progress import log_line
 from armillary.controller._run_record import RunRecord, check_hyperparameters
 from armillary.controller._saving import Saving
-from armillary.controller._start_lines import log_start
+from armillary.controller._start_lines import log_start, repeats_for_ever
 from armillary.controller._stop_request import StopRequest
 from armillary.controller._train_loops import TrainLoops
 from armillary.controller._training_end import begin_training, end_training, read_end
@@ -640,6 +640,8 @@ class Controller:
         else:
             self._say_start()
             goal = "the data ends" if target == -1 else f"step {target}"
+            if target == -1 and repeats_for_ever(self.trainer):
+                goal = "a stop is requested: the data repeats itself for ever"
             log_line("train", step, f"training until {goal}...")
             self._loops.prepare(self._num_steps_at(step))
         while step != target and not self._stop.is_agreed():

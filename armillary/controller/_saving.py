@@ -119,7 +119,6 @@ class Saving:
             else:
                 restored = manager.restore_or_initialize()
         if restored is None:
-            logger.info("found no checkpoint in %s.", manager.directory)
             return None
         logger.info("restored from checkpoint: %s", restored)
         step = self.read_step()

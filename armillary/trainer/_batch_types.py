@@ -59,6 +59,13 @@ class BatchShapes:
                 "(buckets), or allow more with `max_shapes`."
             )
         shown = "\n".join(changes)
+        if not self._is_shape_only(batches):
+            return (
+                f"Batches changed after `{name}` was compiled, in more than their "
+                f"shape:\n{shown}\n"
+                "Give all batches one dtype and one structure, for example with "
+                "`.astype` where they are made; `max_shapes` allows other shapes only."
+            )
         return (
             f"Batches changed after `{name}` was compiled, and it would be compiled "
             f"again for each new shape:\n{shown}\n"

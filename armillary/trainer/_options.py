@@ -1,6 +1,6 @@
 """How a trainer and an evaluator run their steps: what users may set."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,6 +42,11 @@ class LoopOptions:
         if self.steps_per_chunk is not None:
             check_positive_int("steps_per_chunk", self.steps_per_chunk)
         check_positive_int("max_chunk_bytes", self.max_chunk_bytes)
+        if isinstance(self.max_shapes, Collection):
+            raise TypeError(
+                f"`max_shapes` is {self.max_shapes!r}, but it must be how many shapes "
+                f"there may be, not which. Use `max_shapes={len(self.max_shapes)}`."
+            )
         check_positive_int("max_shapes", self.max_shapes)
         if self.compiler_options is not None:
             check_instance(
