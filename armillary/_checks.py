@@ -126,13 +126,7 @@ def check_num_steps(name: str, value: Any) -> int:
 
 
 def check_methods(name: str, value: Any, methods: Collection[str], fix: str) -> None:
-    """Raises if `value` is not an object with all of `methods`.
-
-    Args:
-        name: The argument's name.
-        value: The argument.
-        methods: Names of the methods that the library will call.
-        fix: A sentence that says what to pass.
+    """Raises if `value` is not an object with all of `methods`, which will be called.
 
     Raises:
         TypeError: If `value` is a class, or lacks one of the methods.

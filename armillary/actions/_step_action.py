@@ -11,19 +11,12 @@ from typing import Any, NoReturn
 from armillary._checks import check_callable
 from armillary.typing import Action
 
-BIND, END = "bind_step_counter", "end_training"
-
 
 def bind_step_counter(actions: Iterable[Any], counter: Any) -> None:
-    """Tells actions what counts training steps.
-
-    Args:
-        actions: The actions.
-        counter: A variable, or a function without arguments.
-    """
+    """Tells actions what counts training steps."""
     for action in actions:
-        if hasattr(action, BIND):
-            getattr(action, BIND)(counter)
+        if hasattr(action, "bind_step_counter"):
+            action.bind_step_counter(counter)
 
 
 def end_training(actions: Iterable[Any]) -> None:
@@ -34,8 +27,8 @@ def end_training(actions: Iterable[Any]) -> None:
     errors = []
     for action in actions:
         try:
-            if hasattr(action, END):
-                getattr(action, END)()
+            if hasattr(action, "end_training"):
+                action.end_training()
         except Exception as error:
             errors.append(error)
     if errors:

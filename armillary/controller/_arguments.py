@@ -1,6 +1,6 @@
 """Checks of what a controller and its methods are given, before anything is touched."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from armillary._checks import (
@@ -148,16 +148,6 @@ def check_managers(strategy: Any, checkpoint_manager: Any) -> None:
         check_methods("checkpoint_manager", checkpoint_manager, methods, fix)
 
 
-def check_epochs(epochs: Any) -> None:
-    """Raises if `epochs` is neither `None` nor a positive integer.
-
-    Raises:
-        ValueError: If it is something else.
-    """
-    if epochs is not None:
-        check_positive_int("epochs", epochs)
-
-
 def require(controller: Any, attribute: str, *, for_method: str) -> Any:
     """Returns an attribute of a controller that a method needs.
 
@@ -173,14 +163,16 @@ def require(controller: Any, attribute: str, *, for_method: str) -> Any:
     return value
 
 
-def check_target(name: str, steps: Any, read_step: Callable[[], int]) -> None:
-    """Raises if training cannot go on from the current global step up to `steps`.
+def check_target(name: str, steps: Any, step: int, epochs: Any) -> None:
+    """Raises if training cannot go on from global step `step` up to `steps`.
 
     Raises:
-        ValueError: If `steps` is neither -1 nor positive, or has been passed.
+        ValueError: If `steps` is neither -1 nor positive, or has been passed, or if
+            `epochs` is neither `None` nor positive.
     """
     check_num_steps(name, steps)
-    step = read_step()
+    if epochs is not None:
+        check_positive_int("epochs", epochs)
     if steps != -1 and steps < step:
         raise ValueError(
             f"`{name}` is {steps}, but the global step is already {step}, and "

@@ -26,12 +26,9 @@ _PLACES = ("model", "params")
 
 
 def log_start(trainer: Any, strategy: Any, directories: dict[str, str | None]) -> None:
-    """Logs devices and strategy; parameters; batches and directories.
+    """Logs devices and strategy; parameters; batches and directories by their use.
 
-    Args:
-        trainer: What trains.
-        strategy: That of the controller; `None` takes that of the trainer.
-        directories: Where the run writes, by what it writes.
+    Without a strategy of the controller, it is that of the trainer.
     """
     if strategy is None:
         strategy = getattr(trainer, "strategy", None)

@@ -20,12 +20,7 @@ def key_of(batches: Sequence[PyTree], active: tuple[Active, ...]) -> Any:
 
 
 class BatchShapes:
-    """The shapes of batches that one step has met, whatever the number of examples.
-
-    Args:
-        method: The step.
-        most: How many there may be.
-    """
+    """The shapes of batches that one step has met, whatever the number of examples."""
 
     def __init__(self, method: StepMethod, most: int) -> None:
         self._method, self._most = method, most

@@ -1,7 +1,7 @@
 """How a trainer and an evaluator run their steps: what users may set."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from armillary._checks import (
@@ -27,6 +27,8 @@ _TRAINER_ONLY = (
 class LoopOptions:
     """What trainers and evaluators have in common: see `StandardTrainerOptions`.
 
+    What a trainer alone can be told is off here.
+
     Raises:
         ValueError: If a number is below 1.
     """
@@ -37,6 +39,10 @@ class LoopOptions:
     max_chunk_bytes: int = 256 * 2**20
     compiler_options: Mapping[str, Any] | None = None
     max_shapes: int = 1
+    on_non_finite: Literal["raise", "skip"] | None = field(default=None, init=False)
+    check_replicas_every: int | None = field(default=None, init=False)
+    compile_hooks: bool | None = field(default=False, init=False)
+    accumulate_steps: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
         if self.steps_per_chunk is not None:
@@ -55,6 +61,13 @@ class LoopOptions:
                 Mapping,
                 'Use a dictionary, such as `{"xla_cpu_enable_fast_math": True}`.',
             )
+
+    @property
+    def hooks_in_program(self) -> bool | None:
+        """As `compile_hooks`; what looks at each step may end a loop at any of them."""
+        is_watched = self.on_non_finite or self.check_replicas_every
+        is_compiled = self.compile_loop and self.compile_step
+        return self.compile_hooks if is_compiled and not is_watched else False
 
 
 @answers_old_names(**_OLD_OPTIONS)
