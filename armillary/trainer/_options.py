@@ -39,10 +39,10 @@ class LoopOptions:
     max_chunk_bytes: int = 256 * 2**20
     compiler_options: Mapping[str, Any] | None = None
     max_shapes: int = 1
-    on_non_finite: Literal["raise", "skip"] | None = field(default=None, init=False)
-    check_replicas_every: int | None = field(default=None, init=False)
-    compile_hooks: bool | None = field(default=False, init=False)
-    accumulate_steps: int = field(default=1, init=False)
+    on_non_finite: str | None = field(default=None, init=False, repr=False)
+    check_replicas_every: int | None = field(default=None, init=False, repr=False)
+    compile_hooks: bool | None = field(default=False, init=False, repr=False)
+    accumulate_steps: int = field(default=1, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.steps_per_chunk is not None:
