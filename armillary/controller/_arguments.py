@@ -7,7 +7,9 @@ from armillary._checks import (
     check_callable,
     check_methods,
     check_num_steps,
+    check_one_of,
     check_positive_int,
+    check_seconds,
     is_positive_int,
 )
 from armillary.typing import Action
@@ -146,6 +148,38 @@ def check_managers(strategy: Any, checkpoint_manager: Any) -> None:
         ]
         fix = "Use `armillary.CheckpointManager(checkpoint, directory)`."
         check_methods("checkpoint_manager", checkpoint_manager, methods, fix)
+
+
+def check_watching(hang_timeout_seconds: Any, progress: Any) -> None:
+    """Checks how a run is watched, by the program itself and by people."""
+    if hang_timeout_seconds is not None:
+        fix = "Use `hang_timeout_seconds=600`, or `None` to wait for ever."
+        check_seconds("hang_timeout_seconds", hang_timeout_seconds, fix)
+    fix = "Use `progress=False` to show nothing of what goes on."
+    check_one_of("progress", progress, (None, True, False), fix)
+
+
+def check_hyperparameters(hyperparameters: Any) -> dict[str, Any]:
+    """Returns hyperparameters as a dictionary; of `None`, an empty one.
+
+    Raises:
+        TypeError: If they are no mapping from strings.
+    """
+    if hyperparameters is None:
+        return {}
+    if not isinstance(hyperparameters, Mapping):
+        raise TypeError(
+            f"`hyperparameters` is {hyperparameters!r} of type "
+            f"{type(hyperparameters).__name__}, but it must be a dictionary. Use "
+            "`vars(arguments)` of parsed arguments, or `dataclasses.asdict(config)`."
+        )
+    bad = [name for name in hyperparameters if not isinstance(name, str)]
+    if bad:
+        raise TypeError(
+            f"`hyperparameters` has the key {bad[0]!r} of type "
+            f"{type(bad[0]).__name__}, but its keys must be strings. Use `str(key)`."
+        )
+    return dict(hyperparameters)
 
 
 def require(controller: Any, attribute: str, *, for_method: str) -> Any:

@@ -16,9 +16,7 @@ from armillary._checks import (
     check_callable,
     check_not_negative,
     check_num_steps,
-    check_one_of,
     check_positive_int,
-    check_seconds,
 )
 from armillary._logging import ensure_visible
 from armillary._traceback import hides_frames
@@ -26,10 +24,12 @@ from armillary.actions._step_action import bind_step_counter
 from armillary.actions._step_action import end_training as end_actions
 from armillary.controller._arguments import (
     as_actions,
+    check_hyperparameters,
     check_intervals,
     check_managers,
     check_runners,
     check_target,
+    check_watching,
     require,
 )
 from armillary.controller._curves import Curves
@@ -38,7 +38,7 @@ from armillary.controller._evaluation import run_evaluations
 from armillary.controller._finishing import finishing
 from armillary.controller._history import History, RunOutput, add_record
 from armillary.controller._new_checkpoints import restore_if_good, watch_checkpoints
-from armillary.controller._run_record import RunRecord, check_hyperparameters
+from armillary.controller._run_record import RunRecord
 from armillary.controller._saving import Saving
 from armillary.controller._stop_request import StopRequest
 from armillary.controller._train_loops import TrainLoops
@@ -170,11 +170,7 @@ class Controller:
             summary_interval=summary_interval,
         )
         check_managers(strategy, checkpoint_manager)
-        if hang_timeout_seconds is not None:
-            fix = "Use `hang_timeout_seconds=600`, or `None` to wait for ever."
-            check_seconds("hang_timeout_seconds", hang_timeout_seconds, fix)
-        fix = "Use `progress=False` to show nothing of what goes on."
-        check_one_of("progress", progress, (None, True, False), fix)
+        check_watching(hang_timeout_seconds, progress)
         hyperparameters = check_hyperparameters(hyperparameters)
 
         self.global_step = global_step
@@ -215,7 +211,6 @@ class Controller:
             note=self._note_loop,
             actions=self.train_actions,
         )
-        summaries = getattr(self.summary_manager, "summary_dir", None)
         self._training = Training(
             trainer,
             steps_per_loop,
@@ -224,7 +219,10 @@ class Controller:
             saving=self._saving,
             stop=self._stop,
             strategy=strategy,
-            directories={"checkpoints": self._directory, "summaries": summaries},
+            directories={
+                "checkpoints": self._directory,
+                "summaries": self._curves.summary_dir,
+            },
         )
 
         ensure_visible()

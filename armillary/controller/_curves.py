@@ -12,6 +12,7 @@ class Curves:
 
     Attributes:
         summary_manager: Writes them as summaries.
+        summary_dir: Where, if that is known.
         file: Takes their scalars. It is beside the summaries, or else in `directory`.
     """
 
@@ -19,12 +20,12 @@ class Curves:
         self, summary_manager: SummaryManager | NoopSummaryManager, directory: Any
     ) -> None:
         self.summary_manager = summary_manager
-        beside = getattr(summary_manager, "summary_dir", None)
+        self.summary_dir = getattr(summary_manager, "summary_dir", None)
         # Who evaluates the checkpoints of another job writes nothing beside them.
         self.file = (
             MetricsFile(directory, is_of_training=True)
-            if beside is None
-            else MetricsFile(beside)
+            if self.summary_dir is None
+            else MetricsFile(self.summary_dir)
         )
 
     def write_loop(

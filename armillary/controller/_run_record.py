@@ -4,7 +4,6 @@ import dataclasses
 import os
 import platform
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,29 +14,6 @@ from armillary.controller._git import find_program_folder, read_git
 from armillary.controller._start_lines import find_parameters
 
 _PACKAGES = ("jax", "flax", "optax", "orbax.checkpoint", "numpy", "keras")
-
-
-def check_hyperparameters(hyperparameters: Any) -> dict[str, Any]:
-    """Returns hyperparameters as a dictionary; of `None`, an empty one.
-
-    Raises:
-        TypeError: If they are no mapping from strings.
-    """
-    if hyperparameters is None:
-        return {}
-    if not isinstance(hyperparameters, Mapping):
-        raise TypeError(
-            f"`hyperparameters` is {hyperparameters!r} of type "
-            f"{type(hyperparameters).__name__}, but it must be a dictionary. Use "
-            "`vars(arguments)` of parsed arguments, or `dataclasses.asdict(config)`."
-        )
-    bad = [name for name in hyperparameters if not isinstance(name, str)]
-    if bad:
-        raise TypeError(
-            f"`hyperparameters` has the key {bad[0]!r} of type "
-            f"{type(bad[0]).__name__}, but its keys must be strings. Use `str(key)`."
-        )
-    return dict(hyperparameters)
 
 
 class RunRecord:

@@ -271,6 +271,7 @@ class Trainer(AbstractTrainer):
         time.sleep(1.5)
         return jnp.sin(x)
 
+jax.devices()
 trainer = Trainer()
 controller = Controller(
     trainer=trainer, global_step=lambda: trainer.step, steps_per_loop=1)
@@ -313,8 +314,8 @@ def test_a_run_in_a_terminal():
 
     assert seen[2].splitlines()[-1].startswith("step 1/2 (50%) | ETA ")
     lines = text.splitlines()
-    assert lines[0] == "train | step:      0 | training until step 2..."
-    assert [line[:21] for line in lines[1:]] == [
+    assert lines[1] == "train | step:      0 | training until step 2..."
+    assert [line[:21] for line in lines[2:]] == [
         "a line of the program",
         "train | step:      1 ",
         "a line of the program",
