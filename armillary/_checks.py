@@ -16,8 +16,11 @@ _C = TypeVar("_C", bound=type)
 
 def is_positive_int(value: Any) -> bool:
     """Returns whether `value` is an integer of at least 1."""
-    is_other = isinstance(value, bool) or not isinstance(value, Integral)
-    return not (is_other or value < 1)
+    return _is_int(value) and value >= 1
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_positive_int(name: str, value: Any) -> int:
@@ -115,8 +118,7 @@ def check_num_steps(name: str, value: Any) -> int:
     Raises:
         ValueError: If `value` is neither a positive integer nor -1.
     """
-    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_integer or (value < 1 and value != -1):
+    if not is_positive_int(value) and not (_is_int(value) and value == -1):
         raise ValueError(
             f"`{name}` is {value!r}, but it must be a positive integer, or -1 to run "
             f"until the data ends. Use `{name}=1` or more, or `{name}=-1`"
@@ -126,13 +128,7 @@ def check_num_steps(name: str, value: Any) -> int:
 
 
 def check_methods(name: str, value: Any, methods: Collection[str], fix: str) -> None:
-    """Raises if `value` is not an object with all of `methods`.
-
-    Args:
-        name: The argument's name.
-        value: The argument.
-        methods: Names of the methods that the library will call.
-        fix: A sentence that says what to pass.
+    """Raises if `value` is not an object with all of `methods`, which will be called.
 
     Raises:
         TypeError: If `value` is a class, or lacks one of the methods.
@@ -157,7 +153,7 @@ def check_not_negative_int(name: str, value: Any) -> int:
     Raises:
         ValueError: If `value` is not an integer or is below 0.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+    if not _is_int(value) or value < 0:
         raise ValueError(
             f"`{name}` is {value!r}, but it must be an integer that is not negative. "
             f"Use `{name}=0` or more."

@@ -9,12 +9,7 @@ from pathlib import Path
 
 
 def append_lines(path: Path, lines: bytes) -> None:
-    """Appends whole lines; the file and its directory are made by the first ones.
-
-    Args:
-        path: A local file.
-        lines: What to append, with a line feed at its end.
-    """
+    """Appends whole lines; the file and its directory are made by the first ones."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Opened anew, as it is done rarely, and no file stays open in idle programs.
     with open(path, "a+b") as file:

@@ -8,11 +8,12 @@ these.
 
 import contextlib
 import functools
+import inspect
 import linecache
 import os
 import types
 from collections.abc import Callable, Iterator
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -24,19 +25,35 @@ _NOTE = f"Armillary has left its own frames out. Set {_SWITCH}=off to see them."
 
 
 def hides_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Marks a function that users call: no exception brings own frames out of it."""
+    """Marks a function that users call: no exception brings own frames out of it.
+
+    Nor out of the iterator that a generator function returns.
+    """
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
+        with _Hiding():
             return function(*args, **kwargs)
-        except Exception as error:
-            if jax.config.values["jax_traceback_filtering"] != "off":
-                _hide(error)
-            # Not `raise error`, which would put this frame back.
-            raise
 
-    return call
+    @functools.wraps(function)
+    def iterate(*args: Any, **kwargs: Any) -> Any:
+        with _Hiding():
+            generator: Any = function(*args, **kwargs)
+            yield from generator
+
+    return iterate if inspect.isgeneratorfunction(function) else call
+
+
+class _Hiding:
+    """Hides own frames of an exception that leaves it."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        is_on = jax.config.values["jax_traceback_filtering"] != "off"
+        if is_on and isinstance(error, Exception):
+            _hide(error)
 
 
 def _hide(error: BaseException) -> None:

@@ -90,6 +90,16 @@ def test_what_led_to_an_error_is_shortened_as_well():
     assert not find_own_frames(caught.value.__cause__)
 
 
+def test_what_fails_in_a_prediction_is_shortened_as_well():
+    outputs = armillary.predict(multiply, [np.ones((4, 3))])
+
+    with pytest.raises(TypeError, match="contracting dimensions") as caught:
+        next(outputs)
+    assert not find_own_frames(caught.value)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[1:2] == ["multiply"]
+
+
 def test_a_message_of_the_library_stands_alone():
     with pytest.raises(ValueError, match="`steps` is 0") as caught:
         make_controller(1, multiply).train(0)

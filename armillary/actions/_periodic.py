@@ -1,22 +1,21 @@
 """An action that runs now and then: by steps, or by time."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from armillary._checks import check_positive_int, check_seconds
 from armillary.actions._step_action import (
+    StepAction,
     as_actions,
     bind_step_counter,
     end_training,
-    raise_unbound,
 )
 from armillary.cluster._join import get_peers
-from armillary.state._step_counter import as_step_counter
 from armillary.typing import Action, Output
 
 
-class PeriodicAction:
+class PeriodicAction(StepAction):
     """Runs an action, or several in turn, each time that an interval has passed.
 
     By steps, that is at the first output after each multiple of the interval, however
@@ -58,8 +57,7 @@ class PeriodicAction:
             fix = "Use `interval_seconds=600`."
             check_seconds("interval_seconds", interval_seconds, fix)
         self.interval, self.interval_seconds = interval, interval_seconds
-        self._read_step: Callable[[], int] | None = None
-        self._last_step, self._last_time = 0, time.monotonic()
+        self._last_time = time.monotonic()
 
     def __call__(self, output: Output) -> None:
         """Runs the actions with `output` if the interval has passed."""
@@ -73,8 +71,7 @@ class PeriodicAction:
         Args:
             counter: A variable such as `optimizer.step`, or a function.
         """
-        self._read_step = as_step_counter(counter)
-        self._last_step = self._read_step()
+        super().bind_step_counter(counter)
         bind_step_counter(self.actions, counter)
 
     def end_training(self) -> None:
@@ -84,10 +81,8 @@ class PeriodicAction:
     def _is_due(self) -> bool:
         if self.interval is None:
             return self._is_time()
-        if self._read_step is None:
-            raise_unbound(self)
-        last, self._last_step = self._last_step, self._read_step()
-        return self._last_step // self.interval > last // self.interval
+        last, now = self._advance()
+        return now // self.interval > last // self.interval
 
     def _is_time(self) -> bool:
         is_due, peers = self._has_passed(), get_peers()

@@ -1,21 +1,18 @@
 """A trace of what the devices and the host do, for a few loops of a run."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from armillary._checks import check_instance, check_not_negative_int, check_positive_int
 from armillary._logging import logger
 from armillary._process import get_process
-from armillary.actions._step_action import raise_unbound
-from armillary.state._step_counter import as_step_counter
+from armillary.actions._step_action import StepAction
 from armillary.typing import Output
 
 
-class Profile:
+class Profile(StepAction):
     """Traces some loops of training, once, with `jax.profiler`.
 
     The trace begins after the first loop that reaches step `at`, and ends after the
@@ -67,8 +64,6 @@ class Profile:
         kind, fix = jax.profiler.ProfileOptions, "Use `jax.profiler.ProfileOptions()`."
         check_instance("options", options, kind, fix)
         self._options = options
-        self._read_step: Callable[[], int] | None = None
-        self._last_step = 0
         # The step at which the trace that is running began.
         self._begun_at: int | None = None
 
@@ -79,30 +74,30 @@ class Profile:
             output: Not used.
         """
         del output
-        if self._read_step is None:
-            raise_unbound(self)
-        last, self._last_step = self._last_step, self._read_step()
+        last, now = self._advance()
         if self._begun_at is not None:
-            if self._last_step >= self._begun_at + self.steps:
+            if now >= self._begun_at + self.steps:
                 self._stop()
-        elif last < self.at <= self._last_step and get_process().is_chief:
-            Path(self.directory).mkdir(parents=True, exist_ok=True)
-            jax.profiler.start_trace(self.directory, profiler_options=self._options)
-            self._begun_at = self._last_step
-
-    def bind_step_counter(self, counter: Any) -> None:
-        """Takes what counts training steps; a `Controller` calls this.
-
-        Args:
-            counter: A variable such as `optimizer.step`, or a function.
-        """
-        self._read_step = as_step_counter(counter)
-        self._last_step = self._read_step()
+        elif last < self.at <= now and get_process().is_chief:
+            self._start(now)
 
     def end_training(self) -> None:
         """Ends the trace if it is running; a `Controller` calls this."""
         if self._begun_at is not None:
             self._stop()
+
+    def _start(self, step: int) -> None:
+        Path(self.directory).mkdir(parents=True, exist_ok=True)
+        try:
+            jax.profiler.start_trace(self.directory, profiler_options=self._options)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"`Profile(at={self.at}, steps={self.steps})` is to begin at step "
+                f"{step}, but another trace is running, and JAX runs one at a time. "
+                "Let `at` of this action be a loop or more after the steps of another "
+                "`Profile`, and end a trace of your own before."
+            ) from error
+        self._begun_at = step
 
     def _stop(self) -> None:
         begun_at, self._begun_at = self._begun_at, None

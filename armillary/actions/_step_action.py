@@ -5,25 +5,19 @@ restored, and when a call that trains has ended, in whatever way. An action has 
 methods of these names, or does not care. Actions that hold others pass both on.
 """
 
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from armillary._checks import check_callable
+from armillary.state._step_counter import as_step_counter
 from armillary.typing import Action
-
-BIND, END = "bind_step_counter", "end_training"
 
 
 def bind_step_counter(actions: Iterable[Any], counter: Any) -> None:
-    """Tells actions what counts training steps.
-
-    Args:
-        actions: The actions.
-        counter: A variable, or a function without arguments.
-    """
+    """Tells actions what counts training steps."""
     for action in actions:
-        if hasattr(action, BIND):
-            getattr(action, BIND)(counter)
+        if hasattr(action, "bind_step_counter"):
+            action.bind_step_counter(counter)
 
 
 def end_training(actions: Iterable[Any]) -> None:
@@ -34,26 +28,43 @@ def end_training(actions: Iterable[Any]) -> None:
     errors = []
     for action in actions:
         try:
-            if hasattr(action, END):
-                getattr(action, END)()
+            if hasattr(action, "end_training"):
+                action.end_training()
         except Exception as error:
             errors.append(error)
     if errors:
         raise errors[0]
 
 
-def raise_unbound(action: Any) -> NoReturn:
-    """Raises because nobody has told an action what counts steps.
+class StepAction:
+    """An action that knows the global step, once it is told what counts it."""
 
-    Raises:
-        RuntimeError: Always.
-    """
-    name = type(action).__name__
-    raise RuntimeError(
-        f"`{name}` was called, but does not know the global step. A `Controller` tells "
-        "its actions; in a loop of your own, call "
-        "`action.bind_step_counter(optimizer.step)` first."
-    )
+    _read_step: Callable[[], int] | None = None
+    _last_step = 0
+
+    def bind_step_counter(self, counter: Any) -> None:
+        """Takes what counts training steps; a `Controller` calls this.
+
+        Args:
+            counter: A variable such as `optimizer.step`, or a function.
+        """
+        self._read_step = as_step_counter(counter)
+        self._last_step = self._read_step()
+
+    def _advance(self) -> tuple[int, int]:
+        """Returns the global step of the last call of this method, and that of now.
+
+        Raises:
+            RuntimeError: If nobody has told what counts steps.
+        """
+        if self._read_step is None:
+            raise RuntimeError(
+                f"`{type(self).__name__}` was called, but does not know the global "
+                "step. A `Controller` tells its actions; in a loop of your own, call "
+                "`action.bind_step_counter(optimizer.step)` first."
+            )
+        last, self._last_step = self._last_step, self._read_step()
+        return last, self._last_step
 
 
 def as_actions(action: Any) -> tuple[Action, ...]:

@@ -8,10 +8,7 @@ from etils import epath
 def write_whole(path: epath.Path, data: bytes | bytearray, temporary: str) -> None:
     """Writes a file that has its name only when all of it is on the disk.
 
-    Args:
-        path: The file.
-        data: What it is to hold.
-        temporary: Its name until then, in the same directory.
+    Until then it has a temporary name, in the same directory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.parent / temporary

@@ -280,6 +280,7 @@ class CheckpointManager:
         report = restore_latest(self._checkpoint, self._directory, selection)
         if report is not None:
             return self._note_restored(report)
+        logger.info("found no checkpoint in %s.", self._directory)
         if self._init_fn is not None:
             with announcing_errors():
                 self._init_fn()

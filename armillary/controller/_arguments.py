@@ -1,13 +1,15 @@
 """Checks of what a controller and its methods are given, before anything is touched."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from armillary._checks import (
     check_callable,
     check_methods,
     check_num_steps,
+    check_one_of,
     check_positive_int,
+    check_seconds,
     is_positive_int,
 )
 from armillary.typing import Action
@@ -19,7 +21,8 @@ def check_runners(trainer: Any, evaluator: Any) -> None:
     Raises:
         ValueError: If both are `None`, or there are no evaluators in a dictionary, or
             one has a name that cannot be that of a directory.
-        TypeError: If one is a class or has no `train` or `evaluate` method.
+        TypeError: If one is a class or has no `train` or `evaluate` method, or there
+            are several evaluators without names.
     """
     if trainer is None and evaluator is None:
         raise ValueError(
@@ -31,6 +34,12 @@ def check_runners(trainer: Any, evaluator: Any) -> None:
         check_methods("trainer", trainer, ["train"], fix)
     if evaluator is None:
         return
+    if isinstance(evaluator, list | tuple):
+        raise TypeError(
+            f"`evaluator` is {evaluator!r} of type {type(evaluator).__name__}, but "
+            "several evaluators need names: it must be one evaluator, or a dictionary "
+            'of them. Use `evaluator={"validation": a, "test": b}`.'
+        )
     fix = "Derive it from `armillary.StandardEvaluator` or `AbstractEvaluator`."
     if not isinstance(evaluator, Mapping):
         check_methods("evaluator", evaluator, ["evaluate"], fix)
@@ -141,14 +150,36 @@ def check_managers(strategy: Any, checkpoint_manager: Any) -> None:
         check_methods("checkpoint_manager", checkpoint_manager, methods, fix)
 
 
-def check_epochs(epochs: Any) -> None:
-    """Raises if `epochs` is neither `None` nor a positive integer.
+def check_watching(hang_timeout_seconds: Any, progress: Any) -> None:
+    """Checks how a run is watched, by the program itself and by people."""
+    if hang_timeout_seconds is not None:
+        fix = "Use `hang_timeout_seconds=600`, or `None` to wait for ever."
+        check_seconds("hang_timeout_seconds", hang_timeout_seconds, fix)
+    fix = "Use `progress=False` to show nothing of what goes on."
+    check_one_of("progress", progress, (None, True, False), fix)
+
+
+def check_hyperparameters(hyperparameters: Any) -> dict[str, Any]:
+    """Returns hyperparameters as a dictionary; of `None`, an empty one.
 
     Raises:
-        ValueError: If it is something else.
+        TypeError: If they are no mapping from strings.
     """
-    if epochs is not None:
-        check_positive_int("epochs", epochs)
+    if hyperparameters is None:
+        return {}
+    if not isinstance(hyperparameters, Mapping):
+        raise TypeError(
+            f"`hyperparameters` is {hyperparameters!r} of type "
+            f"{type(hyperparameters).__name__}, but it must be a dictionary. Use "
+            "`vars(arguments)` of parsed arguments, or `dataclasses.asdict(config)`."
+        )
+    bad = [name for name in hyperparameters if not isinstance(name, str)]
+    if bad:
+        raise TypeError(
+            f"`hyperparameters` has the key {bad[0]!r} of type "
+            f"{type(bad[0]).__name__}, but its keys must be strings. Use `str(key)`."
+        )
+    return dict(hyperparameters)
 
 
 def require(controller: Any, attribute: str, *, for_method: str) -> Any:
@@ -166,14 +197,16 @@ def require(controller: Any, attribute: str, *, for_method: str) -> Any:
     return value
 
 
-def check_target(name: str, steps: Any, read_step: Callable[[], int]) -> None:
-    """Raises if training cannot go on from the current global step up to `steps`.
+def check_target(name: str, steps: Any, step: int, epochs: Any) -> None:
+    """Raises if training cannot go on from global step `step` up to `steps`.
 
     Raises:
-        ValueError: If `steps` is neither -1 nor positive, or has been passed.
+        ValueError: If `steps` is neither -1 nor positive, or has been passed, or if
+            `epochs` is neither `None` nor positive.
     """
     check_num_steps(name, steps)
-    step = read_step()
+    if epochs is not None:
+        check_positive_int("epochs", epochs)
     if steps != -1 and steps < step:
         raise ValueError(
             f"`{name}` is {steps}, but the global step is already {step}, and "

@@ -2,7 +2,7 @@
 
 Read `Controller.train_and_evaluate` first: everything else is what it calls. A *loop*
 is one call of `trainer.train`; whatever happens between steps happens at the boundary
-of two loops, in the order of `_train_until` and `TrainLoops.run`.
+of two loops, in the order of `Training.train_until` and `TrainLoops.run`.
 """
 
 import contextlib
@@ -16,41 +16,38 @@ from armillary._checks import (
     check_callable,
     check_not_negative,
     check_num_steps,
-    check_one_of,
     check_positive_int,
-    check_seconds,
 )
-from armillary._logging import ensure_visible, logger
+from armillary._logging import ensure_visible
 from armillary._traceback import hides_frames
 from armillary.actions._step_action import bind_step_counter
 from armillary.actions._step_action import end_training as end_actions
-from armillary.cluster._join import get_peers
 from armillary.controller._arguments import (
     as_actions,
-    check_epochs,
+    check_hyperparameters,
     check_intervals,
     check_managers,
     check_runners,
-    check_steps_returned,
     check_target,
+    check_watching,
     require,
 )
+from armillary.controller._curves import Curves
 from armillary.controller._display import Display
 from armillary.controller._evaluation import run_evaluations
-from armillary.controller._history import History, HistoryWriter, RunOutput
+from armillary.controller._finishing import finishing
+from armillary.controller._history import History, RunOutput, add_record
 from armillary.controller._new_checkpoints import restore_if_good, watch_checkpoints
-from armillary.controller._progress import log_line
-from armillary.controller._run_record import RunRecord, check_hyperparameters
+from armillary.controller._run_record import RunRecord
 from armillary.controller._saving import Saving
-from armillary.controller._start_lines import log_start
 from armillary.controller._stop_request import StopRequest
 from armillary.controller._train_loops import TrainLoops
+from armillary.controller._training import Training
 from armillary.controller._training_end import begin_training, end_training, read_end
 from armillary.goodput._recorder import make_recorder
 from armillary.lifeline._lifeline import get_lifeline
 from armillary.state._step_counter import as_step_counter
 from armillary.summary._manager import NoopSummaryManager, SummaryManager
-from armillary.summary._metrics_file import MetricsFile
 from armillary.summary._numbers import find_numbers
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 from armillary.typing import Action, Output
@@ -59,14 +56,6 @@ if TYPE_CHECKING:
     from armillary.checkpoint._manager import CheckpointManager
     from armillary.distribute._strategy import Strategy
     from armillary.plan._report import Plan
-
-_DATA_ENDED = "the data ended, training ends here."
-_DATA_ENDED_BEFORE = (
-    "the data had ended before, and without `epochs` it is gone through once. Write "
-    "how many epochs to train in all: `controller.train(epochs=3)`, or "
-    "`controller.train(epochs=epoch + 1)` in a loop over them. For other data, assign "
-    "it to `trainer.train_dataset`."
-)
 
 
 @answers_old_names(
@@ -181,11 +170,7 @@ class Controller:
             summary_interval=summary_interval,
         )
         check_managers(strategy, checkpoint_manager)
-        if hang_timeout_seconds is not None:
-            fix = "Use `hang_timeout_seconds=600`, or `None` to wait for ever."
-            check_seconds("hang_timeout_seconds", hang_timeout_seconds, fix)
-        fix = "Use `progress=False` to show nothing of what goes on."
-        check_one_of("progress", progress, (None, True, False), fix)
+        check_watching(hang_timeout_seconds, progress)
         hyperparameters = check_hyperparameters(hyperparameters)
 
         self.global_step = global_step
@@ -209,30 +194,35 @@ class Controller:
         self._directory = getattr(checkpoint_manager, "directory", None)
         self._goodput = make_recorder(None if trainer is None else self._directory)
         self._display = Display(self._goodput, progress)
-        self._history, self._has_said_start = HistoryWriter(), False
-        self._train_metrics = self._make_metrics_file(self.summary_manager)
-        self._eval_metrics = self._train_metrics
+        self._history = History()
+        self._curves = self._eval_curves = Curves(self.summary_manager, self._directory)
         if self.eval_summary_manager is not self.summary_manager:
-            self._eval_metrics = self._make_metrics_file(self.eval_summary_manager)
-        self._run_record = RunRecord(
-            self._train_metrics,
-            self.summary_manager,
-            trainer,
-            strategy,
-            hyperparameters,
-        )
+            self._eval_curves = Curves(self.eval_summary_manager, self._directory)
+        self._run_record = RunRecord(self._curves, trainer, strategy, hyperparameters)
         self._stop = StopRequest()
         shared = (self._read_step, self._scope, self._goodput)
         self._saving = Saving(checkpoint_manager, trainer, *shared)
         self._loops = TrainLoops(
             trainer,
             *shared,
-            summary_manager=self.summary_manager,
-            metrics_file=self._train_metrics,
+            curves=self._curves,
             summary_interval=summary_interval,
             log_interval=log_interval,
             note=self._note_loop,
             actions=self.train_actions,
+        )
+        self._training = Training(
+            trainer,
+            steps_per_loop,
+            self._read_step,
+            self._loops,
+            saving=self._saving,
+            stop=self._stop,
+            strategy=strategy,
+            directories={
+                "checkpoints": self._directory,
+                "summaries": self._curves.summary_dir,
+            },
         )
 
         ensure_visible()
@@ -246,7 +236,7 @@ class Controller:
         """Steps in the next loop, or `None` for a controller without a trainer."""
         if self._steps_per_loop is None:
             return None
-        return self._num_steps_at(self._read_step())
+        return self._training.num_steps_at(self._read_step())
 
     @hides_frames
     def train(
@@ -282,12 +272,11 @@ class Controller:
                 of the state that differ.
         """
         require(self, "trainer", for_method="train")
-        check_target("steps", steps, self._read_step)
-        check_epochs(epochs)
-        with self._record(), self._run(steps):
-            goes_on = self._begin_epoch(epochs)
+        check_target("steps", steps, self._read_step(), epochs)
+        with self._run(steps):
+            goes_on = self._training.begin_epoch(epochs)
             while goes_on:
-                goes_on = self._train_until(steps, epochs)
+                goes_on = self._training.train_until(steps, epochs)
                 goes_on = goes_on and self._read_step() != steps
             if checkpoint_at_completion or self._stop.is_agreed():
                 self._saving.finish()
@@ -345,11 +334,10 @@ class Controller:
                 step=step,
                 scope=self._scope,
                 goodput=self._goodput,
-                summary_manager=self.eval_summary_manager,
-                metrics_file=self._eval_metrics,
+                curves=self._eval_curves,
                 actions=self.eval_actions,
             )
-        self._history.add_evaluation(step, find_numbers(output))
+        add_record(self._history.eval, step, find_numbers(output))
         return output
 
     @hides_frames
@@ -389,19 +377,18 @@ class Controller:
         """
         require(self, "trainer", for_method="train_and_evaluate")
         require(self, "evaluator", for_method="train_and_evaluate")
-        check_target("train_steps", train_steps, self._read_step)
-        check_epochs(epochs)
+        check_target("train_steps", train_steps, self._read_step(), epochs)
         check_num_steps("eval_steps", eval_steps)
         if eval_interval is not None:
             check_positive_int("eval_interval", eval_interval)
         output: Output = None
         evaluated_step = None
-        with self._record(), self._run(train_steps):
-            goes_on = self._begin_epoch(epochs)
+        with self._run(train_steps):
+            goes_on = self._training.begin_epoch(epochs)
             while True:
                 if goes_on:
                     target = self._next_stop(train_steps, eval_interval)
-                    goes_on = self._train_until(target, epochs)
+                    goes_on = self._training.train_until(target, epochs)
                 step = self._read_step()
                 goes_on = goes_on and step != train_steps
                 if not goes_on:
@@ -540,18 +527,6 @@ class Controller:
         weakref.finalize(self, manager.close)
         return manager
 
-    def _make_metrics_file(self, summary_manager: Any) -> MetricsFile:
-        """Returns the file beside summaries, or else beside the checkpoints."""
-        directory = getattr(summary_manager, "summary_dir", None)
-        if directory is not None:
-            return MetricsFile(directory)
-        # Who evaluates the checkpoints of another job writes nothing beside them.
-        return MetricsFile(self._directory, is_of_training=True)
-
-    def _record(self) -> contextlib.AbstractContextManager[None]:
-        """Accounts for the time of a run."""
-        return self._goodput.run(self._read_step(), lambda: self._stop.reason is None)
-
     def _watch(self) -> contextlib.AbstractContextManager[None]:
         """Ends the process, from another thread, if it is stuck."""
         find_place = self._goodput.find_place
@@ -560,127 +535,29 @@ class Controller:
     @contextlib.contextmanager
     def _run(self, target: int) -> Iterator[None]:
         """Starts a run without a stop request, and leaves nothing unwritten."""
-        self._stop.clear()
-        self._history = HistoryWriter()
-        show = self._display.on("train", self._read_step(), target)
-        with show, self._finishing():
-            yield
-        self._stop.log(self._read_step)
-
-    @contextlib.contextmanager
-    def _finishing(self) -> Iterator[None]:
-        begin_training(self._directory)
-        self._run_record.begin(self._read_step())
-        try:
-            with self._watch():
+        step = self._read_step()
+        with (
+            self._goodput.run(step, lambda: self._stop.reason is None),
+            self._display.on("train", step, target),
+        ):
+            self._stop.clear()
+            self._history = History()
+            begin_training(self._directory)
+            self._run_record.begin(step)
+            finishes = self._end_actions, self._finish_writes
+            with finishing(self._loops.report, *finishes), self._watch():
                 yield
-        except BaseException as error:
-            peers = get_peers()
-            cause = None if peers is None else peers.explain(error)
-            finishes = self._loops.report, self._end_actions, self._finish_writes
-            for finish in finishes:
-                try:
-                    finish()
-                except Exception as later_error:
-                    if str(later_error) == str(error):
-                        continue  # It is the same one: what failed says so again.
-                    # The first error is the cause; the second must not replace it.
-                    error.add_note(f"Pending writes failed as well: {later_error!r}")
-                    logger.warning("Pending writes failed as well: %r", later_error)
-            if cause is not None:
-                raise cause from error
-            raise
-        self._end_actions()
-        self._finish_writes()
-        end_training(self._directory, self._read_step())
+            end_training(self._directory, self._read_step())
+        self._stop.log(self._read_step)
 
     def _note_loop(self, step: int, speed: float, scalars: dict[str, float]) -> None:
         self._display.note(step, speed, scalars)
-        self._history.add_loop(step, scalars)
+        add_record(self._history, step, scalars)
 
     def _take_history(self) -> History:
         """Returns the history of a run; what follows is none of it."""
-        history, self._history = self._history.history, HistoryWriter()
+        history, self._history = self._history, History()
         return history
-
-    def _say_start(self) -> None:
-        """Logs what is trained, where, and on what, once."""
-        if self._has_said_start:
-            return
-        self._has_said_start = True
-        summaries = getattr(self.summary_manager, "summary_dir", None)
-        directories = {"checkpoints": self._directory, "summaries": summaries}
-        log_start(self.trainer, self.strategy, directories)
-
-    def _begin_epoch(self, epochs: int | None) -> bool:
-        """Begins the next pass over the data; returns whether there is one to train."""
-        if epochs is None:
-            return True
-        epoch = self._loops.begin_epoch(epochs)
-        if epoch:
-            self._say_start()
-        said = f"epoch {epoch} of {epochs}"
-        done = f"{epochs} of {epochs} epochs are done."
-        log_line("train", self._read_step(), said if epoch else done)
-        return epoch > 0
-
-    def _train_until(self, target: int, epochs: int | None = None) -> bool:
-        """Trains up to step `target`, or until the data ends.
-
-        Args:
-            target: The global step, or -1.
-            epochs: As in `train`: where a pass ends, the next one is begun.
-
-        Returns:
-            Whether training may go on after it.
-        """
-        start = step = self._read_step()
-        if step == target:
-            log_line("train", step, f"already at step {target}, nothing to train.")
-        else:
-            self._say_start()
-            goal = "the data ends" if target == -1 else f"step {target}"
-            log_line("train", step, f"training until {goal}...")
-            self._loops.prepare(self._num_steps_at(step))
-        while step != target and not self._stop.is_agreed():
-            num_steps = self._num_steps_at(step)
-            if target != -1:
-                num_steps = min(num_steps, target - step)
-            num_loops = self._num_loops_at(step, num_steps, target)
-            reached = self._loops.run(step, num_steps, num_loops)
-            if reached > step and self._saving.is_due(reached):
-                self._loops.report()
-                self._saving.save()
-            if (reached - step) % num_steps or reached == step:
-                self._loops.report()
-                self._loops.log_last()
-                if epochs is not None:
-                    return not self._stop.is_agreed() and self._begin_epoch(epochs)
-                message = _DATA_ENDED if reached > start else _DATA_ENDED_BEFORE
-                log_line("train", reached, message)
-                return False
-            step = reached
-        self._loops.report()
-        self._loops.log_last()
-        return not self._stop.is_agreed()
-
-    def _num_loops_at(self, step: int, num_steps: int, target: int) -> int:
-        """Returns how many loops of as many steps have nothing to do between them."""
-        count, most = 1, self._loops.num_ahead
-        if callable(self._steps_per_loop):
-            return 1
-        while count < most:
-            reached = step + count * num_steps
-            ends = target != -1 and reached + num_steps > target
-            if ends or self._saving.is_due(reached):
-                break
-            count += 1
-        return count
-
-    def _num_steps_at(self, step: int) -> int:
-        if not callable(self._steps_per_loop):
-            return check_positive_int("steps_per_loop", self._steps_per_loop)
-        return check_steps_returned(self._steps_per_loop(step), step)
 
     def _next_stop(self, train_steps: int, eval_interval: int | None) -> int:
         """Returns the global step of the next evaluation, or -1 for an open end."""
@@ -694,7 +571,6 @@ class Controller:
             end_actions((*self.train_actions, *self.eval_actions))
 
     def _finish_writes(self) -> None:
-        self.summary_manager.flush()
-        self.eval_summary_manager.flush()
-        self._train_metrics.flush()
+        self._curves.flush()
+        self._eval_curves.flush()
         self._saving.sync()

@@ -35,12 +35,7 @@ _REGULAR = (Category.STEPPING, Category.EVALUATING)
 
 
 class Display:
-    """What a person sees of a controller's calls while they run.
-
-    Args:
-        recorder: Knows the phase.
-        progress: As for `Controller`.
-    """
+    """What a person sees of a controller's calls while they run."""
 
     def __init__(self, recorder: Recorder, progress: bool | None) -> None:
         self._recorder, self._progress = recorder, progress

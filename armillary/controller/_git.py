@@ -12,13 +12,9 @@ _TIMEOUT_SECONDS = 5.0
 def read_git(folder: str) -> dict[str, Any] | None:
     """Returns the commit of a folder, and whether files that git knows have changed.
 
-    Args:
-        folder: Where the program is.
-
-    Returns:
-        `{"commit": ..., "dirty": ...}`, or `None` without git, without a repository or
-        a commit, or if git takes more than five seconds. Of a process, the first answer
-        counts.
+    It is `{"commit": ..., "dirty": ...}`, or `None` without git, without a repository
+    or a commit, or if git takes more than five seconds. Of a process, the first answer
+    counts.
     """
     # It takes no lock and starts no daemon. The commit comes first, then changed files.
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "status"]

@@ -41,15 +41,6 @@ class Records(Mapping[str, list[float]]):
         names = ", ".join(self._columns) or "no scalars"
         return f"{type(self).__name__}({len(self._steps)} records: {names})"
 
-    def _add(self, step: int, scalars: Mapping[str, float]) -> None:
-        num_before = len(self._steps)
-        self._steps.append(step)
-        for name, number in scalars.items():
-            column = self._columns.setdefault(name, array("d"))
-            if len(column) < num_before:
-                column.extend([math.nan] * (num_before - len(column)))
-            column.append(number)
-
 
 class History(Records):
     """What one call of `train` or `train_and_evaluate` has seen, for reading only.
@@ -74,23 +65,15 @@ class History(Records):
         return f"{super().__repr__()[:-1]}; eval: {self.eval!r})"
 
 
-class HistoryWriter:
-    """Writes a `History`.
-
-    Attributes:
-        history: What was written so far.
-    """
-
-    def __init__(self) -> None:
-        self.history = History()
-
-    def add_loop(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds a loop of training."""
-        self.history._add(step, scalars)
-
-    def add_evaluation(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds an evaluation."""
-        self.history.eval._add(step, scalars)
+def add_record(records: Records, step: int, scalars: Mapping[str, float]) -> None:
+    """Adds the scalars of a step."""
+    num_before = len(records._steps)
+    records._steps.append(step)
+    for name, number in scalars.items():
+        column = records._columns.setdefault(name, array("d"))
+        if len(column) < num_before:
+            column.extend([math.nan] * (num_before - len(column)))
+        column.append(number)
 
 
 @jax.tree_util.register_pytree_with_keys_class

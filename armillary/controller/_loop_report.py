@@ -18,16 +18,7 @@ from armillary.trainer._contract import AbstractTrainer, PendingLoops
 
 
 class LoopReport:
-    """Loops that were started together, from the outside.
-
-    Args:
-        trainer: The trainer that runs them.
-        step: The global step before them.
-        num_steps: How many steps each was asked for.
-        started: What the trainer returned.
-        counter: Gives the global step.
-        start: The time before them, by `time.perf_counter`.
-        executor: Has a thread to wait in.
+    """Loops that were started together at a `step`, from the outside.
 
     Attributes:
         step: The global step before them.
@@ -72,7 +63,7 @@ class LoopReport:
     def fetch(
         self, last_end: float
     ) -> tuple[list[tuple[int, dict[str, Any]]], float, float]:
-        """Waits for the loops.
+        """Waits for the loops, and raises what went wrong in them.
 
         Args:
             last_end: When the loops before them had ended.
@@ -80,12 +71,6 @@ class LoopReport:
         Returns:
             For each loop the global step after it, and its output with NumPy values.
             Then the steps per second, and when they ended.
-
-        Raises:
-            GlobalStepError: If they did not advance the global step as they should.
-            TypeError: If an output is neither a dictionary nor `None`.
-            NonFiniteError: If a step left values that are not finite.
-            ReplicaDivergenceError: If replicas hold different values.
         """
         outputs, reached, end = self._outcome.result()
         self._started.check(self.step)

@@ -25,13 +25,8 @@ def watch_checkpoints(
     the start may be that of an earlier training, while a longer one is about to begin
     and to take it away. So it counts only after five minutes.
 
-    Args:
-        list_checkpoints: Returns the paths that are there now, oldest first.
-        read_end: Returns a text once training has ended, another one for each training.
-        timeout: Seconds to wait for a new one, or `None` to wait forever.
-        timeout_fn: Called after each timeout; watching ends if it returns true. `None`
-            ends it after the first timeout.
-        should_stop: Ends the watch as soon as it returns true.
+    `read_end` returns a text once training has ended, another one for each training.
+    The timeout is that of `Controller.evaluate_continuously`.
     """
     seen: set[str] = set()
     old_end, old_end_counts = read_end(), time.monotonic() + _OLD_END_SECONDS
@@ -60,12 +55,7 @@ def watch_checkpoints(
 def restore_if_good(restore: Callable[[str], object], path: str) -> bool:
     """Restores a checkpoint, unless it is damaged or the other job deletes it now.
 
-    Args:
-        restore: Restores one.
-        path: The checkpoint.
-
-    Returns:
-        Whether it was restored; if not, a warning says why.
+    Returns whether it was restored; if not, a warning says why.
     """
     from etils import epath
 

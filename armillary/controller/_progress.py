@@ -56,14 +56,14 @@ def format_scalar(number: float) -> str:
     return repr(_Float(number))
 
 
-def format_output(output: Mapping[str, Any], indent: int = 4) -> str:
+def format_output(output: Mapping[str, Any]) -> str:
     """Returns `output` on one line, or indented on several if it does not fit."""
     rounded = _rounded(output)
     text = repr(rounded)
     if len(text) <= _WIDTH and "\n" not in text:
         return text  # As `pprint` would, which takes ten times as long.
     lines = pprint.pformat(rounded, width=_WIDTH, sort_dicts=False).splitlines()
-    return "".join(f"\n{' ' * indent}{line}" for line in lines)
+    return "".join(f"\n    {line}" for line in lines)
 
 
 def _as_numpy(value: Any) -> Any:

@@ -3,25 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from armillary._logging import logger
 from armillary.data._dataset import DistributedDataset
 from armillary.data.sources._indexed import IndexedDataset
+from armillary.trainer._loop_data import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
 
 
 def warn_of_missing(
     trainer: Any, objects: Mapping[str, Any], restored: str, step: int
 ) -> None:
-    """Warns if steps or data begin anew although a checkpoint was restored.
-
-    Args:
-        trainer: Goes on from the checkpoint.
-        objects: What is in it.
-        restored: The path of the checkpoint.
-        step: The global step after it.
-    """
+    """Warns if a restored checkpoint lets steps or data begin anew."""
     if not isinstance(trainer, StandardTrainer):
         return
     if step == 0 and not restored.rstrip("/").endswith("checkpoint_0"):
@@ -31,7 +23,7 @@ def warn_of_missing(
             "`Checkpoint(model=model, optimizer=optimizer)`.",
             restored,
         )
-    datasets = jax.tree.leaves(trainer.train_dataset, is_leaf=_is_dataset)
+    datasets, _ = flatten_datasets(trainer.train_dataset)
     for dataset in datasets:
         # What saves the position for it, as an estimator does, has it as `dataset`.
         is_saved = any(
@@ -48,9 +40,6 @@ def warn_of_missing(
             return
 
 
-def _is_dataset(value: Any) -> bool:
-    return isinstance(value, IndexedDataset | DistributedDataset)
-
-
 def _can_be_saved(dataset: Any) -> bool:
-    return _is_dataset(dataset) and dataset.is_repositionable
+    is_ours = isinstance(dataset, IndexedDataset | DistributedDataset)
+    return is_ours and dataset.is_repositionable

@@ -4,40 +4,16 @@ import dataclasses
 import os
 import platform
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from armillary._process import get_process
+from armillary.controller._curves import Curves
 from armillary.controller._git import find_program_folder, read_git
 from armillary.controller._start_lines import find_parameters
-from armillary.summary._metrics_file import MetricsFile
 
 _PACKAGES = ("jax", "flax", "optax", "orbax.checkpoint", "numpy", "keras")
-
-
-def check_hyperparameters(hyperparameters: Any) -> dict[str, Any]:
-    """Returns hyperparameters as a dictionary; of `None`, an empty one.
-
-    Raises:
-        TypeError: If they are no mapping from strings.
-    """
-    if hyperparameters is None:
-        return {}
-    if not isinstance(hyperparameters, Mapping):
-        raise TypeError(
-            f"`hyperparameters` is {hyperparameters!r} of type "
-            f"{type(hyperparameters).__name__}, but it must be a dictionary. Use "
-            "`vars(arguments)` of parsed arguments, or `dataclasses.asdict(config)`."
-        )
-    bad = [name for name in hyperparameters if not isinstance(name, str)]
-    if bad:
-        raise TypeError(
-            f"`hyperparameters` has the key {bad[0]!r} of type "
-            f"{type(bad[0]).__name__}, but its keys must be strings. Use `str(key)`."
-        )
-    return dict(hyperparameters)
 
 
 class RunRecord:
@@ -45,34 +21,22 @@ class RunRecord:
 
     It is written again where training begins at a step before one that is recorded: the
     controller has restored an earlier checkpoint.
-
-    Args:
-        metrics_file: Where it goes.
-        summary_manager: Takes the hyperparameters, if it can.
-        trainer: What trains, or `None`.
-        strategy: The strategy, or `None`.
-        hyperparameters: What the user calls so.
     """
 
     def __init__(
         self,
-        metrics_file: MetricsFile,
-        summary_manager: Any,
+        curves: Curves,
         trainer: Any,
         strategy: Any,
         hyperparameters: dict[str, Any],
     ) -> None:
-        self._file, self._summary_manager = metrics_file, summary_manager
+        self._file, self._summary_manager = curves.file, curves.summary_manager
         self._trainer = trainer
         self._strategy, self._hyperparameters = strategy, hyperparameters
         self._has_begun = False
 
     def begin(self, step: int) -> None:
-        """Writes the record, unless training only goes on.
-
-        Args:
-            step: The global step.
-        """
+        """Writes the record, unless training only goes on."""
         if not self._has_begun and self._hyperparameters:
             write = getattr(self._summary_manager, "write_hyperparameters", None)
             if write is not None:

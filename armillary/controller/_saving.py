@@ -17,18 +17,7 @@ if TYPE_CHECKING:
 
 
 class Saving:
-    """The checkpoints of one controller; without a manager, nothing happens.
-
-    Args:
-        manager: Writes and reads them.
-        trainer: Goes on from what is restored, if there is one.
-        read_step: Returns the global step.
-        scope: Returns what is entered around a restore.
-        goodput: Accounts for the time.
-
-    Attributes:
-        manager: As given, like `read_step`.
-    """
+    """The checkpoints of one controller; without a manager, nothing happens."""
 
     def __init__(
         self,
@@ -102,13 +91,9 @@ class Saving:
                 self.manager.sync()
 
     def restore(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Restores a checkpoint.
+        """Restores a checkpoint, by default the latest one; returns its path.
 
-        Args:
-            path: The checkpoint; `None` takes the latest one.
-
-        Returns:
-            The path that was restored, or `None` if there is no checkpoint.
+        Without one, there is nothing to restore, and no path.
         """
         manager = self.manager
         if manager is None:
@@ -119,7 +104,6 @@ class Saving:
             else:
                 restored = manager.restore_or_initialize()
         if restored is None:
-            logger.info("found no checkpoint in %s.", manager.directory)
             return None
         logger.info("restored from checkpoint: %s", restored)
         step = self.read_step()

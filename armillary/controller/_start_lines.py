@@ -1,6 +1,6 @@
 """What a run trains, and on what: three lines at its start.
 
-What is not known without reading data, or asking a device, is left out.
+What is not known without reading data, or starting devices, is left out.
 """
 
 import os
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax._src import xla_bridge  # noqa: TID251
 
 from armillary._logging import logger
 from armillary.data._dataset import DistributedDataset
@@ -25,19 +26,16 @@ _PLACES = ("model", "params")
 
 
 def log_start(trainer: Any, strategy: Any, directories: dict[str, str | None]) -> None:
-    """Logs devices and strategy; parameters; batches and directories.
+    """Logs devices and strategy; parameters; batches and directories by their use.
 
-    Args:
-        trainer: What trains.
-        strategy: That of the controller; `None` takes that of the trainer.
-        directories: Where the run writes, by what it writes.
+    Without a strategy of the controller, it is that of the trainer.
     """
     if strategy is None:
         strategy = getattr(trainer, "strategy", None)
     is_chosen = isinstance(strategy, Strategy) and type(strategy) is not DefaultStrategy
     strategy = strategy if is_chosen else None
     for parts in (
-        _describe_devices(strategy),
+        _describe_devices(trainer, strategy),
         _describe_parameters(trainer),
         [*_describe_batch(trainer, strategy), *_describe_places(directories)],
     ):
@@ -46,9 +44,12 @@ def log_start(trainer: Any, strategy: Any, directories: dict[str, str | None]) -
             logger.info("%s", line)
 
 
-def _describe_devices(strategy: Strategy | None) -> Iterator[str]:
-    kinds = Counter(device.device_kind for device in jax.devices())
-    yield "devices: " + ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+def _describe_devices(trainer: Any, strategy: Strategy | None) -> Iterator[str]:
+    # To ask JAX starts its threads, and a trainer written by hand may want to fork.
+    if isinstance(trainer, StandardTrainer) or xla_bridge.backends_are_initialized():
+        kinds = Counter(device.device_kind for device in jax.devices())
+        shown = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        yield f"devices: {shown}"
     if strategy is not None:
         yield f"strategy: {strategy!r}"
 
@@ -94,12 +95,23 @@ def _describe_parameters(trainer: Any) -> Iterator[str]:
         yield f"largest: {', '.join(largest)}"
 
 
-def _describe_batch(trainer: Any, strategy: Strategy | None) -> Iterator[str]:
+def repeats_for_ever(trainer: Any) -> bool:
+    """Returns whether it is known that the data of a trainer does not end."""
+    datasets = _find_datasets(trainer)
+    return bool(datasets) and all(
+        getattr(dataset, "is_endless", False) for dataset in datasets
+    )
+
+
+def _find_datasets(trainer: Any) -> list[Any]:
     if not isinstance(trainer, StandardTrainer):
-        return
+        return []
     # A trainer that has not called `super().__init__` says so when it trains.
-    datasets, _ = flatten_datasets(getattr(trainer, "train_dataset", []))
-    sizes = {_find_batch_size(dataset) for dataset in datasets}
+    return flatten_datasets(getattr(trainer, "train_dataset", []))[0]
+
+
+def _describe_batch(trainer: Any, strategy: Strategy | None) -> Iterator[str]:
+    sizes = {_find_batch_size(dataset) for dataset in _find_datasets(trainer)}
     size = sizes.pop() if len(sizes) == 1 else None
     if size is None:
         return

@@ -21,13 +21,12 @@ import jax
 
 from armillary._logging import logger
 from armillary.cluster._join import expire_boundary, get_peers
+from armillary.controller._curves import Curves
 from armillary.controller._loop_report import LoopReport
 from armillary.controller._progress import format_output, log_line
 from armillary.goodput._category import Category
 from armillary.goodput._recorder import Recorder
 from armillary.state._step_counter import StepCounter
-from armillary.summary._manager import NoopSummaryManager, SummaryManager
-from armillary.summary._metrics_file import MetricsFile
 from armillary.summary._numbers import find_numbers
 from armillary.trainer._contract import AbstractTrainer
 from armillary.typing import Action
@@ -39,19 +38,9 @@ _MOST_AHEAD = 100
 
 
 class TrainLoops:
-    """The loops of one controller.
+    """The loops of one controller, for which a trainer may be `None` if no loop is run.
 
-    Args:
-        trainer: Runs the steps; may be `None` if no loop is run.
-        read_step: Returns the global step.
-        scope: Returns what is entered around the trainer and the actions.
-        goodput: Accounts for the time.
-        summary_manager: Writes the output of loops.
-        metrics_file: Writes their scalars.
-        summary_interval: Steps between summaries; `None` writes them after each loop.
-        log_interval: Steps between log lines; `None` logs each loop.
-        note: Called with the step, the steps per second and the scalars of each loop.
-        actions: Called with the output of each loop.
+    `note` is called with the step, the steps per second and the scalars of each loop.
     """
 
     def __init__(
@@ -61,8 +50,7 @@ class TrainLoops:
         scope: Callable[[], AbstractContextManager[Any]],
         goodput: Recorder,
         *,
-        summary_manager: SummaryManager | NoopSummaryManager,
-        metrics_file: MetricsFile,
+        curves: Curves,
         summary_interval: int | None,
         log_interval: int | None,
         note: Callable[[int, float, dict[str, float]], None],
@@ -70,8 +58,7 @@ class TrainLoops:
     ) -> None:
         self._trainer, self._read_step = trainer, read_step
         self._scope, self._goodput = scope, goodput
-        self._summary_manager = summary_manager
-        self._metrics_file = metrics_file
+        self._curves = curves
         self._summary_interval, self._log_interval = summary_interval, log_interval
         # Since the last log line: steps, seconds, and the last loop.
         self._unlogged_steps, self._unlogged_seconds = 0, 0.0
@@ -107,13 +94,7 @@ class TrainLoops:
             return _method(self._trainer, "begin_epoch")(epochs)
 
     def run(self, step: int, num_steps: int, num_loops: int) -> int:
-        """Runs loops from `step` on; returns the global step that they reach.
-
-        Args:
-            step: The global step.
-            num_steps: Steps of each loop.
-            num_loops: Most loops to run; at least one runs.
-        """
+        """Runs one to `num_loops` loops; returns the global step that they reach."""
         with self._goodput.phase(Category.STEPPING):
             return self._run(step, num_steps, num_loops)
 
@@ -145,11 +126,7 @@ class TrainLoops:
         return loops.reached
 
     def report(self, but: int = 0) -> None:
-        """Waits for the loops that are not yet reported, and reports them.
-
-        Args:
-            but: How many of them are left out, the last ones.
-        """
+        """Reports all but the last `but` of the loops that were not; waits for them."""
         self._report_outputs()
         while len(self._pending) > but:
             self._fetch_first()
@@ -182,8 +159,7 @@ class TrainLoops:
                 reports.append(one)
             step = reached
         # Not before: Ctrl-C leaves it to be reported.
-        flushes = self._summary_manager.flush, self._metrics_file.flush
-        self._outputs.extend([*reports, *flushes])
+        self._outputs.extend([*reports, self._curves.flush])
         self._pending.popleft()
 
     def _report_one(
@@ -198,11 +174,7 @@ class TrainLoops:
             self.log_last()
         self._warn_once(reached, scalars)
         if _passes(self._summary_interval, step, reached):
-            values = {**output, "steps_per_second": speed}
-            self._summary_manager.write_summaries(values, step=reached)
-            self._metrics_file.write(
-                "train", reached, steps_per_second=speed, values=scalars
-            )
+            self._curves.write_loop(reached, output, scalars, speed)
         if self._actions:
             with self._scope():
                 for action in self._actions:

@@ -20,9 +20,6 @@ def begin_training(directory: str | None) -> None:
     """Takes the file of an earlier training away.
 
     All processes call it, and the chief does it.
-
-    Args:
-        directory: Where the checkpoints are; `None` does nothing.
     """
     from etils import epath
 
@@ -40,12 +37,7 @@ def begin_training(directory: str | None) -> None:
 
 
 def end_training(directory: str | None, step: int) -> None:
-    """Lets the end of this program say that training is over, unless it begins again.
-
-    Args:
-        directory: As for `begin_training`.
-        step: The global step that was reached.
-    """
+    """Lets the end of this program say that training is over, unless that goes on."""
     if directory is not None and get_process().is_chief:
         _texts[directory] = json.dumps({"step": step, "time": time.time()})
 

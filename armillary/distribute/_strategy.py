@@ -452,7 +452,8 @@ class Strategy:
         return value
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.num_replicas_in_sync} replicas)"
+        count = self.num_replicas_in_sync
+        return f"{type(self).__name__}({count} replica{'' if count == 1 else 's'})"
 
     # The spellings of the TensorFlow guides.
     experimental_distribute_dataset = distribute_dataset

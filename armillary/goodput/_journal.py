@@ -41,12 +41,9 @@ class Entry:
 
 
 class Journal:
-    """Appends lines to the file of a directory, in the first process of a job.
+    """Appends lines to the file of a local directory, in the first process of a job.
 
     A failure is logged once and ends the recording, not the training.
-
-    Args:
-        directory: A local directory, made by the first line.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -74,12 +71,8 @@ class Journal:
 def read_entries(path: str | os.PathLike[str]) -> tuple[list[Entry], list[int]]:
     """Reads a journal.
 
-    Args:
-        path: The file.
-
-    Returns:
-        Its entries in order, and the numbers of the lines that are none, which is what
-        a crash or a full disk leaves of a line.
+    Returns its entries in order, and the numbers of the lines that are none, which is
+    what a crash or a full disk leaves of a line.
 
     Raises:
         ValueError: If it cannot be read, or holds no entry that this version of the

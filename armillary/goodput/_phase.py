@@ -9,13 +9,10 @@ from armillary.lifeline._line import is_in_debugger, is_making_program
 
 
 class PhaseClock:
-    """Looks at a stopwatch from another thread, now and then.
+    """Looks at a stopwatch from another thread, now and then; it is this thread's.
 
     JAX reports a compilation when it has ended. What is still being compiled is seen on
     the stack of the thread that the stopwatch counts.
-
-    Args:
-        stopwatch: What to look at. It belongs to the thread that makes this object.
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:

@@ -27,16 +27,12 @@ _is_claimed = False
 
 
 class Recorder(Stopwatch):
-    """A stopwatch of what the controller does, with a journal of its totals.
+    """A stopwatch of what the controller does, with a journal of its totals, if any.
 
     Nothing is written before training begins, so a job that only evaluates the
     checkpoints of another one leaves its journal alone. Time between two calls of the
-    controller is not counted.
-
-    Args:
-        journal: Where lines go; `None` writes nothing.
-        start_up_seconds: How long the process has run, as far as this attempt has to
-            account for it.
+    controller is not counted. That of the process before this attempt, as far as it has
+    to account for it, is `start_up_seconds`.
     """
 
     def __init__(self, journal: Journal | None, start_up_seconds: float = 0.0) -> None:
@@ -64,12 +60,10 @@ class Recorder(Stopwatch):
 
     @contextlib.contextmanager
     def run(self, step: int, has_reached_goal: Callable[[], bool]) -> Iterator[None]:
-        """Records a call that trains.
+        """Records a call that trains, from a global step.
 
-        Args:
-            step: The global step before it.
-            has_reached_goal: Returns, at a regular end, whether training ended as
-                planned. If not, the time until the next attempt is lost.
+        `has_reached_goal` tells at a regular end whether training ended as planned. If
+        not, the time until the next attempt is lost.
         """
         self._has_begun, self._is_done = True, False
         try:
@@ -85,14 +79,11 @@ class Recorder(Stopwatch):
             self.switch(None)
 
     def mark(self, event: str, step: int) -> None:
-        """Notes that a step was reached, and writes a line.
+        """Notes that a step was reached, and writes a line of what happened there.
 
-        Lines of loops thin out as a run gets longer. All others are written: they part
-        the work that a later attempt goes on from from the work that it does again.
-
-        Args:
-            event: `"loop"` for what happens often, or else the name of what happened.
-            step: The global step.
+        Lines of a `"loop"` thin out as a run gets longer. All others are written: they
+        part the work that a later attempt goes on from from the work that it does
+        again.
         """
         self._step = step
         if self._journal is None or not self._has_begun:
@@ -116,12 +107,7 @@ class Recorder(Stopwatch):
 
 
 def make_recorder(directory: str | None) -> Recorder:
-    """Returns what records a run.
-
-    Args:
-        directory: Where its journal goes. With `None`, or a directory that is not on a
-            local file system, nothing is written.
-    """
+    """Returns what records a run; without a local directory, it writes nothing."""
     if directory is None or "://" in directory:
         return Recorder(None)
     return Recorder(Journal(directory), _claim_start_up())

@@ -60,12 +60,7 @@ def read_goodput(run_dir: str | os.PathLike[str]) -> Goodput:
 
 
 def add_up(entries: Iterable[Entry], unreadable_lines: Iterable[int] = ()) -> Goodput:
-    """Adds up the entries of a journal.
-
-    Args:
-        entries: The entries, in the order of the journal.
-        unreadable_lines: Passed on to the result.
-    """
+    """Adds up the entries of a journal, in its order."""
     spans = find_spans(entries)
     seconds = dict.fromkeys(Category, 0.0)
     for span in spans:

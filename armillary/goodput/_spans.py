@@ -40,11 +40,7 @@ class Span:
 
 
 def find_spans(entries: Iterable[Entry]) -> list[Span]:
-    """Returns the spans of a journal, in order of time.
-
-    Args:
-        entries: Its entries, in order.
-    """
+    """Returns the spans of a journal, in order of time."""
     firsts: dict[str, Entry] = {}
     lasts: dict[str, Entry] = {}
     pairs: list[tuple[Entry, Entry]] = []

@@ -26,13 +26,7 @@ from armillary.typing import Output, PyTree
 
 
 class AsynchronousLoop:
-    """The loop of one trainer, on the workers of one strategy.
-
-    Args:
-        trainer: The trainer.
-        strategy: The strategy.
-        datasets: What it trains on.
-        options: Its options.
+    """The loop of one trainer over its datasets, on the workers of one strategy.
 
     Raises:
         ValueError: If an option has no meaning here.
@@ -154,20 +148,17 @@ class Share:
 
 
 def _check_options(options: StandardTrainerOptions) -> None:
-    wrong = [
-        name
-        for name, default in (
-            ("on_non_finite", None),
-            ("check_replicas_every", None),
-            ("accumulate_steps", 1),
-            ("compile_hooks", None),
-        )
-        if getattr(options, name) != default
-    ]
-    if wrong:
-        raise ValueError(
-            f"`{wrong[0]}` of `StandardTrainerOptions` is "
-            f"{getattr(options, wrong[0])!r}, which has no meaning under "
-            "`ParameterServerStrategy`: workers run single steps, and do not wait for "
-            "each other. Leave it out."
-        )
+    default = StandardTrainerOptions()
+    for name in (
+        "on_non_finite",
+        "check_replicas_every",
+        "accumulate_steps",
+        "compile_hooks",
+    ):
+        value = getattr(options, name)
+        if value != getattr(default, name):
+            raise ValueError(
+                f"`{name}` of `StandardTrainerOptions` is {value!r}, which has no "
+                "meaning under `ParameterServerStrategy`: workers run single steps, "
+                "and do not wait for each other. Leave it out."
+            )

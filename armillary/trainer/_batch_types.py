@@ -20,12 +20,7 @@ def key_of(batches: Sequence[PyTree], active: tuple[Active, ...]) -> Any:
 
 
 class BatchShapes:
-    """The shapes of batches that one step has met, whatever the number of examples.
-
-    Args:
-        method: The step.
-        most: How many there may be.
-    """
+    """The shapes of batches that one step has met, whatever the number of examples."""
 
     def __init__(self, method: StepMethod, most: int) -> None:
         self._method, self._most = method, most
@@ -59,6 +54,13 @@ class BatchShapes:
                 "(buckets), or allow more with `max_shapes`."
             )
         shown = "\n".join(changes)
+        if not self._is_shape_only(batches):
+            return (
+                f"Batches changed after `{name}` was compiled, in more than their "
+                f"shape:\n{shown}\n"
+                "Give all batches one dtype and one structure, for example with "
+                "`.astype` where they are made; `max_shapes` allows other shapes only."
+            )
         return (
             f"Batches changed after `{name}` was compiled, and it would be compiled "
             f"again for each new shape:\n{shown}\n"

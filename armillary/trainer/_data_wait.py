@@ -19,14 +19,10 @@ _POLL_SECONDS = 0.002
 
 @contextlib.contextmanager
 def waiting_for_data(feed: Feed[Any], strategy: Strategy) -> Iterator[None]:
-    """Counts a block that reads the first batches or the next chunk.
+    """Counts a block that reads the first batches or the next chunk from a feed.
 
     Where this thread reads it, the whole block counts as waiting if the device has
     ended before it.
-
-    Args:
-        feed: What it reads from.
-        strategy: Knows what its devices run meanwhile.
     """
     stopwatch, dispatch = get_stopwatch(), strategy.dispatch
     if stopwatch is not None:

@@ -29,12 +29,11 @@ from armillary.xla._lowerings import Split
 
 
 class DescribedLoop(NamedTuple):
-    """The program of a loop, to be lowered.
+    """The program of a loop, to be lowered under `partitioned(split)`.
 
     Attributes:
         fn: A compiled function; see `Program.describe`.
         types: Types of its arguments, with shardings over `mesh`.
-        mesh: The devices.
         step: One step of it, as a traced program.
         depth: How many loops of the program are around a step: 2 if it runs the hooks
             of the trainer too, 0 if it runs a single step, else 1.
@@ -44,8 +43,6 @@ class DescribedLoop(NamedTuple):
         chunk_bytes: Bytes of the batches that it takes, on each device.
         state_bytes: Bytes of the state.
         held_bytes: How many of them each device holds.
-        compiler_options: As in `StandardTrainerOptions`.
-        split: As in `Strategy`; lower it under `partitioned(split)`.
     """
 
     fn: Any
@@ -89,19 +86,10 @@ def described_loop(
     platform: str,
     per_replica_batch: int | None = None,
 ) -> Iterator[DescribedLoop]:
-    """Traces the loop of a trainer for devices that are not there.
+    """Traces the loop of a trainer for devices that are not there, to be lowered.
 
-    Args:
-        method: The step.
-        nest: Its datasets. One batch of each is looked at, and not used.
-        options: How the loop runs.
-        num_steps: Steps of a loop.
-        num_devices: How many devices there are.
-        platform: What kind they are, such as `"tpu"`.
-        per_replica_batch: Examples of each share. `None` keeps what it is.
-
-    Yields:
-        The loop, which can be lowered inside.
+    One batch of each dataset of the nest is looked at, and not used. Each share of it
+    keeps its number of examples, unless `per_replica_batch` is another one.
 
     Raises:
         ValueError: If the strategy runs on one device, or over several processes.
@@ -131,21 +119,11 @@ def _describe(
     strategy = method.strategy
     layout = strategy.layout
     types = [layout.describe(share) for share in shares]
-    is_watched = (
-        options.on_non_finite is not None or options.check_replicas_every is not None
-    )
-    guard = LoopGuard(method.name, strategy, options.on_non_finite, None)
+    guard = LoopGuard(method, options)
     active = (layout.num_replicas,) * len(types)
 
-    def make(data: _Data) -> Programs:
-        return Programs(
-            method,
-            data,  # pyright: ignore[reportArgumentType]
-            options,
-            guard,
-            keep_results=False,
-            compile_hooks=not is_watched and options.compile_hooks,
-        )
+    def make(data: Any) -> Programs:
+        return Programs(method, data, options, guard, keep_results=False)
 
     programs = make(data)
     programs.find_state()

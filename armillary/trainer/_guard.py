@@ -17,11 +17,12 @@ import numpy as np
 from armillary._checks import list_lines
 from armillary._logging import logger
 from armillary.data.feed._position import Position
-from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._divergence import ReplicaComparison, check_equal
 from armillary.errors import NonFiniteError
 from armillary.state._lift import State
 from armillary.trainer._non_finite import Health, StepGuard
+from armillary.trainer._options import LoopOptions
+from armillary.trainer._step_method import StepMethod
 
 _HOW_TO_FIND = (
     "To find the operation, begin the program with "
@@ -33,26 +34,15 @@ _HOW_TO_FIND = (
 class LoopGuard:
     """Guards one loop after the other.
 
-    Args:
-        name: How messages call the step.
-        strategy: The strategy in effect while the step runs.
-        on_non_finite: As in `StandardTrainerOptions`.
-        check_replicas_every: As in `StandardTrainerOptions`.
-
     Attributes:
         health: What is known of the current loop's steps; `None` if nobody looks.
     """
 
-    def __init__(
-        self,
-        name: str,
-        strategy: Strategy,
-        on_non_finite: str | None,
-        check_replicas_every: int | None,
-    ) -> None:
-        self._name, self._strategy = name, strategy
-        self._on_non_finite = on_non_finite
-        self._interval = check_replicas_every
+    def __init__(self, method: StepMethod, options: LoopOptions) -> None:
+        self._name, self._strategy = method.name, method.strategy
+        self._on_non_finite = options.on_non_finite
+        self._interval = options.check_replicas_every
+        strategy = method.strategy
         mesh = strategy.mesh if strategy.has_copies else None
         self._comparison = ReplicaComparison(mesh, strategy.dispatch)
         self._checksums: jax.Array | None = None
@@ -126,10 +116,9 @@ class LoopGuard:
     ) -> "LoopCheck | None":
         """Returns what is to be resolved of the loop that ended last, if anything.
 
-        Args:
-            rewind: Moves the data to positions that were read in the loop.
-            find_origin: Called after that with the indices of the arrays that the next
-                step leaves bad; says where that comes from, if it is known.
+        For a bad step, the data is moved back to it by `rewind`. Then `find_origin`
+        gets the indices of the arrays that it leaves bad, and says where that comes
+        from if it can.
         """
         if self.health is None and self._checksums is None:
             return None
@@ -161,8 +150,7 @@ class LoopCheck:
         health: What is known of its steps, if anybody looked at them.
         checksums: A row for each replica, if they are to be compared.
         halt: Called with the number of good steps, and the arrays that the next one
-            left bad, if that one has ended training. Says where they come from, if it
-            is known.
+            left bad, if that one has ended training; says where they come from.
     """
 
     name: str
@@ -179,11 +167,9 @@ class LoopCheck:
     def resolve(self, step: int | None = None) -> None:
         """Raises if a step has ended training, or replicas differ; logs skipped steps.
 
-        Args:
-            step: The global step before the loop, if it is known.
-
         Raises:
-            NonFiniteError: If a step left values that are not finite.
+            NonFiniteError: If a step left values that are not finite. It knows the step
+                if the global step before the loop is given.
             ReplicaDivergenceError: If replicas hold different values.
         """
         self.fetch()

@@ -51,14 +51,7 @@ class Hooks(NamedTuple):
 
 
 class LoopOutputs:
-    """The outputs of loops that ran with their hooks, on the device until `fetch`.
-
-    Args:
-        hooks: The hooks.
-
-    Attributes:
-        num_loops: How many loops there are.
-    """
+    """The outputs of loops that ran with their hooks, on the device until `fetch`."""
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
@@ -102,18 +95,10 @@ def find_reason(owner: Any) -> str | None:
 
 
 def trace_hooks(owner: Any, flat: FlatState, *, is_asked: bool) -> Hooks | None:
-    """Traces the hooks of a trainer, if Python need not run them.
-
-    Args:
-        owner: The trainer.
-        flat: The state that it reaches.
-        is_asked: Whether the user says that Python need not run.
-
-    Returns:
-        The traced hooks, or `None` if they must stay in Python.
+    """Traces the hooks of a trainer; `None` if they must stay in Python.
 
     Raises:
-        StateStructureError: If the user says so, and a hook changes plain values.
+        StateStructureError: If the user asks for it, and a hook changes plain values.
     """
     try:
         return _trace(owner, flat)

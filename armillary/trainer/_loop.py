@@ -30,15 +30,8 @@ from armillary.typing import PyTree
 class Loop:
     """Runs one step of the user's over one nest of datasets.
 
-    Args:
-        method: The step.
-        datasets: A nest (list, dict, ...) of datasets, or one.
-        options: How the loop runs.
-        exact: Whether every example is used, in smaller steps where needed.
-        keep_results: Whether what steps return is needed.
-        on_non_finite: As in `StandardTrainerOptions`.
-        check_replicas_every: As in `StandardTrainerOptions`.
-        compile_hooks: As in `StandardTrainerOptions`.
+    `exact` uses every example, in smaller steps where needed; `keep_results` says that
+    what steps return is needed.
 
     Attributes:
         data: What it reads.
@@ -54,26 +47,13 @@ class Loop:
         *,
         exact: bool,
         keep_results: bool,
-        on_non_finite: str | None = None,
-        check_replicas_every: int | None = None,
-        compile_hooks: bool | None = False,
     ) -> None:
         self._method, self._strategy = method, method.strategy
         self._options, self._keep_results = options, keep_results
         self.data = LoopData(datasets, method, options, exact=exact)
-        self._guard = LoopGuard(
-            method.name, method.strategy, on_non_finite, check_replicas_every
-        )
-        # What looks at each step may end a loop at any of them.
-        is_watched = on_non_finite is not None or check_replicas_every is not None
-        is_compiled = options.compile_loop and options.compile_step
+        self._guard = LoopGuard(method, options)
         self._programs = Programs(
-            method,
-            self.data,
-            options,
-            self._guard,
-            keep_results=keep_results,
-            compile_hooks=is_compiled and not is_watched and compile_hooks,
+            method, self.data, options, self._guard, keep_results=keep_results
         )
         self.is_cut_off, self.num_iterated = False, 0
 
@@ -110,14 +90,8 @@ class Loop:
         """Runs loops with the hooks of the owner, after `finds_hooks` was true.
 
         Those that fit into what is left of a chunk are one program. One that does not
-        runs alone.
-
-        Args:
-            num_steps: Steps of each loop.
-            num_loops: Most loops to run.
-
-        Returns:
-            For how many steps there was data, and what the loops put out.
+        runs alone. Returns for how many steps there was data, and what the loops put
+        out.
         """
         hooks, flat = self._programs.hooks, self._programs.flat
         assert hooks is not None and flat is not None

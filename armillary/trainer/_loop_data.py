@@ -33,16 +33,11 @@ def choose_chunk_size(num_steps: int) -> int:
 
 
 class LoopData:
-    """Reads the data of one step.
+    """Reads the data of one step from a nest (list, dict, ...) of datasets, or one.
 
-    Args:
-        nest: A nest (list, dict, ...) of datasets, or one.
-        method: The step.
-        options: How the loop runs.
-        exact: Whether every example is used, in smaller steps where needed.
+    `exact` uses every example, in smaller steps where needed.
 
     Attributes:
-        nest: As given.
         datasets: The datasets, without the structure of their nest.
         structure: That structure.
         feed: Reads them; a new one for each pass that begins anew.
@@ -114,8 +109,7 @@ class LoopData:
     def peek(self) -> tuple[list[PyTree], tuple[Active, ...]] | None:
         """Looks at the first batches, before `start`; `None` if one is lacking.
 
-        Returns:
-            Shape and dtype of one batch of each dataset, and which replicas hold data.
+        Returns shape and dtype of one of each dataset, and which replicas hold data.
         """
         with waiting_for_data(self.feed, self._strategy):
             batches = self.feed.peek()

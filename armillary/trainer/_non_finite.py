@@ -52,15 +52,8 @@ class Health(NamedTuple):
 class StepGuard:
     """Decides, on all replicas alike, whether a step counts.
 
-    Args:
-        state: The slots.
-        types: Shape and dtype of their arrays, by index.
-        changed: Indices of the arrays that the step changes.
-        mesh: The strategy's devices, or `None` for a single one.
-        stops: Whether a bad step ends training. If not, it is left out.
-
-    Attributes:
-        sharding: Where a `Health` belongs; `None` for anywhere.
+    `types` has shape and dtype of the arrays of the state, by index, and `changed`
+    those that the step changes. A bad step `stops` training, or is left out.
     """
 
     def __init__(
@@ -95,10 +88,7 @@ class StepGuard:
     ) -> tuple[list[Any], Health]:
         """Returns the arrays that the step may leave, and what is known after it.
 
-        Args:
-            old: The arrays of `changed` before the step.
-            new: The same after it.
-            health: What is known before it.
+        `old` and `new` are the arrays of `changed` before and after it.
         """
         floats = [new[position] for position, _ in self._checked]
         is_fine = _fenced(self._are_finite, floats, health.num_steps)

@@ -1,7 +1,7 @@
 """How a trainer and an evaluator run their steps: what users may set."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from armillary._checks import (
@@ -27,6 +27,8 @@ _TRAINER_ONLY = (
 class LoopOptions:
     """What trainers and evaluators have in common: see `StandardTrainerOptions`.
 
+    What a trainer alone can be told is off here.
+
     Raises:
         ValueError: If a number is below 1.
     """
@@ -37,11 +39,20 @@ class LoopOptions:
     max_chunk_bytes: int = 256 * 2**20
     compiler_options: Mapping[str, Any] | None = None
     max_shapes: int = 1
+    on_non_finite: str | None = field(default=None, init=False, repr=False)
+    check_replicas_every: int | None = field(default=None, init=False, repr=False)
+    compile_hooks: bool | None = field(default=False, init=False, repr=False)
+    accumulate_steps: int = field(default=1, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.steps_per_chunk is not None:
             check_positive_int("steps_per_chunk", self.steps_per_chunk)
         check_positive_int("max_chunk_bytes", self.max_chunk_bytes)
+        if isinstance(self.max_shapes, Collection):
+            raise TypeError(
+                f"`max_shapes` is {self.max_shapes!r}, but it must be how many shapes "
+                f"there may be, not which. Use `max_shapes={len(self.max_shapes)}`."
+            )
         check_positive_int("max_shapes", self.max_shapes)
         if self.compiler_options is not None:
             check_instance(
@@ -50,6 +61,13 @@ class LoopOptions:
                 Mapping,
                 'Use a dictionary, such as `{"xla_cpu_enable_fast_math": True}`.',
             )
+
+    @property
+    def hooks_in_program(self) -> bool | None:
+        """As `compile_hooks`; what looks at each step may end a loop at any of them."""
+        is_watched = self.on_non_finite or self.check_replicas_every
+        is_compiled = self.compile_loop and self.compile_step
+        return self.compile_hooks if is_compiled and not is_watched else False
 
 
 @answers_old_names(**_OLD_OPTIONS)

@@ -51,12 +51,8 @@ def find_origin(
 ) -> str | None:
     """Returns a sentence on where bad values come from; `None` if it is not known.
 
-    Args:
-        step: The step.
-        slots: The arrays of the state before it.
-        batches: The arrays of its batches.
-        batch_paths: A path for each of them.
-        bad: Indices of the slots that it leaves bad.
+    The step gets the arrays of the state and of its batches, which have these paths. Of
+    the first, `bad` are the indices of those that it leaves bad.
     """
     probe = _Probe(len(slots), batch_paths)
     # As where the step was traced: see `run_in_replicas`.

@@ -100,6 +100,7 @@ def _begin_anew(dataset: Any, strategy: Strategy) -> DistributedDataset:
     return DistributedDataset(data.source, data.layout, options=options)
 
 
+@hides_frames
 def _predict(
     fn: Callable[[Batch], PyTree], dataset: DistributedDataset, strategy: Strategy
 ) -> Iterator[PyTree]:

@@ -56,23 +56,12 @@ class _Inputs(NamedTuple):
 
 
 class Program:
-    """Compiles a traced step into a loop over a chunk.
+    """Compiles a traced step into a loop over a chunk with room for `capacity` steps.
 
-    Args:
-        step: The step.
-        batches_per_step: How many batches of each dataset it takes.
-        gathers: For each dataset, `Gather.on_device`.
-        capacity: Steps for which the chunk has room.
-        flat: The state.
-        keep_results: Whether to return what each step returned.
-        is_nested: Whether the loop runs on the device. If not, each step is a program
-            of its own.
-        guard: Undoes bad steps. Without it, none is looked at.
-        hooks: What runs where a loop begins and ends; `None` leaves that to Python.
-        compiler_options: As in `StandardTrainerOptions`.
+    If it is not `is_nested`, each step is a program of its own. A `guard` undoes bad
+    steps. `hooks` run where a loop begins and ends; without them, that is up to Python.
 
     Attributes:
-        step: As given, like `hooks` and `is_nested`.
         changed: Indices of the arrays of the state that the program changes.
         most_loops: The largest number of loops that one call may end, with hooks.
     """
@@ -159,13 +148,9 @@ class Program:
     ) -> tuple[Any, tuple[list[Any], list[Any]]]:
         """Returns this program for a compiler: to be lowered, not to be run.
 
-        Args:
-            chunk: The types of a `Chunk.inputs`, with shardings.
-            health: The types of what the guard knows, likewise.
-
-        Returns:
-            A function under `jax.jit` of two lists of arrays, of which it takes over
-            the first and whose first output takes its place; and the types of both.
+        `chunk` and `health` are types, with shardings. Returned are a function under
+        `jax.jit` of two lists of arrays, of which it takes over the first and whose
+        first output takes its place; and the types of both.
         """
         donated, others = self._flat.describe(self.changed)
         number = np.int32(0)

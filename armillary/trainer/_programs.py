@@ -26,15 +26,7 @@ from armillary.xla._steps import has_slow_loop
 
 
 class Programs:
-    """Traces and compiles one step.
-
-    Args:
-        method: The step.
-        data: What it takes batches from.
-        options: How the loop runs.
-        guard: Looks at its steps.
-        keep_results: Whether what steps return is needed.
-        compile_hooks: As in `StandardTrainerOptions`.
+    """Traces and compiles one step, which takes batches from `data`.
 
     Attributes:
         flat: The state on its devices; `None` before `find_state`.
@@ -49,11 +41,10 @@ class Programs:
         guard: LoopGuard,
         *,
         keep_results: bool,
-        compile_hooks: bool | None,
     ) -> None:
         self._method, self._data = method, data
         self._options, self._guard = options, guard
-        self._keep_results, self._compile_hooks = keep_results, compile_hooks
+        self._keep_results = keep_results
         self._tracer = self._make_tracer()
         self._globals = Globals(method.fn)
         self._programs: dict[Any, Program] = {}
@@ -100,11 +91,12 @@ class Programs:
         They do if that is what the options say, or the code of the hooks, or if each
         step is a program of its own.
         """
-        if self._compile_hooks is False:
+        in_program = self._options.hooks_in_program
+        if in_program is False:
             return None
         if not self._tracer.has_python_hooks:
             self._refresh()
-        hooks = self._tracer.hooks(is_asked=self._compile_hooks is True)
+        hooks = self._tracer.hooks(is_asked=in_program is True)
         if hooks is not self.hooks:
             self.hooks = hooks
             self._programs.clear()

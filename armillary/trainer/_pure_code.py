@@ -32,12 +32,7 @@ _UNKNOWN = object()
 
 
 def find_effect(owner: Any, name: str) -> str | None:
-    """Returns why Python must run a method in every loop; `None` if it need not.
-
-    Args:
-        owner: The trainer.
-        name: The method, which takes nothing but `self`.
-    """
+    """Returns why Python must run a method of a trainer in every loop, if it must."""
     method = getattr(type(owner), name)
     if name in vars(owner) or not inspect.isfunction(method):
         return "it is no plain method"

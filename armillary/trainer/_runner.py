@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._value_errors import add_part_note
@@ -66,15 +65,14 @@ class Runner(RecordsReads):
         step_name: str,
         options: LoopOptions,
         *,
+        exact: bool,
         keep_results: bool,
-        accumulate_steps: int = 1,
-        **others: Any,
     ) -> Loop:
         """Returns `loop`, or a new one if there is none or its use has changed."""
         if loop is not None:
             if loop.serves(datasets, strategy, options, keep_results):
                 return loop
             loop.data.feed.close()
-        step = getattr(self, step_name)
-        method = StepMethod(self, step, step_name, strategy, accumulate_steps)
-        return Loop(method, datasets, options, keep_results=keep_results, **others)
+        step, num_parts = getattr(self, step_name), options.accumulate_steps
+        method = StepMethod(self, step, step_name, strategy, num_parts)
+        return Loop(method, datasets, options, exact=exact, keep_results=keep_results)

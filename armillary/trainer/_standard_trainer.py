@@ -208,19 +208,14 @@ class StandardTrainer(Runner, AbstractTrainer):
 
     def _find_loop(self, strategy: Strategy) -> Loop:
         """Returns the loop over the data that the trainer has by now."""
-        options = self._train_options
         loop = self._train_loop = self._get_loop(
             self._train_loop,
             strategy,
             self._train_data.datasets,
             "train_step",
-            options,
+            self._train_options,
             exact=False,
             keep_results=False,
-            accumulate_steps=options.accumulate_steps,
-            on_non_finite=options.on_non_finite,
-            check_replicas_every=options.check_replicas_every,
-            compile_hooks=options.compile_hooks,
         )
         return loop
 

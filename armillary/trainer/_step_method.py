@@ -16,7 +16,6 @@ class StepMethod(NamedTuple):
         fn: The step, a function of a nest of iterators.
         name: How messages call it.
         strategy: The strategy in effect while it runs.
-        accumulate_steps: As in `StandardTrainerOptions`.
     """
 
     owner: Any

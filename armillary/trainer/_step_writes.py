@@ -16,12 +16,7 @@ from armillary.state._slots import Role, Slot
 
 
 def check_writes(name: str, state: State, changed: Sequence[int]) -> None:
-    """Checks which slots a step changes, and warns of what may not be meant.
-
-    Args:
-        name: How messages call the step.
-        state: The slots.
-        changed: Indices of the arrays that the step changes.
+    """Checks which arrays of the state a step changes, and warns of what is not meant.
 
     Raises:
         StateStructureError: If an evaluation changes parameters or batch statistics.
@@ -32,11 +27,6 @@ def check_writes(name: str, state: State, changed: Sequence[int]) -> None:
 
 def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
     """Checks what a step changes that is to leave a model as it is.
-
-    Args:
-        name: How messages call it.
-        state: The slots.
-        changed: Indices of the arrays that it changes.
 
     Raises:
         StateStructureError: If it changes parameters or batch statistics.

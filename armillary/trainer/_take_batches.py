@@ -23,14 +23,7 @@ def take_batches(
     gathers: Sequence[Gather],
     index: Any,
 ) -> list[Any]:
-    """Returns the leaves of the batches of one step, in order.
-
-    Args:
-        inputs: The `Chunk.inputs`.
-        batches_per_step: How many batches of each reader a step takes.
-        gathers: For each reader, how its batches become rows.
-        index: Which step of the chunk.
-    """
+    """Returns the leaves of the batches of one step of `Chunk.inputs`, in order."""
 
     def take(index: Any) -> list[Any]:
         return jax.tree.leaves(

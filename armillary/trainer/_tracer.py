@@ -42,12 +42,7 @@ _TRACED_IN_VAIN = (
 
 
 class Trace(NamedTuple):
-    """A traced step.
-
-    Attributes:
-        step: The step.
-        batches_per_step: How many batches of each dataset it takes.
-    """
+    """A traced step, and how many batches of each dataset it takes."""
 
     step: TracedStep
     batches_per_step: tuple[int, ...]
@@ -62,13 +57,7 @@ class _Entry(NamedTuple):
 
 
 class StepTracer:
-    """Traces one step.
-
-    Args:
-        method: The step.
-        structure: The structure of the nest of iterators that it takes.
-        layouts: How the batches of each of them are laid out.
-        max_shapes: As in `StandardTrainerOptions`.
+    """Traces one step, which takes a nest of iterators of this structure.
 
     Attributes:
         flat: The state; `None` before `find_state`.
@@ -152,11 +141,7 @@ class StepTracer:
     def hooks(self, *, is_asked: bool) -> Hooks | None:
         """Returns the hooks of the trainer, or `None` if they stay in Python.
 
-        Args:
-            is_asked: Whether the user says that they need no Python.
-
-        Raises:
-            StateStructureError: If they do after all.
+        The user may say (`is_asked`) that they do not need it.
         """
         if self._hooks is None:
             self._is_asked = is_asked

@@ -107,6 +107,19 @@ def test_of_several_processes_the_first_one_traces(tmp_path, monkeypatch):
 def test_two_traces_at_once_are_an_error(tmp_path):
     with (
         jax.profiler.trace(str(tmp_path / "own")),
-        pytest.raises(RuntimeError, match="Only one profile"),
+        pytest.raises(RuntimeError, match="end a trace of your own before"),
     ):
         make_controller(Profile(at=5, steps=5, directory=tmp_path)).train(20)
+
+
+def test_two_traces_at_a_time_are_refused_by_name(tmp_path):
+    first = Profile(at=5, steps=20, directory=tmp_path)
+    second = Profile(at=10, steps=5, directory=tmp_path)
+
+    with pytest.raises(
+        RuntimeError,
+        match=r"`Profile\(at=10, steps=5\)` is to begin at step 10, but another trace "
+        r"is running, .* one at a time\. Let `at` .* after the steps of another",
+    ):
+        make_controller(first, second).train(40)
+    assert not is_tracing()

@@ -284,7 +284,11 @@ def test_nothing_to_restore_runs_the_init_function(tmp_path, caplog):
     )
 
     assert run.total.get_value() == 5
-    assert "found no checkpoint in" in caplog.text
+    said = [line.split(" in ")[0] for line in caplog.messages]
+    assert said == [
+        "found no checkpoint",
+        "`init_fn` ran, as there is no checkpoint to restore.",
+    ]
     assert controller.restore_checkpoint() is None
 
 

@@ -193,6 +193,12 @@ def test_stop_reason_is_a_string():
     ("evaluator", "error", "message"),
     [
         ({}, ValueError, "`evaluator` is an empty dictionary, but it must hold"),
+        (
+            [Evaluator(), Evaluator()],
+            TypeError,
+            r"`evaluator` is \[.*\] of type list, but several evaluators need names.*"
+            r'`evaluator=\{"validation": a, "test": b\}`',
+        ),
         ({"a/b": 1}, ValueError, "`evaluator` has the name 'a/b', but each evaluator"),
         ({"..": 1}, ValueError, "`evaluator` has the name '..', but each evaluator"),
         ({3: 1}, ValueError, "`evaluator` has the name 3, but each evaluator"),

@@ -271,6 +271,7 @@ class Trainer(AbstractTrainer):
         time.sleep(1.5)
         return jnp.sin(x)
 
+jax.devices()
 trainer = Trainer()
 controller = Controller(
     trainer=trainer, global_step=lambda: trainer.step, steps_per_loop=1)

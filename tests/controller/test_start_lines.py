@@ -1,5 +1,8 @@
 """The lines at the start of a run say what is known, and nothing else."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,6 +95,57 @@ def test_a_run_on_one_device_with_data_of_unknown_size(caplog):
 
 def test_a_source_that_was_not_distributed(caplog):
     assert find_lines(caplog, Trainer(make_source()))[2:] == ["batch: 16"]
+
+
+def test_training_without_an_end_says_so(caplog):
+    caplog.set_level("INFO", "armillary")
+    trainer = Trainer(make_source())
+    controller = armillary.Controller(
+        trainer=trainer,
+        steps_per_loop=1,
+        global_step=trainer.optimizer.step,
+        train_actions=[lambda output: controller.request_stop("enough")],
+    )
+    controller.train()
+
+    assert (
+        "train | step:      0 | training until a stop is requested: the data repeats "
+        "itself for ever..." in caplog.messages
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.each_case
+def test_a_trainer_that_does_without_jax_may_fork():
+    program = """
+import os
+import sys
+import armillary
+
+class Forking(armillary.AbstractTrainer):
+    step = 0
+
+    def train(self, num_steps):
+        self.step += num_steps
+        if not os.fork():
+            sys.exit()  # with all that is done at an exit
+        os.wait()
+
+trainer = Forking()
+armillary.Controller(
+    trainer=trainer, global_step=lambda: trainer.step, steps_per_loop=1
+).train(2)
+from jax._src import xla_bridge
+print(xla_bridge.backends_are_initialized())
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert ended.stdout == "False\n"
 
 
 class Plain(armillary.AbstractTrainer):

@@ -12,7 +12,7 @@ from armillary.state._lift import State
 def test_the_default_strategy_is_one_object():
     assert DefaultStrategy() is DefaultStrategy()
     assert get_strategy() is DefaultStrategy()
-    assert repr(DefaultStrategy()) == "DefaultStrategy(1 replicas)"
+    assert repr(DefaultStrategy()) == "DefaultStrategy(1 replica)"
 
 
 def test_without_a_strategy_code_is_in_the_default_replica_context():

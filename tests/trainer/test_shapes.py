@@ -186,8 +186,15 @@ def ones(*shape, dtype=np.float32):
                 [ones(4, 2, 3), ones(2, 5, 3), ones(4, 5, 3), ones(4, 7, 3)],
                 max_shapes=2,
             ),
-            r"(?s)4, 2, 3\) became int32 \(1, 4, 2, 3\).*one shape and dtype": lambda: (
+            # Also where more shapes are allowed.
+            r"(?s)in more than their shape:.*4, 2, 3\) became int32 \(1, 4, 2, 3\).*"
+            r"one dtype .*`\.astype` .*`max_shapes` allows other shapes only": lambda: (
                 train([ones(4, 2, 3), ones(4, 2, 3, dtype=np.int32)])
+            ),
+        },
+        TypeError: {
+            r"`max_shapes` is \[32, 64\], but it must be how many.*`max_shapes=2`": (
+                lambda: StandardTrainerOptions(max_shapes=[32, 64])
             ),
         },
         ValueError: {
