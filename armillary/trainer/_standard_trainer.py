@@ -191,7 +191,13 @@ class StandardTrainer(Runner, AbstractTrainer):
         self._check_initialized("_train_data", "train_dataset")
         steps = steps_per_loop or self._train_data.steps_per_loop or FEW_STEPS
         with self._in_strategy() as strategy:
-            method = StepMethod(self, self.train_step, "train_step", strategy)
+            method = StepMethod(
+                self,
+                self.train_step,
+                "train_step",
+                strategy,
+                self._train_options.accumulate_steps,
+            )
             with described_loop(
                 method,
                 self._train_data.datasets,

@@ -24,6 +24,7 @@ from tests.plan.digits_mlp import (
     BATCH_SIZE,
     NUM_PARAMETERS,
     Trainer,
+    cross_entropy,
     make_arrays,
     make_controller,
     make_trainer,
@@ -134,6 +135,25 @@ def test_every_kind_of_loop_can_be_planned(options):
     found = plan(make_trainer(**options), 8, abstract=True)
     sums = [each.num_bytes for each in found.of_step("all-reduce")]
     assert 4 * NUM_PARAMETERS + 8 <= sum(sums) <= 4 * NUM_PARAMETERS + 16
+
+
+class InParts(Trainer):
+    def improve(self, batch):
+        def loss_fn(batch):
+            losses = cross_entropy(self.model(batch["image"]), batch["label"])
+            return armillary.compute_average_loss(losses)
+
+        _, gradients = armillary.value_and_grad(loss_fn, self.model, batch=batch)
+        self.optimizer.update(self.model, gradients)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_step_in_parts_is_planned_in_parts(parts):
+    trainer = make_trainer(kind=InParts, accumulate_steps=parts)
+    with trainer.described(8, "cpu", per_replica_batch=32) as loop:
+        program = str(loop.step)
+    assert ("f32[32,128]" in program) == (parts == 1)
+    assert ("f32[8,128]" in program) == (parts == 4)
 
 
 def test_a_controller_plans_with_its_steps_per_loop():
