@@ -11,15 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.cases import (
-    Case,
-    choose_cases,
-    default_cases,
-    full_cases,
-    quick_cases,
-)
+from benchmarks.cases import Case, choose_cases, default_cases, quick_cases
 from benchmarks.contestants import CONTESTANTS, PEERS
-from benchmarks.machine import describe_machine, find_device, find_peak_tflops
+from benchmarks.machine import describe_machine, find_device
 from benchmarks.measure import Settings, measure_case
 from benchmarks.processes import REPOSITORY
 from benchmarks.protocol import CONVOLUTIONS, DATA_KINDS, DTYPES
@@ -61,12 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         environment=_environment(device["platform"]),
     )
     names = given.contestants or [*_DEFAULT_CONTESTANTS, *pythons]
-    peak = given.peak_tflops or find_peak_tflops(device["kind"])
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
-        "device": {**device, "peak_tflops": peak},
+        "device": device,
         "settings": {
             "rounds": settings.rounds,
             "seconds_per_burst": settings.seconds_per_burst,
@@ -87,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(_summary(case, entry), style="dim", soft_wrap=True)
         if given.json is not None:
             write_document(given.json, document)
-    console.print(make_table(document["cases"], peak))
+    console.print(make_table(document["cases"]))
     machine = document["machine"]
     console.print(
         f"{machine['cpu']}, {machine['cores']} cores; {device['kind']}; "
@@ -110,8 +103,7 @@ def find_peer_pythons(given: Sequence[str]) -> dict[str, str]:
     """
     found = {}
     for name in PEERS:
-        library = name.partition("-")[0]
-        path = REPOSITORY / f".venv-bench-{library}" / "bin" / "python"
+        path = REPOSITORY / f".venv-bench-{name}" / "bin" / "python"
         if path.exists():
             found[name] = str(path)
     for entry in given:
@@ -122,12 +114,7 @@ def find_peer_pythons(given: Sequence[str]) -> dict[str, str]:
                 f"{', '.join(PEERS)}, as in `--peer-python orbit=venv/bin/python`."
             )
         found[name] = path
-    # What compiles with XLA is asked for by name only.
-    return {name: path for name, path in found.items() if name != "orbit-xla"} | {
-        name: path
-        for name, path in found.items()
-        if name == "orbit-xla" and any(entry.startswith(name) for entry in given)
-    }
+    return found
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -171,10 +158,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help="where to write all measurements"
     )
-    parser.add_argument("--peak-tflops", type=float, help="of the device, in bfloat16")
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="tiny tasks, for tests")
-    size.add_argument("--full", action="store_true", help="every mode of every task")
+    parser.add_argument("--quick", action="store_true", help="tiny tasks, for tests")
     return parser.parse_args(arguments)
 
 
@@ -182,8 +166,6 @@ def _choose_cases(given: argparse.Namespace, platform: str) -> list[Case]:
     chosen = (given.steps_per_loop, given.devices, given.data, given.dtype)
     if given.quick:
         cases = quick_cases()
-    elif given.full:
-        cases = full_cases(platform)
     elif any((*chosen, given.convolutions)):
         cases = choose_cases(
             given.tasks or ("mlp", "many-leaves", "cnn", "bert"),

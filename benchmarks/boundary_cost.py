@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.processes import REPOSITORY
-from benchmarks.report import add_measurement
+from benchmarks.report import add_measurement, make_parser
 
 _ROUNDS = 300
 _WARM_UP = 20
@@ -32,12 +32,10 @@ _DEADLINE_SECONDS = 300
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.boundary_cost",
-        description="Measures what processes pay to agree between two loops.",
+    parser = make_parser(
+        "boundary_cost", "Measures what processes pay to agree between two loops."
     )
     parser.add_argument("--processes", nargs="+", type=int, default=[2, 4, 8, 16])
-    parser.add_argument("--json", type=Path, metavar="PATH")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.worker is not None:
@@ -51,8 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         times = (row[name] * 1e3 for name in ("median", "slow", "processor"))
         table.add_row(str(row["processes"]), *(f"{each:.2f} ms" for each in times))
     Console().print(table)
-    if given.json is not None:
-        add_measurement(given.json, "boundary_cost", {"rows": rows})
+    add_measurement(given.json, "boundary_cost", {"rows": rows})
 
 
 def measure(count: int) -> dict[str, Any]:

@@ -68,15 +68,6 @@ def quick_cases() -> list[Case]:
     return [replace(_case(task, 10), size="small") for task in tasks]
 
 
-def full_cases(platform: str) -> list[Case]:
-    """Returns the whole product of tasks and modes; it takes hours on a CPU."""
-    tasks = ["mlp", "many-leaves", "cnn", "bert"]
-    if platform != "cpu":
-        tasks.append("bert-base")
-    devices = (1, 2, 4) if platform == "cpu" else (1,)
-    return choose_cases(tasks, (1, 10, 100), devices, ("memory", "grain", "resident"))
-
-
 def choose_cases(
     tasks: Sequence[str],
     loops: Sequence[int],

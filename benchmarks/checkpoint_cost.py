@@ -7,20 +7,18 @@ its save in the middle, so that copying, writing and whatever they slow down all
 into its time.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.cases import Case
-from benchmarks.contestants.intervals import SAVE_INTERVAL
+from benchmarks.contestants import SAVE_INTERVAL
 from benchmarks.measure import Settings, StartWorker, measure_case, start_worker
 from benchmarks.protocol import SIZES, Options
 from benchmarks.ratios import pair_ratios
-from benchmarks.report import add_measurement
+from benchmarks.report import add_measurement, make_parser
 from benchmarks.tasks import TASKS
 
 _STEPS_PER_LOOP = 10
@@ -32,14 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: If a contestant failed.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.checkpoint_cost",
-        description="Measures the cost of checkpoints.",
-    )
+    parser = make_parser("checkpoint_cost", "Measures the cost of checkpoints.")
     parser.add_argument("--task", choices=TASKS, default="bert")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="PATH")
     given = parser.parse_args(arguments)
     measurement = measure(given.task, given.size, given.rounds)
     if "ratio" not in measurement:
@@ -51,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{ratio['high']:.3f}).",
         soft_wrap=True,
     )
-    if given.json is not None:
-        add_measurement(given.json, "checkpoint_cost", measurement)
+    add_measurement(given.json, "checkpoint_cost", measurement)
 
 
 def measure(

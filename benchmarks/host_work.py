@@ -18,13 +18,11 @@ The optimizer is SGD, without momentum, so that there are about as many arrays a
 parameters; with `--optimizer adam` there are three times as many.
 """
 
-import argparse
 import dataclasses
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -34,7 +32,7 @@ from rich.console import Console
 from benchmarks.contestants.controller import ControllerContestant, Trainer
 from benchmarks.programs import watch_programs
 from benchmarks.protocol import SIZES, Options
-from benchmarks.report import add_measurement
+from benchmarks.report import add_measurement, make_parser
 from benchmarks.tasks import make_task
 
 _TASK = "many-leaves"
@@ -83,14 +81,10 @@ class _Shares:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.host_work",
-        description="Measures the host's work per loop.",
-    )
+    parser = make_parser("host_work", "Measures the host's work per loop.")
     parser.add_argument("--loops", type=int, default=300)
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
-    parser.add_argument("--json", type=Path, metavar="PATH")
     given = parser.parse_args(arguments)
     measurement = measure(given.loops, given.size, given.optimizer)
     low, high = measurement["armillary_quartiles_us"]
@@ -104,8 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{measurement['start_us']:.0f} us.",
         soft_wrap=True,
     )
-    if given.json is not None:
-        add_measurement(given.json, "host_work", measurement)
+    add_measurement(given.json, "host_work", measurement)
 
 
 def measure(

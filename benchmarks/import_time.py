@@ -5,18 +5,16 @@ They are imported when the first name of `armillary` is used.
 python -m benchmarks.import_time
 """
 
-import argparse
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.processes import REPOSITORY
-from benchmarks.report import add_measurement
+from benchmarks.report import add_measurement, make_parser
 
 _CODE = """
 import time
@@ -31,12 +29,8 @@ print(time.perf_counter() - start)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.import_time",
-        description="Measures the time of the import.",
-    )
+    parser = make_parser("import_time", "Measures the time of the import.")
     parser.add_argument("--processes", type=int, default=9)
-    parser.add_argument("--json", type=Path, metavar="PATH")
     given = parser.parse_args(arguments)
     measurement = measure(given.processes)
     seconds = measurement["seconds"]
@@ -45,8 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"of {len(seconds)} processes ({min(seconds):.3f} to {max(seconds):.3f}).",
         soft_wrap=True,
     )
-    if given.json is not None:
-        add_measurement(given.json, "import_time", measurement)
+    add_measurement(given.json, "import_time", measurement)
 
 
 def measure(num_processes: int) -> dict[str, Any]:

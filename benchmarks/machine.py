@@ -1,4 +1,4 @@
-"""The machine a report comes from, and the peak speed of devices that are known."""
+"""The machine a report comes from."""
 
 import os
 import platform
@@ -7,9 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Dense bfloat16 multiply-adds without sparsity, in 1e12 operations a second, by what
-# `jax.Device.device_kind` contains; from the makers' data sheets.
-_PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0}
 _PROBE = (
     "import jax; device = jax.devices()[0]; "
     "print(device.platform, len(jax.devices()), device.device_kind, sep='\\n')"
@@ -45,14 +42,6 @@ def find_device() -> dict[str, Any]:
             f"`python -c 'import jax; jax.devices()'` says:\n{probe.stderr[-1000:]}"
         )
     return {"platform": lines[0], "count": int(lines[1]), "kind": lines[2]}
-
-
-def find_peak_tflops(device_kind: str) -> float | None:
-    """Returns the peak of a device in bfloat16, `None` if it is not known."""
-    for name, peak in _PEAK_TFLOPS.items():
-        if name in device_kind:
-            return peak
-    return None
 
 
 def _cpu_model() -> str:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,6 @@ from benchmarks.cases import Case
 from benchmarks.contestants import REFERENCES
 from benchmarks.processes import WorkerError, WorkerProcess
 from benchmarks.ratios import choose_burst, find_faster, pair_ratios
-from benchmarks.tasks import make_task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,53 +80,53 @@ def measure_case(
     Returns:
         The entry of the report, as `benchmarks.report` describes it.
     """
-    skipped: dict[str, str] = {}
-    failed: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
-        bench = _Bench(settings, skipped, failed)
+        bench = Bench(settings)
         for name in contestants:
             bench.add(name, stack.enter_context(start(name, case, settings)))
         burst = bench.calibrate(case.options.steps_per_loop)
         for number in range(settings.rounds):
-            bench.run_round(number, burst)
-        records = bench.records
+            bench.run_round(number, dict.fromkeys(bench.records, burst))
     return {
         "task": case.task,
         "size": case.size,
         "mode": case.mode,
         **dataclasses.asdict(case.options),
-        "flops_per_step": make_task(case.task, case.size).flops_per_step,
         "burst_steps": burst,
-        **_compare(records, burst),
-        "skipped": skipped,
-        "failed": failed,
+        **_compare(bench.records, burst),
+        "skipped": bench.skipped,
+        "failed": bench.failed,
     }
 
 
-class _Bench:
-    """The workers of one case."""
+class Bench:
+    """The workers of one case, which take turns.
 
-    def __init__(
-        self, settings: Settings, skipped: dict[str, str], failed: dict[str, str]
-    ) -> None:
+    Attributes:
+        records: What is known of each contestant that runs: its `seconds` and `losses`,
+            one for each burst, and what it said when it was ready.
+        skipped: Why contestants do not support the case, by name.
+        failed: Why contestants failed, by name.
+    """
+
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._skipped, self._failed = skipped, failed
         self._workers: dict[str, WorkerProcess] = {}
         self.records: dict[str, dict[str, Any]] = {}
+        self.skipped: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
 
     def add(self, name: str, worker: WorkerProcess) -> None:
         """Waits until a worker is ready; one at a time, so that none starves."""
         self._workers[name] = worker
-        with self._dropping(name):
+        with self.dropping(name):
             ready = worker.wait_ready(self._settings.start_seconds)
             self.records[name] = {
                 "seconds": [],
                 "losses": [],
                 "setup_seconds": ready["setup_seconds"],
-                "peak_bytes": ready["peak_bytes"],
                 "versions": ready["versions"],
-                "facts": ready.get("facts", {}),
-                "idle_cpu_seconds": 0.0,
+                "facts": ready["facts"],
             }
 
     def calibrate(self, steps_per_loop: int) -> int:
@@ -137,72 +136,65 @@ class _Bench:
         """
         if self._settings.burst_steps is not None:
             for name in [*self.records]:
-                with self._dropping(name):
-                    self._run(name, self._settings.lead_in_steps)
+                with self.dropping(name):
+                    self.run(name, self._settings.lead_in_steps)
             return self._settings.burst_steps
         total, burst = 0, steps_per_loop
         while self.records and not total:
             first = next(iter(self.records))
-            with self._dropping(first):
+            with self.dropping(first):
                 total, burst = self._find_burst(first, steps_per_loop)
         for name in [*self.records][1:]:
-            with self._dropping(name):
-                self._run(name, total)
+            with self.dropping(name):
+                self.run(name, total)
         return burst
 
-    def run_round(self, number: int, steps: int) -> None:
-        """Runs a burst of each contestant; who is first changes from round to round."""
+    def run_round(self, number: int, bursts: Mapping[str, int]) -> None:
+        """Runs a burst of each contestant; who is first changes from round to round.
+
+        Args:
+            number: Which round it is.
+            bursts: Steps of the burst of each contestant.
+        """
         names = list(self.records)
         shift = number % max(1, len(names))
         for name in names[shift:] + names[:shift]:
-            with self._dropping(name):
-                before = self._idle_times(name)
-                ran = self._run(name, steps)
-                for other, start in before.items():
-                    end = self._workers[other].cpu_seconds()
-                    if other in self.records and end is not None:
-                        self.records[other]["idle_cpu_seconds"] += end - start
-                record = self.records[name]
-                record["seconds"].append(ran["seconds"])
-                record["losses"].append(ran["loss"])
-                record["peak_bytes"] = max(
-                    record["peak_bytes"], ran.get("peak_bytes", 0)
-                )
+            with self.dropping(name):
+                ran = self.run(name, bursts[name])
+                self.records[name]["seconds"].append(ran["seconds"])
+                self.records[name]["losses"].append(ran["loss"])
 
     def _find_burst(self, name: str, steps_per_loop: int) -> tuple[int, int]:
         """Runs more and more steps until they say how long one takes."""
         wanted = self._settings.seconds_per_burst
         total, steps = 0, steps_per_loop
         while True:
-            ran = self._run(name, steps)
+            ran = self.run(name, steps)
             total += steps
             burst = choose_burst(ran["seconds"] / steps, wanted, steps_per_loop)
             if ran["seconds"] >= wanted / 4 or burst <= steps:
                 return total, burst
             steps = min(burst, 10 * steps)
 
-    def _run(self, name: str, steps: int) -> dict[str, Any]:
+    def run(self, name: str, steps: int) -> dict[str, Any]:
+        """Runs steps of one contestant, and waits until it rests.
+
+        Raises:
+            WorkerError: If it fails.
+        """
         worker = self._workers[name]
         ran = worker.run(steps, self._settings.burst_seconds)
         worker.settle()
         return ran
 
-    def _idle_times(self, running: str) -> dict[str, float]:
-        times = {
-            name: self._workers[name].cpu_seconds()
-            for name in self.records
-            if name != running
-        }
-        return {name: used for name, used in times.items() if used is not None}
-
     @contextlib.contextmanager
-    def _dropping(self, name: str) -> Any:
+    def dropping(self, name: str) -> Iterator[None]:
         """Drops a contestant that fails, and goes on with the others."""
         try:
             yield
         except WorkerError as error:
             self.records.pop(name, None)
-            (self._skipped if error.skip else self._failed)[name] = str(error)
+            (self.skipped if error.skip else self.failed)[name] = str(error)
             self._workers[name].kill()
 
 

@@ -7,9 +7,7 @@ what outputs take over from arguments. Next to that, Armillary keeps one chunk o
 batches that is read ahead, as the hand-written loop does.
 """
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +18,7 @@ from benchmarks.contestants.controller import ControllerContestant
 from benchmarks.contestants.reference_scan import ReferenceScan
 from benchmarks.programs import lower_program, watch_programs
 from benchmarks.protocol import SIZES, Options
-from benchmarks.report import add_measurement
+from benchmarks.report import add_measurement, make_parser
 from benchmarks.tasks import TASKS, Task, make_task
 
 _STEPS_PER_LOOP = 20
@@ -28,14 +26,11 @@ _STEPS_PER_LOOP = 20
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.memory", description="Compares device memory."
-    )
+    parser = make_parser("memory", "Compares device memory.")
     parser.add_argument(
         "--tasks", nargs="+", choices=TASKS, default=["mlp", "many-leaves", "bert"]
     )
     parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--json", type=Path, metavar="PATH")
     given = parser.parse_args(arguments)
     table = Table(title="Device memory of the compiled loop, in MB")
     for title in ("task", "hand-written scan", "armillary", "chunk read ahead"):
@@ -47,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sizes = [*cells, found["chunk_bytes"]]
         table.add_row(name, *(f"{size / 1e6:,.2f}" for size in sizes))
     Console().print(table)
-    if given.json is not None:
-        add_measurement(given.json, "memory", measurement)
+    add_measurement(given.json, "memory", measurement)
 
 
 def measure(task: Task) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import dataclasses
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -24,13 +23,14 @@ from rich.table import Table
 
 from benchmarks.closures import CONTESTANTS
 from benchmarks.machine import describe_machine
-from benchmarks.processes import REPOSITORY, WorkerError, WorkerProcess
+from benchmarks.measure import Bench, Settings
+from benchmarks.processes import REPOSITORY, WorkerProcess
 from benchmarks.ratios import choose_burst, pair_ratios
-from benchmarks.report import add_measurement
+from benchmarks.report import add_measurement, make_parser
 
 _PEER_PYTHON = REPOSITORY / ".venv-bench-orbit" / "bin" / "python"
 _NOT_INSTALLED = "not installed: run `make bench-peers`"
-_DEADLINE_SECONDS = 300.0
+_SETTINGS = Settings(start_seconds=300.0, burst_seconds=300.0)
 # Object stores are slow until their memory has been used once.
 _WARM_UP_SECONDS = 5.0
 _UNITS = {"KB": 1 << 10, "MB": 1 << 20}
@@ -40,9 +40,8 @@ Start = Callable[[str, int, int], WorkerProcess]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.parameter_server",
-        description="Measures calls a second of parameter servers.",
+    parser = make_parser(
+        "parameter_server", "Measures calls a second of parameter servers."
     )
     parser.add_argument(
         "--sizes",
@@ -56,7 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds-per-burst", type=float, default=2.0)
-    parser.add_argument("--json", type=Path, metavar="PATH")
     given = parser.parse_args(arguments)
     console = Console(width=None if Console().is_terminal else 120)
     names = given.contestants or list(CONTESTANTS)
@@ -73,9 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(make_table(rows, names))
     load = f"load {machine['load_at_start']:.1f} before"
     console.print(f"{machine['cpu']}, {machine['cores']} cores; {load}", style="dim")
-    if given.json is not None:
-        measurement = {"machine": machine, "rounds": given.rounds, "rows": rows}
-        add_measurement(given.json, "parameter_server", measurement)
+    measurement = {"machine": machine, "rounds": given.rounds, "rows": rows}
+    add_measurement(given.json, "parameter_server", measurement)
 
 
 def parse_size(text: str) -> int:
@@ -130,38 +127,31 @@ def measure(
         seconds_per_burst: How long a burst is, about.
         start: Starts a contestant.
     """
-    bursts: dict[str, int] = {}
-    seconds: dict[str, list[float]] = {}
-    facts: dict[str, Any] = {}
-    missing: dict[str, str] = {}
+    bench, bursts = Bench(_SETTINGS), dict[str, int]()
     with contextlib.ExitStack() as stack:
-        workers: dict[str, WorkerProcess] = {}
         for name in names:
             if name == "tensorflow" and not _PEER_PYTHON.exists():
-                missing[name] = _NOT_INSTALLED
+                bench.failed[name] = _NOT_INSTALLED
                 continue
-            worker = stack.enter_context(start(name, num_bytes, num_workers))
-            try:
-                ready = worker.wait_ready(_DEADLINE_SECONDS)
-                bursts[name] = _find_burst(worker, seconds_per_burst)
-            except WorkerError as error:
-                missing[name] = str(error)
-                worker.kill()
-                continue
-            workers[name], seconds[name] = worker, []
-            facts[name] = {"versions": ready["versions"], **ready["facts"]}
-        order = list(workers)
+            bench.add(name, stack.enter_context(start(name, num_bytes, num_workers)))
+            if name in bench.records:
+                with bench.dropping(name):
+                    bursts[name] = _find_burst(bench, name, seconds_per_burst)
         for number in range(rounds):
-            shift = number % max(1, len(order))
-            for name in order[shift:] + order[:shift]:
-                ran = workers[name].run(bursts[name], _DEADLINE_SECONDS)
-                seconds[name].append(ran["seconds"] / bursts[name])
+            bench.run_round(number, bursts)
+    seconds = {
+        name: [each / bursts[name] for each in record["seconds"]]
+        for name, record in bench.records.items()
+    }
     return {
         "bytes": num_bytes,
         "workers": num_workers,
         "bursts": bursts,
-        "facts": facts,
-        "missing": missing,
+        "facts": {
+            name: {"versions": record["versions"], **record["facts"]}
+            for name, record in bench.records.items()
+        },
+        "missing": bench.failed,
         **compare(seconds),
     }
 
@@ -201,11 +191,11 @@ def make_table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Table:
     return table
 
 
-def _find_burst(worker: WorkerProcess, wanted: float) -> int:
+def _find_burst(bench: Bench, name: str, wanted: float) -> int:
     """Warms a contestant up; returns the calls of a burst."""
     calls, spent = 8, 0.0
     while True:
-        ran = worker.run(calls, _DEADLINE_SECONDS)
+        ran = bench.run(name, calls)
         spent += ran["seconds"]
         burst = choose_burst(ran["seconds"] / calls, wanted, 1)
         if spent >= min(_WARM_UP_SECONDS, 2.5 * wanted) and burst <= 2 * calls:

@@ -3,14 +3,15 @@
 The document is one JSON object: `schema` (1), `started`, `machine`, `device`,
 `settings`, `cases` (one entry for each, see below) and `measurements` (what the further
 commands add, by name). An entry of `cases` has the fields of `Options`, `task`, `size`,
-`mode`, `flops_per_step`, `burst_steps`, `reference` (the faster one), `contestants`,
-and `skipped` and `failed` (reasons by name). A contestant has `seconds` (of each
-burst), `losses`, `steps_per_second`, `ratio` (`median`, `low`, `high`; speed relative
-to the reference), `setup_seconds`, `peak_bytes`, `idle_cpu_seconds`, `versions`.
+`mode`, `burst_steps`, `reference` (the faster one), `contestants`, and `skipped` and
+`failed` (reasons by name). A contestant has `seconds` (of each burst), `losses`,
+`steps_per_second`, `ratio` (`median`, `low`, `high`; speed relative to the reference),
+`setup_seconds`, `versions`, `facts`.
 """
 
+import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,8 @@ from benchmarks.contestants import CONTESTANTS, REFERENCES
 SCHEMA = 1
 
 
-def make_table(
-    cases: Sequence[dict[str, Any]], peak_tflops: float | None = None
-) -> Table:
-    """Returns the table of measured cases.
-
-    Args:
-        cases: Entries from `measure_case`.
-        peak_tflops: Peak of the device, for the column of utilization; `None` leaves
-            it out.
-    """
+def make_table(cases: Sequence[dict[str, Any]]) -> Table:
+    """Returns the table of measured cases, which are entries from `measure_case`."""
     found = {name for case in cases for name in case["contestants"]}
     names = [name for name in CONTESTANTS if name in found and name not in REFERENCES]
     table = Table(
@@ -44,8 +37,6 @@ def make_table(
     for name in names:
         table.add_column(name, justify="right")
         table.add_column("steps/s", justify="right", style="dim")
-    if peak_tflops is not None:
-        table.add_column("MFU", justify="right")
     last = None
     for case in cases:
         if last not in (None, case["task"]):
@@ -54,21 +45,8 @@ def make_table(
         cells = [case["task"], case["mode"], *_reference_cells(case)]
         for name in names:
             cells += _contestant_cells(case, name)
-        if peak_tflops is not None:
-            cells.append(_utilization_cell(case, peak_tflops))
         table.add_row(*cells)
     return table
-
-
-def find_utilization(
-    case: dict[str, Any], name: str, peak_tflops: float
-) -> float | None:
-    """Returns model FLOP/s over the device's peak; `None` if not measured."""
-    record = case["contestants"].get(name)
-    if record is None:
-        return None
-    flops = case["flops_per_step"] * record["steps_per_second"]
-    return flops / (peak_tflops * 1e12 * case["devices"])
 
 
 def list_reasons(cases: Sequence[dict[str, Any]]) -> list[str]:
@@ -91,8 +69,27 @@ def write_document(path: Path, document: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-def add_measurement(path: Path, name: str, measurement: dict[str, Any]) -> None:
-    """Adds a further measurement to a document, which is made if there is none."""
+def make_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Returns a parser for a command that measures one further thing."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=description
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH")
+    return parser
+
+
+def add_measurement(
+    path: Path | None, name: str, measurement: Mapping[str, Any]
+) -> None:
+    """Adds a further measurement to a document, which is made if there is none.
+
+    Args:
+        path: The document; `None` keeps nothing.
+        name: What was measured.
+        measurement: What was found.
+    """
+    if path is None:
+        return
     document: dict[str, Any] = {"schema": SCHEMA}
     if path.exists():
         document = json.loads(path.read_text())
@@ -116,11 +113,6 @@ def _contestant_cells(case: dict[str, Any], name: str) -> list[str]:
         return ["", _speed(record)]
     text = f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
     return [text, _speed(record)]
-
-
-def _utilization_cell(case: dict[str, Any], peak_tflops: float) -> str:
-    share = find_utilization(case, "armillary", peak_tflops)
-    return "" if share is None else f"{share:.1%}"
 
 
 def _speed(record: dict[str, Any]) -> str:

@@ -15,7 +15,6 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -23,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.processes import ask_module
 from benchmarks.protocol import DTYPES, SIZES, Options
-from benchmarks.report import add_measurement
+from benchmarks.report import add_measurement, make_parser
 from benchmarks.tasks import TASKS, make_task
 
 # 4, 16, 64, 256 and 512 chips, and GPUs; then that many virtual CPU devices.
@@ -38,15 +37,11 @@ _DEADLINE_SECONDS = 1800
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Plans and prints."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scaling",
-        description="Plans one step for more and more devices.",
-    )
+    parser = make_parser("scaling", "Plans one step for more and more devices.")
     parser.add_argument("--task", choices=TASKS, default="mlp")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--dtype", choices=DTYPES, default="f32")
     parser.add_argument("--topologies", nargs="+", default=_TOPOLOGIES)
-    parser.add_argument("--json", type=Path, metavar="PATH")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.one is not None:
@@ -63,8 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for topology in given.topologies
     ]
     Console(width=120).print(make_table(given.task, rows))
-    if given.json is not None:
-        add_measurement(given.json, "scaling", {"task": given.task, "rows": rows})
+    add_measurement(given.json, "scaling", {"task": given.task, "rows": rows})
 
 
 def plan_once(task: str, size: str, dtype: str, topology: str) -> dict[str, Any]:
@@ -84,11 +78,12 @@ def plan_once(task: str, size: str, dtype: str, topology: str) -> dict[str, Any]
     from benchmarks.contestants.controller import Trainer, make_dataset
     from benchmarks.contestants.functional import DTYPES as JAX_DTYPES
     from benchmarks.contestants.functional import SEED, make_optimizer
+    from benchmarks.models import make_model
 
     made = make_task(task, size)
     options = Options(steps_per_loop=_STEPS_PER_LOOP, dtype=dtype)
     strategy = armillary.MirroredStrategy(jax.devices()[:1])
-    model = made.make_model(nnx.Rngs(SEED), JAX_DTYPES[dtype])
+    model = make_model(made, nnx.Rngs(SEED), JAX_DTYPES[dtype])
     optimizer = nnx.Optimizer(model, make_optimizer(made), wrt=nnx.Param)
     dataset = make_dataset(made, options, strategy)
     trainer = Trainer(dataset, strategy, model, optimizer)

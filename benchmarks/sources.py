@@ -11,7 +11,6 @@ All rows are shuffled, except those of the Hugging Face stream, which would need
 buffer. No library gets workers: what is compared is the work for a row.
 """
 
-import argparse
 import importlib
 import importlib.util
 import statistics
@@ -28,7 +27,7 @@ from rich.table import Table
 
 import armillary
 from armillary.data.sources._example import example_class
-from benchmarks.report import add_measurement
+from benchmarks.report import add_measurement, make_parser
 
 _BATCH_SIZE = 256
 _NUM_PARTS = 4
@@ -36,12 +35,9 @@ _NUM_PARTS = 4
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sources", description="Compares sources of data."
-    )
+    parser = make_parser("sources", "Compares sources of data.")
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, metavar="PATH")
     given = parser.parse_args(arguments)
     measurement = measure(given.rows, given.rounds)
     table = Table(title=f"Medians of {given.rounds} passes over {given.rows} rows")
@@ -52,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ratio = f"{found['ratio']:.2f} ({low:.2f} to {high:.2f})"
         table.add_row(name, f"{found['rows_per_second']:,.0f}", ratio)
     Console().print(table)
-    if given.json is not None:
-        add_measurement(given.json, "sources", measurement)
+    add_measurement(given.json, "sources", measurement)
 
 
 def measure(num_rows: int, num_rounds: int) -> dict[str, Any]:

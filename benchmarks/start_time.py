@@ -12,14 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.processes import ask_module
 from benchmarks.protocol import SIZES, Options
-from benchmarks.report import add_measurement
+from benchmarks.report import add_measurement, make_parser
 from benchmarks.tasks import TASKS, make_task
 
 _HIT = "/jax/compilation_cache/cache_hits"
@@ -30,13 +29,9 @@ _STEPS_PER_LOOP = 100
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.start_time",
-        description="Measures the start of a program.",
-    )
+    parser = make_parser("start_time", "Measures the start of a program.")
     parser.add_argument("--task", choices=TASKS, default="many-leaves")
     parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--json", type=Path, metavar="PATH")
     parser.add_argument("--cache", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.cache is not None:
@@ -51,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "end of the first loop.",
             soft_wrap=True,
         )
-    if given.json is not None:
-        add_measurement(given.json, "start_time", measurement)
+    add_measurement(given.json, "start_time", measurement)
 
 
 def measure(task: str, size: str) -> dict[str, Any]:

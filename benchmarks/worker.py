@@ -12,7 +12,6 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-import resource
 import sys
 import time
 import traceback
@@ -119,7 +118,6 @@ def serve(contestant: Contestant, requests: IO[str], replies: IO[str]) -> None:
                 "steps": steps,
                 "seconds": seconds,
                 "loss": float(loss),
-                "peak_bytes": _peak_bytes(contestant),
             },
         )
 
@@ -157,20 +155,9 @@ def _write_ready(replies: IO[str], contestant: Contestant, seconds: float) -> No
             "event": "ready",
             "versions": find_versions(),
             "setup_seconds": seconds,
-            "peak_bytes": _peak_bytes(contestant),
             "facts": getattr(contestant, "facts", {}),
         },
     )
-
-
-def _peak_bytes(contestant: Contestant) -> int:
-    """Returns the most memory used: the device's if it counts, else the process's."""
-    read = getattr(contestant, "peak_device_bytes", None)
-    found = read() if read is not None else None
-    if found is not None:
-        return found
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 if __name__ == "__main__":

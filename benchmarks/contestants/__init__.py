@@ -20,18 +20,18 @@ CONTESTANTS = {
     ),
     "keras": "benchmarks.peers.keras:KerasContestant",
     "orbit": "benchmarks.peers.orbit:OrbitContestant",
-    "orbit-xla": "benchmarks.peers.orbit:OrbitXlaContestant",
     "lightning": "benchmarks.peers.lightning:LightningContestant",
 }
 REFERENCES = ("reference-step", "reference-scan")
-PEERS = ("keras", "orbit", "orbit-xla", "lightning")
+SAVE_INTERVAL = 100
+"""How often `armillary-saving` saves."""
+PEERS = ("keras", "orbit", "lightning")
 
 
 class Contestant(Protocol):
     """Trains on one task.
 
-    It may also have `facts`, a dictionary that the report keeps, and
-    `peak_device_bytes()`, which returns an integer or `None`.
+    It may also have `facts`, a dictionary that the report keeps.
     """
 
     def setup(self, task: Task, options: Options) -> None:

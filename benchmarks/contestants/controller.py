@@ -8,10 +8,11 @@ import optax
 from flax import nnx
 
 import armillary
-from benchmarks.contestants.environment import peak_device_bytes, prepare
+from benchmarks.contestants.environment import prepare
 from benchmarks.contestants.functional import DTYPES, SEED, make_optimizer
 from benchmarks.contestants.rows import SHUFFLE_SEED, make_grain_dataset
-from benchmarks.protocol import Options, UnsupportedError
+from benchmarks.models import make_model
+from benchmarks.protocol import Options
 from benchmarks.tasks import Task
 
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
@@ -67,7 +68,7 @@ class ControllerContestant:
         strategy = make_strategy(options.devices)
         self.dataset = make_dataset(task, options, strategy)
         with strategy.scope():
-            self.model = task.make_model(nnx.Rngs(SEED), DTYPES[options.dtype])
+            self.model = make_model(task, nnx.Rngs(SEED), DTYPES[options.dtype])
             self.optimizer = nnx.Optimizer(
                 self.model, make_optimizer(task), wrt=nnx.Param
             )
@@ -85,10 +86,6 @@ class ControllerContestant:
     def make_checkpoint_manager(self) -> armillary.CheckpointManager | None:
         """Returns none; `armillary-saving` has one."""
         return None
-
-    def peak_device_bytes(self) -> int | None:
-        """Returns the most memory used on the device."""
-        return peak_device_bytes()
 
     def run(self, num_steps: int) -> float:
         """Runs steps; returns the mean loss of the last loop."""
@@ -109,11 +106,7 @@ def make_strategy(devices: int) -> armillary.distribute.Strategy:
 def make_dataset(
     task: Task, options: Options, strategy: armillary.distribute.Strategy
 ) -> Any:
-    """Returns the distributed data set of a case.
-
-    Raises:
-        UnsupportedError: If this version of Armillary lacks data on the device.
-    """
+    """Returns the distributed data set of a case."""
     if options.data == "grain":
         return strategy.distribute_dataset(make_grain_dataset(task))
     data = armillary.data.from_arrays(
@@ -122,16 +115,8 @@ def make_dataset(
         shuffle_seed=SHUFFLE_SEED,
         repeat=True,
     )
-    if options.data == "memory":
-        return strategy.distribute_dataset(data)
-    arguments: dict[str, Any] = {"place_on_device": True}
-    try:
-        input_options = armillary.InputOptions(**arguments)
-    except TypeError as error:
-        raise UnsupportedError(
-            "This version of Armillary has no `InputOptions(place_on_device=True)`. "
-            "Use `--data memory`."
-        ) from error
+    is_resident = options.data == "resident"
+    input_options = armillary.InputOptions(place_on_device=is_resident)
     return strategy.distribute_dataset(data, input_options)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from benchmarks.models import make_model
 from benchmarks.tasks import Batch, Task
 
 Parameters: TypeAlias = list[jax.Array]
@@ -53,7 +54,7 @@ def mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 def make_functional(task: Task, dtype: str) -> Functional:
     """Returns a task's initial state and step."""
-    model = task.make_model(nnx.Rngs(SEED), DTYPES[dtype])
+    model = make_model(task, nnx.Rngs(SEED), DTYPES[dtype])
     definition, parameters, rest = nnx.split(model, nnx.Param, ...)
     leaves, structure = jax.tree.flatten(parameters)
     optimizer = make_optimizer(task)

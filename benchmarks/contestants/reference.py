@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
-from benchmarks.contestants.environment import peak_device_bytes, prepare
+from benchmarks.contestants.environment import prepare
 from benchmarks.contestants.functional import make_functional
 from benchmarks.protocol import Options
 from benchmarks.tasks import Batch, Task
@@ -36,10 +36,6 @@ class Reference:
         is_cpu = jax.default_backend() == "cpu"
         self.must_wait = is_cpu and options.devices > 1
         self._pending: jax.Array | None = None
-
-    def peak_device_bytes(self) -> int | None:
-        """Returns the most memory used on the device."""
-        return peak_device_bytes()
 
     def batch_sharding(self, leading: int) -> Sharding:
         """Returns where a batch goes that has `leading` axes before the examples'."""

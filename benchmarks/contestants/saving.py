@@ -5,8 +5,8 @@ import shutil
 import tempfile
 
 import armillary
+from benchmarks.contestants import SAVE_INTERVAL
 from benchmarks.contestants.controller import ControllerContestant
-from benchmarks.contestants.intervals import SAVE_INTERVAL
 
 
 class SavingContestant(ControllerContestant):

@@ -6,11 +6,7 @@
 from functools import partial
 from typing import Any
 
-from benchmarks.tasks import Task
-from benchmarks.tasks.bert import BertTask
-from benchmarks.tasks.cnn import CnnTask
-from benchmarks.tasks.many_leaves import ManyLeavesTask
-from benchmarks.tasks.mlp import MlpTask
+from benchmarks.tasks import BertTask, CnnTask, ManyLeavesTask, MlpTask, Task
 
 
 def make_model(keras: Any, task: Task) -> Any:

@@ -6,10 +6,7 @@
 from functools import partial
 from typing import Any
 
-from benchmarks.tasks import Batch, Task
-from benchmarks.tasks.bert import BertTask
-from benchmarks.tasks.cnn import CnnTask
-from benchmarks.tasks.mlp import MlpTask
+from benchmarks.tasks import Batch, BertTask, CnnTask, MlpTask, Task
 
 
 def make_model(torch: Any, task: Task) -> Any:

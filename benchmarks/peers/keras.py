@@ -8,8 +8,7 @@ import numpy as np
 from benchmarks.peers._case import Peer, cut_batches, import_peer
 from benchmarks.peers._keras_models import make_model
 from benchmarks.protocol import Options
-from benchmarks.tasks import Task
-from benchmarks.tasks._task import SEED
+from benchmarks.tasks import SEED, Task
 
 
 class KerasContestant(Peer):

@@ -7,8 +7,7 @@ from typing import Any
 from benchmarks.peers._case import Peer, cut_batches, import_peer
 from benchmarks.peers._torch_models import make_model
 from benchmarks.protocol import Options, UnsupportedError
-from benchmarks.tasks import Task
-from benchmarks.tasks._task import SEED
+from benchmarks.tasks import SEED, Task
 
 
 class LightningContestant(Peer):

@@ -5,9 +5,8 @@ from typing import Any
 
 from benchmarks.peers._case import Peer, cut_batches, import_peer
 from benchmarks.peers._keras_models import make_model
-from benchmarks.protocol import Options, UnsupportedError
-from benchmarks.tasks import Task
-from benchmarks.tasks._task import SEED
+from benchmarks.protocol import Options
+from benchmarks.tasks import SEED, Task
 
 
 class OrbitContestant(Peer):
@@ -18,16 +17,8 @@ class OrbitContestant(Peer):
     """
 
     library = "orbit"
-    # Whether the step is compiled by XLA, which is off by default on a CPU.
-    jit_compile = False
 
     def _build(self, task: Task, options: Options) -> dict[str, Any]:
-        if self.jit_compile and options.devices > 1:
-            raise UnsupportedError(
-                f"`devices` is {options.devices}, but XLA in TensorFlow cannot reach "
-                "the variables of a second CPU device. Use `--devices 1`, or the "
-                "contestant `orbit`."
-            )
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         tf: Any = import_peer("tensorflow", "orbit")
         tf_keras: Any = import_peer("tf_keras", "orbit")
@@ -43,9 +34,7 @@ class OrbitContestant(Peer):
         # needs none: Orbit takes the dataset itself too.
         if options.devices > 1:
             dataset = strategy.experimental_distribute_dataset(dataset)
-        trainer = _make_trainer(
-            strategy, model, optimizer, dataset, task, jit_compile=self.jit_compile
-        )
+        trainer = _make_trainer(strategy, model, optimizer, dataset, task)
         self._losses: list[float] = []
         self._controller = orbit.Controller(
             global_step=optimizer.iterations,
@@ -57,7 +46,6 @@ class OrbitContestant(Peer):
         return {
             "input": "tf.data over batches cut in advance",
             "tf_keras": tf_keras.__version__,
-            "jit_compile": self.jit_compile,
             "strategy": type(strategy).__name__,
             "parameters": model.count_params(),
         }
@@ -69,12 +57,6 @@ class OrbitContestant(Peer):
         loss = self._losses[-1]
         self._losses.clear()
         return loss
-
-
-class OrbitXlaContestant(OrbitContestant):
-    """The same with `jit_compile=True` on each replica's step."""
-
-    jit_compile = True
 
 
 def _make_strategy(tf: Any, devices: int) -> Any:
@@ -117,13 +99,7 @@ def _make_dataset(tf: Any, task: Task) -> Any:
 
 
 def _make_trainer(
-    strategy: Any,
-    model: Any,
-    optimizer: Any,
-    dataset: Any,
-    task: Task,
-    *,
-    jit_compile: bool,
+    strategy: Any, model: Any, optimizer: Any, dataset: Any, task: Task
 ) -> Any:
     tf: Any = import_peer("tensorflow", "orbit")
     tf_keras: Any = import_peer("tf_keras", "orbit")
@@ -138,15 +114,12 @@ def _make_trainer(
             )
             with strategy.scope():
                 self._loss = tf_keras.metrics.Mean("loss")
-            self._step_fn = self._train_replica
-            if jit_compile:
-                self._step_fn = tf.function(self._train_replica, jit_compile=True)
 
         def train_loop_begin(self) -> None:
             self._loss.reset_state()
 
         def train_step(self, iterator: Any) -> None:
-            strategy.run(self._step_fn, args=(next(iterator),))
+            strategy.run(self._train_replica, args=(next(iterator),))
 
         def train_loop_end(self) -> dict[str, Any]:
             return {"loss": self._loss.result()}

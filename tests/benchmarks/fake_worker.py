@@ -40,7 +40,7 @@ ready = {
     "event": "ready",
     "versions": {"python": "3"},
     "setup_seconds": 0.1,
-    "peak_bytes": 1,
+    "facts": {},
 }
 write_message(sys.stdout, ready)
 serve(fake, sys.stdin, sys.stdout)

@@ -55,10 +55,7 @@ def test_they_agree_from_grain():
 
 @pytest.mark.slow
 def test_they_agree_with_data_on_the_device():
-    try:
-        assert_all_agree("mlp", data="resident")
-    except UnsupportedError as error:
-        pytest.skip(str(error))
+    assert_all_agree("mlp", data="resident")
 
 
 @pytest.mark.slow

@@ -41,7 +41,6 @@ def test_figures_are_relative_to_the_faster_reference():
     assert entry["burst_steps"] % 10 == 0
     for record in records.values():
         assert len(record["seconds"]) == len(record["losses"]) == 3
-        assert record["idle_cpu_seconds"] < 0.2
 
 
 def test_who_fails_is_left_out_with_the_reason_and_the_others_go_on():

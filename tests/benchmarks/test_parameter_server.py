@@ -16,12 +16,13 @@ from benchmarks.processes import WorkerProcess
 FAKE = """
 import json, sys, time
 {before}
-print(json.dumps({{"event": "ready", "versions": {{}}, "facts": {{}}}}), flush=True)
+ready = {{"event": "ready", "setup_seconds": 0, "versions": {{}}, "facts": {{}}}}
+print(json.dumps(ready), flush=True)
 for line in sys.stdin:
     steps = json.loads(line).get("run")
     if steps is None:
         break
-    answer = {{"event": "ran", "steps": steps, "seconds": steps * {seconds}}}
+    answer = {{"event": "ran", "seconds": steps * {seconds}, "loss": 0}}
     print(json.dumps(answer), flush=True)
 """
 SECONDS = {"copies": 0.01, "armillary": 0.04, "tensorflow": 0.08}

@@ -6,10 +6,12 @@ import pytest
 from flax import nnx
 
 from benchmarks.__main__ import find_peer_pythons
+from benchmarks.contestants import PEERS
+from benchmarks.models import make_model
 from benchmarks.peers._case import cut_batches
 from benchmarks.peers.keras import KerasContestant
 from benchmarks.peers.lightning import LightningContestant
-from benchmarks.peers.orbit import OrbitContestant, OrbitXlaContestant
+from benchmarks.peers.orbit import OrbitContestant
 from benchmarks.processes import WorkerProcess
 from benchmarks.protocol import Options, UnsupportedError
 from benchmarks.tasks import make_task
@@ -26,12 +28,9 @@ SETTINGS = {
 
 
 def start(peer: str, task: str, *options: str) -> WorkerProcess:
-    library = peer.partition("-")[0]
-    python = find_peer_pythons([]).get(library)
+    python = find_peer_pythons([]).get(peer)
     if python is None:
-        pytest.skip(
-            f"There is no environment for {library}: `make bench-peers` makes it."
-        )
+        pytest.skip(f"There is no environment for {peer}: `make bench-peers` makes it.")
     command = [python, "-m", "benchmarks.worker", "--contestant", peer]
     command += ["--task", task, "--size", "small", "--steps-per-loop", "5", *options]
     return WorkerProcess(peer, command, SETTINGS)
@@ -39,7 +38,7 @@ def start(peer: str, task: str, *options: str) -> WorkerProcess:
 
 def count_parameters(task: str) -> int:
     model = nnx.eval_shape(
-        lambda: make_task(task, "small").make_model(nnx.Rngs(0), np.float32)
+        lambda: make_model(make_task(task, "small"), nnx.Rngs(0), np.float32)
     )
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
@@ -53,26 +52,15 @@ def assert_trains(peer: str, task: str, *options: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", [*TASKS, "many-leaves"])
-def test_keras_trains_the_same_model(task):
-    assert_trains("keras", task)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
-def test_orbit_trains_the_same_model(task):
-    assert_trains("orbit", task)
+@pytest.mark.parametrize("peer", PEERS)
+def test_peers_train_the_same_model(peer, task):
+    assert_trains(peer, task)
 
 
 @pytest.mark.slow
-def test_orbit_trains_compiled_by_xla():
-    assert_trains("orbit-xla", "mlp")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", TASKS)
-def test_lightning_trains_the_same_model(task):
-    assert_trains("lightning", task)
+def test_keras_trains_many_small_layers():
+    assert_trains("keras", "many-leaves")
 
 
 @pytest.mark.slow
@@ -99,7 +87,6 @@ def test_peers_train_on_several_devices(peer):
             {"devices": 2},
             "`devices` is 2, but Lightning s",
         ),
-        (OrbitXlaContestant, "mlp", {"devices": 2}, "`devices` is 2, but XLA in Tenso"),
     ],
 )
 def test_what_is_no_fair_comparison_is_refused(contestant, task, options, message):

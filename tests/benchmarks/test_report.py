@@ -1,15 +1,10 @@
 import io
 from dataclasses import asdict
 
-import pytest
 from rich.console import Console
 
 from benchmarks.protocol import Options
-from benchmarks.report import (
-    find_utilization,
-    list_reasons,
-    make_table,
-)
+from benchmarks.report import list_reasons, make_table
 
 
 def make_entry(task: str = "mlp", **changes) -> dict:
@@ -21,7 +16,6 @@ def make_entry(task: str = "mlp", **changes) -> dict:
         "task": task,
         "mode": "loop 100",
         **asdict(Options(steps_per_loop=100)),
-        "flops_per_step": 1e9,
         "reference": "reference-scan",
         "contestants": {
             "reference-scan": record(4000.0, 1.0),
@@ -34,9 +28,9 @@ def make_entry(task: str = "mlp", **changes) -> dict:
     }
 
 
-def render(*cases: dict, peak_tflops: float | None = None) -> str:
+def render(*cases: dict) -> str:
     console = Console(width=160, file=io.StringIO())
-    console.print(make_table(cases, peak_tflops))
+    console.print(make_table(cases))
     return console.file.getvalue()
 
 
@@ -44,7 +38,6 @@ def test_a_row_shows_the_reference_the_ratio_its_spread_and_the_speed():
     text = render(make_entry())
     assert "reference-scan" in text and "4,000" in text
     assert "0.97 (0.87 to 1.07)" in text and "3,880" in text
-    assert "MFU" not in text
 
 
 def test_a_contestant_that_is_missing_somewhere_keeps_its_column():
@@ -57,11 +50,3 @@ def test_a_contestant_that_is_missing_somewhere_keeps_its_column():
     assert list_reasons([first, second]) == [
         "armillary FAILED bert (loop 100): It broke."
     ]
-
-
-def test_utilization_is_model_flops_over_the_peak():
-    entry = make_entry()
-    # 1e9 operations, 3,880 times a second, on a device of 100e12.
-    assert find_utilization(entry, "armillary", 100.0) == pytest.approx(0.0388)
-    assert find_utilization(entry, "keras", 100.0) is None
-    assert "3.9%" in render(entry, peak_tflops=100.0)
