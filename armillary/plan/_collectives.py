@@ -72,6 +72,11 @@ class Collective:
     overlaps: tuple[tuple[str, int], ...] = ()
     round: int = 1
 
+    @property
+    def is_of_step(self) -> bool:
+        """Whether it runs in every step."""
+        return self.scope == "step" and not self.is_conditional
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -87,11 +92,7 @@ class Traffic:
 
     def of_step(self) -> list[Collective]:
         """Returns the collectives that run in every step."""
-        return [
-            each
-            for each in self.collectives
-            if each.scope == "step" and not each.is_conditional
-        ]
+        return [each for each in self.collectives if each.is_of_step]
 
 
 def find_traffic(module: Module, depth: int, num_devices: int) -> Traffic:

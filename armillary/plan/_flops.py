@@ -9,26 +9,20 @@ import math
 from collections import defaultdict
 from typing import Any
 
-from jax.extend import core
-
 from armillary._jaxpr import programs_in
 
 _PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 
 
-def count_flops(program: core.ClosedJaxpr) -> dict[str, float]:
+def count_flops(program: Any) -> dict[str, float]:
     """Returns operations of one step on one replica, by the dtype of the operands.
 
     A multiplication and an addition are two operations. A loop whose length is not
     known while tracing counts as one round, a branch as the larger one.
 
     Args:
-        program: The step.
+        program: The step, or a part of it: a `Jaxpr`.
     """
-    return _count(program)
-
-
-def _count(program: Any) -> dict[str, float]:
     total: defaultdict[str, float] = defaultdict(float)
     for equation in getattr(program, "jaxpr", program).eqns:
         name = equation.primitive.name
@@ -36,7 +30,7 @@ def _count(program: Any) -> dict[str, float]:
             dtype = str(equation.invars[0].aval.dtype)
             total[dtype] += _count_product(equation)
             continue
-        inner = [_count(part) for part in programs_in(equation)]
+        inner = [count_flops(part) for part in programs_in(equation)]
         if name == "cond":
             inner = [max(inner, key=lambda counts: sum(counts.values()), default={})]
         times = equation.params["length"] if name == "scan" else 1

@@ -6,7 +6,6 @@ stand in the order in which they run.
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -110,15 +109,13 @@ def count_bytes(shape: str, *, skip_space: str | None = None) -> int:
         shape: Its text, such as `(f32[8,4]{1,0}, s32[])`.
         skip_space: A memory space whose arrays do not count, such as `S(1)`.
     """
-    return sum(size for size in _sizes(shape, skip_space))
-
-
-def _sizes(shape: str, skip_space: str | None) -> Iterator[int]:
+    total = 0
     for dtype, dimensions, layout in _ARRAY.findall(shape):
         if skip_space is not None and skip_space in layout:
             continue
         count = math.prod(int(n) for n in dimensions.split(",") if n)
-        yield -(-count * _count_bits(dtype) // 8)
+        total += -(-count * _count_bits(dtype) // 8)
+    return total
 
 
 def _count_bits(dtype: str) -> int:

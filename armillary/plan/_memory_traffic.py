@@ -89,10 +89,7 @@ class _Counter:
     def _read_of(self, name: str, index: int, whole: int) -> int:
         """Returns how much of a parameter a fused computation reads."""
         body = self._computations[name]
-        parameter = next(
-            (one.name for one in body if one.number == index),
-            None,
-        )
+        parameter = next((one.name for one in body if one.number == index), None)
         total = 0
         for one in body:
             if parameter not in one.operands:

@@ -1,8 +1,7 @@
 """Plans a training step for devices that are not there."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from armillary._checks import check_positive_int
@@ -99,15 +98,13 @@ class _Planner:
         target = topology.target
         self._platform = "tpu" if target is None else target.platform
 
-    @contextmanager
-    def _described(self, batch: int | None) -> Iterator[DescribedLoop]:
-        with self._trainer.described(
+    def _described(self, batch: int | None) -> AbstractContextManager[DescribedLoop]:
+        return self._trainer.described(
             self._topology.num_devices,
             self._platform,
             steps_per_loop=self._steps_per_loop,
             per_replica_batch=batch,
-        ) as loop:
-            yield loop
+        )
 
     def trace(self, batch: int | None) -> Plan:
         """Returns a plan without a compiler."""
@@ -151,8 +148,7 @@ class _Planner:
         result.host_transfers = traffic.host_transfers
         result.step_bytes = count_step_bytes(compiled.module, loop.depth)
         result.compile_seconds = compiled.seconds
-        ahead = loop.chunk_bytes
-        result.memory = Memory(**compiled.memory, batches_ahead=ahead)
+        result.memory = Memory(**compiled.memory, batches_ahead=loop.chunk_bytes)
         result.estimate = estimate_step(
             self._topology, result.flops, result.step_bytes, traffic.of_step()
         )

@@ -3,7 +3,7 @@
 import io
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from armillary.distribute.replica._policy import AXIS_NAME
@@ -96,7 +96,7 @@ class Plan:
     step_bytes: int | None = None
     estimate: Estimate | None = None
     compile_seconds: float | None = None
-    largest_batch: int | None = field(default=None)
+    largest_batch: int | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -122,8 +122,7 @@ class Plan:
         return [
             each
             for each in self.collectives
-            if each.scope == "step" and not each.is_conditional
-            if kind in (None, each.kind)
+            if each.is_of_step and kind in (None, each.kind)
         ]
 
     def as_json(self) -> str:
@@ -233,7 +232,7 @@ class Plan:
         others = Counter(
             f"{each.kind} {'under a condition' if each.scope == 'step' else each.scope}"
             for each in self.collectives
-            if each not in self.of_step()
+            if not each.is_of_step
         )
         if others:
             shown = ", ".join(f"{count} {name}" for name, count in others.items())

@@ -7,7 +7,7 @@ link's figure is one direction, summed over a device's links.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 _CLOUD_TPU = "https://cloud.google.com/tpu/docs/"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
@@ -60,17 +60,31 @@ def _tpu(
     )
 
 
+class _Architecture(NamedTuple):
+    """What the GPUs of one generation share.
+
+    Attributes:
+        capability: Its compute capability, the major number.
+        links: Bytes per second over the links of a device, in both directions.
+        network: That of its adapter, one for each device in NVIDIA's own systems.
+        device: Further fields of XLA's `gpu_device_info`.
+    """
+
+    capability: int
+    links: float
+    network: float
+    device: Mapping[str, float]
+
+
 def _gpu(
     name: str,
     page: str,
     memory: int,
     peaks: tuple[float, float],
     bandwidth: float,
-    links: float,
-    network: float,
-    device: Mapping[str, float],
-    capability: int,
+    architecture: _Architecture,
 ) -> Target:
+    device = architecture.device
     fields = " ".join(f"{key}: {value}" for key, value in device.items())
     config = f"""gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -78,7 +92,7 @@ def _gpu(
   registers_per_block_limit: 65536 block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535 block_dim_limit_z: 65535 {fields}
   memory_bandwidth: {bandwidth:.0f} device_memory_size: {memory}
-  cuda_compute_capability {{ major: {capability} }}
+  cuda_compute_capability {{ major: {architecture.capability} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 }}
@@ -91,37 +105,51 @@ device_description_str: "NVIDIA {name.upper()}"
         memory_bytes=memory,
         peak_flops={"bfloat16": peaks[0], "float16": peaks[0], "float32": peaks[1]},
         memory_bandwidth=bandwidth,
-        link_bandwidth=links / 2,
-        network_bandwidth=network,
+        link_bandwidth=architecture.links / 2,
+        network_bandwidth=architecture.network,
         source=f"{_NVIDIA}{page}; {_SPECS}",
         config=config,
     )
 
 
-_AMPERE = {
-    "shared_memory_per_core": 167936,
-    "shared_memory_per_block_optin": 166912,
-    "core_count": 108,
-    "fpus_per_core": 64,
-    "l2_cache_size": 41943040,
-    "clock_rate_ghz": 1.41,
-}
-_HOPPER = {
-    "shared_memory_per_core": 233472,
-    "shared_memory_per_block_optin": 232448,
-    "core_count": 132,
-    "fpus_per_core": 128,
-    "l2_cache_size": 52428800,
-    "clock_rate_ghz": 1.98,
-}
-_BLACKWELL = {
-    **_HOPPER,
-    "core_count": 148,
-    "l2_cache_size": 132644864,
-    "clock_rate_ghz": 1.965,
-}
-# Networks are those of NVIDIA's own systems with these devices: one adapter for each.
 _HDR, _NDR = 25e9, 50e9
+_AMPERE = _Architecture(
+    capability=8,
+    links=600e9,
+    network=_HDR,
+    device={
+        "shared_memory_per_core": 167936,
+        "shared_memory_per_block_optin": 166912,
+        "core_count": 108,
+        "fpus_per_core": 64,
+        "l2_cache_size": 41943040,
+        "clock_rate_ghz": 1.41,
+    },
+)
+_HOPPER = _Architecture(
+    capability=9,
+    links=900e9,
+    network=_NDR,
+    device={
+        "shared_memory_per_core": 233472,
+        "shared_memory_per_block_optin": 232448,
+        "core_count": 132,
+        "fpus_per_core": 128,
+        "l2_cache_size": 52428800,
+        "clock_rate_ghz": 1.98,
+    },
+)
+_BLACKWELL = _Architecture(
+    capability=10,
+    links=1800e9,
+    network=_NDR,
+    device={
+        **_HOPPER.device,
+        "core_count": 148,
+        "l2_cache_size": 132644864,
+        "clock_rate_ghz": 1.965,
+    },
+)
 
 TARGETS = {
     target.name: target
@@ -130,50 +158,10 @@ TARGETS = {
         _tpu("v5e", "v5e", 16e9, 197e12, 819e9, 400e9),
         _tpu("v5p", "v5p", 95e9, 459e12, 2765e9, 1200e9),
         _tpu("v6e", "v6e", 32e9, 918e12, 1638e9, 800e9),
-        _gpu(
-            "a100",
-            "a100/",
-            85100068864,
-            (312e12, 156e12),
-            2.039e12,
-            600e9,
-            _HDR,
-            _AMPERE,
-            8,
-        ),
-        _gpu(
-            "h100",
-            "h100/",
-            84942979072,
-            (989e12, 494e12),
-            3.352e12,
-            900e9,
-            _NDR,
-            _HOPPER,
-            9,
-        ),
-        _gpu(
-            "h200",
-            "h200/",
-            151397597184,
-            (989e12, 494e12),
-            4.8e12,
-            900e9,
-            _NDR,
-            _HOPPER,
-            9,
-        ),
-        _gpu(
-            "b200",
-            "hgx/",
-            191514411008,
-            (2250e12, 1125e12),
-            7.672e12,
-            1800e9,
-            _NDR,
-            _BLACKWELL,
-            10,
-        ),
+        _gpu("a100", "a100/", 85100068864, (312e12, 156e12), 2.039e12, _AMPERE),
+        _gpu("h100", "h100/", 84942979072, (989e12, 494e12), 3.352e12, _HOPPER),
+        _gpu("h200", "h200/", 151397597184, (989e12, 494e12), 4.8e12, _HOPPER),
+        _gpu("b200", "hgx/", 191514411008, (2250e12, 1125e12), 7.672e12, _BLACKWELL),
     )
 }
 

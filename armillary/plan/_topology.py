@@ -52,10 +52,8 @@ def parse_topology(
 ) -> Topology:
     """Returns the devices that a text describes.
 
-    Args:
-        topology: The text. A number of devices will do for an abstract plan.
-        target: Their kind, in place of the one that the text names.
-        abstract: Whether nothing is compiled.
+    A number of them will do for an abstract plan, and `target` replaces the kind that
+    the text names.
 
     Raises:
         ValueError: If it is none, or names a device that is not known.

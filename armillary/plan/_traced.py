@@ -26,12 +26,7 @@ _KINDS = {
 
 
 def find_traced(program: core.ClosedJaxpr, num_devices: int) -> list[Collective]:
-    """Returns the collectives of a traced step.
-
-    Args:
-        program: The step.
-        num_devices: How many devices run it.
-    """
+    """Returns the collectives of a traced step that so many devices run."""
     if num_devices == 1:
         return []
     return list(_find(program, num_devices, 1, False))

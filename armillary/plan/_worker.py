@@ -68,7 +68,6 @@ def _answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     memory = compiled.memory_analysis()
     return {
         "compile_seconds": seconds,
-        "jax": jax.__version__,
         "memory": {
             "arguments": memory.argument_size_in_bytes,
             "donated": memory.alias_size_in_bytes,

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -75,21 +74,8 @@ def assert_strategies_agree(
     expected = _record(make_trainer, first, steps, ignore)
     for strategy in others:
         found = _record(make_trainer, strategy, steps, ignore)
-        for ours, theirs in zip(expected, found, strict=True):
-            _compare(ours, theirs, first, strategy, tolerance)
-
-
-@dataclass
-class _Moment:
-    """What there is to compare at some time.
-
-    Attributes:
-        name: When that was.
-        values: Arrays and facts by name.
-    """
-
-    name: str
-    values: dict[str, Any]
+        for moment, ours in expected.items():
+            _compare(moment, ours, found[moment], first, strategy, tolerance)
 
 
 def _record(
@@ -97,9 +83,9 @@ def _record(
     strategy: Strategy,
     steps: int,
     ignore: Sequence[str],
-) -> list[_Moment]:
-    """Returns what a trainer has after one step, after all, and after evaluation."""
-    moments: list[_Moment] = []
+) -> dict[str, dict[str, Any]]:
+    """Returns what a trainer has at each moment: arrays and facts, by name."""
+    moments: dict[str, dict[str, Any]] = {}
     with strategy.scope():
         trainer = make_trainer(strategy)
         fix = "Return a trainer, with its dataset, from `make_trainer(strategy)`."
@@ -111,12 +97,11 @@ def _record(
             for path, leaf in jax.tree_util.tree_leaves_with_path(output):
                 values[f"output{jax.tree_util.keystr(path)}"] = leaf
             values["data_exhausted"] = trainer.data_exhausted
-            kept = {
+            moments[name] = {
                 path: _as_host(value)
                 for path, value in values.items()
                 if not any(re.search(pattern, path) for pattern in ignore)
             }
-            moments.append(_Moment(name, kept))
 
         note(_START, None)
         note("one step", trainer.train(1))
@@ -132,8 +117,9 @@ def _as_host(leaf: Any) -> np.ndarray:
 
 
 def _compare(
-    expected: _Moment,
-    found: _Moment,
+    moment: str,
+    ours: dict[str, Any],
+    theirs: dict[str, Any],
     first: Strategy,
     strategy: Strategy,
     tolerance: float,
@@ -143,7 +129,6 @@ def _compare(
     Raises:
         AssertionError: If it has something else.
     """
-    ours, theirs = expected.values, found.values
     lines = [
         f"{name}: only under {first if name in ours else strategy}"
         for name in sorted(ours.keys() ^ theirs.keys())
@@ -153,9 +138,9 @@ def _compare(
         if difference is not None:
             lines.append(f"{name}: {difference}")
     if lines:
-        is_start = expected.name == _START
+        is_start = moment == _START
         raise AssertionError(
-            f"{'Before' if is_start else 'After'} {expected.name}, {strategy} has "
+            f"{'Before' if is_start else 'After'} {moment}, {strategy} has "
             f"other values than {first}, in {len(lines)} of {len(ours | theirs)} "
             f"places:\n{list_lines(lines)}\n{_OTHER_START if is_start else _CAUSES}"
         )
