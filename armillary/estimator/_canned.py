@@ -24,7 +24,6 @@ from armillary.estimator._heads import (
     Head,
     MultiClassHead,
     RegressionHead,
-    make_spec,
 )
 from armillary.estimator._optimizers import LINEAR_LEARNING_RATE, as_optimizer
 from armillary.estimator._run_config import RunConfig
@@ -105,7 +104,7 @@ class _Canned(Estimator):
             )
             inputs = read_columns(columns, features)
             logits = network(inputs, training=mode is ModeKeys.TRAIN)
-            return make_spec(head, mode, logits, labels, optimizer)
+            return head.make_spec(mode, logits, labels, optimizer)
 
         super().__init__(model_fn, model_dir, config)
         self._label_rule = head.label_rule

@@ -29,7 +29,7 @@ from armillary.estimator._input import (
     find_batch_spec,
     find_specs,
 )
-from armillary.estimator._model import Model, ModelFn, ModuleStore
+from armillary.estimator._model import Model, ModelFn, Modules, ModuleStore
 from armillary.estimator._run_config import RunConfig
 from armillary.estimator._runners import EstimatorEvaluator, EstimatorTrainer
 from armillary.estimator._spec import ModeKeys
@@ -179,7 +179,8 @@ class Estimator:
         model_fn = self._model_fn
 
         @function(strategy=strategy)
-        def predict_batch(modules: ModuleStore, features: PyTree) -> PyTree:
+        def predict_batch(store: ModuleStore, features: PyTree) -> PyTree:
+            modules = Modules(store)
             return model_fn(modules, features, None, ModeKeys.PREDICT).predictions
 
         for batch in dataset:

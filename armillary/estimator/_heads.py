@@ -4,7 +4,8 @@ Keys and meanings are those of TensorFlow's heads. Predictions have no `classes`
 are strings there, and areas under curves are counted by `armillary.metrics.AUC`.
 """
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,63 +18,55 @@ from armillary.metrics._auc import AUC
 from armillary.metrics._confusion import Precision, Recall
 
 
-class Head(Protocol):
-    """What all heads have."""
+class Head(ABC):
+    """What all heads have.
 
-    @property
-    def num_logits(self) -> int:
-        """How many logits an example has."""
-        ...
+    Attributes:
+        num_logits: How many logits an example has.
+        label_rule: Which labels there are; any other one has a loss that is no number.
+    """
 
-    @property
-    def label_rule(self) -> str | None:
-        """Which labels there are; any other one has a loss that is no number."""
-        ...
+    num_logits: int
+    label_rule: str | None = None
 
+    @abstractmethod
     def predict(self, logits: jax.Array) -> dict[str, jax.Array]:
         """Returns the predictions for logits of shape `(batch, num_logits)`."""
-        ...
 
+    @abstractmethod
     def evaluate(
         self, logits: jax.Array, labels: Any
     ) -> tuple[jax.Array, dict[str, Any]]:
         """Returns the losses, and the other metrics."""
-        ...
+
+    def make_spec(
+        self,
+        mode: ModeKeys,
+        logits: jax.Array,
+        labels: Any,
+        optimizer: optax.GradientTransformation,
+    ) -> EstimatorSpec:
+        """Returns what a model function of this head returns."""
+        predictions = self.predict(logits)
+        if mode is ModeKeys.PREDICT:
+            return EstimatorSpec(mode, predictions)
+        losses, metrics = self.evaluate(logits, labels)
+        return EstimatorSpec(
+            mode,
+            predictions,
+            loss=losses.mean(),
+            train_op=optimizer,
+            eval_metric_ops={"average_loss": losses, **metrics},
+        )
 
 
-def make_spec(
-    head: Head,
-    mode: ModeKeys,
-    logits: jax.Array,
-    labels: Any,
-    optimizer: optax.GradientTransformation,
-) -> EstimatorSpec:
-    """Returns what a model function of a head returns."""
-    predictions = head.predict(logits)
-    if mode is ModeKeys.PREDICT:
-        return EstimatorSpec(mode, predictions)
-    losses, metrics = head.evaluate(logits, labels)
-    return EstimatorSpec(
-        mode,
-        predictions,
-        loss=losses.mean(),
-        train_op=optimizer,
-        eval_metric_ops={"average_loss": losses, **metrics},
-    )
-
-
-class RegressionHead:
-    """Mean squared error over examples and numbers.
-
-    Args:
-        label_dimension: How many numbers a label has.
-    """
+class RegressionHead(Head):
+    """Mean squared error over examples, and over the numbers of a label."""
 
     def __init__(self, label_dimension: int) -> None:
-        self.num_logits, self.label_rule = label_dimension, None
+        self.num_logits = label_dimension
 
     def predict(self, logits: jax.Array) -> dict[str, jax.Array]:
-        """Returns the predicted numbers."""
         return {"predictions": logits}
 
     def evaluate(
@@ -85,7 +78,7 @@ class RegressionHead:
         return jnp.square(logits - labels), metrics
 
 
-class BinaryClassHead:
+class BinaryClassHead(Head):
     """Cross-entropy of one logit, that of class 1."""
 
     num_logits = 1
@@ -95,7 +88,6 @@ class BinaryClassHead:
     )
 
     def predict(self, logits: jax.Array) -> dict[str, jax.Array]:
-        """Returns the logit, the probabilities and the likelier class."""
         pair = jnp.concatenate([jnp.zeros_like(logits), logits], axis=-1)
         return {
             "logits": logits,
@@ -130,12 +122,8 @@ class BinaryClassHead:
         return jnp.where(is_class, losses, jnp.nan), metrics
 
 
-class MultiClassHead:
-    """Cross-entropy of one logit for each class.
-
-    Args:
-        n_classes: How many classes there are.
-    """
+class MultiClassHead(Head):
+    """Cross-entropy of one logit for each class."""
 
     def __init__(self, n_classes: int) -> None:
         self.num_logits = n_classes
@@ -145,7 +133,6 @@ class MultiClassHead:
         )
 
     def predict(self, logits: jax.Array) -> dict[str, jax.Array]:
-        """Returns the logits, the probabilities and the likeliest class."""
         return {
             "logits": logits,
             "probabilities": jax.nn.softmax(logits),

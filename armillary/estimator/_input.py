@@ -27,12 +27,7 @@ _BATCHES = (
 class InputFn:
     """An input function of the user's, and what it is called with.
 
-    Args:
-        fn: The function; any of `input_context`, `mode`, `params` and `config` may be
-            among its arguments.
-        mode: Its `mode`.
-        params: Its `params`.
-        config: Its `config`.
+    Any of `input_context`, `mode`, `params` and `config` may be among its arguments.
 
     Raises:
         TypeError: If it cannot be called.
@@ -75,11 +70,8 @@ def distribute_input(
 ) -> DistributedDataset:
     """Returns a dataset that gives one batch of an input function to each replica.
 
-    Args:
-        input_fn: Called once in this process.
-        strategy: Has the replicas.
-        is_training: Whether a step needs a batch for each replica. An evaluation
-            counts every example once in any case.
+    A step of training needs one for each; an evaluation counts every example once in
+    any case.
     """
     # Rows that some replicas lack cannot travel between processes.
     remainder = "exact" if strategy.peers is None else "drop"

@@ -34,13 +34,14 @@ class Modules:
 
     Args:
         store: Where they are.
-        make: Makes one that is not there, from its name and a function.
+        make: Makes one that is not there, from its name and a function. By default, as
+            in a step that is traced, there is an error.
     """
 
     def __init__(
-        self, store: ModuleStore, make: Callable[[str, Callable[..., Any]], Any]
+        self, store: ModuleStore, make: Callable[..., Any] | None = None
     ) -> None:
-        self._store, self._make = store, make
+        self._store, self._make = store, make or _refuse_in_step
 
     def make(self, name: str, make_fn: Callable[[nnx.Rngs], Any]) -> Any:
         """Returns the module of a name.
@@ -61,11 +62,6 @@ class Modules:
 class ModelFn:
     """A model function of the user's, and what it is called with.
 
-    Args:
-        fn: The function.
-        params: Its `params`.
-        config: Its `config`.
-
     Raises:
         EstimatorError: If its arguments are not those of a model function.
     """
@@ -75,13 +71,6 @@ class ModelFn:
         self._fn, self._params, self._config = fn, params, config
 
     def __call__(
-        self, store: ModuleStore, features: PyTree, labels: PyTree, mode: ModeKeys
-    ) -> EstimatorSpec:
-        """Calls it in a step, in which every module is there already."""
-        modules = Modules(store, _refuse_in_step)
-        return self.call(modules, features, labels, mode)
-
-    def call(
         self, modules: Modules, features: PyTree, labels: PyTree, mode: ModeKeys
     ) -> EstimatorSpec:
         """Calls it.
@@ -139,10 +128,6 @@ class Model:
     def build_training(self, features: PyTree, labels: PyTree) -> None:
         """Makes the modules and the optimizer, unless they are there.
 
-        Args:
-            features: What batches look like.
-            labels: Likewise.
-
         Raises:
             EstimatorError: If the function makes no module with parameters.
         """
@@ -158,13 +143,7 @@ class Model:
         self._optimizer = nnx.Optimizer(self.store, spec.train_op, wrt=nnx.Param)
 
     def build(self, features: PyTree, labels: PyTree, mode: ModeKeys) -> EstimatorSpec:
-        """Calls the function once in Python, on zeros, and undoes what it writes.
-
-        Args:
-            features: What batches look like.
-            labels: Likewise.
-            mode: What to call it for.
-        """
+        """Calls the function once in Python, on zeros, and undoes what it writes."""
         features, labels = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (features, labels)
         )
@@ -175,7 +154,7 @@ class Model:
         context = ReplicaContext(strategy, None, active=1)
         try:
             with entered(strategy, context):
-                return self.model_fn.call(modules, features, labels, mode)
+                return self.model_fn(modules, features, labels, mode)
         finally:
             for slot, leaves in self._before:
                 slot.write(leaves)

@@ -95,10 +95,7 @@ def as_optimizer(
 ) -> optax.GradientTransformation:
     """Returns an optimizer, from itself, a function that makes it, or its name.
 
-    Args:
-        optimizer: An Optax transformation, a function without arguments that returns
-            one, or one of TensorFlow's names.
-        learning_rate: That of a name; `None` for its default.
+    A name has a learning rate by default.
 
     Raises:
         EstimatorError: If it is none of these.

@@ -10,7 +10,7 @@ from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_replica_context
 from armillary.distribute.replica._loss import compute_average_loss
 from armillary.errors import EstimatorError
-from armillary.estimator._model import Model
+from armillary.estimator._model import Model, Modules
 from armillary.estimator._spec import EstimatorSpec, ModeKeys
 from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
@@ -19,13 +19,7 @@ from armillary.typing import Output
 
 
 class EstimatorTrainer(StandardTrainer):
-    """Trains the modules of a model function; reports the mean loss of each loop.
-
-    Args:
-        dataset: Gives each replica its batch of features and labels.
-        strategy: Has the replicas.
-        model: Was built for training.
-    """
+    """Trains the modules of a model function; reports the mean loss of each loop."""
 
     def __init__(
         self, dataset: DistributedDataset, strategy: Strategy, model: Model
@@ -44,7 +38,7 @@ class EstimatorTrainer(StandardTrainer):
             features, labels = batch
 
             def loss_fn(modules: Any) -> Any:
-                spec = self._call(modules, features, labels)
+                spec = self._call(Modules(modules), features, labels)
                 # Gradients arrive summed over replicas. With each replica's loss as
                 # that of one example, they are a mean.
                 return compute_average_loss(spec.loss[None]), spec.loss
@@ -55,7 +49,7 @@ class EstimatorTrainer(StandardTrainer):
 
         self.strategy.run(step_fn, args=(next(iterator),))
 
-    def _call(self, modules: Any, features: Any, labels: Any) -> EstimatorSpec:
+    def _call(self, modules: Modules, features: Any, labels: Any) -> EstimatorSpec:
         """Calls the model function; its loss is no part of a sum over replicas.
 
         Raises:
@@ -82,11 +76,7 @@ class EstimatorTrainer(StandardTrainer):
 class EstimatorEvaluator(StandardEvaluator):
     """Evaluates a model function; the loss is the mean over batches.
 
-    Args:
-        dataset: As in `EstimatorTrainer`.
-        strategy: Has the replicas.
-        model: Was built for training, too.
-        spec: What the function returned when it was built for evaluation.
+    `spec` is what the function returned when it was built for evaluation.
     """
 
     def __init__(
@@ -111,7 +101,8 @@ class EstimatorEvaluator(StandardEvaluator):
     def eval_step(self, iterator: Any) -> None:
         def step_fn(batch: Any) -> None:
             features, labels = batch
-            spec = self.model_fn(self.modules, features, labels, ModeKeys.EVAL)
+            modules = Modules(self.modules)
+            spec = self.model_fn(modules, features, labels, ModeKeys.EVAL)
             self.metrics["loss"].update(values=spec.loss)
             for name, op in spec.eval_metric_ops.items():
                 arguments = op[1] if isinstance(op, tuple) else {"values": op}
