@@ -118,7 +118,7 @@ def _initialize(arguments: Mapping[str, Any]) -> None:
     try:
         jax.distributed.initialize(**arguments)
         if "coordinator_bind_address" in arguments:  # All are on this machine.
-            keep_gloo_on(split_address(arguments["coordinator_address"])[0].strip("[]"))
+            keep_gloo_on(split_address(arguments["coordinator_address"])[0])
     except RuntimeError as error:
         if "before any JAX" not in str(error):
             raise

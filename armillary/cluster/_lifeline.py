@@ -27,16 +27,10 @@ def start_lifeline(
     and on all interfaces otherwise, as JAX's coordination service does. Who connects
     must know a token, which is given out by that service.
 
-    Args:
-        store: The key-value store of the coordination service.
-        index: The number of this process.
-        count: How many there are.
-        coordinator_address: Where process 0 is reached.
-
     Returns:
         The lifeline; `None` if the processes cannot connect, which is only warned of.
     """
-    host = split_address(coordinator_address)[0].strip("[]")
+    host = split_address(coordinator_address)[0]
     try:
         if index == 0:
             link = _listen(store, host if is_loopback(coordinator_address) else None)

@@ -35,16 +35,10 @@ class KeyValueStore(Protocol):
 
 
 class Peers:
-    """The processes that train together.
+    """The processes that train together, of which this is the one with number `index`.
 
-    Only the main thread may use it: rounds must follow each other in one order.
-
-    Args:
-        store: The key-value store.
-        index: The number of this process.
-        count: How many there are.
-        timeout_seconds: How long to wait for the others in one round.
-        lifeline: Knows of processes that are gone.
+    Only the main thread may use it: rounds must follow each other in one order. Each
+    waits `timeout_seconds` for the others; the lifeline knows of those that are gone.
 
     Attributes:
         has_failed: Whether one of the processes has failed, as far as is known here.
@@ -122,9 +116,6 @@ class Peers:
 
         If not, it tells the others. When a process ends in the middle of an
         operation of all, what reaches the others is an error of the network.
-
-        Args:
-            error: What ended the work of this process.
         """
         if self.has_failed or isinstance(error, PeerError):
             return None

@@ -130,7 +130,14 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     arguments = _make_arguments(namespace.module, namespace.script)
     check_environment(os.environ)
     if namespace.ray is not None:
-        _check_for_ray(namespace)
+        if namespace.evaluator:
+            raise ValueError(
+                "`--evaluator` is given with `--ray`, which places workers alone. "
+                "Leave it out, and start the evaluator by itself where it sees the "
+                "checkpoints: "
+                """`TF_CONFIG='{"task": {"type": "evaluator", "index": 0}}' """
+                "python train.py`."
+            )
     elif min_workers != max_workers:
         raise ValueError(
             f"`--workers` is {namespace.workers!r}, but on one machine the number is "
@@ -195,16 +202,6 @@ def _read_workers(text: str) -> tuple[int, int]:
             f"Use `--workers={numbers[1]}:{numbers[0]}`."
         )
     return numbers[0], numbers[-1]
-
-
-def _check_for_ray(namespace: argparse.Namespace) -> None:
-    if namespace.evaluator:
-        raise ValueError(
-            "`--evaluator` is given with `--ray`, which places workers alone. Leave it "
-            "out, and start the evaluator by itself where it sees the checkpoints: "
-            """`TF_CONFIG='{"task": {"type": "evaluator", "index": 0}}' """
-            "python train.py`."
-        )
 
 
 def _check_seconds(name: str, value: float) -> float:

@@ -1,4 +1,4 @@
-"""One process of a job: a worker or the evaluator."""
+"""One process of a job, a worker or the evaluator; here, on the launcher's machine."""
 
 import asyncio
 import contextlib
@@ -7,33 +7,71 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import cast
 
 from armillary.launch._outcome import Ending
+from armillary.launch._output import Stream
 
 _EXEC = str(Path(__file__).with_name("_exec.py"))
 
 
-class Child:
-    """A running process, leader of a group of its own.
+class Process(ABC):
+    """A running process of a job, below a running event loop.
+
+    Args:
+        label: Its name, such as `worker 0`.
+
+    Attributes:
+        ended: How it ended, once it has.
+        stdout, stderr: What it says.
+    """
+
+    stdout: FileIO | Stream
+    stderr: FileIO | Stream
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self._start = time.monotonic()
+
+    @abstractmethod
+    def look(self) -> None:
+        """Sets `ended` if the process has ended; called at each SIGCHLD."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Ends the process, if it runs; `ended` is set after that."""
+
+    @abstractmethod
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to the process alone, if it runs.
+
+        Its own children do not get it: they have to work for as long as it needs to
+        save.
+        """
+
+    def _end(
+        self, returncode: int, loss: str = "", *, seconds: float | None = None
+    ) -> None:
+        if seconds is None:
+            seconds = time.monotonic() - self._start
+        if not self.ended.done():
+            ending = Ending(returncode=returncode, seconds=seconds, loss=loss)
+            self.ended.set_result(ending)
+
+
+class Child(Process):
+    """A process here, leader of a group of its own, whose streams are not buffered.
 
     A group of its own keeps the terminal's Ctrl-C away, which the launcher passes on
     instead, and lets the processes that the child itself started end with it.
 
     It must be constructed in the thread that lives longest, because the kernel ends the
-    child together with that thread, and below a running event loop.
-
-    Args:
-        label: Its name, such as `worker 0`.
-        arguments: What follows `python` on its command line.
-        environment: All of its environment variables.
-
-    Attributes:
-        ended: How it ended, once `look` has found that it did.
-        stdout, stderr: The unbuffered read ends of its streams.
+    child together with that thread.
 
     Raises:
         OSError: If the system does not start another process.
@@ -42,7 +80,7 @@ class Child:
     def __init__(
         self, label: str, arguments: Sequence[str], environment: Mapping[str, str]
     ) -> None:
-        self.label = label
+        super().__init__(label)
         # Without `site` and the folder of `_exec.py` on the path, for the first moment.
         tied = [sys.executable, "-S", "-P", _EXEC, str(os.getpid())]
         self._process = subprocess.Popen(
@@ -56,11 +94,8 @@ class Child:
         )
         self.stdout = cast("FileIO", self._process.stdout)
         self.stderr = cast("FileIO", self._process.stderr)
-        self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
-        self._start = time.monotonic()
 
     def look(self) -> None:
-        """Sets `ended` if the process has ended; to be called at each SIGCHLD."""
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         if not self.ended.done() and os.waitid(os.P_PID, self._process.pid, flags):
             self.kill()
@@ -73,15 +108,8 @@ class Child:
         # is left of a group may also be another user's, after `sudo`.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        returncode = self._process.wait()
-        seconds = time.monotonic() - self._start
-        self.ended.set_result(Ending(returncode=returncode, seconds=seconds))
+        self._end(self._process.wait())
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal to the process alone, if it runs.
-
-        Its own children do not get it: they have to work for as long as it needs to
-        save.
-        """
         if not self.ended.done():
             os.kill(self._process.pid, number)

@@ -1,49 +1,19 @@
 """Where the processes of a job run; here, the machine of the launcher."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from io import FileIO
-from typing import Protocol
 
-from armillary.launch._child import Child
+from armillary.launch._child import Child, Process
 from armillary.launch._environment import find_addresses
-from armillary.launch._outcome import Ending
-from armillary.launch._output import Stream
 
 Say = Callable[[str], None]
 
 
-class Process(Protocol):
-    """A running process of a job, such as a `Child`.
-
-    Attributes:
-        label: Its name, such as `worker 0`.
-        ended: How it ended, once it has.
-        stdout, stderr: What it says.
-    """
-
-    @property
-    def label(self) -> str: ...
-    @property
-    def ended(self) -> "asyncio.Future[Ending]": ...
-    @property
-    def stdout(self) -> FileIO | Stream: ...
-    @property
-    def stderr(self) -> FileIO | Stream: ...
-
-    def look(self) -> None:
-        """Sets `ended` if the process has ended; called at each SIGCHLD."""
-
-    def kill(self) -> None:
-        """Ends the process, if it runs; `ended` is set after that."""
-
-    def send_signal(self, number: int) -> None:
-        """Sends a signal to the process alone, if it runs."""
-
-
-class Machines(Protocol):
+class Machines(ABC):
     """The machines on which the workers of one attempt run, then those of the next."""
 
+    @abstractmethod
     async def reserve(self, say: Say, is_ending: asyncio.Event) -> list[str]:
         """Finds a place for each worker; returns their addresses, by index.
 
@@ -54,12 +24,12 @@ class Machines(Protocol):
         Raises:
             OSError: If a worker could not start there.
         """
-        ...
 
     def describe(self) -> str:
         """Returns where the reserved places are, or nothing if that is clear."""
-        ...
+        return ""
 
+    @abstractmethod
     def start(
         self,
         label: str,
@@ -72,21 +42,18 @@ class Machines(Protocol):
         Raises:
             OSError: If the system does not start another process.
         """
-        ...
 
     def release(self) -> None:
         """Gives the places back, with whatever runs there."""
+        return
 
     def close(self) -> None:
         """Ends all use of the machines, after the last attempt."""
+        return
 
 
-class ThisMachine:
-    """The machine of the launcher, which has a place for every worker.
-
-    Args:
-        num_workers: Number of workers.
-    """
+class ThisMachine(Machines):
+    """The machine of the launcher, which has a place for every worker."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
@@ -95,10 +62,6 @@ class ThisMachine:
         """Returns free addresses on loopback."""
         del say, is_ending
         return find_addresses(self._num_workers)
-
-    def describe(self) -> str:
-        """Returns nothing: there is one machine."""
-        return ""
 
     def start(
         self,
@@ -110,9 +73,3 @@ class ThisMachine:
         """Starts a process here."""
         del index
         return Child(label, arguments, environment)
-
-    def release(self) -> None:
-        """Does nothing: a process that has ended holds nothing here."""
-
-    def close(self) -> None:
-        """Does nothing."""

@@ -71,9 +71,7 @@ def name_signal(number: int) -> str:
 def find_stop_code(number: int, causes: Sequence[ExitCode]) -> ExitCode:
     """Returns the exit code of a job that a signal stopped.
 
-    Args:
-        number: The signal.
-        causes: How each process ended; empty between two attempts.
+    It depends on how each process ended; between two attempts there is none.
     """
     if causes and all(cause is ExitCode.OK for cause in causes):
         return ExitCode.OK
@@ -88,12 +86,8 @@ class RestartPolicy:
     """Counts restarts, and says when there is another one and after which pause.
 
     Every restart counts, whatever its cause, so an error that is there on each start
-    ends the job as well.
-
-    Args:
-        max_restarts: Number of restarts allowed.
-        pause_seconds: Pause before the first restart. Each later one is twice as long,
-            up to a minute, unless the first one is longer than that.
+    ends the job as well. Each pause is twice as long as the one before, up to a minute,
+    unless the first one is longer than that.
     """
 
     def __init__(self, max_restarts: int, pause_seconds: float) -> None:

@@ -160,9 +160,7 @@ class Output:
     ) -> set[asyncio.Task[None]]:
         """Waits until streams have ended and are written; returns those that did not.
 
-        Args:
-            seconds: For how long.
-            labels: Of which processes; `None` means all.
+        They are those of the processes with `labels`; `None` means all.
         """
         pumps = {
             pump for pump in self._pumps if labels is None or pump.get_name() in labels

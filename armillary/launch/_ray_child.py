@@ -6,12 +6,11 @@ import os
 import signal
 import sys
 import textwrap
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from armillary.launch import _exec
-from armillary.launch._outcome import Ending
+from armillary.launch._child import Process
 
 
 class Place(NamedTuple):
@@ -23,20 +22,8 @@ class Place(NamedTuple):
     host: Any
 
 
-class RayChild:
-    """A worker on a machine of a Ray cluster, and the actor that is its parent.
-
-    Args:
-        ray: The package, connected to the cluster.
-        label: Its name, such as `worker 0`.
-        place: Where it runs.
-        arguments: What follows `python` on its command line.
-        environment: Its environment variables.
-
-    Attributes:
-        ended: How it ended, or that it was lost.
-        stdout, stderr: What it says.
-    """
+class RayChild(Process):
+    """A worker on a machine of a Ray cluster, and the actor that is its parent."""
 
     def __init__(
         self,
@@ -46,10 +33,8 @@ class RayChild:
         arguments: Sequence[str],
         environment: Mapping[str, str],
     ) -> None:
-        self.label = label
+        super().__init__(label)
         self._ray, self._place = ray, place
-        self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
-        self._start = time.monotonic()
         started = place.host.start.remote(
             _exec.__file__, [sys.executable, *arguments], environment, os.getcwd()
         )
@@ -67,7 +52,6 @@ class RayChild:
             self._end(-signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal to the worker alone, if it runs."""
         if not self.ended.done():
             task = asyncio.create_task(self._send(number))
             self._tasks.add(task)
@@ -96,15 +80,6 @@ class RayChild:
             self._end(-signal.SIGKILL, f"on {where}: {why}")
         else:
             self._end(returncode, seconds=seconds)
-
-    def _end(
-        self, returncode: int, loss: str = "", *, seconds: float | None = None
-    ) -> None:
-        if seconds is None:
-            seconds = time.monotonic() - self._start
-        if not self.ended.done():
-            ending = Ending(returncode=returncode, seconds=seconds, loss=loss)
-            self.ended.set_result(ending)
 
 
 class _RemoteStream:

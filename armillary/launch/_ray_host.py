@@ -32,10 +32,7 @@ class Host:
         self._has_started = asyncio.Event()
 
     async def prepare(self, paths: Sequence[str]) -> tuple[str, str, int, str]:
-        """Looks at the machine.
-
-        Args:
-            paths: What must exist here.
+        """Looks at the machine, and whether it has some paths.
 
         Returns:
             The address and the name of the machine, a port that is free here until the
@@ -56,13 +53,9 @@ class Host:
         environment: Mapping[str, str],
         folder: str,
     ) -> None:
-        """Starts the worker.
+        """Starts the worker, by `_exec.py`, in the environment of the launcher.
 
-        Args:
-            exec_path: The path of `_exec.py`.
-            command: The worker's program, and its arguments.
-            environment: That of the launcher; a few variables are the machine's own.
-            folder: The working directory.
+        A few of its variables are the machine's own.
         """
         here = {name: os.environ.get(name) for name in _OF_THE_MACHINE}
         own = {name: value for name, value in here.items() if value is not None}

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from armillary.launch import _exec, _ray_host
+from armillary.launch._child import Process
 from armillary.launch._devices import DevicePlan
-from armillary.launch._machines import Process, Say
+from armillary.launch._machines import Machines, Say
 from armillary.launch._ray_child import Place, RayChild, shorten_error
 from armillary.launch._ray_cluster import (
     Bundle,
@@ -35,14 +36,6 @@ def join_machines(
 ) -> tuple["RayMachines", DevicePlan]:
     """Connects to a Ray cluster; returns its machines, and the devices of each worker.
 
-    Args:
-        address: That of the head, HOST:PORT.
-        min_workers: Workers without which there is no attempt.
-        max_workers: Workers of an attempt at most.
-        devices_per_worker: GPUs of each worker, where the cluster has GPUs that JAX
-            can use; else virtual CPU devices.
-        paths: What must exist on each machine.
-
     Raises:
         ValueError: If there is no such cluster, or the launcher cannot join it.
     """
@@ -54,7 +47,7 @@ def join_machines(
     return machines, devices
 
 
-class RayMachines:
+class RayMachines(Machines):
     """The machines of a Ray cluster, of which every attempt takes what there is.
 
     Args:

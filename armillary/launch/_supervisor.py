@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from io import FileIO
 
 from armillary._exit_code import ExitCode
+from armillary.launch._child import Process
 from armillary.launch._devices import DevicePlan
 from armillary.launch._environment import make_environment
-from armillary.launch._machines import Machines, Process
+from armillary.launch._machines import Machines
 from armillary.launch._outcome import (
     RestartPolicy,
     describe_failure,
@@ -33,16 +34,10 @@ _LAST_WORDS_SECONDS = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The command to run and its options, already checked.
+    """The command to run, and the options of `armillary launch`, already checked.
 
     Args:
         arguments: What follows `python` on the command line of each process.
-        machines: Where the processes run.
-        has_evaluator: Whether an evaluator runs beside them.
-        devices: The devices of each process.
-        max_restarts: Restarts allowed, of the workers, and of the evaluator alone.
-        pause_seconds: Seconds before the first restart.
-        grace_seconds: Seconds that processes get to end by themselves.
         logs: A log file for each process by its label, or none at all. They are closed
             at the end.
     """

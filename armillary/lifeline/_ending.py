@@ -26,11 +26,7 @@ _is_ending = False
 
 
 def finish_first(is_busy: Callable[[], bool]) -> None:
-    """Lets the end of the process wait, for some seconds, for work in the background.
-
-    Args:
-        is_busy: Returns whether there still is some.
-    """
+    """Lets the end of the process wait, for some seconds, while something is busy."""
     _unfinished.append(is_busy)
 
 
@@ -39,9 +35,6 @@ def end_process(reason: str) -> None:
 
     The main thread gets a few seconds to come to an end by itself, since it may have
     noticed something too, and so does what is being saved.
-
-    Args:
-        reason: Why, for the user.
     """
     global _is_ending
     code = ExitCode.RESTART_REQUESTED
@@ -81,8 +74,8 @@ def put_off_aborts() -> None:
     """Makes an abort of this process wait for six seconds.
 
     When process 0 ends, JAX aborts all others at once, in C++, and does not say which
-    process it was. Six seconds are enough to say it, and to end
-    with the right exit code.
+    process it was. Six seconds are enough to say it, and to end with the right exit
+    code.
 
     The handler is the function `sleep` of the C library, which is safe to call in a
     signal handler. Its argument is the number of the signal, which is 6 for SIGABRT.

@@ -30,9 +30,6 @@ def find_line(phase: str) -> str:
     """Returns the innermost line of the user's code in the main thread.
 
     While data is waited for, also that of the threads that read it.
-
-    Args:
-        phase: What the program does.
     """
     frames = sys._current_frames()
     main = frames.get(threading.main_thread().ident or 0)
@@ -54,20 +51,12 @@ def is_compiling() -> bool:
 
 
 def is_making_program(thread: int) -> bool:
-    """Returns whether a thread traces, lowers or compiles a program.
-
-    Args:
-        thread: Its `ident`.
-    """
+    """Returns whether a thread, by its `ident`, traces, lowers or compiles."""
     return _is_in(_MAKERS, thread)
 
 
 def is_in_debugger(thread: int) -> bool:
-    """Returns whether a thread is stopped in Python's debugger, or runs under it.
-
-    Args:
-        thread: Its `ident`.
-    """
+    """Returns whether a thread, by its `ident`, is in or under Python's debugger."""
     return _is_in(_DEBUGGER, thread)
 
 

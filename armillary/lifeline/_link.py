@@ -42,11 +42,7 @@ class Link:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, note: Note) -> None:
-        """Begins to listen to the other processes.
-
-        Args:
-            note: Is called with everything that they say.
-        """
+        """Begins to listen to the other processes; notes everything that they say."""
         if self._token:
             self._start(self._accept(note))
             return
@@ -136,14 +132,7 @@ def listen(host: str | None) -> socket.socket:
 
 
 def connect(host: str, port: int, index: int, token: str) -> Link:
-    """Returns the link of a process to process 0.
-
-    Args:
-        host: Where process 0 listens.
-        port: And at which port.
-        index: Which process this is.
-        token: What process 0 expects to hear.
-    """
+    """Returns the link of process `index` to process 0, which listens at a port."""
     connection = socket.create_connection((host, port), _CONNECT_SECONDS)
     connection.sendall(f"{index:0{_INDEX_DIGITS}}{token}".encode())
     return Link(connection)

@@ -115,6 +115,6 @@ def is_loopback(address: str) -> bool:
     """Returns whether an address reaches this machine only."""
     host, _ = split_address(address)
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:  # It is a name.
         return host == "localhost"

@@ -66,15 +66,10 @@ def has_variables(environ: Environ, *names: str) -> bool:
 
 
 def find_name(environ: Environ, names: Sequence[str], purpose: str) -> str:
-    """Returns the first of `names` that is set.
-
-    Args:
-        environ: The environment.
-        names: Variables that hold the same, the best one first.
-        purpose: A sentence that says what the variable is for and who sets it.
+    """Returns the first of `names` that is set: they hold the same, the best first.
 
     Raises:
-        ClusterError: If none is set.
+        ClusterError: If none is set; `purpose` says what it is for and who sets it.
     """
     for name in names:
         if has_variables(environ, name):
@@ -109,13 +104,7 @@ def read_int(environ: Environ, name: str, purpose: str, *, minimum: int = 0) -> 
 
 
 def check_below(name: str, value: int, limit: int, what: str) -> None:
-    """Raises if an index is not below the number of what it counts.
-
-    Args:
-        name: The variable that holds the index.
-        value: The index.
-        limit: The number.
-        what: What the number is, as text.
+    """Raises if an index is not below the number of what it counts, which is `what`.
 
     Raises:
         ClusterError: If `value` is not below `limit`.
@@ -128,16 +117,11 @@ def check_below(name: str, value: int, limit: int, what: str) -> None:
 
 
 def make_address(host: str, port: int, variables: str, fix: str) -> str:
-    """Returns the address of process 0.
-
-    Args:
-        host: What the variables say; an IPv6 address may lack its brackets.
-        port: The port there.
-        variables: The variables that it was made from, as text.
-        fix: A sentence that says who sets them or what they should hold.
+    """Returns the address of process 0; an IPv6 address may lack its brackets.
 
     Raises:
-        ClusterError: If it is no address.
+        ClusterError: If it is no address; `fix` says who sets `variables`, or what they
+            should hold.
     """
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"

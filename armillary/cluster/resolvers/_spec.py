@@ -98,9 +98,7 @@ class ClusterSpec:
 def read_tasks(name: str, cluster: Any) -> dict[str, list[str]]:
     """Returns the addresses of the tasks of each job, after checking them.
 
-    Args:
-        name: What `cluster` is called in messages.
-        cluster: What was given as the cluster.
+    Messages call the cluster `name`.
 
     Raises:
         TypeError: If something has the wrong type.
@@ -180,9 +178,9 @@ def check_port(name: str, value: Any) -> int:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Returns the host, with the brackets of an IPv6 address, and the port."""
+    """Returns the host, an IPv6 address without its brackets, and the port."""
     host, _, port = address.rpartition(":")
-    return host, int(port)
+    return host.strip("[]"), int(port)
 
 
 def _list_values(values: Any) -> str:

@@ -25,12 +25,7 @@ def check_task(
     An evaluator need not be in the cluster: nobody connects to it. A cluster without
     any job is a single process, which may call itself anything.
 
-    Args:
-        cluster_spec: The cluster.
-        task_type: The job.
-        task_id: The index within it.
-        type_name: What `task_type` is called in messages.
-        id_name: What `task_id` is called in messages.
+    Messages call the two `type_name` and `id_name`.
 
     Raises:
         ValueError: If the job is unknown or not in the cluster, or the index is not one
