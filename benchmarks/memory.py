@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.contestants.controller import ControllerContestant
-from benchmarks.contestants.reference_scan import ReferenceScan
+from benchmarks.contestants.reference import ReferenceScan
 from benchmarks.programs import lower_program, watch_programs
 from benchmarks.protocol import SIZES, Options
 from benchmarks.report import add_measurement, make_parser

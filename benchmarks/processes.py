@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.protocol import read_message, write_message
+from benchmarks.protocol import write_message
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 _QUIT_SECONDS = 10.0
@@ -183,7 +183,7 @@ class WorkerProcess:
             self._lines.put("")
             raise WorkerError(f"{self.name} ended without an answer.{self._tail()}")
         try:
-            message = read_message(line)
+            message = json.loads(line)
         except ValueError as error:
             raise WorkerError(
                 f"{self.name} wrote {line!r}, which is no message."

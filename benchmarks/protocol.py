@@ -49,24 +49,3 @@ def write_message(stream: IO[str], message: dict[str, Any]) -> None:
     """Writes one message and flushes it."""
     stream.write(json.dumps(message) + "\n")
     stream.flush()
-
-
-def read_message(line: str) -> dict[str, Any]:
-    """Returns the message on a line.
-
-    Raises:
-        ValueError: If the line is not one JSON object.
-    """
-    try:
-        message = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"`line` is {line!r}, but a message is one JSON object on one line. Write "
-            "it with `write_message`."
-        ) from error
-    if not isinstance(message, dict):
-        raise ValueError(
-            f"`line` is {line!r}, but a message is a JSON object. Write it with "
-            "`write_message`."
-        )
-    return message

@@ -1,6 +1,9 @@
 """Armillary as a user writes it: a `Controller` around a `StandardTrainer`."""
 
+import atexit
 import logging
+import shutil
+import tempfile
 from typing import Any
 
 import jax
@@ -8,6 +11,7 @@ import optax
 from flax import nnx
 
 import armillary
+from benchmarks.contestants import SAVE_INTERVAL
 from benchmarks.contestants.environment import prepare
 from benchmarks.contestants.functional import DTYPES, SEED, make_optimizer
 from benchmarks.contestants.rows import SHUFFLE_SEED, make_grain_dataset
@@ -94,6 +98,24 @@ class ControllerContestant:
         self.controller.train(self._num_steps, checkpoint_at_completion=False)
         # The loss is an output of the last program: with it, the state is there too.
         return float(self.trainer.loss.compute())
+
+
+class SavingContestant(ControllerContestant):
+    """As `armillary`, with a checkpoint every 100 steps, written in the background."""
+
+    def make_checkpoint_manager(self) -> armillary.CheckpointManager:
+        """Returns a manager of a folder that goes away with the process."""
+        folder = tempfile.mkdtemp(prefix="armillary-bench-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        checkpoint = armillary.Checkpoint(
+            model=self.model, optimizer=self.optimizer, train_dataset=self.dataset
+        )
+        return armillary.CheckpointManager(
+            checkpoint,
+            folder,
+            max_to_keep=2,
+            checkpoint_interval=SAVE_INTERVAL,
+        )
 
 
 def make_strategy(devices: int) -> armillary.distribute.Strategy:

@@ -35,28 +35,19 @@ class Peer(abc.ABC):
             UnsupportedError: If the library is absent or not compared on this case.
         """
         check_case(self.library, task, options, tasks=self.tasks)
-        self._steps_per_loop = options.steps_per_loop
         self.facts = self._build(task, options)
 
+    @abc.abstractmethod
     def run(self, num_steps: int) -> float:
         """Runs steps to their end; returns a mean loss.
 
         Args:
             num_steps: Steps to run, a multiple of `steps_per_loop`.
-
-        Raises:
-            ValueError: If it is not.
         """
-        check_steps(num_steps, self._steps_per_loop)
-        return self._train(num_steps)
 
     @abc.abstractmethod
     def _build(self, task: Task, options: Options) -> dict[str, Any]:
         """Builds model and data; returns the facts."""
-
-    @abc.abstractmethod
-    def _train(self, num_steps: int) -> float:
-        """Runs steps to their end; returns a mean loss."""
 
 
 def import_peer(module: str, peer: str) -> ModuleType:
@@ -100,20 +91,6 @@ def check_case(
         raise UnsupportedError(
             f"`dtype` is {options.dtype!r}, but peers are compared in float32. Use "
             "`--dtype f32`."
-        )
-
-
-def check_steps(num_steps: int, steps_per_loop: int) -> None:
-    """Refuses bursts that are no whole number of loops.
-
-    Raises:
-        ValueError: If `num_steps` is not a positive multiple of `steps_per_loop`.
-    """
-    if num_steps < 1 or num_steps % steps_per_loop:
-        raise ValueError(
-            f"`num_steps` is {num_steps}, but it must be a positive multiple of "
-            f"`steps_per_loop`, {steps_per_loop}. Use "
-            f"`num_steps={max(1, num_steps // steps_per_loop) * steps_per_loop}`."
         )
 
 

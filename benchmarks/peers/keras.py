@@ -46,7 +46,7 @@ class KerasContestant(Peer):
             "parameters": self._model.count_params(),
         }
 
-    def _train(self, num_steps: int) -> float:
+    def run(self, num_steps: int) -> float:
         import jax
 
         history = self._model.fit(

@@ -45,7 +45,7 @@ class LightningContestant(Peer):
             ),
         }
 
-    def _train(self, num_steps: int) -> float:
+    def run(self, num_steps: int) -> float:
         trainer = self._library.Trainer(
             max_steps=num_steps, max_epochs=-1, barebones=True
         )

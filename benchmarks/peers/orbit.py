@@ -50,7 +50,7 @@ class OrbitContestant(Peer):
             "parameters": model.count_params(),
         }
 
-    def _train(self, num_steps: int) -> float:
+    def run(self, num_steps: int) -> float:
         done = int(self._controller.global_step.numpy())
         # Orbit reads the global step after each loop, which waits for the loop's end.
         self._controller.train(done + num_steps, checkpoint_at_completion=False)

@@ -11,7 +11,7 @@ import pytest
 
 import armillary
 from benchmarks.contestants import make_contestant
-from benchmarks.contestants.reference_scan import largest_divisor
+from benchmarks.contestants.reference import largest_divisor
 from benchmarks.contestants.rows import SHUFFLE_SEED, RowStream, read_batches
 from benchmarks.protocol import Options, UnsupportedError
 from benchmarks.tasks import make_task

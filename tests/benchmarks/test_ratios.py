@@ -12,21 +12,10 @@ def test_a_round_that_is_slow_for_all_does_not_change_the_ratio():
     assert pair_ratios([1.0, 10.0], [2.0, 20.0]) == Ratio(0.5, 0.5, 0.5)
 
 
-@pytest.mark.parametrize("seconds", [[], [1.0]])
-def test_ratio_needs_the_same_rounds(seconds):
-    with pytest.raises(ValueError, match=r"`seconds` has . rounds and `reference` 2"):
-        pair_ratios([1.0, 2.0], seconds)
-
-
 def test_the_faster_reference_is_the_one_with_the_lower_median():
     seconds = {"step": [1.0, 9.0, 1.0], "scan": [2.0, 2.0, 2.0], "other": [0.1]}
     assert find_faster(seconds, ("step", "scan")) == "step"
     assert find_faster(seconds, ("scan",)) == "scan"
-
-
-def test_a_reference_is_needed():
-    with pytest.raises(ValueError, match="`seconds` has no round of step or scan"):
-        find_faster({"other": [1.0]}, ("step", "scan"))
 
 
 @pytest.mark.parametrize(
