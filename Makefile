@@ -61,7 +61,6 @@ demo: .venv/demo-installed
 bench: .venv/demo-installed
 	$(BIN)/python -m benchmarks --json bench.json
 	$(BIN)/python -m benchmarks.host_work --json bench.json
-	$(BIN)/python -m benchmarks.import_time --json bench.json
 	$(BIN)/python -m benchmarks.start_time --json bench.json
 	$(BIN)/python -m benchmarks.memory --json bench.json
 	$(BIN)/python -m benchmarks.sources --json bench.json

@@ -13,6 +13,7 @@ from armillary._checks import check_instance, check_positive_int
 from armillary._logging import ensure_visible, logger
 from armillary._traceback import hides_frames
 from armillary.checkpoint._checkpoint import Checkpoint
+from armillary.checkpoint._folder import as_absolute, find_checkpoints
 from armillary.checkpoint._manager import CheckpointManager
 from armillary.cluster._join import get_peers
 from armillary.controller._controller import Controller
@@ -201,8 +202,8 @@ class Estimator:
     @property
     def latest_checkpoint(self) -> str | None:
         """The path of the latest checkpoint in `model_dir`, or `None`."""
-        manager = CheckpointManager(Checkpoint(input=InputPosition()), self.model_dir)
-        return manager.latest_checkpoint
+        saved = find_checkpoints(as_absolute(self.model_dir))
+        return str(saved[-1].path) if saved else None
 
     @contextlib.contextmanager
     def make_controller(

@@ -1,5 +1,6 @@
 """Which devices of this machine each worker may use, found without touching one."""
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -97,9 +98,8 @@ def read_visible_gpus(value: str) -> list[str]:
     CUDA takes the names in front of the first one that is not valid, so `-1` ends the
     list.
     """
-    names = [name.strip() for name in value.split(",")]
-    end = next((i for i, name in enumerate(names) if name in {"", "-1"}), len(names))
-    return names[:end]
+    names = (name.strip() for name in value.split(","))
+    return list(itertools.takewhile(lambda name: name not in {"", "-1"}, names))
 
 
 def _count(number: int, noun: str) -> str:

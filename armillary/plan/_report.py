@@ -264,11 +264,10 @@ class Plan:
 
 def _describe(kind: str, found: list[Collective], is_abstract: bool) -> str:
     size = _scaled(sum(each.times * each.num_bytes for each in found))
+    count = sum(each.times for each in found)
     if is_abstract:
-        count = sum(each.times for each in found)
         return f"{size}B a step, {count} before a compiler combines them"
     rounds = count_rounds(found, kind)
-    count = sum(each.times for each in found)
     beside = sum(each.is_asynchronous for each in found)
     return (
         f"{size}B a step in {count}, {rounds} after each other; {beside} asynchronous"

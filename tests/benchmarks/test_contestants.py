@@ -11,7 +11,6 @@ import pytest
 
 import armillary
 from benchmarks.contestants import make_contestant
-from benchmarks.contestants.reference import largest_divisor
 from benchmarks.contestants.rows import SHUFFLE_SEED, RowStream, read_batches
 from benchmarks.protocol import Options, UnsupportedError
 from benchmarks.tasks import make_task
@@ -100,14 +99,6 @@ def test_more_devices_than_there_are_is_unsupported():
     jax.devices()  # A contestant may ask for more of them until JAX has started.
     with pytest.raises(UnsupportedError, match=r"needs 64 devices.*`--devices"):
         losses("reference-step", "mlp", devices=64)
-
-
-@pytest.mark.parametrize(
-    ("number", "most", "divisor"),
-    [(100, 20, 20), (10, 20, 10), (50, 20, 10), (7, 3, 1)],
-)
-def test_chunks_divide_the_loop(number, most, divisor):
-    assert largest_divisor(number, most) == divisor
 
 
 @pytest.mark.slow

@@ -28,6 +28,11 @@ def measure(**fakes: tuple[float, str]) -> dict:
     return measure_case(case, list(names), SETTINGS, start)
 
 
+def test_peers_take_part_with_one_device_and_data_in_memory():
+    cases = choose_cases(["mlp"], [1], [1, 2], ["memory", "grain"])
+    assert [case.is_plain for case in cases] == [True, False, False, False]
+
+
 def test_figures_are_relative_to_the_faster_reference():
     entry = measure(
         reference_step=(0.004, "run"),

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.cluster import ClusterSpec
+from armillary.cluster.resolvers._spec import split_address
 
 ADDRESSES = ["10.0.0.1:2222", "10.0.0.2:2222", "10.0.0.3:2222"]
 
@@ -88,6 +89,11 @@ def test_a_malformed_address_is_an_error(address):
     rule = re.escape(repr(address)) + ", but it must be a host, a colon and a port"
     with pytest.raises(ValueError, match=rf'`cluster\["worker"\]\[1\]` is {rule}'):
         ClusterSpec({"worker": ["10.0.0.1:2222", address]})
+
+
+def test_a_host_is_told_as_a_socket_takes_it():
+    assert split_address("[fe80::1%eth0]:22") == ("fe80::1%eth0", 22)
+    assert split_address("localhost:1") == ("localhost", 1)
 
 
 def test_an_address_that_is_no_string_is_an_error():

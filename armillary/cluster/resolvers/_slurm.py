@@ -1,5 +1,6 @@
 """Slurm: the variables that `srun` gives to each task of a step."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
 
@@ -88,13 +89,11 @@ class SlurmClusterResolver(ScheduledResolver):
             task_type=task_type, task_id=task_id, local_device_ids=devices
         )
         if plan.is_training:
-            plan = ProcessPlan(
-                task_type=task_type,
-                task_id=task_id,
+            plan = dataclasses.replace(
+                plan,
                 num_processes=sum(job in TRAINING_TASK_TYPES for job, _ in tasks),
                 process_id=rank,
                 coordinator_address=_find_coordinator(environ, port_base),
-                local_device_ids=devices,
             )
         super().__init__(plan, chief_job=tasks[0][0])
 

@@ -51,20 +51,15 @@ class TFConfigClusterResolver(SimpleClusterResolver):
         config = _read_config(find_environ(environ))
         cluster_spec = _read_cluster(config)
         task = _read_task(config, is_needed=bool(cluster_spec))
-        type_name = id_name = ""
+        names: dict[str, str] = {}
         if task_type is None and task:
-            type_name, task_type = 'TF_CONFIG["task"]["type"]', task["type"]
+            task_type, names["type_name"] = task["type"], 'TF_CONFIG["task"]["type"]'
         if task_id is None and task:
-            id_name, task_id = 'TF_CONFIG["task"]["index"]', _as_index(task["index"])
+            task_id = _as_index(task["index"])
+            names["id_name"] = 'TF_CONFIG["task"]["index"]'
         if task_type is not None or task_id is not None:
             try:
-                check_task(
-                    cluster_spec,
-                    task_type,
-                    task_id,
-                    type_name=type_name or "task_type",
-                    id_name=id_name or "task_id",
-                )
+                check_task(cluster_spec, task_type, task_id, **names)
             except ValueError as error:
                 raise ClusterError(f"{error} {FIX}") from error
         super().__init__(cluster_spec, task_type, task_id)
