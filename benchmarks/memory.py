@@ -54,7 +54,7 @@ def measure(task: Task) -> dict[str, Any]:
     options = Options(steps_per_loop=_STEPS_PER_LOOP)
     reference = ReferenceScan()
     reference.setup(task, options)
-    chunk = reference.next_chunk()
+    chunk = next(reference.inputs)
     lowered = reference.program.lower(reference.state, reference.zero, chunk, None)
     hand_written = _count_bytes(lowered.compile())
     seen: list[jax.stages.Lowered] = []

@@ -1,6 +1,8 @@
 """The two loops written by hand: one program per step, and one per chunk of steps."""
 
-from typing import Any
+import abc
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +19,22 @@ from benchmarks.tasks import Batch, Task
 _MOST_STEPS = 20
 
 
-class Reference:
-    """Base of the references; the subclass runs the steps.
+class Reference(abc.ABC):
+    """Base of the references: calls a program, which runs one step or a chunk of them.
 
-    On several devices the batch is sharded and `jit` does the rest.
+    Calls are asynchronous, state is donated, a thread reads the next inputs and puts
+    them on the device, and the sum of the losses stays there until a loop has ended. On
+    several devices the batch is sharded and `jit` does the rest.
+
+    Attributes:
+        num_leading: Axes of an input before that of the examples.
+        depth: Inputs that are read ahead.
+        steps_per_call: Steps of the program.
     """
+
+    num_leading: ClassVar[int]
+    depth: ClassVar[int]
+    steps_per_call = 1
 
     def setup(self, task: Task, options: Options) -> None:
         """Builds model, optimizer and data."""
@@ -41,13 +54,35 @@ class Reference:
         is_cpu = jax.default_backend() == "cpu"
         self.must_wait = is_cpu and options.devices > 1
         self._pending: jax.Array | None = None
+        # Its thread must not hold this object, with which it ends.
+        sharding = self.sharded
+        self.inputs = Prefetch(
+            self.read(), lambda read: jax.device_put(read, sharding), self.depth
+        )
+        self.program = jax.jit(self.call, donate_argnums=0)
 
-    def batch_sharding(self, leading: int) -> Sharding:
-        """Returns where a batch goes that has `leading` axes before the examples'."""
-        if not isinstance(self.sharded, NamedSharding):
-            return self.sharded
-        axes = (*(None for _ in range(leading)), "data")
-        return NamedSharding(self.sharded.mesh, PartitionSpec(*axes))
+    @abc.abstractmethod
+    def read(self) -> Iterator[Any]:
+        """Yields inputs of the program."""
+
+    @abc.abstractmethod
+    def call(
+        self, state: State, total: jax.Array, read: Any, resident: Any
+    ) -> tuple[State, jax.Array]:
+        """Runs the steps of one input: the function that is compiled."""
+
+    def run(self, num_steps: int) -> float:
+        """Runs steps; returns the mean loss of the last loop."""
+        for _ in range(num_steps // self.options.steps_per_loop):
+            total = self.zero
+            for _ in range(self.options.steps_per_loop // self.steps_per_call):
+                if self.must_wait:
+                    jax.block_until_ready(total)
+                self.state, total = self.program(
+                    self.state, total, next(self.inputs), self.resident
+                )
+            self.report(total)
+        return self.finish()
 
     def gather(self, resident: Batch | None, batch: Any) -> Batch:
         """Returns the rows of a batch of row numbers, or the batch as it is."""
@@ -79,99 +114,50 @@ class Reference:
             axis_types=(AxisType.Auto,),
             devices=jax.devices()[:devices],
         )
+        axes = (*(None for _ in range(self.num_leading)), "data")
         replicated = NamedSharding(mesh, PartitionSpec())
-        return replicated, NamedSharding(mesh, PartitionSpec("data"))
+        return replicated, NamedSharding(mesh, PartitionSpec(*axes))
 
 
 class ReferenceStep(Reference):
-    """One call of `jit` per step.
+    """One call of `jit` per step."""
 
-    Calls are asynchronous, state is donated, a thread keeps batches on the device, and
-    the sum of the losses stays there until a loop has ended.
-    """
+    num_leading, depth = 0, 8
 
-    def setup(self, task: Task, options: Options) -> None:
-        """Builds model, optimizer and data."""
-        super().setup(task, options)
-        sharding = self.batch_sharding(leading=0)
-        self._batches = Prefetch(
-            read_batches(task, options.data),
-            lambda batch: jax.device_put(batch, sharding),
-            depth=8,
-        )
-        self._step = jax.jit(self._run_step, donate_argnums=0)
+    def read(self) -> Iterator[Any]:
+        """Yields batches."""
+        return read_batches(self.task, self.options.data)
 
-    def run(self, num_steps: int) -> float:
-        """Runs steps; returns the mean loss of the last loop."""
-        for _ in range(num_steps // self.options.steps_per_loop):
-            total = self.zero
-            for _ in range(self.options.steps_per_loop):
-                if self.must_wait:
-                    jax.block_until_ready(total)
-                self.state, total = self._step(
-                    self.state, total, next(self._batches), self.resident
-                )
-            self.report(total)
-        return self.finish()
-
-    def _run_step(
-        self, state: State, total: jax.Array, batch: Any, resident: Any
+    def call(
+        self, state: State, total: jax.Array, read: Any, resident: Any
     ) -> tuple[State, jax.Array]:
-        state, loss = self.functional.step(state, self.gather(resident, batch))
+        """Runs one step."""
+        state, loss = self.functional.step(state, self.gather(resident, read))
         return state, total + loss
 
 
 class ReferenceScan(Reference):
-    """One `lax.scan` over a chunk of stacked batches.
+    """One `lax.scan` over a chunk of stacked batches."""
 
-    State is donated, a thread stacks the next chunk and puts it on the device, and the
-    sum of the losses is one more part of the carry.
-    """
+    num_leading, depth = 1, 2
 
-    def setup(self, task: Task, options: Options) -> None:
-        """Builds model, optimizer and data."""
-        super().setup(task, options)
-        self._chunk_steps = largest_divisor(options.steps_per_loop, _MOST_STEPS)
-        self.facts["steps_per_chunk"] = self._chunk_steps
-        sharding = self.batch_sharding(leading=1)
-        self._chunks = Prefetch(
-            read_chunks(task, options.data, self._chunk_steps),
-            lambda chunk: jax.device_put(chunk, sharding),
-            depth=2,
-        )
-        self.program = jax.jit(self.run_chunk, donate_argnums=0)
+    def read(self) -> Iterator[Any]:
+        """Yields chunks, of as many steps as divide a loop."""
+        steps = self.options.steps_per_loop
+        most = min(steps, _MOST_STEPS)
+        self.steps_per_call = next(n for n in range(most, 0, -1) if steps % n == 0)
+        self.facts["steps_per_chunk"] = self.steps_per_call
+        return read_chunks(self.task, self.options.data, self.steps_per_call)
 
-    def next_chunk(self) -> Any:
-        """Returns the next chunk, on the device."""
-        return next(self._chunks)
-
-    def run(self, num_steps: int) -> float:
-        """Runs steps; returns the mean loss of the last loop."""
-        for _ in range(num_steps // self.options.steps_per_loop):
-            total = self.zero
-            for _ in range(self.options.steps_per_loop // self._chunk_steps):
-                if self.must_wait:
-                    jax.block_until_ready(total)
-                self.state, total = self.program(
-                    self.state, total, next(self._chunks), self.resident
-                )
-            self.report(total)
-        return self.finish()
-
-    def run_chunk(
-        self, state: State, total: jax.Array, chunk: Any, resident: Any
+    def call(
+        self, state: State, total: jax.Array, read: Any, resident: Any
     ) -> tuple[State, jax.Array]:
-        """Runs the steps of one chunk: the function that is compiled."""
+        """Runs the steps of a chunk; the sum of losses is part of the carry."""
 
         def body(carry: tuple[State, jax.Array], batch: Any) -> tuple[Any, None]:
             state, total = carry
             state, loss = self.functional.step(state, self.gather(resident, batch))
             return (state, total + loss), None
 
-        (state, total), _ = jax.lax.scan(body, (state, total), chunk)
+        (state, total), _ = jax.lax.scan(body, (state, total), read)
         return state, total
-
-
-def largest_divisor(number: int, most: int) -> int:
-    """Returns the largest divisor of a number that is at most `most`."""
-    return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
