@@ -157,9 +157,6 @@ def _get_service() -> tuple[Any, str]:
     # JAX has no public way to its key-value store.
     from jax._src import distributed  # noqa: TID251
 
-    client, address = (
-        distributed.global_state.client,
-        distributed.global_state.coordinator_address,
-    )
-    assert client is not None and address is not None
-    return client, address
+    state = distributed.global_state
+    assert state.client is not None and state.coordinator_address is not None
+    return state.client, state.coordinator_address

@@ -32,12 +32,6 @@ _CHIEF = 0
 class Lifeline:
     """Watches over the processes of a job, or over one process that is alone.
 
-    Args:
-        index: The number of this process.
-        count: How many there are.
-        link: Its connections, if there are others.
-        end: Ends the process, given the reason.
-
     Attributes:
         verdict: Why the job ends, once it is known.
     """

@@ -114,11 +114,6 @@ def compile_loop(
 ) -> Compiled | None:
     """Returns a loop compiled for a topology; `None` if it cannot fit into memory.
 
-    Args:
-        loop: The loop.
-        topology: The devices.
-        wheels: As in `find_wheels`.
-
     Raises:
         PlanError: If the compiler is missing, knows no such topology, or fails.
     """

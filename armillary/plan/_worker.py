@@ -83,14 +83,8 @@ def compile_exported(
 ) -> Any:
     """Compiles an exported program whose first argument is donated.
 
-    Args:
-        program: What `jax.export.Exported.serialize` returned.
-        mesh: The devices.
-        platform: What kind they are.
-        options: Of the compiler.
-
-    Returns:
-        A `jax.stages.Compiled`.
+    It is what `jax.export.Exported.serialize` returned, and becomes a
+    `jax.stages.Compiled`.
     """
     import jax
     from jax import export

@@ -62,17 +62,17 @@ def assert_collectives(
         "all-to-all": all_to_all,
         "collective-permute": collective_permute,
     }
-    counted = {kind: count_rounds(found, kind) for kind in expected}
     shown = list_lines(
         f"round {each.round}: {each.kind} of {each.num_bytes} bytes"
         + (f", {each.times} times" if each.times > 1 else "")
         for each in sorted(found, key=lambda each: each.round)
     )
-    for kind, count in counted.items():
-        if count != expected[kind]:
+    for kind, wanted in expected.items():
+        count = count_rounds(found, kind)
+        if count != wanted:
             raise AssertionError(
                 f"A step of {type(trainer).__name__} has {count} rounds of {kind}, and "
-                f"`{kind.replace('-', '_')}` is {expected[kind]}. Its collectives are:"
+                f"`{kind.replace('-', '_')}` is {wanted}. Its collectives are:"
                 f"\n{shown or '  none'}"
             )
     total = sum(each.times * each.num_bytes for each in found)
