@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, Never, NoReturn
 
 import jax
 
@@ -57,12 +57,18 @@ class Checkpoint:
         **objects: The objects by name.
 
     Raises:
-        TypeError: If an object holds neither arrays nor a state.
+        TypeError: If an object holds neither arrays nor a state, or has no name.
         ValueError: If there is no object, or two arrays have the same path.
         DatasetStateError: If a data source cannot be repositioned.
     """
 
-    def __init__(self, **objects: Any) -> None:
+    def __init__(self, *unnamed: Never, **objects: Any) -> None:
+        for value in unnamed:
+            raise TypeError(
+                f"`Checkpoint` got an object of type {type(value).__name__} without a "
+                "name, but the paths of what it holds begin with one. Use a keyword: "
+                "`Checkpoint(model=model)`."
+            )
         if not objects:
             raise ValueError(
                 "`Checkpoint()` names no objects, but it must hold at least one. Use "
@@ -138,7 +144,7 @@ class Checkpoint:
             What was restored, and what was not. It is logged as well.
 
         Raises:
-            TypeError: If an argument is not of strings.
+            TypeError: If `path` is no path, or another argument is not of strings.
             ValueError: If `only` is empty, or one of the paths.
             CheckpointError: If `path` is not a complete checkpoint, cannot be read, or
                 is not the same one for processes that train together.
@@ -151,7 +157,7 @@ class Checkpoint:
         )
         if selection.only is None:
             selection = dataclasses.replace(selection, only=tuple(self._objects))
-        folder = as_absolute(path)
+        folder = as_absolute("path", path)
         return restore(self, folder, folder.parent, selection)
 
     def read_content(self) -> Content:

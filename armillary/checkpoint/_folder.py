@@ -79,8 +79,18 @@ class Listing(NamedTuple):
     unfinished: list[epath.Path]
 
 
-def as_absolute(path: str | os.PathLike[str]) -> epath.Path:
-    """Returns a path that stays good when the working directory changes."""
+def as_absolute(name: str, path: str | os.PathLike[str]) -> epath.Path:
+    """Returns a path that stays good when the working directory changes.
+
+    Raises:
+        TypeError: If it is no path; `name` is what the argument is called.
+    """
+    if not isinstance(path, str | os.PathLike):
+        folder = f"/checkpoint_{path}" if isinstance(path, int) else ""
+        raise TypeError(
+            f"`{name}` is {path!r} of type {type(path).__name__}, but it must be a "
+            f'path. Use a string such as `"runs/digits{folder}"`, or a `pathlib.Path`.'
+        )
     text = os.fspath(path)
     return epath.Path(text if "://" in text else os.path.abspath(text))
 

@@ -1,5 +1,6 @@
 """The messages for a checkpoint that cannot be written, read or restored."""
 
+import itertools
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 
@@ -64,18 +65,17 @@ def _find_parts(differing: Iterable[str], matching: Collection[str]) -> list[str
 
     Of many, the first few.
     """
-    above = {
-        "/".join(names[:count])
-        for names in (name.split("/") for name in matching)
-        for count in range(1, len(names) + 1)
+    above = {part for name in matching for part in parts_with(name)}
+    parts = {
+        next((part for part in parts_with(name) if part not in above), name)
+        for name in differing
     }
-    parts: set[str] = set()
-    for name in differing:
-        names = name.split("/")
-        ends = range(1, len(names) + 1)
-        each = ("/".join(names[:end]) for end in ends)
-        parts.add(next((part for part in each if part not in above), name))
     return sorted(parts)[:_MOST_PARTS]
+
+
+def parts_with(path: str) -> list[str]:
+    """Returns the parts that a path lies in, the largest first, and the path itself."""
+    return list(itertools.accumulate(path.split("/"), "{}/{}".format))
 
 
 def find_differences(

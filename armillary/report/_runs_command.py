@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary._exit_code import ExitCode
+from armillary._numbers import as_json
 from armillary.report._run import SPEED, Run
 
 
@@ -35,7 +36,9 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
 
 
 def _print_json(runs: Sequence[Run]) -> ExitCode:
-    sys.stdout.write(json.dumps([_describe(run) for run in runs], indent=2) + "\n")
+    sys.stdout.write(
+        json.dumps(as_json([_describe(run) for run in runs]), indent=2) + "\n"
+    )
     return ExitCode.OK
 
 

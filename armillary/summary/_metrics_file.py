@@ -22,9 +22,10 @@ import jax
 
 from armillary._lines_file import append_lines
 from armillary._logging import logger
-from armillary.summary._numbers import as_json, find_numbers, from_json
+from armillary._numbers import as_json, find_numbers, from_json
 
 FILE_NAME = "metrics.jsonl"
+_encode = json.JSONEncoder(allow_nan=False).encode
 
 
 class MetricsFile:
@@ -75,7 +76,7 @@ class MetricsFile:
         if "values" in fields:
             fields["values"] = find_numbers(fields["values"])
         content = {"record": record, "time": time.time(), "step": step, **fields}
-        self._lines.append(json.dumps(as_json(content), allow_nan=False) + "\n")
+        self._lines.append(_encode(as_json(content)) + "\n")
 
     def flush(self) -> None:
         """Appends the records to the file, in one piece."""
