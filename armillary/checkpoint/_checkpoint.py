@@ -15,10 +15,10 @@ from typing import Any, Never, NoReturn
 
 import jax
 
-from armillary.checkpoint._content import Content
+from armillary._checks import list_lines
 from armillary.checkpoint._folder import as_absolute
 from armillary.checkpoint._joint import merge_refusals
-from armillary.checkpoint._leaf import describe_leaf
+from armillary.checkpoint._leaf import Content, describe_leaf
 from armillary.checkpoint._reader import restore
 from armillary.checkpoint._report import RestoreReport
 from armillary.checkpoint._selection import Paths, make_selection
@@ -174,10 +174,10 @@ class Checkpoint:
             if isinstance(leaf, jax.Array) and leaf.is_deleted()
         ]
         if donated:
-            paths = "\n".join(f"  {path}" for path in donated[:20])
             raise CheckpointError(
                 f"`Checkpoint` holds {len(donated)} arrays whose memory was donated to "
-                f"a program or deleted, so there is nothing to save:\n{paths}\n"
+                "a program or deleted, so there is nothing to save:\n"
+                f"{list_lines(donated)}\n"
                 "Assign the results of a step before saving; after a step that failed, "
                 "restore a checkpoint (`manager.restore_or_initialize()`)."
             )
@@ -303,12 +303,11 @@ def _check_numeric(leaves: Mapping[str, Any]) -> None:
         try:
             describe_leaf(leaf)
         except TypeError as error:
-            bad.append(f"  {path}: {error}")
+            bad.append(f"{path}: {error}")
     if bad:
-        lines = "\n".join(bad)
         raise TypeError(
             f"`Checkpoint` holds {len(bad)} values that are not numeric arrays, and "
-            f"only those can be saved:\n{lines}\n"
+            f"only those can be saved:\n{list_lines(bad)}\n"
             "Keep such values in plain attributes, outside variables."
         )
 

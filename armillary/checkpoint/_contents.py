@@ -20,7 +20,7 @@ from armillary.checkpoint._store import read_arrays, read_description
 
 
 def describe(path: epath.Path) -> dict[str, Any]:
-    """Returns what is inside a checkpoint or a directory of them, as JSON can hold it.
+    """Returns what is inside a checkpoint or a directory of them, for `as_json`.
 
     Numbers alone, such as counts of steps, come with their values.
 
@@ -64,18 +64,16 @@ def _describe_checkpoint(path: epath.Path, header: Header) -> dict[str, Any]:
         values = read_arrays(path, numbers)
     except Exception as error:
         raise ValueError(_describe_unreadable(path, error)) from error
-    described = {}
-    for name, spec in leaves.items():
-        entry = {"dtype": spec.dtype, "shape": list(spec.shape)}
-        described[name] = {**entry, "bytes": _count_bytes(spec)}
-        if name in values:
-            described[name]["value"] = _as_number(values[name].item())
+    described = {
+        name: {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "bytes": _count_bytes(spec),
+            **({"value": values[name].item()} if name in values else {}),
+        }
+        for name, spec in leaves.items()
+    }
     return {**described_header, "leaves": described, "states": states}
-
-
-def _as_number(value: Any) -> Any:
-    """Returns a number as JSON can hold it: complex ones as text."""
-    return str(value) if isinstance(value, complex) else value
 
 
 def _describe_entry(path: epath.Path, header: Header) -> dict[str, Any]:
@@ -98,11 +96,7 @@ def _describe_header(path: epath.Path, header: Header) -> dict[str, Any]:
 
 
 def _count_bytes_on_disk(path: epath.Path) -> int:
-    """Returns the size of a checkpoint, all of whose files are there.
-
-    Raises:
-        ValueError: If some are not. What is in them is not looked at.
-    """
+    # All files must be there; what is in them is not looked at.
     try:
         sums = json.loads((path / CHECKSUM_FILE).read_text())
         sizes = {name: int(size) for name, (size, _) in sums.items()}

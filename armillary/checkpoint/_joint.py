@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from armillary.checkpoint._content import Content
 from armillary.checkpoint._folder import Header, find_checkpoints, read_header
-from armillary.checkpoint._leaf import as_stored_by_one
+from armillary.checkpoint._leaf import Content, as_stored_by_one
 from armillary.checkpoint._writer import Writer
 from armillary.cluster._join import get_peers
 from armillary.cluster._peers import Peers

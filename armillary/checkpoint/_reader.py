@@ -13,10 +13,9 @@ from etils import epath
 
 from armillary._logging import logger
 from armillary.checkpoint._checksums import find_damage
-from armillary.checkpoint._content import Content
 from armillary.checkpoint._folder import check_is_checkpoint, list_directory
 from armillary.checkpoint._joint import announcing_errors, check_all_see, decide
-from armillary.checkpoint._leaf import LeafSpec, as_restored, stored_sharding
+from armillary.checkpoint._leaf import Content, LeafSpec, as_restored, stored_sharding
 from armillary.checkpoint._messages import (
     describe_all_damaged,
     describe_damage,
@@ -49,18 +48,8 @@ def restore(
         selection: What of it to restore.
 
     Raises:
-        CheckpointError: As `_verify` does, and if it cannot be read or does not fit.
-    """
-    _verify(folder, directory)
-    return _restore_intact(checkpoint, folder, selection)
-
-
-def _verify(folder: epath.Path, directory: epath.Path) -> None:
-    """Raises if a folder is not a checkpoint to restore from.
-
-    Raises:
-        CheckpointError: If it is not a complete checkpoint, or processes that train
-            together do not see the same one.
+        CheckpointError: If it is not a complete checkpoint, cannot be read or does not
+            fit, or processes that train together do not see the same one.
         CheckpointDamageError: If a file of it is not as it was saved.
     """
 
@@ -73,6 +62,7 @@ def _verify(folder: epath.Path, directory: epath.Path) -> None:
     if damage is not None:
         raise CheckpointDamageError(describe_damage(folder, damage), damage=damage)
     check_all_see(folder, folder.parent, peers)
+    return _restore_intact(checkpoint, folder, selection)
 
 
 def restore_latest(
@@ -108,11 +98,6 @@ def restore_latest(
 
 
 def _find_latest(directory: epath.Path) -> str | None:
-    """Returns the name of the newest checkpoint without damage; warns of those before.
-
-    Raises:
-        CheckpointError: If all are damaged.
-    """
     saved, damaged, unfinished = list_directory(directory)
     for path in unfinished:
         logger.warning(
@@ -123,7 +108,14 @@ def _find_latest(directory: epath.Path) -> str | None:
     for entry in reversed(saved):
         damage = find_damage(entry.path)
         if damage is None:
-            _warn_of_damage(damaged, entry.path)
+            for path, problem in damaged.items():
+                logger.warning(
+                    "`%s` is damaged and was skipped: %s. Taking `%s` instead; the "
+                    "steps after it are trained again.",
+                    path,
+                    problem,
+                    entry.path,
+                )
             return entry.path.name
         if not entry.path.exists():
             # Removed meanwhile, by the job that trains.
@@ -132,17 +124,6 @@ def _find_latest(directory: epath.Path) -> str | None:
     if damaged:
         raise CheckpointError(describe_all_damaged(directory, damaged))
     return None
-
-
-def _warn_of_damage(damaged: Mapping[epath.Path, str], good: epath.Path) -> None:
-    for path, damage in damaged.items():
-        logger.warning(
-            "`%s` is damaged and was skipped: %s. Taking `%s` instead; the steps after "
-            "it are trained again.",
-            path,
-            damage,
-            good,
-        )
 
 
 def _restore_intact(

@@ -182,11 +182,7 @@ def is_inside(path: str, parts: Iterable[str]) -> bool:
 
 
 def _rename(path: str, selection: Selection, saved: Specs) -> dict[str, str]:
-    """Returns the path in the checkpoint of everything in it, by that in the program.
-
-    Raises:
-        CheckpointMismatchError: If two get the same path, or a part is missing.
-    """
+    # To the path in the program, from that in the checkpoint.
     for old in selection.rename:
         _check_is_there(path, f"`rename` names {old!r}", "the checkpoint", old, saved)
     found: dict[str, str] = {}
@@ -210,11 +206,7 @@ def _rename(path: str, selection: Selection, saved: Specs) -> dict[str, str]:
 def _check_names(
     path: str, selection: Selection, saved: Collection[str], program: Collection[str]
 ) -> None:
-    """Raises if a name is that of nothing, as a slip of the pen would be.
-
-    Raises:
-        CheckpointMismatchError: If so.
-    """
+    # A name of nothing would be a slip of the pen.
     for part in selection.only or ():
         named = f"{part!r} is to be restored"
         _check_is_there(path, named, "the program", part, program)
@@ -249,11 +241,6 @@ def _warn_of_slips(path: str, selection: Selection, names: Collection[str]) -> N
 def _check_is_there(
     path: str, named: str, where: str, part: str, names: Collection[str]
 ) -> None:
-    """Raises if nothing has a part; the message has the names beside it.
-
-    Raises:
-        CheckpointMismatchError: If no name lies inside it.
-    """
     if _any_below(names, part):
         return
     above = [each for each in parts_with(part) if _any_below(names, each)]

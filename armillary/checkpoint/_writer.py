@@ -15,9 +15,8 @@ from etils import epath
 
 from armillary._logging import logger
 from armillary.checkpoint import _folder
-from armillary.checkpoint._content import Content
 from armillary.checkpoint._exit import sync_at_exit
-from armillary.checkpoint._leaf import as_stored
+from armillary.checkpoint._leaf import Content, as_stored
 from armillary.checkpoint._messages import removal_error, write_error
 from armillary.checkpoint._store import Store
 from armillary.errors import CheckpointError

@@ -62,9 +62,10 @@ class Part:
         """Returns what a place holds, or `ABSENT`."""
         return dict(zip(*self.look(), strict=True)).get(name, ABSENT)
 
-    def found(self, name: Any) -> Any:
-        """Returns what a place held, or `ABSENT`."""
-        return dict(zip(self.names, self.values, strict=True)).get(name, ABSENT)
+    @property
+    def held(self) -> dict[Any, Any]:
+        """What the places held, by name."""
+        return dict(zip(self.names, self.values, strict=True))
 
     def put(self, name: Any, value: Any) -> None:
         """Makes a place hold `value`."""
@@ -117,7 +118,7 @@ class Items(Part):
     def restore(self) -> None:
         kind = _keras.untracked_type(type(self.source))
         kind.clear(self.source)
-        kind.update(self.source, zip(self.names, self.values, strict=True))
+        kind.update(self.source, self.held)
 
     def views(self) -> list[tuple[Iterable[Any], list[Any]]] | None:
         return [(self.source, self.names), (self.source.values(), self.values)]
@@ -130,9 +131,9 @@ class Attributes(Items):
 
     def restore(self) -> None:
         # One by one: other threads may be looking at the object.
-        for name in set(self.source).difference(self.names):
+        for name in set(self.look()[0]).difference(self.names):
             del self.source[name]
-        self.source.update(zip(self.names, self.values, strict=True))
+        self.source.update(self.held)
 
 
 class NodeAttributes(Attributes):
@@ -155,11 +156,6 @@ class KerasAttributes(Attributes):
         names = _keras.visible_names(self.source)
         return names, [self.source[name] for name in names]
 
-    def restore(self) -> None:
-        for name in set(self.look()[0]).difference(self.names):
-            del self.source[name]
-        self.source.update(zip(self.names, self.values, strict=True))
-
     def views(self) -> None:
         return None
 
@@ -177,8 +173,8 @@ class KerasVariable(Part):
         return list(held), list(held.values())
 
     def restore(self) -> None:
-        held = dict(zip(self.names, self.values, strict=True))
-        _keras.set_variable_attributes(self.source, held)
+        for name, value in self.held.items():
+            setattr(self.source, name, value)
 
     def views(self) -> None:
         return None
@@ -245,7 +241,7 @@ class Members(Part):
     def restore(self) -> None:
         for name in set(self.look()[0]).difference(self.names):
             object.__delattr__(self.source, name)
-        for name, value in zip(self.names, self.values, strict=True):
+        for name, value in self.held.items():
             self.put(name, value)
 
     def views(self) -> None:
@@ -262,7 +258,7 @@ class Captured(Part):
         return list(entries), [entry.value for entry in entries.values()]
 
     def restore(self) -> None:
-        before = dict(zip(self.names, self.values, strict=True))
+        before = self.held
         for name, entry in entries_of(self.source).items():
             if entry.put and name in before and entry.value is not before[name]:
                 entry.put(before[name])
@@ -317,7 +313,7 @@ def parts_of(value: Any) -> list[Part]:
 def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
     """Returns `parts_of` for values of one type."""
     if kind in PLAIN or issubclass(kind, jax.Array | Tracer | np.generic | type):
-        return _no_parts
+        return lambda _: []
     if issubclass(kind, np.ndarray):
         return lambda value: [Numbers(value)] if value.flags["W"] else []
     if _nnx.is_variable_type(kind):
@@ -332,8 +328,7 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
     if is_opaque(kind) and not (is_node or is_keras):
         return lambda value: [part(value) for part in containers]
     attributes = KerasAttributes if is_keras else Attributes
-    if is_node:
-        attributes = NodeAttributes
+    attributes = NodeAttributes if is_node else attributes
     has_slots = bool(slot_names(kind))
 
     def parts_of_object(value: Any) -> list[Part]:
@@ -348,11 +343,6 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
         return parts
 
     return parts_of_object
-
-
-def _no_parts(value: Any) -> list[Part]:
-    del value
-    return []
 
 
 def held_by(holder: Any) -> Iterator[tuple[Any, Any]]:

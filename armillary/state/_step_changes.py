@@ -51,7 +51,7 @@ def _describe(slot: Slot, walk: Walk) -> str:
     if not isinstance(slot, PlaceSlot):
         return _MADE
     part = walk.part_of(slot.part.source)
-    before = ABSENT if part is None else part.found(slot.name)
+    before = ABSENT if part is None else part.held.get(slot.name, ABSENT)
     if before is ABSENT:
         return _MADE
     if before is slot.get():

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from armillary.state._holders import Metadata, Numbers, Part, Sequence
+from armillary.state._holders import ABSENT, Metadata, Numbers, Part, Sequence
 from armillary.state._walk import Walk
 
 _END = object()
@@ -59,9 +59,7 @@ class Watch:
         rest = itertools.chain.from_iterable(look.found() for look in self._rest)
         self._held = [*held, *rest, _END]
         self._metadata = [part.source for part in metadata]
-        self._held_metadata = [
-            dict(zip(part.names, part.values, strict=True)) for part in metadata
-        ]
+        self._held_metadata = [part.held for part in metadata]
 
     def is_current(self) -> bool:
         """Returns whether the holders hold what they held at first."""
@@ -109,4 +107,5 @@ class _LookAt:
         return list(map(self._part.get, self._names))
 
     def found(self) -> list[Any]:
-        return list(map(self._part.found, self._names))
+        held = self._part.held
+        return [held.get(name, ABSENT) for name in self._names]
