@@ -214,13 +214,7 @@ def _is_ours(path: epath.Path) -> bool:
 def choose_path(
     directory: epath.Path, number: int, saved: Sequence[Saved]
 ) -> epath.Path:
-    """Returns a path for a checkpoint of this number that nothing has.
-
-    Args:
-        directory: Where it is going to be.
-        number: The number in its name.
-        saved: The checkpoints in the directory.
-    """
+    """Returns a path for a checkpoint of this number that nothing has."""
     names = [_NAME.fullmatch(entry.path.name) for entry in saved]
     revisions = [int(name[2] or 0) for name in names if name and int(name[1]) == number]
     revision = max(revisions, default=-1) + 1

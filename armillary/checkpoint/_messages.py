@@ -24,8 +24,8 @@ def describe_mismatch(
 
     Args:
         path: The checkpoint.
-        differences: A line for each path at which they differ.
-        matching: The paths at which they agree.
+        differences: A line for each path.
+        matching: The paths without a difference.
         is_whole: Whether all of it was to be restored.
     """
     fix = "what to restore (`only`, `skip`), or what has another path (`rename`)"
@@ -103,14 +103,7 @@ def _fits(saved: LeafSpec | str, program: LeafSpec | str) -> bool:
 def write_error(
     path: epath.Path, error: Exception, num_bytes: int | None, *, goes_on: bool
 ) -> CheckpointError:
-    """Returns the error for a save that failed.
-
-    Args:
-        path: The folder that it was going to have.
-        error: What happened.
-        num_bytes: The size of its arrays, if they were looked at.
-        goes_on: Whether the program goes on without it.
-    """
+    """Returns the error for a save that failed; of `num_bytes`, if that is known."""
     advice = (
         "This run goes on without it, and the next save that is due tries again."
         if goes_on

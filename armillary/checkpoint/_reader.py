@@ -5,8 +5,9 @@ not the disk's doing, so an older checkpoint would not help: it is an error of t
 program or of the machine, and `restore_latest` lets it through.
 """
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from etils import epath
@@ -41,11 +42,7 @@ def restore(
 ) -> RestoreReport:
     """Puts values of a folder into the objects of `checkpoint`.
 
-    Args:
-        checkpoint: The objects.
-        folder: What to restore.
-        directory: Where an error looks for checkpoints to name instead.
-        selection: What of it to restore.
+    An error names checkpoints of `directory` to take instead.
 
     Raises:
         CheckpointError: If it is not a complete checkpoint, cannot be read or does not
@@ -68,15 +65,7 @@ def restore(
 def restore_latest(
     checkpoint: "Checkpoint", directory: epath.Path, selection: Selection
 ) -> RestoreReport | None:
-    """Restores the newest checkpoint without damage.
-
-    Args:
-        checkpoint: The objects.
-        directory: Where the checkpoints are.
-        selection: What to restore.
-
-    Returns:
-        What was restored, or `None` if the directory holds no checkpoint, good or bad.
+    """Restores the newest checkpoint without damage; `None` if there is none at all.
 
     Raises:
         CheckpointError: If all of its checkpoints are damaged, or processes that train
@@ -131,7 +120,8 @@ def _restore_intact(
 ) -> RestoreReport:
     with announcing_errors():
         leaves = checkpoint.read_leaves()
-        saved, states = _read_description(folder)
+        with _reading(folder):
+            saved, states = read_description(folder)
         program = {
             **dict.fromkeys(checkpoint.state_names, _STATE),
             **Content(leaves, {}).specs,
@@ -171,9 +161,10 @@ def _describe_refusal(name: str, text: str) -> str:
     return f"~ {name}: {text.rpartition(chr(10))[0] or text}"
 
 
-def _read_description(folder: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, Any]]:
+@contextlib.contextmanager
+def _reading(folder: epath.Path) -> Iterator[None]:
     try:
-        return read_description(folder)
+        yield
     except Exception as error:
         raise read_error(folder, error) from error
 
@@ -189,10 +180,8 @@ def _read_leaves(
         path: leaves[path] for path in sources if not saved[sources[path]].is_empty
     }
     shardings = {sources[path]: stored_sharding(leaf) for path, leaf in targets.items()}
-    try:
+    with _reading(folder):
         stored = read_arrays(folder, shardings)
-    except Exception as error:
-        raise read_error(folder, error) from error
     return {
         path: as_restored(stored[sources[path]], leaf) for path, leaf in targets.items()
     }

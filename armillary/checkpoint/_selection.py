@@ -32,14 +32,7 @@ Specs = Mapping[str, LeafSpec | str]
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What of a checkpoint to restore; everything, strictly, by default.
-
-    Attributes:
-        only: The parts to restore; `None` stands for all.
-        skip: Parts of these that stay as they are.
-        rename: The path in the program of parts that the checkpoint calls otherwise.
-        may_differ: Parts that stay as they are if checkpoint and program differ there.
-    """
+    """What of a checkpoint to restore: the arguments of `Checkpoint.read`."""
 
     only: tuple[str, ...] | None = None
     skip: tuple[str, ...] = ()
@@ -131,12 +124,6 @@ def as_paths(argument: str, paths: Any) -> tuple[str, ...]:
 
 def match(path: str, selection: Selection, *, saved: Specs, program: Specs) -> Match:
     """Returns where the selected values of a program come from.
-
-    Args:
-        path: The checkpoint, for the message.
-        selection: What to restore.
-        saved: What the checkpoint holds.
-        program: What the program holds.
 
     Raises:
         CheckpointMismatchError: If they differ where they must not, a part is missing,

@@ -66,7 +66,7 @@ def _print_table(runs: Sequence[Run]) -> ExitCode:
     from rich.console import Console
     from rich.table import Table
 
-    from armillary.report._tables import duration, number, time_of_day
+    from armillary.report._tables import goodput_cells, number, time_of_day
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("run", overflow="fold", min_width=8)
@@ -76,7 +76,7 @@ def _print_table(runs: Sequence[Run]) -> ExitCode:
         table.add_column(name, no_wrap=True, justify="right")
     table.add_column("last values", overflow="fold")
     for run in runs:
-        goodput = run.goodput
+        _, time, goodput = goodput_cells(run)
         values = [
             f"{source} {metric} {points[-1][1]:.4g}"
             for (source, metric), points in run.curves.items()
@@ -87,8 +87,8 @@ def _print_table(runs: Sequence[Run]) -> ExitCode:
             time_of_day(run.began),
             run.state,
             number(run.step),
-            "" if goodput is None else duration(goodput.total_seconds),
-            "" if goodput is None else f"{goodput.goodput:.1%}",
+            time,
+            goodput,
             "\n".join(values),
         )
     Console(highlight=False).print(table)

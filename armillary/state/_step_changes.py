@@ -23,13 +23,7 @@ _LOST = (
 
 
 def find_new_places(slots: Sequence[Slot], now: Walk, before: Walk) -> list[str]:
-    """Returns what is wrong with the places that a step put arrays into.
-
-    Args:
-        slots: The slots that were found before the step.
-        now: A walk after the step.
-        before: A walk from before it, which tells what the places held.
-    """
+    """Returns what is wrong with places that a step put arrays into, by two walks."""
     keys = {slot.key for slot in slots}
     made = [slot for key, slot in now.slots.items() if key not in keys]
     lost = [path for path, array in now.constants if isinstance(array, Tracer)]

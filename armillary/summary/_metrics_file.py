@@ -62,13 +62,7 @@ class MetricsFile:
         return self._path is not None and jax.process_index() == 0
 
     def write(self, record: str, step: int, **fields: Any) -> None:
-        """Takes a record, for the next `flush`.
-
-        Args:
-            record: Its kind.
-            step: The global step.
-            **fields: Its fields. Of `values`, the output of a loop, the scalars count.
-        """
+        """Takes a record, for the next `flush`; of the field `values`, the scalars."""
         self.last_step = max(step, self.last_step)
         self._waits = self._waits and record != "start"
         if self._waits or not self.is_on:

@@ -77,15 +77,7 @@ def keep_id(path: Path, run_id: str) -> None:
 
 
 def _find_prefix(run_dir: Path, directory: str) -> str:
-    """Returns what the names of a directory of summaries begin with.
-
-    Args:
-        run_dir: The directory of the run.
-        directory: The one of the summaries, in it.
-
-    Raises:
-        ValueError: If it lies elsewhere.
-    """
+    # What the names of a directory of summaries begin with.
     own = Path(os.path.abspath(directory))
     if not own.is_relative_to(run_dir):
         raise ValueError(
