@@ -44,10 +44,12 @@ class Part:
         values: What they held.
         has_places: Whether an array in it is state, rather than a constant.
         is_ordered: Whether the order of the names means something.
+        has_views: Whether `views` shows all that can change.
     """
 
     has_places = False
     is_ordered = True
+    has_views = True
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -79,10 +81,10 @@ class Part:
     def restore(self) -> None:
         """Makes the part hold what it held."""
 
-    def views(self) -> list[tuple[Iterable[Any], list[Any]]] | None:
+    def views(self) -> list[tuple[Iterable[Any], list[Any]]]:
         """Returns live views of what can change, each with what it showed.
 
-        Python compares them in C; `None` if there are none.
+        Python compares them in C. Without `has_views`, `look` is all there is.
         """
         return []
 
@@ -120,7 +122,7 @@ class Items(Part):
         kind.clear(self.source)
         kind.update(self.source, self.held)
 
-    def views(self) -> list[tuple[Iterable[Any], list[Any]]] | None:
+    def views(self) -> list[tuple[Iterable[Any], list[Any]]]:
         return [(self.source, self.names), (self.source.values(), self.values)]
 
 
@@ -152,12 +154,11 @@ class Metadata(Attributes):
 class KerasAttributes(Attributes):
     """The attributes of a Keras object, but for what Keras keeps for itself."""
 
+    has_views = False
+
     def look(self) -> tuple[list[Any], list[Any]]:
         names = _keras.visible_names(self.source)
         return names, [self.source[name] for name in names]
-
-    def views(self) -> None:
-        return None
 
     def path(self, path: str, name: Any) -> str:
         return join(path, _keras.public_name(name))
@@ -166,6 +167,7 @@ class KerasAttributes(Attributes):
 class KerasVariable(Part):
     """What decides how a Keras variable is used."""
 
+    has_views = False
     is_ordered = False
 
     def look(self) -> tuple[list[Any], list[Any]]:
@@ -175,9 +177,6 @@ class KerasVariable(Part):
     def restore(self) -> None:
         for name, value in self.held.items():
             setattr(self.source, name, value)
-
-    def views(self) -> None:
-        return None
 
 
 class Sequence(Part):
@@ -221,6 +220,7 @@ class Elements(Part):
 class Members(Part):
     """The attributes of an object that its class has in `__slots__`."""
 
+    has_views = False
     has_places = True
     is_ordered = False
 
@@ -244,13 +244,11 @@ class Members(Part):
         for name, value in self.held.items():
             self.put(name, value)
 
-    def views(self) -> None:
-        return None
-
 
 class Captured(Part):
     """What a function reaches by name."""
 
+    has_views = False
     is_ordered = False
 
     def look(self) -> tuple[list[Any], list[Any]]:
@@ -262,9 +260,6 @@ class Captured(Part):
         for name, entry in entries_of(self.source).items():
             if entry.put and name in before and entry.value is not before[name]:
                 entry.put(before[name])
-
-    def views(self) -> None:
-        return None
 
     def path(self, path: str, name: Any) -> str:
         return join_captured(path, name)

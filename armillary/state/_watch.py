@@ -52,12 +52,13 @@ class Watch:
                     self._numbers.append(part)
                 elif isinstance(part, Metadata):
                     metadata.append(part)
-                elif without or (views := part.views()) is None:
+                elif without or not part.has_views:
                     self._rest.append(functools.partial(_look, part, without))
                     rest += _pick(part, without, part.names, part.values)
                 else:
-                    self._views += [live for live, _ in views]
-                    held += itertools.chain.from_iterable(found for _, found in views)
+                    for live, found in part.views():
+                        self._views.append(live)
+                        held += found
         self._held = [*held, *rest, _END]
         self._metadata = [part.source for part in metadata]
         self._held_metadata = [part.held for part in metadata]
