@@ -215,7 +215,7 @@ def _warn_of_slips(path: str, selection: Selection, names: Collection[str]) -> N
         if not _any_below(names, part):
             near = [each for each in parts if each.endswith(f"/{part}")]
             near = near or difflib.get_close_matches(part, parts)
-            shown = f" Near are {', '.join(map(repr, near[:3]))}." if near else ""
+            shown = f" There is {', '.join(map(repr, near[:3]))}." if near else ""
             logger.warning(
                 "`may_differ` names %r, which neither the program nor `%s` has.%s "
                 "Leave it out if it is gone since an earlier change.",

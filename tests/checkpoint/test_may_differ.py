@@ -236,8 +236,8 @@ def test_a_star_stands_for_each_part_that_it_fits(tmp_path):
 @pytest.mark.parametrize(
     ("part", "near"),
     [
-        ("averagez", " Near are 'averages', 'averages/w'."),
-        ("opt_state", " Near are 'optimizer/opt_state'."),
+        ("averagez", " There is 'averages', 'averages/w'."),
+        ("opt_state", " There is 'optimizer/opt_state'."),
         ("*/x/y/z", ""),
     ],
 )
