@@ -1,6 +1,6 @@
 """One function for each kind of argument check, so each sentence is written once.
 
-And one for lists in messages.
+And those for lists and numbers in messages.
 """
 
 import difflib
@@ -167,6 +167,11 @@ def list_lines(lines: Iterable[str], most: int = 20) -> str:
     if len(shown) > most:
         shown[most:] = [f"  ... and {len(shown) - most} more"]
     return "\n".join(shown)
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number with what it counts, such as `1 step` and `2 steps`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _closest(name: str, known: list[str]) -> str:

@@ -10,7 +10,14 @@ from pathlib import Path
 
 def append_lines(path: Path, lines: bytes) -> None:
     """Appends whole lines; the file and its directory are made by the first ones."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _append(path, lines)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _append(path, lines)
+
+
+def _append(path: Path, lines: bytes) -> None:
     # Opened anew, as it is done rarely, and no file stays open in idle programs.
     with open(path, "a+b") as file:
         if file.tell():

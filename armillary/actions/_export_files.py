@@ -42,7 +42,7 @@ class ExportFileManager:
     ) -> None:
         if max_to_keep is not None:
             max_to_keep = check_positive_int("max_to_keep", max_to_keep)
-        self._base = as_absolute(base_name)
+        self._base = as_absolute("base_name", base_name)
         self._max_to_keep = max_to_keep
         self._next_id = None if next_id_fn is None else as_step_counter(next_id_fn)
         self._last_name: str | None = None

@@ -11,14 +11,14 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, Never, NoReturn
 
 import jax
 
-from armillary.checkpoint._content import Content
+from armillary._checks import list_lines
 from armillary.checkpoint._folder import as_absolute
 from armillary.checkpoint._joint import merge_refusals
-from armillary.checkpoint._leaf import describe_leaf
+from armillary.checkpoint._leaf import Content, describe_leaf
 from armillary.checkpoint._reader import restore
 from armillary.checkpoint._report import RestoreReport
 from armillary.checkpoint._selection import Paths, make_selection
@@ -57,12 +57,18 @@ class Checkpoint:
         **objects: The objects by name.
 
     Raises:
-        TypeError: If an object holds neither arrays nor a state.
+        TypeError: If an object holds neither arrays nor a state, or has no name.
         ValueError: If there is no object, or two arrays have the same path.
         DatasetStateError: If a data source cannot be repositioned.
     """
 
-    def __init__(self, **objects: Any) -> None:
+    def __init__(self, *unnamed: Never, **objects: Any) -> None:
+        for value in unnamed:
+            raise TypeError(
+                f"`Checkpoint` got an object of type {type(value).__name__} without a "
+                "name, but the paths of what it holds begin with one. Use a keyword: "
+                "`Checkpoint(model=model)`."
+            )
         if not objects:
             raise ValueError(
                 "`Checkpoint()` names no objects, but it must hold at least one. Use "
@@ -138,7 +144,7 @@ class Checkpoint:
             What was restored, and what was not. It is logged as well.
 
         Raises:
-            TypeError: If an argument is not of strings.
+            TypeError: If `path` is no path, or another argument is not of strings.
             ValueError: If `only` is empty, or one of the paths.
             CheckpointError: If `path` is not a complete checkpoint, cannot be read, or
                 is not the same one for processes that train together.
@@ -151,7 +157,7 @@ class Checkpoint:
         )
         if selection.only is None:
             selection = dataclasses.replace(selection, only=tuple(self._objects))
-        folder = as_absolute(path)
+        folder = as_absolute("path", path)
         return restore(self, folder, folder.parent, selection)
 
     def read_content(self) -> Content:
@@ -168,10 +174,10 @@ class Checkpoint:
             if isinstance(leaf, jax.Array) and leaf.is_deleted()
         ]
         if donated:
-            paths = "\n".join(f"  {path}" for path in donated[:20])
             raise CheckpointError(
                 f"`Checkpoint` holds {len(donated)} arrays whose memory was donated to "
-                f"a program or deleted, so there is nothing to save:\n{paths}\n"
+                "a program or deleted, so there is nothing to save:\n"
+                f"{list_lines(donated)}\n"
                 "Assign the results of a step before saving; after a step that failed, "
                 "restore a checkpoint (`manager.restore_or_initialize()`)."
             )
@@ -297,12 +303,11 @@ def _check_numeric(leaves: Mapping[str, Any]) -> None:
         try:
             describe_leaf(leaf)
         except TypeError as error:
-            bad.append(f"  {path}: {error}")
+            bad.append(f"{path}: {error}")
     if bad:
-        lines = "\n".join(bad)
         raise TypeError(
             f"`Checkpoint` holds {len(bad)} values that are not numeric arrays, and "
-            f"only those can be saved:\n{lines}\n"
+            f"only those can be saved:\n{list_lines(bad)}\n"
             "Keep such values in plain attributes, outside variables."
         )
 

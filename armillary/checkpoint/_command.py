@@ -3,12 +3,12 @@
 import argparse
 import itertools
 import json
-import math
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from armillary._checks import counted
 from armillary._exit_code import ExitCode
 
 if TYPE_CHECKING:
@@ -50,14 +50,19 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
 
     # A program that trains on this machine has the other devices for itself.
     jax.config.update("jax_platforms", "cpu")
-    contents = describe(as_absolute(namespace.path))
-    return lambda: _print(contents, as_json=namespace.json)
+    contents = describe(as_absolute("path", namespace.path))
+    show = _print_json if namespace.json else _print_tables
+    return lambda: show(contents)
 
 
-def _print(contents: dict[str, Any], *, as_json: bool) -> ExitCode:
-    if as_json:
-        sys.stdout.write(json.dumps(_without_nan(contents), indent=2) + "\n")
-        return ExitCode.OK
+def _print_json(contents: dict[str, Any]) -> ExitCode:
+    from armillary._numbers import as_json
+
+    sys.stdout.write(json.dumps(as_json(contents), indent=2) + "\n")
+    return ExitCode.OK
+
+
+def _print_tables(contents: dict[str, Any]) -> ExitCode:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -86,7 +91,7 @@ def _print_one(console: "Console", contents: dict[str, Any]) -> None:
         if names != [part]:
             table.add_section()
             table.add_row(
-                f"{part}: {_count(len(names), 'array')}", "", "", f"{total:,}"
+                f"{part}: {counted(len(names), 'array')}", "", "", f"{total:,}"
             )
         table.add_section()
     console.print(f"{contents['path']}: step {contents['number']}, {_when(contents)}")
@@ -120,19 +125,5 @@ def _print_directory(console: "Console", contents: dict[str, Any]) -> None:
         console.print(f"{path} is not complete: a save was interrupted, or goes on")
 
 
-def _without_nan(value: Any) -> Any:
-    """Returns a value with the names of numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(each) for each in value]
-    is_missing = isinstance(value, float) and not math.isfinite(value)
-    return json.dumps(value) if is_missing else value
-
-
 def _when(entry: dict[str, Any]) -> str:
     return f"{datetime.fromtimestamp(entry['saved_at'], UTC):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,7 +1,9 @@
 """What is inside a checkpoint, and inside a directory of them, without any device."""
 
+import contextlib
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,12 +22,9 @@ from armillary.checkpoint._store import read_arrays, read_description
 
 
 def describe(path: epath.Path) -> dict[str, Any]:
-    """Returns what is inside a checkpoint or a directory of them, as JSON can hold it.
+    """Returns what is inside a checkpoint or a directory of them, for `as_json`.
 
     Numbers alone, such as counts of steps, come with their values.
-
-    Args:
-        path: The folder of a checkpoint, or a directory that holds some.
 
     Raises:
         ValueError: If there is no checkpoint, or it cannot be read.
@@ -53,33 +52,31 @@ def describe(path: epath.Path) -> dict[str, Any]:
 
 
 def _describe_checkpoint(path: epath.Path, header: Header) -> dict[str, Any]:
-    leaves, states = _read_description(path)
+    with _reading(path):
+        leaves, states = read_description(path)
     numbers = {
         name: None
         for name, spec in leaves.items()
         if spec.shape == () and not spec.dtype.startswith("key<")
     }
     described_header = _describe_header(path, header)
-    try:
+    with _reading(path):
         values = read_arrays(path, numbers)
-    except Exception as error:
-        raise ValueError(_describe_unreadable(path, error)) from error
-    described = {}
-    for name, spec in leaves.items():
-        entry = {"dtype": spec.dtype, "shape": list(spec.shape)}
-        described[name] = {**entry, "bytes": _count_bytes(spec)}
-        if name in values:
-            described[name]["value"] = _as_number(values[name].item())
+    described = {
+        name: {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "bytes": _count_bytes(spec),
+            **({"value": values[name].item()} if name in values else {}),
+        }
+        for name, spec in leaves.items()
+    }
     return {**described_header, "leaves": described, "states": states}
 
 
-def _as_number(value: Any) -> Any:
-    """Returns a number as JSON can hold it: complex ones as text."""
-    return str(value) if isinstance(value, complex) else value
-
-
 def _describe_entry(path: epath.Path, header: Header) -> dict[str, Any]:
-    _, states = _read_description(path)
+    with _reading(path):
+        _, states = read_description(path)
     best = {
         name: state["best_value"]
         for name, state in states.items()
@@ -98,26 +95,26 @@ def _describe_header(path: epath.Path, header: Header) -> dict[str, Any]:
 
 
 def _count_bytes_on_disk(path: epath.Path) -> int:
-    """Returns the size of a checkpoint, all of whose files are there.
-
-    Raises:
-        ValueError: If some are not. What is in them is not looked at.
-    """
-    try:
+    # All files must be there; what is in them is not looked at.
+    with _reading(path):
         sums = json.loads((path / CHECKSUM_FILE).read_text())
         sizes = {name: int(size) for name, (size, _) in sums.items()}
         if any((path / name).stat().length != size for name, size in sizes.items()):
             raise ValueError("a file has another size")
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(_describe_unreadable(path, error)) from error
     return sum(sizes.values())
 
 
-def _read_description(path: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, Any]]:
+@contextlib.contextmanager
+def _reading(path: epath.Path) -> Iterator[None]:
     try:
-        return read_description(path)
+        yield
     except Exception as error:
-        raise ValueError(_describe_unreadable(path, error)) from error
+        reason = find_damage(path) or f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"`path` is {str(path)!r}, a checkpoint that cannot be read: {reason}. "
+            "Show another one; `manager.restore_or_initialize()` takes the newest good "
+            "one."
+        ) from error
 
 
 def _count_bytes(spec: LeafSpec) -> int:
@@ -129,14 +126,6 @@ def _count_bytes(spec: LeafSpec) -> int:
         lambda: jax.random.key_data(jax.random.key(0, impl=implementation))
     )
     return count * data.size * data.dtype.itemsize
-
-
-def _describe_unreadable(path: epath.Path, error: Exception) -> str:
-    reason = find_damage(path) or f"{type(error).__name__}: {error}"
-    return (
-        f"`path` is {str(path)!r}, a checkpoint that cannot be read: {reason}. Show "
-        "another one; `manager.restore_or_initialize()` takes the newest good one."
-    )
 
 
 def _describe_nothing(path: epath.Path) -> str:

@@ -2,32 +2,28 @@
 
 import threading
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from armillary._logging import logger
 from armillary.errors import CheckpointError
 from armillary.lifeline._ending import finish_first
 
+if TYPE_CHECKING:
+    from armillary.checkpoint._writer import Writer
 
-class _Synced(Protocol):
-    @property
-    def is_writing(self) -> bool: ...
-    def sync(self) -> None: ...
-
-
-_managers: "weakref.WeakSet[_Synced]" = weakref.WeakSet()
+_writers: "weakref.WeakSet[Writer]" = weakref.WeakSet()
 _lock = threading.Lock()
 _is_registered = False
 
 
-def sync_at_exit(manager: _Synced) -> None:
-    """Makes the interpreter call `manager.sync` before it ends.
+def sync_at_exit(writer: "Writer") -> None:
+    """Makes the interpreter call `writer.sync` before it ends.
 
     Call it after the save has started.
     """
     global _is_registered
     with _lock:
-        _managers.add(manager)
+        _writers.add(writer)
         if not _is_registered:
             # `atexit` runs too late: by then no executor takes work any more, and the
             # save that is running would be lost (python/cpython#148280). Executors are
@@ -43,12 +39,12 @@ def sync_at_exit(manager: _Synced) -> None:
 
 
 def _is_writing() -> bool:
-    return any(manager.is_writing for manager in list(_managers))
+    return any(writer.is_writing for writer in list(_writers))
 
 
 def _sync_all() -> None:
-    for manager in list(_managers):
+    for writer in list(_writers):
         try:
-            manager.sync()
+            writer.sync()
         except CheckpointError as error:
             logger.error("%s", error)

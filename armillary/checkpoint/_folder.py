@@ -79,8 +79,18 @@ class Listing(NamedTuple):
     unfinished: list[epath.Path]
 
 
-def as_absolute(path: str | os.PathLike[str]) -> epath.Path:
-    """Returns a path that stays good when the working directory changes."""
+def as_absolute(name: str, path: str | os.PathLike[str]) -> epath.Path:
+    """Returns a path that stays good when the working directory changes.
+
+    Raises:
+        TypeError: If it is no path; `name` is what the argument is called.
+    """
+    if not isinstance(path, str | os.PathLike):
+        folder = f"/checkpoint_{path}" if isinstance(path, int) else ""
+        raise TypeError(
+            f"`{name}` is {path!r} of type {type(path).__name__}, but it must be a "
+            f'path. Use a string such as `"runs/digits{folder}"`, or a `pathlib.Path`.'
+        )
     text = os.fspath(path)
     return epath.Path(text if "://" in text else os.path.abspath(text))
 
@@ -204,13 +214,7 @@ def _is_ours(path: epath.Path) -> bool:
 def choose_path(
     directory: epath.Path, number: int, saved: Sequence[Saved]
 ) -> epath.Path:
-    """Returns a path for a checkpoint of this number that nothing has.
-
-    Args:
-        directory: Where it is going to be.
-        number: The number in its name.
-        saved: The checkpoints in the directory.
-    """
+    """Returns a path for a checkpoint of this number that nothing has."""
     names = [_NAME.fullmatch(entry.path.name) for entry in saved]
     revisions = [int(name[2] or 0) for name in names if name and int(name[1]) == number]
     revision = max(revisions, default=-1) + 1

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from armillary.checkpoint._content import Content
 from armillary.checkpoint._folder import Header, find_checkpoints, read_header
-from armillary.checkpoint._leaf import as_stored_by_one
+from armillary.checkpoint._leaf import Content, as_stored_by_one
 from armillary.checkpoint._writer import Writer
 from armillary.cluster._join import get_peers
 from armillary.cluster._peers import Peers
@@ -35,12 +34,7 @@ def announcing_errors() -> contextlib.AbstractContextManager[None]:
 def decide(topic: str, function: Callable[[], T], peers: Peers | None) -> T:
     """Returns on every process what `function` returns on process 0.
 
-    All processes must call it.
-
-    Args:
-        topic: What is decided.
-        function: Decides. It must return what JSON can hold.
-        peers: The processes, or `None` if there is one.
+    All processes must call it, and it must return what JSON can hold.
 
     Raises:
         CheckpointError: If `function` raised one, in all processes.
@@ -62,12 +56,7 @@ def decide(topic: str, function: Callable[[], T], peers: Peers | None) -> T:
 
 
 def merge_refusals(refused: dict[str, str], peers: Peers | None) -> dict[str, str]:
-    """Returns what any process says, by name. All processes must call it.
-
-    Args:
-        refused: What this process says.
-        peers: The processes, or `None` if there is one.
-    """
+    """Returns what any process says, by name. All processes must call it."""
     if peers is None:
         return refused
     said = peers.gather("states that do not fit", json.dumps(refused))
@@ -82,7 +71,7 @@ def check_all_see(
     Args:
         chosen: What process 0 has chosen in the directory, or `None` for nothing.
         directory: Where this process looks for it.
-        peers: The processes, or `None` if there is one.
+        peers: The processes.
 
     Raises:
         CheckpointError: If some do not see it, or see one where process 0 sees none.
@@ -123,12 +112,7 @@ def make_writer(directory: epath.Path, **options: Any) -> "Writer | JointWriter"
 
 
 class JointWriter:
-    """Lets process 0 write, and all know of it. All call the same methods.
-
-    Args:
-        writer: Writes, in process 0.
-        peers: The processes.
-    """
+    """Lets process 0 write, and all know of it. All call the same methods."""
 
     has_failed = False
     """Nobody knows of a failure before `sync`, in which all learn of it together."""

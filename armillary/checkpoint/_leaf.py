@@ -1,4 +1,4 @@
-"""One array of a checkpoint: how it is described, stored and put back.
+"""The arrays of a checkpoint: how each is described, stored and put back.
 
 Orbax stores plain arrays. A typed random key is stored as its data and the name of its
 algorithm, and unsigned integers of less than a byte as bytes. An array goes back to
@@ -49,16 +49,32 @@ class LeafSpec:
 
     def as_json(self) -> dict[str, Any]:
         """Returns what `from_json` reads."""
-        return {
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "is_host": self.is_host,
-        }
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "LeafSpec":
         """Returns the description that `as_json` wrote."""
         return cls(value["dtype"], tuple(value["shape"]), value["is_host"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """The values of a checkpoint at one moment.
+
+    Attributes:
+        leaves: The arrays by path, as the slots hold them.
+        states: What each object's `get_state` returned, in the types of JSON.
+        stored: The plain arrays to store for the leaves, if they were made already.
+    """
+
+    leaves: dict[str, Any]
+    states: dict[str, Any]
+    stored: dict[str, Any] | None = None
+
+    @property
+    def specs(self) -> dict[str, LeafSpec]:
+        """The description of each leaf."""
+        return {path: describe_leaf(leaf) for path, leaf in self.leaves.items()}
 
 
 def describe_leaf(leaf: Any) -> LeafSpec:
@@ -128,26 +144,18 @@ def as_restored(stored: Any, target: Any) -> Any:
         return stored
     if not isinstance(target, jax.Array):
         return jnp.array(stored)
-    if not target.is_fully_addressable:
-        return _as_global_like(stored, target)
     if not target.committed:
         (device,) = target.devices()
         with jax.default_device(device):
             stored = jnp.array(stored)
     if is_key(target):
-        stored = jax.random.wrap_key_data(stored, impl=jax.random.key_impl(target))
+        data = jnp.asarray(stored)
+        stored = jax.random.wrap_key_data(data, impl=jax.random.key_impl(target))
+    if not target.is_fully_addressable:
+        return as_global(stored, target.sharding)
     if target.committed and stored.sharding != target.sharding:
         stored = jax.device_put(stored, target.sharding)
     return stored
-
-
-def _as_global_like(stored: Any, target: jax.Array) -> jax.Array:
-    """Returns an array that each process has read, on the devices of all."""
-    if is_key(target):
-        stored = jax.random.wrap_key_data(
-            jnp.array(stored), impl=jax.random.key_impl(target)
-        )
-    return as_global(stored, target.sharding)
 
 
 def _canonical(dtype: str) -> str:

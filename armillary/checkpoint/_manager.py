@@ -6,7 +6,7 @@ How a save runs in the background is in `_writer`, how one is read in `_reader`.
 import os
 from collections.abc import Callable, Mapping
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from armillary._checks import (
     answers_old_names,
@@ -75,8 +75,8 @@ class CheckpointManager:
             either way.
 
     Raises:
-        TypeError: If `checkpoint`, `step_counter`, `init_fn` or `may_differ` is of the
-            wrong type.
+        TypeError: If `checkpoint`, `directory`, `step_counter`, `init_fn` or
+            `may_differ` is of the wrong type.
         ValueError: If a number is out of range, a path of `may_differ` is empty,
             `on_write_error` is neither of the two, or `directory` is a file, or is in a
             place where it cannot be made or written and holds no checkpoint to read.
@@ -115,7 +115,7 @@ class CheckpointManager:
         fix = 'Use `on_write_error="warn"` to train on when a save fails.'
         check_one_of("on_write_error", on_write_error, ("raise", "warn"), fix)
         self._checkpoint = checkpoint
-        self._directory = as_absolute(directory)
+        self._directory = as_absolute("directory", directory)
         self._interval = checkpoint_interval
         self._init_fn = init_fn
         self._may_differ = as_paths("may_differ", may_differ)
@@ -135,6 +135,18 @@ class CheckpointManager:
             max_to_keep=max_to_keep,
             keep_every_hours=keep_checkpoint_every_n_hours,
             raise_errors=on_write_error == "raise",
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Says how a checkpoint is read.
+
+        Raises:
+            AttributeError: Always.
+        """
+        fix = " Use `manager.restore(path)`, or `manager.checkpoint.read(path)`."
+        raise AttributeError(
+            f"`CheckpointManager` has no attribute `{name}`."
+            f"{fix if name == 'read' else ''}"
         )
 
     @property
@@ -316,7 +328,7 @@ class CheckpointManager:
             The path.
 
         Raises:
-            TypeError: If an argument is not of strings.
+            TypeError: If `path` is no path, or another argument is not of strings.
             ValueError: If `only` is empty, or one of the paths.
             CheckpointError: If `path` is not a complete checkpoint, cannot be read, or
                 is not the same one for processes that train together.
@@ -330,7 +342,7 @@ class CheckpointManager:
             only=only, skip=skip, rename=rename, may_differ=may_differ
         )
         self.sync()
-        folder = as_absolute(path)
+        folder = as_absolute("path", path)
         report = restore(self._checkpoint, folder, self._directory, selection)
         return self._note_restored(report)
 

@@ -1,5 +1,6 @@
 """The messages for a checkpoint that cannot be written, read or restored."""
 
+import itertools
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 
@@ -23,8 +24,8 @@ def describe_mismatch(
 
     Args:
         path: The checkpoint.
-        differences: A line for each path at which they differ.
-        matching: The paths at which they agree.
+        differences: A line for each path.
+        matching: The paths without a difference.
         is_whole: Whether all of it was to be restored.
     """
     fix = "what to restore (`only`, `skip`), or what has another path (`rename`)"
@@ -64,18 +65,17 @@ def _find_parts(differing: Iterable[str], matching: Collection[str]) -> list[str
 
     Of many, the first few.
     """
-    above = {
-        "/".join(names[:count])
-        for names in (name.split("/") for name in matching)
-        for count in range(1, len(names) + 1)
+    above = {part for name in matching for part in parts_with(name)}
+    parts = {
+        next((part for part in parts_with(name) if part not in above), name)
+        for name in differing
     }
-    parts: set[str] = set()
-    for name in differing:
-        names = name.split("/")
-        ends = range(1, len(names) + 1)
-        each = ("/".join(names[:end]) for end in ends)
-        parts.add(next((part for part in each if part not in above), name))
     return sorted(parts)[:_MOST_PARTS]
+
+
+def parts_with(path: str) -> list[str]:
+    """Returns the parts that a path lies in, the largest first, and the path itself."""
+    return list(itertools.accumulate(path.split("/"), "{}/{}".format))
 
 
 def find_differences(
@@ -103,14 +103,7 @@ def _fits(saved: LeafSpec | str, program: LeafSpec | str) -> bool:
 def write_error(
     path: epath.Path, error: Exception, num_bytes: int | None, *, goes_on: bool
 ) -> CheckpointError:
-    """Returns the error for a save that failed.
-
-    Args:
-        path: The folder that it was going to have.
-        error: What happened.
-        num_bytes: The size of its arrays, if they were looked at.
-        goes_on: Whether the program goes on without it.
-    """
+    """Returns the error for a save that failed; of `num_bytes`, if that is known."""
     advice = (
         "This run goes on without it, and the next save that is due tries again."
         if goes_on

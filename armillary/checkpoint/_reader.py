@@ -5,18 +5,18 @@ not the disk's doing, so an older checkpoint would not help: it is an error of t
 program or of the machine, and `restore_latest` lets it through.
 """
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
 from armillary._logging import logger
 from armillary.checkpoint._checksums import find_damage
-from armillary.checkpoint._content import Content
 from armillary.checkpoint._folder import check_is_checkpoint, list_directory
 from armillary.checkpoint._joint import announcing_errors, check_all_see, decide
-from armillary.checkpoint._leaf import LeafSpec, as_restored, stored_sharding
+from armillary.checkpoint._leaf import Content, LeafSpec, as_restored, stored_sharding
 from armillary.checkpoint._messages import (
     describe_all_damaged,
     describe_damage,
@@ -42,25 +42,11 @@ def restore(
 ) -> RestoreReport:
     """Puts values of a folder into the objects of `checkpoint`.
 
-    Args:
-        checkpoint: The objects.
-        folder: What to restore.
-        directory: Where an error looks for checkpoints to name instead.
-        selection: What of it to restore.
+    An error names checkpoints of `directory` to take instead.
 
     Raises:
-        CheckpointError: As `_verify` does, and if it cannot be read or does not fit.
-    """
-    _verify(folder, directory)
-    return _restore_intact(checkpoint, folder, selection)
-
-
-def _verify(folder: epath.Path, directory: epath.Path) -> None:
-    """Raises if a folder is not a checkpoint to restore from.
-
-    Raises:
-        CheckpointError: If it is not a complete checkpoint, or processes that train
-            together do not see the same one.
+        CheckpointError: If it is not a complete checkpoint, cannot be read or does not
+            fit, or processes that train together do not see the same one.
         CheckpointDamageError: If a file of it is not as it was saved.
     """
 
@@ -73,20 +59,13 @@ def _verify(folder: epath.Path, directory: epath.Path) -> None:
     if damage is not None:
         raise CheckpointDamageError(describe_damage(folder, damage), damage=damage)
     check_all_see(folder, folder.parent, peers)
+    return _restore_intact(checkpoint, folder, selection)
 
 
 def restore_latest(
     checkpoint: "Checkpoint", directory: epath.Path, selection: Selection
 ) -> RestoreReport | None:
-    """Restores the newest checkpoint without damage.
-
-    Args:
-        checkpoint: The objects.
-        directory: Where the checkpoints are.
-        selection: What to restore.
-
-    Returns:
-        What was restored, or `None` if the directory holds no checkpoint, good or bad.
+    """Restores the newest checkpoint without damage; `None` if there is none at all.
 
     Raises:
         CheckpointError: If all of its checkpoints are damaged, or processes that train
@@ -108,11 +87,6 @@ def restore_latest(
 
 
 def _find_latest(directory: epath.Path) -> str | None:
-    """Returns the name of the newest checkpoint without damage; warns of those before.
-
-    Raises:
-        CheckpointError: If all are damaged.
-    """
     saved, damaged, unfinished = list_directory(directory)
     for path in unfinished:
         logger.warning(
@@ -123,7 +97,14 @@ def _find_latest(directory: epath.Path) -> str | None:
     for entry in reversed(saved):
         damage = find_damage(entry.path)
         if damage is None:
-            _warn_of_damage(damaged, entry.path)
+            for path, problem in damaged.items():
+                logger.warning(
+                    "`%s` is damaged and was skipped: %s. Taking `%s` instead; the "
+                    "steps after it are trained again.",
+                    path,
+                    problem,
+                    entry.path,
+                )
             return entry.path.name
         if not entry.path.exists():
             # Removed meanwhile, by the job that trains.
@@ -134,23 +115,13 @@ def _find_latest(directory: epath.Path) -> str | None:
     return None
 
 
-def _warn_of_damage(damaged: Mapping[epath.Path, str], good: epath.Path) -> None:
-    for path, damage in damaged.items():
-        logger.warning(
-            "`%s` is damaged and was skipped: %s. Taking `%s` instead; the steps after "
-            "it are trained again.",
-            path,
-            damage,
-            good,
-        )
-
-
 def _restore_intact(
     checkpoint: "Checkpoint", folder: epath.Path, selection: Selection
 ) -> RestoreReport:
     with announcing_errors():
         leaves = checkpoint.read_leaves()
-        saved, states = _read_description(folder)
+        with _reading(folder):
+            saved, states = read_description(folder)
         program = {
             **dict.fromkeys(checkpoint.state_names, _STATE),
             **Content(leaves, {}).specs,
@@ -190,9 +161,10 @@ def _describe_refusal(name: str, text: str) -> str:
     return f"~ {name}: {text.rpartition(chr(10))[0] or text}"
 
 
-def _read_description(folder: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, Any]]:
+@contextlib.contextmanager
+def _reading(folder: epath.Path) -> Iterator[None]:
     try:
-        return read_description(folder)
+        yield
     except Exception as error:
         raise read_error(folder, error) from error
 
@@ -208,10 +180,8 @@ def _read_leaves(
         path: leaves[path] for path in sources if not saved[sources[path]].is_empty
     }
     shardings = {sources[path]: stored_sharding(leaf) for path, leaf in targets.items()}
-    try:
+    with _reading(folder):
         stored = read_arrays(folder, shardings)
-    except Exception as error:
-        raise read_error(folder, error) from error
     return {
         path: as_restored(stored[sources[path]], leaf) for path, leaf in targets.items()
     }

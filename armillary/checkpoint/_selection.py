@@ -8,15 +8,18 @@ restored whole, or stays whole as the program made it.
 """
 
 import dataclasses
+import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from armillary._checks import list_lines
+from armillary._logging import logger
 from armillary.checkpoint._leaf import LeafSpec
 from armillary.checkpoint._messages import (
     describe_mismatch,
     describe_nothing,
     find_differences,
+    parts_with,
 )
 from armillary.errors import CheckpointMismatchError
 
@@ -29,14 +32,7 @@ Specs = Mapping[str, LeafSpec | str]
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What of a checkpoint to restore; everything, strictly, by default.
-
-    Attributes:
-        only: The parts to restore; `None` stands for all.
-        skip: Parts of these that stay as they are.
-        rename: The path in the program of parts that the checkpoint calls otherwise.
-        may_differ: Parts that stay as they are if checkpoint and program differ there.
-    """
+    """What of a checkpoint to restore: the arguments of `Checkpoint.read`."""
 
     only: tuple[str, ...] | None = None
     skip: tuple[str, ...] = ()
@@ -129,18 +125,13 @@ def as_paths(argument: str, paths: Any) -> tuple[str, ...]:
 def match(path: str, selection: Selection, *, saved: Specs, program: Specs) -> Match:
     """Returns where the selected values of a program come from.
 
-    Args:
-        path: The checkpoint, for the message.
-        selection: What to restore.
-        saved: What the checkpoint holds.
-        program: What the program holds.
-
     Raises:
         CheckpointMismatchError: If they differ where they must not, a part is missing,
             or nothing would be restored.
     """
     sources = _rename(path, selection, saved)
     _check_names(path, selection, sources, program)
+    _warn_of_slips(path, selection, [*sources, *program])
     differences = find_differences(
         {new: saved[old] for new, old in sources.items() if selection.has(new)},
         {name: spec for name, spec in program.items() if selection.has(name)},
@@ -160,7 +151,7 @@ def match(path: str, selection: Selection, *, saved: Specs, program: Specs) -> M
             describe_mismatch(path, refused, matching, is_whole=selection.is_whole)
         )
     left = {
-        "/".join(name.split("/")[: len(part.split("/"))])
+        parts_with(name)[part.count("/")]
         for part in selection.may_differ
         for name in differences
         if is_inside(name, [part])
@@ -178,11 +169,7 @@ def is_inside(path: str, parts: Iterable[str]) -> bool:
 
 
 def _rename(path: str, selection: Selection, saved: Specs) -> dict[str, str]:
-    """Returns the path in the checkpoint of everything in it, by that in the program.
-
-    Raises:
-        CheckpointMismatchError: If two get the same path, or a part is missing.
-    """
+    # To the path in the program, from that in the checkpoint.
     for old in selection.rename:
         _check_is_there(path, f"`rename` names {old!r}", "the checkpoint", old, saved)
     found: dict[str, str] = {}
@@ -206,11 +193,7 @@ def _rename(path: str, selection: Selection, saved: Specs) -> dict[str, str]:
 def _check_names(
     path: str, selection: Selection, saved: Collection[str], program: Collection[str]
 ) -> None:
-    """Raises if a name is that of nothing, as a slip of the pen would be.
-
-    Raises:
-        CheckpointMismatchError: If so.
-    """
+    # A name of nothing would be a slip of the pen.
     for part in selection.only or ():
         named = f"{part!r} is to be restored"
         _check_is_there(path, named, "the program", part, program)
@@ -221,27 +204,37 @@ def _check_names(
         _check_is_there(path, named, "neither program nor checkpoint", part, both)
 
 
+def _warn_of_slips(path: str, selection: Selection, names: Collection[str]) -> None:
+    """Warns of parts that may differ and are nowhere.
+
+    It is no error: once a part is gone, so that a run goes on without it, it is in the
+    checkpoints of that run no more.
+    """
+    parts = sorted({part for name in names for part in parts_with(name)})
+    for part in selection.may_differ:
+        if not _any_below(names, part):
+            near = [each for each in parts if each.endswith(f"/{part}")]
+            near = near or difflib.get_close_matches(part, parts)
+            shown = f" There is {', '.join(map(repr, near[:3]))}." if near else ""
+            logger.warning(
+                "`may_differ` names %r, which neither the program nor `%s` has.%s "
+                "Leave it out if it is gone since an earlier change.",
+                part,
+                path,
+                shown,
+            )
+
+
 def _check_is_there(
     path: str, named: str, where: str, part: str, names: Collection[str]
 ) -> None:
-    """Raises if nothing has a part; the message has the names beside it.
-
-    Raises:
-        CheckpointMismatchError: If no name lies inside it.
-    """
     if _any_below(names, part):
         return
-    above = ""
-    for name in part.split("/"):
-        deeper = f"{above}/{name}".lstrip("/")
-        if not _any_below(names, deeper):
-            break
-        above = deeper
-    depth = len(above.split("/")) if above else 0
+    above = [each for each in parts_with(part) if _any_below(names, each)]
     beside = {
-        "/".join(name.split("/")[: depth + 1])
+        parts_with(name)[: len(above) + 1][-1]
         for name in names
-        if not above or is_inside(name, [above])
+        if not above or is_inside(name, above[-1:])
     }
     has = "has" if where.startswith("neither") else "does not have"
     raise CheckpointMismatchError(

@@ -105,12 +105,7 @@ def read_description(path: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, A
 def read_arrays(
     path: epath.Path, shardings: Mapping[str, jax.sharding.Sharding | None]
 ) -> dict[str, Any]:
-    """Returns arrays of a folder; others that it may have are not read.
-
-    Args:
-        path: The folder.
-        shardings: Where each array goes; `None` gives a NumPy array.
-    """
+    """Returns arrays of a folder in their shardings, and no others; `None` is NumPy."""
     import orbax.checkpoint as ocp
 
     if not shardings:

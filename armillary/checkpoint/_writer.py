@@ -15,9 +15,8 @@ from etils import epath
 
 from armillary._logging import logger
 from armillary.checkpoint import _folder
-from armillary.checkpoint._content import Content
 from armillary.checkpoint._exit import sync_at_exit
-from armillary.checkpoint._leaf import as_stored
+from armillary.checkpoint._leaf import Content, as_stored
 from armillary.checkpoint._messages import removal_error, write_error
 from armillary.checkpoint._store import Store
 from armillary.errors import CheckpointError
@@ -120,7 +119,7 @@ class Writer:
             self._store.close()
 
     def _start(self, number: int, content: Content) -> tuple[epath.Path, int]:
-        """Returns the path and the size of the save that it starts."""
+        # The path and the size of the save that it starts.
         path = self._directory / f"checkpoint_{number}"
         num_bytes = None
         try:
@@ -142,12 +141,8 @@ class Writer:
             return path, num_bytes
         except Exception as error:
             self._clean_up(path)
-            raise self._make_error(path, error, num_bytes) from error
-
-    def _make_error(
-        self, path: epath.Path, error: Exception, num_bytes: int | None
-    ) -> CheckpointError:
-        return write_error(path, error, num_bytes, goes_on=not self._raise_errors)
+            goes_on = not self._raise_errors
+            raise write_error(path, error, num_bytes, goes_on=goes_on) from error
 
     def _clean_up(self, path: epath.Path) -> None:
         """Gives back the space of a save that failed."""
@@ -193,7 +188,8 @@ class Writer:
             self._store.wait()
         except Exception as error:
             self._clean_up(path)
-            failure = self._make_error(path, error, num_bytes)
+            goes_on = not self._raise_errors
+            failure = write_error(path, error, num_bytes, goes_on=goes_on)
             self._report(failure, error)
             self.last_error = failure
             return

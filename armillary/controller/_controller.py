@@ -19,6 +19,7 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary._logging import ensure_visible
+from armillary._numbers import find_numbers
 from armillary._traceback import hides_frames
 from armillary.actions._step_action import bind_step_counter
 from armillary.actions._step_action import end_training as end_actions
@@ -48,7 +49,6 @@ from armillary.goodput._recorder import make_recorder
 from armillary.lifeline._lifeline import get_lifeline
 from armillary.state._step_counter import as_step_counter
 from armillary.summary._manager import NoopSummaryManager, SummaryManager
-from armillary.summary._numbers import find_numbers
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 from armillary.typing import Action, Output
 

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from armillary._logging import logger
+from armillary._numbers import find_numbers
 from armillary.cluster._join import expire_boundary, get_peers
 from armillary.controller._curves import Curves
 from armillary.controller._loop_report import LoopReport
@@ -27,7 +28,6 @@ from armillary.controller._progress import format_output, log_line
 from armillary.goodput._category import Category
 from armillary.goodput._recorder import Recorder
 from armillary.state._step_counter import StepCounter
-from armillary.summary._numbers import find_numbers
 from armillary.trainer._contract import AbstractTrainer
 from armillary.typing import Action
 

@@ -290,11 +290,7 @@ class DistributedDataset:
         self._next_epoch = position.epoch + 1
 
     def _select(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns the part of a state that is for this process.
-
-        Raises:
-            DatasetStateError: If it was saved by another number of processes.
-        """
+        # The part for this process, of as many as there were.
         states = state.get(_PIPELINES) if isinstance(state, dict) else None
         peers = self.layout.peers if self.is_agreed else None
         if states is None and peers is None:

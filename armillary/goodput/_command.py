@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from armillary._checks import counted
 from armillary._exit_code import ExitCode
 from armillary.goodput._category import LABELS
 from armillary.goodput._report import Goodput, read_goodput
@@ -66,9 +67,9 @@ def _print_table(goodput: Goodput) -> ExitCode:
     console = Console(highlight=False)
     console.print(table)
     console.print(
-        f"goodput {goodput.goodput:.1%}, {_count(goodput.num_attempts, 'attempt')}, "
-        f"{_count(goodput.num_steps, 'step')}, "
-        f"{_count(goodput.num_lost_steps, 'step')} lost"
+        f"goodput {goodput.goodput:.1%}, {counted(goodput.num_attempts, 'attempt')}, "
+        f"{counted(goodput.num_steps, 'step')}, "
+        f"{counted(goodput.num_lost_steps, 'step')} lost"
     )
     if goodput.unreadable_lines:
         numbers = ", ".join(map(str, goodput.unreadable_lines))
@@ -77,7 +78,3 @@ def _print_table(goodput: Goodput) -> ExitCode:
             f"{numbers}."
         )
     return ExitCode.OK
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

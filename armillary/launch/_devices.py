@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from armillary._checks import counted
+
 _GPU_FILE = re.compile(r"nvidia\d+")
 
 
@@ -29,9 +31,9 @@ class DevicePlan:
     def describe(self) -> str:
         """Returns what each worker has, for the first line of a job."""
         if num_gpus := self.num_gpus or (len(self.gpus[0]) if self.gpus else 0):
-            return f"{_count(num_gpus, 'GPU')} each"
+            return f"{counted(num_gpus, 'GPU')} each"
         if self.virtual_cpus is not None:
-            return f"{_count(self.virtual_cpus, 'virtual CPU device')} each"
+            return f"{counted(self.virtual_cpus, 'virtual CPU device')} each"
         return "devices as the script finds them"
 
 
@@ -100,7 +102,3 @@ def read_visible_gpus(value: str) -> list[str]:
     """
     names = (name.strip() for name in value.split(","))
     return list(itertools.takewhile(lambda name: name not in {"", "-1"}, names))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number > 1 else ''}"

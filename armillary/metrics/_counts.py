@@ -6,6 +6,8 @@ integer is held in three parts, of 16 bits each but the last. Parts are sums, so
 copies of replicas add up part by part, whatever was carried from one to the next.
 """
 
+from typing import Self
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,7 @@ class Counts(nnx.metrics.MetricState):
     """An array of integers from 0 to 2**63 - 1, all counting up from 0."""
 
     @classmethod
-    def zeros(cls, *shape: int) -> "Counts":
+    def zeros(cls, *shape: int) -> Self:
         """Returns counts of a shape."""
         return cls(jnp.zeros((3, *shape), jnp.int32))
 
@@ -57,13 +59,8 @@ class FloatSum(Counts):
     """The sum of floats that are not negative, the same in whatever order they come.
 
     A float of 32 bits is an integer of 24 bits times a power of two, of which there are
-    256: the integers of each are added up.
+    256: the integers of each are added up, in `FloatSum.zeros(256)`.
     """
-
-    @classmethod
-    def zero(cls) -> "FloatSum":
-        """Returns the sum of nothing."""
-        return cls(jnp.zeros((3, 256), jnp.int32))
 
     def add_float(self, value: jax.Array) -> None:
         """Adds a float of 32 bits."""

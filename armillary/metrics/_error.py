@@ -13,7 +13,7 @@ class _MeanError(CountingMetric):
     """The mean of an error over all elements that count."""
 
     def __init__(self) -> None:
-        self.total = FloatSum.zero()
+        self.total = FloatSum.zeros(256)
         self.count = Counts.zeros()
 
     def _error(self, difference: jax.Array) -> jax.Array:

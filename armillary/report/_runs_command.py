@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary._exit_code import ExitCode
+from armillary._numbers import as_json
 from armillary.report._run import SPEED, Run
 
 
@@ -35,7 +36,9 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
 
 
 def _print_json(runs: Sequence[Run]) -> ExitCode:
-    sys.stdout.write(json.dumps([_describe(run) for run in runs], indent=2) + "\n")
+    sys.stdout.write(
+        json.dumps(as_json([_describe(run) for run in runs]), indent=2) + "\n"
+    )
     return ExitCode.OK
 
 
@@ -63,7 +66,7 @@ def _print_table(runs: Sequence[Run]) -> ExitCode:
     from rich.console import Console
     from rich.table import Table
 
-    from armillary.report._tables import duration, number, time_of_day
+    from armillary.report._tables import goodput_cells, number, time_of_day
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("run", overflow="fold", min_width=8)
@@ -73,7 +76,7 @@ def _print_table(runs: Sequence[Run]) -> ExitCode:
         table.add_column(name, no_wrap=True, justify="right")
     table.add_column("last values", overflow="fold")
     for run in runs:
-        goodput = run.goodput
+        _, time, goodput = goodput_cells(run)
         values = [
             f"{source} {metric} {points[-1][1]:.4g}"
             for (source, metric), points in run.curves.items()
@@ -84,8 +87,8 @@ def _print_table(runs: Sequence[Run]) -> ExitCode:
             time_of_day(run.began),
             run.state,
             number(run.step),
-            "" if goodput is None else duration(goodput.total_seconds),
-            "" if goodput is None else f"{goodput.goodput:.1%}",
+            time,
+            goodput,
             "\n".join(values),
         )
     Console(highlight=False).print(table)

@@ -27,7 +27,6 @@ def overview(runs: Sequence[Run]) -> str:
     head = ["run", "began", "step", "state", "attempts", "time", "goodput"]
     rows = []
     for run in runs:
-        goodput = run.goodput
         values = (run.curves.get(key) for key in metrics)
         rows.append(
             [
@@ -35,9 +34,7 @@ def overview(runs: Sequence[Run]) -> str:
                 time_of_day(run.began),
                 number(run.step),
                 run.state,
-                "" if goodput is None else number(goodput.num_attempts),
-                "" if goodput is None else duration(goodput.total_seconds),
-                "" if goodput is None else f"{goodput.goodput:.1%}",
+                *goodput_cells(run),
                 *("" if points is None else number(points[-1][1]) for points in values),
             ]
         )
@@ -45,6 +42,15 @@ def overview(runs: Sequence[Run]) -> str:
     return table(
         [*head, *columns], rows, numbers={2, *range(4, len(head) + len(columns))}
     )
+
+
+def goodput_cells(run: Run) -> tuple[str, str, str]:
+    """Returns the attempts of a run, its time and its goodput, if they are known."""
+    goodput = run.goodput
+    if goodput is None:
+        return "", "", ""
+    time = duration(goodput.total_seconds)
+    return number(goodput.num_attempts), time, f"{goodput.goodput:.1%}"
 
 
 def checkpoints(run: Run) -> str:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from armillary._checks import list_lines
+from armillary._checks import counted, list_lines
 from armillary.errors import CapturedStateError, StateStructureError
 from armillary.state import _keras, _nnx
 from armillary.state._lift import State
@@ -100,7 +100,11 @@ def _live_variables() -> Iterator[Variable]:
     objects = gc.get_objects()
     # `type`, not `isinstance`: proxies among live objects may run code on access.
     types_ = list(map(type, objects))
-    kinds = set(filter(_is_variable_type, set(types_)))
+    kinds = {
+        kind
+        for kind in set(types_)
+        if _nnx.is_variable_type(kind) or _keras.is_variable_type(kind)
+    }
     return itertools.compress(objects, map(kinds.__contains__, types_))
 
 
@@ -122,10 +126,6 @@ def _variables_by_name(
     }
 
 
-def _is_variable_type(kind: type) -> bool:
-    return _nnx.is_variable_type(kind) or _keras.is_variable_type(kind)
-
-
 def _value_of(variable: Any) -> Any:
     is_keras = _keras.is_variable(variable)
     return _keras.value_of(variable) if is_keras else variable._raw_value
@@ -141,7 +141,8 @@ def _message(
     name = getattr(fn, "__name__", "the step")
     lines, roots = [], []
     for variable in variables:
-        kind = f"{_library(variable)}.{type(variable).__name__}"
+        library = "keras" if _keras.is_variable(variable) else "nnx"
+        kind = f"{library}.{type(variable).__name__}"
         value = _value_of(variable)
         shape = getattr(value, "shape", ())
         if id(variable) in named:
@@ -151,7 +152,7 @@ def _message(
         else:
             lines.append(f"a {kind} {tuple(shape)} that no name in `{name}` leads to")
     example = roots[0] if roots else "model"
-    count = "1 variable" if len(variables) == 1 else f"{len(variables)} variables"
+    count = counted(len(variables), "variable")
     return (
         f"`{name}` {verb} {count} that {owner} does not reach, "
         "so they would be frozen into the compiled program:\n"
@@ -160,7 +161,3 @@ def _message(
         "`__init__`), or take their value as a constant on purpose "
         "(`jnp.asarray(variable[...])` outside the step)."
     )
-
-
-def _library(variable: Any) -> str:
-    return "keras" if _keras.is_variable(variable) else "nnx"

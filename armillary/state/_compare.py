@@ -98,8 +98,7 @@ class _Comparison:
     def _compare_parts(
         self, a: Part, b: Part, path: str, names: Collection[Any]
     ) -> Iterator[tuple[str, str]]:
-        before = dict(zip(a.names, a.values, strict=True))
-        now = dict(zip(b.names, b.values, strict=True))
+        before, now = a.held, b.held
         below: list[_Pair] = []
         for name in names:
             was, is_now = before.get(name, ABSENT), now.get(name, ABSENT)

@@ -44,10 +44,12 @@ class Part:
         values: What they held.
         has_places: Whether an array in it is state, rather than a constant.
         is_ordered: Whether the order of the names means something.
+        has_views: Whether `views` shows all that can change.
     """
 
     has_places = False
     is_ordered = True
+    has_views = True
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -62,9 +64,10 @@ class Part:
         """Returns what a place holds, or `ABSENT`."""
         return dict(zip(*self.look(), strict=True)).get(name, ABSENT)
 
-    def found(self, name: Any) -> Any:
-        """Returns what a place held, or `ABSENT`."""
-        return dict(zip(self.names, self.values, strict=True)).get(name, ABSENT)
+    @property
+    def held(self) -> dict[Any, Any]:
+        """What the places held, by name."""
+        return dict(zip(self.names, self.values, strict=True))
 
     def put(self, name: Any, value: Any) -> None:
         """Makes a place hold `value`."""
@@ -78,10 +81,10 @@ class Part:
     def restore(self) -> None:
         """Makes the part hold what it held."""
 
-    def views(self) -> list[tuple[Iterable[Any], list[Any]]] | None:
+    def views(self) -> list[tuple[Iterable[Any], list[Any]]]:
         """Returns live views of what can change, each with what it showed.
 
-        Python compares them in C; `None` if there are none.
+        Python compares them in C. Without `has_views`, `look` is all there is.
         """
         return []
 
@@ -117,9 +120,9 @@ class Items(Part):
     def restore(self) -> None:
         kind = _keras.untracked_type(type(self.source))
         kind.clear(self.source)
-        kind.update(self.source, zip(self.names, self.values, strict=True))
+        kind.update(self.source, self.held)
 
-    def views(self) -> list[tuple[Iterable[Any], list[Any]]] | None:
+    def views(self) -> list[tuple[Iterable[Any], list[Any]]]:
         return [(self.source, self.names), (self.source.values(), self.values)]
 
 
@@ -130,9 +133,9 @@ class Attributes(Items):
 
     def restore(self) -> None:
         # One by one: other threads may be looking at the object.
-        for name in set(self.source).difference(self.names):
+        for name in set(self.look()[0]).difference(self.names):
             del self.source[name]
-        self.source.update(zip(self.names, self.values, strict=True))
+        self.source.update(self.held)
 
 
 class NodeAttributes(Attributes):
@@ -151,17 +154,11 @@ class Metadata(Attributes):
 class KerasAttributes(Attributes):
     """The attributes of a Keras object, but for what Keras keeps for itself."""
 
+    has_views = False
+
     def look(self) -> tuple[list[Any], list[Any]]:
         names = _keras.visible_names(self.source)
         return names, [self.source[name] for name in names]
-
-    def restore(self) -> None:
-        for name in set(self.look()[0]).difference(self.names):
-            del self.source[name]
-        self.source.update(zip(self.names, self.values, strict=True))
-
-    def views(self) -> None:
-        return None
 
     def path(self, path: str, name: Any) -> str:
         return join(path, _keras.public_name(name))
@@ -170,6 +167,7 @@ class KerasAttributes(Attributes):
 class KerasVariable(Part):
     """What decides how a Keras variable is used."""
 
+    has_views = False
     is_ordered = False
 
     def look(self) -> tuple[list[Any], list[Any]]:
@@ -177,11 +175,8 @@ class KerasVariable(Part):
         return list(held), list(held.values())
 
     def restore(self) -> None:
-        held = dict(zip(self.names, self.values, strict=True))
-        _keras.set_variable_attributes(self.source, held)
-
-    def views(self) -> None:
-        return None
+        for name, value in self.held.items():
+            setattr(self.source, name, value)
 
 
 class Sequence(Part):
@@ -225,6 +220,7 @@ class Elements(Part):
 class Members(Part):
     """The attributes of an object that its class has in `__slots__`."""
 
+    has_views = False
     has_places = True
     is_ordered = False
 
@@ -245,16 +241,14 @@ class Members(Part):
     def restore(self) -> None:
         for name in set(self.look()[0]).difference(self.names):
             object.__delattr__(self.source, name)
-        for name, value in zip(self.names, self.values, strict=True):
+        for name, value in self.held.items():
             self.put(name, value)
-
-    def views(self) -> None:
-        return None
 
 
 class Captured(Part):
     """What a function reaches by name."""
 
+    has_views = False
     is_ordered = False
 
     def look(self) -> tuple[list[Any], list[Any]]:
@@ -262,13 +256,10 @@ class Captured(Part):
         return list(entries), [entry.value for entry in entries.values()]
 
     def restore(self) -> None:
-        before = dict(zip(self.names, self.values, strict=True))
+        before = self.held
         for name, entry in entries_of(self.source).items():
             if entry.put and name in before and entry.value is not before[name]:
                 entry.put(before[name])
-
-    def views(self) -> None:
-        return None
 
     def path(self, path: str, name: Any) -> str:
         return join_captured(path, name)
@@ -317,7 +308,7 @@ def parts_of(value: Any) -> list[Part]:
 def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
     """Returns `parts_of` for values of one type."""
     if kind in PLAIN or issubclass(kind, jax.Array | Tracer | np.generic | type):
-        return _no_parts
+        return lambda _: []
     if issubclass(kind, np.ndarray):
         return lambda value: [Numbers(value)] if value.flags["W"] else []
     if _nnx.is_variable_type(kind):
@@ -332,8 +323,7 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
     if is_opaque(kind) and not (is_node or is_keras):
         return lambda value: [part(value) for part in containers]
     attributes = KerasAttributes if is_keras else Attributes
-    if is_node:
-        attributes = NodeAttributes
+    attributes = NodeAttributes if is_node else attributes
     has_slots = bool(slot_names(kind))
 
     def parts_of_object(value: Any) -> list[Part]:
@@ -348,11 +338,6 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
         return parts
 
     return parts_of_object
-
-
-def _no_parts(value: Any) -> list[Part]:
-    del value
-    return []
 
 
 def held_by(holder: Any) -> Iterator[tuple[Any, Any]]:

@@ -208,14 +208,6 @@ def variable_attributes(variable: "keras.Variable") -> dict[str, Any]:
     return {name: getattr(variable, name) for name in _VARIABLE_ATTRIBUTES}
 
 
-def set_variable_attributes(
-    variable: "keras.Variable", attributes: dict[str, Any]
-) -> None:
-    """Sets what `variable_attributes` returned."""
-    for name, value in attributes.items():
-        setattr(variable, name, value)
-
-
 @contextlib.contextmanager
 def guarded_writes(
     lifted: Collection[Any], explain: Callable[["keras.Variable"], Exception]

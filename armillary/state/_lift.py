@@ -228,11 +228,6 @@ def find_slots(root: Any, path: str = "") -> list[Slot]:
     return list(State([(root, path)]).slots)
 
 
-def has_state(root: Any) -> bool:
-    """Returns whether `root` reaches any slot."""
-    return bool(find_slots(root))
-
-
 def strong(leaf: Any) -> jax.Array:
     """Returns `leaf` as an array whose dtype does not give way in arithmetic."""
     array = as_array(leaf)
@@ -251,7 +246,7 @@ def _rebound(before: Walk) -> Iterator[str]:
     for part in before.nodes[id(before.roots[0][0])].parts:
         names, values = part.look()
         now = dict(zip(names, values, strict=True))
-        for name, value in zip(part.names, part.values, strict=True):
+        for name, value in part.held.items():
             if now.pop(name, ABSENT) is not value:
                 yield name
         yield from now

@@ -14,11 +14,7 @@ from armillary.state._opaque import is_equal
 
 
 class Fingerprint:
-    """What a program is, kept for comparison with one that is traced later.
-
-    Args:
-        program: The program.
-    """
+    """What a program is, kept for comparison with one that is traced later."""
 
     def __init__(self, program: core.ClosedJaxpr) -> None:
         self._program = program

@@ -23,13 +23,7 @@ _LOST = (
 
 
 def find_new_places(slots: Sequence[Slot], now: Walk, before: Walk) -> list[str]:
-    """Returns what is wrong with the places that a step put arrays into.
-
-    Args:
-        slots: The slots that were found before the step.
-        now: A walk after the step.
-        before: A walk from before it, which tells what the places held.
-    """
+    """Returns what is wrong with places that a step put arrays into, by two walks."""
     keys = {slot.key for slot in slots}
     made = [slot for key, slot in now.slots.items() if key not in keys]
     lost = [path for path, array in now.constants if isinstance(array, Tracer)]
@@ -51,7 +45,7 @@ def _describe(slot: Slot, walk: Walk) -> str:
     if not isinstance(slot, PlaceSlot):
         return _MADE
     part = walk.part_of(slot.part.source)
-    before = ABSENT if part is None else part.found(slot.name)
+    before = ABSENT if part is None else part.held.get(slot.name, ABSENT)
     if before is ABSENT:
         return _MADE
     if before is slot.get():

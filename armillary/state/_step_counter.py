@@ -10,11 +10,7 @@ from armillary.state import _keras, _nnx
 
 
 class StepCounter:
-    """Reads a global step.
-
-    Args:
-        read: Returns the step, as an array or a number.
-    """
+    """Reads a global step, which `read` returns as an array or a number."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self._read = read

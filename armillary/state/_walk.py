@@ -142,10 +142,9 @@ class Walk:
         return next((part for part in parts if part.source is source), None)
 
     def reached_from(self, names: Collection[str] | None) -> set[int]:
-        """Returns the holders that some attributes of the first root lead to.
+        """Returns the holders that these attributes of the first root lead to.
 
-        Args:
-            names: Names of the attributes; `None` for all, and for all roots.
+        `None` stands for all, and for all roots.
         """
         if names is None:
             return set(self.nodes)

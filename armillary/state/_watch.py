@@ -6,12 +6,13 @@ in C. Only holders that a step may have looked at matter, and those that lead to
 """
 
 import collections
+import functools
 import itertools
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from armillary.state._holders import Metadata, Numbers, Part, Sequence
+from armillary.state._holders import ABSENT, Metadata, Numbers, Part, Sequence
 from armillary.state._walk import Walk
 
 _END = object()
@@ -20,9 +21,7 @@ _END = object()
 class Watch:
     """Watches the holders that a walk found, except for their slots.
 
-    Args:
-        walk: The walk.
-        names: The attributes of the first root that matter; `None` for all.
+    Of the first root, the attributes of these names matter; `None` stands for all.
     """
 
     def __init__(self, walk: Walk, names: Collection[str] | None) -> None:
@@ -35,8 +34,9 @@ class Watch:
         # Live views of what parts without slots hold, and what they held.
         self._views: list[Iterable[Any]] = []
         held: list[Any] = []
-        # The other parts, and under which names slots hide what they hold.
-        self._rest: list[_Look | _LookAt] = []
+        # What looks at the other parts, and what it saw.
+        self._rest: list[Callable[[], list[Any]]] = []
+        rest: list[Any] = []
         self._numbers: list[Numbers] = []
         metadata: list[Metadata] = []
         for holder in reached | leading:
@@ -45,23 +45,23 @@ class Watch:
                 if holder == root:
                     leads = {n for n, child in walk.edges[root] if child in leading}
                     only = {*leads, *(names or ())}.difference(without)
-                    self._rest.append(_LookAt(part, sorted(only)))
+                    self._rest.append(functools.partial(_look_at, part, sorted(only)))
+                    rest += [part.held.get(name, ABSENT) for name in sorted(only)]
                 elif isinstance(part, Numbers):
                     part.keep(is_read=names is not None)
                     self._numbers.append(part)
                 elif isinstance(part, Metadata):
                     metadata.append(part)
-                elif without or (views := part.views()) is None:
-                    self._rest.append(_Look(part, without))
+                elif without or not part.has_views:
+                    self._rest.append(functools.partial(_look, part, without))
+                    rest += _pick(part, without, part.names, part.values)
                 else:
-                    self._views += [live for live, _ in views]
-                    held += itertools.chain.from_iterable(found for _, found in views)
-        rest = itertools.chain.from_iterable(look.found() for look in self._rest)
+                    for live, found in part.views():
+                        self._views.append(live)
+                        held += found
         self._held = [*held, *rest, _END]
         self._metadata = [part.source for part in metadata]
-        self._held_metadata = [
-            dict(zip(part.names, part.values, strict=True)) for part in metadata
-        ]
+        self._held_metadata = [part.held for part in metadata]
 
     def is_current(self) -> bool:
         """Returns whether the holders hold what they held at first."""
@@ -80,33 +80,19 @@ class Watch:
         )
 
 
-class _Look:
-    """Looks at a part, but for its slots."""
-
-    def __init__(self, part: Part, without: Collection[Any]) -> None:
-        self._part, self._without = part, without
-
-    def __call__(self) -> list[Any]:
-        return self._pick(*self._part.look())
-
-    def found(self) -> list[Any]:
-        return self._pick(self._part.names, self._part.values)
-
-    def _pick(self, names: list[Any], values: list[Any]) -> list[Any]:
-        held = zip(names, values, strict=True)
-        kept = [value for name, value in held if name not in self._without]
-        # Numbers are the names in a list, and have no identity.
-        return kept if isinstance(self._part, Sequence) else [*names, *kept]
+def _look(part: Part, without: Collection[Any]) -> list[Any]:
+    return _pick(part, without, *part.look())
 
 
-class _LookAt:
-    """Looks at some names of a part only."""
+def _pick(
+    part: Part, without: Collection[Any], names: list[Any], values: list[Any]
+) -> list[Any]:
+    """Returns names and what they hold, but for slots."""
+    held = zip(names, values, strict=True)
+    kept = [value for name, value in held if name not in without]
+    # Numbers are the names in a list, and have no identity.
+    return kept if isinstance(part, Sequence) else [*names, *kept]
 
-    def __init__(self, part: Part, names: list[Any]) -> None:
-        self._part, self._names = part, names
 
-    def __call__(self) -> list[Any]:
-        return list(map(self._part.get, self._names))
-
-    def found(self) -> list[Any]:
-        return list(map(self._part.found, self._names))
+def _look_at(part: Part, names: list[Any]) -> list[Any]:
+    return list(map(part.get, names))

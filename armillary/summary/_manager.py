@@ -10,14 +10,13 @@ import numpy as np
 from jax.core import Tracer
 
 from armillary._checks import answers_old_names, check_callable
+from armillary._numbers import flatten
 from armillary._process import get_process
 from armillary.distribute._global_arrays import as_local
 from armillary.distribute.replica._values import PerReplica
-from armillary.summary._numbers import flatten
 from armillary.summary._tensorboard import TensorBoardWriter
 from armillary.summary._values import Histogram, Summary
-from armillary.summary._writer import SummaryWriter
-from armillary.summary._writer_group import WriterGroup, group_writers
+from armillary.summary._writer import SummaryWriter, WriterGroup
 from armillary.typing import Output
 
 _NUMBERS = (np.bool_, np.integer, np.floating)
@@ -60,7 +59,6 @@ class SummaryManager:
         if isinstance(writer_fn, Sequence):
             for index, each in enumerate(writer_fn):
                 check_callable(f"writer_fn[{index}]", each)
-            writer_fn = group_writers(writer_fn)
         elif writer_fn is not None:
             check_callable("writer_fn", writer_fn)
         if writer_fn is None and "://" in self._summary_dir:
@@ -69,8 +67,8 @@ class SummaryManager:
                 "to local directories only. Use a local directory, or a `writer_fn` "
                 "whose writers reach that place."
             )
-        self._writer_fn: Callable[[str], SummaryWriter] = writer_fn or TensorBoardWriter
-        self._writers: dict[str, SummaryWriter] = {}
+        self._writer_fn = TensorBoardWriter if writer_fn is None else writer_fn
+        self._writers: dict[str, Any] = {}
 
     @property
     def summary_dir(self) -> str:
@@ -139,10 +137,14 @@ class SummaryManager:
             _, writer = self._writers.popitem()
             writer.close()
 
-    def _writer(self, parents: tuple[str, ...]) -> SummaryWriter:
+    def _writer(self, parents: tuple[str, ...]) -> Any:
         directory = os.path.join(self._summary_dir, *parents)
         if directory not in self._writers:
-            self._writers[directory] = self._writer_fn(directory)
+            make: Any = self._writer_fn
+            if isinstance(make, Sequence):
+                self._writers[directory] = WriterGroup([fn(directory) for fn in make])
+            else:
+                self._writers[directory] = make(directory)
         return self._writers[directory]
 
 

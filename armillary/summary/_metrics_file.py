@@ -22,9 +22,10 @@ import jax
 
 from armillary._lines_file import append_lines
 from armillary._logging import logger
-from armillary.summary._numbers import as_json, find_numbers, from_json
+from armillary._numbers import as_json, find_numbers, from_json
 
 FILE_NAME = "metrics.jsonl"
+_encode = json.JSONEncoder(allow_nan=False).encode
 
 
 class MetricsFile:
@@ -61,13 +62,7 @@ class MetricsFile:
         return self._path is not None and jax.process_index() == 0
 
     def write(self, record: str, step: int, **fields: Any) -> None:
-        """Takes a record, for the next `flush`.
-
-        Args:
-            record: Its kind.
-            step: The global step.
-            **fields: Its fields. Of `values`, the output of a loop, the scalars count.
-        """
+        """Takes a record, for the next `flush`; of the field `values`, the scalars."""
         self.last_step = max(step, self.last_step)
         self._waits = self._waits and record != "start"
         if self._waits or not self.is_on:
@@ -75,7 +70,7 @@ class MetricsFile:
         if "values" in fields:
             fields["values"] = find_numbers(fields["values"])
         content = {"record": record, "time": time.time(), "step": step, **fields}
-        self._lines.append(json.dumps(as_json(content), allow_nan=False) + "\n")
+        self._lines.append(_encode(as_json(content)) + "\n")
 
     def flush(self) -> None:
         """Appends the records to the file, in one piece."""

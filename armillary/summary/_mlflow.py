@@ -13,14 +13,30 @@ import numpy as np
 
 from armillary._logging import logger
 from armillary.summary._png import as_png
-from armillary.summary._run_id import find_prefix, import_service, keep_id, read_id
+from armillary.summary._service import (
+    Service,
+    ServiceWriter,
+    import_service,
+    keep_id,
+    read_id,
+)
 
 ID_FILE = "mlflow_run_id.txt"
 _BATCH = 1000  # Most metrics of one request.
 _PAUSE_SECONDS = 600.0
 
 
-class MlflowWriter:
+class _Writer(ServiceWriter):
+    def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
+        name = f"images/{self._prefix}{tag}/{step}.png"
+        self._service.write_file(name, as_png(pixels))
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        name = f"texts/{self._prefix}{tag}/{step}.md"
+        self._service.write_file(name, text.encode())
+
+
+class MlflowWriter(Service):
     """Makes writers to one run of MLflow; a `writer_fn`.
 
     All managers that it is given to write to the same run. Its identity is kept in the
@@ -48,6 +64,8 @@ class MlflowWriter:
         ValueError: When a manager writes outside of `run_dir`.
     """
 
+    _writer_type = _Writer
+
     def __init__(
         self,
         run_dir: str | os.PathLike[str],
@@ -56,28 +74,15 @@ class MlflowWriter:
         tracking_uri: str | None = None,
         run_name: str | None = None,
     ) -> None:
+        super().__init__(run_dir)
         tracking = import_service("mlflow.tracking", "MLflow", "mlflow")
         self._entities = import_service("mlflow.entities", "MLflow", "mlflow")
         self._errors = import_service("mlflow.exceptions", "MLflow", "mlflow")
         self._client = tracking.MlflowClient(tracking_uri=tracking_uri)
-        self._run_dir = Path(os.path.abspath(run_dir))
         self._experiment, self._run_name = experiment, run_name
         self._run_id: str | None = None
         self._metrics: list[Any] = []
-        self._num_writers = 0
         self._next_try = 0.0
-
-    def __call__(self, directory: str) -> "_Writer":
-        """Returns the writer of one directory.
-
-        Args:
-            directory: Where other writers write; below `run_dir`.
-        """
-        prefix = find_prefix(self._run_dir, directory)
-        if self._run_id is None:
-            self._begin()
-        self._num_writers += 1
-        return _Writer(self, prefix)
 
     def log(self, name: str, value: float, step: int) -> None:
         """Takes a number."""
@@ -118,13 +123,6 @@ class MlflowWriter:
         ]
         self._client.log_batch(self._run_id, params=params)
 
-    def close(self) -> None:
-        """Ends the run with the last of its writers."""
-        self.flush()
-        self._num_writers -= 1
-        if self._num_writers <= 0:
-            self._end()
-
     def _send(self) -> None:
         try:
             while self._metrics:
@@ -164,29 +162,7 @@ class MlflowWriter:
                 self._client.set_terminated(self._run_id)
             except self._errors.MlflowException as error:
                 logger.warning("MLflow does not know that the run has ended: %s", error)
-            self._run_id, self._num_writers = None, 0
-
-
-class _Writer:
-    """Writes the summaries of one directory."""
-
-    def __init__(self, service: MlflowWriter, prefix: str) -> None:
-        self._service, self._prefix = service, prefix
-        self.flush, self.close = service.flush, service.close
-
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        self._service.log(self._prefix + tag, value, step)
-
-    def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
-        name = f"images/{self._prefix}{tag}/{step}.png"
-        self._service.write_file(name, as_png(pixels))
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        name = f"texts/{self._prefix}{tag}/{step}.md"
-        self._service.write_file(name, text.encode())
-
-    def hyperparameters(self, values: Mapping[str, Any]) -> None:
-        self._service.configure(values)
+            self._run_id = None
 
 
 def _as_name(name: str) -> str:

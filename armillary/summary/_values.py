@@ -6,7 +6,7 @@ are kept and fetched as all others are::
     {"loss": 0.7, "kernel": Histogram(kernel), "first": Image(images[:4])}
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -153,10 +153,6 @@ class Image(Summary):
 
     def write(self, writer: Any, tag: str, step: int) -> None:
         """Writes each image under its own tag."""
-        for suffix, image in self._split(tag, step):
-            writer.image(tag + suffix, image, step)
-
-    def _split(self, tag: str, step: int) -> Iterator[tuple[str, np.ndarray]]:
         pixels = np.asarray(self.pixels)
         if pixels.dtype != np.uint8:
             pixels = pixels.astype(np.float32)
@@ -171,10 +167,10 @@ class Image(Summary):
             pixels = (np.clip(np.nan_to_num(pixels), 0, 1) * 255).round()
             pixels = pixels.astype(np.uint8)
         if pixels.ndim < 4:
-            yield "", pixels.reshape(*pixels.shape[:2], -1)
+            writer.image(tag, pixels.reshape(*pixels.shape[:2], -1), step)
             return
         for index, image in enumerate(pixels):
-            yield f"/{index}", image
+            writer.image(f"{tag}/{index}", image, step)
 
     def __repr__(self) -> str:
         return f"Image({tuple(getattr(self.pixels, 'shape', ()))})"

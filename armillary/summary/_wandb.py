@@ -5,20 +5,45 @@ import io
 import os
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from armillary.summary._png import as_png
-from armillary.summary._run_id import find_prefix, import_service, keep_id, read_id
+from armillary.summary._service import (
+    Service,
+    ServiceWriter,
+    import_service,
+    keep_id,
+    read_id,
+)
 
 ID_FILE = "wandb_run_id.txt"
 _STEP = "global_step"
 _MOST_BINS = 512
 
 
-class WandbWriter:
+class _Writer(ServiceWriter):
+    def histogram(
+        self, tag: str, edges: np.ndarray, counts: np.ndarray, step: int
+    ) -> None:
+        # Of bins, so many are allowed there.
+        width = -(-len(counts) // _MOST_BINS)
+        starts = np.arange(0, len(counts), width)
+        bins = np.add.reduceat(counts, starts), [*edges[starts], edges[-1]]
+        self._log(tag, self._service.wandb.Histogram(np_histogram=bins), step)
+
+    def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
+        image = import_service("PIL.Image", "Pillow", "wandb")
+        opened = image.open(io.BytesIO(as_png(pixels)))
+        self._log(tag, self._service.wandb.Image(opened), step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        shown = f"<pre>{html.escape(text)}</pre>"
+        self._log(tag, self._service.wandb.Html(shown), step)
+
+
+class WandbWriter(Service):
     """Makes writers to one run of Weights & Biases; a `writer_fn`.
 
     All managers that it is given to write to the same run. Its identity is kept in the
@@ -43,33 +68,22 @@ class WandbWriter:
         ValueError: When a manager writes outside of `run_dir`.
     """
 
+    _writer_type = _Writer
+
     def __init__(self, run_dir: str | os.PathLike[str], **options: Any) -> None:
-        self._wandb = import_service("wandb", "Weights & Biases", "wandb")
+        super().__init__(run_dir)
+        self.wandb = import_service("wandb", "Weights & Biases", "wandb")
         for name in {"id", "resume", "dir"} & set(options):
             raise TypeError(
                 f"`{name}` is {options[name]!r}, but `WandbWriter` sets it, so that a "
                 "run goes on where it was. Leave it out, and use the `run_dir` of the "
                 "run to go on with."
             )
-        self._run_dir = Path(os.path.abspath(run_dir))
         self._options = options
         self._run: Any = None
         # Values of one step go together.
         self._values: dict[str, Any] = {}
         self._step = 0
-        self._num_writers = 0
-
-    def __call__(self, directory: str) -> "_Writer":
-        """Returns the writer of one directory.
-
-        Args:
-            directory: Where other writers write; below `run_dir`.
-        """
-        prefix = find_prefix(self._run_dir, directory)
-        if self._run is None:
-            self._begin()
-        self._num_writers += 1
-        return _Writer(self, prefix)
 
     def log(self, name: str, value: Any, step: int) -> None:
         """Takes a value."""
@@ -88,30 +102,6 @@ class WandbWriter:
         """Sets hyperparameters, also those that have changed since the run began."""
         self._run.config.update(dict(values), allow_val_change=True)
 
-    def histogram(self, edges: np.ndarray, counts: np.ndarray) -> Any:
-        """Returns a histogram of at most as many bins as are allowed there."""
-        width = -(-len(counts) // _MOST_BINS)
-        starts = np.arange(0, len(counts), width)
-        counts = np.add.reduceat(counts, starts)
-        return self._wandb.Histogram(np_histogram=(counts, [*edges[starts], edges[-1]]))
-
-    def image(self, pixels: np.ndarray) -> Any:
-        """Returns an image."""
-        image = import_service("PIL.Image", "Pillow", "wandb")
-        return self._wandb.Image(image.open(io.BytesIO(as_png(pixels))))
-
-    def text(self, text: str) -> Any:
-        """Returns text that is shown as it is."""
-        return self._wandb.Html(f"<pre>{html.escape(text)}</pre>")
-
-    def close(self) -> None:
-        """Ends the run with the last of its writers."""
-        self.flush()
-        self._num_writers -= 1
-        if self._num_writers == 0:
-            self._run.finish()
-            self._run = None
-
     def _begin(self) -> None:
         path = self._run_dir / ID_FILE
         run_id = read_id(path)
@@ -119,34 +109,11 @@ class WandbWriter:
             # Kept first: if the program is killed now, the next attempt uses it.
             run_id = uuid.uuid4().hex[:12]
             keep_id(path, run_id)
-        self._run = self._wandb.init(
+        self._run = self.wandb.init(
             id=run_id, resume="allow", dir=str(self._run_dir), **self._options
         )
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
 
-
-class _Writer:
-    """Writes the summaries of one directory."""
-
-    def __init__(self, service: WandbWriter, prefix: str) -> None:
-        self._service, self._prefix = service, prefix
-        self.flush, self.close = service.flush, service.close
-
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        self._service.log(self._prefix + tag, value, step)
-
-    def histogram(
-        self, tag: str, edges: np.ndarray, counts: np.ndarray, step: int
-    ) -> None:
-        value = self._service.histogram(edges, counts)
-        self._service.log(self._prefix + tag, value, step)
-
-    def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
-        self._service.log(self._prefix + tag, self._service.image(pixels), step)
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        self._service.log(self._prefix + tag, self._service.text(text), step)
-
-    def hyperparameters(self, values: Mapping[str, Any]) -> None:
-        self._service.configure(values)
+    def _end(self) -> None:
+        self._run.finish()

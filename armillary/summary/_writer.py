@@ -1,6 +1,7 @@
-"""The protocol between a summary manager and a file format."""
+"""The protocol between a summary manager and a file format; several as one."""
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
@@ -15,12 +16,32 @@ class SummaryWriter(Protocol):
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Writes one value, which may be infinite or not a number."""
-        ...
 
     def flush(self) -> None:
         """Brings everything written so far onto the disk."""
-        ...
 
     def close(self) -> None:
         """Flushes and closes; no other method is called afterwards."""
-        ...
+
+
+class WriterGroup:
+    """Hands everything to each of several writers that has a method for it."""
+
+    def __init__(self, writers: Sequence[SummaryWriter]) -> None:
+        self._writers = writers
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        methods = [
+            getattr(writer, name) for writer in self._writers if hasattr(writer, name)
+        ]
+        if self._writers and not methods:
+            raise AttributeError(f"none of the writers has a method {name!r}")
+
+        def write(*arguments: Any) -> None:
+            for method in methods:
+                method(*arguments)
+
+        return write
+
+    def __repr__(self) -> str:
+        return ", ".join(type(writer).__name__ for writer in self._writers)

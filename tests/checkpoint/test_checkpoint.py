@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from armillary.checkpoint import Checkpoint
-from armillary.checkpoint._content import Content
+from armillary.checkpoint._leaf import Content
 from armillary.errors import DatasetStateError
 
 

@@ -9,8 +9,8 @@ from etils import epath
 
 from armillary._process import Process, get_process, set_process
 from armillary.checkpoint import Checkpoint, CheckpointManager, _joint
-from armillary.checkpoint._content import Content
 from armillary.checkpoint._joint import JointWriter, check_all_see, decide
+from armillary.checkpoint._leaf import Content
 from armillary.cluster._peers import Peers
 from armillary.errors import CheckpointError, PeerError
 from tests.peers import Store, run_together

@@ -12,8 +12,8 @@ from flax import nnx
 
 import armillary
 from armillary.checkpoint import _checkpoint
-from armillary.checkpoint._content import Content
 from armillary.checkpoint._joint import merge_refusals
+from armillary.checkpoint._leaf import Content
 from armillary.errors import CheckpointMismatchError, DatasetStateError
 from tests.peers import run_together
 
@@ -231,3 +231,27 @@ def test_a_star_stands_for_each_part_that_it_fits(tmp_path):
     kernel = model["first"].kernel[...]
     np.testing.assert_array_equal(kernel, saved["first"].kernel[...])
     np.testing.assert_array_equal(model["head"].kernel[...], before)
+
+
+@pytest.mark.parametrize(
+    ("part", "near"),
+    [
+        ("averagez", " There is 'averages', 'averages/w'."),
+        ("opt_state", " There is 'optimizer/opt_state'."),
+        ("*/x/y/z", ""),
+    ],
+)
+def test_a_part_that_is_nowhere_is_named(part, near, tmp_path, caplog):
+    objects = {
+        "averages": {"w": jnp.zeros(2)},
+        "optimizer": {"opt_state": {"mu": jnp.zeros(2)}},
+    }
+    manager = armillary.CheckpointManager(
+        armillary.Checkpoint(**objects), tmp_path, may_differ=["averages", part]
+    )
+    path = manager.save(1)
+    manager.restore_or_initialize()
+    assert caplog.messages == [
+        f"`may_differ` names {part!r}, which neither the program nor `{path}` has."
+        f"{near} Leave it out if it is gone since an earlier change."
+    ]

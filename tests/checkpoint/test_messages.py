@@ -61,6 +61,10 @@ IS_FILE = r"`directory` is .*file' is a file"
     {
         TypeError: {
             # What a checkpoint may hold.
+            "got an object of type Linear without a name, .*Use a keyword: "
+            r"`Checkpoint\(model=model\)`": (
+                lambda _: Checkpoint(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+            ),
             NOTHING % "type int": lambda _: Checkpoint(thing=3),
             NOTHING % "type str": lambda _: Checkpoint(thing="text"),
             NOTHING % "type NoneType": lambda _: Checkpoint(thing=None),
@@ -78,6 +82,13 @@ IS_FILE = r"`directory` is .*file' is a file"
             r"holds 1 values.*\n  h/name: str 'text'\n": (
                 lambda _: Checkpoint(h=NOT_NUMERIC)
             ),
+            # Where it is.
+            "`path` is 120 of type int, but it must be a path. Use a string such as "
+            '`"runs/digits/checkpoint_120"`': lambda _: Checkpoint(h=NUMERIC).read(120),
+            "`path` is 12 of .*checkpoint_12": lambda d: make(d).restore(12),
+            '`directory` is None of .* such as `"runs/digits"`, or': (
+                lambda _: make(None)
+            ),
             # The arguments of a manager.
             "`checkpoint` is of type dict": lambda d: CheckpointManager({}, d),
             "is 3 of type int": lambda d: make(d, step_counter=3),
@@ -94,6 +105,11 @@ IS_FILE = r"`directory` is .*file' is a file"
             r"`checkpoint.read\(path\)`\.$": (
                 lambda _: Checkpoint(h=NUMERIC).restore("path")
             ),
+            r"`CheckpointManager` has no attribute `read`. Use `manager.restore"
+            r"\(path\)`, or `manager.checkpoint.read\(path\)`\.$": (
+                lambda d: make(d).read("path")
+            ),
+            r"`CheckpointManager` has no attribute `model`\.$": lambda d: make(d).model,
             r"no attribute `model`\.$": lambda _: Checkpoint(model=NUMERIC).model,
         },
         ValueError: {

@@ -70,7 +70,7 @@ floats = st.floats(0, 2.0**120, width=32)
 @settings(BOUNDED, max_examples=40)
 @given(values=st.lists(floats, max_size=8), seed=st.integers(0, 3))
 def test_a_sum_of_floats_is_exact_in_any_order(values, seed):
-    total, other = FloatSum.zero(), FloatSum.zero()
+    total, other = FloatSum.zeros(256), FloatSum.zeros(256)
     for value in values:
         total.add_float(jnp.float32(value))
     for value in np.random.default_rng(seed).permutation(values):
@@ -82,7 +82,7 @@ def test_a_sum_of_floats_is_exact_in_any_order(values, seed):
 
 @pytest.mark.parametrize("value", [np.inf, np.nan, -np.inf])
 def test_a_sum_of_what_is_not_finite_is_not_a_number(value):
-    total = FloatSum.zero()
+    total = FloatSum.zeros(256)
     total.add_float(jnp.float32(value))
     assert math.isnan(total.read_float())
 

@@ -11,6 +11,7 @@ import pytest
 from armillary import _cli
 from armillary.report import _charts
 from armillary.report._run import read_run
+from tests.report.conftest import make_train
 
 
 @pytest.fixture
@@ -147,11 +148,14 @@ def test_runs_as_a_table_and_as_json(crashed, short, tmp_path, capsys):
     table = capsys.readouterr().out
     assert re.search(r"crashed .* done +40 +1 min 10 s +42.9% +train loss", table)
     assert re.search(r"short .* 3 ", table)
+    with open(short / "metrics.jsonl", "a") as file:
+        json.dump(make_train(2004.0, 4, "NaN"), file)
     assert _cli.main(["runs", str(tmp_path), "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert (first["run"], first["step"], first["attempts"]) == ("crashed", 40, 2)
     assert first["values"]["eval test/accuracy"] == 0.5
     assert (second["state"], second["goodput"]) == (None, None)
+    assert second["values"]["train/loss"] == "NaN"
 
 
 @pytest.mark.parametrize(

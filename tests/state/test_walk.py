@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.state._lift import find_slots, has_state
+from armillary.state._lift import find_slots
 from armillary.state._slots import Role
 from armillary.state._walk import Walk
 from tests.problems import Holder
@@ -180,7 +180,7 @@ def test_an_optimizer_and_its_model_share_slots():
 )
 def test_nothing_is_found_in(value):
     assert find_slots(Holder(place=value)) == []
-    assert not has_state(value)
+    assert not find_slots(value)
 
 
 def test_opaque_objects_are_not_walked():
@@ -190,7 +190,7 @@ def test_opaque_objects_are_not_walked():
 
 
 def test_has_state_sees_one_slot():
-    assert has_state(Holder(model=linear()))
+    assert find_slots(Holder(model=linear()))
 
 
 def test_a_closure_is_searched():

@@ -1,28 +1,43 @@
 """Hyperparameters are where TensorBoard looks for them."""
 
+import dataclasses
 from unittest.mock import Mock
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from armillary.summary import SummaryManager
 
+
+@dataclasses.dataclass
+class Optimizer:
+    name: str
+    nesterov: bool
+    schedule: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
 VALUES = {
     "rate": 0.1,
     "layers": 3,
-    "optimizer": {"name": "adam", "nesterov": True},
+    "optimizer": Optimizer("adam", True, {"begin": 0.1}),
     "sizes": [4, 5],
     "seed": None,
     "dtype": jnp.bfloat16,
+    "class": Optimizer,
+    "activation": jax.nn.relu,
 }
 FLAT = {
     "rate": 0.1,
     "layers": 3,
     "optimizer/name": "adam",
     "optimizer/nesterov": True,
+    "optimizer/schedule/begin": 0.1,
     "sizes": "[4, 5]",
     "seed": "None",
     "dtype": "bfloat16",
+    "class": "Optimizer",
+    "activation": "relu",
 }
 
 

@@ -40,3 +40,10 @@ def test_what_no_writer_can_write_is_an_error(tmp_path):
 def test_each_of_several_must_be_callable(tmp_path):
     with pytest.raises(TypeError, match=r"`writer_fn\[1\]` is 3 of type int"):
         SummaryManager(tmp_path, writer_fn=[Mock(), 3])
+
+
+def test_no_writer_at_all_writes_nothing(tmp_path):
+    manager = SummaryManager(tmp_path, writer_fn=[])
+    manager.write_summaries({"loss": 1.0}, step=1)
+    manager.close()
+    assert not list(tmp_path.iterdir())

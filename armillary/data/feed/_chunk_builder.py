@@ -172,11 +172,7 @@ class ChunkBuilder:
         return self.count_steps(sent)
 
     def count_steps(self, sent_types: Sequence[PyTree]) -> int:
-        """Returns how many steps fit into a chunk.
-
-        Args:
-            sent_types: For each reader, types of what travels to devices for a batch.
-        """
+        """Returns how many steps fit into a chunk, by what travels for each batch."""
         num_bytes = sum(
             count * leaf.size * leaf.dtype.itemsize
             for count, types in zip(self._batches_per_step, sent_types, strict=True)

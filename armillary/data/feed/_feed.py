@@ -309,11 +309,7 @@ class Feed(Generic[T]):
         self._is_cut_off = False
 
     def _recover(self) -> None:
-        """Reads anew what was lost to Ctrl-C.
-
-        Raises:
-            DatasetStateError: If a source cannot go back.
-        """
+        # What was lost to Ctrl-C is read anew.
         if not self._is_cut_off:
             return
         for dataset in self.datasets:

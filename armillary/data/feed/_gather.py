@@ -28,9 +28,8 @@ from armillary.data.sources._source import Source
 from armillary.typing import Batch, PyTree
 
 _ROWS = "rows"
-_MOST_ROWS = np.iinfo(
-    np.int32
-).max  # that the 32-bit numbers of a device can tell apart
+_MOST_ROWS = np.iinfo(np.int32).max
+"""How many the 32-bit numbers of a device can tell apart."""
 _FIX = "leave `place_on_device` out, so that batches are sent from the host"
 
 
@@ -38,10 +37,6 @@ class PlacedArrays:
     """The arrays of one data set on the devices of one layout.
 
     They are placed when they are first asked for, and stay as long as this object.
-
-    Args:
-        arrays: Pytree of NumPy arrays.
-        layout: Where the replicas are.
     """
 
     def __init__(self, arrays: PyTree, layout: BatchLayout) -> None:
@@ -72,9 +67,7 @@ class PlacedArrays:
 class _Rows:
     """Rows of an array, of which those are taken that a process sends to its devices.
 
-    Args:
-        array: The array.
-        numbers: Numbers of rows, of any shape.
+    Their numbers are of any shape.
     """
 
     def __init__(self, array: np.ndarray, numbers: np.ndarray) -> None:
@@ -297,11 +290,7 @@ def _with_mask(rows: Batch, batch: Batch) -> Batch:
 
 
 def _check_room(arrays: PyTree, layout: BatchLayout) -> None:
-    """Raises if a device that knows its memory has too little left.
-
-    Raises:
-        ValueError: If there is such a device.
-    """
+    # Not every device knows its memory.
     num_bytes = sum(
         leaf.size * canonical_dtype(leaf).itemsize for leaf in jax.tree.leaves(arrays)
     )

@@ -221,11 +221,7 @@ def _offer(piece: HostBatch) -> _Offer:
 
 
 def _check_all_have_some(offers: list[list[_Offer]]) -> None:
-    """Checks that every process knows what an example looks like.
-
-    Raises:
-        BatchSizeError: If some have none, in all processes.
-    """
+    # A process without any does not know what an example looks like.
     without = [index for index, own in enumerate(offers) if not own]
     if without and len(without) < len(offers):
         raise BatchSizeError(
@@ -236,11 +232,6 @@ def _check_all_have_some(offers: list[list[_Offer]]) -> None:
 
 
 def _check_kinds(heads: dict[int, _Offer], exact: bool) -> None:
-    """Checks that batches of different processes can be parts of one.
-
-    Raises:
-        BatchSizeError: If they differ in more than an evaluation allows.
-    """
     kinds = {(head.kind, None if exact else head.num_rows) for head in heads.values()}
     if len(kinds) > 1:
         shown = "\n".join(
@@ -275,11 +266,7 @@ def describe_chunk(chunk: object | None) -> str:
 
 
 def check_same_chunk(name: str, texts: list[str]) -> None:
-    """Raises if the processes have different chunks to run.
-
-    Args:
-        name: How messages call the step.
-        texts: For each process, the description of its chunk.
+    """Raises if the processes have described different chunks to run.
 
     Raises:
         PeerError: If they differ in the number of steps, or in shapes.

@@ -48,8 +48,9 @@ def decode_position(state: Any, kind: str) -> Position:
         DatasetStateError: If `state` has another form or comes from another kind of
             source.
     """
-    missing = [key for key in _REQUIRED if key not in state] if _is_dict(state) else []
-    if not _is_dict(state) or missing:
+    is_dict = isinstance(state, dict)
+    missing = [key for key in _REQUIRED if key not in state] if is_dict else []
+    if not is_dict or missing:
         found = f"it lacks {', '.join(missing)}" if missing else "it is no dictionary"
         raise DatasetStateError(
             f"`state` is {state!r:.200}, but a data position has the keys "
@@ -74,10 +75,6 @@ def decode_position(state: Any, kind: str) -> Position:
     return Position(
         epoch, _decode(state["source"]), full_size, bool(state["exhausted"])
     )
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _is_count(value: Any) -> bool:

@@ -52,12 +52,32 @@ class Prefetcher(Generic[T]):
 
         A thread that wakes up takes the interpreter from the one that has just got its
         item. So the next item is read when `read_on` is called, or one is missing.
+
+        Raises:
+            StopIteration: At the end.
         """
-        return self._channel.get()
+        channel = self._channel
+        if not channel.size and not channel.ready:
+            channel.read()
+        elif channel.size and not channel.should_stop:
+            channel.start()
+        with channel.changed:
+            while not (channel.ready or channel.has_ended or channel.should_stop):
+                channel.changed.notify_all()
+                channel.changed.wait()
+            if channel.ready:
+                channel.current = channel.ready[0]
+                return channel.current
+            if channel.error is not None:
+                raise channel.error
+            raise StopIteration
 
     def pop(self) -> None:
         """Lets go of what `head` returned."""
-        self._channel.pop()
+        # ORDER: an interrupt in between gives the item out again, and loses none.
+        self._channel.current = None
+        if self._channel.ready:
+            self._channel.ready.popleft()
 
     @property
     def current(self) -> T | None:
@@ -66,26 +86,35 @@ class Prefetcher(Generic[T]):
 
     def read_on(self) -> None:
         """Wakes the thread up, to read until `size` items are there."""
-        self._channel.read_on()
+        with self._channel.changed:
+            if not self._channel.is_full():
+                self._channel.changed.notify_all()
 
     @property
     def is_ready(self) -> bool:
         """Whether the next item, or the end, is there without waiting."""
-        return self._channel.is_ready
+        return bool(self._channel.ready) or self._channel.has_ended
 
     @property
     def ahead(self) -> T | None:
         """What `head` is going to return, if it has been read."""
-        return self._channel.ahead
+        return next(iter(self._channel.ready), None)
 
     @property
     def has_ended(self) -> bool:
         """Whether all items were given out."""
-        return self._channel.is_over
+        channel = self._channel
+        return channel.has_ended and channel.error is None and not channel.ready
 
     def is_coming(self, seconds: float) -> bool:
         """Waits that long for an item; returns whether the thread still reads it."""
-        return self._channel.is_coming(seconds)
+        channel = self._channel
+        with channel.changed:
+            if channel.thread is None or channel.should_stop or self.is_ready:
+                return False
+            channel.changed.notify_all()
+            channel.changed.wait(seconds)
+            return not self.is_ready
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Ends the thread and waits for it; what was read ahead is lost."""
@@ -98,89 +127,42 @@ class _Channel(Generic[T]):
 
     def __init__(self, items: Iterator[T], size: int) -> None:
         self._items: Iterator[T] | None = items
-        self._size = size
-        self._ready: deque[T] = deque()  # `current` is the first of them.
+        self.size = size
+        self.ready: deque[T] = deque()  # `current` is the first of them.
         self.current: T | None = None
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._should_stop = False
-        self._has_ended = False
-        self._error: BaseException | None = None
+        self.changed = threading.Condition()
+        self.thread: threading.Thread | None = None
+        self.should_stop = False
+        self.has_ended = False
+        self.error: BaseException | None = None
 
-    def get(self) -> T:
-        if not self._size and not self._ready:
-            self._read()
-        elif self._size and not self._should_stop:
-            self._start()
-        with self._changed:
-            while not (self._ready or self._has_ended or self._should_stop):
-                self._changed.notify_all()
-                self._changed.wait()
-            if self._ready:
-                self.current = self._ready[0]
-                return self.current
-            if self._error is not None:
-                raise self._error
-            raise StopIteration
-
-    def pop(self) -> None:
-        # ORDER: an interrupt in between gives the item out again, and loses none.
-        self.current = None
-        if self._ready:
-            self._ready.popleft()
-
-    def read_on(self) -> None:
-        with self._changed:
-            if not self._is_full():
-                self._changed.notify_all()
-
-    @property
-    def is_ready(self) -> bool:
-        return bool(self._ready) or self._has_ended
-
-    @property
-    def ahead(self) -> T | None:
-        return next(iter(self._ready), None)
-
-    @property
-    def is_over(self) -> bool:
-        return self._has_ended and self._error is None and not self._ready
-
-    def is_coming(self, seconds: float) -> bool:
-        with self._changed:
-            if self._thread is None or self._should_stop or self.is_ready:
-                return False
-            self._changed.notify_all()
-            self._changed.wait(seconds)
-            return not self.is_ready
-
-    def _is_full(self) -> bool:
-        return len(self._ready) - (self.current is not None) >= self._size
+    def is_full(self) -> bool:
+        return len(self.ready) - (self.current is not None) >= self.size
 
     def request_stop(self) -> None:
-        with self._changed:
-            self._should_stop, self.current = True, None
-            self._ready.clear()
-            self._changed.notify_all()
+        with self.changed:
+            self.should_stop, self.current = True, None
+            self.ready.clear()
+            self.changed.notify_all()
 
     def join(self, timeout_seconds: float | None) -> None:
-        thread = self._thread
+        thread = self.thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_seconds)
 
-    def _start(self) -> None:
+    def start(self) -> None:
         """Starts the thread, unless it was."""
-        if self._thread is None:
+        if self.thread is None:
             config: Any = jax.config
-            self._thread = threading.Thread(
+            self.thread = threading.Thread(
                 target=self._run,
                 args=(config.jax_enable_x64, config.jax_default_device),
                 name=READER_THREADS,
                 daemon=True,
             )
             _running.add(self)
-        if self._thread.ident is None:
-            self._thread.start()
+        if self.thread.ident is None:
+            self.thread.start()
 
     def _run(self, enable_x64: bool, default_device: Any) -> None:
         with jax.enable_x64(enable_x64), jax.default_device(default_device):
@@ -188,19 +170,19 @@ class _Channel(Generic[T]):
 
     def _read_ahead(self) -> None:
         while True:
-            with self._changed:
-                while self._is_full() and not self._should_stop:
-                    self._changed.wait()
-                if self._should_stop or self._has_ended:
+            with self.changed:
+                while self.is_full() and not self.should_stop:
+                    self.changed.wait()
+                if self.should_stop or self.has_ended:
                     # The iterator holds the data source; let go of it here, so that
                     # its own resources are freed.
                     self._items = None
                     return
-            self._read()
+            self.read()
 
-    def _read(self) -> None:
+    def read(self) -> None:
         """Reads one item, or notes the end or the error."""
-        if self._items is None or self._has_ended or self._should_stop:
+        if self._items is None or self.has_ended or self.should_stop:
             return
         try:
             item = next(self._items)
@@ -210,15 +192,15 @@ class _Channel(Generic[T]):
             # Whatever it is, the consumer must not wait for ever.
             self._end(error)
         else:
-            with self._changed:
-                if not self._should_stop:
-                    self._ready.append(item)
-                self._changed.notify_all()
+            with self.changed:
+                if not self.should_stop:
+                    self.ready.append(item)
+                self.changed.notify_all()
 
     def _end(self, error: BaseException | None) -> None:
-        with self._changed:
-            self._has_ended, self._error = True, error
-            self._changed.notify_all()
+        with self.changed:
+            self.has_ended, self.error = True, error
+            self.changed.notify_all()
 
 
 _running: weakref.WeakSet[_Channel] = weakref.WeakSet()

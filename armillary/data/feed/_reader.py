@@ -8,8 +8,6 @@ from armillary.data.feed._prefetch import Prefetcher
 from armillary.data.feed._split import HostBatch, Splitter
 from armillary.data.feed._stream import BatchStream
 
-_CLOSE_TIMEOUT_SECONDS = 5.0
-
 
 class BatchReader:
     """Yields host batches; made by `DistributedDataset.make_reader`.

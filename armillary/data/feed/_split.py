@@ -153,11 +153,7 @@ class Splitter:
             yield group
 
     def _round_down(self, num_rows: int, full_size: int) -> int:
-        """Returns how many rows of a batch `"drop"` keeps.
-
-        Raises:
-            BatchSizeError: If it would keep none.
-        """
+        # So many rows of a batch `"drop"` keeps.
         if self.per_replica_batches:
             return full_size
         if num_rows < self._num_shares:

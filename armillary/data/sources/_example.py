@@ -79,11 +79,7 @@ class FixedLenFeature:
 
 
 class ExampleParser:
-    """Makes batches of records.
-
-    Args:
-        features: What to read, by name.
-    """
+    """Makes batches of records."""
 
     def __init__(self, features: Mapping[str, FixedLenFeature]) -> None:
         self._features = features
@@ -131,11 +127,6 @@ class ExampleParser:
 def _read_values(
     stored: Mapping[str, Any], name: str, feature: FixedLenFeature
 ) -> np.ndarray:
-    """Returns one feature of one example, in its shape and dtype.
-
-    Raises:
-        TFRecordError: If the example does not hold it so.
-    """
     kind = stored[name].WhichOneof("kind") if name in stored else None
     if kind is None:
         if feature.default_value is None:
@@ -180,11 +171,7 @@ def _as_array(values: Sequence[Any], kind: str) -> np.ndarray:
 def _read_raw(
     values: Sequence[bytes], name: str, feature: FixedLenFeature
 ) -> np.ndarray:
-    """Returns numbers that were written as the bytes of an array.
-
-    Raises:
-        TFRecordError: If there are more or fewer bytes.
-    """
+    # They were written as the bytes of an array.
     size = math.prod(feature.shape) * feature.dtype.itemsize
     if len(values) != 1 or len(values[0]) != size:
         found = " + ".join(str(len(value)) for value in values[:3]) or "0"

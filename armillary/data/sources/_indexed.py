@@ -93,12 +93,7 @@ class IndexedDataset(abc.ABC):
 
 
 class IndexedIterator:
-    """Draws the rows of one batch after another.
-
-    Args:
-        dataset: Has the examples, and says in which order they come.
-        epoch: The epoch to begin with.
-    """
+    """Draws the rows of one batch after another, from an epoch on."""
 
     def __init__(self, dataset: IndexedDataset, epoch: int) -> None:
         self._dataset = dataset

@@ -69,7 +69,8 @@ class IteratorSource:
         self._is_used = False
         self.is_repositionable = has_position(iterator)
         # An iterator with a position can be taken back to where it was given to us.
-        self._start = self._read_state() if self.is_repositionable else None
+        can_go_back = self.is_repositionable
+        self._start = OwnIterator(iterator).get_state() if can_go_back else None
 
     def make_iterator(self, epoch: int) -> "OwnIterator":
         """Returns the iterator, at its start.
@@ -89,9 +90,6 @@ class IteratorSource:
             iterator.set_state(copy.deepcopy(self._start))
         self._is_used = True
         return iterator
-
-    def _read_state(self) -> Any:
-        return OwnIterator(self._iterator).get_state()
 
 
 class OwnIterator:

@@ -24,9 +24,6 @@ class RecordFiles:
     Files are opened for each batch, so that there may be any number of them, and read
     by position, so that several threads may do it.
 
-    Args:
-        paths: The files.
-
     Raises:
         TFRecordError: If a file is damaged, or no TFRecord file.
     """
@@ -57,27 +54,20 @@ class RecordFiles:
         for file in np.unique(records[:, 0]).tolist():
             path = self._paths[file]
             places = np.flatnonzero(records[:, 0] == file)
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
+            with open(path, "rb", buffering=0) as opened:
                 for place, (_, number, offset, size) in zip(
                     places.tolist(), records[places].tolist(), strict=True
                 ):
                     name = _name(path, number, offset)
-                    data[place] = _read_data(descriptor, offset, size, name)
-            finally:
-                os.close(descriptor)
+                    data[place] = _read_data(opened.fileno(), offset, size, name)
         return data
 
 
 def _find_records(path: str, file: int) -> np.ndarray:
-    """Returns a row for each record: its file, its number, offset and size of the data.
-
-    Raises:
-        TFRecordError: If the file is damaged.
-    """
+    # A row for each record: its file, its number, offset and size of the data.
     places: list[tuple[int, int, int, int]] = []
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with open(path, "rb", buffering=0) as opened:
+        descriptor = opened.fileno()
         end, offset = os.fstat(descriptor).st_size, 0
         while offset < end:
             header = os.pread(descriptor, _HEADER.size, offset)
@@ -95,8 +85,6 @@ def _find_records(path: str, file: int) -> np.ndarray:
                     f"{name} is cut off: it has {size} bytes, and the file ends "
                     f"{offset - end} bytes before the end of the record. {_FIX}"
                 )
-    finally:
-        os.close(descriptor)
     return np.array(places, np.int64).reshape(-1, 4)
 
 

@@ -38,11 +38,6 @@ def as_tf_data_source(source: Any) -> IterableSource | None:
 
 
 def _check_elements(spec: Any) -> None:
-    """Raises if elements hold something else than arrays with a batch axis.
-
-    Raises:
-        TypeError: If they do.
-    """
     wrong = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
         problem = _find_problem(leaf)

@@ -6,7 +6,6 @@ arrays that share their memory. Nothing here imports PyTorch.
 
 import io
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -32,11 +31,7 @@ def as_torch_source(source: Any) -> IterableSource | StatefulSource | None:
             pack=_pack,
             unpack=_unpack,
         )
-
-    def make() -> Iterator[Batch]:
-        return map(as_numpy, iter(source))
-
-    return IterableSource(make, name, copies=copies)
+    return IterableSource(lambda: map(as_numpy, source), name, copies=copies)
 
 
 def as_numpy(batch: Any) -> Batch:

@@ -4,6 +4,7 @@ JSON knows no NaN and no infinity, so these are strings: `"NaN"`, `"Infinity"` a
 `"-Infinity"`.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+# To look at abstract types takes most of the time of a record.
+_EXACT = frozenset({bool, int, str, type(None)})
 
 
 def find_numbers(output: Mapping[Any, Any], path: str = "") -> dict[str, int | float]:
@@ -33,13 +36,22 @@ def find_numbers(output: Mapping[Any, Any], path: str = "") -> dict[str, int | f
 
 
 def as_json(value: Any) -> Any:
-    """Returns what JSON can hold: what it knows no kind for becomes a string."""
+    """Returns what JSON can hold: what it knows no kind for becomes a string.
+
+    A dataclass becomes a dictionary of its fields.
+    """
+    kind = type(value)
+    if kind in _EXACT or (kind is float and math.isfinite(value)):
+        return value
     if isinstance(value, Mapping):
         return {str(name): as_json(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [as_json(item) for item in value]
-    if value is None or isinstance(value, bool | str):
+    if isinstance(value, str):
         return value
+    if dataclasses.is_dataclass(kind):
+        fields = dataclasses.fields(value)
+        return {each.name: as_json(getattr(value, each.name)) for each in fields}
     number = _as_number(value)
     if number is None:
         return getattr(value, "__name__", None) or str(value)
@@ -69,6 +81,8 @@ def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _as_number(value: Any) -> int | float | None:
+    if type(value) is float:
+        return value
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         kind = value.dtype
         if value.shape != () or not (
