@@ -287,7 +287,7 @@ class Strategy:
                 return (
                     jnp.sum(rows, axes) if op is ReduceOp.SUM else jnp.mean(rows, axes)
                 )
-            _check_whole("strategy.reduce", leaf)
+            self._check_whole("strategy.reduce", leaf)
             if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
                 if isinstance(leaf, int | float) and leaf == 0:
                     return leaf
@@ -324,7 +324,7 @@ class Strategy:
 
         def gather_leaf(leaf: Any) -> Any:
             if not is_per_replica(leaf):
-                _check_whole("strategy.gather", leaf)
+                self._check_whole("strategy.gather", leaf)
                 return leaf
             rows, shape = leaf.active, leaf.active.shape[1:]
             if not -len(shape) <= axis < len(shape):
@@ -367,7 +367,7 @@ class Strategy:
 
     def _local_parts(self, leaf: Any) -> list[Any] | None:
         if not is_per_replica(leaf):
-            _check_whole("strategy.local_results", leaf)
+            self._check_whole("strategy.local_results", leaf)
             return None
         parts, peers = leaf.parts(), self.peers
         if peers is None:
@@ -376,6 +376,20 @@ class Strategy:
         own = self.layout.local_replicas
         local = hosted_replicas(own, self._num_replicas, count)
         return [part for replica, part in parts.items() if replica in local]
+
+    def _check_whole(self, function: str, leaf: Any) -> None:
+        """Raises if a leaf is a part of a value, or stands for one elsewhere.
+
+        Raises:
+            ValueError: If so.
+        """
+        if is_inside(leaf):
+            raise ValueError(
+                f"`{function}` was given the array inside a `PerReplica`, which "
+                "`jax.tree.map` takes apart. It takes a whole nest: write "
+                f"`{function}(..., nest)`, or add `is_leaf=armillary.distribute."
+                "is_per_replica` to `jax.tree.map`."
+            )
 
     def distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
@@ -484,16 +498,6 @@ def _check_divided(strategy: Strategy, arguments: PyTree) -> None:
             "so each replica would get the whole batch. Pass `strategy=strategy` "
             "to the `Controller`, assign it to an attribute of the trainer "
             "(`self.strategy = strategy`), or call the step in `strategy.scope()`."
-        )
-
-
-def _check_whole(function: str, leaf: Any) -> None:
-    if is_inside(leaf):
-        raise ValueError(
-            f"`{function}` was given the array inside a `PerReplica`, which "
-            "`jax.tree.map` takes apart. It takes a whole nest: write "
-            f"`{function}(..., nest)`, or add `is_leaf=armillary.distribute."
-            "is_per_replica` to `jax.tree.map`."
         )
 
 
