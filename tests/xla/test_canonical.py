@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from armillary.xla import _lowerings, use_canonical_convolutions
 from armillary.xla._convolutions import convolve
-from armillary.xla._lowerings import Canonical
+from armillary.xla._lowerings import Lowered, canonically
 from armillary.xla._steps import compile_step, has_slow_loop
 from tests.xla.arrays import IMAGES, assert_close, make
 
@@ -213,7 +213,7 @@ def test_threads_lower_apart(problem, restored, monkeypatch):
     own = jax.jit(train)
     expected = own.lower(kernels, chunk[0]).as_text()
     found: list[str] = []
-    inside = Canonical(jax.jit(lambda *args: train(*args)))
+    inside = Lowered(jax.jit(lambda *args: train(*args)), canonically)
 
     def lower_meanwhile(*args: Any, **parameters: Any) -> Any:
         if not found:
@@ -225,7 +225,7 @@ def test_threads_lower_apart(problem, restored, monkeypatch):
         return convolve(*args, **parameters)
 
     use = compile_step(train, jax.make_jaxpr(train)(kernels, chunk[0]), "cpu", None)
-    assert isinstance(use, Canonical)
+    assert isinstance(use, Lowered)
     monkeypatch.setattr(_lowerings, "convolve", lower_meanwhile)
     text = inside.lower(kernels, chunk[0]).as_text()
     assert "select_and_scatter" not in text

@@ -298,6 +298,16 @@ def test_a_call_that_ends_its_worker_is_not_run_for_ever(coordinator, monkeypatc
     assert after.has_ended
 
 
+def test_a_round_of_calls_that_end_their_workers_ends(synchronous, monkeypatch):
+    monkeypatch.setattr(_calls, "_MOST_LOSSES", 2)
+    coordinator = ClusterCoordinator(synchronous)
+    for _ in range(2):
+        coordinator.schedule(lambda: os._exit(1))
+    with pytest.raises(RuntimeError, match=r"lost its worker 2 times .* not run again"):
+        coordinator.join()
+    assert coordinator.schedule(lambda: 1).fetch() == 1
+
+
 def test_a_lost_server_is_an_error_after_which_training_resumes(
     coordinator, problem, kill, tmp_path
 ):
