@@ -252,7 +252,9 @@ class Strategy:
     def reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None = None
     ) -> PyTree:
-        """Combines the values of all replicas into one.
+        """Combines the values of all replicas into one, the same in every process.
+
+        All processes of the strategy must call it.
 
         Args:
             reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`.
@@ -274,7 +276,7 @@ class Strategy:
         require_cross_replica_context(
             "strategy.reduce", "use `get_replica_context().all_reduce` there", self
         )
-        op = ReduceOp.of(reduce_op)
+        op, value = ReduceOp.of(reduce_op), self._collect(value)
 
         def reduce_leaf(leaf: Any) -> Any:
             if is_per_replica(leaf):
@@ -304,7 +306,9 @@ class Strategy:
 
     @hides_frames
     def gather(self, value: PyTree, axis: int) -> PyTree:
-        """Joins the values of all replicas along an axis.
+        """Joins the values of all replicas along an axis, the same in every process.
+
+        All processes of the strategy must call it.
 
         Args:
             value: A pytree of `PerReplica` values.
@@ -321,6 +325,7 @@ class Strategy:
         require_cross_replica_context(
             "strategy.gather", "use `get_replica_context().all_gather` there", self
         )
+        value = self._collect(value)
 
         def gather_leaf(leaf: Any) -> Any:
             if not is_per_replica(leaf):
@@ -459,6 +464,10 @@ class Strategy:
     def make_numpy_dataset(self, arrays: PyTree, **options: Any) -> ArrayDataset:
         """Returns a dataset of arrays in memory; see `armillary.data.from_arrays`."""
         return from_arrays(arrays, **options)
+
+    def _collect(self, value: PyTree) -> PyTree:
+        """Returns values of all processes as arrays of this one: by default as is."""
+        return value
 
     def _outside(self, value: PyTree) -> PyTree:
         """Returns a result that was computed from several devices' values."""

@@ -150,9 +150,6 @@ def partitioned(split: Split) -> Iterator[None]:
 
     Left to itself, it may divide them by places of the image, by features, or where
     devices get unequal shares; gradients are then wrong (JAX 0.10.2).
-
-    Args:
-        split: Says how an axis of examples is divided.
     """
     with _split(split), _is_canonical(False):
         yield

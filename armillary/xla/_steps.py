@@ -97,10 +97,6 @@ def _choose_options(
 def partition(compiled: Callable[..., Any], split: Split) -> Lowered:
     """Returns a program, perhaps with convolutions, that XLA divides rightly.
 
-    Args:
-        compiled: What `jax.jit` returned.
-        split: Says how an axis of examples is divided.
-
     Raises:
         RuntimeError: If JAX cannot be told how.
     """

@@ -29,10 +29,10 @@ from armillary.distribute.parameter_server._variables import Variables
 from armillary.distribute.program._function import (
     code_of,
     identity_of,
-    is_static,
     kind_of,
 )
 from armillary.state._functions import captured
+from armillary.state._holders import is_claimed
 from armillary.typing import PyTree
 
 _MANY_TASKS = 16
@@ -140,7 +140,7 @@ class ClusterCoordinator:
         dispatcher, calls = self._dispatcher, self._dispatcher.calls
         calls.raise_error()
         leaves, tree = jax.tree.flatten(
-            (tuple(args or ()), dict(kwargs or {})), is_leaf=is_static
+            (tuple(args or ()), dict(kwargs or {})), is_leaf=is_claimed
         )
         task = self._get_task(fn, leaves, tree)
         with self._needing_servers():

@@ -88,10 +88,6 @@ def epochs_as_one(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
 
     A model that was compiled with `steps_per_execution` takes as many.
 
-    Args:
-        model: The model.
-        arguments: Those of `fit`.
-
     Raises:
         ValueError: If nothing tells how many steps an epoch has.
     """

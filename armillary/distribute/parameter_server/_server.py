@@ -1,5 +1,6 @@
 """A parameter server: holds variables, and applies what workers send, as it arrives."""
 
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -73,8 +74,9 @@ class ParameterServer:
         self._version = 0
         self._snapshots: dict[tuple[Part, ...], tuple[int, Any]] = {}
 
-    def greet(self) -> None:
-        """Answers, which tells that it is up."""
+    def greet(self) -> tuple[int, str]:
+        """Returns the process number and the address of the machine."""
+        return os.getpid(), import_ray().util.get_node_ip_address()
 
     def put(self, types: dict[int, ArrayType], values: dict[Part, np.ndarray]) -> None:
         """Sets parts of variables, new ones or others."""

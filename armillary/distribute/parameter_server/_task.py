@@ -298,13 +298,7 @@ class _Analysis:
 def _prune(
     program: core.ClosedJaxpr, outputs: list[Any], kept: bool | list[bool] = False
 ) -> tuple[core.ClosedJaxpr, list[int]]:
-    """Returns the part of a program that computes some of its values, and its inputs.
-
-    Args:
-        program: The program.
-        outputs: The values.
-        kept: Which of its inputs the part takes in any case.
-    """
+    """Returns the part of a program that makes some of its values, and its inputs."""
     # The names of its outputs are no longer as many as they.
     info = program.jaxpr.debug_info.with_unknown_names()
     whole = program.jaxpr.replace(debug_info=info, outvars=outputs)

@@ -61,12 +61,7 @@ class ReplicaComparison:
 
 
 def check_equal(sums: np.ndarray, paths: Sequence[str], when: str) -> None:
-    """Raises if replicas hold different values.
-
-    Args:
-        sums: What `ReplicaComparison.start` returned, fetched.
-        paths: The path of each array.
-        when: When the copies were compared, for the message.
+    """Raises if replicas hold different values, by what `ReplicaComparison` summed.
 
     Raises:
         ReplicaDivergenceError: If any two replicas differ in any array.

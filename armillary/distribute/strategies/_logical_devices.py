@@ -20,11 +20,6 @@ def split_over(
 ) -> jax.Array:
     """Returns an array of which each device along `tensor` has a part.
 
-    Args:
-        mesh: The mesh.
-        tensor: The array.
-        partition_dimensions: In how many parts each of its axes is split.
-
     Raises:
         ValueError: If there is no such way to split it.
     """

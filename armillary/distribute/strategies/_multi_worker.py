@@ -68,14 +68,7 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
 
         The data sets of the processes may differ in length: training ends with the
         shortest one, and a complete evaluation uses every example of all.
-
-        Args:
-            dataset_fn: Called once in each process with its `InputContext`; see
-                `Strategy.distribute_datasets_from_function`.
-            options: How to treat remainders, and whether to read ahead.
-
-        Returns:
-            A dataset to iterate with `for` or `next`, or to give to a trainer.
+        See `Strategy.distribute_datasets_from_function` for what it takes.
         """
         dataset = super().distribute_datasets_from_function(dataset_fn, options)
         if self.peers is None:

@@ -138,14 +138,7 @@ class ShardedStrategy(JoinedStrategy):
 
         Inside, it spans that many. `fsdp` and `tensor` keep the sizes that
         `mesh_shape` gave them, and `data` grows; without a `mesh_shape`, all devices
-        are along `fsdp`.
-
-        Args:
-            num_devices: How many there are.
-            platform: What kind they are, such as `"tpu"`.
-
-        Yields:
-            Their mesh.
+        are along `fsdp`. See `Strategy.described` for what it takes.
 
         Raises:
             ValueError: If `fsdp` and `tensor` do not divide their number, or it spans
@@ -182,12 +175,8 @@ class ShardedStrategy(JoinedStrategy):
     ) -> DistributedDataset:
         """Returns a dataset that takes each global batch from the user's own.
 
-        Args:
-            dataset_fn: Called with an `InputContext` of one replica.
-            options: How to treat remainders, and how far to read ahead.
-
-        Returns:
-            A dataset to iterate with `for` or `next`, or to give to a trainer.
+        Its function is called with an `InputContext` of one replica. See
+        `Strategy.distribute_datasets_from_function` for what it takes.
 
         Raises:
             ValueError: If it spans several processes.
