@@ -174,12 +174,7 @@ def _install_rules() -> None:
 
 
 class _ConvolutionRule:
-    """Lowers a convolution in order where that is asked for, else as JAX does.
-
-    Args:
-        own: JAX's rule.
-        has_canonical: Whether that may be asked for.
-    """
+    """Lowers a convolution in order where that is asked for, else as JAX does."""
 
     def __init__(self, own: Callable[..., Any], *, has_canonical: bool = True) -> None:
         self._own, self._has_canonical = own, has_canonical
@@ -219,11 +214,7 @@ class _ConvolutionRule:
 
 
 class _PoolRule:
-    """Lowers the gradient of max-pooling without a scatter, as `_ConvolutionRule`.
-
-    Args:
-        own: JAX's rule.
-    """
+    """Lowers the gradient of max-pooling without a scatter, as `_ConvolutionRule`."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self._own = own

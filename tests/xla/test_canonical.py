@@ -26,14 +26,16 @@ from tests.xla.arrays import IMAGES, assert_close, make
 @pytest.fixture
 def restored() -> Iterator[None]:
     """Puts JAX's own rules in place, and afterwards what was there."""
-    rules = mlir._platform_specific_lowerings["cpu"]
-    saved = dict(rules)
+    tables = mlir._platform_specific_lowerings
+    saved = {platform: dict(rules) for platform, rules in tables.items()}
+    rules = tables["cpu"]
     for primitive in (lax.conv_general_dilated_p, lax.select_and_scatter_add_p):
         own = getattr(rules[primitive].rule, "_own", rules[primitive].rule)
         mlir.register_lowering(primitive, own, platform="cpu")
     yield
-    rules.clear()
-    rules.update(saved)
+    for platform, before in saved.items():
+        tables[platform].clear()
+        tables[platform].update(before)
     _lowerings._is_canonical.set_global(False)
 
 

@@ -319,12 +319,7 @@ class Calls:
             self._changed.notify_all()
 
     def lose(self, worker: WorkerState, why: str) -> int:
-        """Queues the calls of a lost worker before all others; returns how many.
-
-        Args:
-            worker: The worker.
-            why: What tells that it is lost.
-        """
+        """Queues the calls of a lost worker before all others; returns how many."""
         lost = [each.closure for each in worker.running.values()]
         # The others have waited for the first.
         for closure in lost[:1]:

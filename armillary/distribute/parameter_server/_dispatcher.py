@@ -46,10 +46,6 @@ class Statistics:
 class Dispatcher:
     """The thread.
 
-    Args:
-        settings: How calls are given out.
-        variables: Where variables live.
-
     Attributes:
         servers: The actors of parameter servers.
         calls: The calls that have not ended.

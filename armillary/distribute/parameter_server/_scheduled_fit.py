@@ -22,12 +22,7 @@ _WAITING = 4
 
 
 class ScheduledSteps:
-    """What Keras calls to train, instead of a compiled step.
-
-    Args:
-        model: A compiled model.
-        strategy: Its strategy.
-    """
+    """What Keras calls to train, instead of a compiled step."""
 
     def __init__(self, model: Any, strategy: Any) -> None:
         self.model, self.strategy = model, strategy

@@ -24,12 +24,7 @@ from armillary.errors import ReplicaDivergenceError
 
 
 class ReplicaComparison:
-    """Compares the copies that the replicas of a mesh hold of some arrays.
-
-    Args:
-        mesh: The strategy's devices, or `None` for a single one.
-        dispatch: The strategy's, for starting a program.
-    """
+    """Compares the copies that the replicas of a mesh hold of some arrays."""
 
     def __init__(self, mesh: Mesh | None, dispatch: Dispatch) -> None:
         self._mesh, self._dispatch = mesh, dispatch

@@ -181,11 +181,6 @@ class ReplicaContext:
     ) -> PyTree:
         """Runs `fn` in this replica again, as `strategy.run` does inside `merge_call`.
 
-        Args:
-            fn: The function.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-
         Returns:
             What it returned, each array as a `PerReplica`.
         """

@@ -99,11 +99,7 @@ def set_strategy(strategy: "Strategy | None") -> None:
 
 
 class Scope:
-    """A strategy's scope, which may be entered again and again.
-
-    Args:
-        strategy: The strategy.
-    """
+    """A strategy's scope, which may be entered again and again."""
 
     def __init__(self, strategy: "Strategy") -> None:
         self._strategy = strategy
