@@ -27,15 +27,15 @@ from tests.xla.arrays import IMAGES, assert_close, make
 def restored() -> Iterator[None]:
     """Puts JAX's own rules in place, and afterwards what was there."""
     tables = mlir._platform_specific_lowerings
-    saved = {platform: dict(rules) for platform, rules in tables.items()}
+    saved = [(rules, dict(rules)) for rules in tables.values()]
     rules = tables["cpu"]
     for primitive in (lax.conv_general_dilated_p, lax.select_and_scatter_add_p):
         own = getattr(rules[primitive].rule, "_own", rules[primitive].rule)
         mlir.register_lowering(primitive, own, platform="cpu")
     yield
-    for platform, before in saved.items():
-        tables[platform].clear()
-        tables[platform].update(before)
+    for table, before in saved:
+        table.clear()
+        table.update(before)
     _lowerings._is_canonical.set_global(False)
 
 
