@@ -84,8 +84,8 @@ class MirroredStrategy(Strategy):
 
     @property
     def layout(self) -> BatchLayout:
-        """One row of a batch on each device, given by the process that has it."""
-        return ReplicaLayout(self._replica_mesh, self.peers)
+        """One row of a batch on each device."""
+        return ReplicaLayout(self._replica_mesh)
 
     def state_shardings(self, state: State) -> Sequence[Sharding | None]:
         """A copy of every array on each device."""

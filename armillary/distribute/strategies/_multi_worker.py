@@ -11,7 +11,9 @@ from armillary.cluster._communication import CommunicationOptions
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
 from armillary.data._input_context import InputContext
+from armillary.data._layout import BatchLayout
 from armillary.data._options import InputOptions
+from armillary.distribute.strategies._layouts import ReplicaLayout
 from armillary.distribute.strategies._mirrored import MirroredStrategy
 from armillary.distribute.strategies._processes import JoinedStrategy, order_devices
 
@@ -58,6 +60,11 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:
         """Returns the devices of this process, or of all if it has joined them."""
         return jax.devices() if is_joined else jax.local_devices()
+
+    @property
+    def layout(self) -> BatchLayout:
+        """One row of a batch on each device, given by the process that has it."""
+        return ReplicaLayout(self._replica_mesh, self.peers)
 
     def distribute_datasets_from_function(
         self,
