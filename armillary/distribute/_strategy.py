@@ -252,7 +252,9 @@ class Strategy:
     def reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None = None
     ) -> PyTree:
-        """Combines the values of all replicas into one.
+        """Combines the values of all replicas into one, the same in every process.
+
+        All processes of the strategy must call it.
 
         Args:
             reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`.
@@ -274,7 +276,7 @@ class Strategy:
         require_cross_replica_context(
             "strategy.reduce", "use `get_replica_context().all_reduce` there", self
         )
-        op = ReduceOp.of(reduce_op)
+        op, value = ReduceOp.of(reduce_op), self._collect(value)
 
         def reduce_leaf(leaf: Any) -> Any:
             if is_per_replica(leaf):
@@ -287,7 +289,7 @@ class Strategy:
                 return (
                     jnp.sum(rows, axes) if op is ReduceOp.SUM else jnp.mean(rows, axes)
                 )
-            _check_whole("strategy.reduce", leaf)
+            self._check_whole("strategy.reduce", leaf)
             if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
                 if isinstance(leaf, int | float) and leaf == 0:
                     return leaf
@@ -304,7 +306,9 @@ class Strategy:
 
     @hides_frames
     def gather(self, value: PyTree, axis: int) -> PyTree:
-        """Joins the values of all replicas along an axis.
+        """Joins the values of all replicas along an axis, the same in every process.
+
+        All processes of the strategy must call it.
 
         Args:
             value: A pytree of `PerReplica` values.
@@ -321,10 +325,11 @@ class Strategy:
         require_cross_replica_context(
             "strategy.gather", "use `get_replica_context().all_gather` there", self
         )
+        value = self._collect(value)
 
         def gather_leaf(leaf: Any) -> Any:
             if not is_per_replica(leaf):
-                _check_whole("strategy.gather", leaf)
+                self._check_whole("strategy.gather", leaf)
                 return leaf
             rows, shape = leaf.active, leaf.active.shape[1:]
             if not -len(shape) <= axis < len(shape):
@@ -367,7 +372,7 @@ class Strategy:
 
     def _local_parts(self, leaf: Any) -> list[Any] | None:
         if not is_per_replica(leaf):
-            _check_whole("strategy.local_results", leaf)
+            self._check_whole("strategy.local_results", leaf)
             return None
         parts, peers = leaf.parts(), self.peers
         if peers is None:
@@ -376,6 +381,20 @@ class Strategy:
         own = self.layout.local_replicas
         local = hosted_replicas(own, self._num_replicas, count)
         return [part for replica, part in parts.items() if replica in local]
+
+    def _check_whole(self, function: str, leaf: Any) -> None:
+        """Raises if a leaf is a part of a value, or stands for one elsewhere.
+
+        Raises:
+            ValueError: If so.
+        """
+        if is_inside(leaf):
+            raise ValueError(
+                f"`{function}` was given the array inside a `PerReplica`, which "
+                "`jax.tree.map` takes apart. It takes a whole nest: write "
+                f"`{function}(..., nest)`, or add `is_leaf=armillary.distribute."
+                "is_per_replica` to `jax.tree.map`."
+            )
 
     def distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
@@ -446,6 +465,10 @@ class Strategy:
         """Returns a dataset of arrays in memory; see `armillary.data.from_arrays`."""
         return from_arrays(arrays, **options)
 
+    def _collect(self, value: PyTree) -> PyTree:
+        """Returns values of all processes as arrays of this one: by default as is."""
+        return value
+
     def _outside(self, value: PyTree) -> PyTree:
         """Returns a result that was computed from several devices' values."""
         self.dispatch.finish(value)
@@ -484,16 +507,6 @@ def _check_divided(strategy: Strategy, arguments: PyTree) -> None:
             "so each replica would get the whole batch. Pass `strategy=strategy` "
             "to the `Controller`, assign it to an attribute of the trainer "
             "(`self.strategy = strategy`), or call the step in `strategy.scope()`."
-        )
-
-
-def _check_whole(function: str, leaf: Any) -> None:
-    if is_inside(leaf):
-        raise ValueError(
-            f"`{function}` was given the array inside a `PerReplica`, which "
-            "`jax.tree.map` takes apart. It takes a whole nest: write "
-            f"`{function}(..., nest)`, or add `is_leaf=armillary.distribute."
-            "is_per_replica` to `jax.tree.map`."
         )
 
 

@@ -8,7 +8,6 @@ from armillary.keras._model import (
     check_compiled,
     compute_loss,
     distribute,
-    results,
     track_loss,
 )
 from armillary.trainer._options import StandardEvaluatorOptions
@@ -54,7 +53,7 @@ class KerasEvaluator(StandardEvaluator):
     def eval_end(self, *state: Any) -> Output:
         """Returns the loss and the metrics of the model."""
         del state
-        return results(self.model)
+        return dict(self.model.get_metrics_result())
 
     def _add(self, batch: Batch) -> None:
         context = require_replica_context("KerasEvaluator", "")

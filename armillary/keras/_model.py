@@ -9,7 +9,7 @@ from armillary.data._dataset import DistributedDataset
 from armillary.distribute.replica._context import get_strategy
 from armillary.keras._backend import import_keras
 from armillary.keras._scaling import scaled_for_replicas
-from armillary.typing import Batch, Output
+from armillary.typing import Batch
 
 
 def check_compiled(model: Any) -> None:
@@ -84,8 +84,3 @@ def track_loss(
 ) -> None:
     """Updates the metric of the loss with what `compute_loss` returned."""
     model._loss_tracker.update_state(loss * num_replicas, sample_weight=num_examples)
-
-
-def results(model: Any) -> Output:
-    """Returns what the metrics of a model hold, as `model.evaluate` does."""
-    return dict(model.get_metrics_result())

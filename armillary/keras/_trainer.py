@@ -10,7 +10,6 @@ from armillary.keras._model import (
     check_compiled,
     compute_loss,
     distribute,
-    results,
     track_loss,
 )
 from armillary.trainer._hooks import without_python
@@ -62,7 +61,7 @@ class KerasTrainer(StandardTrainer):
     @without_python
     def train_loop_end(self) -> Output:
         """Returns the loss and the metrics of the model."""
-        return results(self.model)
+        return dict(self.model.get_metrics_result())
 
     def _update(self, batch: Batch) -> None:
         model, optimizer = self.model, self.model.optimizer

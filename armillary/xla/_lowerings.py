@@ -9,6 +9,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -102,7 +103,7 @@ def use_canonical_convolutions() -> bool:
 def has_rules() -> bool:
     """Returns whether JAX can be made to lower canonically, and prepares it for that.
 
-    Until `Canonical` or `use_canonical_convolutions` asks, its own rules do the work.
+    Until `canonically` or `use_canonical_convolutions` asks, its own rules do the work.
     """
     try:
         _install_rules()
@@ -111,59 +112,47 @@ def has_rules() -> bool:
     return True
 
 
-class Partitioned:
-    """A program whose convolutions XLA divides between devices by examples only.
-
-    Left to itself, it may divide them by places of the image, by features, or where
-    devices get unequal shares; gradients are then wrong (JAX 0.10.2).
-
-    Args:
-        compiled: What `jax.jit` returned.
-        split: Says how an axis of examples is divided.
-    """
-
-    def __init__(self, compiled: Any, split: Split) -> None:
-        self._compiled, self._split = compiled, split
-
-    def __call__(self, *args: Any) -> Any:
-        """Runs the program."""
-        with partitioned(self._split):
-            return self._compiled(*args)
-
-    def lower(self, *args: Any) -> jax.stages.Lowered:
-        """Returns what the compiler gets."""
-        with partitioned(self._split):
-            return self._compiled.lower(*args)
-
-
-@contextlib.contextmanager
-def partitioned(split: Split) -> Iterator[None]:
-    """Lowers as for `Partitioned` what JAX lowers meanwhile, in this thread."""
-    with _split(split), _is_canonical(False):
-        yield
-
-
-class Canonical:
-    """A program that is lowered canonically, whenever it is.
+class Lowered:
+    """A program that is lowered in another way than JAX's, whenever it is.
 
     Other programs are not, neither of this thread nor of others that lower meanwhile.
 
     Args:
         compiled: What `jax.jit` returned.
+        context: Makes the context in which the program is lowered so: `canonically`, or
+            `partitioned` with a split.
     """
 
-    def __init__(self, compiled: Any) -> None:
-        self._compiled = compiled
+    def __init__(
+        self, compiled: Any, context: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self._compiled, self._context = compiled, context
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program."""
-        with _is_canonical(True):
+        with self._context():
             return self._compiled(*args)
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """Returns what the compiler gets."""
-        with _is_canonical(True):
+        with self._context():
             return self._compiled.lower(*args)
+
+
+def canonically() -> AbstractContextManager[Any]:
+    """Lowers canonically what JAX lowers meanwhile, in this thread."""
+    return _is_canonical(True)
+
+
+@contextlib.contextmanager
+def partitioned(split: Split) -> Iterator[None]:
+    """Has XLA divide convolutions that JAX lowers meanwhile by examples only.
+
+    Left to itself, it may divide them by places of the image, by features, or where
+    devices get unequal shares; gradients are then wrong (JAX 0.10.2).
+    """
+    with _split(split), _is_canonical(False):
+        yield
 
 
 def _install_rules() -> None:
@@ -185,12 +174,7 @@ def _install_rules() -> None:
 
 
 class _ConvolutionRule:
-    """Lowers a convolution in order where that is asked for, else as JAX does.
-
-    Args:
-        own: JAX's rule.
-        has_canonical: Whether that may be asked for.
-    """
+    """Lowers a convolution in order where that is asked for, else as JAX does."""
 
     def __init__(self, own: Callable[..., Any], *, has_canonical: bool = True) -> None:
         self._own, self._has_canonical = own, has_canonical
@@ -230,11 +214,7 @@ class _ConvolutionRule:
 
 
 class _PoolRule:
-    """Lowers the gradient of max-pooling without a scatter, as `_ConvolutionRule`.
-
-    Args:
-        own: JAX's rule.
-    """
+    """Lowers the gradient of max-pooling without a scatter, as `_ConvolutionRule`."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self._own = own

@@ -14,10 +14,11 @@ from armillary._jaxpr import walk_programs
 from armillary.xla._convolutions import Form, choose_form, is_ordered
 from armillary.xla._lowerings import (
     PLATFORM,
-    Canonical,
-    Partitioned,
+    Lowered,
     Split,
+    canonically,
     has_rules,
+    partitioned,
 )
 
 WITHOUT_YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": ""}
@@ -59,7 +60,7 @@ def compile_step(
         return partition(compiled, split) if has_convolutions else compiled
     names = _CONVOLUTION, _POOL_GRADIENT
     if platform == PLATFORM and any(_find(program, *names)) and has_rules():
-        return Canonical(compiled)
+        return Lowered(compiled, canonically)
     return compiled
 
 
@@ -93,12 +94,8 @@ def _choose_options(
     }
 
 
-def partition(compiled: Callable[..., Any], split: Split) -> Partitioned:
+def partition(compiled: Callable[..., Any], split: Split) -> Lowered:
     """Returns a program, perhaps with convolutions, that XLA divides rightly.
-
-    Args:
-        compiled: What `jax.jit` returned.
-        split: Says how an axis of examples is divided.
 
     Raises:
         RuntimeError: If JAX cannot be told how.
@@ -110,7 +107,7 @@ def partition(compiled: Callable[..., Any], split: Split) -> Partitioned:
             "`ShardedStrategy`. Use a version of JAX that Armillary names in its "
             "dependencies, or `MirroredStrategy`."
         )
-    return Partitioned(compiled, split)
+    return Lowered(compiled, functools.partial(partitioned, split))
 
 
 @functools.cache

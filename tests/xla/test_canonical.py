@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from armillary.xla import _lowerings, use_canonical_convolutions
 from armillary.xla._convolutions import convolve
-from armillary.xla._lowerings import Canonical
+from armillary.xla._lowerings import Lowered, canonically
 from armillary.xla._steps import compile_step, has_slow_loop
 from tests.xla.arrays import IMAGES, assert_close, make
 
@@ -26,14 +26,16 @@ from tests.xla.arrays import IMAGES, assert_close, make
 @pytest.fixture
 def restored() -> Iterator[None]:
     """Puts JAX's own rules in place, and afterwards what was there."""
-    rules = mlir._platform_specific_lowerings["cpu"]
-    saved = dict(rules)
+    tables = mlir._platform_specific_lowerings
+    saved = [(rules, dict(rules)) for rules in tables.values()]
+    rules = tables["cpu"]
     for primitive in (lax.conv_general_dilated_p, lax.select_and_scatter_add_p):
         own = getattr(rules[primitive].rule, "_own", rules[primitive].rule)
         mlir.register_lowering(primitive, own, platform="cpu")
     yield
-    rules.clear()
-    rules.update(saved)
+    for table, before in saved:
+        table.clear()
+        table.update(before)
     _lowerings._is_canonical.set_global(False)
 
 
@@ -213,7 +215,7 @@ def test_threads_lower_apart(problem, restored, monkeypatch):
     own = jax.jit(train)
     expected = own.lower(kernels, chunk[0]).as_text()
     found: list[str] = []
-    inside = Canonical(jax.jit(lambda *args: train(*args)))
+    inside = Lowered(jax.jit(lambda *args: train(*args)), canonically)
 
     def lower_meanwhile(*args: Any, **parameters: Any) -> Any:
         if not found:
@@ -225,7 +227,7 @@ def test_threads_lower_apart(problem, restored, monkeypatch):
         return convolve(*args, **parameters)
 
     use = compile_step(train, jax.make_jaxpr(train)(kernels, chunk[0]), "cpu", None)
-    assert isinstance(use, Canonical)
+    assert isinstance(use, Lowered)
     monkeypatch.setattr(_lowerings, "convolve", lower_meanwhile)
     text = inside.lower(kernels, chunk[0]).as_text()
     assert "select_and_scatter" not in text

@@ -8,7 +8,7 @@ from flax import nnx
 
 import armillary
 from armillary.xla import _steps
-from armillary.xla._lowerings import Canonical
+from armillary.xla._lowerings import Lowered
 from armillary.xla._steps import WITHOUT_YNNPACK, compile_step
 
 NAME = "xla_cpu_experimental_ynn_fusion_type"
@@ -131,7 +131,7 @@ def test_convolutions_of_a_trainer_run_in_a_loop_without_any_setting(caplog):
     assert "one by one" not in caplog.text
     (program,) = trainer._train_loop._programs._programs.values()
     assert program.is_nested
-    assert isinstance(program._compiled, Canonical)
+    assert isinstance(program._compiled, Lowered)
 
 
 def test_a_function_takes_options_too():

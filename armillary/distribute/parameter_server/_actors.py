@@ -27,9 +27,6 @@ def start_ray(resolver: ClusterResolver | None) -> None:
     A program that has called `ray.init` keeps its cluster, and `RAY_ADDRESS` names one
     to join. With a resolver, the chief starts one for all its tasks. Otherwise one
     starts on loopback, without a dashboard, that lives as long as this program.
-
-    Args:
-        resolver: What was given to the strategy.
     """
     # Before Ray is imported, which reads both.
     address = os.environ.get("RAY_ADDRESS")

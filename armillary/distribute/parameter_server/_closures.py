@@ -19,9 +19,10 @@ from armillary.distribute.parameter_server._worker import (
     PlacedTask,
     ShippedTask,
 )
-from armillary.distribute.program._function import is_static, objects_of
+from armillary.distribute.program._function import objects_of
 from armillary.errors import ClosureCancelledError
 from armillary.state._functions import captured
+from armillary.state._holders import is_claimed
 from armillary.state._lift import State, as_array
 from armillary.typing import PyTree
 
@@ -214,5 +215,5 @@ class Closure:
 def is_dynamic(leaf: Any) -> bool:
     """Returns whether calls of one function may differ in an argument."""
     return isinstance(leaf, RemoteValue) or (
-        not is_static(leaf) and hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+        not is_claimed(leaf) and hasattr(leaf, "dtype") and hasattr(leaf, "shape")
     )

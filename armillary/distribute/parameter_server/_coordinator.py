@@ -29,10 +29,10 @@ from armillary.distribute.parameter_server._variables import Variables
 from armillary.distribute.program._function import (
     code_of,
     identity_of,
-    is_static,
     kind_of,
 )
 from armillary.state._functions import captured
+from armillary.state._holders import is_claimed
 from armillary.typing import PyTree
 
 _MANY_TASKS = 16
@@ -137,10 +137,10 @@ class ClusterCoordinator:
                 "tuple of arguments. Write `schedule(fn, args=(iterator,))`, with the "
                 "comma."
             )
-        dispatcher = self._dispatcher
-        dispatcher.raise_error()
+        dispatcher, calls = self._dispatcher, self._dispatcher.calls
+        calls.raise_error()
         leaves, tree = jax.tree.flatten(
-            (tuple(args or ()), dict(kwargs or {})), is_leaf=is_static
+            (tuple(args or ()), dict(kwargs or {})), is_leaf=is_claimed
         )
         task = self._get_task(fn, leaves, tree)
         with self._needing_servers():
@@ -148,8 +148,8 @@ class ClusterCoordinator:
             self._variables.put_changed(dispatcher.servers)
         inputs = [leaf for leaf in leaves if is_dynamic(leaf)]
         closure = Closure(next(self._numbers), task, inputs)
-        closure.value.waiting = dispatcher.waiting
-        dispatcher.add(closure)
+        closure.value.waiting = calls.waiting
+        calls.add(closure)
         return closure.value
 
     def join(self) -> None:
@@ -161,8 +161,8 @@ class ClusterCoordinator:
             PSUnavailableError: If a parameter server was lost.
         """
         dispatcher = self._dispatcher
-        dispatcher.wait()
-        if dispatcher.is_stopped:
+        dispatcher.calls.wait()
+        if dispatcher.calls.is_stopped:
             return
         with self._needing_servers():
             dispatcher.revive()
@@ -174,9 +174,9 @@ class ClusterCoordinator:
 
         Raises what a call has raised, once all have ended.
         """
-        if not self._dispatcher.is_done():
+        if not self._dispatcher.calls.is_done():
             return False
-        self._dispatcher.raise_error()
+        self._dispatcher.calls.raise_error()
         return True
 
     def fetch(self, values: PyTree) -> PyTree:

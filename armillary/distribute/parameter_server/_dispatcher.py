@@ -1,62 +1,29 @@
-"""Gives scheduled calls to workers, and calls of lost workers to others.
+"""Sends scheduled calls to workers, and hears how they end.
 
 One thread does it, and owns all that is written here. It waits for events: a call was
-scheduled, a worker has answered, somebody waits.
+scheduled, a worker has answered, somebody waits. `_calls` knows which call is next.
 """
 
-import collections
-import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from armillary._logging import logger
 from armillary.cluster._ray import import_ray
 from armillary.distribute.parameter_server._actors import make_server, make_worker
+from armillary.distribute.parameter_server._calls import Calls, WorkerState
 from armillary.distribute.parameter_server._closures import Closure, ScheduledTask
 from armillary.distribute.parameter_server._settings import Settings
 from armillary.distribute.parameter_server._variables import Variables
 from armillary.distribute.parameter_server._worker import Done, Failed, NotKnown
 from armillary.errors import PSUnavailableError
 
-# Messages that a worker has at a time: it need not wait for the coordinator between.
-_DEPTH = 2
-# Calls that are shorter go to a worker several in a message, for so long.
-_MESSAGE_SECONDS = 0.02
 _RETRY_SECONDS = 0.2
 _LOOK_SECONDS = 1.0
-# After so many lost workers in a row, it is the call that ends them.
-_MOST_LOSSES = 5
-
-
-class _Running(NamedTuple):
-    closure: Closure
-    begun: float
-    # The number of the first call of the message that it went in.
-    message: int
-
-
-@dataclass(eq=False)
-class _Worker:
-    index: int
-    actor: Any
-    label: str = ""
-    is_up: bool = False
-    # The process that is up, and how many were before it.
-    pid: int = 0
-    attempt: int = 0
-    up_since: float = field(default_factory=time.monotonic)
-    known: set[int] = field(default_factory=set)
-    running: dict[int, _Running] = field(default_factory=dict)
-    reported: set[int] = field(default_factory=set)
-
-    @property
-    def num_messages(self) -> int:
-        return len({each.message for each in self.running.values()})
 
 
 @dataclass
@@ -79,9 +46,10 @@ class Statistics:
 class Dispatcher:
     """The thread.
 
-    Args:
-        settings: How calls are given out.
-        variables: Where variables live.
+    Attributes:
+        servers: The actors of parameter servers.
+        calls: The calls that have not ended.
+        statistics: What was counted.
     """
 
     def __init__(self, settings: Settings, variables: Variables) -> None:
@@ -91,7 +59,7 @@ class Dispatcher:
             for index in range(settings.num_ps)
         ]
         self._workers = [
-            _Worker(
+            WorkerState(
                 index,
                 make_worker(
                     index,
@@ -102,40 +70,19 @@ class Dispatcher:
             )
             for index in range(settings.num_workers)
         ]
-        self._datasets: dict[int, Any] = {}
-        self._queue: collections.deque[Closure] = collections.deque()
-        self._round: list[Closure] = []
-        # Lost calls that run again; and how many threads wait for results.
-        self._retried: set[int] = set()
-        self._num_waiting = 0
-        self._error: BaseException | None = None
-        self._num_applied = 0
-        self._is_broken = self.is_stopped = False
-        self.statistics = Statistics()
-        # Guards the queue, the error and the counts; told when all calls have ended.
-        self._changed = threading.Condition()
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.calls = Calls(
+            settings, self._workers, lambda: self._events.put(self._give_out)
+        )
+        self._datasets: dict[int, Any] = {}
+        self._is_broken = False
+        self.statistics = Statistics()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         for worker in self._workers:
             self._events.put(partial(self._greet, worker))
 
     # What other threads call.
-
-    def add(self, closure: Closure) -> None:
-        """Queues a call.
-
-        Raises:
-            RuntimeError: If the coordinator was shut down.
-        """
-        with self._changed:
-            if self.is_stopped:
-                raise RuntimeError(
-                    "A function was scheduled after `shutdown` of the coordinator. "
-                    "Make another `ClusterCoordinator(strategy)`."
-                )
-            self._queue.append(closure)
-        self._events.put(self._give_out)
 
     def add_dataset(self, number: int, reference: Any) -> None:
         """Has a data set built by every worker, now and whenever one is new."""
@@ -147,38 +94,6 @@ class Dispatcher:
                     self._make_dataset(worker, number)
 
         self._events.put(add)
-
-    def wait(self) -> None:
-        """Waits until every call has ended; raises what one of them raised."""
-        with self.waiting(), self._changed:
-            self._changed.wait_for(lambda: self._is_idle)
-        self.raise_error()
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Lets a round begin that is not whole: no more calls come meanwhile."""
-        with self._changed:
-            self._num_waiting += 1
-        self._events.put(self._give_out)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_waiting -= 1
-
-    def raise_error(self) -> None:
-        """Raises what a call raised, once, when all others have ended."""
-        with self._changed:
-            if self._error is None:
-                return
-            self._changed.wait_for(lambda: self._is_idle)
-            error, self._error = self._error, None
-        raise error
-
-    def is_done(self) -> bool:
-        """Returns whether every call has ended."""
-        with self._changed:
-            return self._is_idle
 
     def revive(self) -> None:
         """Replaces parameter servers that are gone, while no call runs."""
@@ -219,29 +134,11 @@ class Dispatcher:
         """Ends the thread and the actors; calls that have not ended are cancelled."""
         self._events.put(None)
         self._thread.join()
-        with self._changed:
-            self.is_stopped = True
-            running = [r.closure for w in self._workers for r in w.running.values()]
-            for closure in {*running, *self._round, *self._queue}:
-                if not closure.value.has_ended:
-                    closure.cancel("the coordinator was shut down")
-            self._queue.clear()
-            self._round.clear()
-            for worker in self._workers:
-                worker.running.clear()
-            self._changed.notify_all()
+        self.calls.stop()
         ray = import_ray()
         if ray.is_initialized():
             for actor in (*self.servers, *(w.actor for w in self._workers)):
                 ray.kill(actor)
-
-    @property
-    def _is_idle(self) -> bool:
-        return (
-            not self._queue
-            and not self._round
-            and not any(worker.running for worker in self._workers)
-        )
 
     # What the thread does.
 
@@ -261,17 +158,17 @@ class Dispatcher:
                     self._report_slow()
             except Exception as error:
                 # A fault of this thread must not leave others waiting for ever.
-                self._fail(error)
+                self.calls.fail(error)
 
     def _ask(self, reference: Any, then: Callable[[Any], None]) -> None:
         """Calls `then` with the future of a reference, once it has ended."""
         future = reference.future()
         future.add_done_callback(lambda f: self._events.put(partial(then, f)))
 
-    def _greet(self, worker: _Worker) -> None:
+    def _greet(self, worker: WorkerState) -> None:
         self._ask(worker.actor.greet.remote(), partial(self._greeted, worker))
 
-    def _greeted(self, worker: _Worker, future: Any) -> None:
+    def _greeted(self, worker: WorkerState, future: Any) -> None:
         error = future.exception()
         if error is not None:
             worker.label = f"worker {worker.index} ({_first_line(error)})"
@@ -292,128 +189,20 @@ class Dispatcher:
             self._make_dataset(worker, number)
         self._give_out()
 
-    def _make_dataset(self, worker: _Worker, number: int) -> None:
+    def _make_dataset(self, worker: WorkerState, number: int) -> None:
         worker.actor.make_dataset.remote(number, self._datasets[number])
 
     def _give_out(self) -> None:
-        if self._settings.is_synchronous:
-            self._give_out_round()
-            return
-        while True:
-            free = [
-                worker
-                for worker in self._workers
-                if worker.is_up and worker.num_messages < self._depth
-            ]
-            if not free or not self._may_begin():
-                return
-            worker = min(free, key=lambda w: (w.num_messages, w.index))
-            # Nobody may see calls that are neither queued nor running.
-            with self._changed:
-                closure = self._take()
-                if closure is None:
-                    return
-                closures = [closure, *self._take_more(worker, closure.task)]
-                self._note(worker, closures)
+        for worker, closures in self.calls.begin():
             self._begin(worker, closures)
 
-    @property
-    def _depth(self) -> int:
-        return _DEPTH if self._settings.max_staleness is None else 1
-
-    def _may_begin(self) -> bool:
-        """Returns whether staleness stays bounded if one more call begins.
-
-        Each call that runs will see the updates since it began, and at most one more
-        of each other one that runs.
-        """
-        most = self._settings.max_staleness
-        if most is None:
-            return True
-        running = [r.closure for w in self._workers for r in w.running.values()]
-        return len(running) <= most and all(
-            self._num_applied - closure.begun_at + len(running) <= most
-            for closure in running
-        )
-
-    def _take(self) -> Closure | None:
-        """Returns the next call whose inputs are there."""
-        with self._changed:
-            for closure in list(self._queue):
-                failed = closure.failed_input
-                if failed is not None:
-                    self._queue.remove(closure)
-                    closure.value.fail(failed.error)
-                    self._fail(failed.error)
-                    return None
-                if closure.is_ready:
-                    self._queue.remove(closure)
-                    return closure
-        return None
-
-    def _take_more(self, worker: _Worker, task: ScheduledTask) -> list[Closure]:
-        """Returns the next short calls of a function, to go in one message."""
-        if self._settings.max_staleness is not None or task.number not in worker.known:
-            return []
-        # A part of the queue only: other workers shall have work at its end.
-        share = len(self._queue) // (_DEPTH * len(self._workers))
-        count = min(share, int(_MESSAGE_SECONDS / max(task.seconds, 1e-6)) - 1)
-        taken: list[Closure] = []
-        while len(taken) < count:
-            closure = self._queue[0]
-            if closure.task is not task or not closure.is_ready:
-                break
-            taken.append(self._queue.popleft())
-        return taken
-
-    def _give_out_round(self) -> None:
-        """Begins a round, if every worker is up, or calls of lost workers again."""
-        if not all(worker.is_up for worker in self._workers):
-            return
-        if not self._round:
-            self._fill_round()
-        running = {r.closure for w in self._workers for r in w.running.values()}
-        begun = [
-            (worker, closure)
-            for worker, closure in zip(self._workers, self._round, strict=False)
-            if closure not in running and not closure.value.has_ended
-        ]
-        # All are noted before the first can fail, which would end the round.
-        for worker, closure in begun:
-            self._note(worker, [closure])
-        for worker, closure in begun:
-            self._begin(worker, [closure])
-
-    def _fill_round(self) -> None:
-        """Takes a call for each worker, or fewer if somebody waits for them."""
-        with self._changed:
-            count = len(self._queue)
-            if count < len(self._workers) and not (count and self._num_waiting):
-                return
-            while len(self._round) < len(self._workers):
-                closure = self._take()
-                if closure is None:
-                    break
-                if self._round and closure.task is not self._round[0].task:
-                    # An update is made of calls of one function.
-                    self._queue.appendleft(closure)
-                    break
-                self._round.append(closure)
-
-    def _note(self, worker: _Worker, closures: list[Closure]) -> None:
-        """Takes down that a worker runs calls of one message."""
-        now = time.monotonic()
-        for closure in closures:
-            closure.begun_at = self._num_applied
-            worker.running[closure.number] = _Running(closure, now, closures[0].number)
-
-    def _begin(self, worker: _Worker, closures: list[Closure]) -> None:
+    def _begin(self, worker: WorkerState, closures: list[Closure]) -> None:
         try:
             self._send(worker, closures)
         except Exception as error:  # Such as an argument that was deleted.
             self._failed(worker, closures, error)
 
-    def _send(self, worker: _Worker, closures: list[Closure]) -> None:
+    def _send(self, worker: WorkerState, closures: list[Closure]) -> None:
         closure, task = closures[0], closures[0].task
         if task.number in worker.known:
             self._start(worker, closures)
@@ -427,7 +216,7 @@ class Dispatcher:
         self._ask(asked, partial(self._prepared, worker, worker.attempt, closure))
 
     def _prepared(
-        self, worker: _Worker, attempt: int, closure: Closure, future: Any
+        self, worker: WorkerState, attempt: int, closure: Closure, future: Any
     ) -> None:
         task = closure.task
         spec = self._answer(worker, attempt, closure, future)
@@ -455,18 +244,18 @@ class Dispatcher:
                 task.number, task.numbers, spec, task.transformations, self.servers
             )
 
-    def _start(self, worker: _Worker, closures: list[Closure]) -> None:
-        task, is_synchronous = closures[0].task, self._settings.is_synchronous
-        is_partial = len(self._round) < len(self._workers)
-        if is_synchronous and is_partial and (task.spec and task.spec.has_updates):
-            self._failed(worker, closures, self._partial_error(task))
+    def _start(self, worker: WorkerState, closures: list[Closure]) -> None:
+        task = closures[0].task
+        error = self.calls.partial_error(task)
+        if error is not None:
+            self._failed(worker, closures, error)
             return
         run = worker.actor.run.options(num_returns=1 + len(closures))
         statuses, *values = run.remote(
             worker.pid,
             task.number,
             [closure.number for closure in closures],
-            self._oldest(),
+            self.calls.oldest(),
             # Not in a list, where Ray would not fetch results of other calls.
             *(array for closure in closures for array in closure.arguments()),
         )
@@ -474,23 +263,9 @@ class Dispatcher:
             statuses, partial(self._finished, worker, worker.attempt, closures, values)
         )
 
-    def _partial_error(self, task: ScheduledTask) -> ValueError:
-        count, num_workers = len(self._round), len(self._workers)
-        return ValueError(
-            f"{count} call{'s' if count > 1 else ''} of `{task.name}` had no call to "
-            "run with, but with `max_staleness=0` the calls of all "
-            f"{num_workers} workers make one update. Schedule a multiple of the number "
-            "of workers."
-        )
-
-    def _oldest(self) -> int:
-        """Returns the smallest number of a call that may still send something."""
-        running = {number for w in self._workers for number in w.running}
-        return min(running | self._retried)
-
     def _finished(
         self,
-        worker: _Worker,
+        worker: WorkerState,
         attempt: int,
         closures: list[Closure],
         values: list[Any],
@@ -511,20 +286,20 @@ class Dispatcher:
             if status.lost_server is not None:
                 error = self.break_(error, status.lost_server)
             closure.value.fail(error)
-            self._fail(error)
+            self.calls.fail(error)
         for closure in closures[len(statuses) :]:
             closure.cancel()
         self._ended(worker, closures)
 
     def _count(self, status: Done) -> None:
-        self._num_applied += 1
+        self.calls.num_applied += 1
         counts = self.statistics
         counts.num_calls += 1
         counts.total_staleness += status.staleness
         counts.max_staleness = max(counts.max_staleness, status.staleness)
 
     def _answer(
-        self, worker: _Worker, attempt: int, closure: Closure, future: Any
+        self, worker: WorkerState, attempt: int, closure: Closure, future: Any
     ) -> Any:
         """Returns what a worker answered; `None` if it is gone, or no longer asked."""
         if closure.number not in worker.running or attempt != worker.attempt:
@@ -542,89 +317,53 @@ class Dispatcher:
             return None
         return Failed(error)
 
-    def _lose(self, worker: _Worker, error: BaseException) -> None:
-        """Queues the calls of a lost worker again, before all others."""
-        lost = [each.closure for each in worker.running.values()]
-        # The others have waited for the first.
-        for closure in lost[:1]:
-            closure.num_losses += 1
-            if closure.num_losses == _MOST_LOSSES:
-                closure.value.fail(_deadly_error(closure, error))
-                self._fail(closure.value.error)
-        lost = [closure for closure in lost if not closure.value.has_ended]
-        with self._changed:
-            worker.running.clear()
-            worker.is_up, worker.up_since = False, time.monotonic()
-            worker.attempt += 1
-            self._retried.update(closure.number for closure in lost)
-            if not self._settings.is_synchronous:
-                self._queue.extendleft(reversed(lost))
-            if self._error is not None:
-                self._cancel()
-            self._changed.notify_all()
+    def _lose(self, worker: WorkerState, error: BaseException) -> None:
+        """Has the calls of a lost worker run again."""
+        why = _first_line(error)
+        count = self.calls.lose(worker, why)
         self.statistics.num_lost += 1
         logger.warning(
             "%s is lost (%s). %d calls of it are run again; Ray starts it anew.",
             worker.label,
-            _first_line(error),
-            len(lost),
+            why,
+            count,
         )
         self._greet(worker)
-        self._give_out()
+        self._go_on()
 
     def _failed(
-        self, worker: _Worker, closures: list[Closure], error: BaseException
+        self, worker: WorkerState, closures: list[Closure], error: BaseException
     ) -> None:
         for closure in closures:
             closure.value.fail(error)
-        self._fail(error)
+        self.calls.fail(error)
         self._ended(worker, closures)
 
-    def _ended(self, worker: _Worker, closures: list[Closure]) -> None:
-        with self._changed:
-            for closure in closures:
-                worker.running.pop(closure.number, None)
-                self._retried.discard(closure.number)
-                worker.reported.discard(closure.number)
-            is_whole = self._round and not any(w.running for w in self._workers)
-        if is_whole:
-            self._end_round()
-        with self._changed:
-            self._changed.notify_all()
+    def _ended(self, worker: WorkerState, closures: list[Closure]) -> None:
+        self.calls.end(worker, closures)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Ends a round whose calls have all ended, and begins what may begin."""
+        if self.calls.is_round_over:
+            self._end_round(self.calls.round)
         self._give_out()
 
-    def _end_round(self) -> None:
-        if any(not closure.value.has_ended for closure in self._round):
-            return  # A worker is lost, and its call will run again.
-        if all(closure.value.is_ready for closure in self._round):
-            calls = [closure.number for closure in self._round]
+    def _end_round(self, closures: list[Closure]) -> None:
+        if all(closure.value.is_ready for closure in closures):
+            calls = [closure.number for closure in closures]
             ray = import_ray()
             try:
                 found = ray.get([s.commit.remote(calls) for s in self.servers])
             except ray.exceptions.RayActorError as error:
-                self._fail(self.break_(error))
+                self.calls.fail(self.break_(error))
             except ray.exceptions.RayError as error:
-                self._fail(error)
+                self.calls.fail(error)
             else:
                 different = [number for numbers in found for number in numbers]
                 if different:
-                    self._fail(self._variables.different_error(different))
-        with self._changed:
-            self._round.clear()
-
-    def _fail(self, error: BaseException) -> None:
-        """Remembers the first error, and cancels the calls that have not begun."""
-        with self._changed:
-            if self._error is None:
-                self._error = error
-            self._cancel()
-            self._changed.notify_all()
-
-    def _cancel(self) -> None:
-        while self._queue:
-            closure = self._queue.popleft()
-            self._retried.discard(closure.number)
-            closure.cancel()
+                    self.calls.fail(self._variables.different_error(different))
+        self.calls.end_round()
 
     def _report_slow(self) -> None:
         seconds = self._settings.report_seconds
@@ -650,15 +389,6 @@ class Dispatcher:
                         number,
                         closure.task.name,
                     )
-
-
-def _deadly_error(closure: Closure, error: BaseException) -> RuntimeError:
-    return RuntimeError(
-        f"Call {closure.number} of `{closure.task.name}` has lost its worker "
-        f"{closure.num_losses} times in a row ({_first_line(error)}), so it is not run "
-        "again. It may need more memory than a worker has, or end its process in "
-        "another way: run the function in this process, and look at Ray's logs."
-    )
 
 
 def _first_line(error: BaseException) -> str:

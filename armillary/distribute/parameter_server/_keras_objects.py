@@ -96,11 +96,7 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 class KerasUpdate:
-    """The update of a Keras optimizer.
-
-    Args:
-        optimizer: The optimizer, which is built.
-    """
+    """The update of a Keras optimizer."""
 
     def __init__(self, optimizer: Any) -> None:
         _check_optimizer(optimizer)

@@ -119,6 +119,17 @@ class ParameterServerStrategy(SingleStrategy):
         dataset.dataset_fn = dataset_fn
         return dataset
 
+    def _check_whole(self, function: str, leaf: Any) -> None:
+        from armillary.distribute.parameter_server._closures import RemoteValue
+
+        if isinstance(leaf, RemoteValue):
+            raise ValueError(
+                f"`{function}` was given the `RemoteValue` of a scheduled call, whose "
+                "result is on a worker. Fetch it first, and compute with what comes: "
+                "`coordinator.fetch(values)`."
+            )
+        super()._check_whole(function, leaf)
+
     def fit_scope(
         self, model: Any, arguments: dict[str, Any]
     ) -> AbstractContextManager[None]:

@@ -73,11 +73,7 @@ def offered(batches: dict[int, list[PyTree]]) -> Iterator[None]:
 
 
 class Batches:
-    """The data set of one worker, with a look ahead.
-
-    Args:
-        dataset: The data set.
-    """
+    """The data set of one worker, with a look ahead."""
 
     def __init__(self, dataset: DistributedDataset) -> None:
         self._name = dataset.source_name

@@ -22,12 +22,7 @@ _WAITING = 4
 
 
 class ScheduledSteps:
-    """What Keras calls to train, instead of a compiled step.
-
-    Args:
-        model: A compiled model.
-        strategy: Its strategy.
-    """
+    """What Keras calls to train, instead of a compiled step."""
 
     def __init__(self, model: Any, strategy: Any) -> None:
         self.model, self.strategy = model, strategy
@@ -87,10 +82,6 @@ def epochs_as_one(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
     """Lets a call of `fit` take all steps of an epoch at once.
 
     A model that was compiled with `steps_per_execution` takes as many.
-
-    Args:
-        model: The model.
-        arguments: Those of `fit`.
 
     Raises:
         ValueError: If nothing tells how many steps an epoch has.

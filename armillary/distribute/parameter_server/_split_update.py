@@ -7,6 +7,7 @@ clipping by the norm of all gradients does, the optimizer cannot run on several 
 and is refused.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,12 +63,7 @@ class SplitUpdate:
         self._params = jax.tree.leaves(spec.params)
         self._state = jax.tree.leaves(spec.state)
         self._types, self._paths = types, paths
-
-        def update(gradients: list[Any], state: list[Any], params: list[Any]) -> Any:
-            updates, new = call_update(transformation, spec, gradients, state, params)
-            return updates, new
-
-        self._update = update
+        self._update = functools.partial(call_update, transformation, spec)
         self._program = self._trace({})
         count = len(self._params)
         needs = [self._needs(i) for i in range(count + len(self._state))]
@@ -188,21 +184,21 @@ def make_local_update(
     ) -> tuple[list[Any], list[Any]]:
         """Updates all whole variables, or one part of another."""
 
+        def find(held: dict[Any, Any], slot: int, owner: int) -> Any:
+            if cut is None:
+                return held.get((slot, 0))
+            return held.get((slot, cut[1])) if owner == cut[0] else None
+
         def value(slot: int) -> Any:
             owner = split.get(slot, slot)
             if owner is None:
                 return values[slot, 0]
-            number = cut[1] if cut is not None and owner == cut[0] else 0
-            if (slot, number) in values and (cut is None or owner == cut[0]):
-                return values[slot, number]
-            return types[slot].zeros()
+            found = find(values, slot, owner)
+            return types[slot].zeros() if found is None else found
 
         def gradient(place: int, slot: int) -> Any:
-            number = cut[1] if cut is not None and slot == cut[0] else 0
-            if (slot, number) in gradients and (cut is None or slot == cut[0]):
-                return gradients[slot, number]
-            shape, dtype = spec.types[place]
-            return jnp.zeros(shape, dtype)
+            found = find(gradients, slot, slot)
+            return jnp.zeros(*spec.types[place]) if found is None else found
 
         return call_update(
             transformation,

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 from armillary._jaxpr import walk_programs
 from armillary.distribute.parameter_server._optimizers import (
@@ -218,11 +219,9 @@ class _Analysis:
                 self.signs.append(found[0])
                 outputs.append(found[1])
         equal = [i for i, how in self.additions.items() if how is Addition.EQUAL]
-        fragile = {self._invars[i] for i in equal}
+        fragile = set(equal)
         for i, out in zip(self.additions, outputs, strict=True):
-            if i in equal and not fragile.isdisjoint(
-                _used(_prune(step.program, [out]))
-            ):
+            if i in equal and fragile.intersection(_prune(step.program, [out])[1]):
                 refused.append(
                     f"{flat.state.paths[i]}: added to, by an amount that depends on "
                     "what such variables held"
@@ -230,7 +229,14 @@ class _Analysis:
         if refused:
             raise StateStructureError(_refused_message(self._name, refused))
         results = jaxpr.outvars[len(step.changed) :]
-        self.program = _prune(step.program, [*results, *outputs])
+        # What is averaged is compared with what it was, and arguments are all taken.
+        averaged = {
+            i for i, sign in zip(self.additions, self.signs, strict=True) if sign == 0
+        }
+        count = len(flat.types)
+        kept = [i >= count or i in averaged for i in range(len(self._invars))]
+        self.program, used = _prune(step.program, [*results, *outputs], kept)
+        self.reads = tuple(i for i in used if i < count)
         for inner, _ in walk_programs(self.program):
             if any(eqn.primitive is server_update_p for eqn in inner.eqns):
                 raise StateStructureError(
@@ -238,17 +244,6 @@ class _Analysis:
                     "are computed on the parameter servers, after the function: use "
                     "the gradients instead."
                 )
-        used, count = _used(self.program), len(flat.types)
-        # What is averaged is compared with what it was.
-        needed = {
-            i for i, sign in zip(self.additions, self.signs, strict=True) if sign == 0
-        }
-        variables = enumerate(self._invars[:count])
-        self.reads = tuple(i for i, var in variables if var in used or i in needed)
-        read = [self._invars[i] for i in self.reads]
-        self.program = self.program.map_jaxpr(
-            lambda jaxpr: _replace(jaxpr, invars=[*read, *self._invars[count:]])
-        )
 
     def _same(self, var: Any, *, may_round: bool = False) -> Any:
         """Returns the variable of the program that `var` is a plain copy of."""
@@ -300,33 +295,16 @@ class _Analysis:
         return found if found[1].aval.dtype == old.aval.dtype else None
 
 
-def _prune(program: core.ClosedJaxpr, outputs: list[Any]) -> core.ClosedJaxpr:
-    """Returns the part of a program that computes some of its values."""
-    needed = {var for var in outputs if isinstance(var, core.Var)}
-    kept: list[Any] = []
-    for eqn in reversed(program.jaxpr.eqns):
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            kept.append(eqn)
-            needed.update(var for var in eqn.invars if isinstance(var, core.Var))
-    return program.map_jaxpr(
-        lambda jaxpr: _replace(jaxpr, eqns=kept[::-1], outvars=outputs)
-    )
-
-
-def _used(program: core.ClosedJaxpr) -> set[Any]:
-    """Returns the variables that a program's operations and results are made of."""
-    jaxpr = program.jaxpr
-    return {
-        var
-        for atoms in (jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns))
-        for var in atoms
-        if isinstance(var, core.Var)
-    }
-
-
-def _replace(jaxpr: core.Jaxpr, **parts: Any) -> core.Jaxpr:
-    # The names of its inputs and outputs are no longer as many as they.
-    return jaxpr.replace(debug_info=jaxpr.debug_info.with_unknown_names(), **parts)
+def _prune(
+    program: core.ClosedJaxpr, outputs: list[Any], kept: bool | list[bool] = False
+) -> tuple[core.ClosedJaxpr, list[int]]:
+    """Returns the part of a program that makes some of its values, and its inputs."""
+    # The names of its outputs are no longer as many as they.
+    info = program.jaxpr.debug_info.with_unknown_names()
+    whole = program.jaxpr.replace(debug_info=info, outvars=outputs)
+    part, used = partial_eval.dce_jaxpr(whole, [True] * len(outputs), kept)
+    inputs = [i for i, is_used in enumerate(used) if is_used]
+    return core.ClosedJaxpr(part, program.consts), inputs
 
 
 def _fold_in(value: jax.Array, call: Any) -> jax.Array:

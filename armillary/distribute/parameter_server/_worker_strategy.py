@@ -13,13 +13,7 @@ from armillary.typing import PyTree
 
 
 class WorkerStrategy(SingleStrategy):
-    """One replica: on its own, or of as many as there are workers.
-
-    Args:
-        index: Which worker this is.
-        num_workers: How many there are.
-        is_synchronous: Whether the calls of all workers make one update together.
-    """
+    """One replica: on its own, or of as many as there are workers."""
 
     def __init__(self, index: int, num_workers: int, *, is_synchronous: bool) -> None:
         super().__init__()

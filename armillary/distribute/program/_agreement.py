@@ -17,13 +17,7 @@ from armillary.distribute.replica._policy import AXIS_NAME
 def largest_on_replicas(
     mesh: Mesh | None, fn: Callable[[Sequence[Any]], Any], arrays: Sequence[Any]
 ) -> Any:
-    """Returns `fn(arrays)`, the largest of what it is on any replica.
-
-    Args:
-        mesh: The strategy's devices, or `None` for a single one.
-        fn: Pure function to an array.
-        arrays: Arrays that each replica has a copy of.
-    """
+    """Returns `fn(arrays)`, the largest of what it is on any replica."""
     if not has_copies(mesh):
         return fn(arrays)
 

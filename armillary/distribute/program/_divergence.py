@@ -24,12 +24,7 @@ from armillary.errors import ReplicaDivergenceError
 
 
 class ReplicaComparison:
-    """Compares the copies that the replicas of a mesh hold of some arrays.
-
-    Args:
-        mesh: The strategy's devices, or `None` for a single one.
-        dispatch: The strategy's, for starting a program.
-    """
+    """Compares the copies that the replicas of a mesh hold of some arrays."""
 
     def __init__(self, mesh: Mesh | None, dispatch: Dispatch) -> None:
         self._mesh, self._dispatch = mesh, dispatch
@@ -61,12 +56,7 @@ class ReplicaComparison:
 
 
 def check_equal(sums: np.ndarray, paths: Sequence[str], when: str) -> None:
-    """Raises if replicas hold different values.
-
-    Args:
-        sums: What `ReplicaComparison.start` returned, fetched.
-        paths: The path of each array.
-        when: When the copies were compared, for the message.
+    """Raises if replicas hold different values, by what `ReplicaComparison` summed.
 
     Raises:
         ReplicaDivergenceError: If any two replicas differ in any array.

@@ -127,9 +127,6 @@ class FlatState:
     ) -> Iterator[tuple[Sequence[jax.Array], Sequence[jax.Array]]]:
         """Lends the arrays to a program, in a moment that no signal cuts short.
 
-        Args:
-            changed: Indices of the arrays that it changes.
-
         Yields:
             What `take` returns. The code inside calls the program, and then `give`.
         """
@@ -162,11 +159,7 @@ class FlatState:
         )
 
     def settle(self, changed: tuple[int, ...]) -> None:
-        """Puts what the slots hold where it lives, ready for a program.
-
-        Args:
-            changed: Indices of the arrays that the program changes.
-        """
+        """Puts what the slots hold where it lives, ready for a program."""
         if self._use.changed != changed:
             self.write_back()
             self._change_use(changed)

@@ -138,7 +138,7 @@ class Function:
         if lifted_state() is not None:
             return self._body(*args, **kwargs)
         strategy = self._strategy or _strategy_of(self._fn)
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_static)
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_claimed)
         key = (strategy, treedef, tuple(kind_of(leaf) for leaf in leaves))
         program = self._programs.get(key)
         if program is None or not program.is_current():
@@ -333,10 +333,6 @@ def code_of(fn: Callable[..., Any]) -> Any:
 def _strategy_of(fn: Callable[..., Any]) -> Strategy:
     found = [value for _, value in captured(fn) if isinstance(value, Strategy)]
     return found[0] if found else get_strategy()
-
-
-def is_static(leaf: Any) -> bool:
-    return bool(objects_of([leaf]))
 
 
 def objects_of(leaves: list[Any]) -> list[Any]:

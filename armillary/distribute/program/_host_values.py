@@ -63,10 +63,6 @@ _tracing = _Tracing()
 def guarded_host_values(fn: Callable[..., Any], owner: str) -> Iterator[list[str]]:
     """Watches which values of the host a user's function reads while it is traced.
 
-    Args:
-        fn: The user's function.
-        owner: What has it, for messages.
-
     Yields:
         The places where it calls `next` of an iterator that is not the library's.
 

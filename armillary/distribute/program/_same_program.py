@@ -18,11 +18,6 @@ _CONTEXT_LINES = 3
 def check_same_program(peers: Peers, name: str, program: Any) -> None:
     """Raises if the processes have traced different programs.
 
-    Args:
-        peers: The processes.
-        name: What to call the program.
-        program: The traced program; its text is compared.
-
     Raises:
         PeerError: If they differ; with the first lines that do.
     """

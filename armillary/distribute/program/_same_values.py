@@ -32,11 +32,6 @@ _OPTIONS = (
 def check_same_state(peers: Peers, paths: Sequence[str], leaves: Sequence[Any]) -> None:
     """Raises if values that must be equal on all processes are not.
 
-    Args:
-        peers: The processes.
-        paths: Names of the values, for the message.
-        leaves: The values, arrays of this process.
-
     Raises:
         PeerError: If they differ.
     """
@@ -56,10 +51,6 @@ def check_same_data(peers: Peers, dataset: IndexedDataset) -> None:
     """Raises if a data set for all processes is not the same in each.
 
     Some rows are compared, evenly spaced.
-
-    Args:
-        peers: The processes.
-        dataset: What this process is to read.
 
     Raises:
         PeerError: If options or rows differ.

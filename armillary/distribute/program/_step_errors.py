@@ -19,14 +19,7 @@ _MOST_ARRAYS = 20
 def add_step_notes(
     error: Exception, step_name: str, owner: str, arguments: tuple[PyTree, ...]
 ) -> None:
-    """Adds notes to what a step raised, if there is something to say.
-
-    Args:
-        error: What the step raised.
-        step_name: Name of the user's function.
-        owner: What has the step: the trainer, the evaluator or the function.
-        arguments: The types of its batches: for each dataset a list.
-    """
+    """Adds notes to what a step raised, if there is something to say."""
     for note in (_optimizer_note(error), _batch_note(step_name, owner, arguments)):
         if note is not None:
             error.add_note(note)

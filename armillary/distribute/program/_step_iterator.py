@@ -11,9 +11,6 @@ class MoreBatches(BaseException):
     """A step called `next` more often than batches were offered.
 
     Not an `Exception`, so that the user's own handlers let it pass.
-
-    Args:
-        index: Which of the step's iterators ran out.
     """
 
     def __init__(self, index: int) -> None:
@@ -21,12 +18,7 @@ class MoreBatches(BaseException):
 
 
 class StepIterator:
-    """Hands out the batches of one step, and counts how many it takes.
-
-    Args:
-        index: Which of the step's iterators this is.
-        batches: The batches that the step may take.
-    """
+    """Hands out the batches of one step, and counts how many it takes."""
 
     def __init__(self, index: int, batches: Sequence[PyTree]) -> None:
         self.index = index

@@ -27,13 +27,7 @@ _READING = {
 
 
 def add_value_note(error: Exception, step_name: str, owner: str) -> None:
-    """Adds a note to an error, if it is one for the value of a traced array.
-
-    Args:
-        error: What the step raised.
-        step_name: Name of the user's function.
-        owner: What has the step: the trainer, the evaluator or the function.
-    """
+    """Adds a note to an error, if it is one for the value of a traced array."""
     if isinstance(error, VALUE_ERRORS):
         error.add_note(
             f"`{step_name}` uses the value of an array in Python, but in a compiled "
@@ -44,11 +38,7 @@ def add_value_note(error: Exception, step_name: str, owner: str) -> None:
 
 
 def add_part_note(error: RuntimeError) -> None:
-    """Adds a note to an error, if it is one for an array of which a part is elsewhere.
-
-    Args:
-        error: What code of the user raised between two loops.
-    """
+    """Adds a note to an error, if it is for an array of which a part is elsewhere."""
     if "spans non-addressable" in str(error):
         error.add_note(
             "Each process has a part of this array. `strategy.gather(array, axis=0)`, "

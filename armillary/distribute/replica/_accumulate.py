@@ -64,10 +64,6 @@ _local = _Local()
 def accumulating(count: int, step_name: str) -> Iterator[None]:
     """Lets a step accumulate gradients over so many parts of its batch.
 
-    Args:
-        count: Parts of the batch.
-        step_name: Name of the user's step, for the message.
-
     Raises:
         ValueError: If `count` is not 1, and the step makes no gradient in this way.
     """

@@ -181,11 +181,6 @@ class ReplicaContext:
     ) -> PyTree:
         """Runs `fn` in this replica again, as `strategy.run` does inside `merge_call`.
 
-        Args:
-            fn: The function.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-
         Returns:
             What it returned, each array as a `PerReplica`.
         """
@@ -201,10 +196,7 @@ class ReplicaContext:
                 return leaf.array
             return leaf.array[self.replica_id_in_sync_group]
 
-        def is_part(part: Any) -> bool:
-            return is_per_replica(part) or is_claimed(part)
-
-        return jax.tree.map(own, value, is_leaf=is_part)
+        return jax.tree.map(own, value, is_leaf=is_argument)
 
     def _share_arrays(self, value: PyTree) -> PyTree:
         state = lifted_state()
@@ -240,6 +232,12 @@ class ReplicaContext:
         """Returns whether this is the first replica that holds data."""
         first = 0 if isinstance(self.active, int) else self.active[0]
         return self.replica_id_in_sync_group == first
+
+
+def is_argument(value: Any) -> bool:
+    """Returns whether `value` is passed to a replica whole, for use as `is_leaf`."""
+    # NNX objects are pytrees too, but a copy of one would lose what `fn` writes.
+    return is_per_replica(value) or is_claimed(value)
 
 
 def double_reduction_message(

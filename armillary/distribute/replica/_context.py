@@ -99,11 +99,7 @@ def set_strategy(strategy: "Strategy | None") -> None:
 
 
 class Scope:
-    """A strategy's scope, which may be entered again and again.
-
-    Args:
-        strategy: The strategy.
-    """
+    """A strategy's scope, which may be entered again and again."""
 
     def __init__(self, strategy: "Strategy") -> None:
         self._strategy = strategy
@@ -170,10 +166,6 @@ def is_in_default_step() -> bool:
 
 def check_same_trace(name: str, paths: Sequence[str]) -> None:
     """Raises if state of the running step would be written in another trace of JAX.
-
-    Args:
-        name: What was given to `run`.
-        paths: The state that it has changed.
 
     Raises:
         ReplicaContextError: If the step calls `run` inside `jax.jit` or the like.

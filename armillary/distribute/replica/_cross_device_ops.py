@@ -165,12 +165,7 @@ def _group_message(size: Any, rule: str) -> str:
 
 
 def redirect_sums(program: core.ClosedJaxpr, ops: CrossDeviceOps) -> core.ClosedJaxpr:
-    """Returns a step whose sums over replicas are made by `ops`.
-
-    Args:
-        program: The traced step.
-        ops: How to sum.
-    """
+    """Returns a step whose sums over replicas are made by `ops`."""
     return program.map_jaxpr(lambda jaxpr: _redirect(jaxpr, ops, 1))
 
 

@@ -58,11 +58,6 @@ def take_first_copy(mesh: Mesh, values: PyTree) -> PyTree:
 def check_scale(name: str, context: "ReplicaContext", shared: Sequence[Any]) -> None:
     """Raises if a step that never asked how many replicas there are may need to know.
 
-    Args:
-        name: What messages call the step.
-        context: A replica of it.
-        shared: What it left that is equal on all replicas.
-
     Raises:
         BatchSizeError: If gradients may be among it.
     """

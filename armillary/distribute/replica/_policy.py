@@ -112,10 +112,6 @@ def create_global_step(initial_value: int = 0) -> "nnx.Variable":
 def policies_of(state: State, leaves: Sequence[jax.Array]) -> list[Policy]:
     """Returns the policy of each array of a state.
 
-    Args:
-        state: The slots.
-        leaves: Their arrays.
-
     Raises:
         ValueError: If the `synchronization` or `aggregation` of a variable is not one
             of the enums' members, or the two, or the dtype, do not go together.

@@ -47,11 +47,6 @@ def require_equal(
 ) -> list[Any]:
     """Returns values of mirrored state, which are equal on all replicas or refused.
 
-    Args:
-        values: What the step left.
-        names: How messages call the slots.
-        num_slots: How many slots there are in all.
-
     Raises:
         ReplicaMismatchError: If a type says that a value differs, and nobody proves it
             later.
@@ -79,10 +74,6 @@ def _mark_one(value: Any, name: str) -> Any:
 
 def prove(program: core.ClosedJaxpr, num_slots: int) -> None:
     """Raises if replicas could part in a traced step.
-
-    Args:
-        program: The step.
-        num_slots: How many slots it may change.
 
     Raises:
         ReplicaMismatchError: If mirrored state may end up different, or replicas may

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from armillary.data._layout import Active
 from armillary.distribute._global_arrays import is_array
-from armillary.distribute.replica._collectives import ReplicaContext
+from armillary.distribute.replica._collectives import ReplicaContext, is_argument
 from armillary.distribute.replica._context import check_same_trace, entered
 from armillary.distribute.replica._keras_losses import check_keras_losses
 from armillary.distribute.replica._narrow import (
@@ -39,7 +39,6 @@ from armillary.distribute.replica._writes import aggregated_writes
 from armillary.errors import (
     BatchSizeError,
 )
-from armillary.state._holders import is_claimed
 from armillary.state._lift import State, as_array
 from armillary.typing import PyTree
 
@@ -73,7 +72,7 @@ def run_in_replicas(
         ReplicaMismatchError: If a mirrored slot ends with per-replica values.
         BatchSizeError: If two arguments hold data for different numbers of replicas.
     """
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_argument)
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_argument)
     arrays = [leaf.array if is_per_replica(leaf) else leaf for leaf in leaves]
     is_split = [is_per_replica(leaf) and not leaf.is_shared for leaf in leaves]
     # What is equal on all replicas stays so when it comes back in.
@@ -166,11 +165,6 @@ def run_in_replicas(
         )
 
     return result_tree.unflatten(map(wrap, values, own, shared))
-
-
-def _is_argument(value: Any) -> bool:
-    # NNX objects are pytrees too, but a copy of one would lose what `fn` writes.
-    return is_per_replica(value) or is_claimed(value)
 
 
 def _find_active(leaves: list[Any], num_replicas: int) -> tuple[Active, int]:

@@ -24,10 +24,6 @@ _HOOKS = ("on_get_value", "on_set_value")
 def aggregated_writes(state: State, context: ReplicaContext) -> Iterator[None]:
     """Aggregates writes to the variables of `state` that ask for it.
 
-    Args:
-        state: The slots, lifted into the trace of the replica.
-        context: The replica.
-
     Raises:
         ValueError: When a sum is written to a variable that the step has read.
     """

@@ -22,8 +22,21 @@ from armillary.distribute.replica._values import PerReplica
 from armillary.typing import PyTree
 
 
+class _OneReplica:
+    """What layouts of a single replica share."""
+
+    num_replicas = 1
+    local_replicas = range(1)
+    stacked = False
+
+    def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
+        """Returns the arrays themselves."""
+        del num_active
+        return arrays
+
+
 @dataclass(frozen=True)
-class SingleLayout:
+class SingleLayout(_OneReplica):
     """Batches as they are, for a strategy with one replica and no mesh.
 
     Args:
@@ -32,10 +45,7 @@ class SingleLayout:
 
     sharding: Sharding | None
 
-    num_replicas = 1
     num_shares = 1
-    local_replicas = range(1)
-    stacked = False
     peers = None
 
     def describe(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
@@ -72,33 +82,29 @@ class SingleLayout:
         """Returns rows of device arrays."""
         return _take(arrays, rows)
 
-    def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
-        """Returns the arrays themselves."""
-        del num_active
-        return arrays
-
 
 @dataclass(frozen=True)
 class ReplicaLayout:
     """One row of a batch on each device of a mesh.
 
     Args:
-        mesh: A mesh with the axis `replica`.
+        mesh: A mesh with the axis `replica`, the devices of each process in a row.
+        peers: The processes that have its devices; `None` for one.
     """
 
     mesh: Mesh
+    peers: Peers | None = None
 
     stacked = True
 
     @property
     def local_replicas(self) -> range:
-        """All replicas: they are all in this process."""
-        return range(self.num_replicas)
-
-    @property
-    def peers(self) -> Peers | None:
-        """There are no others."""
-        return None
+        """The replicas on devices of this process."""
+        if self.peers is None:
+            return range(self.num_replicas)
+        owners = [device.process_index for device in self.mesh.devices.flat]
+        start = owners.index(self.peers.index)
+        return range(start, start + owners.count(self.peers.index))
 
     @property
     def num_replicas(self) -> int:
@@ -123,8 +129,13 @@ class ReplicaLayout:
     def place(
         self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
     ) -> PyTree:
-        """Returns host arrays as device arrays, split over replicas."""
-        return jax.device_put(arrays, self._sharding(leading_axes, num_replicas))
+        """Returns this process's rows as device arrays, split over all replicas."""
+        sharding = self._sharding(leading_axes, num_replicas)
+        if self.peers is None:
+            return jax.device_put(arrays, sharding)
+        count = num_replicas or self.num_replicas
+        rows = hosted_replicas(self.local_replicas, self.num_replicas, count)
+        return split(arrays, sharding, leading_axes, rows, count)
 
     def _sharding(self, leading_axes: int, num_replicas: int | None) -> NamedSharding:
         spec = PartitionSpec(*[None] * leading_axes, AXIS_NAME)
@@ -137,7 +148,7 @@ class ReplicaLayout:
 
     def replicate(self, arrays: PyTree) -> PyTree:
         """Returns host arrays as device arrays, whole on each device."""
-        return jax.device_put(arrays, everywhere(self.mesh))
+        return _replicate(arrays, self.mesh, self.peers)
 
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
         """Returns rows of replicated arrays, split over replicas as `rows` is."""
@@ -154,44 +165,7 @@ class ReplicaLayout:
 
 
 @dataclass(frozen=True)
-class ProcessLayout(ReplicaLayout):
-    """One row of a batch on each device of a mesh that spans processes.
-
-    Args:
-        mesh: A mesh with the axis `replica`, the devices of each process in a row.
-        processes: Whose devices they are.
-    """
-
-    processes: Peers
-
-    @property
-    def peers(self) -> Peers | None:
-        """The processes."""
-        return self.processes
-
-    @property
-    def local_replicas(self) -> range:
-        """The replicas on devices of this process."""
-        owners = [device.process_index for device in self.mesh.devices.flat]
-        start = owners.index(self.processes.index)
-        return range(start, start + owners.count(self.processes.index))
-
-    def place(
-        self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
-    ) -> PyTree:
-        """Returns this process's rows as device arrays that span all processes."""
-        count = num_replicas or self.num_replicas
-        rows = hosted_replicas(self.local_replicas, self.num_replicas, count)
-        sharding = self._sharding(leading_axes, count)
-        return split(arrays, sharding, leading_axes, rows, count)
-
-    def replicate(self, arrays: PyTree) -> PyTree:
-        """Returns host arrays as device arrays, whole on each device."""
-        return _replicate(arrays, self.mesh)
-
-
-@dataclass(frozen=True)
-class MeshLayout:
+class MeshLayout(_OneReplica):
     """Batches of a single replica, split over a mesh by their examples.
 
     A batch that the devices cannot share equally is split over fewer axes, or none; the
@@ -200,22 +174,13 @@ class MeshLayout:
     Args:
         mesh: The mesh.
         axes: The axes of it that examples are split over.
-        processes: The processes that have its devices; `None` for one. Each has all of
-            a batch, and gives its devices their parts.
+        peers: The processes that have its devices; `None` for one. Each has all of a
+            batch, and gives its devices their parts.
     """
 
     mesh: Mesh | AbstractMesh
     axes: tuple[str, ...]
-    processes: Peers | None = None
-
-    num_replicas = 1
-    local_replicas = range(1)
-    stacked = False
-
-    @property
-    def peers(self) -> Peers | None:
-        """The processes."""
-        return self.processes
+    peers: Peers | None = None
 
     @property
     def num_shares(self) -> int:
@@ -242,7 +207,7 @@ class MeshLayout:
         def shard(leaf: Any) -> NamedSharding:
             return self.split(np.shape(leaf), leading_axes)
 
-        if self.processes is not None:
+        if self.peers is not None:
             return jax.tree.map(lambda leaf: place_parts(leaf, shard(leaf)), arrays)
         return jax.device_put(arrays, jax.tree.map(shard, arrays))
 
@@ -275,24 +240,21 @@ class MeshLayout:
 
     def replicate(self, arrays: PyTree) -> PyTree:
         """Returns host arrays as device arrays, whole on each device."""
-        if self.processes is not None:
-            return _replicate(arrays, self.mesh)
-        return jax.device_put(arrays, everywhere(self.mesh))
+        return _replicate(arrays, self.mesh, self.peers)
 
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
         """Returns rows of replicated arrays, split as `rows` is."""
         spec = PartitionSpec(self._axes_for(len(rows)))
         return _take_locally(self.mesh, spec, arrays, rows)
 
-    def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
-        """Returns the arrays themselves."""
-        del num_active
-        return arrays
 
-
-def _replicate(arrays: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+def _replicate(
+    arrays: PyTree, mesh: Mesh | AbstractMesh, peers: Peers | None
+) -> PyTree:
     """Returns arrays that are equal on all processes, whole on each device of them."""
     sharding = everywhere(mesh)
+    if peers is None:
+        return jax.device_put(arrays, sharding)
     return jax.tree.map(lambda leaf: as_global(leaf, sharding), arrays)
 
 

@@ -7,13 +7,10 @@ say are sharding annotations, which XLA follows, and which change no number.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-
-from armillary.typing import PyTree
-from armillary.xla._lowerings import Split
 
 AXIS = "tensor"
 
@@ -22,11 +19,6 @@ def split_over(
     mesh: Mesh | AbstractMesh, tensor: jax.Array, partition_dimensions: Sequence[int]
 ) -> jax.Array:
     """Returns an array of which each device along `tensor` has a part.
-
-    Args:
-        mesh: The mesh.
-        tensor: The array.
-        partition_dimensions: In how many parts each of its axes is split.
 
     Raises:
         ValueError: If there is no such way to split it.
@@ -53,28 +45,3 @@ def split_over(
         entries[axis] = AXIS
     sharding = NamedSharding(mesh, PartitionSpec(*entries))
     return jax.lax.with_sharding_constraint(tensor, sharding)
-
-
-def replicate_over(split: Split, value: PyTree) -> PyTree:
-    """Returns arrays that each device along `tensor` has whole.
-
-    Args:
-        split: How their first axis, that of examples, is divided.
-        value: A pytree of arrays.
-    """
-    return jax.tree.map(
-        lambda leaf: jax.lax.with_sharding_constraint(leaf, split(leaf.shape, 0)), value
-    )
-
-
-def refuse_to_assign() -> NoReturn:
-    """Raises, since one program runs on all devices.
-
-    Raises:
-        NotImplementedError: Always.
-    """
-    raise NotImplementedError(
-        "`assign_to_logical_device` would put a value on one device of several, but "
-        "here one program runs on all of them. Use `split_to_logical_devices` for a "
-        "part on each, or `replicate_to_logical_devices` for a copy."
-    )

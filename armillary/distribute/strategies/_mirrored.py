@@ -66,14 +66,7 @@ class MirroredStrategy(Strategy):
         """Lets this strategy trace programs for devices that are not there.
 
         Inside, it has that many replicas: in every object that holds it, since the
-        user's step asks for their number.
-
-        Args:
-            num_devices: How many there are, one for each replica.
-            platform: What kind they are, such as `"tpu"`.
-
-        Yields:
-            Their mesh.
+        user's step asks for their number. See `Strategy.described` for what it takes.
 
         Raises:
             ValueError: If it spans several processes, which would have to agree.

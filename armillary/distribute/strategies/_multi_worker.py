@@ -13,7 +13,7 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data._input_context import InputContext
 from armillary.data._layout import BatchLayout
 from armillary.data._options import InputOptions
-from armillary.distribute.strategies._layouts import ProcessLayout
+from armillary.distribute.strategies._layouts import ReplicaLayout
 from armillary.distribute.strategies._mirrored import MirroredStrategy
 from armillary.distribute.strategies._processes import JoinedStrategy, order_devices
 
@@ -64,9 +64,7 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
     @property
     def layout(self) -> BatchLayout:
         """One row of a batch on each device, given by the process that has it."""
-        if self.peers is None:
-            return super().layout
-        return ProcessLayout(self._replica_mesh, self.peers)
+        return ReplicaLayout(self._replica_mesh, self.peers)
 
     def distribute_datasets_from_function(
         self,
@@ -77,14 +75,7 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
 
         The data sets of the processes may differ in length: training ends with the
         shortest one, and a complete evaluation uses every example of all.
-
-        Args:
-            dataset_fn: Called once in each process with its `InputContext`; see
-                `Strategy.distribute_datasets_from_function`.
-            options: How to treat remainders, and whether to read ahead.
-
-        Returns:
-            A dataset to iterate with `for` or `next`, or to give to a trainer.
+        See `Strategy.distribute_datasets_from_function` for what it takes.
         """
         dataset = super().distribute_datasets_from_function(dataset_fn, options)
         if self.peers is None:

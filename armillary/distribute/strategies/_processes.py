@@ -18,7 +18,7 @@ from armillary.data.sources._source import as_source
 from armillary.distribute._global_arrays import as_local
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._same_values import check_same_data
-from armillary.distribute.replica._values import ReduceOp, is_per_replica
+from armillary.distribute.replica._values import is_per_replica
 from armillary.typing import PyTree
 
 
@@ -55,22 +55,6 @@ class JoinedStrategy(Strategy):
         """The resolver that described the cluster."""
         return self._cluster_resolver
 
-    def reduce(
-        self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None = None
-    ) -> PyTree:
-        """Combines the values of all replicas into one, the same in every process.
-
-        All processes must call it. See `Strategy.reduce` for what it takes.
-        """
-        return super().reduce(reduce_op, self._collect(value), axis)
-
-    def gather(self, value: PyTree, axis: int) -> PyTree:
-        """Joins the values of all replicas along an axis, the same in every process.
-
-        All processes must call it. See `Strategy.gather` for what it takes.
-        """
-        return super().gather(self._collect(value), axis)
-
     def distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
     ) -> DistributedDataset:
@@ -79,14 +63,7 @@ class JoinedStrategy(Strategy):
         Each process reads all of it, and keeps the rows of its own devices: give the
         same data, in the same order, to all. What `from_arrays` and its like give is
         compared; any other data are not. Of arrays only the rows of its devices are
-        touched.
-
-        Args:
-            dataset: Anything `armillary.data.as_source` takes.
-            options: How to treat remainders, and how far to read ahead.
-
-        Returns:
-            A dataset to iterate with `for` or `next`, or to give to a trainer.
+        touched. See `Strategy.distribute_dataset` for what it takes.
         """
         if self.peers is not None and isinstance(dataset, IndexedDataset):
             check_same_data(self.peers, dataset)
@@ -103,8 +80,6 @@ class JoinedStrategy(Strategy):
         return distributed
 
     def _collect(self, value: PyTree) -> PyTree:
-        """Returns values of all processes as arrays of this one."""
-
         def collect(leaf: Any) -> Any:
             array = leaf.array if is_per_replica(leaf) else leaf
             is_here = not isinstance(array, jax.Array) or isinstance(array, Tracer)

@@ -31,11 +31,7 @@ from armillary.distribute.replica._keras_losses import check_keras_losses
 from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.strategies._devices import as_devices, check_alone
 from armillary.distribute.strategies._layouts import MeshLayout
-from armillary.distribute.strategies._logical_devices import (
-    refuse_to_assign,
-    replicate_over,
-    split_over,
-)
+from armillary.distribute.strategies._logical_devices import split_over
 from armillary.distribute.strategies._processes import JoinedStrategy, order_devices
 from armillary.distribute.strategies._rules import ShardingRules, axes_of
 from armillary.errors import StateStructureError
@@ -142,14 +138,7 @@ class ShardedStrategy(JoinedStrategy):
 
         Inside, it spans that many. `fsdp` and `tensor` keep the sizes that
         `mesh_shape` gave them, and `data` grows; without a `mesh_shape`, all devices
-        are along `fsdp`.
-
-        Args:
-            num_devices: How many there are.
-            platform: What kind they are, such as `"tpu"`.
-
-        Yields:
-            Their mesh.
+        are along `fsdp`. See `Strategy.described` for what it takes.
 
         Raises:
             ValueError: If `fsdp` and `tensor` do not divide their number, or it spans
@@ -186,12 +175,8 @@ class ShardedStrategy(JoinedStrategy):
     ) -> DistributedDataset:
         """Returns a dataset that takes each global batch from the user's own.
 
-        Args:
-            dataset_fn: Called with an `InputContext` of one replica.
-            options: How to treat remainders, and how far to read ahead.
-
-        Returns:
-            A dataset to iterate with `for` or `next`, or to give to a trainer.
+        Its function is called with an `InputContext` of one replica. See
+        `Strategy.distribute_datasets_from_function` for what it takes.
 
         Raises:
             ValueError: If it spans several processes.
@@ -279,7 +264,8 @@ class ShardedStrategy(JoinedStrategy):
         Args:
             tensor: A pytree of values, their first axis that of examples.
         """
-        return replicate_over(self._layout.split, tensor)
+        constrain, split = jax.lax.with_sharding_constraint, self._layout.split
+        return jax.tree.map(lambda leaf: constrain(leaf, split(leaf.shape, 0)), tensor)
 
     def assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> NoReturn:
         """Refuses to put a value on one device: one program runs on all.
@@ -288,7 +274,11 @@ class ShardedStrategy(JoinedStrategy):
             NotImplementedError: Always.
         """
         del tensor, logical_device_id
-        refuse_to_assign()
+        raise NotImplementedError(
+            "`assign_to_logical_device` would put a value on one device of several, "
+            "but here one program runs on all of them. Use `split_to_logical_devices` "
+            "for a part on each, or `replicate_to_logical_devices` for a copy."
+        )
 
     experimental_split_to_logical_devices = split_to_logical_devices
     experimental_replicate_to_logical_devices = replicate_to_logical_devices

@@ -30,7 +30,7 @@ def make_coordinator():
 
     yield make
     for coordinator in made:
-        if not coordinator._dispatcher.is_stopped:
+        if not coordinator._dispatcher.calls.is_stopped:
             coordinator.shutdown()
     import ray
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 import armillary
 from armillary.distribute.coordinator import ClusterCoordinator, PSUnavailableError
-from armillary.distribute.parameter_server import _dispatcher
+from armillary.distribute.parameter_server import _calls
 from armillary.errors import ClosureCancelledError, OutOfRangeError
 
 pytestmark = [
@@ -37,6 +37,14 @@ def test_a_model_is_trained_by_two_workers_on_two_servers(coordinator, problem):
     assert first > 10 * last
     assert isinstance(last, np.ndarray)
     assert isinstance(losses[0].get(), jnp.ndarray)
+    strategy, remote = coordinator.strategy, {"loss": losses[0]}
+    with pytest.raises(ValueError, match=r"`strategy.reduce` .* `coordinator.fetch\("):
+        strategy.reduce("sum", remote)
+    with pytest.raises(ValueError, match=r"`strategy.gather` was given the `RemoteV"):
+        strategy.gather(remote, axis=0)
+    with pytest.raises(ValueError, match=r"`strategy.local_results` was given the"):
+        strategy.local_results(remote)
+    assert strategy.reduce("sum", coordinator.fetch(remote))["loss"] == first
     servers = coordinator._dispatcher.servers
     assert len(servers) == 2
     kernel = next(
@@ -126,7 +134,7 @@ def messages(coordinator, monkeypatch):
         sizes.append(len(closures))
         start(worker, closures)
 
-    monkeypatch.setattr(_dispatcher, "_MESSAGE_SECONDS", 10.0)
+    monkeypatch.setattr(_calls, "_MESSAGE_SECONDS", 10.0)
     monkeypatch.setattr(dispatcher, "_start", note)
     return sizes
 
@@ -201,14 +209,14 @@ def test_a_slow_worker_is_reported_by_name(coordinator, caplog):
 
 def test_what_a_lost_call_has_sent_is_remembered_until_it_has_run_again(coordinator):
     """Or a server would apply it again: it forgets calls older than this number."""
-    dispatcher = coordinator._dispatcher
-    worker = dispatcher._workers[0]
+    calls = coordinator._dispatcher.calls
+    worker = calls.workers[0]
     worker.running[9] = None
-    dispatcher._retried.add(4)
+    calls._retried.add(4)
     try:
-        assert dispatcher._oldest() == 4
+        assert calls.oldest() == 4
     finally:
-        dispatcher._retried.clear()
+        calls._retried.clear()
         worker.running.clear()
 
 
@@ -280,7 +288,7 @@ def test_a_worker_that_keeps_failing_does_not_stop_the_others(
 
 
 def test_a_call_that_ends_its_worker_is_not_run_for_ever(coordinator, monkeypatch):
-    monkeypatch.setattr(_dispatcher, "_MOST_LOSSES", 2)
+    monkeypatch.setattr(_calls, "_MOST_LOSSES", 2)
     value = coordinator.schedule(lambda: os._exit(1))
     after = coordinator.schedule(lambda: 1)
     with pytest.raises(RuntimeError, match=r"lost its worker 2 times .* not run again"):
@@ -288,6 +296,16 @@ def test_a_call_that_ends_its_worker_is_not_run_for_ever(coordinator, monkeypatc
     with pytest.raises(RuntimeError, match="run the function in this process"):
         value.get()
     assert after.has_ended
+
+
+def test_a_round_of_calls_that_end_their_workers_ends(synchronous, monkeypatch):
+    monkeypatch.setattr(_calls, "_MOST_LOSSES", 2)
+    coordinator = ClusterCoordinator(synchronous)
+    for _ in range(2):
+        coordinator.schedule(lambda: os._exit(1))
+    with pytest.raises(RuntimeError, match=r"lost its worker 2 times .* not run again"):
+        coordinator.join()
+    assert coordinator.schedule(lambda: 1).fetch() == 1
 
 
 def test_a_lost_server_is_an_error_after_which_training_resumes(
@@ -321,9 +339,9 @@ def test_a_lost_server_is_an_error_after_which_training_resumes(
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_staleness_is_measured_and_bounded(coordinator, problem, monkeypatch, most):
-    dispatcher = coordinator._dispatcher
-    settings = dataclasses.replace(dispatcher._settings, max_staleness=most)
-    monkeypatch.setattr(dispatcher, "_settings", settings)
+    calls = coordinator._dispatcher.calls
+    settings = dataclasses.replace(calls._settings, max_staleness=most)
+    monkeypatch.setattr(calls, "_settings", settings)
     step, iterator = problem.start(coordinator)
     coordinator.take_statistics()
     for _ in range(100):
