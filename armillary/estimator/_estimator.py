@@ -202,7 +202,7 @@ class Estimator:
     @property
     def latest_checkpoint(self) -> str | None:
         """The path of the latest checkpoint in `model_dir`, or `None`."""
-        saved = find_checkpoints(as_absolute(self.model_dir))
+        saved = find_checkpoints(as_absolute("model_dir", self.model_dir))
         return str(saved[-1].path) if saved else None
 
     @contextlib.contextmanager
