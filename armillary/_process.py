@@ -43,3 +43,14 @@ def set_process(process: Process) -> None:
     """Records which process this is, once it has joined the others."""
     global _current
     _current = process
+
+
+def is_first() -> bool:
+    """Returns whether this is the first process of those that JAX has joined.
+
+    For files, as the program may have called `jax.distributed.initialize` itself. Only
+    then are devices started here.
+    """
+    import jax
+
+    return not jax.distributed.is_initialized() or jax.process_index() == 0

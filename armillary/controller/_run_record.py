@@ -11,7 +11,7 @@ import jax
 from armillary._process import get_process
 from armillary.controller._curves import Curves
 from armillary.controller._git import find_program_folder, read_git
-from armillary.controller._start_lines import find_parameters
+from armillary.controller._start_lines import find_parameters, uses_devices
 
 _PACKAGES = ("jax", "flax", "optax", "orbax.checkpoint", "numpy", "keras")
 
@@ -49,16 +49,17 @@ class RunRecord:
         self._has_begun = True
 
     def _describe(self) -> dict[str, Any]:
-        strategy = {}
+        place = {}
+        if uses_devices(self._trainer):
+            place["devices"] = f"{jax.device_count()} {jax.devices()[0].device_kind}"
         if self._strategy is not None:
-            strategy["strategy"] = type(self._strategy).__name__
+            place["strategy"] = type(self._strategy).__name__
             replicas = getattr(self._strategy, "num_replicas_in_sync", None)
             if replicas is not None:
-                strategy["replicas"] = replicas
+                place["replicas"] = replicas
         return {
             **find_versions(),
-            "devices": f"{jax.device_count()} {jax.devices()[0].device_kind}",
-            **strategy,
+            **place,
             "processes": get_process().count,
             "command": sys.orig_argv,
             "directory": os.getcwd(),

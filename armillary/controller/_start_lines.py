@@ -45,13 +45,20 @@ def log_start(trainer: Any, strategy: Any, directories: dict[str, str | None]) -
 
 
 def _describe_devices(trainer: Any, strategy: Strategy | None) -> Iterator[str]:
-    # To ask JAX starts its threads, and a trainer written by hand may want to fork.
-    if isinstance(trainer, StandardTrainer) or xla_bridge.backends_are_initialized():
+    if uses_devices(trainer):
         kinds = Counter(device.device_kind for device in jax.devices())
         shown = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
         yield f"devices: {shown}"
     if strategy is not None:
         yield f"strategy: {strategy!r}"
+
+
+def uses_devices(trainer: Any) -> bool:
+    """Returns whether JAX may be asked for its devices.
+
+    That starts its threads, and a trainer written by hand may want to fork.
+    """
+    return isinstance(trainer, StandardTrainer) or xla_bridge.backends_are_initialized()
 
 
 def find_parameters(trainer: Any) -> ModelSummary | None:

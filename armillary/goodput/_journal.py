@@ -9,10 +9,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-
 from armillary._lines_file import append_lines
 from armillary._logging import logger
+from armillary._process import is_first
 from armillary.goodput._category import Category
 
 FILE_NAME = "goodput.jsonl"
@@ -52,9 +51,7 @@ class Journal:
 
     def append(self, entry: Entry) -> None:
         """Writes one line."""
-        # JAX is asked because the program may have joined the processes itself; not in
-        # the constructor, as that would start the devices.
-        if not self._is_on or jax.process_index() != 0:
+        if not self._is_on or not is_first():
             return
         try:
             append_lines(self._path, _format(entry))

@@ -18,11 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from armillary._lines_file import append_lines
 from armillary._logging import logger
 from armillary._numbers import as_json, find_numbers, from_json
+from armillary._process import is_first
 
 FILE_NAME = "metrics.jsonl"
 _encode = json.JSONEncoder(allow_nan=False).encode
@@ -57,9 +56,7 @@ class MetricsFile:
     @property
     def is_on(self) -> bool:
         """Whether records of this process are written."""
-        # JAX is asked because the program may have joined the processes itself; not in
-        # the constructor, as that would start the devices.
-        return self._path is not None and jax.process_index() == 0
+        return self._path is not None and is_first()
 
     def write(self, record: str, step: int, **fields: Any) -> None:
         """Takes a record, for the next `flush`; of the field `values`, the scalars."""

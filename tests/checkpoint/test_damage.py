@@ -129,6 +129,7 @@ def damage(path: Path, data: st.DataObject) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 @given(position=st.integers(0, 3999), bit=st.integers(0, 7))
 @settings(max_examples=20, deadline=None)
 def test_a_flipped_bit_of_the_numbers_is_always_found(

@@ -86,6 +86,8 @@ CHANGES = {
 }
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize("part", CHANGES)
 def test_a_changed_part_begins_anew_once_and_then_goes_on(part, make, caplog):
     first = make()

@@ -238,6 +238,8 @@ def train(strategy, model, num_steps=1):
     return optimizer
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_parts_move_between_numbers_of_devices_bit_for_bit(
     name, tmp_path, make_manager

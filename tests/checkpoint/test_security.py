@@ -111,6 +111,7 @@ def test_restoring_never_unpickles(tmp_path: Path) -> None:
 SENDS_FUNCTIONS = "armillary/distribute/parameter_server/"
 
 
+@pytest.mark.slow
 def test_the_library_neither_unpickles_nor_evaluates() -> None:
     found = [
         f"{path.relative_to(REPOSITORY)}:{node.lineno}"

@@ -142,6 +142,7 @@ def is_named(path, parts):
     return any(re.match(f"{pattern}(/|$)", path) for pattern in patterns)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(saved=LEAVES, program=LEAVES, only=PARTS, skip=PARTS, may_differ=PARTS)
 def test_what_is_restored_is_what_the_arguments_say(

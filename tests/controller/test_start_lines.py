@@ -61,6 +61,7 @@ def make_source():
     return armillary.data.from_arrays(ARRAYS, batch_size=16, repeat=True)
 
 
+@pytest.mark.slow
 def test_a_run_on_several_replicas(caplog, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     strategy = armillary.MirroredStrategy(jax.devices()[:4])
@@ -116,7 +117,7 @@ def test_training_without_an_end_says_so(caplog):
 
 @pytest.mark.slow
 @pytest.mark.each_case
-def test_a_trainer_that_does_without_jax_may_fork():
+def test_a_trainer_that_does_without_jax_may_fork(tmp_path):
     program = """
 import os
 import sys
@@ -133,13 +134,16 @@ class Forking(armillary.AbstractTrainer):
 
 trainer = Forking()
 armillary.Controller(
-    trainer=trainer, global_step=lambda: trainer.step, steps_per_loop=1
+    trainer=trainer,
+    global_step=lambda: trainer.step,
+    steps_per_loop=1,
+    summary_dir=sys.argv[1],
 ).train(2)
 from jax._src import xla_bridge
 print(xla_bridge.backends_are_initialized())
 """
     ended = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, tmp_path],
         capture_output=True,
         text=True,
         timeout=120,

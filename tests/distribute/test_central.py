@@ -69,6 +69,7 @@ def test_a_step_without_a_compiler_leaves_state_in_its_place():
     }
 
 
+@pytest.mark.slow
 def test_no_device_of_a_replica_holds_state_between_steps():
     strategy = make_central()
     model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))

@@ -62,6 +62,8 @@ def make_trainer(num_replicas: int = 4, **options: Any) -> Classifier:
 # The checksum
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_flipped_bit_is_found(dtype):
     strategy = make_strategy(2)
@@ -148,6 +150,7 @@ def test_there_is_nothing_to_compare_on_one_replica():
 # The trainer
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_a_parameter_is_reported():
     trainer = make_trainer(check_replicas_every=2)
     trainer.train(2)
@@ -191,6 +194,7 @@ def test_copies_are_compared_after_eager_steps():
     assert caught.value.leaves == {"value": (0, 1)}
 
 
+@pytest.mark.slow
 def test_copies_are_compared_when_a_loop_passes_a_multiple():
     trainer = make_trainer(check_replicas_every=5)
     kernel = trainer.model.first.kernel

@@ -191,6 +191,7 @@ def test_the_gradient_is_that_of_one_replica(loss, make_mirrored):
         np.testing.assert_allclose(part, expected, rtol=2e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_branch_for_each_example(make_mirrored):
     def losses(w, x):
         return jax.vmap(
@@ -277,6 +278,7 @@ def test_single_examples_are_refused_and_local_parameters_are_the_way(make_mirro
     np.testing.assert_allclose(strategy.local_results(result)[1], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_members_of_an_ensemble_are_no_examples(make_mirrored):
     strategy = make_mirrored(2)
     (batch,) = strategy.distribute_dataset([ROWS])

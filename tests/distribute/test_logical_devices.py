@@ -50,6 +50,7 @@ class Trainer(armillary.StandardTrainer):
         self.optimizer.update(self.model, nnx.grad(loss_fn)(self.model))
 
 
+@pytest.mark.slow
 def test_numbers_stay_what_they_are():
     one = armillary.OneDeviceStrategy("cpu:0")
     assert_strategies_agree(Trainer, [one, STRATEGY], steps=3)

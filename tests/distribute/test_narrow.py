@@ -107,6 +107,7 @@ def test_variables_are_brought_together_over_so_many(strategy, aggregation, expe
         assert float(shard.data) == expected
 
 
+@pytest.mark.slow
 def test_random_numbers_are_those_of_the_first_replicas(strategy):
     def draw(batch):
         rngs = nnx.Rngs(0)

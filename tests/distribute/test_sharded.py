@@ -138,6 +138,7 @@ def x64():
     jax.config.update("jax_enable_x64", False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_numbers_are_those_of_one_device_with_uneven_batches():
     def run(name):
@@ -173,6 +174,8 @@ def test_numbers_are_those_of_one_device_with_uneven_batches():
                 np.testing.assert_allclose(output[key], value, 1e-6)
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize("num_groups", [1, 4])
 @pytest.mark.parametrize("num_examples", [5, 8])
 def test_convolutions_have_the_gradients_of_one_device(num_examples, num_groups):
@@ -228,6 +231,7 @@ def test_convolutions_that_cannot_be_divided_rightly_are_an_error(monkeypatch):
         ShardedStrategy().run(lambda x: conv(x), args=(np.ones((8, 4, 4, 1), "f"),))
 
 
+@pytest.mark.slow
 def test_each_device_holds_its_share():
     whole = Linear(armillary.OneDeviceStrategy("cpu:0"))
     total, _ = bytes_on_devices([whole.model, whole.optimizer])
@@ -290,6 +294,7 @@ def test_programs_take_and_give_parts_in_place(monkeypatch):
         assert memory.alias_size_in_bytes == whole // count
 
 
+@pytest.mark.slow
 def test_rules_say_how_parameters_and_their_optimizer_state_are_split():
     trainer = make_trainer(
         ShardedStrategy(CUBE, {"^model/first/k": RULES["first/kernel"]})
@@ -334,6 +339,7 @@ def test_rules_say_how_parameters_and_their_optimizer_state_are_split():
     assert factored == [PartitionSpec()] * 2
 
 
+@pytest.mark.slow
 def test_arrays_that_no_rule_names_are_split_along_their_longest_axis():
     sizes = {
         "long": ((8, 256), PartitionSpec(None, "fsdp")),
@@ -388,6 +394,7 @@ def test_checkpoints_move_between_strategies_bit_for_bit(tmp_path, has_trained):
             assert specs_of(target.model["first"])["kernel"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 def test_a_resumed_run_equals_one_that_did_not_stop(tmp_path):
     def make_controller(folder):
@@ -411,6 +418,7 @@ def test_a_resumed_run_equals_one_that_did_not_stop(tmp_path):
     assert_identical(read_state(resumed.trainer), read_state(whole.trainer))
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_trains_as_on_one_device():
     def run(strategy, is_compiled):
         model = Wide()
@@ -444,6 +452,7 @@ def test_a_loop_of_ones_own_trains_as_on_one_device():
         np.testing.assert_allclose(losses, expected, 1e-3)
 
 
+@pytest.mark.slow
 def test_data_may_stay_on_the_devices():
     states = []
     for is_placed in (False, True):
@@ -483,6 +492,8 @@ def test_a_batch_is_split_over_as_many_devices_as_can_share_it(num_examples, spe
     assert chunk.sharding.is_equivalent_to(chunked, 3)
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_bad_step_is_undone(is_compiled):
     images = make_digits(32)

@@ -119,6 +119,7 @@ def test_networks_learn(tmp_path, optimizer):
     assert regressor.evaluate(make_input_fn())["average_loss"] < 0.8 * before
 
 
+@pytest.mark.slow
 def test_labels_of_several_numbers(tmp_path):
     labels = np.stack([Y, -Y], axis=1)
     made = estimator.LinearRegressor(

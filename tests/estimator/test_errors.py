@@ -206,6 +206,7 @@ def test_features_and_labels(tmp_path, batch, message):
         make_regressor(tmp_path).train(lambda: [batch], steps=1)
 
 
+@pytest.mark.slow
 def test_labels_of_classes(tmp_path):
     classifier = estimator.LinearClassifier(COLUMNS, tmp_path, n_classes=3)
     with pytest.raises(EstimatorError, match="The labels have the dtype float32"):
@@ -215,6 +216,8 @@ def test_labels_of_classes(tmp_path):
         binary.evaluate(make_input_fn(X, np.full(len(X), 0.5, "float32")))
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "label", "rule"),
     [

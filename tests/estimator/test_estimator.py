@@ -55,6 +55,7 @@ def assert_same(first: estimator.Estimator, second: estimator.Estimator) -> None
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_guide_runs_as_written(tmp_path):
     mirrored_strategy = armillary.MirroredStrategy(jax.devices()[:2])
     config = estimator.RunConfig(
@@ -84,6 +85,8 @@ def test_the_example_of_the_guide_runs_as_written(tmp_path):
     assert len(calls) == 2
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_n_replicas_take_n_batches_as_one_replica_takes_them_joined(tmp_path, replicas):
     made = make_regressor(tmp_path, replicas).train(make_input_fn(), steps=4)
@@ -94,6 +97,7 @@ def test_n_replicas_take_n_batches_as_one_replica_takes_them_joined(tmp_path, re
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_batches_that_are_left_over_train_too(tmp_path):
     # 5 batches of 4 and one of 2: after a step of 4 batches, 6 rows are left.
     made = make_regressor(tmp_path, 4).train(make_input_fn(X[:22], Y[:22]))
@@ -104,6 +108,7 @@ def test_batches_that_are_left_over_train_too(tmp_path):
     assert made.global_step == 2
 
 
+@pytest.mark.slow
 def test_batches_of_any_sizes_are_joined(tmp_path):
     def input_fn():
         start = 0
@@ -119,6 +124,7 @@ def test_batches_of_any_sizes_are_joined(tmp_path):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_strategy_in_effect_is_used_if_none_is_given(tmp_path):
     with make_strategy(2).scope():
         made = estimator.LinearRegressor(COLUMNS, tmp_path, optimizer="SGD")
@@ -128,6 +134,8 @@ def test_the_strategy_in_effect_is_used_if_none_is_given(tmp_path):
     np.testing.assert_allclose(read_linear(made)[0], expected[0], rtol=1e-5)
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_an_evaluation_counts_every_example_and_every_batch_once(tmp_path, replicas):
     made = make_regressor(tmp_path, replicas).train(make_input_fn(), steps=3)
@@ -175,6 +183,7 @@ def test_a_model_function_trains_as_a_loop_in_nnx_does(tmp_path):
     assert isinstance(net, Net)
 
 
+@pytest.mark.slow
 def test_what_makes_the_modules_leaves_no_trace_in_them(tmp_path):
     made = make_net(tmp_path)
     made.evaluate(make_input_fn())
@@ -276,6 +285,7 @@ def test_data_that_ends_is_gone_through_once_in_each_call(tmp_path):
     np.testing.assert_allclose(read_linear(made)[0], expected[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_other_data_begin_anew_with_a_warning(tmp_path, caplog):
     make_regressor(tmp_path).train(make_input_fn(X[:8], Y[:8]), max_steps=1)
     with caplog.at_level(logging.WARNING):
@@ -322,6 +332,7 @@ def test_checkpoints_fit_any_number_of_replicas(tmp_path):
     assert fresh.train(make_input_fn(), steps=1).global_step == 3
 
 
+@pytest.mark.slow
 def test_an_input_function_gets_what_it_asks_for(tmp_path):
     seen = {}
 
@@ -361,6 +372,7 @@ def test_predictions_may_come_before_training(tmp_path):
     assert made.global_step == 3
 
 
+@pytest.mark.slow
 def test_predictions_do_not_need_the_optimizer_of_the_checkpoint(tmp_path):
     def make(optimizer):
         return make_regressor(tmp_path, optimizer=optimizer)

@@ -40,6 +40,8 @@ def test_logits_are_those_of_the_equations(tmp_path):
     np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "expected"),
     # Those that are published, with the classifier.

@@ -65,6 +65,7 @@ def write_tensorflow(path: Path, arrays: dict[str, np.ndarray] = ARRAYS) -> Path
     return write_bundle(path, {**arrays, "global_step": np.int64(7)}, num_shards=2)
 
 
+@pytest.mark.slow
 def test_both_kinds_of_files_give_the_same_arrays(tmp_path):
     checkpoint = write_tensorflow(tmp_path / "bert_model.ckpt")
     files = [checkpoint, tmp_path, tmp_path / "bert_model.ckpt.index"]
@@ -138,6 +139,7 @@ def test_wrong_shapes_are_listed(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_missing_and_additional_layers_are_listed_shortly(tmp_path):
     path = write_tensorflow(tmp_path / "model")
     refuses(
@@ -175,6 +177,7 @@ def test_damaged_safetensors_are_named(tmp_path):
     refuses(path, make_model(), f"{path} is damaged: ", "Download it again.")
 
 
+@pytest.mark.slow
 def test_files_that_are_not_there_are_named(tmp_path):
     with pytest.raises(
         FileNotFoundError, match=r"bert\.ckpt is no file .*bert\.ckpt\.index"

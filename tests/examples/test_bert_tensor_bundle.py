@@ -30,6 +30,7 @@ some_arrays = st.dictionaries(
 SMALL = {"a/kernel": np.arange(6.0, dtype="float32").reshape(2, 3)}
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(some_arrays, st.integers(1, 3), st.integers(1, 8), st.integers(1, 4))
 def test_arrays_are_read_as_they_were_written(arrays, num_shards, per_block, interval):

@@ -153,6 +153,7 @@ def test_without_a_local_directory_nothing_is_written(directory, tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_first_recorder_accounts_for_the_start_of_the_process(tmp_path):
     code = (
         "import sys, time\n"

@@ -129,6 +129,7 @@ def test_a_model_made_in_a_scope_may_be_compiled_outside(problem, kind):
     assert len(model.variables[0].value.sharding.device_set) == 4
 
 
+@pytest.mark.slow
 def test_single_batches_run_on_all_devices(problem):
     with STRATEGIES["mirrored"]().scope():
         model, other = problem.make_model(), problem.make_model()
@@ -243,6 +244,7 @@ def test_a_keras_trainer_agrees_under_strategies(problem):
     assert_strategies_agree(make_trainer, strategies, tolerance=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_a_saved_model_is_loaded_compiled(keras, problem, tmp_path):
     """Keras asks whether the class of a model overrides `compile`."""

@@ -37,6 +37,7 @@ def test_what_saw_no_example_has_no_value(metric, empty):
     np.testing.assert_array_equal(metric.compute(), empty)
 
 
+@pytest.mark.slow
 def test_reset_forgets_examples_and_what_was_refused():
     metric = metrics.Precision(3)
     metric.update(logits=LOGITS, labels=LABELS + 9)
@@ -65,6 +66,7 @@ def test_top_k_ranks_equal_scores_as_argmax_does():
     assert same.compute() == 0.5
 
 
+@pytest.mark.slow
 def test_labels_may_have_several_axes():
     flat, nested = metrics.ConfusionMatrix(3), metrics.ConfusionMatrix(3)
     logits = np.random.default_rng(0).normal(size=(2, 5, 3))
@@ -188,6 +190,8 @@ def test_what_a_metric_cannot_use_is_an_error(call, error, message):
         call()
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize("curve", ["ROC", "PR"])
 def test_the_area_of_continuous_scores_is_within_its_buckets(curve, caplog):
     rng = np.random.default_rng(0)
@@ -204,6 +208,7 @@ def test_the_area_of_continuous_scores_is_within_its_buckets(curve, caplog):
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_scores_in_few_buckets_are_told(caplog):
     labels = np.arange(100) % 2
     logits = (np.arange(100) / 1e4).astype(np.float32)

@@ -26,7 +26,12 @@ LARGE = [
     for name in ("v5e:16x16", "v5p:8x8x8", "h100:8x8")
 ]
 LEARNING_RATE, CAPACITY, EXAMPLES = 1e-3, 20, 64
-pytestmark = [pytest.mark.slow, pytest.mark.each_case]
+# One process, which compiles each plan once.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.each_case,
+    pytest.mark.xdist_group("compiled plans"),
+]
 
 
 @pytest.fixture(params=["v5e:2x2", "h100:1x8", *LARGE])

@@ -38,6 +38,7 @@ def no_wheels(monkeypatch):
     monkeypatch.delenv("ARMILLARY_PLAN_WHEELS", raising=False)
 
 
+@pytest.mark.slow
 def test_an_abstract_plan_has_the_sums_and_the_work_of_any_number_of_replicas():
     for count in (8, 1000):
         found = plan(make_trainer(), count, abstract=True)
@@ -55,6 +56,7 @@ def test_an_abstract_plan_has_the_sums_and_the_work_of_any_number_of_replicas():
         assert found.memory is found.estimate is found.fits is None
 
 
+@pytest.mark.slow
 def test_replicas_keep_their_batch_unless_another_is_asked_for():
     on_four = make_trainer(4)
     assert plan(on_four, 16, abstract=True).per_replica_batch == BATCH_SIZE // 4
@@ -68,6 +70,7 @@ def make_sharded(**options):
     return Trainer(strategy, strategy.distribute_dataset(source))
 
 
+@pytest.mark.slow
 def test_of_a_sharded_state_each_device_has_a_part():
     rules = {"hidden/kernel": PartitionSpec("fsdp", "tensor")}
     trainer = make_sharded(mesh_shape={"fsdp": 4, "tensor": 2}, rules=rules)
@@ -110,6 +113,7 @@ def test_one_replica_sends_nothing():
     assert plan(make_trainer(), 1, abstract=True).collectives == ()
 
 
+@pytest.mark.slow
 def test_planning_leaves_the_trainer_its_strategy_and_its_data_as_they_were():
     planned, other = make_trainer(2), make_trainer(2)
     plan(planned, "v5e:2x2", abstract=True)
@@ -156,6 +160,7 @@ def test_a_step_in_parts_is_planned_in_parts(parts):
     assert ("f32[8,128]" in program) == (parts == 4)
 
 
+@pytest.mark.slow
 def test_a_controller_plans_with_its_steps_per_loop():
     controller = make_controller()
     found = controller.plan("h100:1x8", abstract=True)
@@ -259,6 +264,7 @@ def test_memory_is_what_a_device_must_hold_at_once():
     assert "fits: 18 MB of 16 GB" in str(found)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_plan_and_writes_it(tmp_path, capsys):
     program = __file__.replace("test_plan.py", "digits_mlp.py")
     target = tmp_path / "plan.json"

@@ -48,6 +48,7 @@ def test_the_page_compares_runs(page):
     assert (last["eval loss"], last["eval test accuracy"]) == ("0.3", "0.5")
 
 
+@pytest.mark.slow
 def test_the_page_shows_checkpoints_with_what_was_measured(page):
     rows = cells_of(page, "Checkpoints")
     assert rows[0] == ["step", "saved", "eval loss", "eval test accuracy", "folder"]

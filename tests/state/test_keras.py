@@ -103,6 +103,7 @@ def test_metrics_are_summed(keras):
     assert roles == {"m/count": Role.METRIC, "m/total": Role.METRIC}
 
 
+@pytest.mark.slow
 def test_a_step_changes_the_variables_that_the_user_holds(keras, run_lifted):
     model = make_model(keras)
     kernel = model.layers[0].kernel
@@ -200,6 +201,7 @@ def test_variables_that_a_step_makes_are_an_error_with_the_fix(keras, run_lifted
     assert int(holder.optimizer.iterations.value) == 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_keras_objects_is_restored_into_new_ones(keras, tmp_path):
     def make():
         model = make_model(keras)

@@ -418,6 +418,7 @@ def test_an_array_in_a_container_that_is_no_pytree_has_a_place(value, path):
     assert slot.paths == (f"place/{path}",)
 
 
+@pytest.mark.slow
 def test_no_nest_is_too_deep():
     chain: Any = Holder(weight=jnp.ones(1))
     nest: Any = {"weight": jnp.ones(1)}

@@ -71,6 +71,7 @@ def mirrored(count, **options):
 ONE = armillary.OneDeviceStrategy("cpu:0")
 
 
+@pytest.mark.slow
 def test_a_trainer_may_agree_under_all_with_short_batches_and_the_end_of_data():
     others = [
         mirrored(4, cross_device_ops=HierarchicalCopyAllReduce()),
@@ -100,6 +101,7 @@ class AveragesItsShare(Regression):
         return jnp.mean(losses)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # The library warns of this mistake too.
 def test_a_loss_that_is_averaged_over_a_share_differs_after_one_step():
     message = differ(AveragesItsShare, mirrored(2))
@@ -111,6 +113,7 @@ def test_a_loss_that_is_averaged_over_a_share_differs_after_one_step():
     assert_strategies_agree(AveragesItsShare, [ONE, mirrored(2)], ignore=["/(mu|nu)/"])
 
 
+@pytest.mark.slow
 def test_data_that_depend_on_the_number_of_replicas_differ():
     def make_trainer(strategy):
         return Regression(strategy, batch_size=35 * strategy.num_replicas_in_sync)
@@ -122,6 +125,7 @@ def test_data_that_depend_on_the_number_of_replicas_differ():
     assert "output['bias']: only under OneDeviceStrategy(cpu:0)" in message
 
 
+@pytest.mark.slow
 def test_state_that_depends_on_the_strategy_differs():
     def make_trainer(strategy):
         trainer = Regression(strategy)
@@ -144,6 +148,7 @@ class GoesWrong(Regression):
         return {"value": jnp.where(wrong, jnp.nan, jnp.inf) * jnp.ones(2)}
 
 
+@pytest.mark.slow
 def test_what_a_loop_returns_and_values_that_are_not_finite_are_compared():
     message = differ(GoesWrong, mirrored(2), steps=1)
     assert "in 1 of " in message
@@ -151,6 +156,7 @@ def test_what_a_loop_returns_and_values_that_are_not_finite_are_compared():
     assert_strategies_agree(GoesWrong, [mirrored(2), mirrored(2)], steps=1)
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_compared():
     class CountsReplicas(Regression):
         def eval_end(self, *_):

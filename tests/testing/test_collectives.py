@@ -17,6 +17,7 @@ METRIC_BYTES = 8
 LENGTH = 32  # of sentences in tokens
 
 
+@pytest.mark.slow
 def test_a_step_sums_its_gradients_once_and_sends_nothing_else():
     trainer = make_trainer(2)
     assert_collectives(trainer, max_bytes=4 * NUM_PARAMETERS + METRIC_BYTES)
@@ -40,6 +41,7 @@ class GathersLabels(Trainer):
         super().improve({**batch, "image": batch["image"] * weight})
 
 
+@pytest.mark.slow
 def test_a_sum_that_the_gradients_wait_for_is_a_round_of_its_own():
     trainer = make_trainer(kind=NormalizesGlobally)
     assert_collectives(trainer, all_reduce=2)
@@ -51,6 +53,7 @@ def test_a_sum_that_the_gradients_wait_for_is_a_round_of_its_own():
     assert "round 2: all-reduce of" in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_collective_of_another_kind_and_too_many_bytes_are_errors():
     trainer = make_trainer(kind=GathersLabels)
     with pytest.raises(AssertionError, match="has 1 rounds of all-gather"):

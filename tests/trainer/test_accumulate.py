@@ -129,6 +129,7 @@ def test_statistics_are_updated_by_each_part():
     np.testing.assert_allclose(trainer.model.mean[...], mean, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_replicas_reduce_once_for_an_update():
     counts = {}
     for count in (1, 2, 8):
@@ -157,6 +158,7 @@ class Deep(nnx.Module):
         return x
 
 
+@pytest.mark.slow
 def test_memory_for_activations_is_that_of_one_part():
     model, batch = Deep(), jnp.ones((4096, 64))
 
@@ -184,6 +186,7 @@ class SizeTrainer(Trainer):
         return armillary.compute_average_loss(losses, batch["label"] + 1, self.size)
 
 
+@pytest.mark.slow
 def test_a_global_batch_size_is_that_of_the_whole_batch(expected):
     trainer = SizeTrainer(make_strategy(4), accumulate_steps=2)
     trainer.train(3)
@@ -286,6 +289,7 @@ def test_what_cannot_be_right_is_an_error(call, error, message):
         call()
 
 
+@pytest.mark.slow
 def test_parts_give_the_whole_batch_where_state_is_divided_or_elsewhere():
     rules = {"first/kernel": PartitionSpec("fsdp", "tensor")}
     mesh_shape = {"data": 2, "fsdp": 2, "tensor": 2}

@@ -61,6 +61,7 @@ def test_eager_steps_equal_compiled_ones():
         np.testing.assert_allclose(eager[path], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_eager_step_runs_on_replicas():
     strategy = make_strategy(2)
 

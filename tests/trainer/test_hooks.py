@@ -186,6 +186,7 @@ def test_uneven_batches_of_a_loop_are_one_loop():
     assert runs[1][1].steps == [4, 6]
 
 
+@pytest.mark.slow
 def test_train_by_hand_runs_the_hooks():
     trainer = Regression()
     plain = Regression(compile_hooks=False)
@@ -234,6 +235,7 @@ def test_an_end_that_a_new_plain_value_breaks_is_python_again():
     assert trainer.train(5)["nested"]["count"] == 5 * BATCH
 
 
+@pytest.mark.slow
 def test_loops_end_where_something_is_due(tmp_path, calls):
     saved = []
     for compile_hooks in (False, None):

@@ -162,6 +162,7 @@ def test_every_program_is_compiled_once(no_retrace):
     assert int(evaluator.average.count[...]) == 8
 
 
+@pytest.mark.slow
 def test_compiled_programs_are_warm_after_the_first_loop(no_retrace, caplog):
     trainer = Classifier(
         make_strategy(2), MLP(nnx.Rngs(0)), optax.sgd(0.1), steps_per_chunk=7
@@ -217,6 +218,7 @@ def test_arrays_that_the_user_holds_stay_valid():
     assert not np.array_equal(model.first.kernel[...], copies[0])
 
 
+@pytest.mark.slow
 def test_state_that_the_user_replaces_is_seen():
     trainer = make_classifier()
     start = Snapshot(trainer)
@@ -237,6 +239,7 @@ def test_state_that_the_user_replaces_is_seen():
     assert_identical(read_state(trainer), expected)
 
 
+@pytest.mark.slow
 def test_a_metric_that_the_user_replaces_is_used(no_retrace):
     trainer = make_classifier()
     trainer.train(2)
@@ -450,6 +453,8 @@ def test_arrays_that_a_loop_replaced_are_let_go():
     assert old() is None
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -135,6 +135,8 @@ def test_a_decay_may_depend_on_the_number_of_updates():
     assert_close(read(trainer.averages.model, nnx.Param), expected)
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mirrored", "sharded"])
 def test_replicas_equal_one(kind):
     devices = jax.devices()[:4]
@@ -148,6 +150,7 @@ def test_replicas_equal_one(kind):
     assert_close(read(several.averages.model), read(one.averages.model))
 
 
+@pytest.mark.slow
 def test_other_state_is_that_of_the_model():
     trainer = make(Model, armillary.MirroredStrategy(jax.devices()[:2]))
     before = read(trainer.averages.model, nnx.RngCount)
@@ -162,6 +165,7 @@ def test_other_state_is_that_of_the_model():
     )
 
 
+@pytest.mark.slow
 def test_it_is_saved_restored_and_evaluated(tmp_path):
     def run(steps):
         strategy = armillary.MirroredStrategy(jax.devices()[:2])
@@ -193,6 +197,7 @@ def test_it_is_saved_restored_and_evaluated(tmp_path):
     np.testing.assert_allclose(output["loss"], np.mean((predicted - DATA["y"]) ** 2))
 
 
+@pytest.mark.slow
 def test_averages_of_short_floats_are_long():
     model = nnx.Linear(2, 1, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     averages = ExponentialMovingAverage(model, 0.999)

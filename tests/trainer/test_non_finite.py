@@ -115,6 +115,7 @@ def test_good_steps_give_the_same_bits_as_without_the_option(
     assert_identical(read_state(watched), read_state(plain))
 
 
+@pytest.mark.slow
 def test_watched_programs_are_compiled_once(no_retrace):
     trainer = make_trainer(2, data={"repeat": True}, on_non_finite="skip")
     trainer.train(3)
@@ -235,6 +236,7 @@ def test_values_that_were_not_finite_before_are_no_failure():
     assert np.isnan(trainer.log[6:]).all()
 
 
+@pytest.mark.slow
 def test_skipped_steps_are_reported_once_for_each_loop(caplog):
     trainer = make_trainer(data={"bad_steps": [2, 4, 5]}, on_non_finite="skip")
     controller = make_controller(trainer)
@@ -402,6 +404,7 @@ def test_replicas_decide_alike_when_one_of_them_overflows():
     assert float(trainer.total[...]) == 4
 
 
+@pytest.mark.slow
 def test_an_eager_step_on_replicas_is_undone():
     class Scaling(armillary.StandardTrainer):
         def __init__(self):
@@ -454,6 +457,7 @@ def test_the_controller_names_the_global_step_and_saves_good_states_only(bad, tm
     assert resumed.train_dataset.get_state() == expected.train_dataset.get_state()
 
 
+@pytest.mark.slow
 def test_a_bad_step_is_found_one_loop_later_and_the_next_loop_has_no_effect():
     trainer = make_trainer(2, data={"bad_steps": [3]}, on_non_finite="raise")
     begun = []
@@ -467,6 +471,7 @@ def test_a_bad_step_is_found_one_loop_later_and_the_next_loop_has_no_effect():
     assert int(trainer.optimizer.step[...]) == 3
 
 
+@pytest.mark.slow
 def test_a_loop_written_by_hand_is_guarded(tmp_path):
     class ByHand(Classifier):
         def train(self, num_steps):

@@ -146,6 +146,7 @@ def test_the_controller_names_it_too():
         controller.train(4)
 
 
+@pytest.mark.slow
 def test_the_search_leaves_state_and_data_as_they_were():
     trainer = Trainer(log)
     for _ in range(2):
@@ -180,6 +181,7 @@ def test_where_a_step_cannot_be_repeated_the_message_says_how_to_look(options):
     assert HOW_TO_FIND in train(log, **options)
 
 
+@pytest.mark.slow
 def test_what_the_message_says_finds_the_line():
     trainer = Trainer(log, compile_step=False)
     before = jax.config.jax_debug_nans

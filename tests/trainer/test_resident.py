@@ -116,6 +116,7 @@ def test_a_stopped_run_may_continue_with_or_without_it(
     )
 
 
+@pytest.mark.slow
 def test_loops_after_the_first_trace_nothing(no_retrace):
     trainer = make_trainer(make_strategy(4), True)
     trainer.train(9)

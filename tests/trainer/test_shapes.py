@@ -123,6 +123,7 @@ def test_replicas_agree_with_one(expected):
     np.testing.assert_allclose(kernel, expected["model/kernel"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_shape_is_traced_once(no_retrace):
     strategy = make_strategy(1)
     trainer = Trainer(strategy, 2 * LENGTHS, compile_hooks=False)
@@ -150,6 +151,8 @@ class Evaluator(armillary.StandardEvaluator):
         return {"count": int(self.mean.count[...]), "mean": self.mean.compute()}
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
 def test_evaluations_are_exact_for_every_shape(num_replicas):
     evaluator = Evaluator(make_strategy(num_replicas), max_shapes=3)
@@ -170,6 +173,8 @@ def ones(*shape, dtype=np.float32):
     return np.ones(shape, dtype)
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @mistakes(
     {
         RetraceError: {

@@ -171,6 +171,7 @@ class Gan(armillary.StandardTrainer):
         self.strategy.run(generator_fn, args=(next(iterator["noise"]),))
 
 
+@pytest.mark.slow
 def test_two_models_with_a_shared_part_train_alike_on_any_number_of_replicas():
     states = []
     for num_replicas in (1, 4):

@@ -99,6 +99,8 @@ def test_an_option_of_the_user_that_xla_does_not_know_is_its_error():
         Trainer(options).train(2)
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 def test_results_do_not_depend_on_how_steps_are_divided(options):
     results = []
@@ -115,6 +117,8 @@ def test_results_do_not_depend_on_how_steps_are_divided(options):
         np.testing.assert_array_equal(other, results[0])
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 def test_results_are_equal_up_to_rounding_with_other_options(options):
     expected = Trainer(armillary.StandardTrainerOptions(compile_step=False))
