@@ -108,6 +108,7 @@ def test_a_line_that_does_not_fit_on_the_disk_is_a_failure(caplog):
 
 
 def test_only_the_first_process_of_a_job_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
 
     append(tmp_path, make_entry())

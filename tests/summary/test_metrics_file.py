@@ -145,6 +145,7 @@ def test_without_a_local_directory_nothing_is_written(directory, tmp_path, monke
 
 
 def test_only_the_first_process_of_a_job_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     write_run(MetricsFile(tmp_path), ("train", 1))
     assert not list(tmp_path.iterdir())
