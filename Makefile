@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
-	@echo "make quick     the tests of daily work; about 2 minutes on 2 cores"
+	@echo "make quick     the tests of daily work; about 80 seconds on 2 cores"
 	@echo "make test      install and run the tests; about 15 minutes on 2 cores"
 	@echo "make test-all  run every case of every test; about 21 minutes on 2 cores"
 	@echo "make differential  compare 850 constructs with plain JAX; about an hour"
@@ -83,9 +83,9 @@ bench-peers: $(foreach peer,keras orbit lightning,.venv-bench-$(peer)/installed)
 bench-ps: .venv/dev-installed
 	$(BIN)/python -m benchmarks.parameter_server --json bench.json
 
-# Daily work: no test that takes over a second, starts processes or checks the benchmarks.
+# Daily work: no test that takes long, starts processes or checks the benchmarks.
 quick: .venv/dev-installed
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow and not multiprocess" \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not multiprocess" \
 	  --ignore=tests/benchmarks
 
 test: .venv/dev-installed

@@ -140,6 +140,7 @@ def test_what_the_function_sets_is_set_back_and_no_array_changes(tmp_path):
     np.testing.assert_allclose(result, model(IMAGES), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_in_training_mode_is_an_error_that_names_what_it_changes(tmp_path):
     model = Net()
     export = make(tmp_path, model)

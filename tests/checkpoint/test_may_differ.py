@@ -124,6 +124,7 @@ def test_a_changed_part_begins_anew_once_and_then_goes_on(part, make, caplog):
     assert third.checkpoint_manager.has_saved_step()
 
 
+@pytest.mark.slow
 def test_data_that_has_grown_begin_anew(make, caplog):
     first = make()
     first.train(3)

@@ -183,6 +183,8 @@ def test_set_state_moves_a_living_iterator():
 # Chunks
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 def test_chunks_hold_row_numbers_which_gather_turns_into_rows(strategy):
     source = from_arrays(make_arrays(), batch_size=8, shuffle_seed=0)
     host, resident = make_pair(strategy, source)

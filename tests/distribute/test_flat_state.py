@@ -65,6 +65,7 @@ def are_same(a: list[Any], b: list[Any]) -> bool:
     return all(old is new for old, new in zip(a, b, strict=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_slots_hold_what_programs_put_out_and_give_it_to_the_next(data):

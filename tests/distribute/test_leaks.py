@@ -258,6 +258,7 @@ def test_mirrored_state_that_may_differ_is_refused(name, make_mirrored):
     np.testing.assert_array_equal(variable[...], W)
 
 
+@pytest.mark.slow
 def test_single_examples_are_refused_and_local_parameters_are_the_way(make_mirrored):
     strategy = make_mirrored(2)
     (batch,) = strategy.distribute_dataset([ROWS])

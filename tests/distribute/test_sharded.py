@@ -254,6 +254,7 @@ def test_each_device_holds_its_share():
             assert {part.shape for part in parts} == {(64 // count, 64)}
 
 
+@pytest.mark.slow
 def test_programs_take_and_give_parts_in_place(monkeypatch):
     compiled = []
 

@@ -347,6 +347,7 @@ def test_a_single_process_has_no_cluster():
     assert config.cluster_spec.jobs == []
 
 
+@pytest.mark.slow
 def test_an_evaluator_evaluates_and_does_not_train(tmp_path, monkeypatch):
     expected = make_regressor(tmp_path).train(make_input_fn(), max_steps=3)
     expected = expected.evaluate(make_input_fn())

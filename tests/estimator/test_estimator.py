@@ -261,6 +261,7 @@ def test_training_that_broke_off_ends_bit_for_bit_as_if_it_had_not(tmp_path, is_
     assert_same(whole, parts)
 
 
+@pytest.mark.slow
 def test_steps_begin_the_data_anew_and_add_up(tmp_path):
     made = make_regressor(tmp_path)
     for _ in range(2):
@@ -362,6 +363,7 @@ def test_predictions_are_read_when_they_are_asked_for(tmp_path):
     assert rows[0]["predictions"].shape == (1,)
 
 
+@pytest.mark.slow
 def test_predictions_may_come_before_training(tmp_path):
     made = make_regressor(tmp_path / "first")
     assert made.global_step == 0

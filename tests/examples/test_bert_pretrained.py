@@ -159,6 +159,7 @@ def test_missing_and_additional_layers_are_listed_shortly(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_model_of_another_size_names_its_preset(tmp_path):
     tiny = dataclasses.replace(bert.PRESETS["tiny"], vocabulary_size=9, num_positions=2)
     path = write_bundle(tmp_path / "model", make_arrays(tiny))

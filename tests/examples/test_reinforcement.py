@@ -28,6 +28,7 @@ def push(state: list[float], force: float) -> list[float]:
     return [value + 0.02 * rate for value, rate in zip(state, rates, strict=True)]
 
 
+@pytest.mark.slow
 def test_cart_moves_as_the_equations_say():
     rng = np.random.default_rng(0)
     states = rng.uniform(-1.0, 1.0, (20, 4))

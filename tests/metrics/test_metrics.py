@@ -60,6 +60,7 @@ def test_a_mask_of_examples_holds_for_all_their_elements():
     assert metric.compute() == 4.0
 
 
+@pytest.mark.slow
 def test_top_k_ranks_equal_scores_as_argmax_does():
     same = metrics.TopKAccuracy(2)
     same.update(logits=jnp.zeros((4, 4)), labels=jnp.arange(4))

@@ -32,6 +32,7 @@ def cells_of(page, title):
     return [[re.sub(r"<.*?>", "", cell).strip() for cell in row] for row in found]
 
 
+@pytest.mark.slow
 def test_the_page_compares_runs(page):
     head, first, second = cells_of(page, "Runs")
     assert head[:7] == ["run", "began", "step", "state", "attempts", "time", "goodput"]

@@ -63,6 +63,7 @@ def test_paths_do_not_depend_on_what_was_made_before(keras):
     assert paths[0] == paths[1]
 
 
+@pytest.mark.slow
 def test_functional_and_subclassed_models_have_all_their_variables(keras):
     class Twice(keras.Model):
         def __init__(self):

@@ -111,6 +111,7 @@ def test_items_of_containers_are_places(run_lifted, where):
     np.testing.assert_array_equal(container[0], [2, 2])
 
 
+@pytest.mark.slow
 def test_an_optax_state_is_rebound(run_lifted):
     optimizer = optax.adam(0.1)
     params = {"w": jnp.ones(3)}

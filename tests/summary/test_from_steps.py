@@ -160,6 +160,7 @@ def test_values_of_one_replica_in_a_plain_attribute_are_refused_by_name():
         Wrong(make_strategy(2)).train(1)
 
 
+@pytest.mark.slow
 def test_actions_write_through_the_manager_of_the_controller(tmp_path):
     strategy = make_strategy(2)
     trainer = Trainer(strategy)

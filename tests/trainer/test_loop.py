@@ -200,6 +200,7 @@ def make_classifier(**options):
     return Classifier(make_strategy(2), MLP(nnx.Rngs(0)), optax.adam(1e-2), **options)
 
 
+@pytest.mark.slow
 def test_arrays_that_the_user_holds_stay_valid():
     trainer = make_classifier()
     model = trainer.model
@@ -434,6 +435,7 @@ def test_state_that_no_step_changes_is_not_copied_each_loop():
     np.testing.assert_allclose(trainer.total[...], 3 * 2 * values.sum(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_memory_of_changed_state_is_reused():
     trainer = make_classifier()
     trainer.train(2)
@@ -444,6 +446,7 @@ def test_memory_of_changed_state_is_reused():
     assert old.is_deleted()
 
 
+@pytest.mark.slow
 def test_arrays_that_a_loop_replaced_are_let_go():
     trainer = make_classifier()
     old = weakref.ref(trainer.model.first.kernel.get_value())

@@ -100,6 +100,7 @@ def follow(trainer, num_steps):
     return seen
 
 
+@pytest.mark.slow
 def test_the_average_is_that_of_optax():
     trainer = make(make_linear)
     first, *rest = follow(trainer, 6)

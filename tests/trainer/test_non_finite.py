@@ -213,6 +213,7 @@ class Plain(armillary.StandardTrainer):
         }
 
 
+@pytest.mark.slow
 def test_plain_attributes_keep_their_values_but_for_counters_and_keys():
     x = np.array([[1, 2], [np.inf, 1], [3, 1]], np.float32)
     trainer = Plain(x, on_non_finite="skip")
@@ -333,6 +334,7 @@ def test_data_that_cannot_be_repositioned_goes_on_behind_the_loop():
     assert trainer.data_exhausted
 
 
+@pytest.mark.slow
 def test_an_error_of_the_data_does_not_hide_a_bad_step():
     error = RuntimeError("The data is on strike.")
     trainer = make_streaming_trainer(error, steps_per_chunk=2)
@@ -365,6 +367,7 @@ def test_an_error_at_the_end_of_a_loop_does_not_hide_a_bad_step():
     assert int(trainer.optimizer.step[...]) == 3
 
 
+@pytest.mark.slow
 def test_replicas_decide_alike_when_one_of_them_overflows():
     class Doubling(armillary.StandardTrainer):
         def __init__(self):

@@ -104,6 +104,7 @@ def test_the_operation_is_named_with_the_line_of_the_user(use, name, num_replica
     assert re.search(start + find_line(name), message), message
 
 
+@pytest.mark.slow
 def test_an_index_that_lies_outside_is_named_with_the_line_of_the_user():
     def use(batch, scale):
         import optax
@@ -136,6 +137,7 @@ def test_a_batch_without_names_is_called_its_values():
     assert "from the batch, whose `values` holds such values." in message
 
 
+@pytest.mark.slow
 def test_the_controller_names_it_too():
     trainer = Trainer(log, 2, steps_per_chunk=3)
     controller = armillary.Controller(
@@ -168,6 +170,8 @@ HOW_TO_FIND = (
 )
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"compile_step": False}, {"data": "generator"}],

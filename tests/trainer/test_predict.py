@@ -204,6 +204,7 @@ def test_a_model_in_training_mode_is_refused_and_stays_as_it_is():
     np.testing.assert_array_equal(norm.mean[...], 0)
 
 
+@pytest.mark.slow
 def test_dropout_in_training_mode_is_a_warning(caplog):
     dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     next(armillary.predict(lambda batch: dropout(batch["x"]), from_rows()))

@@ -283,6 +283,7 @@ def test_batches_of_any_size_can_be_exported(problem, canonical):
         assert_close(new, old)
 
 
+@pytest.mark.slow
 def test_axes_that_the_user_shards_stay_as_they_are(problem, canonical):
     kernels, chunk = problem
     mesh = jax.make_mesh(
