@@ -147,7 +147,6 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     labels = [f"worker {index}" for index in range(max_workers)]
     if namespace.evaluator:
         labels.append(EVALUATOR)
-    logs = _open_logs(namespace.log_dir, labels)
     if namespace.ray is not None:
         # Only Ray's part needs more than Python.
         from armillary.launch._ray_machines import join_machines
@@ -176,7 +175,7 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         max_restarts=max_restarts,
         pause_seconds=pause_seconds,
         grace_seconds=grace_seconds,
-        logs=logs,
+        logs=_open_logs(namespace.log_dir, labels),  # if nothing refuses the job
     )
     return lambda: run_job(job)
 

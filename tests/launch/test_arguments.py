@@ -145,6 +145,14 @@ def test_a_mistake_is_a_value_error_below_the_command_line(
         _arguments.prepare(parser.parse_args(words.split()))
 
 
+def test_a_job_that_this_machine_refuses_leaves_no_logs(folder, monkeypatch, capsys):
+    monkeypatch.setattr(_arguments, "find_gpus", lambda environment: ["0"])
+    with pytest.raises(SystemExit):
+        _cli.main(["launch", "--workers", "2", "--log-dir", "logs", "train.py"])
+    assert "which takes 2 GPUs, but this machine offers 1" in capsys.readouterr().err
+    assert not (folder / "logs").exists()
+
+
 def test_a_module_is_found_by_whatever_python_finds_it_with(jobs, monkeypatch):
     class Finder:
         """As an editable install adds."""
