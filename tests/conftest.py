@@ -115,8 +115,12 @@ def pytest_collection_modifyitems(
     config.hook.pytest_deselected(items=others)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Leaves what is there after the imports out of all looks for garbage."""
+    if session.config.getoption("loadgroup", False):
+        # Each worker would start servers of its own (pytest-xdist#1386).
+        grouped = [i for i in session.items if i.get_closest_marker("xdist_group")]
+        assert all("@" in item.nodeid for item in grouped)
     gc.collect()
     gc.freeze()
 
