@@ -51,8 +51,10 @@ class _Hiding:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        is_on = jax.config.values["jax_traceback_filtering"] != "off"
-        if is_on and isinstance(error, Exception):
+        # A generator may be ended when Python has ended, and JAX is gone.
+        if not isinstance(error, Exception):
+            return
+        if jax.config.values["jax_traceback_filtering"] != "off":
             _hide(error)
 
 

@@ -1,5 +1,7 @@
 """Tracebacks show the user's lines, and not those of the library."""
 
+import subprocess
+import sys
 import traceback
 from collections.abc import Iterator
 
@@ -98,6 +100,18 @@ def test_what_fails_in_a_prediction_is_shortened_as_well():
     assert not find_own_frames(caught.value)
     names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert names[1:2] == ["multiply"]
+
+
+@pytest.mark.slow
+def test_a_prediction_that_is_left_unfinished_ends_with_the_program_in_silence():
+    program = (
+        "import armillary, numpy as np\n"
+        "outputs = armillary.predict(lambda x: x, [np.ones((4, 3))] * 3)\n"
+        "next(outputs)"
+    )
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_message_of_the_library_stands_alone():

@@ -128,10 +128,14 @@ def _predict(
                     outputs, pieces = _join(pieces), []
                     yield outputs
             if batch is None:
-                return
+                break
             last, arrays = batch, next_arrays
-    finally:
+    except Exception:
         feed.close()
+        raise
+    # Not in a `finally`: where nobody takes the rest, Python may have ended by then.
+    # The feed ends with this iterator.
+    feed.close()
 
 
 def _compile(

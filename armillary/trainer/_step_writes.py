@@ -6,7 +6,7 @@ what is trained.
 
 from collections.abc import Sequence
 
-from armillary._checks import list_lines
+from armillary._checks import counted, list_lines
 from armillary._logging import logger
 from armillary.errors import StateStructureError
 from armillary.state._keras import KerasSlot
@@ -34,8 +34,8 @@ def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
     learned = [i for i in changed if _is_learned(state.owners[i])]
     if learned:
         raise StateStructureError(
-            f"`{name}` changes {len(learned)} arrays of a model, which an evaluation "
-            f"leaves as it is:\n{_list(state, learned)}\n"
+            f"`{name}` changes {counted(len(learned), 'array')} of a model, which an "
+            f"evaluation leaves as it is:\n{_list(state, learned)}\n"
             "A model in training mode does that. Evaluate a view of it, which shares "
             "its variables: `self.model = nnx.view(model, use_running_average=True)`, "
             "with `deterministic=True` if it has dropout. Call a Keras model with "
