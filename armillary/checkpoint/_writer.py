@@ -14,6 +14,7 @@ import numpy as np
 from etils import epath
 
 from armillary._logging import logger
+from armillary._process import is_first
 from armillary.checkpoint import _folder
 from armillary.checkpoint._exit import sync_at_exit
 from armillary.checkpoint._leaf import Content, as_stored
@@ -150,7 +151,7 @@ class Writer:
         # Orbax reports the first of its threads that fails. What another one still
         # writes is removed by the next try, or before the next save.
         self._has_cleaned = False
-        for delay in _REMOVAL_DELAYS if jax.process_index() == 0 else ():
+        for delay in _REMOVAL_DELAYS if is_first() else ():
             sleep(delay)
             try:
                 _folder.remove_unfinished(path)
@@ -162,7 +163,7 @@ class Writer:
         self._directory.mkdir(parents=True, exist_ok=True)
         # Not in the constructor: a manager that only reads must not remove the folder
         # that another process is writing.
-        if not self._has_cleaned and jax.process_index() == 0:
+        if not self._has_cleaned and is_first():
             _folder.remove_leftovers(self._directory)
         self._has_cleaned = True
 
@@ -194,7 +195,7 @@ class Writer:
             self.last_error = failure
             return
         try:
-            if jax.process_index() == 0:
+            if is_first():
                 self._remove_old()
         except Exception as error:
             # Not in `last_error`: the checkpoint itself is written.

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from armillary._numbers import find_numbers
 from armillary.summary._manager import NoopSummaryManager, SummaryManager
 from armillary.summary._metrics_file import MetricsFile
 
@@ -46,7 +47,8 @@ class Curves:
         """Writes the output of an evaluation, below its name if it has one."""
         named = {name: output} if name else output
         self.summary_manager.write_summaries(named, step=step)
-        self.file.write("eval", step, name=name, seconds=seconds, values=output)
+        values = find_numbers(output)
+        self.file.write("eval", step, name=name, seconds=seconds, values=values)
         self.flush()
 
     def flush(self) -> None:

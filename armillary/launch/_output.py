@@ -17,6 +17,7 @@ from io import FileIO
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol, TextIO
 
+from armillary._logging import is_terminal
 from armillary.launch._lines import LineSplitter
 
 TAIL_LINES = 15
@@ -71,8 +72,7 @@ class StreamSink:
         self._descriptor = None if stream is None else stream.fileno()
         self._encoding = "utf-8" if stream is None else stream.encoding
         self._is_colored = (
-            stream is not None
-            and stream.isatty()
+            is_terminal(stream)
             and os.environ.get("TERM", "dumb") != "dumb"
             and not os.environ.get("NO_COLOR")
         )

@@ -20,7 +20,7 @@ from typing import Any
 
 from armillary._lines_file import append_lines
 from armillary._logging import logger
-from armillary._numbers import as_json, find_numbers, from_json
+from armillary._numbers import as_json, from_json
 from armillary._process import is_first
 
 FILE_NAME = "metrics.jsonl"
@@ -59,13 +59,11 @@ class MetricsFile:
         return self._path is not None and is_first()
 
     def write(self, record: str, step: int, **fields: Any) -> None:
-        """Takes a record, for the next `flush`; of the field `values`, the scalars."""
+        """Takes a record, for the next `flush`."""
         self.last_step = max(step, self.last_step)
         self._waits = self._waits and record != "start"
         if self._waits or not self.is_on:
             return
-        if "values" in fields:
-            fields["values"] = find_numbers(fields["values"])
         content = {"record": record, "time": time.time(), "step": step, **fields}
         self._lines.append(_encode(as_json(content)) + "\n")
 

@@ -73,6 +73,12 @@ class Runner(RecordsReads):
             if loop.serves(datasets, strategy, options, keep_results):
                 return loop
             loop.data.feed.close()
-        step, num_parts = getattr(self, step_name), options.accumulate_steps
-        method = StepMethod(self, step, step_name, strategy, num_parts)
+        method = self._get_method(strategy, step_name, options)
         return Loop(method, datasets, options, exact=exact, keep_results=keep_results)
+
+    def _get_method(
+        self, strategy: Strategy, step_name: str, options: LoopOptions
+    ) -> StepMethod:
+        """Returns a step of this object, as its options have it run."""
+        step, num_parts = getattr(self, step_name), options.accumulate_steps
+        return StepMethod(self, step, step_name, strategy, num_parts)

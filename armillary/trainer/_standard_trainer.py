@@ -24,7 +24,6 @@ from armillary.trainer._loop import Loop
 from armillary.trainer._loop_data import FEW_STEPS
 from armillary.trainer._options import StandardTrainerOptions, check_options
 from armillary.trainer._runner import Data, Runner
-from armillary.trainer._step_method import StepMethod
 from armillary.typing import Output, PyTree
 
 
@@ -191,17 +190,11 @@ class StandardTrainer(Runner, AbstractTrainer):
         self._check_initialized("_train_data", "train_dataset")
         steps = steps_per_loop or self._train_data.steps_per_loop or FEW_STEPS
         with self._in_strategy() as strategy:
-            method = StepMethod(
-                self,
-                self.train_step,
-                "train_step",
-                strategy,
-                self._train_options.accumulate_steps,
-            )
+            options = self._train_options
             with described_loop(
-                method,
+                self._get_method(strategy, "train_step", options),
                 self._train_data.datasets,
-                self._train_options,
+                options,
                 num_steps=steps,
                 num_devices=num_devices,
                 platform=platform,

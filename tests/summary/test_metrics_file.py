@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from armillary._numbers import find_numbers
 from armillary.summary import Histogram, Text, read_metrics
 from armillary.summary._metrics_file import MetricsFile
 
@@ -35,7 +36,7 @@ def test_a_record_is_a_line_that_needs_no_package(tmp_path):
         "key": jax.random.key(0),
         "word": "left out",
     }
-    file.write("train", 100, steps_per_second=2.0, values=output)
+    file.write("train", 100, steps_per_second=2.0, values=find_numbers(output))
     assert not (tmp_path / "metrics.jsonl").exists()
     file.flush()
 
