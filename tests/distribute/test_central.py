@@ -1,7 +1,5 @@
 """Variables in one place: where they are, and that the numbers are the same."""
 
-import gc
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,13 +21,13 @@ def make_central():
     return armillary.CentralStorageStrategy(jax.devices()[1:5])
 
 
-def bytes_on(devices):
-    """Returns the size of all arrays that some devices hold."""
+def count_on(devices, shape):
+    """Returns how many arrays of a shape some devices hold, whoever refers to them."""
     return sum(
-        shard.data.nbytes
+        shard.device in devices
         for array in jax.live_arrays()
         for shard in array.addressable_shards
-        if shard.device in devices
+        if shard.data.shape == shape
     )
 
 
@@ -72,7 +70,9 @@ def test_a_step_without_a_compiler_leaves_state_in_its_place():
 @pytest.mark.slow
 def test_no_device_of_a_replica_holds_state_between_steps():
     strategy = make_central()
-    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    # No other test has arrays of this shape: threads may hold on to theirs for a while.
+    shape = (61, 67)
+    model = nnx.Linear(*shape, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
     @armillary.function
@@ -84,18 +84,16 @@ def test_no_device_of_a_replica_holds_state_between_steps():
         strategy.run(step_fn)
 
     devices = set(jax.devices()[1:5])
-    gc.collect()
-    before = bytes_on(devices)
     for _ in range(3):
         step()
         state = [*jax.tree.leaves(nnx.state(optimizer)), model.kernel[...]]
         assert len(state) > 5
         assert all(leaf.devices() == {jax.devices()[0]} for leaf in state)
         # Not even through a reference that is hidden somewhere.
-        assert bytes_on(devices) - before < model.kernel[...].nbytes
+        assert count_on(devices, shape) == 0
     mirrored = armillary.MirroredStrategy(jax.devices()[1:5])
     armillary.function(lambda: mirrored.run(lambda: model.kernel[...] * 2))()
-    assert bytes_on(devices) - before >= 4 * model.kernel[...].nbytes
+    assert count_on(devices, shape) == 4
 
 
 def test_an_array_of_the_user_outlives_the_step_that_takes_it_in():
