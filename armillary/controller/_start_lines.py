@@ -13,9 +13,11 @@ import jax
 from jax._src import xla_bridge  # noqa: TID251
 
 from armillary._logging import logger
+from armillary.cluster.resolvers._tf_config import TFConfigClusterResolver
 from armillary.data._dataset import DistributedDataset
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.strategies._single import DefaultStrategy
+from armillary.errors import ClusterError
 from armillary.state._summarize import ModelSummary, format_bytes, summarize
 from armillary.trainer._loop_data import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
@@ -30,6 +32,7 @@ def log_start(trainer: Any, strategy: Any, directories: dict[str, str | None]) -
 
     Without a strategy of the controller, it is that of the trainer.
     """
+    _warn_if_alone()
     if strategy is None:
         strategy = getattr(trainer, "strategy", None)
     is_chosen = isinstance(strategy, Strategy) and type(strategy) is not DefaultStrategy
@@ -42,6 +45,30 @@ def log_start(trainer: Any, strategy: Any, directories: dict[str, str | None]) -
         line = " | ".join(parts)
         if line:
             logger.info("%s", line)
+
+
+def _warn_if_alone() -> None:
+    """Warns of a worker that trains without the others which `TF_CONFIG` names.
+
+    Each of them would write to the same directories.
+    """
+    is_set = TFConfigClusterResolver.is_present(os.environ)
+    if jax.distributed.is_initialized() or not is_set:
+        return
+    try:
+        resolver = TFConfigClusterResolver()
+        plan = resolver.process_plan()
+    except ClusterError:
+        return  # Who wants to join the others is told. This program may do without.
+    if plan.is_distributed and "ps" not in resolver.cluster_spec().jobs:
+        logger.warning(
+            "`TF_CONFIG` says that this is process %s of %s, but the program has not "
+            "joined the others: each trains alone, and writes to the same directories "
+            "unless you name others. To train together, make an "
+            "`armillary.MultiWorkerMirroredStrategy()` at the top of the program.",
+            plan.process_id,
+            plan.num_processes,
+        )
 
 
 def _describe_devices(trainer: Any, strategy: Strategy | None) -> Iterator[str]:

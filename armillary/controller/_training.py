@@ -112,7 +112,7 @@ class Training:
         if target != -1:
             return f"step {target}"
         if repeats_for_ever(self._trainer):
-            return "a stop is requested: the data repeats itself for ever"
+            return "a stop is requested: the data never ends, and `steps` is not given"
         return "the data ends"
 
     def _say_start(self) -> None:

@@ -68,6 +68,7 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
 
 def _run(path: Path, name: str, namespace: argparse.Namespace) -> ExitCode:
     from armillary.plan._plan import plan
+    from armillary.trainer._standard_trainer import StandardTrainer
 
     # The devices of this machine play no part.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -82,8 +83,13 @@ def _run(path: Path, name: str, namespace: argparse.Namespace) -> ExitCode:
     try:
         if hasattr(made, "plan"):
             result = made.plan(namespace.topology, **options)
-        else:
+        elif isinstance(made, StandardTrainer):
             result = plan(made, namespace.topology, **options)
+        else:
+            raise TypeError(
+                f"`{name}` returned an object of type {type(made).__name__}, but it "
+                "must return the `Controller`, or the `StandardTrainer`, alone."
+            )
     except (PlanError, TypeError, ValueError) as error:
         sys.stderr.write(f"armillary plan: {error}\n")
         return ExitCode.USAGE

@@ -136,6 +136,7 @@ class _Planner:
             state_bytes=loop.state_bytes,
             held_bytes=loop.held_bytes,
             flops=count_flops(loop.step),
+            accumulate_steps=loop.num_parts,
         )
         if plan.is_divided:
             plan.flops = {dtype: n / count for dtype, n in plan.flops.items()}

@@ -65,6 +65,7 @@ class Plan:
             of each part of the batch.
         global_batch: Examples of a step on all devices.
         steps_per_program: Most steps of one call of the device.
+        accumulate_steps: Parts in which a step takes its batch.
         state_bytes: Bytes of the state.
         held_bytes: How many of them each device holds.
         flops: Operations of one step on one device in products and convolutions, by
@@ -97,6 +98,7 @@ class Plan:
     estimate: Estimate | None = None
     compile_seconds: float | None = None
     largest_batch: int | None = None
+    accumulate_steps: int = 1
 
     @property
     def fits(self) -> bool | None:
@@ -137,6 +139,7 @@ class Plan:
             "per_replica_batch": self.per_replica_batch,
             "global_batch": self.global_batch,
             "steps_per_program": self.steps_per_program,
+            "accumulate_steps": self.accumulate_steps,
             "state_bytes": self.state_bytes,
             "state_bytes_per_device": self.held_bytes,
             "is_abstract": self.is_abstract,
@@ -194,9 +197,12 @@ class Plan:
         if self.is_divided:
             sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
             replicas = f"1, over {sizes}"
+        batch = f"{self.per_replica_batch} each, {self.global_batch} global"
+        if self.accumulate_steps > 1:
+            batch += f", in {self.accumulate_steps} parts"
         return [
             ("replicas", replicas),
-            ("batch", f"{self.per_replica_batch} each, {self.global_batch} global"),
+            ("batch", batch),
             ("steps in a program", f"up to {self.steps_per_program}"),
             ("state", held),
             ("products, per device", f"{flops or '0 FLOP'} a step"),

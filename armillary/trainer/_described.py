@@ -40,6 +40,7 @@ class DescribedLoop(NamedTuple):
         capacity: Steps for which the program has room.
         num_shares: How many parts a batch has, one for each replica if there are any.
         share_size: Examples of each in a step, of the first dataset.
+        num_parts: How many parts a step takes them in.
         chunk_bytes: Bytes of the batches that it takes, on each device.
         state_bytes: Bytes of the state.
         held_bytes: How many of them each device holds.
@@ -53,6 +54,7 @@ class DescribedLoop(NamedTuple):
     capacity: int
     num_shares: int
     share_size: int
+    num_parts: int
     chunk_bytes: int
     state_bytes: int
     held_bytes: int
@@ -169,6 +171,7 @@ def _describe(
         capacity=capacity,
         num_shares=layout.num_shares,
         share_size=jax.tree.leaves(shares[0])[0].shape[0],
+        num_parts=method.accumulate_steps,
         chunk_bytes=_count_held(chunk.arrays),
         state_bytes=_count_bytes(flat.types),
         held_bytes=_count_held(flat.describe(())),

@@ -141,8 +141,7 @@ def _trace(owner: Any, flat: FlatState) -> Hooks:
 def _refusal(name: str, changes: dict[str, str]) -> str:
     return (
         f"`{name}` changes plain values ({', '.join(sorted(changes)[:5])}), which a "
-        "compiled program would do once, and not in every loop. Hold them in arrays, "
-        "or leave `compile_hooks` out."
+        "compiled program would do once, and not in every loop. Hold them in arrays."
     )
 
 

@@ -147,33 +147,39 @@ def _compile(
     )
     # `functools.wraps` gives a function what another one keeps.
     key = id(fn), strategy, has_mask
+    name = getattr(fn, "__name__", type(fn).__name__)
 
     def in_replica(batch: Batch) -> tuple[PyTree, Any]:
         outputs = fn(batch)
-        _check_rows(outputs, len(jax.tree.leaves(batch)[0]))
+        _check_rows(name, outputs, len(jax.tree.leaves(batch)[0]))
         return outputs, get_mask(batch) if has_mask else None
 
     def body(batch: PyTree) -> PyTree:
         return strategy.gather(strategy.run(in_replica, args=(batch,)), axis=0)
 
     if key not in kept:
-        name = getattr(fn, "__name__", type(fn).__name__)
         check = functools.partial(check_evaluation, name)
         kept[key] = Function(fn, strategy, body, check=check)
     return kept[key]
 
 
-def _check_rows(outputs: PyTree, num_rows: int) -> None:
+def _check_rows(fn_name: str, outputs: PyTree, num_rows: int) -> None:
     """Raises unless every output has a row for each example.
 
     Raises:
-        TypeError: If one is no array.
+        TypeError: If there is none, or one is no array.
         ValueError: If one has no such axis.
     """
     leaves = jax.tree_util.tree_leaves_with_path(outputs)
+    if not leaves:
+        raise TypeError(
+            f"`{fn_name}` returned {outputs!r:.80}, but `predict` yields what it "
+            "returns, which must hold an array. End it with `return`."
+        )
     for path, leaf in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        name = f"`{name}` of what `fn` returned" if name else "What `fn` returned"
+        key = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = f"`{key}` of what" if key else "What"
+        name = f"{name} `{fn_name}` returned"
         if not isinstance(leaf, jax.Array | np.ndarray):
             raise TypeError(
                 f"{name} is {leaf!r:.80} of type {type(leaf).__name__}, but it must be "
@@ -182,7 +188,7 @@ def _check_rows(outputs: PyTree, num_rows: int) -> None:
         if leaf.shape[:1] != (num_rows,):
             raise ValueError(
                 f"{name} has shape {leaf.shape}, but its first axis must have the "
-                f"{num_rows} examples that `fn` was given. Return a value for each "
+                f"{num_rows} examples that it was given. Return a value for each "
                 "example; for one of all of them, write a `StandardEvaluator`."
             )
 

@@ -1,5 +1,6 @@
 """The lines at the start of a run say what is known, and nothing else."""
 
+import json
 import subprocess
 import sys
 
@@ -110,9 +111,37 @@ def test_training_without_an_end_says_so(caplog):
     controller.train()
 
     assert (
-        "train | step:      0 | training until a stop is requested: the data repeats "
-        "itself for ever..." in caplog.messages
+        "train | step:      0 | training until a stop is requested: the data never "
+        "ends, and `steps` is not given..." in caplog.messages
     )
+
+
+WORKERS = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "task", "is_warned"),
+    [
+        (WORKERS, {"type": "worker", "index": 1}, True),
+        ({"worker": WORKERS["worker"][:1]}, {"type": "worker", "index": 0}, False),
+        (WORKERS, {"type": "evaluator", "index": 0}, False),
+        ({**WORKERS, "ps": ["127.0.0.1:3"]}, {"type": "worker", "index": 0}, False),
+        (WORKERS, {"type": "worker"}, False),  # Malformed, and not needed.
+    ],
+)
+def test_a_worker_that_trains_alone_is_warned(
+    caplog, monkeypatch, cluster, task, is_warned
+):
+    config = json.dumps({"cluster": cluster, "task": task})
+    monkeypatch.setenv("TF_CONFIG", config)
+    find_lines(caplog, Trainer(make_source()))
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert warnings == is_warned * [
+        "`TF_CONFIG` says that this is process 1 of 2, but the program has not joined "
+        "the others: each trains alone, and writes to the same directories unless you "
+        "name others. To train together, make an "
+        "`armillary.MultiWorkerMirroredStrategy()` at the top of the program."
+    ]
 
 
 @pytest.mark.slow

@@ -160,6 +160,9 @@ def test_a_step_in_parts_is_planned_in_parts(parts):
         program = str(loop.step)
     assert ("f32[32,128]" in program) == (parts == 1)
     assert ("f32[8,128]" in program) == (parts == 4)
+    found = plan(trainer, 8, per_replica_batch=32, abstract=True)
+    assert json.loads(found.as_json())["accumulate_steps"] == parts
+    assert ("32 each, 256 global, in 4 parts" in str(found)) == (parts == 4)
 
 
 @pytest.mark.slow
@@ -281,6 +284,16 @@ def test_the_command_prints_the_plan_and_writes_it(tmp_path, capsys):
         SystemExit, match=r"has no function 'nothing'. It has .*make_con"
     ):
         main(["plan", f"{program}:nothing", "--topology", "8", "--abstract"])
+
+
+def test_a_function_that_makes_more_than_a_controller_is_an_error(tmp_path, capsys):
+    program = tmp_path / "train.py"
+    program.write_text("def make():\n    return 1, 2\n")
+    assert main(["plan", f"{program}:make", "--topology", "8", "--abstract"]) == 2
+    assert capsys.readouterr().err == (
+        "armillary plan: `make` returned an object of type tuple, but it must return "
+        "the `Controller`, or the `StandardTrainer`, alone.\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,14 @@ def run(fn=predict_fn, data=None, strategy=None):
     )
 
 
+def add(batch):
+    return batch["x"].sum()
+
+
+def without_return(batch):
+    add(batch)
+
+
 def own_batches(input_context):
     return [np.zeros(input_context.get_per_replica_batch_size(4))]
 
@@ -167,16 +175,19 @@ def own_batches(input_context):
     {
         TypeError: {
             "`fn` is 3 of type int, but it must be callable": lambda: run(3),
-            "`n` of what `fn` returned is 3 of type int": lambda: run(
+            "`n` of what `<lambda>` returned is 3 of type int": lambda: run(
                 lambda batch: {"n": 3}
+            ),
+            "`without_return` returned None, but .* End it with `return`": lambda: run(
+                without_return
             ),
             "`strategy` is 'gpu' of type str, but it must be": lambda: (
                 armillary.predict(predict_fn, [], strategy="gpu")  # pyright: ignore
             ),
         },
         ValueError: {
-            r"What `fn` returned has shape \(\), but its first axis must have the 8": (
-                lambda: run(lambda batch: batch["x"].sum())
+            r"What `add` returned has shape \(\), but its first axis must have the 8": (
+                lambda: run(add)
             ),
             "repeats its data for ever, but `predict` goes through all of it": lambda: (
                 run(data=from_arrays(ROWS, batch_size=8, repeat=True))
