@@ -23,7 +23,7 @@ class _Command(NamedTuple):
 _COMMANDS = {
     "launch": _Command(
         "start the workers of a job, here or on a Ray cluster, and restart it",
-        "armillary.launch._arguments",
+        "armillary.launch._command",
     ),
     "goodput": _Command(
         "show where the time of a run went, across restarts",

@@ -3,9 +3,9 @@
 from typing import Any
 
 from armillary.data import DistributedDataset
+from armillary.data.feed._batch_reader import BatchReader
 from armillary.data.feed._chunk_builder import Chunk, ChunkBuilder
 from armillary.data.feed._feed import Feed
-from armillary.data.feed._reader import BatchReader
 
 
 def open_feed(

@@ -27,6 +27,6 @@ So a crash at any moment, also during a save, costs at most the save in progress
 
 from armillary.checkpoint._checkpoint import Checkpoint as Checkpoint
 from armillary.checkpoint._manager import CheckpointManager as CheckpointManager
-from armillary.checkpoint._report import RestoreReport as RestoreReport
+from armillary.checkpoint._restore_report import RestoreReport as RestoreReport
 
 __all__ = ["Checkpoint", "CheckpointManager", "RestoreReport"]

@@ -20,7 +20,7 @@ from armillary.checkpoint._folder import as_absolute
 from armillary.checkpoint._joint import merge_refusals
 from armillary.checkpoint._leaf import Content, describe_leaf
 from armillary.checkpoint._reader import restore
-from armillary.checkpoint._report import RestoreReport
+from armillary.checkpoint._restore_report import RestoreReport
 from armillary.checkpoint._selection import Paths, make_selection
 from armillary.cluster._join import get_peers
 from armillary.errors import CheckpointError

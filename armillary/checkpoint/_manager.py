@@ -26,7 +26,7 @@ from armillary.checkpoint._folder import (
 )
 from armillary.checkpoint._joint import announcing_errors, make_writer
 from armillary.checkpoint._reader import restore, restore_latest
-from armillary.checkpoint._report import RestoreReport
+from armillary.checkpoint._restore_report import RestoreReport
 from armillary.checkpoint._selection import Paths, as_paths, make_selection
 from armillary.errors import CheckpointError
 from armillary.state._step_counter import as_step_counter

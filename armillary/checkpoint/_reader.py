@@ -22,7 +22,7 @@ from armillary.checkpoint._messages import (
     describe_damage,
     read_error,
 )
-from armillary.checkpoint._report import RestoreReport
+from armillary.checkpoint._restore_report import RestoreReport
 from armillary.checkpoint._selection import Selection, is_inside, match
 from armillary.checkpoint._store import read_arrays, read_description
 from armillary.cluster._join import get_peers

@@ -25,7 +25,7 @@ from armillary.cluster._termination import TerminationConfig as TerminationConfi
 from armillary.cluster.resolvers._kubernetes import (
     KubernetesClusterResolver as KubernetesClusterResolver,
 )
-from armillary.cluster.resolvers._plan import ProcessPlan as ProcessPlan
+from armillary.cluster.resolvers._process_plan import ProcessPlan as ProcessPlan
 from armillary.cluster.resolvers._resolve import resolve_cluster as resolve_cluster
 from armillary.cluster.resolvers._resolver import ClusterResolver as ClusterResolver
 from armillary.cluster.resolvers._resolver import (

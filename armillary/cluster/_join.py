@@ -9,8 +9,8 @@ import jax
 from armillary._process import Process, set_process
 from armillary.cluster._communication import PLATFORMS, CommunicationOptions
 from armillary.cluster._gloo import keep_gloo_on
-from armillary.cluster._lifeline import start_lifeline
 from armillary.cluster._peers import Peers
+from armillary.cluster._start_lifeline import start_lifeline
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._spec import split_address
 from armillary.errors import ClusterError

@@ -48,7 +48,7 @@ from armillary.controller._training_end import begin_training, end_training, rea
 from armillary.goodput._recorder import make_recorder
 from armillary.lifeline._lifeline import get_lifeline
 from armillary.state._step_counter import as_step_counter
-from armillary.summary._manager import NoopSummaryManager, SummaryManager
+from armillary.summary._summary_manager import NoopSummaryManager, SummaryManager
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 from armillary.typing import Action, Output
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from armillary._numbers import find_numbers
-from armillary.summary._manager import NoopSummaryManager, SummaryManager
 from armillary.summary._metrics_file import MetricsFile
+from armillary.summary._summary_manager import NoopSummaryManager, SummaryManager
 
 
 class Curves:

@@ -16,8 +16,8 @@ Compiled loops read through a `Feed`, in chunks: the batches of many steps, stac
 
 from armillary.data._dataset import DistributedDataset as DistributedDataset
 from armillary.data._input_context import InputContext as InputContext
+from armillary.data._input_options import InputOptions as InputOptions
 from armillary.data._iterator import DistributedIterator as DistributedIterator
-from armillary.data._options import InputOptions as InputOptions
 from armillary.data.sources._arrays import ArrayDataset as ArrayDataset
 from armillary.data.sources._arrays import from_arrays as from_arrays
 from armillary.data.sources._example import FixedLenFeature as FixedLenFeature

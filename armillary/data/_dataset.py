@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from armillary.data._input_context import InputContext
+from armillary.data._input_options import InputOptions
 from armillary.data._iterator import DistributedIterator
 from armillary.data._layout import BatchLayout
-from armillary.data._options import InputOptions
+from armillary.data.feed._batch_reader import BatchReader
 from armillary.data.feed._feed import Feed, Progress
 from armillary.data.feed._gather import make_gather
 from armillary.data.feed._lockstep import Lockstep
 from armillary.data.feed._position import Position, decode_position, encode_position
-from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import Splitter
 from armillary.data.feed._stream import BatchStream
 from armillary.data.sources._source import as_source

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from armillary._jaxpr import is_in_trace
 from armillary.data._layout import Active
+from armillary.data.feed._batch_reader import BatchReader
 from armillary.data.feed._feed import Feed
 from armillary.data.feed._position import Position
-from armillary.data.feed._reader import BatchReader
 from armillary.errors import CapturedStateError
 from armillary.typing import PyTree
 

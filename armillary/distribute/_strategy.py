@@ -19,8 +19,8 @@ from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
 from armillary.data._input_context import InputContext
+from armillary.data._input_options import InputOptions
 from armillary.data._layout import BatchLayout, hosted_replicas
-from armillary.data._options import InputOptions
 from armillary.data.sources._arrays import ArrayDataset, from_arrays
 from armillary.distribute._dispatch import Dispatch
 from armillary.distribute._keras_fit import follow_keras

@@ -65,13 +65,13 @@ from armillary.estimator._canned import DNNRegressor as DNNRegressor
 from armillary.estimator._canned import LinearClassifier as LinearClassifier
 from armillary.estimator._canned import LinearRegressor as LinearRegressor
 from armillary.estimator._estimator import Estimator as Estimator
+from armillary.estimator._estimator_spec import EstimatorSpec as EstimatorSpec
+from armillary.estimator._estimator_spec import ModeKeys as ModeKeys
 from armillary.estimator._feature_columns import NumericColumn as NumericColumn
 from armillary.estimator._feature_columns import numeric_column as numeric_column
-from armillary.estimator._model import Modules as Modules
+from armillary.estimator._model_fn import Modules as Modules
 from armillary.estimator._optimizers import ftrl as ftrl
 from armillary.estimator._run_config import RunConfig as RunConfig
-from armillary.estimator._spec import EstimatorSpec as EstimatorSpec
-from armillary.estimator._spec import ModeKeys as ModeKeys
 from armillary.estimator._train_and_evaluate import EvalSpec as EvalSpec
 from armillary.estimator._train_and_evaluate import TrainSpec as TrainSpec
 from armillary.estimator._train_and_evaluate import (

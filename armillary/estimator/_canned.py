@@ -18,6 +18,7 @@ from armillary._checks import (
 from armillary.controller._controller import Controller
 from armillary.errors import EstimatorError, NonFiniteError
 from armillary.estimator._estimator import Estimator
+from armillary.estimator._estimator_spec import EstimatorSpec, ModeKeys
 from armillary.estimator._feature_columns import check_columns, read_columns
 from armillary.estimator._heads import (
     BinaryClassHead,
@@ -27,7 +28,6 @@ from armillary.estimator._heads import (
 )
 from armillary.estimator._optimizers import LINEAR_LEARNING_RATE, as_optimizer
 from armillary.estimator._run_config import RunConfig
-from armillary.estimator._spec import EstimatorSpec, ModeKeys
 
 _ANSWERS = {
     "weight_column": "Use an `Estimator` whose `model_fn` weights its losses.",

@@ -23,6 +23,7 @@ from armillary.distribute.program._function import function
 from armillary.distribute.replica._context import get_strategy
 from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.errors import CapturedStateError, EstimatorError
+from armillary.estimator._estimator_spec import ModeKeys
 from armillary.estimator._input import (
     InputFn,
     InputPosition,
@@ -30,10 +31,9 @@ from armillary.estimator._input import (
     find_batch_spec,
     find_specs,
 )
-from armillary.estimator._model import Model, ModelFn, Modules, ModuleStore
+from armillary.estimator._model_fn import Model, ModelFn, Modules, ModuleStore
 from armillary.estimator._run_config import RunConfig
 from armillary.estimator._runners import EstimatorEvaluator, EstimatorTrainer
-from armillary.estimator._spec import ModeKeys
 from armillary.typing import Output, PyTree
 
 

@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 
 from armillary.errors import EstimatorError
-from armillary.estimator._spec import EstimatorSpec, ModeKeys
+from armillary.estimator._estimator_spec import EstimatorSpec, ModeKeys
 from armillary.metrics._auc import AUC
 from armillary.metrics._confusion import Precision, Recall
 

@@ -11,7 +11,7 @@ from armillary._checks import (
     check_not_negative_int,
     check_positive_int,
 )
-from armillary.cluster.resolvers._plan import ProcessPlan
+from armillary.cluster.resolvers._process_plan import ProcessPlan
 from armillary.cluster.resolvers._resolver import ClusterResolver, SimpleClusterResolver
 from armillary.cluster.resolvers._spec import ClusterSpec
 from armillary.cluster.resolvers._tf_config import TFConfigClusterResolver

@@ -10,8 +10,8 @@ from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_replica_context
 from armillary.distribute.replica._loss import compute_average_loss
 from armillary.errors import EstimatorError
-from armillary.estimator._model import Model, Modules
-from armillary.estimator._spec import EstimatorSpec, ModeKeys
+from armillary.estimator._estimator_spec import EstimatorSpec, ModeKeys
+from armillary.estimator._model_fn import Model, Modules
 from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_trainer import StandardTrainer

@@ -8,8 +8,8 @@ command line that is `armillary goodput RUN_DIR`.
 """
 
 from armillary.goodput._category import Category as Category
-from armillary.goodput._report import Goodput as Goodput
-from armillary.goodput._report import read_goodput as read_goodput
+from armillary.goodput._goodput import Goodput as Goodput
+from armillary.goodput._goodput import read_goodput as read_goodput
 
 __all__ = [
     "Category",

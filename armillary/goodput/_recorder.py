@@ -11,7 +11,7 @@ from pathlib import Path
 from armillary.goodput._category import Category
 from armillary.goodput._journal import Entry, Journal
 from armillary.goodput._stopwatch import Stopwatch
-from armillary.lifeline._report import Place
+from armillary.lifeline._sightings import Place
 
 _PHASES = {
     **{category: str(category) for category in Category},

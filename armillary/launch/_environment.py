@@ -5,7 +5,7 @@ import json
 import socket
 from collections.abc import Mapping, Sequence
 
-from armillary.launch._devices import DevicePlan
+from armillary.launch._device_plan import DevicePlan
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 _LOOPBACK = "127.0.0.1"

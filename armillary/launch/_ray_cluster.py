@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from armillary.cluster._ray import import_ray
-from armillary.launch._devices import DevicePlan, can_use_gpus
+from armillary.launch._device_plan import DevicePlan, can_use_gpus
 
 _PROBE_SECONDS = 10.0
 _CONNECT_SECONDS = 20.0

@@ -10,7 +10,7 @@ from typing import Any
 
 from armillary.launch import _exec, _ray_host
 from armillary.launch._child import Process
-from armillary.launch._devices import DevicePlan
+from armillary.launch._device_plan import DevicePlan
 from armillary.launch._machines import Machines, Say
 from armillary.launch._ray_child import Place, RayChild, shorten_error
 from armillary.launch._ray_cluster import (

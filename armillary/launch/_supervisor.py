@@ -11,7 +11,7 @@ from io import FileIO
 
 from armillary._exit_code import ExitCode
 from armillary.launch._child import Process
-from armillary.launch._devices import DevicePlan
+from armillary.launch._device_plan import DevicePlan
 from armillary.launch._environment import make_environment
 from armillary.launch._machines import Machines
 from armillary.launch._outcome import (

@@ -14,7 +14,7 @@ from armillary._exit_code import ExitCode
 from armillary.lifeline._ending import end_process, leave
 from armillary.lifeline._line import find_line, is_compiling
 from armillary.lifeline._link import Link
-from armillary.lifeline._report import (
+from armillary.lifeline._sightings import (
     Place,
     Report,
     Sighting,

@@ -4,7 +4,7 @@ from typing import Any
 
 from armillary.metrics._counts import Counts
 from armillary.metrics._labeled import CountingMetric
-from armillary.summary._values import NUM_BUCKETS, Histogram, as_arrays, count_values
+from armillary.summary._kinds import NUM_BUCKETS, Histogram, as_arrays, count_values
 from armillary.typing import PyTree
 
 

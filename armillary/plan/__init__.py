@@ -5,13 +5,13 @@ on any machine, and reads from the result whether it fits, what devices send eac
 and what its time is estimated to be. See `docs/plan.md`.
 """
 
-from armillary.plan._collectives import Collective as Collective
 from armillary.plan._plan import plan as plan
 from armillary.plan._report import Memory as Memory
 from armillary.plan._report import Plan as Plan
 from armillary.plan._roofline import Estimate as Estimate
 from armillary.plan._targets import Target as Target
 from armillary.plan._targets import find_target as find_target
+from armillary.plan._traffic import Collective as Collective
 
 __all__ = [
     "Collective",

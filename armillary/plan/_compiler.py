@@ -24,7 +24,7 @@ from armillary.trainer._described import DescribedLoop
 from armillary.xla._lowerings import partitioned
 
 WHEELS_VARIABLE = "ARMILLARY_PLAN_WHEELS"
-_WORKER = Path(__file__).with_name("_worker.py")
+_WORKER = Path(__file__).with_name("_compile_worker.py")
 _PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax_cuda13_plugin", "jax_cuda12_plugin")}
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Ran out of memory", "exceeds the limit")
 

@@ -4,8 +4,8 @@ A fusion reads its operands once and writes its result once; of a stack of batch
 it slices it reads the slice. What the compiler keeps in on-chip memory does not count.
 """
 
-from armillary.plan._collectives import FREE
 from armillary.plan._hlo import Instruction, Module, count_bytes
+from armillary.plan._traffic import FREE
 
 _ON_CHIP = "S(1)"  # How TPU's compiler marks its vector memory.
 _SLICES = ("dynamic-slice", "slice", "gather")

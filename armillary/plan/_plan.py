@@ -6,7 +6,6 @@ from typing import Any
 
 from armillary._checks import check_positive_int
 from armillary._traceback import hides_frames
-from armillary.plan._collectives import find_traffic
 from armillary.plan._compiler import Compiled, compile_loop, export_loop
 from armillary.plan._flops import count_flops
 from armillary.plan._memory_traffic import count_step_bytes
@@ -15,6 +14,7 @@ from armillary.plan._roofline import estimate_step
 from armillary.plan._targets import Target
 from armillary.plan._topology import Topology, parse_topology
 from armillary.plan._traced import find_traced
+from armillary.plan._traffic import find_traffic
 from armillary.trainer._described import DescribedLoop
 from armillary.trainer._standard_trainer import StandardTrainer
 

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from armillary.distribute.replica._policy import AXIS_NAME
-from armillary.plan._collectives import KINDS, Collective, count_rounds
 from armillary.plan._roofline import Estimate
 from armillary.plan._topology import Topology
+from armillary.plan._traffic import KINDS, Collective, count_rounds
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,8 +10,8 @@ step of yours.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from armillary.plan._collectives import Collective
 from armillary.plan._topology import Topology
+from armillary.plan._traffic import Collective
 
 
 @dataclass(frozen=True)

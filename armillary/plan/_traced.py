@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend import core
 
 from armillary._jaxpr import programs_in
-from armillary.plan._collectives import Collective
+from armillary.plan._traffic import Collective
 
 _KINDS = {
     "psum": "all-reduce",

@@ -10,7 +10,7 @@ from typing import Any
 
 from armillary.goodput._category import LABELS, Category
 from armillary.goodput._spans import Span, find_spans
-from armillary.report._run import SPEED, Run
+from armillary.report._run_files import SPEED, Run
 
 # After Okabe and Ito (https://jfly.uni-koeln.de/color), which all people tell apart;
 # the blue is lighter, for dark pages.

@@ -33,7 +33,7 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         ValueError: If there is no run, one cannot be read, or Plotly is missing.
     """
     from armillary.report._page import make_page
-    from armillary.report._run import read_runs
+    from armillary.report._run_files import read_runs
 
     output: Path = namespace.output
     if output.is_dir():

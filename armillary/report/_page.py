@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.report._charts import draw_curves, draw_speed, draw_time
-from armillary.report._run import Run
+from armillary.report._run_files import Run
 from armillary.report._tables import (
     checkpoints,
     model,

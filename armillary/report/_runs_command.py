@@ -9,7 +9,7 @@ from typing import Any
 
 from armillary._exit_code import ExitCode
 from armillary._numbers import as_json
-from armillary.report._run import SPEED, Run
+from armillary.report._run_files import SPEED, Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     Raises:
         ValueError: If there is none, or one cannot be read.
     """
-    from armillary.report._run import read_runs
+    from armillary.report._run_files import read_runs
 
     runs = read_runs([namespace.directory])
     show = _print_json if namespace.json else _print_table

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from armillary.report._run import SPEED, Run
+from armillary.report._run_files import SPEED, Run
 from armillary.state._summarize import format_bytes
 
 # Fields of the first record that stand elsewhere on the page.

@@ -5,10 +5,12 @@
 change that makes it gather what it only had to sum.
 """
 
-from armillary.testing._agreement import (
+from armillary.testing._count_collectives import (
+    assert_collectives as assert_collectives,
+)
+from armillary.testing._count_collectives import find_collectives as find_collectives
+from armillary.testing._strategies_agree import (
     assert_strategies_agree as assert_strategies_agree,
 )
-from armillary.testing._collectives import assert_collectives as assert_collectives
-from armillary.testing._collectives import find_collectives as find_collectives
 
 __all__ = ["assert_collectives", "assert_strategies_agree", "find_collectives"]

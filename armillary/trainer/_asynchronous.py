@@ -12,7 +12,7 @@ import jax
 
 from armillary.data._dataset import DistributedDataset
 from armillary.data._input_context import InputContext
-from armillary.data._options import InputOptions
+from armillary.data._input_options import InputOptions
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.parameter_server._parameter_server_strategy import (
     ParameterServerStrategy,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import jax
 
-from armillary.data.feed._reader import BatchReader
+from armillary.data.feed._batch_reader import BatchReader
 from armillary.data.feed._split import HostBatch
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._step_iterator import check_taken

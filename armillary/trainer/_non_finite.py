@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from armillary.distribute._global_arrays import everywhere, is_divided
-from armillary.distribute.program._agreement import largest_on_replicas
+from armillary.distribute.program._decisions import largest_on_replicas
 from armillary.state._lift import State
 from armillary.state._slots import Role, Slot
 

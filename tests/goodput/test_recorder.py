@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from armillary.goodput import Category
+from armillary.goodput._goodput import add_up
 from armillary.goodput._recorder import Recorder, make_recorder
-from armillary.goodput._report import add_up
 
 
 class ListJournal:

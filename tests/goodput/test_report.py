@@ -3,8 +3,8 @@
 import pytest
 
 from armillary.goodput import Category, read_goodput
+from armillary.goodput._goodput import add_up
 from armillary.goodput._journal import Entry, Journal
-from armillary.goodput._report import add_up
 
 
 class Attempt:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from armillary.cluster import TFConfigClusterResolver
-from armillary.launch._devices import DevicePlan
+from armillary.launch._device_plan import DevicePlan
 from armillary.launch._environment import (
     check_environment,
     find_addresses,

@@ -15,7 +15,7 @@ import pytest
 
 from armillary.launch import ExitCode, _exec, _machines
 from armillary.launch._child import Child
-from armillary.launch._devices import DevicePlan
+from armillary.launch._device_plan import DevicePlan
 from armillary.launch._machines import ThisMachine
 from armillary.launch._outcome import Ending
 from armillary.launch._supervisor import Job, run_job

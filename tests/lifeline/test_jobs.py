@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from armillary._exit_code import ExitCode
-from armillary.launch._devices import DevicePlan
+from armillary.launch._device_plan import DevicePlan
 from armillary.launch._environment import make_environment
 from tests.conftest import REPOSITORY
 from tests.multiprocess.conftest import find_port

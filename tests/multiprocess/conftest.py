@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from armillary.launch._devices import DevicePlan
+from armillary.launch._device_plan import DevicePlan
 from armillary.launch._environment import make_environment
 from tests.conftest import REPOSITORY
 

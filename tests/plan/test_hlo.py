@@ -2,9 +2,9 @@
 
 import pytest
 
-from armillary.plan._collectives import Collective, count_rounds, find_traffic
 from armillary.plan._hlo import count_bytes, parse_module
 from armillary.plan._memory_traffic import count_step_bytes
+from armillary.plan._traffic import Collective, count_rounds, find_traffic
 
 # A loop over four rows: a slice, a product, a sum that runs beside another product, and
 # a second sum that needs the first one. `S(1)` is on-chip memory.

@@ -308,7 +308,7 @@ def test_a_wrong_factory_is_an_error_of_one_line(factory, message, capsys):
 
 
 def test_the_compiling_process_needs_no_armillary():
-    worker = armillary.plan.__file__.replace("__init__", "_worker")
+    worker = armillary.plan.__file__.replace("__init__", "_compile_worker")
     code = (
         f"import runpy, sys; runpy.run_path({worker!r}); "
         "print([name for name in sys.modules if name in ('armillary', 'jax')])"

@@ -10,7 +10,7 @@ import pytest
 
 from armillary import _cli
 from armillary.report import _charts
-from armillary.report._run import read_run
+from armillary.report._run_files import read_run
 from tests.report.conftest import make_train
 
 

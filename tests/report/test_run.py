@@ -2,7 +2,7 @@
 
 import pytest
 
-from armillary.report._run import find_runs, read_run, read_runs
+from armillary.report._run_files import find_runs, read_run, read_runs
 from tests.mistakes import mistakes
 
 

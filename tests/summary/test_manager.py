@@ -244,7 +244,9 @@ def test_processes_that_are_not_the_chief_write_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = Mock(is_chief=False)
-    monkeypatch.setattr("armillary.summary._manager.get_process", lambda: process)
+    monkeypatch.setattr(
+        "armillary.summary._summary_manager.get_process", lambda: process
+    )
     manager = SummaryManager(tmp_path, writer_fn=Recorder())
 
     manager.write_summaries({"x": 1.0, "h": Histogram(np.ones(2))}, step=0)

@@ -11,10 +11,10 @@ import pytest
 import armillary
 from armillary.data import from_arrays
 from armillary.data.feed import (
+    _batch_reader,
     _chunk_builder,
     _feed,
     _gather,
-    _reader,
     _split,
     _stream,
 )
@@ -25,7 +25,15 @@ from armillary.trainer import _loop, _loop_data, _programs
 LOOP = {module.__file__ for module in (_loop, _loop_data, _programs, _flat_state, _use)}
 READING = {
     module.__file__
-    for module in (_arrays, _chunk_builder, _feed, _gather, _reader, _split, _stream)
+    for module in (
+        _arrays,
+        _chunk_builder,
+        _feed,
+        _gather,
+        _batch_reader,
+        _split,
+        _stream,
+    )
 }
 
 NUMBERS = np.arange(1, 9, dtype=np.float32)

@@ -1,6 +1,6 @@
 """Kubernetes: an indexed Job whose pods find each other by name."""
 
-from armillary.cluster.resolvers._plan import ProcessPlan
+from armillary.cluster.resolvers._process_plan import ProcessPlan
 from armillary.cluster.resolvers._scheduler import (
     Environ,
     ScheduledResolver,

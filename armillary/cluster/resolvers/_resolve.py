@@ -4,7 +4,7 @@ from typing import Protocol
 
 from armillary._logging import ensure_visible, logger
 from armillary.cluster.resolvers._kubernetes import KubernetesClusterResolver
-from armillary.cluster.resolvers._plan import ProcessPlan
+from armillary.cluster.resolvers._process_plan import ProcessPlan
 from armillary.cluster.resolvers._resolver import ClusterResolver, SimpleClusterResolver
 from armillary.cluster.resolvers._scheduler import Environ, find_environ
 from armillary.cluster.resolvers._slurm import SlurmClusterResolver

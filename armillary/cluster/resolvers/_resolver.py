@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-from armillary.cluster.resolvers._plan import ProcessPlan, plan_process
+from armillary.cluster.resolvers._process_plan import ProcessPlan, plan_process
 from armillary.cluster.resolvers._spec import ClusterSpec
 from armillary.cluster.resolvers._task import check_task
 

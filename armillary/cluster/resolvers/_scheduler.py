@@ -5,7 +5,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
-from armillary.cluster.resolvers._plan import ProcessPlan
+from armillary.cluster.resolvers._process_plan import ProcessPlan
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._spec import ClusterSpec, check_address
 from armillary.errors import ClusterError

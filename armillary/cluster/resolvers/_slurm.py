@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 from armillary._checks import check_one_of, check_positive_int
-from armillary.cluster.resolvers._plan import ProcessPlan
+from armillary.cluster.resolvers._process_plan import ProcessPlan
 from armillary.cluster.resolvers._scheduler import (
     Environ,
     ScheduledResolver,

@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from armillary.cluster.resolvers._plan import ProcessPlan
+from armillary.cluster.resolvers._process_plan import ProcessPlan
 from armillary.cluster.resolvers._resolver import SimpleClusterResolver
 from armillary.cluster.resolvers._scheduler import (
     Environ,

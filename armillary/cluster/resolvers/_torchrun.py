@@ -1,7 +1,7 @@
 """torchrun, and the schedulers that set the same variables."""
 
 from armillary._checks import check_positive_int
-from armillary.cluster.resolvers._plan import ProcessPlan
+from armillary.cluster.resolvers._process_plan import ProcessPlan
 from armillary.cluster.resolvers._scheduler import (
     Environ,
     ScheduledResolver,

@@ -1,6 +1,6 @@
 """TPU pods: what the environment of a TPU machine tells about its slice."""
 
-from armillary.cluster.resolvers._plan import ProcessPlan
+from armillary.cluster.resolvers._process_plan import ProcessPlan
 from armillary.cluster.resolvers._scheduler import (
     Environ,
     ScheduledResolver,

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from armillary.data._input_options import InputOptions
 from armillary.data._layout import BatchLayout
-from armillary.data._options import InputOptions
 from armillary.data.feed._aligned import empty_aligned
 from armillary.data.feed._split import MASK, HostBatch, add_mask, get_mask
 from armillary.data.sources._arrays import ArrayDataset

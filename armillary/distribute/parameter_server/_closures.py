@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from armillary.cluster._ray import import_ray
-from armillary.distribute.parameter_server._arrays import type_of
+from armillary.distribute.parameter_server._array_types import type_of
 from armillary.distribute.parameter_server._shipping import ship
-from armillary.distribute.parameter_server._task import TaskSpec
+from armillary.distribute.parameter_server._task_program import TaskSpec
 from armillary.distribute.parameter_server._worker import (
     Dynamic,
     PlacedTask,

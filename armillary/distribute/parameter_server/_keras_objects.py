@@ -10,7 +10,7 @@ from typing import Any
 
 import optax
 
-from armillary.distribute.parameter_server._optimizers import make_stand_in
+from armillary.distribute.parameter_server._recorded_updates import make_stand_in
 from armillary.state import _keras
 
 # Compiled functions and what `fit` keeps between steps; workers make their own.

@@ -17,7 +17,7 @@ from armillary._checks import (
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
 from armillary.data._input_context import InputContext
-from armillary.data._options import InputOptions
+from armillary.data._input_options import InputOptions
 from armillary.distribute.parameter_server._node import check_cluster
 from armillary.distribute.parameter_server._settings import Settings
 from armillary.distribute.strategies._single import SingleStrategy

@@ -14,7 +14,7 @@ import optax
 
 from armillary.cluster._ray import import_ray
 from armillary.distribute.parameter_server import _keras_objects
-from armillary.distribute.parameter_server._optimizers import make_stand_in
+from armillary.distribute.parameter_server._recorded_updates import make_stand_in
 
 
 def ship(

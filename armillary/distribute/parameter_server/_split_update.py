@@ -18,8 +18,8 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from armillary._jaxpr import walk_programs
-from armillary.distribute.parameter_server._arrays import ArrayType
-from armillary.distribute.parameter_server._optimizers import UpdateSpec
+from armillary.distribute.parameter_server._array_types import ArrayType
+from armillary.distribute.parameter_server._recorded_updates import UpdateSpec
 from armillary.typing import PyTree
 
 # Operations that compute each element from those at the same place.

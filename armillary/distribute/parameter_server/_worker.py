@@ -15,7 +15,7 @@ import numpy as np
 
 from armillary.cluster._ray import import_ray
 from armillary.data._dataset import DistributedDataset
-from armillary.distribute.parameter_server._arrays import ArrayType, to_host
+from armillary.distribute.parameter_server._array_types import ArrayType, to_host
 from armillary.distribute.parameter_server._per_worker import (
     Batches,
     Datasets,
@@ -24,7 +24,7 @@ from armillary.distribute.parameter_server._per_worker import (
 )
 from armillary.distribute.parameter_server._server import Part, Push, fetch
 from armillary.distribute.parameter_server._shipping import unship
-from armillary.distribute.parameter_server._task import TaskProgram, TaskSpec
+from armillary.distribute.parameter_server._task_program import TaskProgram, TaskSpec
 from armillary.distribute.parameter_server._worker_strategy import WorkerStrategy
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._step_iterator import MoreBatches

@@ -11,8 +11,8 @@ from armillary.cluster._communication import CommunicationOptions
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
 from armillary.data._input_context import InputContext
+from armillary.data._input_options import InputOptions
 from armillary.data._layout import BatchLayout
-from armillary.data._options import InputOptions
 from armillary.distribute.strategies._layouts import ReplicaLayout
 from armillary.distribute.strategies._mirrored import MirroredStrategy
 from armillary.distribute.strategies._processes import JoinedStrategy, order_devices

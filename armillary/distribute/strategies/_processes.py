@@ -12,7 +12,7 @@ from armillary.cluster._join import join_cluster
 from armillary.cluster.resolvers._resolve import resolve_cluster
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
-from armillary.data._options import InputOptions
+from armillary.data._input_options import InputOptions
 from armillary.data.sources._indexed import IndexedDataset
 from armillary.data.sources._source import as_source
 from armillary.distribute._global_arrays import as_local

@@ -21,8 +21,8 @@ from armillary.cluster._communication import CommunicationOptions
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
 from armillary.data._input_context import InputContext
+from armillary.data._input_options import InputOptions
 from armillary.data._layout import BatchLayout
-from armillary.data._options import InputOptions
 from armillary.distribute._global_arrays import is_key
 from armillary.distribute.program._function import Functions
 from armillary.distribute.replica._collectives import ReplicaContext

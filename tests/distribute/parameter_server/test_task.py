@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.distribute.parameter_server._optimizers import make_stand_in
-from armillary.distribute.parameter_server._task import Addition, TaskProgram
+from armillary.distribute.parameter_server._recorded_updates import make_stand_in
+from armillary.distribute.parameter_server._task_program import Addition, TaskProgram
 from armillary.distribute.parameter_server._worker_strategy import WorkerStrategy
 from armillary.distribute.program._flat_state import FlatState
 from armillary.errors import ReplicaContextError, StateStructureError

@@ -10,9 +10,9 @@ from typing import Any
 from etils import epath
 
 from armillary.checkpoint._folder import Saved, find_checkpoints
+from armillary.goodput._goodput import Goodput, add_up
 from armillary.goodput._journal import FILE_NAME as GOODPUT_NAME
 from armillary.goodput._journal import Entry, read_entries
-from armillary.goodput._report import Goodput, add_up
 from armillary.summary._metrics_file import FILE_NAME as METRICS_NAME
 from armillary.summary._metrics_file import read_metrics
 

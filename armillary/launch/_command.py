@@ -17,7 +17,7 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary._exit_code import ExitCode
-from armillary.launch._devices import find_gpus, plan_devices
+from armillary.launch._device_plan import find_gpus, plan_devices
 from armillary.launch._environment import check_environment
 from armillary.launch._machines import ThisMachine
 from armillary.launch._supervisor import EVALUATOR, Job, run_job

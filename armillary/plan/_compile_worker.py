@@ -4,7 +4,7 @@ It runs as a program of its own, without the rest of this library: the compilers
 TPUs and GPUs make `import jax` slow, and write to the terminal. It reads a request from
 the file named first and writes the answer beside it::
 
-    python _worker.py FOLDER        # request.json, program.bin -> answer.json, hlo.txt
+    python _compile_worker.py FOLDER  # request.json, program.bin -> answer.json, hlo
 """
 
 import json

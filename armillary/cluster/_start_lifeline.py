@@ -8,7 +8,7 @@ import jax
 
 from armillary._logging import logger
 from armillary.cluster._peers import KeyValueStore
-from armillary.cluster.resolvers._plan import is_loopback
+from armillary.cluster.resolvers._process_plan import is_loopback
 from armillary.cluster.resolvers._spec import split_address
 from armillary.lifeline._ending import put_off_aborts
 from armillary.lifeline._lifeline import Lifeline

@@ -17,7 +17,7 @@ from armillary.distribute.replica._collectives import ReplicaContext
 from armillary.distribute.replica._context import entered
 from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.errors import EstimatorError
-from armillary.estimator._spec import EstimatorSpec, ModeKeys, check_spec
+from armillary.estimator._estimator_spec import EstimatorSpec, ModeKeys, check_spec
 from armillary.state._lift import find_slots
 from armillary.typing import PyTree
 

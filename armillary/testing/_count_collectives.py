@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from armillary._checks import list_lines
-from armillary.plan._collectives import Collective, count_rounds, find_traffic
+from armillary.plan._compile_worker import compile_exported
 from armillary.plan._compiler import export_loop
 from armillary.plan._hlo import parse_module
-from armillary.plan._worker import compile_exported
+from armillary.plan._traffic import Collective, count_rounds, find_traffic
 from armillary.trainer._standard_trainer import StandardTrainer
 
 _PLATFORM = "cpu"

@@ -19,7 +19,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from armillary._jaxpr import walk_programs
-from armillary.distribute.parameter_server._optimizers import (
+from armillary.distribute.parameter_server._recorded_updates import (
     UpdateSpec,
     recording,
     server_update_p,

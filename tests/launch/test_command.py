@@ -9,7 +9,7 @@ import pytest
 
 import armillary
 from armillary import _cli
-from armillary.launch import ExitCode, _arguments
+from armillary.launch import ExitCode, _command
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def folder(tmp_path, monkeypatch):
 def jobs(monkeypatch):
     """Returns a list of the jobs that would have been run."""
     jobs = []
-    monkeypatch.setattr(_arguments, "run_job", lambda job: jobs.append(job) or 0)
+    monkeypatch.setattr(_command, "run_job", lambda job: jobs.append(job) or 0)
     return jobs
 
 
@@ -58,7 +58,7 @@ def test_what_follows_the_script_is_the_scripts(jobs, words, arguments):
 
 
 def test_all_options_arrive(jobs, folder, monkeypatch):
-    monkeypatch.setattr(_arguments, "find_gpus", lambda environment: list("0123456"))
+    monkeypatch.setattr(_command, "find_gpus", lambda environment: list("0123456"))
     options = "--workers 2 --devices-per-worker 1 --max-restarts 4 --restart-pause 0.5"
     options += " --grace-period 6 --log-dir logs --evaluator train.py"
     _cli.main(["launch", *options.split()])
@@ -140,13 +140,13 @@ def test_a_mistake_is_a_value_error_below_the_command_line(
     for name, value in patches.items():
         monkeypatch.setenv(name, value)
     parser = argparse.ArgumentParser()
-    _arguments.add_arguments(parser)
+    _command.add_arguments(parser)
     with pytest.raises(ValueError, match=message):
-        _arguments.prepare(parser.parse_args(words.split()))
+        _command.prepare(parser.parse_args(words.split()))
 
 
 def test_a_job_that_this_machine_refuses_leaves_no_logs(folder, monkeypatch, capsys):
-    monkeypatch.setattr(_arguments, "find_gpus", lambda environment: ["0"])
+    monkeypatch.setattr(_command, "find_gpus", lambda environment: ["0"])
     with pytest.raises(SystemExit):
         _cli.main(["launch", "--workers", "2", "--log-dir", "logs", "train.py"])
     assert "which takes 2 GPUs, but this machine offers 1" in capsys.readouterr().err

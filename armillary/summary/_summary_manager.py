@@ -14,9 +14,9 @@ from armillary._numbers import flatten
 from armillary._process import get_process
 from armillary.distribute._global_arrays import as_local
 from armillary.distribute.replica._values import PerReplica
+from armillary.summary._kinds import Histogram, Summary
+from armillary.summary._summary_writer import SummaryWriter, WriterGroup
 from armillary.summary._tensorboard import TensorBoardWriter
-from armillary.summary._values import Histogram, Summary
-from armillary.summary._writer import SummaryWriter, WriterGroup
 from armillary.typing import Output
 
 _NUMBERS = (np.bool_, np.integer, np.floating)
