@@ -211,9 +211,9 @@ class Program:
         self, slots: list[Any], inputs: _Inputs
     ) -> tuple[list[Any], list[Any], Any, Any]:
         _, chunk, start, num_steps, health, _ = inputs
-        _, shapes, _ = jax.eval_shape(self._one_step, slots, chunk, start, health)
+        types = self.step.result_types if self._keep_results else []
         results = [
-            jnp.zeros((self._capacity, *shape.shape), shape.dtype) for shape in shapes
+            jnp.zeros((self._capacity, *each.shape), each.dtype) for each in types
         ]
         stop = jnp.asarray(start + num_steps)
         changed = [slots[i] for i in self.step.changed]
