@@ -89,8 +89,8 @@ class StandardTrainerOptions(LoopOptions):
             three at a time: one in use and those read ahead.
         compiler_options: Options of XLA, as in `jax.jit(compiler_options=...)`. They go
             before the ones that are chosen by looking at the step: on CPUs, steps with
-            convolutions run without YNNPACK. Results are equal up to rounding under
-            other options. A name that XLA does not know is an error of JAX.
+            convolutions use YNNPACK for sums alone. Results are equal up to rounding
+            under other options. A name that XLA does not know is an error of JAX.
         max_shapes: How many shapes batches may have, their number of examples aside:
             one program is compiled for each, when it is met first. More are a
             `RetraceError`. Only steps in a row with batches of one shape are one device

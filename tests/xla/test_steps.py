@@ -9,7 +9,7 @@ from flax import nnx
 import armillary
 from armillary.xla import _steps
 from armillary.xla._lowerings import Lowered
-from armillary.xla._steps import WITHOUT_YNNPACK, compile_step
+from armillary.xla._steps import YNNPACK_FOR_SUMS, compile_step
 
 NAME = "xla_cpu_experimental_ynn_fusion_type"
 OPTIONS = {
@@ -22,7 +22,7 @@ OPTIONS = {
 class Trainer(armillary.StandardTrainer):
     def __init__(self, options, num_features=4):
         rng = np.random.default_rng(0)
-        batches = rng.normal(size=(6, 4, 6, 6, num_features)).astype(np.float32)
+        batches = rng.normal(size=(6, 32, 6, 6, num_features)).astype(np.float32)
         super().__init__(list(batches), options)
         self.conv = nnx.Conv(num_features, 8, (3, 3), rngs=nnx.Rngs(0))
 
@@ -69,24 +69,35 @@ def options_of(fn, platform="cpu", options=None, monkeypatch=None):
 @pytest.mark.parametrize(
     ("fn", "platform", "options", "expected"),
     [
-        (convolve, "cpu", None, WITHOUT_YNNPACK),
+        (convolve, "cpu", None, YNNPACK_FOR_SUMS),
         (convolve, "gpu", None, None),
         (jnp.tanh, "cpu", None, None),
         (lambda x: x @ x, "cpu", None, None),
         (convolve_slowly, "cpu", None, None),
-        (convolve, "cpu", {"a": 1}, {**WITHOUT_YNNPACK, "a": 1}),
+        (convolve, "cpu", {"a": 1}, {**YNNPACK_FOR_SUMS, "a": 1}),
         (convolve, "cpu", {NAME: "b"}, {NAME: "b"}),
         (jnp.tanh, "gpu", {"a": 1}, {"a": 1}),
     ],
     ids=["convolution", "gpu", "tanh", "product", "slow", "more", "override", "given"],
 )
 def test_options_depend_on_the_step(fn, platform, options, expected, monkeypatch):
-    assert _steps._is_known(*next(iter(WITHOUT_YNNPACK.items())))
+    assert _steps._is_known(*next(iter(YNNPACK_FOR_SUMS.items())))
     assert options_of(fn, platform, options, monkeypatch) == expected
 
 
+def test_sums_are_left_to_ynnpack_and_convolutions_are_not():
+    def fn(x):
+        return jax.lax.conv(x, jnp.ones((8, 8, 3, 3)), (1, 1), "SAME"), (x * x).sum()
+
+    x = jnp.ones((8, 8, 16, 16))
+    step = compile_step(fn, jax.make_jaxpr(fn)(x), "cpu", None)
+    _, main = step.lower(x).compile().as_text().split("ENTRY")
+    assert "__ynn_fusion" in main
+    assert "convolution(" in main
+
+
 def test_an_option_of_ours_that_xla_does_not_know_is_left_out(monkeypatch):
-    monkeypatch.setattr(_steps, "WITHOUT_YNNPACK", {"no_such_option": 1})
+    monkeypatch.setattr(_steps, "YNNPACK_FOR_SUMS", {"no_such_option": 1})
     trainer = Trainer(armillary.StandardTrainerOptions())
     before = trainer.kernel()
     trainer.train(2)
