@@ -95,7 +95,9 @@ def _choose_options(
     if has_slow_loop(program, platform, is_partitioned=is_partitioned):
         return {}
     return {
-        name: value for name, value in YNNPACK_FOR_SUMS.items() if _is_known(name, value)
+        name: value
+        for name, value in YNNPACK_FOR_SUMS.items()
+        if _is_known(name, value)
     }
 
 

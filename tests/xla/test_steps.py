@@ -1,5 +1,7 @@
 """Tests of the compiler's options for a step."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,7 +92,7 @@ def test_sums_are_left_to_ynnpack_and_convolutions_are_not():
         return jax.lax.conv(x, jnp.ones((8, 8, 3, 3)), (1, 1), "SAME"), (x * x).sum()
 
     x = jnp.ones((8, 8, 16, 16))
-    step = compile_step(fn, jax.make_jaxpr(fn)(x), "cpu", None)
+    step: Any = compile_step(fn, jax.make_jaxpr(fn)(x), "cpu", None)
     _, main = step.lower(x).compile().as_text().split("ENTRY")
     assert "__ynn_fusion" in main
     assert "convolution(" in main
