@@ -43,7 +43,7 @@ help:
 # A stamp is newer than the files it was installed from, so that a second call is quick.
 .venv/demo-installed: .venv/made pyproject.toml constraints.txt
 	@echo "Installing Armillary (a few minutes the first time) ..."
-	@$(PIP) install -c constraints.txt -e '.[examples,tensorboard]'
+	@$(PIP) install -c constraints.txt -e '.[examples,report,tensorboard]'
 	@touch $@
 
 .venv/dev-installed: .venv/demo-installed

@@ -34,7 +34,8 @@ def fetch_output(output: Any, source: str) -> dict[str, Any]:
         source: The user's method, for the error.
 
     Raises:
-        TypeError: If `output` is neither a dictionary nor `None`.
+        TypeError: If `output` is neither a dictionary nor `None`, or holds a metric or
+            a method in place of a value.
     """
     if output is None:
         return {}
@@ -44,11 +45,25 @@ def fetch_output(output: Any, source: str) -> dict[str, Any]:
             "must return a dictionary of scalars or `None`. Return the value under a "
             'name, such as `{"loss": loss}`.'
         )
+    _check_computed(output, source)
     for leaf in jax.tree.leaves(output):
         if isinstance(leaf, jax.Array):
             # All copies start before the first one is waited for.
             leaf.copy_to_host_async()
     return _as_numpy(output)
+
+
+def _check_computed(output: Mapping[str, Any], source: str) -> None:
+    for name, value in output.items():
+        if isinstance(value, Mapping):
+            _check_computed(value, source)
+        elif callable(value) or callable(getattr(value, "compute", None)):
+            fix = f"self.{name}.compute()"
+            raise TypeError(
+                f"`{source}` returned an object of type {type(value).__name__} as "
+                f"{name!r}, but it must return scalars. Call what computes it, such as "
+                f'`{{"{name}": {fix}}}`.'
+            )
 
 
 def format_scalar(number: float) -> str:

@@ -206,7 +206,8 @@ class TrainLoops:
             "the value, start again with `StandardTrainerOptions(on_non_finite="
             '"raise")`. Frequent causes: a learning rate that is too high, the '
             "logarithm of 0 or a division by it, and labels that are not among the "
-            "classes (negative, or as many as there are or more).",
+            "classes (negative, or as many as there are or more). If no step made it, "
+            "`train_loop_end` did, as from a metric that no step has updated.",
             step,
             shown,
         )

@@ -214,6 +214,34 @@ def test_output_that_is_no_dictionary_is_an_error():
         make_controller(Wrong()).train(4)
 
 
+class Computed:
+    def compute(self):
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ({"loss": Computed()}, "an object of type Computed as 'loss'"),
+        ({"a": {"loss": Computed().compute}}, "an object of type method as 'loss'"),
+        ({"loss": nnx.metrics.Average()}, "an object of type Average as 'loss'"),
+    ],
+    ids=["metric", "method", "nnx"],
+)
+def test_output_that_was_not_computed_is_an_error(output, message):
+    class Uncalled(Trainer):
+        def train(self, num_steps):
+            super().train(num_steps)
+            return output
+
+    with pytest.raises(TypeError) as info:
+        make_controller(Uncalled()).train(4)
+    assert str(info.value) == (
+        f"`trainer.train` returned {message}, but it must return scalars. Call what "
+        'computes it, such as `{"loss": self.loss.compute()}`.'
+    )
+
+
 def test_actions_run_in_order_after_summaries():
     events = []
     controller = make_controller(

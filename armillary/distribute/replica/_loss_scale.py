@@ -7,6 +7,7 @@ divided by their number gives a gradient that is too small. Neither can be prove
 since nothing tells what a user means. Both are said once.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,7 +38,21 @@ _EQUAL_MESSAGE = (
     "`armillary.compute_average_loss`, which is right either way."
 )
 # What leaves a number the number it was.
-_COPIES = ("broadcast_in_dim", "convert_element_type", "pvary")
+_COPIES = ("broadcast_in_dim", "convert_element_type", "copy", "pvary", "reshape")
+# What scales its result as its operands are scaled.
+_LINEAR = (
+    *_COPIES,
+    "add",
+    "concatenate",
+    "name",
+    "neg",
+    "select_n",
+    "slice",
+    "squeeze",
+    "sub",
+    "transpose",
+)
+_COLLECTIVES = ("psum", "pm", "all_gather")
 _said: set[str] = set()
 
 
@@ -83,22 +98,28 @@ def _look_into(equation: Any) -> None:
 
 def _judge(jaxpr: Any, loss: Any, shares: set[int], num_replicas: int) -> str | None:
     """Returns what to say of a loss, if anything."""
-    equations = list(_made_by(jaxpr, loss))
-    names = {equation.primitive.name for equation in equations}
-    if any(equation.params.get("name") == _SCALED for equation in equations):
-        return None
     if not is_varying(loss.invars[0].aval):
-        has_reduced = any(
-            name.startswith(("psum", "pm", "all_gather")) for name in names
+        is_chosen = any(
+            equation.primitive.name.startswith(_COLLECTIVES)
+            or equation.params.get("name") == _SCALED
+            for equation in _made_by(jaxpr, loss)
         )
-        return None if has_reduced else _EQUAL_MESSAGE
-    divisors = list(_divisors(equations))
-    is_mean = any(d % share == 0 for d in divisors for share in shares if share > 1)
-    is_global = num_replicas in divisors or any(
-        d % (share * num_replicas) == 0 for d in divisors for share in shares
-    )
-    is_reduced = any(name.startswith("psum") for name in names)
-    return _MEAN_MESSAGE if is_mean and not (is_global or is_reduced) else None
+        return None if is_chosen else _EQUAL_MESSAGE
+    scales = {scale for _, scale in _scales(jaxpr, loss.invars[0], (1.0, 1))}
+    is_mean = any(_is_mean(*scale, shares - {1}, num_replicas) for scale in scales)
+    return _MEAN_MESSAGE if is_mean else None
+
+
+def _is_mean(divisor: float, count: int, shares: set[int], num_replicas: int) -> bool:
+    """Returns whether a sum of `count` numbers was divided as one replica's mean is."""
+    whole = round(divisor)
+    is_whole = abs(divisor - whole) < 1e-4 * divisor
+    if not is_whole or all(whole % share for share in shares):
+        return False
+    totals = [share * num_replicas for share in shares]
+    # With as many entries an example as there are replicas, nobody can tell.
+    is_of_all = whole == count and count not in totals
+    return is_of_all or all(whole % total for total in totals)
 
 
 def _made_by(jaxpr: Any, last: Any) -> Iterator[Any]:
@@ -118,26 +139,69 @@ def _variables(equation: Any) -> list[Any]:
     return [atom for atom in equation.invars if not isinstance(atom, core.Literal)]
 
 
-def _divisors(equations: list[Any]) -> Iterator[int]:
-    """Yields the whole numbers that some equations divide by."""
-    numbers: dict[Any, float] = {}
+def _scales(
+    jaxpr: Any, value: Any, scale: tuple[float, int]
+) -> Iterator[tuple[Any, tuple[float, int]]]:
+    """Follows a value back through sums and divisions, on every way that data takes.
 
-    def read(atom: Any) -> float | None:
-        if not isinstance(atom, core.Literal):
-            return numbers.get(atom)
-        return float(np.asarray(atom.val)) if np.size(atom.val) == 1 else None
+    Yields where each way ends, with what the value was divided by up to there and how
+    many numbers were summed for one. What is summed over replicas is left out, and so
+    is what the library has scaled.
+    """
+    makers = {made: each for each in jaxpr.eqns for made in each.outvars}
+    pending, seen = [(value, scale)], set()
+    while pending:
+        atom, (divisor, count) = pending.pop()
+        if not is_varying(atom.aval) or (atom, divisor, count) in seen:
+            continue
+        seen.add((atom, divisor, count))
+        equation = makers.get(atom)
+        if equation is None:
+            yield atom, (divisor, count)
+            continue
+        name, operands = equation.primitive.name, equation.invars
+        if name.startswith(_COLLECTIVES) or equation.params.get("name") == _SCALED:
+            continue
+        if name == "reduce_sum":
+            shape = operands[0].aval.shape
+            count *= math.prod(shape[axis] for axis in equation.params["axes"])
+        elif name == "div":
+            number = _read(operands[1], makers)
+            if not number:  # by what was counted, perhaps on all replicas
+                continue
+            divisor *= abs(number)
+        elif name == "mul" and operands[0] is not operands[1]:
+            for operand in operands:
+                divisor /= abs(_read(operand, makers) or 1)
+        elif inner := _body(equation):
+            result = inner.outvars[equation.outvars.index(atom)]
+            for end, reached in _scales(inner, result, (divisor, count)):
+                if end in inner.invars:
+                    pending.append((operands[inner.invars.index(end)], reached))
+                else:
+                    yield end, reached
+            continue
+        elif name not in _LINEAR:
+            yield atom, (divisor, count)
+            continue
+        pending += [(operand, (divisor, count)) for operand in operands]
 
-    for equation in equations:
-        if equation.primitive.name in _COPIES:
-            number = read(equation.invars[0])
-            if number is not None:
-                numbers[equation.outvars[0]] = number
-    for equation in equations:
-        operands = list(map(read, equation.invars))
-        candidates = {
-            "div": operands[-1:],
-            "mul": [1 / number for number in operands if number],
-        }
-        for value in candidates.get(equation.primitive.name, ()):
-            if value and value >= 1 and abs(value - round(value)) < 1e-4 * value:
-                yield round(value)
+
+def _read(atom: Any, makers: dict[Any, Any]) -> float | None:
+    """Returns the number that a constant is everywhere."""
+    while not isinstance(atom, core.Literal):
+        maker = makers.get(atom)
+        if maker is None or maker.primitive.name not in _COPIES:
+            return None
+        atom = maker.invars[0]
+    return float(np.asarray(atom.val)) if np.size(atom.val) == 1 else None
+
+
+def _body(equation: Any) -> Any:
+    """Returns what an equation calls once, with its operands and for its results."""
+    programs = [getattr(each, "jaxpr", each) for each in programs_in(equation)]
+    if len(programs) != 1 or equation.primitive.name in ("scan", "while"):
+        return None
+    (jaxpr,) = programs
+    ends = len(equation.invars), len(equation.outvars)
+    return jaxpr if (len(jaxpr.invars), len(jaxpr.outvars)) == ends else None
