@@ -60,6 +60,7 @@ RIGHT = {
     "a sum": lambda w, x: jnp.sum(losses(w, x)),
     "reduced": lambda w, x: jax.lax.pmean(jnp.mean(losses(w, x)), "replica"),
     "by what all counted": token_mean,
+    "by infinity": lambda w, x: jnp.mean(losses(w, x)) / jnp.inf,
     "by the global batch, of two": lambda w, x: jnp.sum((x * w[None])[:, :2]) / 8,
     "by the global batch, of many": lambda w, x: jnp.sum(x * w[None]) / 24,
     "by the global batch and decay": lambda w, x: (

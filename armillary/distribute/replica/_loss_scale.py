@@ -112,7 +112,7 @@ def _judge(jaxpr: Any, loss: Any, shares: set[int], num_replicas: int) -> str | 
 
 def _is_mean(divisor: float, count: int, shares: set[int], num_replicas: int) -> bool:
     """Returns whether a sum of `count` numbers was divided as one replica's mean is."""
-    whole = round(divisor)
+    whole = round(divisor) if math.isfinite(divisor) else 0
     is_whole = abs(divisor - whole) < 1e-4 * divisor
     if not is_whole or all(whole % share for share in shares):
         return False
