@@ -40,6 +40,18 @@ def programs_in(equation: Any) -> Iterator[Any]:
                 yield leaf
 
 
+def called_program(equation: Any) -> Any:
+    """Returns the program that an equation runs once and does no more; else `None`."""
+    programs = list(programs_in(equation))
+    if len(programs) != 1 or equation.primitive.name == "scan":
+        return None
+    jaxpr = getattr(programs[0], "jaxpr", programs[0])
+    is_call = len(jaxpr.outvars) == len(equation.outvars) and [
+        atom.aval.strip_weak_type() for atom in equation.invars
+    ] == [variable.aval.strip_weak_type() for variable in jaxpr.invars]
+    return programs[0] if is_call else None
+
+
 def source_line(equation: Any) -> str:
     """Returns the user's line that an equation comes from, or the closest known one."""
     traceback = equation.source_info.traceback

@@ -58,11 +58,10 @@ def _check_computed(output: Mapping[str, Any], source: str) -> None:
         if isinstance(value, Mapping):
             _check_computed(value, source)
         elif callable(value) or callable(getattr(value, "compute", None)):
-            fix = f"self.{name}.compute()"
             raise TypeError(
                 f"`{source}` returned an object of type {type(value).__name__} as "
                 f"{name!r}, but it must return scalars. Call what computes it, such as "
-                f'`{{"{name}": {fix}}}`.'
+                f'`{{"{name}": self.{name}.compute()}}`.'
             )
 
 

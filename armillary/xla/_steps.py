@@ -27,10 +27,10 @@ YNNPACK_FOR_SUMS = {
 """Options for steps whose convolutions are fast in loops.
 
 XLA hands products, convolutions and sums to YNNPACK, which is best at the last: the
-gradient of a bias takes an eighth of the time. It runs products on one core, and
-gradients of convolutions at a third of the speed. The network `CnnTask` in
-`benchmarks/tasks.py` made 41 steps/s with YNNPACK for all three, 62 without it and 82
-with this, and 39, 36 and 50 on one core. Steps without convolutions gain nothing, and
+gradient of a bias takes an eighth of the time. It runs convolutions on one core, and
+their gradients at a third of the speed. The network `CnnTask` in `benchmarks/tasks.py`
+made 41 steps/s with YNNPACK for all three, 62 without it and 82 with this, and 39, 36
+and 50 on one core. Steps without convolutions gain less, and keep the default;
 convolutions in groups that stay as JAX has them lose. Of other slowdowns by YNNPACK:
 https://github.com/jax-ml/jax/issues/37465.
 """

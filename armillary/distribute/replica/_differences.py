@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 from jax.extend import core
 from jax.extend.core import primitives
 
-from armillary._jaxpr import programs_in, source_line, walk_programs
+from armillary._jaxpr import (
+    called_program,
+    programs_in,
+    source_line,
+    walk_programs,
+)
 from armillary.distribute.replica._retype import AXIS_NAME
 
 Reasons = frozenset[str]
@@ -35,8 +40,9 @@ _SOURCES = {
     "rng_uniform": _DEVICE,
     "ffi_call": _DEVICE,
 }
-# Reductions whose result is the same on all replicas that take part.
-_REDUCTIONS = ("psum", "pmin", "pmax", "all_gather")
+REDUCTIONS = ("psum", "pmin", "pmax", "all_gather")
+"""How operations begin whose result is the same on all replicas that take part."""
+
 # Exchanges in which each replica gets something else.
 _EXCHANGES = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter")
 _MARK = "armillary: "
@@ -135,9 +141,9 @@ class Differences:
         everything = _union(operands)
         if name in _SOURCES:
             return [everything | _SOURCES[name]] * len(equation.outvars)
-        if name.startswith(_REDUCTIONS) and _is_over_all(params):
+        if name.startswith(REDUCTIONS) and _is_over_all(params):
             return [_EQUAL] * len(equation.outvars)
-        if name.startswith((*_EXCHANGES, *_REDUCTIONS)):
+        if name.startswith((*_EXCHANGES, *REDUCTIONS)):
             return [everything | _NUMBER] * len(equation.outvars)
         if name == "cond":
             return self._apply_cond(equation, operands)
@@ -147,11 +153,11 @@ class Differences:
             first = params["num_consts"]
             last = first + params["num_carry"]
             return self._repeat(params["jaxpr"], operands, first, last)
-        programs = list(programs_in(equation))
-        if len(programs) == 1 and _is_call_of(programs[0], equation):
-            return self._run(programs[0], operands)
+        called = called_program(equation)
+        if called is not None:
+            return self._run(called, operands)
         # How an operation uses its programs is not known: all that goes in comes out.
-        for program in programs:
+        for program in programs_in(equation):
             jaxpr = getattr(program, "jaxpr", program)
             inner = self._run(program, [everything] * len(jaxpr.invars))
             everything |= _union(inner)
@@ -220,21 +226,13 @@ def _is_over_all(params: dict[str, Any]) -> bool:
     return AXIS_NAME in axes and params.get("axis_index_groups") is None
 
 
-def _is_call_of(program: Any, equation: Any) -> bool:
-    """Returns whether an operation does no more than run its program."""
-    jaxpr = getattr(program, "jaxpr", program)
-    return len(jaxpr.outvars) == len(equation.outvars) and [
-        atom.aval.strip_weak_type() for atom in equation.invars
-    ] == [variable.aval.strip_weak_type() for variable in jaxpr.invars]
-
-
 def _has_reference(atoms: Sequence[Any]) -> bool:
     return any(hasattr(atom.aval, "inner_aval") for atom in atoms)
 
 
 def _has_collective(program: Any) -> bool:
     return any(
-        equation.primitive.name.startswith((*_REDUCTIONS, *_EXCHANGES))
+        equation.primitive.name.startswith((*REDUCTIONS, *_EXCHANGES))
         for jaxpr, _ in walk_programs(program)
         for equation in jaxpr.eqns
     )

@@ -15,8 +15,14 @@ import numpy as np
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives
 
-from armillary._jaxpr import programs_in, source_line, walk_programs
+from armillary._jaxpr import (
+    called_program,
+    programs_in,
+    source_line,
+    walk_programs,
+)
 from armillary._logging import logger
+from armillary.distribute.replica._differences import REDUCTIONS
 from armillary.distribute.replica._retype import AXIS_NAME, is_varying
 
 # Messages name the line of the user's operation, not ours.
@@ -52,7 +58,6 @@ _LINEAR = (
     "sub",
     "transpose",
 )
-_COLLECTIVES = ("psum", "pm", "all_gather")
 _said: set[str] = set()
 
 
@@ -100,7 +105,7 @@ def _judge(jaxpr: Any, loss: Any, shares: set[int], num_replicas: int) -> str | 
     """Returns what to say of a loss, if anything."""
     if not is_varying(loss.invars[0].aval):
         is_chosen = any(
-            equation.primitive.name.startswith(_COLLECTIVES)
+            equation.primitive.name.startswith(REDUCTIONS)
             or equation.params.get("name") == _SCALED
             for equation in _made_by(jaxpr, loss)
         )
@@ -160,7 +165,7 @@ def _scales(
             yield atom, (divisor, count)
             continue
         name, operands = equation.primitive.name, equation.invars
-        if name.startswith(_COLLECTIVES) or equation.params.get("name") == _SCALED:
+        if name.startswith(REDUCTIONS) or equation.params.get("name") == _SCALED:
             continue
         if name == "reduce_sum":
             shape = operands[0].aval.shape
@@ -173,7 +178,8 @@ def _scales(
         elif name == "mul" and operands[0] is not operands[1]:
             for operand in operands:
                 divisor /= abs(_read(operand, makers) or 1)
-        elif inner := _body(equation):
+        elif called := called_program(equation):
+            inner = getattr(called, "jaxpr", called)
             result = inner.outvars[equation.outvars.index(atom)]
             for end, reached in _scales(inner, result, (divisor, count)):
                 if end in inner.invars:
@@ -195,13 +201,3 @@ def _read(atom: Any, makers: dict[Any, Any]) -> float | None:
             return None
         atom = maker.invars[0]
     return float(np.asarray(atom.val)) if np.size(atom.val) == 1 else None
-
-
-def _body(equation: Any) -> Any:
-    """Returns what an equation calls once, with its operands and for its results."""
-    programs = [getattr(each, "jaxpr", each) for each in programs_in(equation)]
-    if len(programs) != 1 or equation.primitive.name in ("scan", "while"):
-        return None
-    (jaxpr,) = programs
-    ends = len(equation.invars), len(equation.outvars)
-    return jaxpr if (len(jaxpr.invars), len(jaxpr.outvars)) == ends else None
