@@ -205,6 +205,9 @@ def test_a_job_shrinks_and_grows_and_reads_each_example_once(
 
     def wait_for_step(step, attempt):
         def has_come():
+            if (launcher.folder / f"pid_0_{attempt + 1}").exists():
+                launcher.process.send_signal(signal.SIGTERM)
+                pytest.fail(f"Attempt {attempt} was lost: {launcher.finish()}")
             with contextlib.suppress(FileNotFoundError):
                 path = launcher.folder / f"step_0_{attempt}"
                 return int(path.read_text()) >= step
