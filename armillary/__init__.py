@@ -16,9 +16,10 @@ it::
         def train_step(self, iterator):
             def step_fn(batch):
                 def loss_fn(model):
-                    return armillary.compute_average_loss(losses(model, batch))
+                    return jnp.mean(losses(model, batch))
 
-                grads = nnx.grad(loss_fn)(self.model)
+                grads = nnx.grad(loss_fn)(self.model)  # this replica's
+                grads = armillary.all_reduce("mean", grads)  # of all replicas
                 self.optimizer.update(self.model, grads)
 
             self.strategy.run(step_fn, args=(next(iterator),))
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
     from armillary.distribute import TPUStrategy as TPUStrategy
     from armillary.distribute import VariableAggregation as VariableAggregation
     from armillary.distribute import VariableSynchronization as VariableSynchronization
+    from armillary.distribute import all_reduce as all_reduce
+    from armillary.distribute import all_reduce_gradients as all_reduce_gradients
     from armillary.distribute import compute_average_loss as compute_average_loss
     from armillary.distribute import create_global_step as create_global_step
     from armillary.distribute import function as function
@@ -76,11 +79,13 @@ if TYPE_CHECKING:
     from armillary.distribute import (
         make_distributed_dataset as make_distributed_dataset,
     )
+    from armillary.distribute import over_replicas as over_replicas
     from armillary.distribute import (
         scale_regularization_loss as scale_regularization_loss,
     )
     from armillary.distribute import set_strategy as set_strategy
     from armillary.distribute import value_and_grad as value_and_grad
+    from armillary.distribute import weighted_mean as weighted_mean
     from armillary.state._summarize import summarize as summarize
     from armillary.trainer._contract import AbstractEvaluator as AbstractEvaluator
     from armillary.trainer._contract import AbstractTrainer as AbstractTrainer
@@ -136,6 +141,8 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "actions",
+    "all_reduce",
+    "all_reduce_gradients",
     "cluster",
     "compute_average_loss",
     "create_global_step",
@@ -152,12 +159,14 @@ __all__ = [
     "keras",
     "make_distributed_dataset",
     "metrics",
+    "over_replicas",
     "predict",
     "scale_regularization_loss",
     "set_strategy",
     "summarize",
     "summary",
     "value_and_grad",
+    "weighted_mean",
     "xla",
 ]
 

@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -38,9 +39,9 @@ class Trainer(armillary.StandardTrainer):
             def loss_fn(model):
                 logits = model(batch["x"])[:, 0]
                 losses = optax.sigmoid_binary_cross_entropy(logits, batch["y"])
-                return armillary.compute_average_loss(losses)
+                return jnp.mean(losses)
 
-            gradients = nnx.grad(loss_fn)(self.model)
+            gradients = armillary.all_reduce("mean", nnx.grad(loss_fn)(self.model))
             self.optimizer.update(self.model, gradients)
             self.gradients.update(values=gradients)
 

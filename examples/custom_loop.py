@@ -74,14 +74,15 @@ def main() -> None:
         def step_fn(batch):
             def loss_fn(model):
                 losses = cross_entropy(model(batch["image"]), batch["label"])
-                return armillary.compute_average_loss(losses)
+                return jnp.mean(losses)
 
             loss, gradients = nnx.value_and_grad(loss_fn)(model)
+            gradients = armillary.all_reduce("mean", gradients)
             optimizer.update(model, gradients)
             return loss
 
         losses = strategy.run(step_fn, args=(batch,))
-        return strategy.reduce(armillary.ReduceOp.SUM, losses, axis=None)
+        return strategy.reduce(armillary.ReduceOp.MEAN, losses, axis=None)
 
     @armillary.function
     def count_correct(batch):

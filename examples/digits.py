@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from sklearn.datasets import load_digits
@@ -58,9 +59,10 @@ class Trainer(armillary.StandardTrainer):
             def loss_fn(model):
                 logits = model(batch["image"], training=True)
                 losses = cross_entropy(logits, batch["label"])
-                return armillary.compute_average_loss(losses), (losses, logits)
+                return jnp.mean(losses), (losses, logits)
 
             gradients, (losses, logits) = nnx.grad(loss_fn, has_aux=True)(self.model)
+            gradients = armillary.all_reduce("mean", gradients)
             self.optimizer.update(self.model, gradients)
             self.loss.update(loss=losses)
             self.accuracy.update(logits=logits, labels=batch["label"])

@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
@@ -52,9 +53,10 @@ class Trainer(armillary.StandardTrainer):
             def loss_fn(model):
                 logits = model(batch["image"])
                 losses = cross_entropy(logits, batch["label"])
-                return armillary.compute_average_loss(losses), (losses, logits)
+                return jnp.mean(losses), (losses, logits)
 
             gradients, (losses, logits) = nnx.grad(loss_fn, has_aux=True)(self.model)
+            gradients = armillary.all_reduce("mean", gradients)
             self.optimizer.update(self.model, gradients)
             self.metrics.update(loss=losses, logits=logits, labels=batch["label"])
 

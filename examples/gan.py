@@ -90,11 +90,12 @@ class Trainer(armillary.StandardTrainer):
             on_real, on_fake = discriminator(real), discriminator(fake)
             losses = cross_entropy(on_real, jnp.ones_like(on_real))
             losses += cross_entropy(on_fake, jnp.zeros_like(on_fake))
-            return armillary.compute_average_loss(losses), (losses, on_real, on_fake)
+            return jnp.mean(losses), (losses, on_real, on_fake)
 
         gradients, (losses, on_real, on_fake) = nnx.grad(loss_fn, has_aux=True)(
             self.discriminator
         )
+        gradients = armillary.all_reduce("mean", gradients)
         self.discriminator_optimizer.update(self.discriminator, gradients)
         self.discriminator_loss.update(loss=losses)
         self.accuracy.update(is_right=jnp.concatenate([on_real > 0, on_fake <= 0]))
@@ -108,11 +109,12 @@ class Trainer(armillary.StandardTrainer):
         def loss_fn(generator, discriminator):
             logits = discriminator(generator(noise))
             losses = cross_entropy(logits, jnp.ones_like(logits))
-            return armillary.compute_average_loss(losses), losses
+            return jnp.mean(losses), losses
 
         gradients, losses = nnx.grad(loss_fn, has_aux=True)(
             self.generator, self.discriminator
         )
+        gradients = armillary.all_reduce("mean", gradients)
         self.generator_optimizer.update(self.generator, gradients)
         self.generator_loss.update(loss=losses)
 

@@ -121,16 +121,15 @@ class Trainer(armillary.AbstractTrainer):
         rewards = counts.astype("float32")
         future = discounted_sums(rewards)
         sums = jnp.sum(future, axis=1), jnp.sum(rewards, axis=1)
-        sums = armillary.get_replica_context().all_reduce("sum", sums)
+        sums = armillary.all_reduce("sum", sums)
         average = sums[0] / jnp.maximum(sums[1], 1.0)
         advantages = rewards * (future - average[:, None])
 
         def loss_fn(policy):
             surprises = optax.sigmoid_binary_cross_entropy(policy(states), pushes_right)
-            losses = jnp.mean(surprises * advantages, axis=0)
-            return armillary.compute_average_loss(losses)
+            return jnp.mean(surprises * advantages)
 
-        gradients = nnx.grad(loss_fn)(self.policy)
+        gradients = armillary.all_reduce("mean", nnx.grad(loss_fn)(self.policy))
         self.optimizer.update(self.policy, gradients)
         self.num_moves.update(num_moves=jnp.sum(rewards, axis=0))
 

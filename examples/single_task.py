@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from sklearn.datasets import load_iris
@@ -66,9 +67,10 @@ class SingleTaskTrainer(armillary.StandardTrainer):
             def loss_fn(model):
                 outputs = model(batch)
                 losses = self.loss_fn(outputs, labels)
-                return armillary.compute_average_loss(losses), (losses, outputs)
+                return jnp.mean(losses), (losses, outputs)
 
             gradients, (losses, outputs) = nnx.grad(loss_fn, has_aux=True)(self.model)
+            gradients = armillary.all_reduce("mean", gradients)
             self.optimizer.update(self.model, gradients)
             self.training_loss.update(loss=losses)
             update_metrics(self.metrics, outputs, labels, loss=losses)

@@ -8,6 +8,7 @@ all devices; the launcher, or a scheduler, starts several. Run it again, and it 
 
 import sys
 
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from sklearn.datasets import load_digits
@@ -35,9 +36,10 @@ class Trainer(armillary.StandardTrainer):
     def replica_step(self, batch) -> None:
         def loss_fn(model):
             losses = cross_entropy(model(batch["image"]), batch["label"])
-            return armillary.compute_average_loss(losses), losses
+            return jnp.mean(losses), losses
 
         gradients, losses = nnx.grad(loss_fn, has_aux=True)(self.model)
+        gradients = armillary.all_reduce("mean", gradients)
         self.optimizer.update(self.model, gradients)
         self.loss.update(loss=losses)
 

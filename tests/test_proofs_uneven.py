@@ -49,7 +49,10 @@ class Model(nnx.Module):
 class Trainer(armillary.StandardTrainer):
     """Trains the model on one pass, with two metrics."""
 
-    def __init__(self, num_replicas, transform, source, options=EXACT, **loop):
+    def __init__(
+        self, num_replicas, transform, source, options=EXACT, op="sum", **loop
+    ):
+        self.op = op
         self.strategy = make_strategy(num_replicas)
         dataset = self.strategy.distribute_dataset(source, options)
         super().__init__(dataset, armillary.StandardTrainerOptions(**loop))
@@ -65,9 +68,11 @@ class Trainer(armillary.StandardTrainer):
         def loss_fn(model):
             logits = model(batch["x"])
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-            return armillary.compute_average_loss(losses), (losses, logits)
+            average = armillary.compute_average_loss if self.op == "sum" else jnp.mean
+            return average(losses), (losses, logits)
 
         grads, (losses, logits) = nnx.grad(loss_fn, has_aux=True)(self.model)
+        grads = armillary.all_reduce(self.op, grads)
         self.optimizer.update(self.model, grads)
         self.loss.update(losses=losses)
         self.accuracy.update(logits=logits, labels=batch["y"])
@@ -94,6 +99,7 @@ def assert_close(actual, expected):
     batch_size=st.integers(1, 17),
     num_replicas=st.sampled_from([2, 4]),
     transform=st.sampled_from(sorted(TRANSFORMS)),
+    op=st.sampled_from(["mean", "sum"]),
     steps_per_loop=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     place_on_device=st.booleans(),
 )
@@ -102,6 +108,7 @@ def test_any_batch_size_trains_as_on_one_replica(
     batch_size,
     num_replicas,
     transform,
+    op,
     steps_per_loop,
     place_on_device,
 ):
@@ -109,7 +116,7 @@ def test_any_batch_size_trains_as_on_one_replica(
     options = InputOptions(remainder="exact", place_on_device=place_on_device)
     expected = train_all(Trainer(1, transform, source), [100])
 
-    trainer = Trainer(num_replicas, transform, source, options)
+    trainer = Trainer(num_replicas, transform, source, options, op)
     state = train_all(trainer, steps_per_loop)
 
     assert_close(state, expected)

@@ -28,6 +28,11 @@ from armillary.distribute.parameter_server._parameter_server_strategy import (
     ParameterServerStrategy as ParameterServerStrategy,
 )
 from armillary.distribute.program._function import function as function
+from armillary.distribute.replica._all_reduce import all_reduce as all_reduce
+from armillary.distribute.replica._all_reduce import (
+    all_reduce_gradients as all_reduce_gradients,
+)
+from armillary.distribute.replica._all_reduce import over_replicas as over_replicas
 from armillary.distribute.replica._collectives import ReplicaContext as ReplicaContext
 from armillary.distribute.replica._context import (
     get_replica_context as get_replica_context,
@@ -56,6 +61,7 @@ from armillary.distribute.replica._loss import (
 from armillary.distribute.replica._loss import (
     scale_regularization_loss as scale_regularization_loss,
 )
+from armillary.distribute.replica._loss import weighted_mean as weighted_mean
 from armillary.distribute.replica._policy import (
     VariableAggregation as VariableAggregation,
 )
@@ -113,6 +119,8 @@ __all__ = [
     "ValueContext",
     "VariableAggregation",
     "VariableSynchronization",
+    "all_reduce",
+    "all_reduce_gradients",
     "compute_average_loss",
     "coordinator",
     "create_global_step",
@@ -123,10 +131,12 @@ __all__ = [
     "in_cross_replica_context",
     "is_per_replica",
     "make_distributed_dataset",
+    "over_replicas",
     "partitioners",
     "scale_regularization_loss",
     "set_strategy",
     "value_and_grad",
+    "weighted_mean",
 ]
 
 

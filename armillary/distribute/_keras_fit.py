@@ -37,7 +37,7 @@ from armillary.distribute._global_arrays import (
     place_parts,
 )
 from armillary.distribute.replica._context import get_strategy, has_strategy
-from armillary.distribute.replica._retype import AXIS_NAME
+from armillary.distribute.replica._values import AXIS_NAME
 from armillary.errors import PeerError
 from armillary.state import _keras
 from armillary.state._lift import State

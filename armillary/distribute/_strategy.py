@@ -24,7 +24,6 @@ from armillary.data._layout import BatchLayout, hosted_replicas
 from armillary.data.sources._arrays import ArrayDataset, from_arrays
 from armillary.distribute._dispatch import Dispatch
 from armillary.distribute._keras_fit import follow_keras
-from armillary.distribute.replica._collectives import double_reduction_message
 from armillary.distribute.replica._context import (
     Scope,
     get_running_context,
@@ -68,6 +67,9 @@ class Strategy:
 
     cross_device_ops: CrossDeviceOps | None = None
     """How steps sum over replicas; `None` leaves it to XLA."""
+
+    reduce_dtype: Any = None
+    """What floats travel in between replicas, unless a step says; `None` for theirs."""
 
     has_copies = True
     """Whether each device of the mesh keeps state of its own between programs."""
@@ -214,8 +216,9 @@ class Strategy:
 
         `fn` may read and write every variable that the trainer reaches; outside a
         trainer and `armillary.function`, every variable that `fn` and its arguments
-        reach. Inside, gradients with respect to mirrored variables arrive summed over
-        replicas.
+        reach. Inside, code means what it says on one device: all values are the
+        replica's own, and nothing is reduced but by `armillary.all_reduce` or JAX's
+        collectives over the axis `"replica"`.
 
         Args:
             fn: The function. It runs in replica context.
@@ -230,7 +233,8 @@ class Strategy:
         Raises:
             ReplicaContextError: If called inside `run`, or in another strategy's scope.
             ReplicaMismatchError: If `fn` leaves a per-replica value in a mirrored slot.
-            DoubleReductionError: If `fn` reduces a value that is equal on all replicas.
+            DoubleReductionError: If `fn` sums what was reduced before, or takes the
+                mean of what was divided before.
             TypeError: If `fn` cannot be called, or `args` is no tuple.
         """
         check_callable("fn", fn)
@@ -257,7 +261,7 @@ class Strategy:
         All processes of the strategy must call it.
 
         Args:
-            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`.
+            reduce_op: A `ReduceOp`, or its name.
             value: A pytree of `PerReplica` values, as `run` returns them.
             axis: An axis of each replica's value to reduce as well, such as 0 for
                 examples. The mean is then that of all examples.
@@ -281,14 +285,8 @@ class Strategy:
         def reduce_leaf(leaf: Any) -> Any:
             if is_per_replica(leaf):
                 if leaf.is_shared and op is ReduceOp.SUM and leaf.num_active > 1:
-                    message = double_reduction_message(
-                        "strategy.reduce", "", leaf.has_own_data
-                    )
-                    raise DoubleReductionError(message)
-                rows, axes = leaf.active, _axes(axis, leaf.active.ndim)
-                return (
-                    jnp.sum(rows, axes) if op is ReduceOp.SUM else jnp.mean(rows, axes)
-                )
+                    raise DoubleReductionError(_EQUAL_MESSAGE.format(leaf.num_active))
+                return _REDUCE[op](leaf.active, _axes(axis, leaf.active.ndim))
             self._check_whole("strategy.reduce", leaf)
             if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
                 if isinstance(leaf, int | float) and leaf == 0:
@@ -300,7 +298,7 @@ class Strategy:
                 )
             if axis is None:
                 return leaf
-            return jnp.sum(leaf, axis) if op is ReduceOp.SUM else jnp.mean(leaf, axis)
+            return _REDUCE[op](leaf, axis)
 
         return self._outside(jax.tree.map(reduce_leaf, value, is_leaf=is_per_replica))
 
@@ -491,6 +489,20 @@ class Strategy:
         for name, method in list(vars(cls).items()):
             if hasattr(Strategy, f"experimental_{name}"):
                 setattr(cls, f"experimental_{name}", method)
+
+
+_REDUCE = {
+    ReduceOp.SUM: jnp.sum,
+    ReduceOp.MEAN: jnp.mean,
+    ReduceOp.MAX: jnp.max,
+    ReduceOp.MIN: jnp.min,
+}
+_EQUAL_MESSAGE = (
+    "`strategy.reduce` was asked for the sum of a value that is equal on all {} "
+    "replicas: it was reduced in the step, or no argument of `strategy.run` is a batch "
+    "of a distributed dataset. Use the value as it is (ReduceOp.MEAN), or pass batches "
+    "of `strategy.distribute_dataset(...)`, of which each replica gets its share."
+)
 
 
 def _check_divided(strategy: Strategy, arguments: PyTree) -> None:

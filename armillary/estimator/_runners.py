@@ -7,8 +7,8 @@ from flax import nnx
 
 from armillary.data._dataset import DistributedDataset
 from armillary.distribute._strategy import Strategy
+from armillary.distribute.replica._all_reduce import all_reduce
 from armillary.distribute.replica._context import get_replica_context
-from armillary.distribute.replica._loss import compute_average_loss
 from armillary.errors import EstimatorError
 from armillary.estimator._estimator_spec import EstimatorSpec, ModeKeys
 from armillary.estimator._model_fn import Model, Modules
@@ -38,13 +38,10 @@ class EstimatorTrainer(StandardTrainer):
             features, labels = batch
 
             def loss_fn(modules: Any) -> Any:
-                spec = self._call(Modules(modules), features, labels)
-                # Gradients arrive summed over replicas. With each replica's loss as
-                # that of one example, they are a mean.
-                return compute_average_loss(spec.loss[None]), spec.loss
+                return self._call(Modules(modules), features, labels).loss
 
-            gradients, loss = nnx.grad(loss_fn, has_aux=True)(self.modules)
-            self.optimizer.update(self.modules, gradients)
+            loss, gradients = nnx.value_and_grad(loss_fn)(self.modules)
+            self.optimizer.update(self.modules, all_reduce("mean", gradients))
             self.loss.update(loss=loss)
 
         self.strategy.run(step_fn, args=(next(iterator),))

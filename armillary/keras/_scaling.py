@@ -13,8 +13,6 @@ from typing import Any
 
 import jax
 
-from armillary.distribute.replica._keras_losses import scaled_losses
-
 
 class _Local(threading.local):
     num_replicas: int = 1
@@ -29,8 +27,7 @@ def scaled_for_replicas(num_replicas: int) -> Iterator[None]:
     _install()
     before, _local.num_replicas = _local.num_replicas, num_replicas
     try:
-        with scaled_losses():
-            yield
+        yield
     finally:
         _local.num_replicas = before
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 from armillary.distribute.replica._context import get_strategy, require_replica_context
-from armillary.distribute.replica._loss_scale import mark_scaled
 from armillary.distribute.replica._value_and_grad import value_and_grad
 from armillary.keras._model import (
     build,
@@ -71,11 +70,10 @@ class KerasTrainer(StandardTrainer):
 
         def loss_fn() -> tuple[Any, Any]:
             loss, num_examples = compute_loss(model, batch, num_replicas, training=True)
-            # A loss without data is equal on all replicas; its gradient counts too.
-            scaled = context.local(optimizer.scale_loss(loss))
-            return mark_scaled(scaled), (loss, num_examples)
+            return optimizer.scale_loss(loss), (loss, num_examples)
 
         (_, aux), gradients = value_and_grad(loss_fn, variables, has_aux=True)
+        gradients = context.all_reduce("sum", gradients)
         loss, num_examples = aux
         track_loss(model, loss, num_examples, num_replicas)
         # Some optimizers assign inside branches when they are applied in place.

@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from typing import Any
 
-from armillary._jaxpr import programs_in
+from armillary._dataflow import Walk
 
 _PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 
@@ -23,21 +23,25 @@ def count_flops(program: Any) -> dict[str, float]:
     Args:
         program: The step, or a part of it: a `Jaxpr`.
     """
-    total: defaultdict[str, float] = defaultdict(float)
-    for equation in getattr(program, "jaxpr", program).eqns:
-        name = equation.primitive.name
-        if name in _PRODUCTS:
-            dtype = str(equation.invars[0].aval.dtype)
-            total[dtype] += _count_product(equation)
-            continue
-        inner = [count_flops(part) for part in programs_in(equation)]
-        if name == "cond":
-            inner = [max(inner, key=lambda counts: sum(counts.values()), default={})]
-        times = equation.params["length"] if name == "scan" else 1
-        for counts in inner:
-            for dtype, count in counts.items():
-                total[dtype] += times * count
-    return dict(total)
+    return dict(_Flops(program).total)
+
+
+class _Flops(Walk):
+    def __init__(self, program: Any) -> None:
+        self.total: defaultdict[str, float] = defaultdict(float)
+        super().__init__(program)
+
+    def visit(self, equation: Any) -> bool:
+        found: dict[str, float] = {}
+        is_branch = equation.primitive.name == "cond"
+        if is_branch:
+            branches = map(count_flops, equation.params["branches"])
+            found = max(branches, key=lambda counts: sum(counts.values()))
+        elif equation.primitive.name in _PRODUCTS:
+            found = {str(equation.invars[0].aval.dtype): _count_product(equation)}
+        for dtype, count in found.items():
+            self.total[dtype] += self.times * count
+        return is_branch
 
 
 def _count_product(equation: Any) -> float:

@@ -239,12 +239,6 @@ def untracked_type(kind: type) -> Any:
     return next(base for base in bases if not base.__module__.startswith("keras."))
 
 
-def check_losses(check: "Callable[[keras.Loss], None]") -> None:
-    """Calls `check` with each Keras loss before it is called, from now on."""
-    if keras_module() is not None:
-        _install_check(check)
-
-
 class _Guards(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[Collection[Any], Callable[..., Exception]]] = []
@@ -268,19 +262,6 @@ def _install_guard() -> None:
         assign(self, value)
 
     kind._direct_assign = direct_assign
-
-
-@functools.cache
-def _install_check(check: "Callable[[keras.Loss], None]") -> None:
-    kind: Any = sys.modules["keras"].Loss
-    call = kind.__call__
-
-    @functools.wraps(call)
-    def checked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check(self)
-        return call(self, *args, **kwargs)
-
-    kind.__call__ = checked_call
 
 
 def _is_on_jax(kind: type, types: Any) -> bool:

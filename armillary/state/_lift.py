@@ -162,13 +162,11 @@ class State:
     def swapped(
         self, leaves: Sequence[Any], *, is_kept: bool = False
     ) -> Iterator[None]:
-        """Holds `leaves` in the slots for a while, in the current trace.
+        """Holds `leaves`, in the order of `paths`, in the slots for a while.
 
-        Plain values that change meanwhile stay changed, unless the code inside raises.
-
-        Args:
-            leaves: The arrays, in the order of `paths`.
-            is_kept: Whether the caller is inside `kept`, whose walk serves here too.
+        They are held in the current trace. Plain values that change meanwhile stay
+        changed, unless the code inside raises. Inside `kept`, its walk may serve here
+        too (`is_kept`), where nobody goes on after an error.
         """
         undo: list[Callable[[], None]] = []
         with contextlib.nullcontext() if is_kept else self.kept():
@@ -181,7 +179,41 @@ class State:
                 for restore in reversed(undo):
                     restore()
 
-    def collect(self, before: Sequence[Any], step_name: str) -> list[Any]:
+    @contextlib.contextmanager
+    def moved(self) -> Iterator[Callable[[], None]]:
+        """Lets what may be changed here be changed in another trace for a while.
+
+        Gets a function to call there.
+        """
+        variables = [s.variable for s in self.slots if isinstance(s, _nnx.NnxSlot)]
+        variables = [each for each in variables if _nnx.is_here(each)]
+        nodes = [node for node in self._nodes if _nnx.is_here(node)]
+        undo: list[Callable[[], None]] = []
+
+        def move() -> None:
+            undo.extend(map(_nnx.move_variable, variables))
+            undo.extend(map(_nnx.swap_node, nodes))
+
+        try:
+            yield move
+        finally:
+            for restore in reversed(undo):
+                restore()
+
+    def move_new(self, other: "State") -> None:
+        """Moves what `other` does not have into the current trace, to stay."""
+        known = {id(node) for node in other._nodes}
+        known |= {slot.key for slot in other.slots}
+        for slot in self.slots:
+            if isinstance(slot, _nnx.NnxSlot) and slot.key not in known:
+                _nnx.move_variable(slot.variable)
+        for node in self._nodes:
+            if id(node) not in known:
+                _nnx.swap_node(node)
+
+    def collect(
+        self, before: Sequence[Any], step_name: str, *, is_end: bool = True
+    ) -> list[Any]:
         """Returns what the slots hold after a step that began with `before`.
 
         Called inside `swapped`.
@@ -189,6 +221,7 @@ class State:
         Args:
             before: The arrays that `swapped` put in.
             step_name: Name of the user's function, for the message.
+            is_end: Whether the step ends with it, so that no slot may be new.
 
         Returns:
             The arrays now, each with the shape and the strong dtype it had.
@@ -210,8 +243,10 @@ class State:
                 if (a.shape, a.dtype) != (b.shape, b.dtype):
                     changes.append(f"{path}: {describe(a)} became {describe(b)}")
             leaves.extend(strong(leaf) for leaf in new)
-        self._after = Walk(self.roots)
-        new_places = find_new_places(self.slots, self._after, self._before[-1])
+        new_places: list[str] = []
+        if is_end:
+            self._after = Walk(self.roots)
+            new_places = find_new_places(self.slots, self._after, self._before[-1])
         if changes or new_places:
             num_places = len(self.paths) + len(new_places)
             changes.extend(new_places)

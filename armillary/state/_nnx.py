@@ -158,6 +158,19 @@ def metadata(variable: "nnx.Variable") -> dict[str, Any]:
     return variable._var_metadata
 
 
+def is_here(part: Any) -> bool:
+    """Returns whether a variable or a node may be changed in the current trace."""
+    holder = part if is_variable(part) else part._pytree__state
+    return holder._trace_state.is_valid()
+
+
+def move_variable(variable: "nnx.Variable") -> Callable[[], None]:
+    """Moves a variable into the current trace; returns a function that undoes it."""
+    trace_state = variable._trace_state
+    object.__setattr__(variable, "_trace_state", _flax().make_trace_state())
+    return lambda: object.__setattr__(variable, "_trace_state", trace_state)
+
+
 def swap_node(node: "nnx.Pytree") -> Callable[[], None]:
     """Moves a graph node into the current trace; returns a function that undoes it."""
     state = node._pytree__state

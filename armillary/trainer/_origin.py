@@ -55,9 +55,7 @@ def find_origin(
     the first, `bad` are the indices of those that it leaves bad.
     """
     probe = _Probe(len(slots), batch_paths)
-    # As where the step was traced: see `run_in_replicas`.
-    with jax.auto_pcast(True):
-        flags = np.asarray(jax.jit(probe.run, static_argnums=0)(step, slots, batches))
+    flags = np.asarray(jax.jit(probe.run, static_argnums=0)(step, slots, batches))
     is_flagged = dict(zip(probe.flagged, flags, strict=True))
     ends = [probe.outputs[step.changed.index(i)].node for i in bad if i in step.changed]
     on_the_way = {node for node in ends if node is not None and is_flagged.get(node)}

@@ -19,7 +19,6 @@ import numpy as np
 
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep
-from armillary.distribute.replica._varying import corrected_types
 from armillary.trainer._hooks import Hooks
 from armillary.trainer._non_finite import Health, StepGuard
 from armillary.trainer._take_batches import Gather, take_batches
@@ -139,9 +138,7 @@ class Program:
         """
         begin, count = np.int32(start), np.int32(num_steps)
         inputs = _Inputs(others, list(chunk), begin, count, health, loops)
-        # JAX traces some operations while it compiles.
-        with corrected_types():
-            return self._compiled(donated, inputs)
+        return self._compiled(donated, inputs)
 
     def describe(
         self, chunk: Sequence[tuple[PyTree, PyTree]], health: Health | None
@@ -159,8 +156,7 @@ class Program:
         leaves, tree = jax.tree.flatten(inputs)
 
         def run(donated: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
-            with corrected_types():
-                new, *rest = self._run(donated, tree.unflatten(leaves))
+            new, *rest = self._run(donated, tree.unflatten(leaves))
             return new, jax.tree.leaves(rest)
 
         types = [

@@ -51,6 +51,7 @@ class Trainer(armillary.StandardTrainer):
                 )
 
             loss, gradients = nnx.value_and_grad(loss_fn)(self.model)
+            gradients = armillary.all_reduce("sum", gradients)
             self.optimizer.update(self.model, gradients)
             self.loss.update(loss=loss * self.strategy.num_replicas_in_sync)
 

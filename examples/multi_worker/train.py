@@ -16,6 +16,7 @@ evaluate the last step, too.
 import argparse
 from pathlib import Path
 
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from sklearn.datasets import load_digits
@@ -40,9 +41,10 @@ class Trainer(armillary.StandardTrainer):
         def step_fn(batch):
             def loss_fn(model):
                 losses = cross_entropy(model(batch["image"]), batch["label"])
-                return armillary.compute_average_loss(losses), losses
+                return jnp.mean(losses), losses
 
             gradients, losses = nnx.grad(loss_fn, has_aux=True)(self.model)
+            gradients = armillary.all_reduce("mean", gradients)
             self.optimizer.update(self.model, gradients)
             self.loss.update(loss=losses)
 

@@ -200,9 +200,12 @@ def test_mirrored_state_becomes_a_program_for_one_device(tmp_path):
 
         def train_step(self, iterator):
             def step_fn(batch):
-                grads = nnx.grad(
-                    lambda m: armillary.compute_average_loss(m(batch["x"])[:, 0])
-                )(self.model)
+                grads = armillary.all_reduce(
+                    "sum",
+                    nnx.grad(
+                        lambda m: armillary.compute_average_loss(m(batch["x"])[:, 0])
+                    )(self.model),
+                )
                 self.optimizer.update(self.model, grads)
 
             strategy.run(step_fn, args=(next(iterator),))

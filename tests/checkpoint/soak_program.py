@@ -58,6 +58,7 @@ class Trainer(armillary.StandardTrainer):
 
             grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)
             (loss, logits), grads = grad_fn(self.model)
+            grads = armillary.all_reduce("sum", grads)
             self.optimizer.update(self.model, grads)
             self.accuracy.update(logits=logits, labels=batch["label"])
             return batch["id"], loss

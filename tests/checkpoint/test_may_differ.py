@@ -35,7 +35,10 @@ class Trainer(armillary.StandardTrainer):
         batch = next(iterator)
         self.optimizer.update(
             self.model,
-            nnx.grad(lambda m: jnp.mean((m(batch["x"]) - 1) ** 2))(self.model),
+            armillary.all_reduce(
+                "sum",
+                nnx.grad(lambda m: jnp.mean((m(batch["x"]) - 1) ** 2))(self.model),
+            ),
         )
         if self.ema is not None:
             average = self.ema["kernel"]

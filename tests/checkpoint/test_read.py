@@ -229,7 +229,10 @@ def train(strategy, model, num_steps=1):
                     outputs = model.head(model.backbone(batch["x"]))
                     return armillary.compute_average_loss(outputs.sum(1) ** 2)
 
-                self.optimizer.update(self.model, nnx.grad(loss_fn)(self.model))
+                self.optimizer.update(
+                    self.model,
+                    armillary.all_reduce("sum", nnx.grad(loss_fn)(self.model)),
+                )
 
             strategy.run(step_fn, args=(next(iterator),))
 

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+import armillary
 from armillary.checkpoint import Checkpoint, CheckpointManager
 from armillary.errors import CheckpointMismatchError
 
@@ -72,6 +73,7 @@ class Run:
             loss, grads = nnx.value_and_grad(lambda model, x=x: model(x).sum() ** 2)(
                 self.model
             )
+            grads = armillary.all_reduce("sum", grads)
             self.optimizer.update(self.model, grads)
             self.metric.update(loss=loss)
             self.data.index += 1

@@ -39,7 +39,9 @@ class Trainer(armillary.StandardTrainer):
             def loss_fn(model):
                 return armillary.compute_average_loss(model(batch["x"]).mean(-1))
 
-            self.optimizer.update(self.model, nnx.grad(loss_fn)(self.model))
+            self.optimizer.update(
+                self.model, armillary.all_reduce("sum", nnx.grad(loss_fn)(self.model))
+            )
 
         self.strategy.run(step_fn, args=(next(iterator),))
 

@@ -15,14 +15,12 @@ from flax import nnx
 from jax.scipy.optimize import minimize
 from jax.scipy.spatial import transform
 
-from armillary.errors import DoubleReductionError, ReplicaMismatchError
 from tests.differential.harness import (
     CLASSES,
     WIDTH,
     Batch,
     Case,
     Losses,
-    Refusal,
     by_shard,
     functions,
 )
@@ -625,6 +623,9 @@ SCIPY: dict[str, Losses] = {
         for name, fn in named(jsp.fft, "dct idct dctn idctn")
     },
     "optimize.minimize": weighed(features, lambda x: nearest(x, 0 * x)),
+    "optimize.minimize (under vmap, a shared start)": weighed(
+        features, lambda x: nearest(x, jnp.zeros(6))
+    ),
     "sparse.linalg.cg": each(
         definite, lambda m: jsp.sparse.linalg.cg(lambda v: m @ v, jnp.ones(3))[0]
     ),
@@ -632,46 +633,23 @@ SCIPY: dict[str, Losses] = {
         definite,
         lambda m: jsp.sparse.linalg.bicgstab(lambda v: m @ v, m[0], tol=1e-12)[0],
     ),
+    "sparse.linalg.bicgstab (a shared right-hand side)": each(
+        definite,
+        lambda m: jsp.sparse.linalg.bicgstab(lambda v: m @ v, jnp.ones(3), tol=1e-12)[
+            0
+        ],
+    ),
     "sparse.linalg.gmres": each(
         definite, lambda m: jsp.sparse.linalg.gmres(lambda v: m @ v, m[0], tol=1e-12)[0]
     ),
     "sparse.linalg.cg (a system of parameters)": lambda w, b: (
-        b["x"] @ jsp.sparse.linalg.cg(lambda v: (2 + w**2) * v, jnp.ones(6))[0]
+        b["x"]
+        @ jsp.sparse.linalg.cg(lambda v: (2 + w**2) * v, jnp.ones(6), tol=1e-14)[0]
     ),
     "sparse.linalg.cg (of the batch)": lambda w, b: jsp.sparse.linalg.cg(
         lambda v: v * (2 + b["y"] ** 2), z(w, b), tol=1e-14
     )[0],
 }
-
-# What begins the same on all replicas has a gradient summed over them.
-_LOCAL_START = "begin with the replica's own: `get_replica_context().local(start)`"
-REFUSED = [
-    *functions(
-        "jax.scipy.",
-        {
-            "optimize.minimize (under vmap, a shared start)": weighed(
-                features, lambda x: nearest(x, jnp.zeros(6))
-            ),
-        },
-        refusal=Refusal(
-            DoubleReductionError, "gradients of single examples", _LOCAL_START
-        ),
-    ),
-    *functions(
-        "jax.scipy.",
-        {
-            "sparse.linalg.bicgstab (a shared right-hand side)": each(
-                definite,
-                lambda m: jsp.sparse.linalg.bicgstab(
-                    lambda v: m @ v, jnp.ones(3), tol=1e-12
-                )[0],
-            ),
-        },
-        refusal=Refusal(
-            ReplicaMismatchError, "reduces over replicas inside", _LOCAL_START
-        ),
-    ),
-]
 
 FFT: dict[str, Losses] = (
     {
@@ -964,7 +942,6 @@ JAX_CASES: list[Case] = [
     *functions("jnp.linalg.", LINALG),
     *functions("jax.scipy.linalg.", SCIPY_LINALG),
     *functions("jax.scipy.", SCIPY),
-    *REFUSED,
     *functions("jnp.fft.", FFT),
     *functions("", ARRAYS),
 ]

@@ -2,8 +2,8 @@
 
 A case makes a state and changes it in a step. The step asks its `Replica` for the few
 things that differ between the two worlds: the average over the whole batch, a total
-over replicas, a replica's own copy of the parameters. The state must be the same in the
-end, in float64, however the steps are divided into loops, and equal on all replicas.
+or a mean over replicas, the rows of all of them. The state must be the same in the end,
+in float64, however the steps are divided into loops, and equal on all replicas.
 """
 
 import contextlib
@@ -42,21 +42,37 @@ class Replica:
         """Returns this replica's part of the average loss over the whole batch."""
         return armillary.compute_average_loss(losses)
 
-    def total(self, value: Any) -> Any:
-        """Returns the sum over replicas."""
-        return armillary.get_replica_context().all_reduce("sum", value)
+    def weighted_mean(self, losses: Any, weights: Any) -> Any:
+        """Returns its part of the weighted mean over the whole batch."""
+        return armillary.weighted_mean(losses, weights)
 
-    def mean(self, value: Any) -> Any:
-        """Returns the mean over replicas."""
-        return armillary.get_replica_context().all_reduce("mean", value)
+    def total(self, tree: Any) -> Any:
+        """Returns the sum over replicas, such as of gradients of an `average`."""
+        return armillary.all_reduce("sum", tree)
+
+    def mean(self, tree: Any) -> Any:
+        """Returns the mean over replicas, such as of gradients of a plain mean."""
+        return armillary.all_reduce("mean", tree)
+
+    def pmean(self, tree: Any) -> Any:
+        """Returns the mean over replicas in the words of JAX."""
+        return jax.lax.pmean(tree, "replica")
+
+    def psum(self, tree: Any) -> Any:
+        """Returns the sum over replicas in the words of JAX."""
+        return jax.lax.psum(tree, "replica")
+
+    def shared(self, penalty: Any) -> Any:
+        """Returns this replica's part of what all replicas add to the loss."""
+        return armillary.scale_regularization_loss(penalty)
+
+    def whole(self, loss_fn: Any, op: str = "sum", **options: Any) -> Any:
+        """Returns the loss of all replicas, which has their derivatives."""
+        return armillary.over_replicas(loss_fn, op, **options)
 
     def gather(self, rows: Any) -> Any:
         """Returns the rows of all replicas."""
         return armillary.get_replica_context().all_gather(rows, 0)
-
-    def local(self, tree: Any) -> Any:
-        """Returns parameters whose gradient is this replica's own."""
-        return armillary.get_replica_context().local(tree)
 
 
 class WholeBatch(Replica):
@@ -65,17 +81,30 @@ class WholeBatch(Replica):
     def average(self, losses: Any) -> Any:
         return jnp.sum(losses) / jnp.shape(losses)[0]
 
-    def total(self, value: Any) -> Any:
-        return value
+    def weighted_mean(self, losses: Any, weights: Any) -> Any:
+        return jnp.sum(losses * weights) / jnp.sum(weights)
 
-    def mean(self, value: Any) -> Any:
-        return value
+    def total(self, tree: Any) -> Any:
+        return tree
+
+    def mean(self, tree: Any) -> Any:
+        return tree
+
+    def pmean(self, tree: Any) -> Any:
+        return tree
+
+    def psum(self, tree: Any) -> Any:
+        return tree
+
+    def shared(self, penalty: Any) -> Any:
+        return penalty
+
+    def whole(self, loss_fn: Any, op: str = "sum", **options: Any) -> Any:
+        del op, options
+        return loss_fn
 
     def gather(self, rows: Any) -> Any:
         return rows
-
-    def local(self, tree: Any) -> Any:
-        return tree
 
 
 @dataclass(frozen=True)
@@ -85,7 +114,7 @@ class Refusal:
     error: type[Exception]
     match: str
     way_out: str
-    replicas: tuple[int, ...] = (1, 2, 4)
+    replicas: tuple[int, ...] = (2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +174,7 @@ def training(
 
     def step(model: Any, batch: Batch, replica: Replica) -> None:
         grads = nnx.grad(lambda model: replica.average(losses(model, batch)))(model)
-        descend(model, grads)
+        descend(model, replica.total(grads))
 
     return Case(name=name, make=lambda: widen(make()), step=step, **options)
 

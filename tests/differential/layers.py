@@ -471,7 +471,7 @@ def surgery(name: str, change: Callable[[Any], None], *between: Any) -> Case:
             return replica.average(error(model(batch["x"]), batch))
 
         grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, state.wrt))(state.model)
-        state.optimizer.update(state.model, grads)
+        state.optimizer.update(state.model, replica.total(grads))
 
     def after(state: Any, done: int) -> None:
         if done == 2:

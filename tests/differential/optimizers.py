@@ -51,26 +51,24 @@ def loss_fn(batch: Batch, replica: Replica) -> Callable[[Any], Any]:
 def simple(learner: Any, batch: Batch, replica: Replica) -> None:
     """Updates with the gradients alone."""
     grads = nnx.grad(loss_fn(batch, replica))(learner.model)
-    learner.optimizer.update(learner.model, grads)
+    learner.optimizer.update(learner.model, replica.total(grads))
 
 
 def with_value(learner: Any, batch: Batch, replica: Replica) -> None:
     """Updates with the loss of the whole batch, too, as adaptive rates ask for."""
     value, grads = nnx.value_and_grad(loss_fn(batch, replica))(learner.model)
-    learner.optimizer.update(learner.model, grads, value=replica.total(value))
+    value, grads = replica.total((value, grads))
+    learner.optimizer.update(learner.model, grads, value=value)
 
 
 def with_line_search(learner: Any, batch: Batch, replica: Replica) -> None:
     """Updates with the loss as a function, which a line search evaluates."""
-
-    def value_fn(state: Any) -> Any:
-        return replica.total(loss_fn(batch, replica)(state))
-
-    value, grads = nnx.value_and_grad(loss_fn(batch, replica))(learner.model)
+    value_fn = replica.whole(loss_fn(batch, replica))
+    value, grads = nnx.value_and_grad(value_fn)(learner.model)
     learner.optimizer.update(
         learner.model,
         grads,
-        value=replica.total(value),
+        value=value,
         grad=nnx.state(grads),
         value_fn=value_fn,
     )
@@ -270,13 +268,9 @@ MULTI_STEPS: dict[str, Make] = {
 
 def _hessian_step(learner: Any, batch: Batch, replica: Replica) -> None:
     """Updates with an estimate of the Hessian, which needs the summed loss."""
-    obj_fn = loss_fn(batch, replica)
+    obj_fn = replica.whole(loss_fn(batch, replica))
     grads = nnx.grad(obj_fn)(learner.model)
-
-    def total(state: Any) -> Any:
-        return replica.total(obj_fn(state))
-
-    learner.optimizer.update(learner.model, grads, obj_fn=total)
+    learner.optimizer.update(learner.model, grads, obj_fn=obj_fn)
 
 
 def _each(learner: Any, batch: Batch, replica: Replica) -> Any:
@@ -286,7 +280,7 @@ def _each(learner: Any, batch: Batch, replica: Replica) -> Any:
     def one(params: Any, example: Batch) -> Any:
         return losses(params, jax.tree.map(lambda a: a[None], example))[0]
 
-    return jax.vmap(jax.grad(one), (None, 0))(replica.local(params), batch)
+    return jax.vmap(jax.grad(one), (None, 0))(params, batch)
 
 
 def _private_step(learner: Any, batch: Batch, replica: Replica) -> None:
@@ -346,7 +340,7 @@ def plain(name: str, make: Make, **options: Any) -> Case:
             return replica.average(losses(params, batch))
 
         params = state.params.get_value()
-        grads = jax.grad(loss)(params)
+        grads = replica.total(jax.grad(loss)(params))
         updates, opt_state = make().update(grads, state.opt_state.get_value(), params)
         state.params.set_value(optax.apply_updates(params, updates))
         state.opt_state.set_value(opt_state)
@@ -370,7 +364,7 @@ def _lookahead_case() -> Case:
             return replica.average(losses(params, batch))
 
         params = state.params.get_value()
-        grads = jax.grad(loss)(params.fast)
+        grads = replica.total(jax.grad(loss)(params.fast))
         updates, opt_state = make().update(grads, state.opt_state.get_value(), params)
         state.params.set_value(optax.apply_updates(params, updates))
         state.opt_state.set_value(opt_state)
@@ -395,7 +389,7 @@ def _complex_case() -> Case:
             return replica.average(jnp.abs(batch["x"] @ w - batch["y"]) ** 2)
 
         params = state.params.get_value()
-        grads = jnp.conj(jax.grad(loss)(params))
+        grads = jnp.conj(replica.total(jax.grad(loss)(params)))
         updates, opt_state = make().update(grads, state.opt_state.get_value(), params)
         state.params.set_value(optax.apply_updates(params, updates))
         state.opt_state.set_value(opt_state)
@@ -426,10 +420,10 @@ def _eval_params_case() -> Case:
 
 def _opaque_sam_step(learner: Any, batch: Batch, replica: Replica) -> None:
     loss = loss_fn(batch, replica)
-    grads = nnx.grad(loss)(learner.model)
+    grads = replica.total(nnx.grad(loss)(learner.model))
 
     def grad_fn(params: Any, _: Any) -> Any:
-        return nnx.state(nnx.grad(loss)(params))
+        return nnx.state(replica.total(nnx.grad(loss)(params)))
 
     learner.optimizer.update(learner.model, grads, grad_fn=grad_fn)
 
@@ -441,7 +435,7 @@ def _aggregate_case(name: str, make: Make) -> Case:
         def one(params: Any, example: Batch) -> Any:
             return losses(params, jax.tree.map(lambda a: a[None], example))[0]
 
-        each = jax.vmap(jax.grad(one), (None, 0))(replica.local(params), batch)
+        each = jax.vmap(jax.grad(one), (None, 0))(params, batch)
         updates, opt_state = make().update(each, state.opt_state.get_value(), params)
         updates = replica.mean(updates)
         state.params.set_value(optax.apply_updates(params, updates))
@@ -523,7 +517,7 @@ CASES: list[Case] = [
         name="nnx.ModelAndOptimizer",
         make=lambda: Learner(adam(), nnx.ModelAndOptimizer),
         step=lambda learner, batch, replica: learner.optimizer.update(
-            nnx.grad(loss_fn(batch, replica))(learner.model)
+            replica.total(nnx.grad(loss_fn(batch, replica))(learner.model))
         ),
     ),
 ]

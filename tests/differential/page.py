@@ -14,9 +14,11 @@ HEAD = """\
 Each construct is trained inside a step without a strategy, and on 1, 2 and 4 replicas,
 in one loop of three steps, three of one, and of two and one. The state must equal, in
 float64, that of plain JAX or NNX on one device with the whole batch, and all replicas
-must hold the same copy of it. `make differential` runs all of it; the default run of
-the tests takes a sample, on two replicas. A test fails if a public factory of Optax, a
-layer or transformation of NNX, or a function of the listed modules of JAX has no case.
+must hold the same copy of it. A step says how it reduces: where its name tells nothing
+else, it takes `armillary.all_reduce("sum", gradients)` of a loss by
+`compute_average_loss`. `make differential` runs all of it; the default run of the tests
+takes a sample, on two replicas. A test fails if a public factory of Optax, a layer or
+transformation of NNX, or a function of the listed modules of JAX has no case.
 
 | | |
 | --- | --- |

@@ -668,9 +668,9 @@ def _nnx_eval_shape(model: Any, b: Batch) -> Any:
 
 def _grad_case(name: str, grad: Callable[[Any, Batch, Replica], Any]) -> Case:
     def step(model: Any, batch: Batch, replica: Replica) -> None:
-        grads = nnx.to_flat_state(nnx.state(grad(model, batch, replica)))
+        grads = replica.total(nnx.state(grad(model, batch, replica)))
         params = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
-        for path, value in grads:
+        for path, value in nnx.to_flat_state(grads):
             params[path][...] -= 0.1 * value[...]
 
     return Case(name=name, make=lambda: Network(), step=step)

@@ -119,7 +119,7 @@ class OwnState(armillary.StandardTrainer):
                 return armillary.compute_average_loss(losses), new
 
             grads, new = jax.grad(loss_fn, has_aux=True)(self.w)
-            self.w = self.w - 0.1 * grads
+            self.w = self.w - 0.1 * armillary.all_reduce("sum", grads)
             return new
 
         self.own = self.strategy.run(step_fn, args=(next(iterator), self.own))

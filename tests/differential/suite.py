@@ -1,11 +1,21 @@
 """All cases, by what they are about."""
 
-from tests.differential import functions, layers, optimizers, programs, settings
+from tests.differential import (
+    derivatives,
+    functions,
+    layers,
+    optimizers,
+    programs,
+    reductions,
+    settings,
+)
 from tests.differential.harness import Case, can_merge
 
 GROUP = 10
 SECTIONS: dict[str, list[Case]] = {
     "Optimizers, wrappers and schedules of Optax": optimizers.CASES,
+    "Reductions over replicas": reductions.CASES,
+    "The loss of all replicas": derivatives.CASES,
     "Layers of Flax NNX": layers.LAYERS,
     "Metrics of Flax NNX": layers.METRICS,
     "Changes to a model between loops": [*layers.SURGERY, *layers.SWITCHES],

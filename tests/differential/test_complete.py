@@ -30,13 +30,7 @@ WITHOUT_A_CASE: dict[str, dict[str, str]] = {
             Updates Schedule
         """,
     },
-    "reuses the loss of a line search, which sees the loss of one replica": {
-        "optax": "value_and_grad_from_state",
-    },
     "is like the other projections": {"optax.projections": "projection_vector"},
-    "needs the whole batch at once": {
-        "optax.second_order": "fisher_diag hessian_diag",
-    },
     "is a type or describes one": {
         "optax.perturbations": "Gumbel Normal",
         "jax": "Array Device NamedSharding P Ref ShapeDtypeStruct Shard typeof ds",

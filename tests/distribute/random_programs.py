@@ -47,7 +47,9 @@ BINARY = (
     "scan_of_jit",
     "scan_of_checkpoint",
 )
-COLLECTIVE = ("mean", "max", "gather")
+COLLECTIVE = ("mean", "gather", "max")
+WITH_GRADIENT = 2
+"""How many of these have one."""
 
 
 class WouldHangError(Exception):
@@ -129,26 +131,25 @@ _BINARY = {
 
 
 @st.composite
-def programs(draw, max_size=6, depth=2, allows_collectives=True):
+def programs(draw, max_size=6, depth=2, is_loss=False):
     """Draws a program: a tuple of instructions."""
-    kinds = ["unary", "binary", "binary"]
-    if allows_collectives:
-        kinds += ["collective", "number"]
+    kinds = ["unary", "binary", "binary", "collective", "number"]
     if depth:
         kinds += ["cond", "scan"]
-        if allows_collectives:  # loops of unknown length have no gradient
+        if not is_loss:  # loops of unknown length have no gradient
             kinds += ["while", "grad", "grad"]
+    collectives = COLLECTIVE[:WITH_GRADIENT] if is_loss else COLLECTIVE
     index = st.integers(0, 9)
     program = []
     for _ in range(draw(st.integers(1, max_size))):
         kind = draw(st.sampled_from(kinds))
-        body = programs(2, depth - 1, allows_collectives) if depth else st.nothing()
+        body = programs(2, depth - 1, is_loss) if depth else st.nothing()
         if kind == "unary":
             item = (draw(st.sampled_from(UNARY)), draw(index))
         elif kind == "binary":
             item = (draw(st.sampled_from(BINARY)), draw(index), draw(index))
         elif kind == "collective":
-            item = (draw(st.sampled_from(COLLECTIVE)), draw(index))
+            item = (draw(st.sampled_from(collectives)), draw(index))
         elif kind == "number":
             item = ("number",)
         elif kind == "cond":
@@ -158,7 +159,7 @@ def programs(draw, max_size=6, depth=2, allows_collectives=True):
         elif kind == "scan":
             item = ("scan", draw(st.integers(0, 2)), draw(index), draw(body))
         else:
-            item = ("grad", draw(programs(3, depth - 1, allows_collectives=False)))
+            item = ("grad", draw(programs(3, depth - 1, is_loss=True)))
         program.append(item)
     return tuple(program)
 
@@ -211,11 +212,12 @@ def _run_traced(op, rest, values, context):
         result = run_traced(rest[0], [w, *values[1:]])
         return armillary.compute_average_loss(result)
 
-    return jax.grad(loss_fn)(values[0])
+    return armillary.all_reduce("sum", jax.grad(loss_fn)(values[0]))
 
 
 def _collect(op, value, context):
-    value = 1.0 * context.local(value)  # to reduce it as it is may be an error
+    # JAX adds up a constant without asking the other replicas.
+    value = value + 0.0 * context.replica_id_in_sync_group
     if op == "mean":
         return context.all_reduce("mean", value)
     if op == "max":
@@ -267,11 +269,11 @@ def _run_by_hand(op, rest, replicas):
         return _repeat(body, [length] * len(replicas), at(start), replicas)
     assert op == "grad"
 
-    def loss(w, values):
-        return jnp.sum(run_traced(rest[0], [w, *values[1:]]))
+    def loss(w):
+        results = run_by_hand(rest[0], [[w, *values[1:]] for values in replicas])
+        return jnp.mean(jnp.stack(results))
 
-    grads = [jax.grad(loss)(values[0], values) for values in replicas]
-    return [sum(grads) / (SIZE * len(replicas))] * len(replicas)
+    return [jax.grad(loss)(replicas[0][0])] * len(replicas)
 
 
 def _collect_by_hand(op, values):
@@ -300,10 +302,19 @@ def _run_apart(bodies, replicas, every_body):
 
 def _has_collective(program):
     return any(
-        op in COLLECTIVE  # a gradient need not depend on what is shared
+        op in (*COLLECTIVE, "grad")
         or any(_has_collective(part) for part in rest if isinstance(part, tuple))
         for op, *rest in program
     )
+
+
+def reduces_in_loss(program):
+    """Returns whether a loss of the program reduces before it is differentiated."""
+    for op, *rest in program:
+        bodies = [part for part in rest if isinstance(part, tuple)]
+        if any(map(_has_collective if op == "grad" else reduces_in_loss, bodies)):
+            return True
+    return False
 
 
 def _is_large(value):

@@ -78,7 +78,9 @@ def test_no_device_of_a_replica_holds_state_between_steps():
     @armillary.function
     def step():
         def step_fn():
-            gradients = nnx.grad(lambda model: jnp.sum(model.kernel[...]))(model)
+            gradients = armillary.all_reduce(
+                "sum", nnx.grad(lambda model: jnp.sum(model.kernel[...]))(model)
+            )
             optimizer.update(model, gradients)
 
         strategy.run(step_fn)

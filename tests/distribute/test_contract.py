@@ -425,7 +425,9 @@ def test_a_stateful_function_inside_a_gradient(strategy):
         return armillary.compute_average_loss(model(x))
 
     def step_fn(x):
-        return nnx.grad(lambda model: loss(model, x))(model)["linear"]["kernel"][...]
+        return armillary.all_reduce(
+            "sum", nnx.grad(lambda model: loss(model, x))(model)
+        )["linear"]["kernel"][...]
 
     def value_fn(context):
         return jnp.full((3, 2), context.replica_id_in_sync_group + 1, jnp.float32)

@@ -56,6 +56,7 @@ class Trainer(armillary.StandardTrainer):
 
             compute = nnx.value_and_grad(loss_fn, has_aux=True)
             (loss, logits), gradients = compute(self.model)
+            gradients = armillary.all_reduce("sum", gradients)
             self.accuracy.update(logits=logits, labels=batch["label"])
             self.optimizer.update(self.model, gradients)
             self.global_step[...] += 1

@@ -116,7 +116,7 @@ def test_an_uneven_batch_is_summed_over_fewer_replicas(kind):
             def loss_fn(weight):
                 return armillary.compute_average_loss(batch * weight[...])
 
-            return nnx.grad(loss_fn)(weight)[...]
+            return armillary.all_reduce("sum", nnx.grad(loss_fn)(weight))[...]
 
         return strategy.reduce("mean", strategy.run(step_fn, args=(batch,)))
 

@@ -3,30 +3,30 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from armillary.distribute.replica._differences import Differences, mark
-from armillary.distribute.replica._varying import corrected_types
-
-ROW, EQUAL = PartitionSpec("replica"), PartitionSpec()
+from armillary.distribute.replica._differences import BATCH, EQUAL, Differences, Kind
 
 
 @pytest.fixture
 def find(make_mirrored):
     """Returns what differs in a function of a replica's value and a shared one."""
 
-    def find(fn):
-        def replica_fn(x, w):
-            with corrected_types():
-                return fn(x[0], w)[None]
+    def find(fn, **options):
+        found = []
 
-        with jax.auto_pcast(True):
-            mapped = jax.shard_map(
-                replica_fn,
-                mesh=make_mirrored(2).mesh,
-                in_specs=(ROW, EQUAL),
-                out_specs=ROW,
-            )
-            traced = jax.jit(mapped).trace(jnp.ones((2, 3)), jnp.ones(3))
-        return Differences(traced.jaxpr)
+        def replica_fn(x, w):
+            program = jax.make_jaxpr(fn)(x, w)
+            found.append(Differences(program, [BATCH, EQUAL], {2}, **options))
+            return x
+
+        mapped = jax.shard_map(
+            replica_fn,
+            mesh=make_mirrored(2).mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        jax.make_jaxpr(mapped)(jnp.ones(3), jnp.ones(3))
+        return found[0]
 
     return find
 
@@ -35,7 +35,7 @@ EQUALS = {
     "shared": lambda x, w: w * 2,
     "reduced": lambda x, w: jax.lax.psum(x, "replica"),
     "gathered": lambda x, w: jax.lax.all_gather(x, "replica").sum(0),
-    "cast": lambda x, w: jax.lax.pcast(w, "replica", to="varying"),
+    "cast": lambda x, w: w.astype(jnp.bfloat16),
     "loop": lambda x, w: jax.lax.fori_loop(0, 3, lambda i, c: c + w, w),
     "loop of reductions": lambda x, w: jax.lax.fori_loop(
         0, 3, lambda i, c: jax.lax.pmean(c * x, "replica"), w
@@ -72,15 +72,23 @@ def through_reference(value):
 
 @pytest.mark.parametrize("name", EQUALS)
 def test_what_is_equal(name, find):
-    assert not find(lambda x, w: mark(EQUALS[name](x, w), "state")).mismatches
+    assert not find(EQUALS[name]).results[0].reasons
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_what_differs_and_why(name, find):
     fn, reason = DIFFERENT[name]
-    (mismatch,) = find(lambda x, w: mark(fn(x, w), "state")).mismatches.values()
-    assert reason in " ".join(mismatch.reasons)
-    assert "test_differences.py" in mismatch.where
+    assert reason in " ".join(find(fn).results[0].reasons)
+
+
+def test_a_gradient_of_one_replica_has_its_line(find):
+    found = find(lambda x, w: jax.grad(lambda w: jnp.sum(x * w) ** 2)(w))
+    assert found.results[0].find(Kind.GRADIENT) is None
+    found = find(
+        lambda x, w: jax.jit(jax.grad(lambda w: jnp.sum(x * w) ** 2))(w),
+        with_gradients=True,
+    )
+    assert "test_differences.py" in found.results[0].find(Kind.GRADIENT)
 
 
 def test_a_condition_that_reduces_is_a_conflict_too(find):
@@ -91,7 +99,7 @@ def test_a_condition_that_reduces_is_a_conflict_too(find):
             x,
         )
 
-    (conflict,) = find(fn).conflicts.values()
+    (conflict,) = find(fn).conflicts
     assert conflict.kind == "while" and "test_differences.py" in conflict.where
 
 

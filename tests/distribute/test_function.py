@@ -565,7 +565,9 @@ def test_namespaces_and_optax_states_work():
 
     @armillary.function
     def step():
-        grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2))(state.params)
+        grads = armillary.all_reduce(
+            "sum", jax.grad(lambda p: jnp.sum(p["w"] ** 2))(state.params)
+        )
         updates, state.opt = optimizer.update(grads, state.opt)
         state.params = optax.apply_updates(state.params, updates)
 

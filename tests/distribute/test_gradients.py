@@ -48,12 +48,17 @@ def test_gradients_equal_those_of_one_device(
     (batch,) = batches(strategy)
 
     def step_fn(batch):
-        return nnx.grad(lambda model: loss(model, batch, strategy))(model)
+        return armillary.all_reduce(
+            "sum", nnx.grad(lambda model: loss(model, batch, strategy))(model)
+        )
 
     results = strategy.local_results(strategy.run(step_fn, args=(batch,)))
-    expected = nnx.grad(
-        lambda model: jnp.mean(per_example(model, {"x": FEATURES, "y": TARGETS}))
-    )(model)
+    expected = armillary.all_reduce(
+        "sum",
+        nnx.grad(
+            lambda model: jnp.mean(per_example(model, {"x": FEATURES, "y": TARGETS}))
+        )(model),
+    )
     for grads in results:
         for name in ("kernel", "bias"):
             np.testing.assert_allclose(
@@ -72,7 +77,7 @@ def test_a_regularization_loss_counts_once(make_mirrored, batches):
                 model(batch["x"])
             )
 
-        return nnx.grad(loss_fn)(model)
+        return armillary.all_reduce("sum", nnx.grad(loss_fn)(model))
 
     grads = strategy.local_results(strategy.run(step_fn, args=(batch,)))[0]
     np.testing.assert_allclose(grads["kernel"][...], 2 * model.kernel[...], rtol=1e-6)
@@ -93,7 +98,7 @@ def test_plain_parameters_in_an_attribute_are_mirrored(make_mirrored, batches):
             errors = (batch["x"] @ params["w"] - batch["y"])[:, 0]
             return armillary.compute_average_loss(errors**2)
 
-        grads = jax.grad(loss_fn)(trainer.params)
+        grads = armillary.all_reduce("sum", jax.grad(loss_fn)(trainer.params))
         trainer.params = jax.tree.map(lambda p, g: p - g, trainer.params, grads)
 
     strategy.run(step_fn, args=(batch,))

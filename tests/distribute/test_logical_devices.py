@@ -47,7 +47,9 @@ class Trainer(armillary.StandardTrainer):
             losses = ((outputs - batch["x"]) ** 2).mean(axis=1)
             return armillary.compute_average_loss(losses)
 
-        self.optimizer.update(self.model, nnx.grad(loss_fn)(self.model))
+        self.optimizer.update(
+            self.model, armillary.all_reduce("sum", nnx.grad(loss_fn)(self.model))
+        )
 
 
 @pytest.mark.slow

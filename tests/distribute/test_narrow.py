@@ -139,7 +139,9 @@ def test_a_loss_that_is_scaled_in_the_step_has_the_gradient_of_one_replica(
     weight = nnx.Param(jnp.asarray(1.0))
 
     def step_fn(x):
-        grad = nnx.grad(lambda w: LOSSES[name](strategy, x, w[...]))(weight)
+        grad = armillary.all_reduce(
+            "sum", nnx.grad(lambda w: LOSSES[name](strategy, x, w[...]))(weight)
+        )
         weight[...] = weight[...] - grad[...]
 
     strategy.run(step_fn, args=(uneven(strategy),))
@@ -155,7 +157,9 @@ def test_a_loss_that_is_scaled_by_a_number_from_elsewhere_is_an_error(strategy):
             loss = jnp.mean(x * w[...]) / number
             return loss + armillary.scale_regularization_loss(w[...])
 
-        weight[...] = weight[...] - nnx.grad(loss_fn)(weight)[...]
+        weight[...] = (
+            weight[...] - armillary.all_reduce("sum", nnx.grad(loss_fn)(weight))[...]
+        )
 
     message = (
         r"`step_fn` runs on 2 of 4 replicas, since more cannot share its batch "
@@ -169,7 +173,7 @@ def test_a_loss_that_is_scaled_by_a_number_from_elsewhere_is_an_error(strategy):
 
 def test_gradients_that_a_step_returns_are_looked_at_too(strategy):
     def step_fn(w, x):
-        return jax.grad(lambda w: jnp.mean(x * w) / 4)(w)
+        return armillary.all_reduce("sum", jax.grad(lambda w: jnp.mean(x * w) / 4)(w))
 
     with pytest.raises(BatchSizeError, match="`step_fn` runs on 2 of 4 replicas"):
         strategy.run(step_fn, args=(jnp.asarray(1.0), uneven(strategy)))
@@ -183,7 +187,7 @@ def test_state_that_goes_in_and_comes_out_is_trained_as_on_one_replica(strategy)
         def loss_fn(w):
             return armillary.compute_average_loss((x - w) ** 2)
 
-        return w - 0.25 * jax.grad(loss_fn)(w)
+        return w - 0.25 * armillary.all_reduce("sum", jax.grad(loss_fn)(w))
 
     w, expected = jnp.asarray(1.0), 1.0
     exact = InputOptions(remainder="exact")

@@ -65,7 +65,9 @@ def make_step(strategy=None):
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
     def step_fn(x):
-        gradients = nnx.grad(lambda model: nnx.jit(model)(x).sum())(model)
+        gradients = armillary.all_reduce(
+            "sum", nnx.grad(lambda model: nnx.jit(model)(x).sum())(model)
+        )
         optimizer.update(model, gradients)
 
     def step(x):

@@ -14,11 +14,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import armillary
-from armillary.errors import ReplicaMismatchError
+from armillary.errors import DoubleReductionError, ReplicaMismatchError
 from tests.distribute.random_programs import (
     SIZE,
     WouldHangError,
     programs,
+    reduces_in_loss,
     run_by_hand,
     run_traced,
 )
@@ -89,7 +90,14 @@ def test_replicas_stay_equal_and_compute_what_one_would(
         # A value that was reduced last is equal: only the way to it may be refused.
         assert not reduces or "is decided by" in str(error)
         return
-    assert expected is not None, "replicas would wait for each other for ever"
+    except DoubleReductionError:
+        # An average of what was reduced is right, but is taken for a reduced loss.
+        assert reduces_in_loss(program)
+        return
+    if expected is None:
+        # What a derivative does not need, JAX leaves out.
+        assert reduces_in_loss(program), "replicas would wait for each other for ever"
+        return
     check = np.testing.assert_allclose
     for variable in (state.mirrored, state.mean, state.sum):
         held = copies(variable)

@@ -108,7 +108,9 @@ class Linear(armillary.StandardTrainer):
                 losses = jnp.mean((output - image) ** 2, axis=1)
                 return armillary.compute_average_loss(losses)
 
-            self.optimizer.update(self.model, nnx.grad(loss_fn)(self.model))
+            self.optimizer.update(
+                self.model, armillary.all_reduce("sum", nnx.grad(loss_fn)(self.model))
+            )
 
         self.strategy.run(step_fn, args=(next(iterator),))
 
@@ -194,7 +196,9 @@ def test_convolutions_have_the_gradients_of_one_device(num_examples, num_groups)
                 x = nnx.relu(model[1](nnx.relu(model[0](batch))))
                 return jnp.mean(jnp.tanh(model[2](x.reshape(len(x), -1))) ** 2)
 
-            optimizer.update(model, nnx.grad(loss_fn)(model))
+            optimizer.update(
+                model, armillary.all_reduce("sum", nnx.grad(loss_fn)(model))
+            )
 
         (batch,) = strategy.distribute_dataset([images.astype(np.float32)])
         strategy.run(step_fn, args=(batch,))
@@ -215,7 +219,9 @@ def test_convolutions_are_divided_by_examples_on_all_platforms(platform):
 
     def gradient(kernel, x):
         shape = (1, 1), "SAME"
-        return jax.grad(lambda k: jax.lax.conv(x, k, *shape).sum())(kernel)
+        return armillary.all_reduce(
+            "sum", jax.grad(lambda k: jax.lax.conv(x, k, *shape).sum())(kernel)
+        )
 
     arrays = jnp.ones((2, 3, 3, 3)), layout.place(np.ones((8, 3, 4, 4), np.float32))
     with partitioned(layout.split):
@@ -278,7 +284,7 @@ def test_programs_take_and_give_parts_in_place(monkeypatch):
             def loss(model):
                 return jnp.mean(model(x) ** 2)
 
-            optimizer.update(model, nnx.grad(loss)(model))
+            optimizer.update(model, armillary.all_reduce("sum", nnx.grad(loss)(model)))
 
         batch = strategy.layout.place(np.ones((8, 256), np.float32))
         strategy.run(step_fn, args=(batch,))
@@ -320,7 +326,7 @@ def test_rules_say_how_parameters_and_their_optimizer_state_are_split():
                 def loss(params):
                     return jnp.mean((x @ params["a"] + x @ params["b"]) ** 2)
 
-                grads = jax.grad(loss)(self.params)
+                grads = armillary.all_reduce("sum", jax.grad(loss)(self.params))
                 transform = optax.chain(self.transform, optax.trace(0.9))
                 updates, self.state = transform.update(grads, self.state, self.params)
                 self.params = optax.apply_updates(self.params, updates)
@@ -436,6 +442,7 @@ def test_a_loop_of_ones_own_trains_as_on_one_device():
                 return armillary.compute_average_loss(losses)
 
             loss, grads = nnx.value_and_grad(loss_fn)(model)
+            grads = armillary.all_reduce("sum", grads)
             optimizer.update(model, grads)
             return loss
 

@@ -105,8 +105,8 @@ def test_an_optimizer_of_another_model_is_named(transform, num_replicas):
             self.optimizer = nnx.Optimizer(other, transform, wrt=nnx.Param)
 
         def update(self, x):
-            gradients = nnx.grad(lambda model: model(jnp.ones((2, 4))).sum())(
-                self.model
+            gradients = armillary.all_reduce(
+                "sum", nnx.grad(lambda model: model(jnp.ones((2, 4))).sum())(self.model)
             )
             self.optimizer.update(self.model, gradients)
 

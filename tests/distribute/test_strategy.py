@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import armillary
 from armillary import (
     DefaultStrategy,
     MirroredStrategy,
@@ -27,7 +28,7 @@ PLAIN = (
     "`value` is 2.5, which is not a per-replica value, so ReduceOp.SUM over 2 "
     "replicas has no meaning. Pass what `strategy.run` returned, or use ReduceOp.MEAN."
 )
-UNKNOWN = "`reduce_op` is 'max', but it must be"
+UNKNOWN = "`reduce_op` is 'median', but it must be"
 
 
 def all_reduce(op, value):
@@ -46,14 +47,16 @@ def all_reduce(op, value):
             ),
         },
         DoubleReductionError: {
-            r"No argument of `strategy\.run` is": lambda s, _: s.run(
-                lambda x: jax.lax.psum(x, "replica"), args=(jnp.ones(4),)
+            r"no argument of `strategy\.run` is": lambda s, _: s.reduce(
+                "sum", s.run(lambda x: jnp.sum(x), args=(jnp.ones(4),))
             ),
         },
         ValueError: {
             f"^{re.escape(PLAIN)}$": lambda s, _: s.reduce(ReduceOp.SUM, {"loss": 2.5}),
-            UNKNOWN: lambda s, rows: s.reduce("max", rows),
-            f"{UNKNOWN} ": lambda s, _: s.run(lambda: all_reduce("max", jnp.ones(1))),
+            UNKNOWN: lambda s, rows: s.reduce("median", rows),
+            f"{UNKNOWN} ": lambda s, _: s.run(
+                lambda: all_reduce("median", jnp.ones(1))
+            ),
             r"value of each replica has shape \(\)": (
                 lambda s, rows: s.gather(rows, axis=0)
             ),
@@ -156,52 +159,31 @@ def test_a_failing_step_leaves_the_context(make_mirrored):
         assert get_replica_context() is None
 
 
-@pytest.mark.parametrize("where", ["outside", "merge_call"])
-def test_the_sum_of_what_all_replicas_share_is_an_error(where, make_mirrored, put_rows):
+def test_the_sum_of_what_all_replicas_share_is_an_error(make_mirrored, put_rows):
     strategy, model = make_mirrored(4), nnx.Linear(1, 1, rngs=nnx.Rngs(0))
     batch = put_rows(strategy, np.ones((4, 1), np.float32))
 
     def step_fn(x):
         grads = nnx.grad(lambda model: jnp.sum(model(x)))(model)
-        if where == "outside":
-            return grads
-        return get_replica_context().merge_call(
-            lambda strategy, grads: strategy.reduce("sum", grads), args=(grads,)
-        )
+        return armillary.all_reduce("sum", grads)
 
-    with pytest.raises(DoubleReductionError) as caught:
-        strategy.reduce("sum", strategy.run(step_fn, args=(batch,)))
-    assert str(caught.value).startswith(
-        "`strategy.reduce` was given a value that is equal on all replicas. Inside "
-    )
-
-
-UNDISTRIBUTED = (
-    " was given a value that is equal on all replicas. No argument of `strategy.run` "
-    "is a batch of a distributed dataset, so every replica computed the same from the "
-    "same arrays. Pass batches of `strategy.distribute_dataset(...)`, of which each "
-    "replica gets its share; if the same is meant, use the value as it is."
-)
+    grads = strategy.run(step_fn, args=(batch,))
+    with pytest.raises(
+        DoubleReductionError,
+        match=r"sum of a value that is equal on all 4 replicas: it was reduced in the "
+        r"step, or no argument .* Use the value as it is \(ReduceOp.MEAN\)",
+    ):
+        strategy.reduce("sum", grads)
+    same = strategy.reduce("mean", grads)
+    assert jax.tree.leaves(same)[0].tolist() == [4]
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "strategy.reduce"])
-def test_the_sum_of_what_a_batch_for_all_gives_says_so(name, make_mirrored):
-    strategy, batch = make_mirrored(2), jnp.ones(4)
-
-    def step_fn(x):
-        total = jnp.sum(x)
-        if name == "all_reduce":
-            return get_replica_context().all_reduce("sum", total)
-        return get_replica_context().merge_call(
-            lambda strategy, total: strategy.reduce("sum", total), args=(total,)
-        )
-
-    with pytest.raises(DoubleReductionError) as caught:
-        strategy.run(step_fn, args=(batch,))
-    assert str(caught.value) == f"`{name}`{UNDISTRIBUTED}"
-    with pytest.raises(DoubleReductionError) as caught:
-        strategy.reduce("sum", strategy.run(jnp.sum, args=(batch,)))
-    assert str(caught.value) == f"`strategy.reduce`{UNDISTRIBUTED}"
+@pytest.mark.parametrize(("op", "expected"), [("max", 4), ("min", 1), ("mean", 2.5)])
+def test_values_are_reduced_outside_as_inside(op, expected, make_mirrored, put_rows):
+    strategy = make_mirrored(4)
+    batch = put_rows(strategy, [1.0, 2.0, 3.0, 4.0])
+    inside = strategy.run(lambda x: armillary.all_reduce(op, x), args=(batch,))
+    assert float(inside.array) == float(strategy.reduce(op, batch)) == expected
 
 
 def test_the_mean_of_what_all_replicas_share_is_that(make_mirrored):

@@ -94,11 +94,10 @@ def test_an_operation_may_be_named(value):
     assert ReduceOp.of(value) is ReduceOp.SUM
 
 
-@pytest.mark.parametrize("value", ["max", None, 1, ""])
+@pytest.mark.parametrize("value", ["median", None, 1, ""])
 def test_an_unknown_operation_is_an_error(value):
     with pytest.raises(ValueError) as caught:
         ReduceOp.of(value)
-    assert str(caught.value) == (
-        f"`reduce_op` is {value!r}, but it must be `ReduceOp.SUM` or `ReduceOp.MEAN`. "
-        "Use one of these, or their names as strings."
+    assert str(caught.value).startswith(
+        f'`reduce_op` is {value!r}, but it must be "sum", "mean", "max" or "min", or '
     )

@@ -129,7 +129,7 @@ def test_a_batch_norm_model_trains(strategy):
         def loss_fn(norm):
             return armillary.compute_average_loss(jnp.sum(norm(x) ** 3, axis=-1))
 
-        grads = nnx.grad(loss_fn)(norm)
+        grads = armillary.all_reduce("sum", nnx.grad(loss_fn)(norm))
         norm.scale[...] = norm.scale[...] - 0.1 * grads["scale"][...]
 
     strategy.run(step_fn, args=(batch,))

@@ -172,7 +172,7 @@ def test_a_model_function_trains_as_a_loop_in_nnx_does(tmp_path):
         def loss_fn(net, x=x, y=y):
             return ((net(jnp.asarray(x), training=True) - y) ** 2).mean()
 
-        optimizer.update(net, nnx.grad(loss_fn)(net))
+        optimizer.update(net, armillary.all_reduce("sum", nnx.grad(loss_fn)(net)))
     for kind in (nnx.Param, nnx.BatchStat):
         found, wanted = (
             jax.tree.leaves(nnx.state(each, kind))

@@ -42,6 +42,7 @@ class Trainer(armillary.StandardTrainer):
             return armillary.compute_average_loss(losses), losses
 
         grads, losses = nnx.grad(loss_fn, has_aux=True)(self.model)
+        grads = armillary.all_reduce("sum", grads)
         self.optimizer.update(self.model, grads)
         self.loss.update(loss=losses)
 

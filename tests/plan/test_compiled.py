@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import armillary
 from armillary.errors import PlanError
 from armillary.plan import Plan
 from armillary.plan._compiler import compile_loop, find_wheels
@@ -118,6 +119,7 @@ def write_by_hand(loop):
             return jnp.sum(losses) / (EXAMPLES * mesh.size)
 
         loss, grads = jax.value_and_grad(loss_fn)(params)
+        grads = armillary.all_reduce("sum", grads)
         updates, state = adam.update(grads, state, params)
         total += jax.lax.psum(loss, "replica")
         return (optax.apply_updates(params, updates), state, total), None

@@ -150,6 +150,7 @@ class InParts(Trainer):
             return armillary.compute_average_loss(losses)
 
         _, gradients = armillary.value_and_grad(loss_fn, self.model, batch=batch)
+        gradients = armillary.all_reduce("sum", gradients)
         self.optimizer.update(self.model, gradients)
 
 
@@ -334,7 +335,9 @@ def test_convolutions_of_a_plan_are_divided_as_those_that_run():
             self.strategy.run(self.improve, args=(next(iterator),))
 
         def improve(self, images):
-            gradients = nnx.grad(lambda conv: conv(images).mean())(self.conv)
+            gradients = armillary.all_reduce(
+                "sum", nnx.grad(lambda conv: conv(images).mean())(self.conv)
+            )
             self.optimizer.update(self.conv, gradients)
 
     with Images().described(16, "cpu") as loop:

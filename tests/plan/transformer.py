@@ -76,7 +76,9 @@ class Trainer(armillary.StandardTrainer):
             losses = cross_entropy(model(words[:, :-1]), words[:, 1:])
             return armillary.compute_average_loss(jnp.mean(losses, axis=1))
 
-        self.optimizer.update(self.model, nnx.grad(loss_fn)(self.model))
+        self.optimizer.update(
+            self.model, armillary.all_reduce("sum", nnx.grad(loss_fn)(self.model))
+        )
 
 
 def make_trainer(mesh_shape: dict[str, int]) -> Trainer:

@@ -45,7 +45,9 @@ class Regression(armillary.StandardTrainer, armillary.StandardEvaluator):
             losses = ((model(batch["x"]) - batch["y"]) ** 2).mean(axis=1)
             return self.average(losses)
 
-        self.optimizer.update(self.model, nnx.grad(loss_fn)(self.model))
+        self.optimizer.update(
+            self.model, armillary.all_reduce("sum", nnx.grad(loss_fn)(self.model))
+        )
 
     def train_loop_end(self):
         return {"bias": jnp.abs(self.model.bias[...]).mean()}

@@ -59,6 +59,7 @@ class Trainer(armillary.StandardTrainer):
         (loss, logits), gradients = armillary.value_and_grad(
             loss_fn, self.model, batch=batch, has_aux=True
         )
+        gradients = armillary.all_reduce("sum", gradients)
         self.optimizer.update(self.model, gradients)
         return loss, logits
 
@@ -207,13 +208,56 @@ def test_a_list_of_variables_outside_a_trainer():
         assert (float(loss), float(gradients[0])) == (7.0, 3.5)
 
 
+class PlainTrainer(Trainer):
+    """Has a loss that is a mean or a sum of its examples, and a penalty."""
+
+    def step_fn(self, batch):
+        op = self.op
+
+        def loss_fn(batch):
+            rows = jnp.mean((self.model(batch["image"]) - 1) ** 2, -1)
+            kernel = self.model.first.kernel[...]
+            if op == "mean":
+                return jnp.mean(rows) + 1e-2 * jnp.sum(kernel**2)
+            return jnp.sum(rows) / 32
+
+        loss, gradients = armillary.value_and_grad(
+            loss_fn, self.model, batch=batch, op=op
+        )
+        gradients = armillary.all_reduce(op, gradients)
+        self.optimizer.update(self.model, gradients)
+        return loss, batch["label"]
+
+    def train_step(self, iterator):
+        losses, _ = self.strategy.run(self.step_fn, args=(next(iterator),))
+        self.loss = self.strategy.reduce(self.op, losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize(("num_replicas", "count"), [(1, 4), (4, 1), (4, 4)])
+def test_means_and_sums_of_examples_are_those_of_the_share(op, num_replicas, count):
+    results = []
+    for replicas, parts in ((0, 1), (num_replicas, count)):
+        trainer = PlainTrainer(make_strategy(replicas), accumulate_steps=parts)
+        trainer.op = op
+        trainer.train(3)
+        results.append(
+            [trainer.loss, *jax.tree.leaves(nnx.state(trainer.model, nnx.Param))]
+        )
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 class ArraySizeTrainer(SizeTrainer):
     size = jnp.asarray(32)
 
 
 class OwnGradientTrainer(Trainer):
     def step_fn(self, batch):
-        loss = nnx.grad(lambda model: jnp.sum(model(batch["image"])))(self.model)
+        loss = armillary.all_reduce(
+            "sum", nnx.grad(lambda model: jnp.sum(model(batch["image"])))(self.model)
+        )
         return loss, batch["image"]
 
 
@@ -256,8 +300,11 @@ def train_with(kind, count=4, batch_size=32):
         ValueError: {
             "`accumulate_steps` is 4, but `train_step` makes no gradient that can be "
             "accumulated": train_with(OwnGradientTrainer),
-            "its scale cannot be told, since `armillary.compute_average_loss`": (
+            "`op` is not given, and `compute_average_loss` did not make it": (
                 train_with(OwnScaleTrainer)
+            ),
+            "`op` is 'max', but the loss is a": lambda: armillary.value_and_grad(
+                lambda: 0.0, [nnx.Param(0.0)], op="max"
             ),
             "`global_batch_size` is an array, and the loss is accumulated over 4": (
                 train_with(ArraySizeTrainer)

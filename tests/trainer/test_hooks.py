@@ -59,6 +59,7 @@ class Regression(armillary.StandardTrainer):
                 return armillary.compute_average_loss(losses), losses
 
             gradients, losses = nnx.grad(loss_fn, has_aux=True)(self.model)
+            gradients = armillary.all_reduce("sum", gradients)
             self.optimizer.update(self.model, gradients)
             self.loss.update(loss=losses)
 

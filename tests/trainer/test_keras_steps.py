@@ -59,6 +59,7 @@ def make_trainer(keras, num_replicas, layers):
 
                 variables = self.model.trainable_variables
                 _, gradients = armillary.value_and_grad(loss_fn, variables)
+                gradients = armillary.all_reduce("sum", gradients)
                 self.optimizer.apply(gradients, variables)
 
             self.strategy.run(step_fn, args=next(iterator))

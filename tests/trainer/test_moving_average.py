@@ -44,7 +44,9 @@ class Trainer(armillary.StandardTrainer):
                 losses = jnp.square(model(batch["x"]) - batch["y"]).mean(-1)
                 return armillary.compute_average_loss(losses)
 
-            self.optimizer.update(self.model, nnx.grad(loss_fn)(self.model))
+            self.optimizer.update(
+                self.model, armillary.all_reduce("sum", nnx.grad(loss_fn)(self.model))
+            )
             self.averages.update(self.model)
 
         self.strategy.run(step_fn, args=(next(iterator),))

@@ -202,6 +202,7 @@ class Plain(armillary.StandardTrainer):
         loss, gradient = jax.value_and_grad(lambda w: jnp.sum(w * x) ** 2)(
             self.run["weights"]
         )
+        gradient = armillary.all_reduce("sum", gradient)
         updates, state = self.transform.update(gradient, self.run["optimizer"])
         self.log = self.log.at[self.run["step"]].set(loss)
         self.best = jnp.minimum(self.best, loss)

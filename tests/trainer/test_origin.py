@@ -35,6 +35,7 @@ class Trainer(armillary.StandardTrainer):
                 return armillary.compute_average_loss(self.use(batch, scale))
 
             loss, slope = jax.value_and_grad(loss_fn)(self.scale)
+            slope = armillary.all_reduce("sum", slope)
             self.scale = self.scale - slope
             return loss
 

@@ -56,6 +56,7 @@ class Trainer(armillary.StandardTrainer):
                 return armillary.compute_average_loss(errors**2)
 
             loss, gradients = nnx.value_and_grad(loss_fn)(self.model)
+            gradients = armillary.all_reduce("sum", gradients)
             self.optimizer.update(self.model, gradients)
             self.loss.update(loss=loss)
 

@@ -102,7 +102,9 @@ class Trainer(armillary.StandardTrainer):
 
 
 def update(trainer, model, x):
-    gradients = nnx.grad(lambda model: model(x).sum())(model)
+    gradients = armillary.all_reduce(
+        "sum", nnx.grad(lambda model: model(x).sum())(model)
+    )
     trainer.optimizer.update(model, gradients)
 
 

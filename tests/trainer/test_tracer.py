@@ -256,7 +256,9 @@ def test_a_trainer_may_be_an_nnx_object_that_is_differentiated():
 
         def train_step(self, iterator):
             x = next(iterator)["x"]
-            gradients = nnx.grad(lambda me: (x @ me.weight[...]).sum())(self)
+            gradients = armillary.all_reduce(
+                "sum", nnx.grad(lambda me: (x @ me.weight[...]).sum())(self)
+            )
             self.weight[...] = self.weight[...] + gradients["weight"][...]
 
     trainer = Node()
@@ -370,9 +372,12 @@ def test_a_parameter_that_is_frozen_by_its_metadata_between_loops_stays(caplog):
 
         def train_step(self, iterator):
             x = next(iterator)["x"][:, None]
-            gradients = nnx.grad(
-                lambda model: model(x).sum(), argnums=nnx.DiffState(0, is_trainable)
-            )(self.model)
+            gradients = armillary.all_reduce(
+                "sum",
+                nnx.grad(
+                    lambda model: model(x).sum(), argnums=nnx.DiffState(0, is_trainable)
+                )(self.model),
+            )
             params = nnx.state(self.model, is_trainable)
             nnx.update(self.model, jax.tree.map(jnp.subtract, params, gradients))
 

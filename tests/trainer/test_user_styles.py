@@ -46,7 +46,7 @@ class Regression(armillary.StandardTrainer):
                 errors = (jax.vmap(model)(batch["x"]) - batch["y"]) ** 2
                 return armillary.compute_average_loss(errors)
 
-            grads = self.gradient(loss_fn)
+            grads = armillary.all_reduce("sum", self.gradient(loss_fn))
             updates, self.opt_state = self.transform.update(grads, self.opt_state)
             self.model = self.apply(updates)
             self.num_steps[...] += 1
@@ -156,14 +156,16 @@ class Gan(armillary.StandardTrainer):
                     (critic(fake) - critic(real))[:, 0]
                 )
 
-            self.critic_optimizer.update(self.critic, nnx.grad(loss_fn)(self.critic))
+            self.critic_optimizer.update(
+                self.critic, armillary.all_reduce("sum", nnx.grad(loss_fn)(self.critic))
+            )
 
         def generator_fn(noise):
             def loss_fn(generator):
                 fake = generator(self.frozen(noise))
                 return armillary.compute_average_loss(-self.critic(fake)[:, 0])
 
-            grads = nnx.grad(loss_fn)(self.generator)
+            grads = armillary.all_reduce("sum", nnx.grad(loss_fn)(self.generator))
             self.generator_optimizer.update(self.generator, grads)
 
         batches = next(iterator["real"]), next(iterator["noise"])

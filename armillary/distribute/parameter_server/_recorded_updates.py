@@ -14,7 +14,10 @@ import numpy as np
 import optax
 from jax.extend.core import Primitive
 
-from armillary.distribute.replica._context import lifted_state
+from armillary.distribute.parameter_server._worker_strategy import alone_message
+from armillary.distribute.replica._all_reduce import AllReduceState
+from armillary.distribute.replica._context import get_replica_context, lifted_state
+from armillary.errors import ReplicaContextError
 from armillary.typing import PyTree
 
 
@@ -87,6 +90,7 @@ def _record(
     Raises:
         ValueError: If the parameter servers could not do what the optimizer would.
         RuntimeError: If no scheduled function runs.
+        ReplicaContextError: If the optimizer is to reduce gradients over workers.
     """
     lifted = lifted_state()
     if not _recording or lifted is None:
@@ -106,6 +110,11 @@ def _record(
             "function, so nothing tells which variables are to be updated. Write "
             "`tx.update(gradients, state, params)`."
         )
+    context = get_replica_context()
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, AllReduceState))
+    has_own = any(isinstance(leaf, AllReduceState) for leaf in leaves)
+    if has_own and context is not None and context.num_replicas_in_sync > 1:
+        raise ReplicaContextError(alone_message("all_reduce_gradients"))
     places = {id(leaf): i for i, leaf in enumerate(lifted.read())}
 
     def place_of(leaf: Any, what: str) -> int:

@@ -17,6 +17,7 @@ import optax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from armillary._dataflow import find_dependencies
 from armillary._jaxpr import walk_programs
 from armillary.distribute.parameter_server._array_types import ArrayType
 from armillary.distribute.parameter_server._recorded_updates import UpdateSpec
@@ -66,7 +67,11 @@ class SplitUpdate:
         self._update = functools.partial(call_update, transformation, spec)
         self._program = self._trace({})
         count = len(self._params)
-        needs = [self._needs(i) for i in range(count + len(self._state))]
+        # Gradients count as their variables.
+        slots = [*self._params, *self._state, *self._params]
+        needs = [
+            {slots[i] for i in inputs} for inputs in find_dependencies(self._program)
+        ]
         self.owners: dict[int, int | None] = {}
         for number, slot in enumerate(self._state):
             self.owners[slot] = self._owner(needs[count + number], paths[slot])
@@ -111,14 +116,6 @@ class SplitUpdate:
             for slots in (self._state, self._params)
         )
         return jax.make_jaxpr(self._update)(gradients, *others)
-
-    def _needs(self, output: int) -> set[int]:
-        """Returns the slots that an output depends on; gradients count as theirs."""
-        jaxpr = self._program.jaxpr
-        wanted = [i == output for i in range(len(jaxpr.outvars))]
-        _, used = partial_eval.dce_jaxpr(jaxpr, wanted)
-        slots = [*self._params, *self._state, *self._params]
-        return {slot for slot, is_used in zip(slots, used, strict=True) if is_used}
 
     def _owner(self, needed: set[int], path: str) -> int | None:
         params = needed & set(self._params)

@@ -24,6 +24,7 @@ from armillary.distribute.parameter_server._recorded_updates import (
     recording,
     server_update_p,
 )
+from armillary.distribute.parameter_server._worker_strategy import SENT, alone_message
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep, trace_step
 from armillary.distribute.replica._policy import (
@@ -32,8 +33,7 @@ from armillary.distribute.replica._policy import (
     as_keys,
     policies_of,
 )
-from armillary.distribute.replica._varying import corrected_types
-from armillary.errors import StateStructureError
+from armillary.errors import ReplicaContextError, StateStructureError
 from armillary.state._lift import as_array
 from armillary.typing import PyTree
 from armillary.xla._steps import compile_step
@@ -124,10 +124,9 @@ class TaskProgram:
             added to variables, by number.
         """
         leaves = jax.tree.leaves(arguments)
-        with corrected_types():
-            results, additions = self._run(
-                [values[i] for i in self.spec.reads], leaves, np.uint32(call)
-            )
+        results, additions = self._run(
+            [values[i] for i in self.spec.reads], leaves, np.uint32(call)
+        )
         result, gradients = self._step.results(results)
         return result, gradients, dict(zip(self.spec.additions, additions, strict=True))
 
@@ -229,6 +228,7 @@ class _Analysis:
         if refused:
             raise StateStructureError(_refused_message(self._name, refused))
         results = jaxpr.outvars[len(step.changed) :]
+        _check_sent(step.program, sum(len(spec.types) for spec in specs))
         # What is averaged is compared with what it was, and arguments are all taken.
         averaged = {
             i for i, sign in zip(self.additions, self.signs, strict=True) if sign == 0
@@ -293,6 +293,29 @@ class _Analysis:
             return None
         # Of a narrower type, the sum would be rounded otherwise.
         return found if found[1].aval.dtype == old.aval.dtype else None
+
+
+def _check_sent(program: core.ClosedJaxpr, num_gradients: int) -> None:
+    """Raises if anything but an optimizer uses what the servers are to add up.
+
+    The gradients are the last outputs.
+
+    Raises:
+        ReplicaContextError: If so.
+    """
+    sent: set[Any] = set()
+    used: list[Any] = []
+    for jaxpr, _ in walk_programs(program):
+        is_whole = jaxpr is program.jaxpr
+        count = len(jaxpr.outvars) - (num_gradients if is_whole else 0)
+        used += jaxpr.outvars[:count]
+        for equation in jaxpr.eqns:
+            if equation.params.get("name") == SENT:
+                sent.update(equation.outvars)
+            elif equation.primitive is not server_update_p:
+                used += equation.invars
+    if not sent.isdisjoint(v for v in used if isinstance(v, core.Var)):
+        raise ReplicaContextError(alone_message("all_reduce"))
 
 
 def _prune(

@@ -3,9 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
+from armillary._jaxpr import mark
 from armillary.data._input_context import InputContext
+from armillary.distribute.replica._alone import run_in_place
 from armillary.distribute.replica._collectives import ReplicaContext
-from armillary.distribute.replica._context import entered
+from armillary.distribute.replica._values import ReduceOp
 from armillary.distribute.strategies._single import SingleStrategy
 from armillary.errors import ReplicaContextError
 from armillary.state._lift import State
@@ -24,16 +28,22 @@ class WorkerStrategy(SingleStrategy):
     def _run(
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> PyTree:
+        del state
+        # Not as a call of its own: what it does to each variable is looked at.
         if self._num_replicas == 1:
-            return super()._run(state, fn, *args, **kwargs)
-        context = _WorkerContext(self, self._index)
-        with entered(self, context):
-            return fn(*args, **kwargs)
+            context = ReplicaContext(self, None, active=1)
+        else:
+            context = _WorkerContext(self, self._index)
+        return run_in_place(self, context, fn, args, kwargs)
 
     @property
     def input_context(self) -> InputContext:
         """Which worker reads the data, of how many."""
         return InputContext(self._num_workers, self._index, self.num_replicas_in_sync)
+
+
+SENT = "armillary sent to parameter servers"
+"""Names what the servers are to add up, and nothing else may use."""
 
 
 class _WorkerContext(ReplicaContext):
@@ -47,20 +57,38 @@ class _WorkerContext(ReplicaContext):
     def replica_id_in_sync_group(self) -> Any:
         return self._index
 
-    def all_reduce(self, *_: Any, **__: Any) -> PyTree:
-        raise _alone("all_reduce")
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: PyTree, *, dtype: Any = None
+    ) -> PyTree:
+        """Returns gradients as the servers are to add them up.
+
+        Raises:
+            ReplicaContextError: For any other operation than a sum or a mean.
+        """
+        del dtype
+        op = ReduceOp.of(reduce_op)
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise ReplicaContextError(alone_message("all_reduce"))
+        count = self.num_replicas_in_sync if op is ReduceOp.MEAN else 1
+
+        def send(leaf: Any) -> Any:
+            return mark(leaf if count == 1 else leaf / count, SENT)
+
+        return jax.tree.map(send, value)
 
     def all_gather(self, *_: Any, **__: Any) -> PyTree:
-        raise _alone("all_gather")
+        raise ReplicaContextError(alone_message("all_gather"))
 
     def merge_call(self, *_: Any, **__: Any) -> PyTree:
-        raise _alone("merge_call")
+        raise ReplicaContextError(alone_message("merge_call"))
 
 
-def _alone(method: str) -> ReplicaContextError:
-    return ReplicaContextError(
+def alone_message(method: str) -> str:
+    """Returns the message for what needs to hear from the other workers."""
+    return (
         f"`{method}` was called under `ParameterServerStrategy(max_staleness=0)`. Its "
         "workers hear nothing from each other within a step: gradients, metrics and "
-        "batch statistics are summed on the parameter servers. Return the value, or "
-        "add it to a metric."
+        "batch statistics are summed on the parameter servers. Give what `all_reduce` "
+        "returns to the optimizer as it is (no `all_reduce_gradients` in its chain), "
+        "return other values, or add them to a metric."
     )

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from armillary.distribute.replica._policy import AXIS_NAME
+from armillary.distribute.replica._values import AXIS_NAME
 
 
 def largest_on_replicas(
@@ -22,12 +22,15 @@ def largest_on_replicas(
         return fn(arrays)
 
     def on_replica(arrays: Sequence[Any]) -> Any:
-        own = jax.lax.pcast(fn(arrays), AXIS_NAME, to="varying")
-        return jax.lax.pmax(own, AXIS_NAME)
+        return jax.lax.pmax(fn(arrays), AXIS_NAME)
 
     everywhere = PartitionSpec()
     mapped = jax.shard_map(
-        on_replica, mesh=mesh, in_specs=everywhere, out_specs=everywhere
+        on_replica,
+        mesh=mesh,
+        in_specs=everywhere,
+        out_specs=everywhere,
+        check_vma=False,
     )
     return mapped(list(arrays))
 

@@ -19,7 +19,7 @@ from armillary._checks import list_lines
 from armillary.distribute._dispatch import Dispatch
 from armillary.distribute._global_arrays import everywhere
 from armillary.distribute.program._decisions import has_copies
-from armillary.distribute.replica._policy import AXIS_NAME
+from armillary.distribute.replica._values import AXIS_NAME
 from armillary.errors import ReplicaDivergenceError
 
 

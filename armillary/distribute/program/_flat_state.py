@@ -57,7 +57,6 @@ class FlatState:
         arrays: The arrays, in the order of the slots. They stay good until the next
             program runs.
         strategy: Under which they are used.
-        cross_device_ops: How the strategy's steps sum over replicas.
         platform: The kind of device that they are on, such as `"cpu"`.
         split: As in `Strategy`.
         is_ahead: Whether the slots do not hold `arrays` yet.
@@ -66,7 +65,6 @@ class FlatState:
     def __init__(self, state: State, strategy: Strategy) -> None:
         self._peers, self._dispatch = strategy.peers, strategy.dispatch
         self.strategy = strategy
-        self.cross_device_ops = strategy.cross_device_ops
         self.platform: str = strategy.platform
         self.split = strategy.split
         self.signature = state.signature()

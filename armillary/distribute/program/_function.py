@@ -23,7 +23,6 @@ from armillary.distribute.program._outside_traces import check_no_trace
 from armillary.distribute.program._same_program import check_same_program
 from armillary.distribute.program._trace import TracedStep, trace_step
 from armillary.distribute.replica._context import get_strategy, lifted_state
-from armillary.distribute.replica._varying import corrected_types
 from armillary.state._functions import captured
 from armillary.state._holders import is_claimed
 from armillary.state._lift import State
@@ -314,9 +313,8 @@ class _Program:
     def __call__(self, arrays: list[Any]) -> PyTree:
         flat = self._flat
         check_no_trace(self._fn, flat.state)
-        # JAX traces some operations while it compiles.
         arrays = self._strategy.admit(arrays)
-        with flat.lent(self._step.changed) as (donated, others), corrected_types():
+        with flat.lent(self._step.changed) as (donated, others):
             values, results, token = self._compiled(donated, others, arrays)
             flat.give(values, token)
             flat.write_back()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import jax
 
 from armillary.distribute.replica._context import get_strategy
+from armillary.distribute.replica._values import AXIS_NAME
 from armillary.state._slots import describe
 from armillary.typing import PyTree
 
@@ -20,9 +21,23 @@ def add_step_notes(
     error: Exception, step_name: str, owner: str, arguments: tuple[PyTree, ...]
 ) -> None:
     """Adds notes to what a step raised, if there is something to say."""
-    for note in (_optimizer_note(error), _batch_note(step_name, owner, arguments)):
-        if note is not None:
-            error.add_note(note)
+    notes = (
+        _axis_note(error),
+        _optimizer_note(error),
+        _batch_note(step_name, owner, arguments),
+    )
+    for note in filter(None, notes):
+        error.add_note(note)
+
+
+def _axis_note(error: Exception) -> str | None:
+    if f"unbound axis name: {AXIS_NAME}" not in str(error):
+        return None
+    return (
+        f"The axis {AXIS_NAME!r} is there inside `strategy.run`, under every strategy: "
+        "put the code into a function, and call it with "
+        "`strategy.run(replica_fn, args=(batch,))`."
+    )
 
 
 def _batch_note(

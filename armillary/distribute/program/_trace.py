@@ -2,8 +2,8 @@
 
 The program takes the arrays of every slot and the step's arguments; it returns the
 slots that the step changed, and the step's results. Whatever JAX can only prove while
-tracing is checked here: state that was captured as a constant, sums taken twice, slots
-that changed shape.
+tracing is checked here: state that was captured as a constant, slots that changed
+shape. What replicas must not do is found where they run (`replica/_run.py`).
 """
 
 import contextlib
@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
-from jax.extend.core.primitives import jit_p
 
-from armillary._jaxpr import is_in_trace
+from armillary._jaxpr import call_program, is_in_trace
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._host_values import (
     guarded_host_values,
@@ -28,9 +27,6 @@ from armillary.distribute.program._value_errors import (
     add_value_note,
 )
 from armillary.distribute.replica._context import lifted
-from armillary.distribute.replica._cross_device_ops import redirect_sums
-from armillary.distribute.replica._legacy_keys import check_keys
-from armillary.distribute.replica._proof import prove, proved_later
 from armillary.errors import (
     ArmillaryError,
     CapturedStateError,
@@ -70,7 +66,7 @@ class TracedStep(NamedTuple):
         self, slots: Sequence[Any], arguments: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Runs or traces the program; returns changed slots and result arrays."""
-        outputs = _call(self.program, [*slots, *arguments])
+        outputs = call_program(self.program, [*slots, *arguments])
         return outputs[: len(self.changed)], outputs[len(self.changed) :]
 
     @property
@@ -93,25 +89,6 @@ class TracedStep(NamedTuple):
         return self.result_tree.unflatten(
             next(rest) if value is ARRAY else value for value in self.static_results
         )
-
-
-_PER_INPUT = ("in_shardings", "in_layouts", "donated_invars")
-_PER_OUTPUT = ("out_shardings", "out_layouts")
-
-
-def _call(program: core.ClosedJaxpr, arguments: list[Any]) -> list[Any]:
-    """Runs a program, or makes it one operation of the program that is traced.
-
-    To trace its operations once more takes a tenth of the start of training.
-    """
-    # How JAX calls a compiled function here, of which there is nothing public.
-    (call,) = jax.make_jaxpr(jax.jit(lambda value: value + 1))(0).eqns
-    if program.consts or call.primitive is not jit_p:  # as under `jax.disable_jit`
-        return core.jaxpr_as_fun(program)(*arguments)
-    params = {**call.params, "jaxpr": program, "name": "step"}
-    params |= {name: params[name] * len(arguments) for name in _PER_INPUT}
-    params |= {name: params[name] * len(program.out_avals) for name in _PER_OUTPUT}
-    return jit_p.bind(*arguments, **params)
 
 
 # What `nnx.grad` says of a module that belongs to another trace.
@@ -218,20 +195,14 @@ class _Tracing(NamedTuple):
                 {slot.key for slot in state.slots},
                 functools.partial(keras_write_error, user_fn, state, owner),
             ),
-            proved_later(),
         ):
             traced = jax.jit(pure).trace(self.flat.types, arguments)
         if not is_in_trace():
             check_nothing_left(user_fn, owner)
         check_captured(traced.jaxpr, state, user_fn, owner)
-        prove(traced.jaxpr, len(state.paths))
-        check_keys(traced.jaxpr, state)
         tree, static = results
         fingerprint = Fingerprint(traced.jaxpr)
-        program, ops = traced.jaxpr, self.flat.cross_device_ops
-        if ops is not None:
-            program = redirect_sums(program, ops)
-        step = TracedStep(program, tuple(changed), tree, static, fingerprint)
+        step = TracedStep(traced.jaxpr, tuple(changed), tree, static, fingerprint)
         return step, places
 
 

@@ -1,3 +1,3 @@
-"""What holds inside `strategy.run`: values, collectives, policies, types and proofs."""
+"""What holds inside `strategy.run`: values, reductions, policies and proofs."""
 
 __all__: list[str] = []

@@ -1,10 +1,9 @@
 """Gradients of a large batch, made of one micro-batch after the other.
 
 The share of a replica is cut into equal parts. A loop on the device differentiates the
-loss of each with respect to the replica's own copy of the variables and adds up, so
-that the activations of one part are there at a time; the sum over replicas comes once,
-at the end. It is the caller who asks for it (`value_and_grad`): what a step
-differentiates by other means is a finished gradient before anyone could cut its batch.
+loss of each and adds up, so that the activations of one part are there at a time. It is
+the caller who asks for it (`value_and_grad`): what a step differentiates by other means
+is a finished gradient before anyone could cut its batch.
 """
 
 import contextlib
@@ -16,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from armillary.distribute.replica._context import require_replica_context
-from armillary.distribute.replica._retype import varies
 from armillary.errors import BatchSizeError
 from armillary.state._lift import strong
 from armillary.typing import PyTree
@@ -101,8 +99,9 @@ def accumulate(
     before: Sequence[Any],
     batch: PyTree,
     count: int,
+    op: str | None,
 ) -> Part:
-    """Returns the mean loss and gradients of the parts of a batch.
+    """Returns the loss and gradients of a batch from those of its parts.
 
     Args:
         differentiate: Does so for one part, given values, slots by index, and the part.
@@ -110,23 +109,23 @@ def accumulate(
         before: What the slots hold.
         batch: Arrays whose first axis is that of examples.
         count: The number of parts.
+        op: `"mean"` or `"sum"`: how the loss is made of those of the parts. `None` if
+            `compute_average_loss` makes it.
 
     Raises:
         BatchSizeError: If the batch has no such parts.
         ReplicaContextError: Outside `run`.
-        ValueError: If `compute_average_loss` does not scale the loss, or an output is
-            not one of each example.
+        ValueError: If nothing tells how the loss is made of those of the parts, or an
+            output is not one of each example.
     """
-    context = require_replica_context("value_and_grad", "leave `batch` out")
+    require_replica_context("value_and_grad", "leave `batch` out")
     size = _part_size(batch, count)
     parts = jax.tree.map(lambda rows: rows.reshape(count, size, *rows.shape[1:]), batch)
     values = list(values)
-    # The copies of this replica, so that their gradients are not summed in each part.
-    own = context.local(values)
 
     def run(slots: dict[int, Any], part: PyTree) -> Part:
-        with _computing(MicroBatch(count)):
-            return differentiate(own, slots, part)
+        with _computing(MicroBatch(count), op):
+            return differentiate(values, slots, part)
 
     first = jax.tree.map(lambda rows: rows[0], parts)
     kinds = jax.eval_shape(lambda: run({}, first))
@@ -140,16 +139,17 @@ def accumulate(
         )
         return (found.slots, total + found.loss, sums), found.outputs
 
-    zeros = context.local(jax.tree.map(_zeros, [kinds.loss, values]))
+    zeros = jax.tree.map(_zeros, [kinds.loss, values])
     slots = {i: strong(before[i]) for i in kinds.slots}
     (slots, total, sums), outputs = jax.lax.scan(body, (slots, *zeros), parts)
 
+    divisor = 1 if op == "sum" else count
+
     def finish(value: Any, sum_: Any) -> Any:
-        total = sum_ if varies(value) else context.all_reduce("sum", sum_)
-        return (total / count).astype(value.dtype)
+        return (sum_ / divisor).astype(value.dtype)
 
     return Part(
-        (total / count).astype(kinds.loss.dtype),
+        finish(kinds.loss, total),
         jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), outputs),
         slots,
         jax.tree.map(finish, values, sums),
@@ -162,21 +162,24 @@ def _zeros(kind: Any) -> jax.Array:
 
 
 @contextlib.contextmanager
-def _computing(part: MicroBatch) -> Iterator[None]:
+def _computing(part: MicroBatch, op: str | None) -> Iterator[None]:
     before, _local.micro_batch = _local.micro_batch, part
     try:
         yield
     finally:
         _local.micro_batch = before
-    if not part.is_scaled:
+    if not part.is_scaled and op is None:
         raise ValueError(
-            "The loss of `value_and_grad` is accumulated over "
-            f"{part.count} parts of `batch`, but its scale cannot be told, since "
-            "`armillary.compute_average_loss` did not make it: whether a sum was "
-            "divided by the size of a part or by that of the whole batch makes a "
-            f"factor of {part.count}. Return "
-            "`armillary.compute_average_loss(losses_of_examples)`, and add "
-            "`armillary.scale_regularization_loss(...)` to it if there is one."
+            f"The loss of `value_and_grad` is accumulated over {part.count} parts of "
+            "`batch`, but `op` is not given, and `compute_average_loss` did not make "
+            'it. Pass `op="mean"` for a loss that is a mean over the examples that it '
+            'gets (`jnp.mean(losses)`), `op="sum"` for a sum of them, whatever that '
+            "is divided by."
+        )
+    if part.is_scaled and op == "sum":
+        raise ValueError(
+            '`op` of `value_and_grad` is "sum", but `compute_average_loss` made the '
+            "loss, and divides by the number of examples that it gets. Leave `op` out."
         )
 
 

@@ -1,22 +1,23 @@
 """What a replica can do with the others, inside `Strategy.run`."""
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.dtypes import float0
 
 from armillary.data._layout import Active
 from armillary.distribute.replica._context import entered, lifted_state
-from armillary.distribute.replica._retype import cast, varies
+from armillary.distribute.replica._cross_device_ops import sum_by
 from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
     count_active,
     is_per_replica,
 )
-from armillary.errors import DoubleReductionError
 from armillary.state._holders import is_claimed
 from armillary.state._nnx import is_variable
 from armillary.typing import PyTree
@@ -35,7 +36,6 @@ class ReplicaContext:
         active: Which replicas hold data in this step: the first so many, or those of
             these numbers.
         num_replicas: Replicas that run this step; by default those of the strategy.
-        has_own_data: Whether `run` was given values that differ between replicas.
 
     Attributes:
         strategy: The strategy whose `run` made this replica.
@@ -49,14 +49,17 @@ class ReplicaContext:
         axis_name: str | None,
         active: Active,
         num_replicas: int | None = None,
-        has_own_data: bool = True,
     ) -> None:
         self.strategy = strategy
         self.active = active
         self.was_asked = False
         self._num_replicas = num_replicas or strategy.num_replicas_in_sync
         self._axis_name = axis_name
-        self._has_own_data = has_own_data
+
+    @property
+    def axis_name(self) -> str | None:
+        """What `jax.lax` calls the axis of replicas; `None` if there is one replica."""
+        return self._axis_name
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -79,59 +82,54 @@ class ReplicaContext:
         """The number of this replica, from 0; traced where there are several."""
         return 0 if self._axis_name is None else jax.lax.axis_index(self._axis_name)
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree) -> PyTree:
-        """Combines a per-replica value over replicas; every replica gets the result.
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: PyTree, *, dtype: Any = None
+    ) -> PyTree:
+        """Combines a value over replicas; every replica gets the result.
 
-        Args:
-            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`.
-            value: A pytree of arrays that differ between replicas.
-
-        Returns:
-            The same pytree, with values that are equal on all replicas.
-
-        Raises:
-            DoubleReductionError: If there are several replicas and `value` is equal on
-                all of them, as a gradient with respect to mirrored parameters is, and
-                what is computed from a batch that was not distributed.
-            ValueError: If `reduce_op` names no operation.
+        See `armillary.all_reduce`, which is the same.
         """
-        op = ReduceOp.of(reduce_op)
+        op, given = ReduceOp.of(reduce_op), check_wire_dtype("dtype", dtype)
+        self.was_asked |= op is ReduceOp.MEAN
         if self._axis_name is None:
             return value
-        return jax.tree.map(lambda leaf: self._all_reduce(op, leaf), value)
+        given = given or self.strategy.reduce_dtype
+        leaves, treedef = jax.tree.flatten(value)
+        # Of what is not differentiable there is no gradient.
+        places = [i for i, x in enumerate(leaves) if jnp.result_type(x) != float0]
+        arrays = [self._counted(op, jnp.asarray(leaves[i])) for i in places]
+        results = self._combine(op, [_to_wire(array, given) for array in arrays])
+        for i, array, result in zip(places, arrays, results, strict=True):
+            result = result.astype(array.dtype)
+            leaves[i] = result / self.num_active if op is ReduceOp.MEAN else result
+        return treedef.unflatten(leaves)
 
-    def _all_reduce(self, op: ReduceOp, leaf: Any) -> jax.Array:
-        if not varies(leaf):
-            if self.num_replicas_in_sync == 1:
-                return leaf
-            raise DoubleReductionError(
-                double_reduction_message("all_reduce", "", self._has_own_data)
-            )
-        if self.num_active < self.num_replicas_in_sync:
-            leaf = jnp.where(self.is_active(), leaf, jnp.zeros_like(leaf))
-        total = jax.lax.psum(leaf, self._axis_name)
-        return total / self.num_active if op is ReduceOp.MEAN else total
+    def sum(self, value: jax.Array) -> jax.Array:
+        """Returns the sum over all replicas, made as the strategy makes sums."""
+        value = value.astype(int) if value.dtype == bool else value
+        return self._combine(ReduceOp.SUM, [value])[0]
 
-    def local(self, value: PyTree) -> PyTree:
-        """Returns values as this replica's own, although they are equal on all.
+    def _combine(self, op: ReduceOp, values: list[jax.Array]) -> list[jax.Array]:
+        if op in _BY_ORDER:
+            return _BY_ORDER[op](values, self._axis_name)
+        ops = self.strategy.cross_device_ops
+        if ops is None or self._num_replicas == 1:
+            return jax.lax.psum(values, self._axis_name)
+        name = op.value.lower()
+        return [sum_by(ops, value, self._num_replicas, name) for value in values]
 
-        Gradients with respect to them are this replica's, not summed over replicas: for
-        per-example gradients, inner loops of meta-learning and Jacobians of the
-        model. Reduce what you make of them, or differentiate through this call::
-
-            params = context.local(params)
-            grads = jax.vmap(jax.grad(loss_fn), (None, 0))(params, examples)
-            grads = context.all_reduce("sum", jax.tree.map(clip_and_sum, grads))
-
-        Args:
-            value: A pytree of arrays, or an NNX module, of which this makes a copy.
-
-        Returns:
-            The same pytree.
-        """
-        if self._axis_name is None:
+    def _counted(self, op: ReduceOp, value: jax.Array) -> jax.Array:
+        """Returns a value that changes no result, where a replica holds no data."""
+        if value.dtype == bool:
+            value = value.astype(int)
+        if count_active(self.active) == self._num_replicas:
             return value
-        return jax.tree.map(cast, value)
+        other = 0
+        if op in _BY_ORDER:
+            is_float = jnp.issubdtype(value.dtype, jnp.inexact)
+            limits = jnp.finfo(value.dtype) if is_float else jnp.iinfo(value.dtype)
+            other = limits.min if op is ReduceOp.MAX else limits.max
+        return jnp.where(self.is_active(), value, jnp.full_like(value, other))
 
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
         """Joins the values of all replicas along an axis; every replica gets it.
@@ -216,10 +214,7 @@ class ReplicaContext:
     def _shared(self, leaf: Any) -> Any:
         if self._axis_name is None:
             return leaf
-        shared_by = None if varies(leaf) else self.num_replicas_in_sync
-        if shared_by is None:
-            leaf = jax.lax.all_gather(leaf, self._axis_name, to="invarying")
-        return PerReplica(leaf, self.active, shared_by, self._has_own_data)
+        return PerReplica(jax.lax.all_gather(leaf, self._axis_name), self.active)
 
     def is_active(self) -> jax.Array:
         """Returns whether this replica holds data; traced where there are several."""
@@ -240,28 +235,24 @@ def is_argument(value: Any) -> bool:
     return is_per_replica(value) or is_claimed(value)
 
 
-def double_reduction_message(
-    function: str, where: str, has_own_data: bool = True
-) -> str:
-    """Returns the message for reducing what all replicas share.
+_BY_ORDER = {ReduceOp.MAX: jax.lax.pmax, ReduceOp.MIN: jax.lax.pmin}
 
-    Args:
-        function: What reduces it.
-        where: Where in the user's program, beginning with a comma, if that is known.
-        has_own_data: Whether `run` was given values that differ between replicas.
+
+def check_wire_dtype(name: str, dtype: Any) -> Any:
+    """Returns the dtype that values travel in, the argument `name`.
+
+    Raises:
+        ValueError: If it is no dtype of floats.
     """
-    start = f"`{function}` was given a value that is equal on all replicas{where}. "
-    if not has_own_data:
-        return start + (
-            "No argument of `strategy.run` is a batch of a distributed dataset, so "
-            "every replica computed the same from the same arrays. Pass batches of "
-            "`strategy.distribute_dataset(...)`, of which each replica gets its share; "
-            "if the same is meant, use the value as it is."
-        )
-    return start + (
-        "Inside `strategy.run`, gradients with respect to mirrored parameters arrive "
-        "already summed over replicas, so reducing them again makes them too large by "
-        "the number of replicas. Use the value as it is, after scaling the loss with "
-        "`armillary.compute_average_loss` or by `1 / strategy.num_replicas_in_sync`; "
-        "to count replicas, use `strategy.num_replicas_in_sync`."
+    with contextlib.suppress(TypeError):
+        if dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            return dtype
+    raise ValueError(
+        f"`{name}` is {dtype!r}, but values travel between replicas in a dtype of "
+        "floats. Use `jnp.bfloat16`, or leave it out for the dtype of each value."
     )
+
+
+def _to_wire(value: jax.Array, dtype: Any) -> jax.Array:
+    is_float = jnp.issubdtype(value.dtype, jnp.floating)
+    return value if dtype is None or not is_float else value.astype(dtype)

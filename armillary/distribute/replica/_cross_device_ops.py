@@ -1,23 +1,18 @@
 """How sums over replicas are made: XLA's own way, or another one.
 
-A traced step has one operation for each sum over replicas, whether the user asked for
-it, on-read state or the transpose of a gradient. When all proofs are done, these are
-exchanged for an operation whose lowering is what a `CrossDeviceOps` does. Nothing is
-differentiated after that, so it needs no other rule.
+`ReplicaContext` asks it for each sum of `all_reduce` and of on-read state. What a step
+sums with `jax.lax.psum` is left to XLA.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
-from jax.interpreters import mlir
 
 from armillary._checks import is_positive_int
-from armillary._jaxpr import programs_in
-from armillary.distribute.replica._retype import AXIS_NAME
-
-_SUM = "psum_invariant"
+from armillary._jaxpr import mark
+from armillary.distribute.replica._differences import BY_OPS, MADE_BY_OPS
+from armillary.distribute.replica._values import AXIS_NAME
 
 
 class CrossDeviceOps:
@@ -125,7 +120,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         part = jax.lax.psum_scatter(
             flat, axis_name, axis_index_groups=inside, tiled=True
         )
-        # Not `psum`, which takes no groups where types are checked.
+        # Not `psum`, which takes no groups inside `shard_map`.
         parts = jax.lax.all_gather(part, axis_name, axis_index_groups=over)
         total = jax.lax.all_gather(
             jnp.sum(parts, 0), axis_name, axis_index_groups=inside, tiled=True
@@ -164,75 +159,25 @@ def _group_message(size: Any, rule: str) -> str:
     )
 
 
-def redirect_sums(program: core.ClosedJaxpr, ops: CrossDeviceOps) -> core.ClosedJaxpr:
-    """Returns a step whose sums over replicas are made by `ops`."""
-    return program.map_jaxpr(lambda jaxpr: _redirect(jaxpr, ops, 1))
+def sum_by(ops: CrossDeviceOps, value: jax.Array, num_replicas: int, op: str) -> Any:
+    """Returns the sum over replicas that `ops` makes; `op` is what it is for."""
 
-
-def _redirect(jaxpr: core.Jaxpr, ops: CrossDeviceOps, num_replicas: int) -> core.Jaxpr:
-    return jaxpr.replace(
-        eqns=[_redirect_equation(e, ops, num_replicas) for e in jaxpr.eqns]
-    )
-
-
-def _redirect_equation(equation: Any, ops: CrossDeviceOps, num_replicas: int) -> Any:
-    name, params = equation.primitive.name, equation.params
-    if name == _SUM and params["axes"] == (AXIS_NAME,) and num_replicas > 1:
-        new = {"ops": ops, "num_replicas": num_replicas}
-        return equation.replace(primitive=_sum_p, params=new)
-    if not list(programs_in(equation)):
-        return equation
-    if name == "shard_map":
-        num_replicas = params["mesh"].shape.get(AXIS_NAME, 1)
-
-    def redirect(leaf: Any) -> Any:
-        if isinstance(leaf, core.ClosedJaxpr):
-            return leaf.map_jaxpr(lambda jaxpr: _redirect(jaxpr, ops, num_replicas))
-        if isinstance(leaf, core.Jaxpr):
-            return _redirect(leaf, ops, num_replicas)
-        return leaf
-
-    def is_program(leaf: Any) -> bool:
-        return isinstance(leaf, core.ClosedJaxpr | core.Jaxpr)
-
-    new = {
-        key: jax.tree.map(redirect, value, is_leaf=is_program)
-        if any(map(is_program, jax.tree.leaves(value, is_leaf=is_program)))
-        else value
-        for key, value in params.items()
-    }
-    return equation.replace(params=new)
-
-
-def _sum_with(*values: Any, ops: CrossDeviceOps, num_replicas: int) -> list[Any]:
-    return [_sum_one(value, ops, num_replicas) for value in values]
-
-
-def _sum_one(value: Any, ops: CrossDeviceOps, num_replicas: int) -> Any:
-    total = ops.all_reduce(value, AXIS_NAME, num_replicas)
-    found = (jnp.shape(total), jnp.result_type(total))
-    if found != (value.shape, value.dtype):
-        raise ValueError(
-            f"`all_reduce` of {ops!r} made {found[1]}{list(found[0])} of "
-            f"{value.dtype}{list(value.shape)}, but a sum over replicas has the shape "
-            "and dtype of its parts. Return one value of the same kind."
-        )
-    return total
-
-
-# By how its name begins, `_varying` knows that it treats types like a sum.
-_sum_p = core.Primitive("psum_by_cross_device_ops")
-_sum_p.multiple_results = True
-mlir.register_lowering(_sum_p, mlir.lower_fun(_sum_with, multiple_results=True))
-
-
-@_sum_p.def_abstract_eval
-def _sum_types(*kinds: Any, **_: Any) -> list[Any]:
-    return [
-        kind.update(
-            manual_axis_type=kind.manual_axis_type.update(
-                varying=kind.manual_axis_type.varying - {AXIS_NAME}
+    @jax.custom_jvp
+    def total(value: jax.Array) -> jax.Array:
+        parts = mark(value, BY_OPS % op)
+        result = ops.all_reduce(parts, AXIS_NAME, num_replicas)
+        found = (jnp.shape(result), jnp.result_type(result))
+        if found != (value.shape, value.dtype):
+            raise ValueError(
+                f"`all_reduce` of {ops!r} made {found[1]}{list(found[0])} of "
+                f"{value.dtype}{list(value.shape)}, but a sum over replicas has the "
+                "shape and dtype of its parts. Return one value of the same kind."
             )
-        )
-        for kind in kinds
-    ]
+        return mark(result, MADE_BY_OPS)
+
+    @total.defjvp
+    def derivative(values: Any, tangents: Any) -> Any:
+        # Within a loss, as for statistics of a batch, its transpose is needed.
+        return total(*values), jax.lax.psum(tangents[0], AXIS_NAME)
+
+    return total(value)

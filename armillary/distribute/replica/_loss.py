@@ -1,9 +1,9 @@
-"""Losses scaled so that sums over replicas are means over the global batch.
+"""Losses as each replica's part of the loss of the whole batch.
 
-Gradients arrive summed over replicas, so each replica divides its summed loss by the
-*global* batch size (`tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`).
-What is returned counts as one replica's own, even if it is equal on all of them: its
-sum over replicas is the loss, and gradients of it are summed.
+`compute_average_loss` and `scale_regularization_loss` are those of `tf.nn`: parts whose
+*sum* over replicas is the loss, so that gradients are summed. What they divide by is
+marked, so that a mean of such gradients is found (`_differences`). The parts of
+`weighted_mean` have the loss as their *mean*.
 """
 
 from numbers import Integral
@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from armillary._jaxpr import mark
 from armillary.distribute.replica._accumulate import current_micro_batch
 from armillary.distribute.replica._context import (
     get_replica_context,
     require_replica_context,
 )
-from armillary.distribute.replica._loss_scale import mark_scaled
+from armillary.distribute.replica._differences import DIVISOR
 from armillary.distribute.replica._values import count_active
 
 
@@ -55,7 +56,7 @@ def compute_average_loss(
     if not jnp.issubdtype(losses.dtype, jnp.floating):
         losses = losses.astype(jnp.result_type(float))
     if sample_weight is not None:
-        losses = losses * _weights(sample_weight, losses)
+        losses = losses * _weights(sample_weight, losses, "sample_weight")
     context, micro_batch = get_replica_context(), current_micro_batch()
     if global_batch_size is None:
         context = require_replica_context(
@@ -70,11 +71,9 @@ def compute_average_loss(
         micro_batch.is_scaled = True
     if context is not None:
         context.was_asked = True  # Any divisor here is one for all replicas.
-        losses = context.local(losses)
     # In half precision a sum overflows soon, and a divisor of 65,520 is infinite.
     total = jnp.sum(losses.astype(jnp.promote_types(losses.dtype, jnp.float32)))
-    average = total / jnp.asarray(global_batch_size, total.dtype)
-    return mark_scaled(average.astype(losses.dtype))
+    return _divide(total, global_batch_size).astype(losses.dtype)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
@@ -94,18 +93,69 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     context = require_replica_context(
         "scale_regularization_loss", "divide by `strategy.num_replicas_in_sync` here"
     )
-    loss = context.local(jnp.asarray(regularization_loss))
     # Not `num_active`: this says nothing about the scale of any other loss.
-    return mark_scaled(jnp.sum(loss) / count_active(context.active))
+    return _divide(
+        jnp.sum(jnp.asarray(regularization_loss)), count_active(context.active)
+    )
 
 
-def _weights(sample_weight: Any, losses: jax.Array) -> jax.Array:
-    weights = jnp.asarray(sample_weight, losses.dtype)
+def weighted_mean(values: Any, weights: Any) -> jax.Array:
+    """Returns this replica's part of the weighted mean over *all* replicas.
+
+    For losses that a mask, the number of tokens or sample weights weigh::
+
+        loss = armillary.weighted_mean(token_losses, mask)
+        gradients = armillary.all_reduce("mean", gradients)
+
+    The mean of the parts over replicas is the sum of `values * weights` divided by the
+    sum of `weights`, both over all replicas, and so is the mean of their gradients. A
+    plain `jnp.average(values, weights=weights)` would give each replica's examples the
+    same say, however much they weigh. On one replica it is the plain weighted mean.
+
+    Args:
+        values: Losses of this replica's examples, shape `(batch, ...)`.
+        weights: Their weights: of the shape of `values`, or of its first axes.
+
+    Returns:
+        An array of shape `()`; 0 if all weights are 0, as with
+        `tf.math.divide_no_nan`.
+
+    Raises:
+        ReplicaContextError: In cross-replica context.
+        ValueError: If the shapes do not fit, or gradients are accumulated.
+    """
+    context = require_replica_context(
+        "weighted_mean", "use `jnp.average(values, weights=weights)` here"
+    )
+    if current_micro_batch() is not None:
+        raise ValueError(
+            "`weighted_mean` was called where gradients are accumulated "
+            "(`accumulate_steps`), but the parts of a batch weigh different amounts, "
+            "and their mean is not that of the batch. Use `accumulate_steps=1`, or "
+            "`compute_average_loss(losses, sample_weight=...)`."
+        )
+    losses = jnp.asarray(values)
+    if not jnp.issubdtype(losses.dtype, jnp.floating):
+        losses = losses.astype(jnp.result_type(float))
+    weights = jnp.broadcast_to(_weights(weights, losses, "weights"), losses.shape)
+    wide = jnp.promote_types(losses.dtype, jnp.float32)
+    total = jnp.sum((losses * weights).astype(wide))
+    weight = context.all_reduce("mean", jnp.sum(weights.astype(wide)))
+    mean = jnp.where(weight == 0, 0, total / jnp.where(weight == 0, 1, weight))
+    return mean.astype(losses.dtype)
+
+
+def _divide(total: jax.Array, count: Any) -> jax.Array:
+    return total / mark(jnp.asarray(count, total.dtype), DIVISOR)
+
+
+def _weights(given: Any, losses: jax.Array, name: str) -> jax.Array:
+    weights = jnp.asarray(given, losses.dtype)
     if weights.shape != losses.shape[: weights.ndim]:
         raise ValueError(
-            f"`sample_weight` has shape {weights.shape}, but it must be the first axes "
+            f"`{name}` has shape {weights.shape}, but it must be the first axes "
             f"of the losses, which have shape {losses.shape}. Use one weight per "
-            f"example, shape ({losses.shape[0]},)."
+            f"example, shape {losses.shape[:1]}."
         )
     return weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
 

@@ -10,15 +10,13 @@ Everything over the axis `replica` (gradients, reductions, numbers of replicas) 
 what it is with 2 replicas, and nothing needs to be masked.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
-from armillary.distribute.replica._retype import AXIS_NAME
-from armillary.errors import BatchSizeError
+from armillary.distribute.replica._values import AXIS_NAME
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
@@ -55,21 +53,14 @@ def take_first_copy(mesh: Mesh, values: PyTree) -> PyTree:
     return jax.tree.map(take, values)
 
 
-def check_scale(name: str, context: "ReplicaContext", shared: Sequence[Any]) -> None:
-    """Raises if a step that never asked how many replicas there are may need to know.
-
-    Raises:
-        BatchSizeError: If gradients may be among it.
-    """
-    if not any(jnp.issubdtype(jnp.result_type(v), jnp.inexact) for v in shared):
-        return
-    raise BatchSizeError(
+def scale_message(name: str, context: "ReplicaContext") -> str:
+    """Returns the message for a sum of gradients that may have another scale here."""
+    return (
         f"`{name}` runs on {context.num_replicas_in_sync} of "
         f"{context.strategy.num_replicas_in_sync} replicas, since more cannot share "
-        "its batch equally, and it changes what all replicas have in common without "
-        "asking how many there are. A loss that is divided by a number from elsewhere "
-        "may have a gradient of another size in this step. Scale it with "
-        "`armillary.compute_average_loss(losses)`, or with its "
-        "`global_batch_size=...` for a number of your own; or read "
+        "its batch equally, and it sums gradients without asking how many there are. A "
+        "loss that is divided by a number from elsewhere may have a gradient of "
+        'another size in this step. Take the "mean" of the gradients, scale the loss '
+        "with `armillary.compute_average_loss(losses)`, or read "
         "`strategy.num_replicas_in_sync` inside the function given to `strategy.run`."
     )

@@ -26,14 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from armillary.distribute.replica._collectives import ReplicaContext
-from armillary.distribute.replica._retype import AXIS_NAME, cast, varies
+from armillary.distribute.replica._values import AXIS_NAME
 from armillary.state._lift import State
 from armillary.state._slots import Role, Slot
 
 if TYPE_CHECKING:
     from flax import nnx
-
-ON_READ_SCOPE = "armillary_on_read"
 
 
 class VariableSynchronization(enum.Enum):
@@ -212,28 +210,25 @@ def enter(policy: Policy, value: jax.Array) -> jax.Array:
 
 def leave(
     policy: Policy,
-    before: jax.Array,
     entered: jax.Array,
     after: jax.Array,
     context: ReplicaContext,
+    *,
+    is_equal: bool = False,
 ) -> jax.Array:
     """Returns what a slot holds when the step ends.
 
     Args:
         policy: The slot's policy.
-        before: The value outside `run`, before the step.
         entered: What `enter` made of it.
         after: What the step left.
         context: The replica, for its number and for which replicas hold data.
-
-    Returns:
-        The new value. It differs between replicas if the slot is mirrored and the step
-        left it so.
+        is_equal: Whether the step is known to leave the same on all replicas.
     """
-    if policy is Policy.RANDOM:
-        return before if after is entered else _key_of_first(after)
-    if policy is Policy.MIRRORED:
+    if policy is Policy.MIRRORED or (is_equal and policy is not Policy.SUM):
         return after
+    if policy is Policy.RANDOM:
+        return _key_of_first(after)
     return combine(policy, after, context, idle=entered)
 
 
@@ -251,18 +246,15 @@ def combine(
         context: The replica.
         idle: What a replica without data adds to a sum; nothing by default.
     """
-    if not varies(value):
-        if policy is not Policy.SUM:
-            return value
-        value = cast(value)
-    with jax.named_scope(ON_READ_SCOPE):
-        if policy is Policy.FIRST_REPLICA:
-            return _sum(_masked(context.is_first(), value))
-        if context.num_active < context.num_replicas_in_sync:
-            value = _masked(
-                context.is_active(), value, idle if policy is Policy.SUM else None
-            )
-        return _sum(value) if policy is Policy.SUM else _mean(value, context.num_active)
+    if policy is Policy.FIRST_REPLICA:
+        return _sum(_masked(context.is_first(), value), context)
+    if context.num_active < context.num_replicas_in_sync:
+        value = _masked(
+            context.is_active(), value, idle if policy is Policy.SUM else None
+        )
+    if policy is Policy.SUM:
+        return _sum(value, context)
+    return _mean(value, context.num_active, context)
 
 
 def _masked(
@@ -271,19 +263,20 @@ def _masked(
     return jnp.where(holds, value, jnp.zeros_like(value) if other is None else other)
 
 
-def _sum(value: jax.Array) -> jax.Array:
-    return jax.lax.psum(value, AXIS_NAME).astype(value.dtype)
+def _sum(value: jax.Array, context: ReplicaContext) -> jax.Array:
+    return context.sum(value).astype(value.dtype)
 
 
-def _mean(value: jax.Array, count: int) -> jax.Array:
+def _mean(value: jax.Array, count: int, context: ReplicaContext) -> jax.Array:
     if not jnp.issubdtype(value.dtype, jnp.integer):
         # In half precision the sum may overflow.
         wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
-        return (_sum(wide) / count).astype(value.dtype)
+        return (_sum(wide, context) / count).astype(value.dtype)
     # The sum of integers may overflow, and floats may not hold them.
     wide = value if value.dtype.itemsize >= 4 else value.astype(jnp.int32)
     quotient = wide // count
-    return (_sum(quotient) + _sum(wide - quotient * count) // count).astype(value.dtype)
+    rest = _sum(wide - quotient * count, context) // count
+    return (_sum(quotient, context) + rest).astype(value.dtype)
 
 
 def _is_key(slot: Slot, leaf: jax.Array) -> bool:
@@ -311,11 +304,8 @@ def _key_of_first(value: jax.Array) -> jax.Array:
 
     A key that the step split and assigned differs between replicas.
     """
-    if not varies(value):
-        return value
     data = jax.random.key_data(as_keys(value))
-    with jax.named_scope(ON_READ_SCOPE):
-        first = _sum(_masked(_replica_id() == 0, data))
+    first = jax.lax.psum(_masked(_replica_id() == 0, data), AXIS_NAME)
     keys = jax.random.wrap_key_data(first, impl=jax.random.key_impl(as_keys(value)))
     return as_before(keys, value)
 

@@ -1,157 +1,155 @@
 """Refuses steps that would leave replicas different, or wait for each other for ever.
 
-What JAX's types say is known at once; what only the whole program shows is found by
-`Differences` when it has been traced. So while a step is traced, `require_equal` marks
-what must be equal, and `prove` looks at all marks together; each refusal then has the
-line that made the value. A step that runs without a compiler has no program to look at,
-and the types decide alone.
+A replica's program is traced before it becomes a part of the step. What it computes
+decides (`Differences`); nothing is taken for equal because it looks so.
 """
 
-import contextlib
-import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import jax
 from jax.extend import core
 
-from armillary._jaxpr import source_line, walk_programs
-from armillary.distribute.replica._collectives import double_reduction_message
+from armillary._checks import list_lines
+from armillary._jaxpr import source_line
 from armillary.distribute.replica._differences import (
     Conflict,
     Differences,
+    Facts,
+    Kind,
     Reasons,
-    mark,
 )
-from armillary.distribute.replica._loss_scale import warn_of_scale
-from armillary.distribute.replica._policy import ON_READ_SCOPE
-from armillary.distribute.replica._retype import AXIS_NAME, varies
 from armillary.errors import DoubleReductionError, ReplicaMismatchError
 
-_local = threading.local()
 
+class Proof:
+    """What was proved of a replica's program.
 
-@contextlib.contextmanager
-def proved_later() -> Iterator[None]:
-    """Leaves what `require_equal` finds under it to a call of `prove`."""
-    before = getattr(_local, "is_active", False)
-    _local.is_active = True
-    try:
-        yield
-    finally:
-        _local.is_active = before
+    Args:
+        program: The program.
+        inputs: What is known of its operands.
+        counts: The numbers of replicas: that run it, and that hold data.
+        with_gradients: Whether gradients get labels.
 
-
-def require_equal(
-    values: Sequence[Any], names: Sequence[str], num_slots: int
-) -> list[Any]:
-    """Returns values of mirrored state, which are equal on all replicas or refused.
+    Attributes:
+        is_equal: For each result, whether it is equal on all replicas.
+        sums_gradients: Whether the program sums gradients, if they have labels.
 
     Raises:
-        ReplicaMismatchError: If a type says that a value differs, and nobody proves it
-            later.
+        ReplicaMismatchError: If replicas may take different ways to a reduction.
+        DoubleReductionError: If what is summed was reduced before, or the mean is taken
+            of what was divided before.
+        ValueError: If replicas draw the same numbers from a `jax.random.PRNGKey`.
     """
-    if getattr(_local, "is_active", False):
-        return list(map(_mark_one, values, names))
-    differing = [
-        name for name, value in zip(names, values, strict=True) if varies(value)
-    ]
-    if differing:
-        raise ReplicaMismatchError(_mismatch_message(differing, _SHARE, num_slots))
-    return list(values)
+
+    def __init__(
+        self,
+        program: core.ClosedJaxpr,
+        inputs: Sequence[Facts],
+        counts: Sequence[int],
+        *,
+        with_gradients: bool = False,
+    ) -> None:
+        self._program, self._inputs, self._counts = program, inputs, counts
+        found = Differences(program, inputs, counts, with_gradients=with_gradients)
+        is_alone = counts[0] == 1
+        if found.conflicts and not is_alone:
+            raise ReplicaMismatchError(_conflict_message(found.conflicts[0]))
+        if found.problems and not is_alone:
+            problem = found.problems[0]
+            message = _MESSAGES[problem.kind]
+            shown = message.format(**problem._asdict(), count=counts[0])
+            is_key = problem.kind is Kind.KEY
+            raise (ValueError if is_key else DoubleReductionError)(shown)
+        self._found = found
+        self.sums_gradients = found.sums_gradients
+        self.is_equal = [is_alone or not facts.reasons for facts in found.results]
+
+    def require_equal(self, names: Mapping[int, str], num_slots: int) -> None:
+        """Raises if results that must be equal on all replicas are not.
+
+        Args:
+            names: By the number of the result.
+            num_slots: The number of slots of the step, for the message.
+
+        Raises:
+            ReplicaMismatchError: If one differs.
+        """
+        differing = {i: name for i, name in names.items() if not self.is_equal[i]}
+        if not differing:
+            return
+        jaxpr = self._program.jaxpr
+        makers = {made: each for each in jaxpr.eqns for made in each.outvars}
+        lines: list[str] = []
+        for i, name in differing.items():
+            maker = makers.get(jaxpr.outvars[i])
+            where = "" if maker is None else f", written at {source_line(maker)}"
+            lines.append(f"{name}{where}")
+        # Once more, now with a label for every gradient.
+        again = Differences(
+            self._program, self._inputs, self._counts, with_gradients=True
+        )
+        facts = again.join(again.results[i] for i in differing)
+        raise ReplicaMismatchError(
+            f"{len(lines)} of {num_slots} slots are mirrored, so they must be equal "
+            "on all replicas, but `strategy.run` left values in them that differ:\n"
+            f"{list_lines(sorted(lines), most=10)}\n"
+            f"They were computed from {_and(facts.reasons)}{_way_out(facts)}"
+        )
 
 
-def _mark_one(value: Any, name: str) -> Any:
-    if not varies(value):
-        return mark(value, name)
-    # Its type says that it differs. What it computes decides, and if it is equal after
-    # all, that of the first replica is everyone's.
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        data = _mark_one(jax.random.key_data(value), name)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-    return jax.lax.all_gather(mark(value, name), AXIS_NAME, to="invarying")[0]
-
-
-def prove(program: core.ClosedJaxpr, num_slots: int) -> None:
-    """Raises if replicas could part in a traced step.
-
-    Raises:
-        ReplicaMismatchError: If mirrored state may end up different, or replicas may
-            take different ways to a reduction.
-        DoubleReductionError: If the step sums over replicas what is equal on all.
-    """
-    _check_reduced_once(program)
-    found = Differences(program)
-    if found.conflicts:
-        raise ReplicaMismatchError(_conflict_message(*found.conflicts.values()))
-    if found.mismatches:
-        lines = [
-            f"{name}, computed at {mismatch.where}"
-            for name, mismatch in sorted(found.mismatches.items())
-        ]
-        reasons = frozenset().union(*(m.reasons for m in found.mismatches.values()))
-        raise ReplicaMismatchError(_mismatch_message(lines, reasons, num_slots))
-    warn_of_scale(program)
-
-
-def _check_reduced_once(program: core.ClosedJaxpr) -> None:
-    """Raises if a program sums over replicas what is equal on all of them.
-
-    Such a sum shows as a cast to "varying" whose only purpose is the sum. Casts that
-    JAX makes while differentiating, and those of on-read state, are meant.
-
-    Raises:
-        DoubleReductionError: At the first such sum.
-    """
-    has_own_data = False
-    for jaxpr, _ in walk_programs(program):
-        casts: set[Any] = set()
-        for equation in jaxpr.eqns:
-            name = equation.primitive.name
-            if name == "shard_map":
-                has_own_data |= AXIS_NAME in str(equation.params["in_specs"])
-            if name == "pvary":
-                casts.update(equation.outvars)
-            elif name.startswith("psum") and not _is_meant(equation):
-                operands = [
-                    v for v in equation.invars if not isinstance(v, core.Literal)
-                ]
-                if not casts.isdisjoint(operands):
-                    where = f", at {source_line(equation)}"
-                    message = double_reduction_message("psum", where, has_own_data)
-                    raise DoubleReductionError(message)
-
-
-def _is_meant(equation: Any) -> bool:
-    stack = equation.source_info.name_stack.stack
-    # Transformations are entries of another class than names that users give.
-    transforms = [entry.name for entry in stack if type(entry).__name__ == "Transform"]
-    return "transpose" in transforms or ON_READ_SCOPE in str(stack)
-
-
-_SHARE: Reasons = frozenset({"one replica's share of the batch"})
-
-
-def _mismatch_message(lines: list[str], reasons: Reasons, num_slots: int) -> str:
-    shown = "\n".join(f"  {line}" for line in lines)
+def _way_out(facts: Facts) -> str:
+    where = facts.find(Kind.GRADIENT)
+    if where is None:
+        return (
+            '. Reduce first (`armillary.all_reduce("mean", value)`), or make the '
+            "variable with `aggregation=armillary.VariableAggregation.MEAN`, `SUM` or "
+            "`ONLY_FIRST_REPLICA`."
+        )
+    op = "mean" if facts.find(Kind.DIVIDED) is None else "sum"
     return (
-        f"{len(lines)} of {num_slots} slots are mirrored, so they must be equal "
-        "on all replicas, but `strategy.run` left values in them that differ:\n"
-        f"{shown}\n"
-        f"They were computed from {_and(reasons)}. Reduce first "
-        "(`armillary.get_replica_context().all_reduce(ReduceOp.MEAN, value)`), or make "
-        "the variable with `aggregation=armillary.VariableAggregation.MEAN`, `SUM` or "
-        "`ONLY_FIRST_REPLICA`."
+        f", through the gradient of a loss of one replica (at {where}), which nothing "
+        "reduced. Write this before the update:\n"
+        f'  gradients = armillary.all_reduce("{op}", gradients)\n'
+        '"mean" fits a loss that is a mean over the examples of its replica, "sum" one '
+        "that `compute_average_loss` (or you) divided by the global batch size."
     )
 
 
-def _conflict_message(conflict: Conflict, *_: Conflict) -> str:
+_MESSAGES = {
+    Kind.REDUCED: (
+        "The sum over replicas at {where} is of a value that is equal on all of them, "
+        "since it was reduced at {origin}: it would be {count} times too large. Use "
+        "the value as it is; to count replicas, use `strategy.num_replicas_in_sync`."
+    ),
+    Kind.OF_REDUCED: (
+        "The sum over replicas at {where} is of gradients of a loss that was reduced "
+        "before it was differentiated (at {origin}), so each replica's part counts "
+        "{count} times. Take the mean of the gradients (`armillary.all_reduce("
+        '"mean", gradients)`), or differentiate the loss of this replica and reduce '
+        "only what you report."
+    ),
+    Kind.DIVIDED: (
+        "The mean over replicas at {where} is of what was divided by the size of the "
+        "global batch, or by the number of replicas, already (at {origin}): it would "
+        'be {count} times too small. Take the sum (`armillary.all_reduce("sum", '
+        "gradients)`), or let the loss be the plain mean over this replica's examples "
+        "(`jnp.mean(losses)`, penalties as they are)."
+    ),
+    Kind.KEY: (
+        "`{origin}` holds a key of `jax.random.PRNGKey`, an array that is equal on all "
+        "replicas, so that all of them would draw the same numbers (at {where}). Hold "
+        "a key of `jax.random.key` there (`jax.random.wrap_key_data(key)` makes it "
+        "one), from which each replica draws its own. If the same numbers are meant, "
+        "say so: `nnx.Variable(key, aggregation=VariableAggregation.NONE)`."
+    ),
+}
+
+
+def _conflict_message(conflict: Conflict) -> str:
     return (
         f"`{conflict.kind}` at {conflict.where} is decided by a value that differs "
         f"between replicas (it was computed from {_and(conflict.reasons)}), and "
-        "reduces over replicas inside (gradients with respect to mirrored parameters "
-        "do), so that some replicas would wait there for ever. Reduce the value that "
-        "decides first (`get_replica_context().all_reduce`), compute gradients "
+        "reduces over replicas inside, so that some replicas would wait there for "
+        "ever. Reduce the value that decides first (`armillary.all_reduce`), reduce "
         "outside, or choose with `jnp.where`."
     )
 

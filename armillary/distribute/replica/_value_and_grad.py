@@ -29,6 +29,7 @@ def value_and_grad(
     *,
     batch: PyTree = None,
     accumulate_steps: int | None = None,
+    op: str | None = None,
     has_aux: bool = False,
 ) -> tuple[Any, Any]:
     """Returns a loss, and its gradients with respect to variables.
@@ -37,29 +38,34 @@ def value_and_grad(
 
         def loss_fn():
             predictions = model(images, training=True)
-            losses = loss_object(labels, predictions)
-            return armillary.compute_average_loss(losses)
+            return jnp.mean(loss_object(labels, predictions))
 
         loss, gradients = armillary.value_and_grad(loss_fn, model.trainable_variables)
+        gradients = armillary.all_reduce("mean", gradients)
         optimizer.apply(gradients, model.trainable_variables)
 
-    Inside `strategy.run`, gradients with respect to mirrored variables arrive summed
-    over replicas. What `loss_fn` writes to variables (batch statistics, metrics, random
-    state) stays written.
+    Inside `strategy.run` they are this replica's, as those of `jax.grad` are. What
+    `loss_fn` writes to variables (batch statistics, metrics, random state) stays
+    written.
 
     With `batch`, gradients can be accumulated: the loss of one part of the batch after
-    the other is computed and differentiated, which needs the memory of one part, and
-    the sum over replicas comes once. The result is that of the whole batch::
+    the other is computed and differentiated, which needs the memory of one part. The
+    result is that of this replica's whole share::
 
         def loss_fn(batch):
-            losses = cross_entropy(model(batch["image"]), batch["label"])
-            return armillary.compute_average_loss(losses)
+            return jnp.mean(cross_entropy(model(batch["image"]), batch["label"]))
 
-        loss, gradients = armillary.value_and_grad(loss_fn, model, batch=batch)
-        optimizer.update(model, gradients)
+        loss, gradients = armillary.value_and_grad(
+            loss_fn, model, batch=batch, op="mean"
+        )
+        optimizer.update(model, armillary.all_reduce("mean", gradients))
 
-    Batch statistics, metrics and random state that `loss_fn` writes are then written
-    once for each part, in order.
+    That holds for a mean or a sum over examples, with any penalties for a mean. It does
+    not for a loss that is not linear in its examples: the root of a mean of squares, a
+    contrastive loss between examples, a ratio of sums such as Dice. The mean of the
+    losses of the parts is another loss there. (`weighted_mean` is refused.) Batch
+    statistics, metrics and random state that `loss_fn` writes are written once for each
+    part, in order.
 
     Args:
         loss_fn: Computes the loss, a scalar, from what the variables hold; it is called
@@ -70,6 +76,8 @@ def value_and_grad(
             arrays whose first axis is that of examples.
         accumulate_steps: Parts to take `batch` in; a divisor of the examples of a
             replica. By default that of the trainer's `StandardTrainerOptions`, or 1.
+        op: How the loss is made of those of the parts: `"mean"` or `"sum"`. It may be
+            left out if `compute_average_loss` makes the loss, or for one part.
         has_aux: Whether `loss_fn` returns a pair of the loss and something else, as in
             `jax.value_and_grad`. Of several parts, values of each example are joined.
 
@@ -80,11 +88,16 @@ def value_and_grad(
     Raises:
         TypeError: If `loss_fn` cannot be called, or one of `variables` is not a
             variable.
-        ValueError: If `batch` is missing or has no such parts, or something that
-            `loss_fn` does cannot be accumulated.
+        ValueError: If `batch` is missing or has no such parts, `op` is none of the two
+            or does not fit, or something that `loss_fn` does cannot be accumulated.
         CapturedStateError: If the trainer does not reach one of them.
     """
     check_callable("loss_fn", loss_fn)
+    if op not in (None, "mean", "sum"):
+        raise ValueError(
+            f'`op` is {op!r}, but the loss is a "mean" or a "sum" over examples. Use '
+            "one of the two, or leave it out."
+        )
     count = _count_parts(batch, accumulate_steps)
     wanted, treedef = _variables_of(variables)
     state = lifted_state() or State([(loss_fn, ""), (wanted, "variables")])
@@ -116,7 +129,7 @@ def value_and_grad(
     if count == 1:
         found = differentiate(values, {}, batch)
     else:
-        found = accumulate(differentiate, values, before, batch, count)
+        found = accumulate(differentiate, values, before, batch, count, op)
     new = found.slots
     state.write([new.get(i, leaf) for i, leaf in enumerate(before)], set(new))
     gradients = found.gradients

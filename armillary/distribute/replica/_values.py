@@ -19,29 +19,34 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from armillary.data._layout import Active
 
+AXIS_NAME = "replica"
+"""The axis of replicas, for the functions of `jax.lax`."""
+
 
 class ReduceOp(enum.Enum):
     """How values are combined over replicas (`tf.distribute.ReduceOp`)."""
 
     SUM = "SUM"
     MEAN = "MEAN"
+    MAX = "MAX"
+    MIN = "MIN"
 
     @classmethod
-    def of(cls, value: Any) -> "ReduceOp":
+    def of(cls, value: Any, name: str = "reduce_op") -> "ReduceOp":
         """Returns `value` as a member; the names may be given as strings.
 
         Raises:
-            ValueError: If `value` names no member.
+            ValueError: If `value`, the argument `name`, names no member.
         """
         if isinstance(value, cls):
             return value
-        try:
-            return cls[str(value).upper()]
-        except KeyError:
-            raise ValueError(
-                f"`reduce_op` is {value!r}, but it must be `ReduceOp.SUM` or "
-                "`ReduceOp.MEAN`. Use one of these, or their names as strings."
-            ) from None
+        if isinstance(value, str) and value.upper() in cls.__members__:
+            return cls[value.upper()]
+        raise ValueError(
+            f'`{name}` is {value!r:.60}, but it must be "sum", "mean", "max" or '
+            '"min", or a member of `armillary.ReduceOp`. It comes before the values: '
+            '`armillary.all_reduce("mean", gradients)`.'
+        )
 
 
 def _refuse(use: str) -> Callable[..., NoReturn]:
@@ -67,7 +72,6 @@ class PerReplica(NDArrayOperatorsMixin):
             `stacked` mean nothing.
         active_replicas: Which ones: so many from the first, or those of these numbers.
         shared_by: How many replicas share one value; `None` if each has its own.
-        has_own_data: Whether it comes from a `run` whose arguments were not all equal.
     """
 
     def __init__(
@@ -75,13 +79,11 @@ class PerReplica(NDArrayOperatorsMixin):
         array: Any,
         num_active: Active,
         shared_by: int | None = None,
-        has_own_data: bool = True,
     ) -> None:
         self.array = array
         self.num_active = count_active(num_active)
         self.active_replicas = num_active
         self.shared_by = shared_by
-        self.has_own_data = has_own_data
         _owners[id(array)] = self
 
     @property
@@ -185,13 +187,13 @@ class PerReplica(NDArrayOperatorsMixin):
             raise AttributeError(f"PerReplica has no attribute {name!r}")
         raise AttributeError(self._explain(f"was asked for `{name}`"))
 
-    def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, int | None, bool]]:
+    def tree_flatten(self) -> tuple[tuple[Any], tuple[Active, int | None]]:
         """Flattens into the array."""
-        return (self.array,), (self.active_replicas, self.shared_by, self.has_own_data)
+        return (self.array,), (self.active_replicas, self.shared_by)
 
     @classmethod
     def tree_unflatten(
-        cls, attributes: tuple[Active, int | None, bool], children: tuple[Any]
+        cls, attributes: tuple[Active, int | None], children: tuple[Any]
     ) -> "PerReplica":
         """Builds a value from the array."""
         return cls(children[0], *attributes)

@@ -32,6 +32,7 @@ class CentralStorageStrategy(MirroredStrategy):
         parameter_device: Where variables live, a device or a name. By default the first
             CPU, whose memory is that of the host. A name reaches platforms other than
             JAX's default one.
+        reduce_dtype: As for `MirroredStrategy`.
 
     Raises:
         ValueError: If a device does not exist, or the devices cannot form replicas.
@@ -43,11 +44,13 @@ class CentralStorageStrategy(MirroredStrategy):
         self,
         compute_devices: Sequence[Any] | None = None,
         parameter_device: Any = None,
+        *,
+        reduce_dtype: Any = None,
     ) -> None:
         found = None
         if compute_devices is not None:
             found = as_devices("compute_devices", compute_devices)
-        super().__init__(found)
+        super().__init__(found, reduce_dtype=reduce_dtype)
         self._parameter_device = (
             _host()
             if parameter_device is None

@@ -17,8 +17,7 @@ from armillary.distribute._global_arrays import (
     split,
 )
 from armillary.distribute.replica._narrow import narrow_mesh
-from armillary.distribute.replica._policy import AXIS_NAME
-from armillary.distribute.replica._values import PerReplica
+from armillary.distribute.replica._values import AXIS_NAME, PerReplica
 from armillary.typing import PyTree
 
 
@@ -263,10 +262,13 @@ def _take_locally(
 ) -> PyTree:
     # Left to itself, the partitioner may choose to gather with collectives.
     local_take = jax.shard_map(
-        _take, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec
+        _take,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), spec),
+        out_specs=spec,
+        check_vma=False,
     )
-    with jax.auto_pcast(True):
-        return local_take(arrays, rows)
+    return local_take(arrays, rows)
 
 
 def _take(arrays: PyTree, rows: Any) -> PyTree:

@@ -12,9 +12,10 @@ from armillary.data._layout import BatchLayout
 from armillary.distribute._global_arrays import everywhere
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import Functions
+from armillary.distribute.replica._collectives import check_wire_dtype
 from armillary.distribute.replica._cross_device_ops import CrossDeviceOps
-from armillary.distribute.replica._policy import AXIS_NAME
 from armillary.distribute.replica._run import run_in_replicas
+from armillary.distribute.replica._values import AXIS_NAME
 from armillary.distribute.strategies._devices import as_devices, check_alone
 from armillary.distribute.strategies._layouts import ReplicaLayout
 from armillary.state._lift import State
@@ -28,26 +29,30 @@ class MirroredStrategy(Strategy):
     """One replica per device, with equal variables on all of them.
 
     As `tf.distribute.MirroredStrategy`: each replica computes gradients on its share of
-    the batch, the gradients are summed, and every replica makes the same update. XLA
-    chooses how to sum.
+    the batch, the step reduces them (`armillary.all_reduce`), and every replica makes
+    the same update.
 
     Args:
         devices: One `jax.Device` or name (`"gpu:0"`) per replica. By default all
             devices of this process.
-        cross_device_ops: How compiled steps sum over replicas: one of
+        cross_device_ops: How `all_reduce` sums over replicas: one of
             `armillary.distribute`, or a `CrossDeviceOps` of your own. `None` leaves it
             to XLA, which is nearly always best.
+        reduce_dtype: What floats travel in between replicas, such as `jnp.bfloat16`,
+            where a step does not say. `None` for the dtype of each value.
 
     Raises:
         TypeError: If `cross_device_ops` is something else.
         ValueError: If the devices cannot form replicas, or do not fit
-            `cross_device_ops`.
+            `cross_device_ops`, or `reduce_dtype` is no dtype of floats.
     """
 
     def __init__(
         self,
         devices: Sequence[Any] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        reduce_dtype: Any = None,
     ) -> None:
         found = as_devices("devices", devices)
         if cross_device_ops is not None:
@@ -59,6 +64,7 @@ class MirroredStrategy(Strategy):
         super().__init__(mesh, num_replicas=len(found))
         self._replica_mesh = mesh
         self.cross_device_ops = cross_device_ops
+        self.reduce_dtype = check_wire_dtype("reduce_dtype", reduce_dtype)
         self._functions = Functions()
 
     @contextlib.contextmanager

@@ -41,6 +41,7 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
             default `armillary.cluster.resolve_cluster()` finds out.
         communication_options: How values are exchanged between devices, and how long
             processes wait for each other.
+        reduce_dtype: As for `MirroredStrategy`.
 
     Raises:
         ClusterError: If a device was used before, or this process has joined another
@@ -53,9 +54,12 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
         self,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
+        *,
+        reduce_dtype: Any = None,
     ) -> None:
         self._join(cluster_resolver, communication_options)
-        super().__init__(order_devices(self._find_devices(self.peers is not None)))
+        devices = order_devices(self._find_devices(self.peers is not None))
+        super().__init__(devices, reduce_dtype=reduce_dtype)
 
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:
         """Returns the devices of this process, or of all if it has joined them."""

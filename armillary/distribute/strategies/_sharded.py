@@ -17,6 +17,7 @@ from jax.sharding import (
 )
 
 from armillary._checks import check_instance, check_positive_int
+from armillary._jaxpr import is_in_trace
 from armillary.cluster._communication import CommunicationOptions
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
@@ -25,9 +26,8 @@ from armillary.data._input_options import InputOptions
 from armillary.data._layout import BatchLayout
 from armillary.distribute._global_arrays import is_key
 from armillary.distribute.program._function import Functions
+from armillary.distribute.replica._alone import run_in_place, run_traced
 from armillary.distribute.replica._collectives import ReplicaContext
-from armillary.distribute.replica._context import entered
-from armillary.distribute.replica._keras_losses import check_keras_losses
 from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.strategies._devices import as_devices, check_alone
 from armillary.distribute.strategies._layouts import MeshLayout
@@ -206,7 +206,6 @@ class ShardedStrategy(JoinedStrategy):
         if state is None:
             return self._functions.get(fn, self)(*args, **kwargs)
         check_annotations(state)
-        check_keras_losses()
         specs, held = self._rules.specs(state), state.read()
         of_optimizer = [part for s in state.slots for part in s.is_of_optimizer()]
         # Left to itself, the partitioner may divide what is computed from a parameter
@@ -216,9 +215,12 @@ class ShardedStrategy(JoinedStrategy):
             for leaf, spec, is_not in zip(held, specs, of_optimizer, strict=True)
         ]
         state.write(collected)
-        context = ReplicaContext(self, None, active=1)
-        with entered(self, context), partitioned(self._layout.split):
-            result = fn(*args, **kwargs)
+        with partitioned(self._layout.split):
+            if is_in_trace():
+                result = run_traced(self, fn, args, kwargs, state)
+            else:
+                context = ReplicaContext(self, None, active=1)
+                result = run_in_place(self, context, fn, args, kwargs)
         for slot, start, stop in state.ranges:
             # Another structure is an error of the whole step, once it has ended.
             with contextlib.suppress(StateStructureError):

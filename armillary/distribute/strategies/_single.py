@@ -7,12 +7,13 @@ from typing import Any, Self
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from armillary._jaxpr import is_in_trace
 from armillary.data._layout import BatchLayout
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._outside_traces import add_trace_note
+from armillary.distribute.replica._alone import run_in_place, run_traced
 from armillary.distribute.replica._collectives import ReplicaContext
-from armillary.distribute.replica._context import entered, require_scope, set_default
-from armillary.distribute.replica._keras_losses import check_keras_losses
+from armillary.distribute.replica._context import require_scope, set_default
 from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.strategies._devices import Device, as_device
 from armillary.distribute.strategies._layouts import SingleLayout
@@ -42,12 +43,13 @@ class SingleStrategy(Strategy):
     ) -> PyTree:
         if state is not None:
             check_annotations(state)
-        check_keras_losses()
-        context = ReplicaContext(self, None, active=1)
         place = nullcontext if self._device is None else jax.default_device
-        with entered(self, context), place(self._device):
+        with place(self._device):
             try:
-                return fn(*args, **kwargs)
+                if state is not None and is_in_trace():
+                    return run_traced(self, fn, args, kwargs, state)
+                context = ReplicaContext(self, None, active=1)
+                return run_in_place(self, context, fn, args, kwargs)
             except Exception as error:
                 if state is None:
                     add_trace_note(error)

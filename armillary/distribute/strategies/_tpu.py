@@ -58,6 +58,8 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         self,
         resolver: ClusterResolver | None = None,
         topology: str | None = None,
+        *,
+        reduce_dtype: Any = None,
     ) -> None:
         self._topology = None if topology is None else _parse(topology)
         if resolver is not None:
@@ -67,7 +69,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         reason = _why_there_is_none() if self._platform == "tpu" else None
         if reason is not None:
             _refuse(reason)
-        super().__init__(resolver)
+        super().__init__(resolver, reduce_dtype=reduce_dtype)
 
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:
         find = jax.devices if is_joined else jax.local_devices

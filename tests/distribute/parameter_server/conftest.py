@@ -88,6 +88,7 @@ class Problem:
                     return armillary.compute_average_loss(error**2)
 
                 loss, gradients = nnx.value_and_grad(loss_fn)(model)
+                gradients = armillary.all_reduce("sum", gradients)
                 optimizer.update(model, gradients)
                 return loss
 

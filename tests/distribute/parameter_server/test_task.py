@@ -212,6 +212,32 @@ def test_what_servers_cannot_do_is_refused(step, error, message):
         trace(step)
 
 
+@pytest.mark.parametrize(("op", "expected"), [("sum", 2.0), ("mean", 1.0)])
+def test_synchronous_workers_send_their_part_of_reduced_gradients(op, expected):
+    def step(h, strategy):
+        def replica():
+            gradients = armillary.all_reduce(op, grad(h.model))
+            h.optimizer.update(h.model, gradients)
+
+        strategy.run(replica)
+
+    program, state = trace(step, is_synchronous=True)
+    (sent,) = run(program, state)[1]
+    np.testing.assert_allclose(sent[0], expected * np.arange(3.0))
+
+
+def test_what_synchronous_workers_reduce_is_for_the_optimizer_alone():
+    def step(h, strategy):
+        def replica():
+            gradients = armillary.all_reduce("sum", grad(h.model))
+            h.optimizer.update(h.model, jax.tree.map(lambda g: g * 2, gradients))
+
+        strategy.run(replica)
+
+    with pytest.raises(ReplicaContextError, match="to the optimizer as it is"):
+        trace(step, is_synchronous=True)
+
+
 def test_synchronous_workers_scale_losses_as_replicas_do():
     def step(h, strategy):
         def replica():
@@ -231,9 +257,9 @@ def test_synchronous_workers_scale_losses_as_replicas_do():
 def test_synchronous_workers_cannot_speak_within_a_step(method):
     def step(h, strategy):
         def replica():
-            getattr(armillary.get_replica_context(), method)("sum", h.other)
+            return getattr(armillary.get_replica_context(), method)("sum", h.other)
 
-        strategy.run(replica)
+        return strategy.run(replica)
 
     with pytest.raises(ReplicaContextError, match=f"`{method}` was called under"):
         trace(step, is_synchronous=True)

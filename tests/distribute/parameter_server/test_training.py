@@ -47,6 +47,7 @@ class Trainer(armillary.StandardTrainer):
 
             gradient = nnx.value_and_grad(loss_fn, has_aux=True)
             (_, losses), gradients = gradient(self.model)
+            gradients = armillary.all_reduce("sum", gradients)
             self.optimizer.update(self.model, gradients)
             self.loss.update(values=losses)
 

@@ -1,4 +1,4 @@
-import threading
+"""Loops and branches in a replica, which give what they give on one device."""
 
 import jax
 import jax.numpy as jnp
@@ -6,13 +6,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.extend import core
 
 import armillary
-from armillary.distribute.replica import _varying
-from armillary.distribute.replica._varying import corrected_types
-
-BIND = core.Primitive.bind
 
 
 @pytest.fixture
@@ -23,10 +18,6 @@ def strategy(make_mirrored):
 @pytest.fixture
 def rows(strategy, put_rows):
     return put_rows(strategy, [1, 2])
-
-
-def is_original():
-    return core.Primitive.bind is BIND
 
 
 @pytest.mark.slow
@@ -47,6 +38,7 @@ def test_a_recurrent_model_trains(strategy, make_cell):
                     return armillary.compute_average_loss(per_example)
 
                 loss, grads = nnx.value_and_grad(loss_fn)(model)
+                grads = armillary.all_reduce("sum", grads)
                 optimizer.update(model, grads)
                 return loss
 
@@ -57,7 +49,6 @@ def test_a_recurrent_model_trains(strategy, make_cell):
     losses = train(strategy)
     assert losses[2] < losses[0]
     np.testing.assert_allclose(losses, train(armillary.DefaultStrategy()), rtol=1e-5)
-    assert is_original()
 
 
 def test_a_scan_may_begin_with_a_shared_carry(strategy, rows):
@@ -84,7 +75,7 @@ def test_a_scan_without_inputs(strategy, rows):
     np.testing.assert_array_equal(result.stacked, [3, 6])
 
 
-def test_casts_spread_from_leaf_to_leaf(strategy, rows):
+def test_a_difference_spreads_from_leaf_to_leaf(strategy, rows):
     def step_fn(x):
         def body(carry, _):
             a, b, c = carry
@@ -140,74 +131,3 @@ def test_a_scan_inside_a_scan(strategy, rows):
         )[0]
 
     np.testing.assert_array_equal(strategy.run(step_fn, args=(rows,)).stacked, [4, 8])
-
-
-def test_another_type_error_is_passed_on(strategy, rows):
-    def step_fn(x):
-        return jax.lax.scan(lambda c, _: ((c, x), None), jnp.zeros(()), length=2)
-
-    with pytest.raises(TypeError, match="carry"):
-        strategy.run(step_fn, args=(rows,))
-    assert is_original()
-
-
-def test_jax_is_as_it_was_after_a_step(strategy, rows):
-    def step_fn(x):
-        assert not is_original()
-        return x
-
-    assert is_original()
-    strategy.run(step_fn, args=(rows,))
-    assert is_original()
-
-
-def test_jax_is_as_it_was_after_an_error(strategy, rows):
-    def step_fn(x):
-        raise RuntimeError("half way")
-
-    with pytest.raises(RuntimeError, match="half way"):
-        strategy.run(step_fn, args=(rows,))
-    assert is_original()
-    assert not getattr(_varying._local, "active", False)
-
-
-def test_contexts_nest():
-    with corrected_types():
-        with corrected_types():
-            pass
-        assert not is_original() and _varying._local.active
-    assert is_original() and not _varying._local.active
-
-
-def test_other_threads_get_the_behavior_of_jax(strategy, rows):
-    seen = []
-
-    def in_thread():
-        # What the context replaced still fails here as JAX does.
-        def step_fn(x):
-            return jax.lax.scan(lambda c, _: (c + x, None), jnp.zeros(()), length=2)[0]
-
-        mapped = jax.shard_map(
-            lambda x: step_fn(x[0])[None],
-            mesh=strategy.mesh,
-            in_specs=jax.sharding.PartitionSpec("replica"),
-            out_specs=jax.sharding.PartitionSpec("replica"),
-        )
-        assert not is_original()
-        with jax.auto_pcast(True):
-            try:
-                jax.jit(mapped)(jnp.arange(2.0))
-            except TypeError as error:
-                seen.append("manual axis types do not match" in str(error))
-
-    with corrected_types():
-        thread = threading.Thread(target=in_thread)
-        thread.start()
-        thread.join()
-    assert seen == [True] and is_original()
-
-
-def test_loops_outside_a_step_are_untouched():
-    with corrected_types():
-        assert float(jax.lax.scan(lambda c, _: (c + 1, None), 0.0, length=3)[0]) == 3
-        assert int(jax.lax.while_loop(lambda c: c < 3, lambda c: c + 1, 0)) == 3

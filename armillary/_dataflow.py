@@ -1,0 +1,199 @@
+"""One forward dataflow over traced programs, of which every analysis is a client.
+
+An analysis says what is known of the values that go in (the source), what an operation
+makes of what is known of its operands (`transfer`), and what is known where ways meet
+(`join`). How facts go through calls, branches, loops and references is written here.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+from jax.extend import core
+
+from armillary._jaxpr import called_program, programs_in
+
+Fact = TypeVar("Fact")
+
+
+class Dataflow(Generic[Fact]):
+    """Follows facts about values through a program and all that is nested in it.
+
+    Facts may only grow by `join`, so that loops come to an end.
+
+    Attributes:
+        nothing: What is known of a constant.
+        jaxpr: The program that the current equation is in.
+        within: The equations that it is within, from outside.
+        times: How often it runs, as far as lengths of loops are known.
+    """
+
+    nothing: Fact
+
+    def __init__(self) -> None:
+        self.jaxpr: Any = None
+        self.within: list[Any] = []
+        self.times = 1
+        # What references hold: any operation may write to any of them.
+        self._written = self.nothing
+
+    def join(self, facts: Iterable[Fact]) -> Fact:
+        """Returns what is known of a value that comes by several ways."""
+        raise NotImplementedError
+
+    def transfer(self, equation: Any, operands: list[Fact]) -> list[Fact] | None:
+        """Returns the facts of an equation's results; `None` for those by default.
+
+        That is what its programs make of the operands, or else what is known of any.
+        """
+        raise NotImplementedError
+
+    def decide(self, equation: Any, decides: Fact) -> Fact:
+        """Returns what results of a branch or loop gain from what decides it."""
+        del equation, decides
+        return self.nothing
+
+    def run(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
+        """Returns the facts of the program's results, given those of its inputs."""
+        while True:
+            before = self._written
+            results = self._run(program, inputs)
+            if self._written == before:
+                return results
+
+    def _run(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
+        jaxpr = getattr(program, "jaxpr", program)
+        outer, self.jaxpr = self.jaxpr, jaxpr
+        known: dict[Any, Fact] = dict.fromkeys(jaxpr.constvars, self.nothing)
+        known.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Fact:
+            return self.nothing if isinstance(atom, core.Literal) else known[atom]
+
+        for equation in jaxpr.eqns:
+            operands = list(map(read, equation.invars))
+            if any(hasattr(atom.aval, "inner_aval") for atom in equation.invars):
+                self._written = self.join([self._written, *operands])
+                operands = [self.join([fact, self._written]) for fact in operands]
+            results = self.transfer(equation, operands)
+            if results is None:
+                results = self._follow(equation, operands)
+            known.update(zip(equation.outvars, results, strict=True))
+        self.jaxpr = outer
+        return list(map(read, jaxpr.outvars))
+
+    def _follow(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        """Returns the facts of results through the programs of an equation."""
+        name = equation.primitive.name
+        if name == "cond":
+            return self._follow_branches(equation, operands)
+        if name == "while":
+            return self._follow_while(equation, operands)
+        if name == "scan":
+            return self._follow_scan(equation, operands)
+        programs = list(programs_in(equation))
+        called = called_program(equation) if programs else None
+        if called is not None:
+            return self._enter(equation, called, operands)
+        # How it uses its programs is not known: all that goes in comes out.
+        everything = self.join(operands)
+        for program in programs:
+            count = len(getattr(program, "jaxpr", program).invars)
+            made = self._enter(equation, program, [everything] * count)
+            everything = self.join([everything, *made])
+        return [everything] * len(equation.outvars)
+
+    def _enter(
+        self, equation: Any, program: Any, inputs: Sequence[Fact], times: int = 1
+    ) -> list[Fact]:
+        before = self.times
+        self.within.append(equation)
+        self.times *= times
+        try:
+            return self._run(program, inputs)
+        finally:
+            self.within.pop()
+            self.times = before
+
+    def _follow_branches(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        decides, *rest = operands
+        gained = self.decide(equation, decides)
+        branches = equation.params["branches"]
+        results = [self._enter(equation, branch, rest) for branch in branches]
+        return [self.join([*column, gained]) for column in zip(*results, strict=True)]
+
+    def _follow_while(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        params = equation.params
+        decide, body = params["cond_jaxpr"], params["body_jaxpr"]
+        first = params["cond_nconsts"]
+        last = first + params["body_nconsts"]
+        constants, carry = operands[:first], operands[last:]
+        while True:
+            (decides,) = self._enter(equation, decide, [*constants, *carry])
+            gained = self.decide(equation, decides)
+            made = self._enter(equation, body, [*operands[first:last], *carry])
+            now = [self.join([a, b, gained]) for a, b in zip(carry, made, strict=True)]
+            if now == carry:
+                return carry
+            carry = now
+
+    def _follow_scan(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        params = equation.params
+        body, times = params["jaxpr"], params["length"]
+        first = params["num_consts"]
+        last = first + params["num_carry"]
+        carry = operands[first:last]
+        while True:
+            inputs = [*operands[:first], *carry, *operands[last:]]
+            made = self._enter(equation, body, inputs, times)
+            now = [self.join(pair) for pair in zip(carry, made, strict=False)]
+            if now == carry:
+                return [*carry, *made[len(carry) :]]
+            carry = now
+
+
+class Walk(Dataflow[None]):
+    """Visits every operation once, with how often it runs, and knows nothing else."""
+
+    nothing = None
+
+    def __init__(self, program: Any) -> None:
+        super().__init__()
+        jaxpr = getattr(program, "jaxpr", program)
+        self.run(program, [None] * len(jaxpr.invars))
+
+    def join(self, facts: Iterable[None]) -> None:
+        """Returns nothing."""
+        del facts
+
+    def transfer(self, equation: Any, operands: list[None]) -> list[None] | None:
+        """Visits an equation, and what is in it unless it is done with that."""
+        del operands
+        return [None] * len(equation.outvars) if self.visit(equation) else None
+
+    def visit(self, equation: Any) -> bool:
+        """Looks at an equation; returns whether its programs are to be left out."""
+        raise NotImplementedError
+
+
+class _Dependencies(Dataflow[frozenset[int]]):
+    nothing = frozenset()
+
+    def join(self, facts: Iterable[frozenset[int]]) -> frozenset[int]:
+        return frozenset().union(*facts)
+
+    def decide(self, equation: Any, decides: frozenset[int]) -> frozenset[int]:
+        del equation
+        return decides
+
+    def transfer(
+        self, equation: Any, operands: list[frozenset[int]]
+    ) -> list[frozenset[int]] | None:
+        if next(programs_in(equation), None):
+            return None
+        return [self.join(operands)] * len(equation.outvars)
+
+
+def find_dependencies(program: core.ClosedJaxpr) -> list[frozenset[int]]:
+    """Returns the inputs that each result of a program depends on, by their number."""
+    inputs = [frozenset({i}) for i in range(len(program.jaxpr.invars))]
+    return _Dependencies().run(program, inputs)

@@ -1,0 +1,320 @@
+"""What a step says of its reductions, under every strategy."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import armillary
+from armillary import ReduceOp
+from armillary.data import from_arrays
+from armillary.errors import (
+    DoubleReductionError,
+    ReplicaContextError,
+    ReplicaMismatchError,
+)
+
+X = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
+DATA = {"x": X, "y": X @ np.array([1, -2, 3], np.float32)}
+STRATEGIES = {
+    "default": armillary.DefaultStrategy,
+    "one device": lambda: armillary.OneDeviceStrategy("cpu:1"),
+    "sharded": lambda: armillary.ShardedStrategy(devices=jax.devices()[:4]),
+    "one replica": lambda: armillary.MirroredStrategy(["cpu:0"]),
+    "four replicas": lambda: armillary.MirroredStrategy(jax.devices()[:4]),
+    "central": lambda: armillary.CentralStorageStrategy(jax.devices()[:2]),
+}
+REDUCTIONS = {
+    "all_reduce": lambda grads: armillary.all_reduce("mean", grads),
+    "context": lambda grads: armillary.get_replica_context().all_reduce("mean", grads),
+    "pmean": lambda grads: jax.lax.pmean(grads, "replica"),
+    "psum": lambda grads: jax.tree.map(
+        lambda g: g / jax.lax.axis_size("replica"), jax.lax.psum(grads, "replica")
+    ),
+}
+
+
+class Trainer(armillary.StandardTrainer):
+    def __init__(self, strategy, reduce, *, transform=None, **options):
+        source = from_arrays(DATA, batch_size=8, repeat=True)
+        super().__init__(
+            strategy.distribute_dataset(source),
+            armillary.StandardTrainerOptions(**options),
+        )
+        self.strategy, self.reduce = strategy, reduce
+        self.model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        transform = transform or optax.adam(0.1)
+        self.optimizer = nnx.Optimizer(self.model, transform, wrt=nnx.Param)
+
+    def train_step(self, iterator):
+        self.strategy.run(self.replica_step, args=(next(iterator),))
+
+    def replica_step(self, batch):
+        def loss_fn(model):
+            losses = (model(batch["x"])[:, 0] - batch["y"]) ** 2
+            return jnp.mean(losses) + 1e-2 * jnp.sum(model.kernel[...] ** 2)
+
+        self.optimizer.update(self.model, self.reduce(nnx.grad(loss_fn)(self.model)))
+
+
+def train(*args, num_steps=4, **options):
+    trainer = Trainer(*args, **options)
+    trainer.train(num_steps)
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(trainer.model)])
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return train(armillary.DefaultStrategy(), lambda grads: grads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_text_of_a_step_runs_under_every_strategy(strategy, reduction, expected):
+    found = train(STRATEGIES[strategy](), REDUCTIONS[reduction])
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["one device", "four replicas"])
+def test_a_step_of_one_device_runs_on_many_with_another_optimizer(strategy, expected):
+    transform = optax.chain(armillary.all_reduce_gradients("mean"), optax.adam(0.1))
+    found = train(STRATEGIES[strategy](), lambda grads: grads, transform=transform)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["one device", "sharded", "four replicas"])
+@pytest.mark.parametrize("reduction", ["all_reduce", "pmean"])
+def test_an_eager_step_reduces_as_well(strategy, reduction, expected):
+    found = train(STRATEGIES[strategy](), REDUCTIONS[reduction], compile_step=False)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_an_eager_step_that_leaves_replicas_different_is_refused():
+    with pytest.raises(
+        ReplicaMismatchError,
+        match=r"(?s)model/bias \(plain, mirrored\).*armillary.all_reduce\(.mean.*"
+        r"`compile_step=True`\) names the line",
+    ):
+        train(
+            STRATEGIES["four replicas"](),
+            lambda grads: grads,
+            compile_step=False,
+            num_steps=1,
+        )
+
+
+def test_an_eager_step_sees_numbers():
+    seen = []
+
+    def reduce(grads):
+        jax.tree.map(lambda g: seen.append(isinstance(g, jax.core.Tracer)), grads)
+        return REDUCTIONS["pmean"](grads)
+
+    train(STRATEGIES["one device"](), reduce, compile_step=False, num_steps=1)
+    assert seen == [False, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_batch_statistics_of_all_replicas_run_under_every_strategy(strategy):
+    class Normalizes(Trainer):
+        def __init__(self, strategy):
+            super().__init__(strategy, REDUCTIONS["all_reduce"])
+            self.norm = nnx.BatchNorm(3, axis_name="replica", rngs=nnx.Rngs(0))
+
+        def replica_step(self, batch):
+            self.norm(batch["x"])
+
+    trainer = Normalizes(STRATEGIES[strategy]())
+    trainer.train(1)
+    mean = trainer.norm.mean[...]
+    np.testing.assert_allclose(mean, 0.01 * X[:8].mean(0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def strategy(make_mirrored):
+    return make_mirrored(4)
+
+
+@pytest.fixture
+def rows(strategy, put_rows):
+    return put_rows(strategy, [[1.0, 8.0], [2.0, 7.0], [3.0, 6.0], [4.0, 5.0]])
+
+
+@pytest.mark.parametrize("op", [*ReduceOp, "sum", "MEAN"])
+def test_each_operation_gives_every_replica_the_same(op, strategy, rows):
+    combine = {"SUM": np.sum, "MEAN": np.mean, "MAX": np.max, "MIN": np.min}
+    name = getattr(op, "value", str(op).upper())
+    found = strategy.run(lambda x: armillary.all_reduce(op, {"x": x}), args=(rows,))
+    assert found["x"].is_shared
+    np.testing.assert_allclose(found["x"].array, combine[name](rows.array, 0))
+
+
+@pytest.mark.parametrize(("op", "expected"), [("max", 2), ("min", 1), ("mean", 1.5)])
+def test_replicas_without_data_take_no_part(op, expected, strategy, put_rows):
+    rows = put_rows(strategy, [1.0, 2.0, 99.0, -99.0], num_active=2)
+    found = strategy.run(lambda x: armillary.all_reduce(op, x), args=(rows,))
+    assert float(found.array) == expected
+
+
+def test_integers_booleans_and_numbers_are_reduced(strategy, rows):
+    def step_fn(x):
+        return armillary.all_reduce("sum", {"i": jnp.arange(2), "b": x > 2, "n": 1.0})
+
+    found = strategy.run(step_fn, args=(rows,))
+    assert found["i"].array.tolist() == [0, 4]
+    assert found["b"].array.tolist() == [2, 4]
+    assert float(found["n"].array) == 4
+
+
+def find_rounds(strategy, reduce):
+    """Returns the lines of the all-reduces that a compiled step makes."""
+
+    def step_fn(x):
+        return jax.tree.leaves(reduce({"a": x, "b": x[0]}))
+
+    rows = strategy.distribute_values_from_function(lambda context: jnp.ones(2))
+    step = jax.jit(lambda rows: strategy.run(step_fn, (rows,)))
+    lines = step.lower(rows).compile().as_text().splitlines()
+    return [line for line in lines if re.search(r" all-reduce(-start)?\(", line)]
+
+
+def test_a_tree_travels_in_one_round(strategy):
+    (round_,) = find_rounds(strategy, lambda tree: armillary.all_reduce("sum", tree))
+    assert "f32[2]" in round_ and "f32[]" in round_
+
+
+@pytest.mark.parametrize("is_default", [False, True])
+def test_values_travel_in_another_dtype(is_default, rows):
+    options = {"reduce_dtype": jnp.bfloat16} if is_default else {}
+    strategy = armillary.MirroredStrategy(jax.devices()[:4], **options)
+
+    def reduce(x):
+        dtype = None if is_default else "bfloat16"
+        return armillary.all_reduce("mean", x, dtype=dtype)
+
+    program = str(jax.make_jaxpr(lambda x: strategy.run(reduce, (x,)))(rows))
+    assert re.search(r":bf16\[2\] = psum\[", program)
+    found = strategy.run(reduce, args=(rows,))
+    assert found.array.dtype == jnp.float32
+    np.testing.assert_allclose(found.array, [2.5, 6.5])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: armillary.all_reduce(jnp.ones(2), "mean"),
+            ValueError,
+            r'`op` is Array.* before the values: `armillary.all_reduce\("mean", grad',
+        ),
+        (
+            lambda: armillary.all_reduce("median", jnp.ones(2)),
+            ValueError,
+            '`op` is \'median\', but it must be "sum", "mean"',
+        ),
+        (
+            lambda: armillary.all_reduce_gradients("median"),
+            ValueError,
+            "`op` is 'median'",
+        ),
+        (
+            lambda: armillary.all_reduce("sum", jnp.ones(2), dtype="int8"),
+            ValueError,
+            "`dtype` is 'int8', but values travel between replicas in a dtype of float",
+        ),
+        (
+            lambda: armillary.MirroredStrategy(reduce_dtype=jnp.int32),
+            ValueError,
+            "`reduce_dtype` is .*int32.*, but values travel",
+        ),
+        (
+            lambda: armillary.over_replicas(3),
+            TypeError,
+            "`loss_fn` is 3 of type int",
+        ),
+        (
+            lambda: armillary.over_replicas(jnp.sum, "max"),
+            ValueError,
+            '`op` is \'max\', but the loss of a batch is the "mean" or the "sum"',
+        ),
+    ],
+)
+def test_what_cannot_be_right_is_an_error(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("armillary.all_reduce", lambda: armillary.all_reduce("sum", jnp.ones(()))),
+        ("weighted_mean", lambda: armillary.weighted_mean(jnp.ones(2), jnp.ones(2))),
+        ("over_replicas", lambda: armillary.over_replicas(jnp.sum)(jnp.ones(2))),
+    ],
+)
+def test_outside_a_step_it_says_so(name, call, strategy):
+    with (
+        strategy.scope(),
+        pytest.raises(
+            ReplicaContextError, match=f"`{name}` was called outside `Strategy.run`"
+        ),
+    ):
+        call()
+
+
+def test_the_error_says_the_line_to_write_for_the_loss_at_hand(strategy):
+    def step_fn(x, weight, scale):
+        def loss_fn(w):
+            losses = (x * w) ** 2
+            if scale == "mean":
+                return jnp.mean(losses)
+            return armillary.compute_average_loss(losses)
+
+        weight[...] = weight[...] - jax.grad(loss_fn)(weight[...])
+
+    rows = strategy.distribute_values_from_function(lambda context: jnp.ones(2))
+    for scale in ("mean", "sum"):
+        with pytest.raises(ReplicaMismatchError) as caught:
+            strategy.run(step_fn, args=(rows, nnx.Param(jnp.ones(2)), scale))
+        message = str(caught.value)
+        assert "(plain, mirrored), written at" in message
+        assert f'gradients = armillary.all_reduce("{scale}", gradients)' in message
+        assert "through the gradient of a loss of one replica (at " in message
+
+
+def test_a_learning_rate_is_no_mean(strategy, rows):
+    """A sum of gradients times 1/4, on 4 replicas, is not taken for a mean."""
+
+    def step_fn(x):
+        grads = jax.grad(lambda w: armillary.compute_average_loss(x * w))(jnp.ones(2))
+        return 0.25 * jax.lax.psum(grads, "replica"), jax.lax.psum(grads, "replica") / 4
+
+    found = strategy.run(step_fn, args=(rows,))
+    np.testing.assert_allclose(found[0].array, found[1].array)
+
+
+def test_a_mean_is_seen_in_the_words_of_jax(strategy, rows):
+    def step_fn(x):
+        grads = jax.grad(lambda w: armillary.compute_average_loss(x * w))(jnp.ones(2))
+        return jax.jit(lambda tree: jax.lax.pmean(tree, "replica"))(grads)
+
+    with pytest.raises(DoubleReductionError, match="would be 4 times too small"):
+        strategy.run(step_fn, args=(rows,))
+
+
+def test_a_step_without_run_is_told_where_the_axis_is():
+    class Bare(Trainer):
+        def train_step(self, iterator):
+            self.total = jax.lax.psum(next(iterator)["x"], "replica")
+
+    trainer = Bare(STRATEGIES["one device"](), None)
+    with pytest.raises(NameError) as caught:
+        trainer.train(1)
+    assert "there inside `strategy.run`, under every" in caught.value.__notes__[0]

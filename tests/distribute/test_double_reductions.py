@@ -1,0 +1,110 @@
+"""A reduction that counts something twice is an error.
+
+It is found behind a user's `jit`, loop, branch, backward pass and rematerialization.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import armillary
+from armillary import all_reduce, compute_average_loss, scale_regularization_loss
+from armillary.errors import DoubleReductionError
+from tests.distribute.losses import (
+    AROUND,
+    ROWS,
+    average,
+    mean,
+    on_replicas,
+    squares,
+)
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+# A loss of weights and a batch, what comes between, and the last reduction.
+SUMMED_TWICE = {
+    "sum of a mean": (lambda w, b: all_reduce("mean", mean(w, b)), None, "sum"),
+    "sum of a sum": (lambda w, b: all_reduce("sum", average(w, b)), None, "sum"),
+    "gradients of a loss by pmean": (
+        lambda w, b: jax.lax.pmean(mean(w, b), "replica"),
+        jax.grad,
+        "sum",
+    ),
+    "gradients of a loss by psum": (
+        lambda w, b: jax.lax.psum(average(w, b), "replica"),
+        jax.grad,
+        "sum",
+    ),
+    "gradients of the loss of all": (
+        armillary.over_replicas(mean),
+        jax.grad,
+        "sum",
+    ),
+    "gradients of a root of a mean over all": (
+        lambda w, b: jnp.sqrt(all_reduce("mean", mean(w, b))),
+        jax.grad,
+        "sum",
+    ),
+}
+DIVIDED_TWICE = {
+    "mean of an average": (average, None, "mean"),
+    "gradients of an average": (average, jax.grad, "mean"),
+    "gradients of an average with a given size": (
+        lambda w, b: compute_average_loss(squares(w, b), global_batch_size=ROWS),
+        jax.grad,
+        "mean",
+    ),
+    "gradients of a scaled penalty": (
+        lambda w, b: mean(w, b) + scale_regularization_loss(w**2),
+        jax.grad,
+        "mean",
+    ),
+    "gradients of an average of all": (
+        armillary.over_replicas(average),
+        jax.grad,
+        "mean",
+    ),
+}
+TWICE = {**SUMMED_TWICE, **DIVIDED_TWICE}
+
+
+# What a label does not survive: an accumulator that begins with zeros.
+LOST = {
+    (name, around)
+    for name in SUMMED_TWICE
+    for around in ("scan", "checkpoint in a scan")
+    if name.startswith("gradients of a loss by") or "root" in name
+}
+
+
+def _twice():
+    for name in TWICE:
+        for around in AROUND:
+            for place in ("loss", "gradient", "reduction"):
+                is_lost = (name, around) in LOST and place != "reduction"
+                reason = "the sum of zeros and a gradient loses what is known of it"
+                marks = pytest.mark.xfail(reason=reason, strict=True) if is_lost else ()
+                yield pytest.param(name, around, place, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "around", "place"), list(_twice()))
+def test_what_counts_twice_is_an_error_behind(name, around, place, make_mirrored):
+    loss_fn, differentiate, op = TWICE[name]
+
+    def reduce(w, value):
+        del w
+        return all_reduce(op, value)
+
+    wrap = AROUND[around]
+    loss_fn = wrap(loss_fn) if place == "loss" else loss_fn
+    make = differentiate(loss_fn) if differentiate else loss_fn
+    make = wrap(make) if place == "gradient" else make
+    reduce = wrap(reduce) if place == "reduction" else reduce
+    times = "large" if name in SUMMED_TWICE else "small"
+    with pytest.raises(DoubleReductionError, match=f"times( too {times})?"):
+        on_replicas(make_mirrored(2), lambda w, b: reduce(w, make(w, b)))

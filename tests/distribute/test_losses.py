@@ -1,0 +1,296 @@
+"""Ordinary losses on several replicas: which reduction makes them those of one device.
+
+Every one of them once trained another model on four replicas, in silence. The reference
+is plain JAX with the whole batch, in float64.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import armillary
+from armillary import compute_average_loss, scale_regularization_loss, weighted_mean
+from tests.distribute.losses import DATA, ROWS, WIDTH, W, check, on_replicas, squares
+
+COUNTS = [1, 2, 4]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def rows_of_tokens(w, b):
+    return jnp.log1p((b["x"].reshape(-1, 3, 2) * w.reshape(3, 2)) ** 2).sum(2)
+
+
+def reduced(strategy, loss_fn, op, data=DATA):
+    """Returns the loss and its gradient, reduced over replicas."""
+    both = jax.value_and_grad(loss_fn)
+    return on_replicas(
+        strategy, lambda w, b: armillary.all_reduce(op, both(w, b)), data
+    )
+
+
+def on_one_device(loss_fn, data=DATA):
+    batch = {name: jnp.asarray(array) for name, array in data.items()}
+    return jax.jit(jax.value_and_grad(loss_fn))(W, batch)
+
+
+def shards(count):
+    size = ROWS // count
+    for i in range(count):
+        yield {name: array[i * size :][:size] for name, array in DATA.items()}
+
+
+MEANS = {
+    "jnp.mean": lambda w, b: jnp.mean(squares(w, b)),
+    "sum by len": lambda w, b: squares(w, b).sum() / len(b["y"]),
+    "sum by a sum of ones": lambda w, b: (
+        squares(w, b).sum() / jnp.ones(len(b["y"])).sum()
+    ),
+    "jnp.average": lambda w, b: jnp.average(squares(w, b)),
+    "mean of a vmap": lambda w, b: jnp.mean(
+        jax.vmap(lambda x, y: (x @ w - y) ** 2)(b["x"], b["y"])
+    ),
+    "mean within a jit": lambda w, b: jax.jit(jnp.mean)(squares(w, b)),
+    "masked, by the number of examples": lambda w, b: jnp.mean(
+        squares(w, b) * b["mask"]
+    ),
+    "penalty as it is": lambda w, b: jnp.mean(squares(w, b)) + 0.1 * jnp.sum(w**2),
+    "a second mean": lambda w, b: (
+        jnp.mean(squares(w, b)) + jnp.mean(jnp.abs(b["x"] @ w))
+    ),
+    "losses (B, T)": lambda w, b: jnp.mean(rows_of_tokens(w, b)),
+    "losses (T, B)": lambda w, b: jnp.mean(jnp.stack([squares(w, b)] * 2)),
+    "losses (1, B)": lambda w, b: jnp.mean(squares(w, b)[None]),
+    "sum over tokens": lambda w, b: jnp.mean(rows_of_tokens(w, b).sum(1)),
+}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_of_examples_with_penalties_takes_the_mean(name, count, make_mirrored):
+    actual = reduced(make_mirrored(count), MEANS[name], "mean")
+    check(actual, on_one_device(MEANS[name]))
+
+
+# What one writes on one device, and the part of a replica.
+WEIGHTED = {
+    "sum by the sum of a mask": (
+        lambda w, b: (squares(w, b) * b["mask"]).sum() / b["mask"].sum(),
+        lambda w, b: weighted_mean(squares(w, b), b["mask"]),
+    ),
+    "jnp.mean(where=)": (
+        lambda w, b: jnp.mean(squares(w, b), where=b["mask"] > 0),
+        lambda w, b: weighted_mean(squares(w, b), b["mask"] > 0),
+    ),
+    "jnp.average(weights=)": (
+        lambda w, b: jnp.average(squares(w, b), weights=b["y"] ** 2),
+        lambda w, b: weighted_mean(squares(w, b), b["y"] ** 2),
+    ),
+    "a mask of tokens": (
+        lambda w, b: (rows_of_tokens(w, b) * b["tokens"]).sum() / b["tokens"].sum(),
+        lambda w, b: weighted_mean(rows_of_tokens(w, b), b["tokens"]),
+    ),
+    "weights of examples for tokens": (
+        lambda w, b: jnp.average(rows_of_tokens(w, b).mean(1), weights=b["mask"]),
+        lambda w, b: weighted_mean(rows_of_tokens(w, b), b["mask"]),
+    ),
+    "with a penalty": (
+        lambda w, b: jnp.average(squares(w, b), weights=b["mask"]) + jnp.sum(w**2),
+        lambda w, b: weighted_mean(squares(w, b), b["mask"]) + jnp.sum(w**2),
+    ),
+    "weights of parameters": (
+        lambda w, b: jnp.average(squares(w, b), weights=jax.nn.softplus(b["x"] @ w)),
+        lambda w, b: weighted_mean(squares(w, b), jax.nn.softplus(b["x"] @ w)),
+    ),
+    "only the first examples weigh": (
+        lambda w, b: squares(w, b)[: ROWS // 4].mean(),
+        lambda w, b: weighted_mean(squares(w, b), is_early(b)),
+    ),
+}
+
+
+def is_early(b):
+    """Returns weights that are 0 on all replicas but the first."""
+    bound = DATA["y"][: ROWS // 4]
+    return jnp.any(b["y"][:, None] == bound, axis=1)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_the_mean_of_weighted_parts_is_that_of_the_batch(name, count, make_mirrored):
+    plain, part = WEIGHTED[name]
+    check(reduced(make_mirrored(count), part, "mean"), on_one_device(plain))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weighted_parts_have_second_derivatives(name, count, make_mirrored):
+    plain, part = WEIGHTED[name]
+
+    def step_fn(w, b):
+        return jax.hessian(armillary.over_replicas(part))(w, b)
+
+    actual = on_replicas(make_mirrored(count), step_fn)
+    check(actual, jax.hessian(lambda w: plain(w, DATA))(W), 1e-8)
+
+
+@pytest.mark.parametrize("num_rows", [1, 13, 21, 22])
+@pytest.mark.parametrize("name", ["a mask of tokens", "weights of parameters"])
+def test_weighted_parts_of_an_uneven_batch_do_too(name, num_rows, make_mirrored):
+    plain, part = WEIGHTED[name]
+    data = {name: array[-num_rows:] for name, array in DATA.items()}
+    actual = reduced(make_mirrored(4), part, "mean", data)
+    check(actual, on_one_device(plain, data))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_weights_that_are_all_zero_give_zero(count, make_mirrored):
+    def part(w, b):
+        return weighted_mean(squares(w, b), 0 * b["mask"])
+
+    check(reduced(make_mirrored(count), part, "mean"), (0.0, np.zeros(WIDTH)))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_weighted_mean_of_half_precision_adds_up_in_more(count, make_mirrored):
+    losses = np.ones((2**10, 3), np.float32)
+
+    def step_fn(w, b):
+        del w
+        several = jnp.broadcast_to(losses[None], (len(b["y"]), *losses.shape))
+        part = weighted_mean(several.astype(jnp.bfloat16), b["mask"])
+        assert part.dtype == jnp.bfloat16
+        return armillary.all_reduce("mean", part.astype(jnp.float32))
+
+    # A replica's part has eight bits, and so has the mean of four of them.
+    np.testing.assert_allclose(on_replicas(make_mirrored(count), step_fn), 1, 2**-8)
+
+
+def gathered(values):
+    return jax.lax.all_gather(values, "replica", tiled=True)
+
+
+def similarities(own, every):
+    return jax.nn.logsumexp(jnp.tanh(own) @ jnp.tanh(every).T, axis=1)
+
+
+def over_all(value):
+    return armillary.all_reduce("mean", value)
+
+
+# What one writes on one device, and what is the same on several replicas.
+NO_MEANS = {
+    "a root of a mean": (
+        lambda w, b: jnp.sqrt(jnp.mean(squares(w, b))),
+        lambda w, b: jnp.sqrt(over_all(jnp.mean(squares(w, b)))),
+    ),
+    "a ratio of sums (Dice)": (
+        lambda w, b: squares(w, b).sum() / (1 + jnp.abs(b["x"] @ w)).sum(),
+        lambda w, b: (
+            over_all(squares(w, b).sum()) / over_all((1 + jnp.abs(b["x"] @ w)).sum())
+        ),
+    ),
+    "losses (B, B)": (
+        lambda w, b: jnp.mean((b["x"] @ w[:, None] - b["y"]) ** 2),
+        lambda w, b: jnp.mean((b["x"] @ w[:, None] - gathered(b["y"])) ** 2),
+    ),
+    "contrastive": (
+        lambda w, b: jnp.mean(similarities(b["x"] * w, b["x"] * w)),
+        lambda w, b: jnp.mean(similarities(b["x"] * w, gathered(b["x"] * w))),
+    ),
+    "centred by the batch": (
+        lambda w, b: jnp.var(b["x"] @ w),
+        lambda w, b: jnp.mean((b["x"] @ w - over_all(jnp.mean(b["x"] @ w))) ** 2),
+    ),
+    "a product of means": (
+        lambda w, b: jnp.mean(squares(w, b)) * jnp.mean(jnp.abs(b["x"] @ w)),
+        lambda w, b: (
+            over_all(jnp.mean(squares(w, b))) * over_all(jnp.mean(jnp.abs(b["x"] @ w)))
+        ),
+    ),
+    "a masked mean": WEIGHTED["sum by the sum of a mask"],
+}
+
+
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_a_sharded_strategy_gives_the_numbers_of_one_device(name):
+    strategy = armillary.ShardedStrategy(devices=jax.devices()[:4])
+    plain, _ = NO_MEANS[name]
+    check(reduced(strategy, plain, "mean"), on_one_device(plain))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_what_is_no_mean_of_examples_has_a_way_out(name, count, make_mirrored):
+    plain, way_out = NO_MEANS[name]
+    check(reduced(make_mirrored(count), way_out, "mean"), on_one_device(plain))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_the_way_out_has_second_derivatives(name, count, make_mirrored):
+    plain, way_out = NO_MEANS[name]
+
+    def step_fn(w, b):
+        return jax.hessian(armillary.over_replicas(way_out))(w, b)
+
+    actual = on_replicas(make_mirrored(count), step_fn)
+    check(actual, jax.hessian(lambda w: plain(w, DATA))(W), 1e-8)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_without_it_the_loss_is_the_mean_of_those_of_replicas(
+    name, count, make_mirrored
+):
+    plain, _ = NO_MEANS[name]
+    parts = [on_one_device(plain, data=shard) for shard in shards(count)]
+    expected = jax.tree.map(lambda *each: sum(each) / count, *parts)
+    check(reduced(make_mirrored(count), plain, "mean"), expected)
+    assert not np.allclose(expected[1], on_one_device(plain)[1])
+
+
+# As one writes it for "sum", and how many times the number of one device it is.
+SCALED = {
+    "compute_average_loss": (
+        lambda w, b, n: compute_average_loss(squares(w, b)),
+        lambda n: 1,
+    ),
+    "with a scaled penalty": (
+        lambda w, b, n: (
+            compute_average_loss(squares(w, b)) + scale_regularization_loss(0 * w)
+        ),
+        lambda n: 1,
+    ),
+    "by the number of replicas": (
+        lambda w, b, n: jnp.mean(squares(w, b)) / n,
+        lambda n: 1,
+    ),
+    "by a number of examples": (
+        lambda w, b, n: squares(w, b).sum() / ROWS,
+        lambda n: 1,
+    ),
+    "divided twice": (
+        lambda w, b, n: compute_average_loss(squares(w, b)) / n,
+        lambda n: 1 / n,
+    ),
+    "losses (1, B)": (
+        lambda w, b, n: compute_average_loss(squares(w, b)[None]),
+        lambda n: ROWS / n,
+    ),
+    "not divided": (lambda w, b, n: jnp.mean(squares(w, b)), lambda n: n),
+}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", SCALED)
+def test_a_sum_is_of_what_the_step_has_divided(name, count, make_mirrored):
+    loss_fn, times = SCALED[name]
+    actual = reduced(make_mirrored(count), lambda w, b: loss_fn(w, b, count), "sum")
+    once = on_one_device(MEANS["jnp.mean"])
+    check(actual, jax.tree.map(lambda value: value * times(count), once))
