@@ -6,19 +6,21 @@ from typing import Any
 
 import jax
 from jax.extend import core, source_info_util
-from jax.extend.core.primitives import jit_p, name_p
+from jax.extend.core.primitives import jit_p
+
+from armillary._jax_compat import get_trace_state
 
 # Lines in these packages are not the user's.
 _LIBRARIES = (
     *("armillary", "contextlib", "equinox", "flax", "functools", "jax", "jaxlib"),
     *("keras", "optax"),
 )
-_NO_TRACE = core.get_opaque_trace_state(convention="flax")
+_NO_TRACE = get_trace_state()
 
 
 def is_in_trace() -> bool:
     """Returns whether JAX traces a function at the moment."""
-    return core.get_opaque_trace_state(convention="flax") != _NO_TRACE
+    return get_trace_state() != _NO_TRACE
 
 
 def walk_programs(program: core.ClosedJaxpr) -> Iterator[tuple[Any, list[Any]]]:
@@ -58,7 +60,10 @@ def called_program(equation: Any) -> Any:
 
 def mark(value: Any, name: str) -> Any:
     """Returns a value that carries a name through the program, and its derivatives."""
-    return name_p.bind(value, name=name)
+    # Not above: only programs with several replicas need it.
+    from jax.ad_checkpoint import checkpoint_name
+
+    return checkpoint_name(value, name)
 
 
 def source_line(equation: Any) -> str:

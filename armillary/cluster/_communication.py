@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from armillary._checks import check_not_negative_int, check_one_of, check_seconds
+from armillary._jax_compat import XLA_LIMITS_PROGRAMS
 
 GPU_PLATFORMS = ("cuda", "gpu", "rocm")
 PLATFORMS = ("cpu", *GPU_PLATFORMS, "tpu")
@@ -84,7 +85,8 @@ class CommunicationOptions:
             minutes on CPUs and no limit on GPUs. On CPUs the operation then raises an
             error. On GPUs XLA can limit only the meeting of the processes and each run
             of a compiled program as a whole, computation included, and ends the
-            process: allow for the longest loop. Not on TPUs.
+            process: allow for the longest loop. The latter needs JAX 0.9.2. Not on
+            TPUs.
         implementation: A `CommunicationImplementation`, or its name.
 
     Raises:
@@ -143,7 +145,8 @@ class CommunicationOptions:
                 # The first flag does not end a process that waits inside NCCL
                 # (https://github.com/jax-ml/jax/issues/38503); the second one does.
                 flags["xla_gpu_nccl_termination_timeout_seconds"] = seconds
-                flags["xla_gpu_execution_terminate_timeout"] = f"{seconds}s"
+                if XLA_LIMITS_PROGRAMS:
+                    flags["xla_gpu_execution_terminate_timeout"] = f"{seconds}s"
         return JaxSettings(config=config, xla_flags=flags)
 
     def _check_fits(self, kind: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from armillary._jax_compat import get_mapped_axes
 from armillary._jaxpr import source_line
 from armillary.distribute.program._trace import TracedStep
 from armillary.trainer._non_finite import is_bad
@@ -130,7 +131,7 @@ class _Probe:
         flags: dict[int, Any],
     ) -> list[_Value]:
         params = path[-1].params
-        axes = params["newly_manual_axes"]
+        axes = get_mapped_axes(path[-1])
         inner: dict[int, Any] = {}
         results: list[_Value] = []
 
@@ -168,24 +169,24 @@ class _Probe:
         equation = path[-1]
         pairs = zip(equation.invars, operands, strict=True)
         arrays = {atom: o.array for atom, o in pairs if isinstance(atom, core.Var)}
-        kept = [v for v in equation.outvars if not isinstance(v, core.DropVar)]
         alone = jaxpr.replace(
             constvars=[],
             invars=list(arrays),
-            outvars=kept,
+            outvars=equation.outvars,
             eqns=[equation],
             effects=equation.effects,
         )
         run = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))
-        made = dict(zip(kept, map(_Value, run(*arrays.values())), strict=True))
         before = tuple(o.node for o in operands if o.node is not None)
-        for variable, (array, _) in made.items():
+        results: list[_Value] = []
+        for array in run(*arrays.values()):
+            node = None
             if jnp.issubdtype(array.dtype, jnp.inexact):
                 node = len(self.nodes)
                 self.nodes.append(_Node(path, before))
                 flags[node] = jnp.any(is_bad(array))
-                made[variable] = _Value(array, node)
-        return [made.get(variable, _Value(None)) for variable in equation.outvars]
+            results.append(_Value(array, node))
+        return results
 
 
 def _describe(made_by: Any) -> str:

@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from armillary._dataflow import find_dependencies
-from armillary._jaxpr import walk_programs
+from armillary._jaxpr import programs_in, walk_programs
 from armillary.distribute.parameter_server._array_types import ArrayType
 from armillary.distribute.parameter_server._recorded_updates import UpdateSpec
 from armillary.typing import PyTree
@@ -257,7 +257,7 @@ def _is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
             continue
         name = eqn.primitive.name
         if name in _CALLS:
-            inner = next(iter(core.jaxprs_in_params(eqn.params)), None)
+            inner = next(programs_in(eqn), None)
             if inner is None or not _is_elementwise(
                 getattr(inner, "jaxpr", inner), shape
             ):
