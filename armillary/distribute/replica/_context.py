@@ -10,8 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jax.extend import core
-
+from armillary._jax_compat import get_trace_state
 from armillary.errors import ReplicaContextError
 from armillary.state._lift import State
 
@@ -146,7 +145,7 @@ def merging_replica() -> "ReplicaContext | None":
 @contextlib.contextmanager
 def lifted(state: State, strategy: "Strategy") -> Iterator[None]:
     """Marks `state`, of a step under `strategy`, as what `Strategy.run` lifts."""
-    _ambient.states.append((state, _trace(), strategy))
+    _ambient.states.append((state, get_trace_state(), strategy))
     try:
         yield
     finally:
@@ -170,7 +169,7 @@ def check_same_trace(name: str, paths: Sequence[str]) -> None:
     Raises:
         ReplicaContextError: If the step calls `run` inside `jax.jit` or the like.
     """
-    if not _ambient.states or _ambient.states[-1][1] == _trace():
+    if not _ambient.states or _ambient.states[-1][1] == get_trace_state():
         return
     shown = ", ".join(paths[:3]) + (" and more" if len(paths) > 3 else "")
     raise ReplicaContextError(
@@ -180,10 +179,6 @@ def check_same_trace(name: str, paths: Sequence[str]) -> None:
         "`strategy.run` as it is, or decorate what calls it with "
         "`@armillary.function`; inside the function that `run` gets, they work."
     )
-
-
-def _trace() -> Any:
-    return core.get_opaque_trace_state(convention="flax")
 
 
 def require_replica_context(function: str, instead: str) -> Any:

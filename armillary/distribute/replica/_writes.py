@@ -7,6 +7,7 @@ that writes inside its transformations are aggregated too.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,7 +61,7 @@ def _hook(slot: NnxSlot, policy: Policy, context: ReplicaContext) -> Callable[[]
         return jax.tree.map(lambda leaf: combine(policy, leaf, context), value)
 
     for name, hook in zip(_HOOKS, (note_read, aggregate), strict=True):
-        variable.set_metadata(name, (*_as_tuple(old[name]), hook))
+        variable.set_metadata(name, _chain(*_as_tuple(old[name]), hook))
 
     def restore() -> None:
         for name, hooks in old.items():
@@ -70,6 +71,13 @@ def _hook(slot: NnxSlot, policy: Policy, context: ReplicaContext) -> Callable[[]
                 variable.set_metadata(name, hooks)
 
     return restore
+
+
+def _chain(*hooks: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Returns one hook that calls several: Flax before 0.12.7 takes no tuple."""
+    return lambda variable, value: functools.reduce(
+        lambda result, hook: hook(variable, result), hooks, value
+    )
 
 
 def _as_tuple(hooks: Any) -> tuple[Any, ...]:
