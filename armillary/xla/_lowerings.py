@@ -54,8 +54,14 @@ POOL_PARAMETERS = frozenset(
 """The parameters of the gradient of max-pooling."""
 
 
-_is_canonical: Any = jax.make_user_context(False)
-"""Whether this thread lowers canonically; JAX keeps programs of each kind apart."""
+_wants_canonical: Any = jax.make_user_context(None)
+"""Whether this thread lowers canonically; JAX keeps programs of each kind apart.
+
+`None` is what holds for the whole process.
+"""
+
+_is_everywhere = False
+"""Whether the whole process lowers canonically."""
 
 _split: Any = jax.make_user_context(None)
 """How this thread's programs divide examples; `None` where nobody divides them."""
@@ -96,7 +102,10 @@ def use_canonical_convolutions() -> bool:
             stacklevel=2,
         )
         return False
-    _is_canonical.set_global(True)
+    global _is_everywhere
+    if not _is_everywhere:
+        _is_everywhere = True
+        jax.clear_caches()
     return True
 
 
@@ -141,7 +150,7 @@ class Lowered:
 
 def canonically() -> AbstractContextManager[Any]:
     """Lowers canonically what JAX lowers meanwhile, in this thread."""
-    return _is_canonical(True)
+    return _wants_canonical(True)
 
 
 @contextlib.contextmanager
@@ -151,7 +160,7 @@ def partitioned(split: Split) -> Iterator[None]:
     Left to itself, it may divide them by places of the image, by features, or where
     devices get unequal shares; gradients are then wrong (JAX 0.10.2).
     """
-    with _split(split), _is_canonical(False):
+    with _split(split), _wants_canonical(False):
         yield
 
 
@@ -183,7 +192,7 @@ class _ConvolutionRule:
         split = _split.value
         if split is not None and not _is_manual(context):
             return self._divide(split, context, lhs, rhs, parameters)
-        if not (self._has_canonical and _is_canonical.value):
+        if not (self._has_canonical and _is_canonical()):
             return self._own(context, lhs, rhs, **parameters)
         form = choose_form(parameters, *context.avals_in, *context.avals_out)
         # JAX makes three real convolutions of a complex one, which come here again.
@@ -222,11 +231,16 @@ class _PoolRule:
     def __call__(
         self, context: Any, source: Any, operand: Any, **parameters: Any
     ) -> Any:
-        is_ours = _is_canonical.value and is_supported(parameters, *context.avals_in)
+        is_ours = _is_canonical() and is_supported(parameters, *context.avals_in)
         if not is_ours:
             return self._own(context, source, operand, **parameters)
         lower = mlir.lower_fun(scatter_to_winners, multiple_results=False)
         return lower(context, source, operand, **parameters)
+
+
+def _is_canonical() -> bool:
+    wanted = _wants_canonical.value
+    return _is_everywhere if wanted is None else wanted
 
 
 def _is_manual(context: Any) -> bool:

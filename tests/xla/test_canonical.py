@@ -36,7 +36,8 @@ def restored() -> Iterator[None]:
     for table, before in saved:
         table.clear()
         table.update(before)
-    _lowerings._is_canonical.set_global(False)
+    _lowerings._is_everywhere = False
+    jax.clear_caches()
 
 
 @pytest.fixture
