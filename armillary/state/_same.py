@@ -18,11 +18,7 @@ class Fingerprint:
 
     def __init__(self, program: core.ClosedJaxpr) -> None:
         self._program = program
-        # Others may write into a NumPy array that the program holds.
-        self._constants = [
-            constant.copy() if isinstance(constant, np.ndarray) else constant
-            for constant in find_constants(program)
-        ]
+        self._constants = [_frozen(constant) for constant in find_constants(program)]
 
     def is_same(self, other: "Fingerprint") -> bool:
         """Returns whether two programs do the same, given the same arrays."""
@@ -32,6 +28,12 @@ class Fingerprint:
             and _are_all(_is_same_constant, self._constants, other._constants)
             and _are_all(_is_same_callback, _find_callbacks(a), _find_callbacks(b))
         )
+
+
+def _frozen(constant: Any) -> Any:
+    """Returns what others cannot write into, as they may into a NumPy array."""
+    is_array = hasattr(constant, "__array__") and not isinstance(constant, jax.Array)
+    return np.array(constant) if is_array else constant
 
 
 def find_constants(program: core.ClosedJaxpr) -> Iterator[Any]:

@@ -95,7 +95,8 @@ class CentralStorageStrategy(MirroredStrategy):
     def __repr__(self) -> str:
         platform = self._replica_mesh.devices.flat[0].platform
         replicas = f"{self.num_replicas_in_sync} x {platform}"
-        return f"CentralStorageStrategy({replicas}, state on {self._parameter_device})"
+        home = f"{self._parameter_device.platform}:{self._parameter_device.id}"
+        return f"CentralStorageStrategy({replicas}, state on {home})"
 
 
 def _host() -> Device:
