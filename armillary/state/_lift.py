@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from armillary._jax_compat import warn_if_untested
 from armillary.errors import StateStructureError
 from armillary.state import _nnx
 from armillary.state._compare import compare
@@ -43,6 +44,7 @@ class State:
     def __init__(
         self, roots: Sequence[tuple[Any, str]], reads: set[str] | None = None
     ) -> None:
+        warn_if_untested()  # Every step begins here.
         self.roots, self._reads = tuple(roots), reads
         self._walk = Walk(self.roots)
         # What the objects held when the code began that runs on other arrays now, and

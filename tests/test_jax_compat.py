@@ -1,0 +1,41 @@
+"""A JAX that nobody has tested is one line of warning, at first use."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import armillary
+from armillary import _jax_compat
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    """JAX 99, at the start of a program."""
+    monkeypatch.setattr(jax, "__version__", "99.1.0")
+    monkeypatch.setattr(jax, "__version_info__", (99, 1, 0))
+    _jax_compat.warn_if_untested.cache_clear()
+    yield
+    _jax_compat.warn_if_untested.cache_clear()
+
+
+def use():
+    strategy = armillary.MirroredStrategy(jax.devices()[:2])
+    strategy.run(lambda: jnp.zeros(()))
+
+
+def test_a_newer_jax_is_one_line(newer, caplog):
+    use()
+    use()
+    (record,) = caplog.records
+    assert record.name == "armillary"
+    assert record.levelname == "WARNING"
+    message = record.getMessage()
+    assert message.startswith("JAX 99.1.0 is newer than 0.10.2, the newest release")
+    assert message.endswith('pip install "jax==0.10.2".')
+    assert "\n" not in message
+
+
+def test_a_tested_jax_is_none(newer, monkeypatch, caplog):
+    monkeypatch.setattr(jax, "__version_info__", _jax_compat.NEWEST_TESTED)
+    use()
+    assert not caplog.records
