@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +38,14 @@ def make_controller(*actions, trainer=None):
 def read_steps(directory):
     """Returns the steps at which traced loops began, with JAX's own reader."""
     steps = []
-    for file in directory.glob("plugins/profile/*/*.xplane.pb"):
-        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-            events = [event for line in plane.lines for event in line.events]
-            found = [dict(event.stats) for event in events if event.name == "train"]
-            steps += [stats["step_num"] for stats in found]
+    with warnings.catch_warnings():
+        # Python 3.13 warns of a type of the reader, which aborts at an error.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for file in directory.glob("plugins/profile/*/*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+                events = [event for line in plane.lines for event in line.events]
+                found = [dict(event.stats) for event in events if event.name == "train"]
+                steps += [stats["step_num"] for stats in found]
     return sorted(steps)
 
 

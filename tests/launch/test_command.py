@@ -173,9 +173,9 @@ def test_an_empty_description_of_a_cluster_is_none(jobs, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ([], ExitCode.OK, "launch    start the workers"),
+        ([], ExitCode.OK, "launch start the workers"),
         (["--bogus"], ExitCode.USAGE, "'--bogus' is not an option of this command. "),
-        (["--version"], ExitCode.OK, f"armillary {armillary.__version__}\n"),
+        (["--version"], ExitCode.OK, f"armillary {armillary.__version__}"),
     ],
 )
 def test_without_a_command_there_is_help(capsys, words, code, said):
@@ -184,4 +184,5 @@ def test_without_a_command_there_is_help(capsys, words, code, said):
     except SystemExit as ended:
         found = ended.code
     assert found == code
-    assert said in "".join(capsys.readouterr())
+    # Releases of Python set the columns differently.
+    assert said in " ".join("".join(capsys.readouterr()).split())
