@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, Sharding
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from armillary._checks import check_callable
 from armillary._traceback import hides_frames
@@ -337,7 +338,13 @@ class Strategy:
                 )
             at = axis % len(shape)
             joined = (*shape[:at], rows.shape[0] * shape[at], *shape[at + 1 :])
-            return jnp.moveaxis(rows, 0, at).reshape(joined)
+            whole = jnp.moveaxis(rows, 0, at).reshape(joined)
+            is_part = leaf.num_active < leaf.stacked.shape[0]
+            if self._mesh is None or not (is_part and isinstance(whole, Tracer)):
+                return whole
+            # XLA may divide a few rows in a way that JAX 0.9 has no sharding for.
+            everywhere = NamedSharding(self._mesh, PartitionSpec())
+            return jax.lax.with_sharding_constraint(whole, everywhere)
 
         return self._outside(jax.tree.map(gather_leaf, value, is_leaf=is_per_replica))
 
