@@ -43,5 +43,6 @@ def warn_if_untested() -> None:
     tested = ".".join(map(str, NEWEST_TESTED))
     logging.getLogger("armillary").warning(
         f"JAX {jax.__version__} is newer than {tested}, the newest release that "
-        f'Armillary is tested with. If something fails, try pip install "jax=={tested}".'
+        "Armillary is tested with. If something fails, try "
+        f'pip install "jax=={tested}".'
     )

@@ -301,5 +301,5 @@ def _check_keras() -> None:
         raise ImportError(
             f"keras {keras.__version__} has no {', '.join(missing)}, which Armillary "
             "needs to lift Keras state. Install a release it knows: "
-            'pip install "keras~=3.15.1".'
+            'pip install "keras==3.15.1".'
         )

@@ -250,7 +250,7 @@ def _check_flax() -> None:
         raise ImportError(
             f"flax {flax.__version__} has no {', '.join(missing)}, which Armillary "
             "needs to lift NNX state. Install a release it knows: "
-            'pip install "flax~=0.12.8".'
+            'pip install "flax==0.12.8".'
         )
 
 

@@ -393,11 +393,9 @@ def test_every_file_that_is_read_has_a_checksum(directory: Path) -> None:
     sums = json.loads((folder / CHECKSUM_FILE).read_text())
     files = {path.relative_to(folder).as_posix() for path in find_files(folder)}
 
-    assert files - sums.keys() == {
-        CHECKSUM_FILE,
-        "_CHECKPOINT_METADATA",
-        "commit_success.txt",
-    }
+    # Orbax 0.12 writes the last one, and nobody reads it.
+    others = {CHECKSUM_FILE, "_CHECKPOINT_METADATA", "commit_success.txt"}
+    assert {CHECKSUM_FILE, "_CHECKPOINT_METADATA"} <= files - sums.keys() <= others
     assert sums.keys() <= files
 
 
@@ -424,7 +422,7 @@ def test_files_of_other_programs_beside_the_arrays_are_none(directory: Path) -> 
 
 def test_what_lies_beside_the_files_is_not_read(directory: Path) -> None:
     for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
-        (directory / "checkpoint_2" / name).unlink()
+        (directory / "checkpoint_2" / name).unlink(missing_ok=True)
     run = Run(9)
     make_manager(run, directory).restore_or_initialize()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import armillary
+from armillary._jax_compat import NEWEST_TESTED
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
@@ -72,16 +73,21 @@ def test_changelog_begins_with_the_version_of_the_package():
     assert versions[0] == armillary.__version__ == PROJECT["project"]["version"]
 
 
-def test_constraints_are_plain_sorted_pins():
-    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
+def read_pins(name: str) -> dict[str, str]:
+    lines = (REPOSITORY / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines)
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "constraints-oldest.txt"])
+def test_constraints_are_plain_sorted_pins(name):
+    lines = (REPOSITORY / name).read_text().splitlines()
     assert lines == sorted(lines)
     wrong = [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[\w.]+", line)]
     assert not wrong
 
 
 def test_every_dependency_is_pinned():
-    pins = (REPOSITORY / "constraints.txt").read_text().splitlines()
-    pinned = {line.partition("==")[0] for line in pins}
+    pinned = read_pins("constraints.txt").keys()
     project = PROJECT["project"]
     groups = [
         project["dependencies"],
@@ -91,3 +97,23 @@ def test_every_dependency_is_pinned():
     named = [entry for group in groups for entry in group]
     names = {re.split(r"[^\w-]", entry, maxsplit=1)[0].lower() for entry in named}
     assert names <= pinned
+
+
+# Of these, more than one release is tested; the bound is the oldest of them.
+WIDE = ("equinox", "flax", "jax", "keras", "numpy", "optax", "orbax-checkpoint")
+
+
+def test_the_oldest_set_is_what_the_bounds_say():
+    oldest, project = read_pins("constraints-oldest.txt"), PROJECT["project"]
+    extras = project["optional-dependencies"]
+    bounds = dict(
+        entry.split(">=")
+        for entry in [*project["dependencies"], *extras["equinox"], *extras["keras"]]
+    )
+    for name in WIDE:
+        assert re.fullmatch(re.escape(bounds[name]) + r"(\.\d+)*", oldest[name])
+
+
+def test_the_newest_jax_is_that_of_the_pins():
+    newest = ".".join(map(str, NEWEST_TESTED))
+    assert newest == read_pins("constraints.txt")["jax"]

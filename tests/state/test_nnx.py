@@ -20,7 +20,7 @@ def test_a_flax_without_a_private_attribute_is_named(monkeypatch):
         _nnx._check_flax()
     message = str(caught.value)
     assert "has no nnx.Variable._raw_value, which Armillary needs" in message
-    assert 'pip install "flax~=0.12.8"' in message
+    assert 'pip install "flax==0.12.8"' in message
 
 
 def test_a_flax_that_cannot_be_probed_is_named(monkeypatch):
