@@ -7,12 +7,15 @@ KILLS ?= 100
 SEED ?= 0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+OLDEST := .venv-oldest/bin
+OLDEST_PIP = $(OLDEST)/python -m pip --disable-pip-version-check -qq install \
+  -c .venv-oldest/constraints.txt
 
 # The tests start some hundred processes: none should compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-peers bench-ps quick test test-all docs libraries plan-wheels plans differential soak check lint format types layers spelling clean
+.PHONY: help setup demo bench bench-peers bench-ps quick versions versions-short oldest test test-all docs libraries plan-wheels plans differential soak check lint format types layers spelling clean
 
 help:
 	@echo "make demo      train on handwritten digits over 4 virtual CPU devices"
@@ -21,6 +24,7 @@ help:
 	@echo "make test-all  run every case of every test; about 21 minutes on 2 cores"
 	@echo "make differential  compare 850 constructs with plain JAX; about an hour"
 	@echo "make soak      kill a training program 100 times; about 12 minutes"
+	@echo "make versions  the quick tests with the oldest and the newest JAX; 15 minutes"
 	@echo "make libraries  test data of tf.data, PyTorch and Hugging Face (installs 2 GB)"
 	@echo "make plans     compile for TPUs and GPUs that are not there (installs 0.4 GB)"
 	@echo "make check     lint, types, layers and spelling"
@@ -57,8 +61,9 @@ demo: .venv/demo-installed
 	@$(BIN)/python examples/digits.py --devices 4 --run-dir runs/digits
 	@echo "(TensorBoard is installed as $(BIN)/tensorboard.)"
 
-# The suite, then one command for each further figure; all add to one document.
-bench: .venv/demo-installed
+# The suite, then one command for each further figure; all add to one document. Grain is
+# among the development tools.
+bench: .venv/dev-installed
 	$(BIN)/python -m benchmarks --json bench.json
 	$(BIN)/python -m benchmarks.host_work --json bench.json
 	$(BIN)/python -m benchmarks.start_time --json bench.json
@@ -84,9 +89,40 @@ bench-ps: .venv/dev-installed
 	$(BIN)/python -m benchmarks.parameter_server --json bench.json
 
 # Daily work: no test that takes long, starts processes or checks the benchmarks.
+QUICK := -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not multiprocess" \
+  --ignore=tests/benchmarks
+
 quick: .venv/dev-installed
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not multiprocess" \
-	  --ignore=tests/benchmarks
+	$(BIN)/python $(QUICK)
+
+# The oldest releases that the bounds allow, and the newest ones of everything else.
+.venv-oldest/made: constraints.txt constraints-oldest.txt
+	@echo "Creating .venv-oldest ..."
+	@$(PYTHON) -m venv $(@D)
+	@awk -F== 'NR == FNR { old[$$1] } NR == FNR || !($$1 in old)' \
+	  constraints-oldest.txt constraints.txt > $(@D)/constraints.txt
+	@$(OLDEST_PIP) pip
+	@touch $@
+
+.venv-oldest/demo-installed: .venv-oldest/made pyproject.toml
+	@echo "Installing the oldest set (a minute the first time) ..."
+	@$(OLDEST_PIP) -e '.[examples,keras]'
+	@touch $@
+
+.venv-oldest/dev-installed: .venv-oldest/demo-installed
+	@echo "Installing the development tools ..."
+	@$(OLDEST_PIP) -e '.[report,tensorboard]' --group dev
+	@touch $@
+
+oldest: .venv-oldest/demo-installed
+
+versions: quick .venv-oldest/dev-installed
+	$(OLDEST)/python $(QUICK)
+	$(BIN)/python -m tests.versions.across $(OLDEST)/python $(BIN)/python
+
+versions-short: .venv/dev-installed oldest
+	$(BIN)/python -m tests.versions.across --steps 60 --steps-per-loop 20 \
+	  $(OLDEST)/python $(BIN)/python
 
 test: .venv/dev-installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=20
@@ -167,5 +203,5 @@ spelling: .venv/dev-installed
 	$(BIN)/typos
 
 clean:
-	rm -rf .venv .venv-bench-* .venv-libraries .venv-plans runs build dist docs/_build docs/reference .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-oldest .venv-bench-* .venv-libraries .venv-plans runs build dist docs/_build docs/reference .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
