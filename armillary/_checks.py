@@ -24,11 +24,7 @@ def _is_int(value: Any) -> bool:
 
 
 def check_positive_int(name: str, value: Any) -> int:
-    """Returns `value` as an `int`, or raises if it is not a positive integer.
-
-    Raises:
-        ValueError: If `value` is not an integer of at least 1.
-    """
+    """Returns `value` as an `int`, or raises if it is not a positive integer."""
     if not is_positive_int(value):
         raise ValueError(
             f"`{name}` is {value!r}, but it must be a positive integer. "
@@ -44,11 +40,7 @@ def _as_int(name: str, value: Any) -> str:
 
 
 def check_not_negative(name: str, value: Any) -> float:
-    """Returns `value`, or raises if it is not a number of at least 0.
-
-    Raises:
-        ValueError: If `value` is not a real number or is below 0.
-    """
+    """Returns `value`, or raises if it is not a number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or value < 0:
         raise ValueError(
             f"`{name}` is {value!r}, but it must be a number that is not negative. "
@@ -58,11 +50,7 @@ def check_not_negative(name: str, value: Any) -> float:
 
 
 def check_seconds(name: str, value: Any, fix: str) -> float:
-    """Returns `value`, or raises if it is not a time that can pass.
-
-    Raises:
-        ValueError: If `value` is not a positive, finite number; `fix` says what to do.
-    """
+    """Returns `value`, or raises if it is not a time that can pass."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not 0 < float(value) < math.inf:
         raise ValueError(
@@ -74,11 +62,7 @@ def check_seconds(name: str, value: Any, fix: str) -> float:
 def check_one_of(
     name: str, value: Any, allowed: Collection[Any], fix: str = "Use one of these."
 ) -> None:
-    """Raises if `value` is not one of the `allowed` values; `fix` says what to do.
-
-    Raises:
-        ValueError: If `value` is not in `allowed`.
-    """
+    """Raises if `value` is not one of the `allowed` values; `fix` says what to do."""
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
         raise ValueError(
@@ -87,11 +71,7 @@ def check_one_of(
 
 
 def check_instance(name: str, value: Any, kind: type, fix: str) -> None:
-    """Raises if `value` is not an instance of `kind`; `fix` says what to pass.
-
-    Raises:
-        TypeError: If `value` is something else.
-    """
+    """Raises if `value` is not an instance of `kind`; `fix` says what to pass."""
     if not isinstance(value, kind):
         raise TypeError(
             f"`{name}` is {value!r} of type {type(value).__name__}, but it must be a "
@@ -100,11 +80,7 @@ def check_instance(name: str, value: Any, kind: type, fix: str) -> None:
 
 
 def check_callable(name: str, value: Any) -> None:
-    """Raises if `value` cannot be called.
-
-    Raises:
-        TypeError: If `value` is not callable.
-    """
+    """Raises if `value` cannot be called."""
     if not callable(value):
         raise TypeError(
             f"`{name}` is {value!r} of type {type(value).__name__}, but it must be "
@@ -113,11 +89,7 @@ def check_callable(name: str, value: Any) -> None:
 
 
 def check_num_steps(name: str, value: Any) -> int:
-    """Returns `value` as an `int`, or raises if it is not a number of steps.
-
-    Raises:
-        ValueError: If `value` is neither a positive integer nor -1.
-    """
+    """Returns `value` as an `int`, or raises if it is not a number of steps."""
     if not is_positive_int(value) and not (_is_int(value) and value == -1):
         raise ValueError(
             f"`{name}` is {value!r}, but it must be a positive integer, or -1 to run "
@@ -128,11 +100,7 @@ def check_num_steps(name: str, value: Any) -> int:
 
 
 def check_methods(name: str, value: Any, methods: Collection[str], fix: str) -> None:
-    """Raises if `value` is not an object with all of `methods`, which will be called.
-
-    Raises:
-        TypeError: If `value` is a class, or lacks one of the methods.
-    """
+    """Raises if `value` is not an object with all of `methods`."""
     if isinstance(value, type):
         raise TypeError(
             f"`{name}` is the class {value.__name__}, but it must be an instance. "
@@ -148,11 +116,7 @@ def check_methods(name: str, value: Any, methods: Collection[str], fix: str) -> 
 
 
 def check_not_negative_int(name: str, value: Any) -> int:
-    """Returns `value` as an `int`, or raises if it is not an integer of at least 0.
-
-    Raises:
-        ValueError: If `value` is not an integer or is below 0.
-    """
+    """Returns `value` as an `int`, or raises if it is not an integer of at least 0."""
     if not _is_int(value) or value < 0:
         raise ValueError(
             f"`{name}` is {value!r}, but it must be an integer that is not negative. "
@@ -182,15 +146,7 @@ def _closest(name: str, known: list[str]) -> str:
 
 
 def answers_old_names(**answers: str) -> Callable[[_C], _C]:
-    """Returns a class decorator that answers keywords that a class does not have.
-
-    Args:
-        **answers: What to do in place of keywords of Orbit and `tf.distribute`, by
-            keyword; a sentence. Of others the closest that there is is named.
-
-    Raises:
-        TypeError: If an object is made with such a keyword.
-    """
+    """Returns a class decorator that answers keywords that a class does not have."""
 
     def decorate(cls: _C) -> _C:
         init = cls.__init__

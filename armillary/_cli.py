@@ -53,11 +53,7 @@ _COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code.
-
-    Args:
-        arguments: The words after `armillary`; `None` takes those of this process.
-    """
+    """Runs the command line and returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="armillary",
         description="Tools around a training run.",

@@ -95,11 +95,7 @@ def get_console() -> "Console":
 
 
 def is_terminal(stream: Any) -> bool:
-    """Returns whether a stream is a terminal: programs put all kinds of objects there.
-
-    Args:
-        stream: Such as `sys.stderr`, which is `None` where there is none.
-    """
+    """Returns whether a stream, which may be any object, is a terminal."""
     try:
         return bool(stream.isatty())
     except (AttributeError, ValueError):  # It is no file, or closed.

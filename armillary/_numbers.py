@@ -20,12 +20,7 @@ _EXACT = frozenset({bool, int, str, type(None)})
 
 
 def find_numbers(output: Mapping[Any, Any], path: str = "") -> dict[str, int | float]:
-    """Returns the scalars of an output by path; whatever else it holds is left out.
-
-    Args:
-        output: What a loop returned, with NumPy values.
-        path: What all paths begin with.
-    """
+    """Returns the scalars of an output by path; whatever else it holds is left out."""
     found: dict[str, int | float] = {}
     for name, value in output.items():
         if isinstance(value, Mapping):

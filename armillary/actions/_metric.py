@@ -13,12 +13,7 @@ Metric: TypeAlias = str | Callable[[Output], Any]
 
 
 def check_metric(metric: Any, higher_is_better: Any) -> None:
-    """Raises if `metric` is not a kind of `Metric`, or its direction no `bool`.
-
-    Raises:
-        TypeError: If `metric` is neither a string nor callable.
-        ValueError: If `higher_is_better` is neither true nor false.
-    """
+    """Raises if `metric` is not a kind of `Metric`, or its direction no `bool`."""
     if not isinstance(metric, str) and not callable(metric):
         raise TypeError(
             f"`metric` is {metric!r} of type {type(metric).__name__}, but it must be a "
@@ -29,12 +24,7 @@ def check_metric(metric: Any, higher_is_better: Any) -> None:
 
 
 def read_metric(metric: Metric, output: Output) -> float:
-    """Returns the value of `metric` in `output`.
-
-    Raises:
-        ValueError: If the output has no such key, or the value is not a scalar.
-        TypeError: If the value is not a number.
-    """
+    """Returns the value of `metric` in `output`."""
     value = metric(output) if callable(metric) else _find(metric, output or {})
     if np.ndim(value) != 0:
         raise ValueError(

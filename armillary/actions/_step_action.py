@@ -43,20 +43,12 @@ class StepAction:
     _last_step = 0
 
     def bind_step_counter(self, counter: Any) -> None:
-        """Takes what counts training steps; a `Controller` calls this.
-
-        Args:
-            counter: A variable such as `optimizer.step`, or a function.
-        """
+        """Takes what counts training steps; a `Controller` calls this."""
         self._read_step = as_step_counter(counter)
         self._last_step = self._read_step()
 
     def _advance(self) -> tuple[int, int]:
-        """Returns the global step of the last call of this method, and that of now.
-
-        Raises:
-            RuntimeError: If nobody has told what counts steps.
-        """
+        """Returns the global step of the last call of this method, and that of now."""
         if self._read_step is None:
             raise RuntimeError(
                 f"`{type(self).__name__}` was called, but does not know the global "
@@ -68,11 +60,7 @@ class StepAction:
 
 
 def as_actions(action: Any) -> tuple[Action, ...]:
-    """Returns one action or a sequence of them as a tuple.
-
-    Raises:
-        TypeError: If one is not callable.
-    """
+    """Returns one action or a sequence of them as a tuple."""
     if isinstance(action, Iterable) and not callable(action):
         actions = tuple(action)
         for index, item in enumerate(actions):

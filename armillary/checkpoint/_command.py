@@ -38,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
-    """Reads the checkpoint and returns what prints it.
-
-    Raises:
-        ValueError: If there is none, or it cannot be read.
-    """
+    """Reads the checkpoint and returns what prints it."""
     import jax
 
     from armillary.checkpoint._contents import describe

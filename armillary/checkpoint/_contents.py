@@ -25,9 +25,6 @@ def describe(path: epath.Path) -> dict[str, Any]:
     """Returns what is inside a checkpoint or a directory of them, for `as_json`.
 
     Numbers alone, such as counts of steps, come with their values.
-
-    Raises:
-        ValueError: If there is no checkpoint, or it cannot be read.
     """
     header = read_header(path)
     if header is not None:

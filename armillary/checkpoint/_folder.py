@@ -80,11 +80,7 @@ class Listing(NamedTuple):
 
 
 def as_absolute(name: str, path: str | os.PathLike[str]) -> epath.Path:
-    """Returns a path that stays good when the working directory changes.
-
-    Raises:
-        TypeError: If it is no path; `name` is what the argument is called.
-    """
+    """Returns a path that stays good when the working directory changes."""
     if not isinstance(path, str | os.PathLike):
         folder = f"/checkpoint_{path}" if isinstance(path, int) else ""
         raise TypeError(
@@ -118,15 +114,7 @@ def find_problem(directory: epath.Path) -> str | None:
 
 
 def check_is_checkpoint(folder: epath.Path, directory: epath.Path) -> None:
-    """Raises if `folder` is not a complete checkpoint.
-
-    Args:
-        folder: What the caller wants to restore.
-        directory: Where the message looks for checkpoints to name instead.
-
-    Raises:
-        CheckpointError: If there is no complete checkpoint at `folder`.
-    """
+    """Raises if `folder` is not a complete checkpoint."""
     if read_header(folder) is not None:
         return
     if not folder.exists():
@@ -240,15 +228,7 @@ def find_expired(
     keep_every_hours: float | None,
     preserved_at: float,
 ) -> tuple[list[Saved], float]:
-    """Returns the checkpoints to remove, and the new `preserved_at`.
-
-    Args:
-        saved: The checkpoints, in the order of saving.
-        max_to_keep: How many of the newest stay, or `None` for all.
-        keep_every_hours: A checkpoint that is no longer among the newest stays for good
-            if it is at least this much newer than the last one that did.
-        preserved_at: `saved_at` of that one.
-    """
+    """Returns the checkpoints to remove, and the new `preserved_at`."""
     if max_to_keep is None:
         return [], preserved_at
     active = [entry for entry in saved if entry.header.saved_at > preserved_at]

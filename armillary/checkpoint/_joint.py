@@ -35,9 +35,6 @@ def decide(topic: str, function: Callable[[], T], peers: Peers | None) -> T:
     """Returns on every process what `function` returns on process 0.
 
     All processes must call it, and it must return what JSON can hold.
-
-    Raises:
-        CheckpointError: If `function` raised one, in all processes.
     """
     if peers is None:
         return function()
@@ -66,16 +63,7 @@ def merge_refusals(refused: dict[str, str], peers: Peers | None) -> dict[str, st
 def check_all_see(
     chosen: epath.Path | None, directory: epath.Path, peers: Peers | None
 ) -> None:
-    """Raises, in all processes, if they do not see the same checkpoint.
-
-    Args:
-        chosen: What process 0 has chosen in the directory, or `None` for nothing.
-        directory: Where this process looks for it.
-        peers: The processes.
-
-    Raises:
-        CheckpointError: If some do not see it, or see one where process 0 sees none.
-    """
+    """Raises, in all processes, if they do not see the same checkpoint."""
     if peers is None:
         return
     if chosen is None:
@@ -125,11 +113,7 @@ class JointWriter:
         """The error of the last save, or `None`; the same in all processes."""
 
     def start(self, number: int, content: Content) -> str | None:
-        """Starts a save and returns the path it is going to have, as `Writer` does.
-
-        Raises:
-            CheckpointError: If it cannot be written.
-        """
+        """Starts a save and returns the path it is going to have, as `Writer` does."""
         is_writer = self._peers.index == 0
         # On all processes: computations on shared arrays must be made by all.
         stored = {
@@ -142,11 +126,7 @@ class JointWriter:
         return path
 
     def sync(self) -> None:
-        """Waits until the last save is complete and old checkpoints are removed.
-
-        Raises:
-            CheckpointError: If that save failed. It is raised once, in all processes.
-        """
+        """Waits until the last save is complete and old checkpoints are removed."""
         if not self._is_saving:
             return
         self._is_saving = False
@@ -164,11 +144,7 @@ class JointWriter:
             self._writer.close()
 
     def _share(self, topic: str, function: Callable[[], T]) -> T:
-        """Calls `function` in process 0 and returns what it did there.
-
-        Raises:
-            CheckpointError: If it raised one there.
-        """
+        """Calls `function` in process 0 and returns what it did there."""
 
         def call() -> tuple[T, str | None]:
             value, noted = function(), self._writer.last_error

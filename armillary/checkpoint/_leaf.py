@@ -78,11 +78,7 @@ class Content:
 
 
 def describe_leaf(leaf: Any) -> LeafSpec:
-    """Returns the description of an array or number.
-
-    Raises:
-        TypeError: If `leaf` has no numeric dtype.
-    """
+    """Returns the description of an array or number."""
     if is_key(leaf):
         return LeafSpec(f"key<{jax.random.key_impl(leaf)}>", tuple(leaf.shape))
     if isinstance(leaf, jax.Array):
@@ -132,12 +128,7 @@ def stored_sharding(target: Any) -> jax.sharding.Sharding | None:
 
 
 def as_restored(stored: Any, target: Any) -> Any:
-    """Returns a stored array as the kind of value, and in the place, that `target` has.
-
-    Args:
-        stored: What was read to `stored_sharding(target)`.
-        target: The leaf of the program that is going to be replaced.
-    """
+    """Returns a stored array as the kind of value that `target` is, in its place."""
     if _is_widened(target):
         stored = stored.astype(target.dtype)
     if isinstance(target, np.ndarray) and target.dtype == stored.dtype:

@@ -20,14 +20,7 @@ def describe_mismatch(
     *,
     is_whole: bool,
 ) -> str:
-    """Returns the message for a checkpoint and a program that do not fit each other.
-
-    Args:
-        path: The checkpoint.
-        differences: A line for each path.
-        matching: The paths without a difference.
-        is_whole: Whether all of it was to be restored.
-    """
+    """Returns the message for a checkpoint and a program that do not fit each other."""
     fix = "what to restore (`only`, `skip`), or what has another path (`rename`)"
     if matching:
         names = _find_parts(differences, matching)

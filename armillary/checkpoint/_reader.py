@@ -43,11 +43,6 @@ def restore(
     """Puts values of a folder into the objects of `checkpoint`.
 
     An error names checkpoints of `directory` to take instead.
-
-    Raises:
-        CheckpointError: If it is not a complete checkpoint, cannot be read or does not
-            fit, or processes that train together do not see the same one.
-        CheckpointDamageError: If a file of it is not as it was saved.
     """
 
     def find_problem() -> str | None:
@@ -65,12 +60,7 @@ def restore(
 def restore_latest(
     checkpoint: "Checkpoint", directory: epath.Path, selection: Selection
 ) -> RestoreReport | None:
-    """Restores the newest checkpoint without damage; `None` if there is none at all.
-
-    Raises:
-        CheckpointError: If all of its checkpoints are damaged, or processes that train
-            together do not see the same one.
-    """
+    """Restores the newest checkpoint without damage; `None` if there is none at all."""
     peers = get_peers()
     name = decide("the latest checkpoint", lambda: _find_latest(directory), peers)
     folder = None if name is None else directory / name

@@ -69,12 +69,7 @@ def make_selection(
     rename: Mapping[str, str] | None = None,
     may_differ: Paths = (),
 ) -> Selection:
-    """Returns the selection that the arguments of a user describe.
-
-    Raises:
-        TypeError: If an argument is not of strings.
-        ValueError: If a path is empty, or `only` names nothing.
-    """
+    """Returns the selection that the arguments of a user describe."""
     pairs = {} if rename is None else rename
     if not isinstance(pairs, Mapping):
         raise TypeError(
@@ -98,12 +93,7 @@ def make_selection(
 
 
 def as_paths(argument: str, paths: Any) -> tuple[str, ...]:
-    """Returns paths without slashes at their ends.
-
-    Raises:
-        TypeError: If `paths` is neither a string nor several.
-        ValueError: If one is empty.
-    """
+    """Returns paths without slashes at their ends."""
     names: list[Any] = [paths]
     if isinstance(paths, Iterable) and not isinstance(paths, str | Mapping):
         names = list(paths)
@@ -123,12 +113,7 @@ def as_paths(argument: str, paths: Any) -> tuple[str, ...]:
 
 
 def match(path: str, selection: Selection, *, saved: Specs, program: Specs) -> Match:
-    """Returns where the selected values of a program come from.
-
-    Raises:
-        CheckpointMismatchError: If they differ where they must not, a part is missing,
-            or nothing would be restored.
-    """
+    """Returns where the selected values of a program come from."""
     sources = _rename(path, selection, saved)
     _check_names(path, selection, sources, program)
     _warn_of_slips(path, selection, [*sources, *program])

@@ -57,19 +57,7 @@ class Writer:
         """The error of the last save, or `None`."""
 
     def start(self, number: int, content: Content) -> str | None:
-        """Starts a save. The last one must be over: call `sync` first.
-
-        Args:
-            number: The number in the name of the folder.
-            content: What to save. The arrays may change once this returns.
-
-        Returns:
-            The path it is going to have, or `None` if it cannot be written and errors
-            are only logged.
-
-        Raises:
-            CheckpointError: If it cannot be written.
-        """
+        """Starts a save. The last one must be over: call `sync` first."""
         self.last_error = None
         try:
             problem = _folder.find_problem(self._directory)
@@ -90,11 +78,7 @@ class Writer:
         return str(path)
 
     def sync(self) -> None:
-        """Waits until the last save is complete and old checkpoints are removed.
-
-        Raises:
-            CheckpointError: If that save failed. It is raised once.
-        """
+        """Waits until the last save is complete and old checkpoints are removed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

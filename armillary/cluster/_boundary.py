@@ -47,15 +47,7 @@ class Boundary:
         self.num_expired = 0
 
     def exchange(self, topic: str, say: Callable[[], Any]) -> list[Any]:
-        """Lets all parts speak; returns what each process says by `say`.
-
-        Args:
-            topic: What is asked, for messages. It must be the same on all processes.
-            say: The method of who asks. It must have something to say.
-
-        Raises:
-            PeerError: As `Peers.gather` does.
-        """
+        """Lets all parts speak; returns what each process says by `say`."""
         asked, own = self._number(say), {}
         for reference, number in list(self._parts.items()):
             if (speaker := reference()) is None:
@@ -67,11 +59,7 @@ class Boundary:
         return [said.pop(asked) for said in self._said]
 
     def take(self, say: Callable[[], Any]) -> list[Any] | None:
-        """Returns, once, what each process said by `say` in the last exchange.
-
-        Returns:
-            None if nobody asked since `expire`, or a process had nothing to say.
-        """
+        """Returns, once, what each process said by `say` in the last exchange."""
         number = self._number(say)
         found = [said.pop(number, None) for said in self._said]
         return None if not found or None in found else found

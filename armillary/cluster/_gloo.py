@@ -11,9 +11,6 @@ def keep_gloo_on(host: str) -> None:
 
     By default it listens at the address of the machine's name, which others may reach,
     and JAX has no option to change that.
-
-    Args:
-        host: The address. All processes must reach it.
     """
     # Private, as is all of JAX that makes a client.
     from jax._src import distributed, xla_bridge  # noqa: TID251

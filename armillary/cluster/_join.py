@@ -49,18 +49,6 @@ def join_cluster(
 
     It must come before anything that uses a device. A second call with the same cluster
     returns what the first one did.
-
-    Args:
-        resolver: Tells about the cluster.
-        options: How values are exchanged between devices.
-
-    Returns:
-        The processes, or None if this process is the only one.
-
-    Raises:
-        ClusterError: If JAX's devices are in use already, or the process has joined
-            other processes, or with other options, or before they could be set.
-        ValueError: If the platform cannot follow `options`.
     """
     global _joined
     plan = resolver.process_plan()
@@ -130,11 +118,7 @@ def _initialize(arguments: Mapping[str, Any]) -> None:
 
 
 def _apply(options: CommunicationOptions) -> None:
-    """Sets what JAX must know before it starts its devices.
-
-    Raises:
-        ClusterError: If the platform is not known.
-    """
+    """Sets what JAX must know before it starts its devices."""
     if options == CommunicationOptions():
         return
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]

@@ -62,16 +62,7 @@ class Peers:
         self.boundary = Boundary(self.gather)
 
     def gather(self, topic: str, value: str) -> list[str]:
-        """Returns the values of all processes, in their order.
-
-        Args:
-            topic: What it is about. It must be the same on all processes.
-            value: The value of this process.
-
-        Raises:
-            PeerError: If a process has failed, is at another point of the program, or
-                does not answer in time.
-        """
+        """Returns the values of all processes, in their order."""
         if self.has_failed:
             raise PeerError(
                 f"`{topic}` cannot be agreed on, because the job has failed before. "
@@ -130,11 +121,7 @@ class Peers:
 
     @contextlib.contextmanager
     def announcing_errors(self) -> Iterator[None]:
-        """Tells the others of an error in the code under it.
-
-        Raises:
-            PeerError: As it comes from there: the others know of it.
-        """
+        """Tells the others of an error in the code under it."""
         try:
             yield
         except PeerError:
@@ -144,11 +131,7 @@ class Peers:
             raise
 
     def _exchange(self, entry: list[str]) -> list[list[str]]:
-        """Returns the entries of all processes: the chief collects and publishes.
-
-        Raises:
-            PeerError: If a process has failed, or does not answer in time.
-        """
+        """Returns the entries of all processes: the chief collects and publishes."""
         # ORDER: a round is over for a process once it has said its part. If it is
         # interrupted before, its failure is that part, and nobody waits for it.
         number = self._round

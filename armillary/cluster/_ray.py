@@ -6,11 +6,7 @@ from typing import Any
 
 
 def import_ray() -> Any:
-    """Returns the package `ray`.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
+    """Returns the package `ray`."""
     # Nothing is reported to its makers, unless the user asked for it.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:

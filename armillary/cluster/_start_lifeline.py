@@ -26,9 +26,6 @@ def start_lifeline(
     Process 0 listens on the loopback interface if the coordinator's address is there,
     and on all interfaces otherwise, as JAX's coordination service does. Who connects
     must know a token, which is given out by that service.
-
-    Returns:
-        The lifeline; `None` if the processes cannot connect, which is only warned of.
     """
     host = split_address(coordinator_address)[0]
     try:

@@ -16,14 +16,7 @@ from armillary.typing import Action
 
 
 def check_runners(trainer: Any, evaluator: Any) -> None:
-    """Raises if both are missing, or lack the method that the controller calls.
-
-    Raises:
-        ValueError: If both are `None`, or there are no evaluators in a dictionary, or
-            one has a name that cannot be that of a directory.
-        TypeError: If one is a class or has no `train` or `evaluate` method, or there
-            are several evaluators without names.
-    """
+    """Raises if both are missing, or lack the method that the controller calls."""
     if trainer is None and evaluator is None:
         raise ValueError(
             "`trainer` and `evaluator` are both None, but a controller needs at least "
@@ -62,12 +55,7 @@ def check_runners(trainer: Any, evaluator: Any) -> None:
 def check_intervals(
     trainer: Any, steps_per_loop: Any, *, log_interval: Any, summary_interval: Any
 ) -> None:
-    """Raises if the numbers of steps are not positive or do not fit each other.
-
-    Raises:
-        ValueError: If `steps_per_loop` is missing where a trainer needs it, if a value
-            is not positive, or an interval is no multiple of `steps_per_loop`.
-    """
+    """Raises if the numbers of steps are not positive or do not fit each other."""
     if trainer is not None and steps_per_loop is None:
         raise ValueError(
             "`steps_per_loop` is None, but a controller with a `trainer` needs it. "
@@ -94,11 +82,7 @@ def check_intervals(
 
 
 def check_steps_returned(num_steps: Any, step: int) -> int:
-    """Returns what a function given as `steps_per_loop` returned, as an `int`.
-
-    Raises:
-        ValueError: If it is not an integer of at least 1.
-    """
+    """Returns what a function given as `steps_per_loop` returned, as an `int`."""
     if not is_positive_int(num_steps):
         raise ValueError(
             f"The function `steps_per_loop` returned {num_steps!r} at global step "
@@ -110,11 +94,7 @@ def check_steps_returned(num_steps: Any, step: int) -> int:
 
 
 def as_actions(name: str, actions: Iterable[Action] | None) -> tuple[Action, ...]:
-    """Returns `actions` as a tuple; `None` means there are none.
-
-    Raises:
-        TypeError: If `actions` is a single action, or one of them is not callable.
-    """
+    """Returns `actions` as a tuple; `None` means there are none."""
     if callable(actions):
         raise TypeError(
             f"`{name}` is {actions!r}, but it must be a sequence of actions. "
@@ -127,11 +107,7 @@ def as_actions(name: str, actions: Iterable[Action] | None) -> tuple[Action, ...
 
 
 def check_managers(strategy: Any, checkpoint_manager: Any) -> None:
-    """Raises if one is given and lacks the methods that the controller calls.
-
-    Raises:
-        TypeError: If a method is missing.
-    """
+    """Raises if one is given and lacks the methods that the controller calls."""
     if strategy is not None:
         fix = "Use a strategy such as `armillary.MirroredStrategy()`."
         check_methods("strategy", strategy, ["scope"], fix)
@@ -160,11 +136,7 @@ def check_watching(hang_timeout_seconds: Any, progress: Any) -> None:
 
 
 def check_hyperparameters(hyperparameters: Any) -> dict[str, Any]:
-    """Returns hyperparameters as a dictionary; of `None`, an empty one.
-
-    Raises:
-        TypeError: If they are no mapping from strings.
-    """
+    """Returns hyperparameters as a dictionary; of `None`, an empty one."""
     if hyperparameters is None:
         return {}
     if not isinstance(hyperparameters, Mapping):
@@ -183,11 +155,7 @@ def check_hyperparameters(hyperparameters: Any) -> dict[str, Any]:
 
 
 def require(controller: Any, attribute: str, *, for_method: str) -> Any:
-    """Returns an attribute of a controller that a method needs.
-
-    Raises:
-        ValueError: If it was not given.
-    """
+    """Returns an attribute of a controller that a method needs."""
     value = getattr(controller, attribute)
     if value is None:
         raise ValueError(
@@ -198,12 +166,7 @@ def require(controller: Any, attribute: str, *, for_method: str) -> Any:
 
 
 def check_target(name: str, steps: Any, step: int, epochs: Any) -> None:
-    """Raises if training cannot go on from global step `step` up to `steps`.
-
-    Raises:
-        ValueError: If `steps` is neither -1 nor positive, or has been passed, or if
-            `epochs` is neither `None` nor positive.
-    """
+    """Raises if training cannot go on from global step `step` up to `steps`."""
     check_num_steps(name, steps)
     if epochs is not None:
         check_positive_int("epochs", epochs)

@@ -49,13 +49,7 @@ class Display:
 
     @contextlib.contextmanager
     def on(self, loop: str, step: int, target: int = -1) -> Iterator[None]:
-        """Shows what goes on in a block; inside another one, nothing is added.
-
-        Args:
-            loop: `"train"` or `"eval"`.
-            step: The global step.
-            target: The global step to reach; -1 if there is none.
-        """
+        """Shows what goes on in a block; inside another one, nothing is added."""
         if self._is_on or self._progress is False or not get_process().is_chief:
             yield
             return

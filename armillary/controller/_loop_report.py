@@ -63,15 +63,7 @@ class LoopReport:
     def fetch(
         self, last_end: float
     ) -> tuple[list[tuple[int, dict[str, Any]]], float, float]:
-        """Waits for the loops, and raises what went wrong in them.
-
-        Args:
-            last_end: When the loops before them had ended.
-
-        Returns:
-            For each loop the global step after it, and its output with NumPy values.
-            Then the steps per second, and when they ended.
-        """
+        """Waits for the loops, and raises what went wrong in them."""
         outputs, reached, end = self._outcome.result()
         self._started.check(self.step)
         self._check_step(reached, len(outputs))
@@ -87,11 +79,7 @@ class LoopReport:
         yield reached
 
     def _check_step(self, reached: int, num_loops: int) -> None:
-        """Raises if the global step is not where the steps that ran have taken it.
-
-        Raises:
-            GlobalStepError: If it is not.
-        """
+        """Raises if the global step is not where the steps that ran have taken it."""
         num_asked = self._num_steps * num_loops
         is_known = self._started.num_steps is not None
         num_run = self._started.num_steps if is_known else num_asked

@@ -26,17 +26,7 @@ def log_line(loop: str, step: int, *parts: str) -> None:
 
 
 def fetch_output(output: Any, source: str) -> dict[str, Any]:
-    """Returns what a loop returned as plain dictionaries of NumPy values.
-
-    Args:
-        output: What the user's loop returned: `None`, or a dictionary of scalars that
-            may hold further dictionaries.
-        source: The user's method, for the error.
-
-    Raises:
-        TypeError: If `output` is neither a dictionary nor `None`, or holds a metric or
-            a method in place of a value.
-    """
+    """Returns what a loop returned as plain dictionaries of NumPy values."""
     if output is None:
         return {}
     if not isinstance(output, Mapping):

@@ -64,11 +64,7 @@ class Saving:
         self.save_if_needed()
 
     def save_and_wait(self) -> str:
-        """Saves, and waits until the checkpoint is on disk; returns its path.
-
-        Raises:
-            CheckpointError: If it cannot be written.
-        """
+        """Saves, and waits until the checkpoint is on disk; returns its path."""
         path = self.save()
         self.sync()
         # With `on_write_error="warn"` training goes on without a checkpoint, but this

@@ -25,11 +25,7 @@ class StopRequest:
         expire_boundary()
 
     def make(self, reason: str) -> None:
-        """Requests a stop; of several requests the first counts.
-
-        Raises:
-            TypeError: If `reason` is not a string.
-        """
+        """Requests a stop; of several requests the first counts."""
         if not isinstance(reason, str):
             raise TypeError(
                 f"`reason` is {reason!r} of type {type(reason).__name__}, but it must "

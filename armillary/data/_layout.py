@@ -82,13 +82,6 @@ class BatchLayout(Protocol):
         """Returns host arrays as device arrays.
 
         It is called from background threads too.
-
-        Args:
-            arrays: Pytree of NumPy arrays, with the rows of `local_replicas`. Nobody
-                writes to them afterwards, so the result may share their memory.
-            leading_axes: Axes before those of a batch: 0 for one batch, 1 for a chunk.
-            num_replicas: A number that divides the layout's, for a batch that so many
-                share. The arrays then have the rows of `hosted_replicas`.
         """
         ...
 
@@ -98,12 +91,7 @@ class BatchLayout(Protocol):
         ...
 
     def describe(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
-        """Returns the types of what `place` returns, with shardings.
-
-        Args:
-            types: Types of one share of a batch.
-            leading: Sizes of the axes before those of a batch.
-        """
+        """Returns the types of what `place` returns, with shardings."""
         ...
 
     @property
@@ -112,36 +100,18 @@ class BatchLayout(Protocol):
         ...
 
     def replicate(self, arrays: PyTree) -> PyTree:
-        """Returns host arrays as device arrays that every replica has whole.
-
-        Args:
-            arrays: Pytree of NumPy arrays, as for `place`.
-        """
+        """Returns host arrays as device arrays that every replica has whole."""
         ...
 
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
         """Returns the rows of a batch, each replica's taken on its own device.
 
         It may be traced, and never waits for another device.
-
-        Args:
-            arrays: What `replicate` returned; leaves have shape `(num_examples, ...)`.
-            rows: Numbers of existing rows, as `place` returned them: an array of shape
-                `(num_replicas, per_replica_batch)`, or `(batch,)`.
-
-        Returns:
-            A pytree whose leaves have the shape of `rows`, then that of one example.
         """
         ...
 
     def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
-        """Returns placed arrays as the values that a user's step receives.
-
-        Args:
-            arrays: What `place` returned.
-            num_active: Replicas that have data. The rows of the others are copies and
-                must have no effect.
-        """
+        """Returns placed arrays as the values that a user's step receives."""
         ...
 
 

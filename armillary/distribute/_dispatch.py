@@ -46,22 +46,14 @@ class Dispatch:
         return [] if all(leaf.is_ready() for leaf in newest) else newest
 
     def started(self, token: Any) -> None:
-        """Remembers a program that was just started.
-
-        Args:
-            token: Outputs of the program that no later program takes over.
-        """
+        """Remembers a program that was just started."""
         leaves = jax.tree.leaves(token)
         if not _is_traced(leaves):
             with self._lock:
                 self._pending.append(leaves)
 
     def finish(self, value: Any) -> None:
-        """Waits for a result of the user, if no program may start before it is ready.
-
-        Args:
-            value: Arrays that are not remembered: the user may donate them.
-        """
+        """Waits for a result, if no program may start before it is ready."""
         leaves = jax.tree.leaves(value)
         if self._most_in_flight == 1 and not _is_traced(leaves):
             jax.block_until_ready(leaves)

@@ -25,11 +25,6 @@ def as_global(leaf: Any, sharding: Sharding) -> jax.Array:
     """Returns an array, equal on all processes, as one on devices of all of them.
 
     All processes must call it.
-
-    Args:
-        leaf: A NumPy array, an array of this process, or one of all processes; random
-            keys too, if `sharding` replicates.
-        sharding: Over devices of several processes.
     """
     if is_key(leaf):
         data = as_global(jax.random.key_data(leaf), sharding)
@@ -44,12 +39,7 @@ def as_global(leaf: Any, sharding: Sharding) -> jax.Array:
 
 
 def place_parts(leaf: Any, sharding: Sharding) -> jax.Array:
-    """Returns an array that each process can read, of which devices get their parts.
-
-    Args:
-        leaf: A NumPy array, or what else has a shape and parts (`leaf[index]`).
-        sharding: Over devices of several processes.
-    """
+    """Returns an array that each process can read, of which devices get their parts."""
     parts: dict[str, np.ndarray] = {}
 
     def read(index: Any) -> np.ndarray:
@@ -64,15 +54,7 @@ def place_parts(leaf: Any, sharding: Sharding) -> jax.Array:
 def split(
     arrays: PyTree, sharding: Sharding, axis: int, rows: range, num_rows: int
 ) -> PyTree:
-    """Returns arrays of which this process has some rows, as arrays with all of them.
-
-    Args:
-        arrays: Pytree of NumPy arrays.
-        sharding: One that splits `axis` over devices, one row on each.
-        axis: The axis of the replicas.
-        rows: Which rows the arrays hold.
-        num_rows: How many rows there are in all processes.
-    """
+    """Returns arrays with all rows, of which this process has some."""
 
     def place(leaf: Any) -> jax.Array:
         host = np.asarray(leaf)

@@ -232,11 +232,7 @@ def _copy_to(value: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def _check_same(peers: Peers, model: Any, name: str) -> None:
-    """Raises if processes would train different models, or in different orders.
-
-    Raises:
-        PeerError: If their weights, or the states of NumPy's random numbers, differ.
-    """
+    """Raises if processes would train different models, or in different orders."""
     values = [np.asarray(as_whole(_keras.value_of(v))) for v in model.variables]
     random_state = repr(np.random.get_state())
     own = [
@@ -309,11 +305,7 @@ def _make_distribution(strategy: "Strategy") -> Any:
 
 
 def _as_adapter(dataset: DistributedDataset, name: str, options: Any) -> Any:
-    """Returns what Keras takes its batches from: the global ones.
-
-    Raises:
-        ValueError: If the batches are those of replicas, or never end.
-    """
+    """Returns what Keras takes its batches from: the global ones."""
     from keras.src.trainers.data_adapters import data_adapter
 
     base: Any = data_adapter.DataAdapter

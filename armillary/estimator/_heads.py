@@ -142,11 +142,7 @@ class MultiClassHead(Head):
     def evaluate(
         self, logits: jax.Array, labels: Any
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """Returns the losses and the accuracy.
-
-        Raises:
-            EstimatorError: If labels are no integers.
-        """
+        """Returns the losses and the accuracy."""
         labels = _match(labels, 1)
         if not jnp.issubdtype(labels.dtype, jnp.integer):
             raise EstimatorError(
@@ -184,11 +180,7 @@ def _recall() -> Recall:
 
 
 def _match(labels: Any, size: int) -> jax.Array:
-    """Returns labels of shape `(batch, size)`.
-
-    Raises:
-        EstimatorError: If they have another shape.
-    """
+    """Returns labels of shape `(batch, size)`."""
     if labels is None:
         raise EstimatorError(
             "The labels are None, but training and evaluation need them. Return "

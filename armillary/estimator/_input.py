@@ -45,11 +45,7 @@ class InputFn:
         }
 
     def __call__(self, context: InputContext) -> Any:
-        """Returns the data set of this process.
-
-        Raises:
-            EstimatorError: If it is no data set.
-        """
+        """Returns the data set of this process."""
         names = inspect.signature(self._fn).parameters
         values = {**self._values, "input_context": context}
         arguments = {name: values[name] for name in names if name in values}
@@ -80,11 +76,7 @@ def distribute_input(
 
 
 def find_specs(dataset: DistributedDataset) -> tuple[PyTree, PyTree]:
-    """Returns what the features and the labels of one replica's batch look like.
-
-    Raises:
-        EstimatorError: If batches are no pairs, or there are none.
-    """
+    """Returns what the features and the labels of one replica's batch look like."""
     spec = find_batch_spec(dataset)
     if type(spec) not in (tuple, list) or len(spec) != 2:
         raise EstimatorError(
@@ -95,11 +87,7 @@ def find_specs(dataset: DistributedDataset) -> tuple[PyTree, PyTree]:
 
 
 def find_batch_spec(dataset: DistributedDataset) -> PyTree:
-    """Returns what one replica's batch looks like.
-
-    Raises:
-        EstimatorError: If there is no batch.
-    """
+    """Returns what one replica's batch looks like."""
     try:
         spec = dataset.element_spec
     except ValueError as error:

@@ -47,12 +47,7 @@ class EstimatorTrainer(StandardTrainer):
         self.strategy.run(step_fn, args=(next(iterator),))
 
     def _call(self, modules: Modules, features: Any, labels: Any) -> EstimatorSpec:
-        """Calls the model function; its loss is no part of a sum over replicas.
-
-        Raises:
-            EstimatorError: If it asks for the number of replicas, which is there to
-                divide by.
-        """
+        """Calls the model function; its loss is no part of a sum over replicas."""
         context = get_replica_context()
         assert context is not None  # This is a step.
         context.was_asked = False
@@ -113,11 +108,7 @@ class EstimatorEvaluator(StandardEvaluator):
 
 
 def _make_metric(name: str, op: Any) -> nnx.metrics.Metric:
-    """Returns the metric of an entry of `eval_metric_ops`.
-
-    Raises:
-        EstimatorError: If the entry is neither an array of examples nor a pair.
-    """
+    """Returns the metric of an entry of `eval_metric_ops`."""
     if name == "loss":
         raise EstimatorError(
             '`eval_metric_ops` has the entry "loss", which an evaluation reports in '

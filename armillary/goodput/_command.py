@@ -26,11 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
-    """Reads the record and returns what prints it.
-
-    Raises:
-        ValueError: If there is none, or it cannot be read.
-    """
+    """Reads the record and returns what prints it."""
     goodput = read_goodput(namespace.run_dir)
     print_goodput = _print_json if namespace.json else _print_table
     return lambda: print_goodput(goodput)

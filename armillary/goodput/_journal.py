@@ -70,10 +70,6 @@ def read_entries(path: str | os.PathLike[str]) -> tuple[list[Entry], list[int]]:
 
     Returns its entries in order, and the numbers of the lines that are none, which is
     what a crash or a full disk leaves of a line.
-
-    Raises:
-        ValueError: If it cannot be read, or holds no entry that this version of the
-            library understands.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")

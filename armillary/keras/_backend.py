@@ -7,11 +7,7 @@ from armillary.state._keras import check_backend
 
 
 def import_keras() -> Any:
-    """Returns the package `keras`.
-
-    Raises:
-        ImportError: If it is not installed, or runs on another backend than JAX.
-    """
+    """Returns the package `keras`."""
     try:
         keras = importlib.import_module("keras")
     except ImportError as error:

@@ -13,12 +13,7 @@ from armillary.typing import Batch
 
 
 def check_compiled(model: Any) -> None:
-    """Raises if `model` is not a compiled Keras model.
-
-    Raises:
-        TypeError: If it is no Keras model, or has a `train_step` of its own.
-        ValueError: If it is not compiled.
-    """
+    """Raises if `model` is not a compiled Keras model."""
     keras = import_keras()
     if not isinstance(model, keras.Model):
         raise TypeError(
@@ -64,12 +59,7 @@ def build(model: Any, dataset: DistributedDataset) -> None:
 def compute_loss(
     model: Any, batch: Batch, num_replicas: int, *, training: bool
 ) -> tuple[jax.Array, int]:
-    """Calls a model, and updates its metrics but for that of the loss.
-
-    Returns:
-        The loss, as `model.compute_loss` returns it but scaled for the replicas, and
-        the number of examples.
-    """
+    """Calls a model, and updates its metrics but for that of the loss."""
     with scaled_for_replicas(num_replicas):
         x, y, weights = import_keras().utils.unpack_x_y_sample_weight(batch)
         options = {"training": training} if model._call_has_training_arg else {}

@@ -109,11 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
-    """Checks the arguments and returns what runs the job.
-
-    Raises:
-        ValueError: If an argument is wrong, or this machine cannot do what it asks for.
-    """
+    """Checks the arguments and returns what runs the job."""
     if sys.platform != "linux":
         raise ValueError(
             f"the platform is {sys.platform!r}, but `armillary launch` works on Linux, "
@@ -181,11 +177,7 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
 
 
 def _read_workers(text: str) -> tuple[int, int]:
-    """Returns the fewest and the most workers.
-
-    Raises:
-        ValueError: If the text is not a positive integer or two.
-    """
+    """Returns the fewest and the most workers."""
     words = text.split(":")
     numbers = [int(word) for word in words if _INTEGER.fullmatch(word)]
     if len(numbers) != len(words) or len(words) > 2:

@@ -44,17 +44,7 @@ def plan_devices(
     devices_per_worker: int | None,
     has_evaluator: bool = False,
 ) -> DevicePlan:
-    """Shares the GPUs, or plans virtual CPU devices where there is none.
-
-    Args:
-        gpus: Names of the GPUs that JAX would use, in order.
-        num_workers: Number of workers.
-        devices_per_worker: Devices of each worker. `None` shares the GPUs equally.
-        has_evaluator: Whether there is an evaluator, which gets a share like a worker.
-
-    Raises:
-        ValueError: If there are fewer GPUs than these processes need.
-    """
+    """Shares the GPUs, or plans virtual CPU devices where there is none."""
     if not gpus:
         return DevicePlan(virtual_cpus=devices_per_worker)
     num_processes = num_workers + has_evaluator

@@ -13,11 +13,7 @@ _PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Raises if the launcher itself is a worker already.
-
-    Raises:
-        ValueError: If `TF_CONFIG` is set and not empty.
-    """
+    """Raises if the launcher itself is a worker already."""
     if environment.get("TF_CONFIG", "").strip():
         raise ValueError(
             f"`TF_CONFIG` is {environment['TF_CONFIG']!r}, so this process is a worker "
@@ -48,15 +44,7 @@ def make_environment(
     devices: DevicePlan,
     num_restarts: int,
 ) -> dict[str, str]:
-    """Returns the environment of one worker, or of the evaluator.
-
-    Args:
-        base: The environment of the launcher.
-        addresses: One address for each worker; the first is the coordinator's.
-        index: Which of the workers it is; `None` is the evaluator.
-        devices: The devices of each process; those of the evaluator come last.
-        num_restarts: How often it was restarted so far.
-    """
+    """Returns the environment of one worker, or of the evaluator."""
     task = {"type": "worker", "index": index}
     if index is None:
         task = {"type": "evaluator", "index": 0}

@@ -15,15 +15,7 @@ class Machines(ABC):
 
     @abstractmethod
     async def reserve(self, say: Say, is_ending: asyncio.Event) -> list[str]:
-        """Finds a place for each worker; returns their addresses, by index.
-
-        Args:
-            say: Says what is waited for.
-            is_ending: Ends the wait; then there are no addresses.
-
-        Raises:
-            OSError: If a worker could not start there.
-        """
+        """Finds a place for each worker; returns their addresses, by index."""
 
     def describe(self) -> str:
         """Returns where the reserved places are, or nothing if that is clear."""
@@ -37,11 +29,7 @@ class Machines(ABC):
         arguments: Sequence[str],
         environment: Mapping[str, str],
     ) -> Process:
-        """Starts worker `index`, or the evaluator, below a running event loop.
-
-        Raises:
-            OSError: If the system does not start another process.
-        """
+        """Starts worker `index`, or the evaluator, below a running event loop."""
 
     def release(self) -> None:
         """Gives the places back, with whatever runs there."""

@@ -136,11 +136,7 @@ class Output:
     def add(
         self, label: str, stdout: FileIO | Stream, stderr: FileIO | Stream
     ) -> "deque[str]":
-        """Takes over the streams of a process and closes them when they end.
-
-        Returns:
-            The last lines of its stderr; complete after `drain`.
-        """
+        """Takes over the streams of a process and closes them when they end."""
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         nothing: deque[str] = deque(maxlen=0)
         for file, sink, lines in (
@@ -174,9 +170,6 @@ class Output:
 
         A process that left its worker's group may hold a stream open for longer than
         `seconds`. It is not listened to any more.
-
-        Returns:
-            Whether all is written. It is not if nobody reads what the launcher writes.
         """
         late = await self.wait(seconds, labels)
         if late and self._num_posted == self._num_written:

@@ -17,12 +17,7 @@ _CONNECT_SECONDS = 20.0
 
 
 def connect(address: str) -> Any:
-    """Connects to a cluster and returns the package `ray`.
-
-    Raises:
-        ValueError: If Ray is not installed, or the address is wrong, or no cluster
-            answers there.
-    """
+    """Connects to a cluster and returns the package `ray`."""
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isdecimal()) or "/" in address:
         raise ValueError(
@@ -119,13 +114,7 @@ def find_machines(ray: Any) -> list[dict[str, float]]:
 def plan_bundle(
     machines: Iterable[Mapping[str, float]], devices_per_worker: int | None
 ) -> tuple[Bundle, DevicePlan]:
-    """Returns what each worker takes, and its devices.
-
-    Args:
-        machines: The resources of each machine.
-        devices_per_worker: GPUs of each worker, where the cluster has GPUs that JAX
-            can use, by default 1; else virtual CPU devices.
-    """
+    """Returns what each worker takes, and its devices."""
     has_gpus = any(machine.get("GPU") for machine in machines)
     if has_gpus and can_use_gpus(os.environ):
         num_gpus = devices_per_worker or 1

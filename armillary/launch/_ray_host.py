@@ -32,12 +32,7 @@ class Host:
         self._has_started = asyncio.Event()
 
     async def prepare(self, paths: Sequence[str]) -> tuple[str, str, int, str]:
-        """Looks at the machine, and whether it has some paths.
-
-        Returns:
-            The address and the name of the machine, a port that is free here until the
-            worker starts, and the first path that is missing, or nothing.
-        """
+        """Looks at the machine, and whether it has some paths."""
         import ray
 
         address = ray.util.get_node_ip_address()

@@ -34,11 +34,7 @@ def join_machines(
     devices_per_worker: int | None,
     paths: Sequence[str],
 ) -> tuple["RayMachines", DevicePlan]:
-    """Connects to a Ray cluster; returns its machines, and the devices of each worker.
-
-    Raises:
-        ValueError: If there is no such cluster, or the launcher cannot join it.
-    """
+    """Connects to a Ray cluster; returns machines, and devices of each worker."""
     ray = connect(address)
     bundle, devices = plan_bundle(find_machines(ray), devices_per_worker)
     machines = RayMachines(
@@ -76,14 +72,7 @@ class RayMachines(Machines):
         self._places: list[Place] = []
 
     async def reserve(self, say: Say, is_ending: asyncio.Event) -> list[str]:
-        """Reserves as many places as there are now, but waits for the fewest allowed.
-
-        Returns:
-            The address of each worker; workers on one machine have indices in a row.
-
-        Raises:
-            OSError: If a path is missing on a machine.
-        """
+        """Reserves as many places as there are; waits for the fewest allowed."""
         while await self._reserve_group(say, is_ending):
             places = asyncio.create_task(self._prepare())
             end = asyncio.create_task(is_ending.wait())
@@ -188,11 +177,7 @@ class RayMachines(Machines):
         return min(self._max_workers, max(self._min_workers, count))
 
     async def _prepare(self) -> list[Place]:
-        """Starts a host at each place.
-
-        Raises:
-            OSError: If a path is missing on a machine.
-        """
+        """Starts a host at each place."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle, count = self._bundle, self._group.bundle_count

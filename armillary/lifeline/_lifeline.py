@@ -79,12 +79,7 @@ class Lifeline:
     def watching(
         self, limit_seconds: float | None, find_place: Callable[[], Place]
     ) -> Iterator[None]:
-        """Tells what the program does, and ends it if that takes too long.
-
-        Args:
-            limit_seconds: How long it may take to go on; `None` for any time.
-            find_place: Returns where the program is; called by another thread.
-        """
+        """Tells what the program does, and ends it if that takes too long."""
         before = self._limit, self._find_place
         # ORDER: the limit counts from the first look at the new place.
         self._moved_at = time.monotonic()

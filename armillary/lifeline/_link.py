@@ -118,11 +118,7 @@ class Link:
 
 
 def listen(host: str | None) -> socket.socket:
-    """Returns a socket that accepts connections at a free port.
-
-    Args:
-        host: The address to listen at; `None` for all of this machine.
-    """
+    """Returns a socket that accepts connections at a free port."""
     if host is None:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET

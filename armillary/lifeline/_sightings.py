@@ -61,11 +61,6 @@ def find_hang(sightings: Mapping[int, Sighting], count: int, now: float) -> str 
 
     While one process goes on, or compiles, or is in no loop that is watched, the others
     wait for it with good reason.
-
-    Args:
-        sightings: The last report of each process that is known here.
-        count: How many processes there are.
-        now: The time, by the same clock.
     """
     running = [seen for seen in sightings.values() if not seen.report.has_ended]
     limits = [seen.report.limit_seconds for seen in running]

@@ -39,11 +39,7 @@ class Counts(nnx.metrics.MetricState):
         self[...] = jnp.stack([low & _LOW, middle & _LOW, high + (middle >> _BITS)])
 
     def read(self) -> np.ndarray:
-        """Returns the counts as `int64`; waits for the device.
-
-        Raises:
-            TypeError: If called while JAX traces.
-        """
+        """Returns the counts as `int64`; waits for the device."""
         value = self[...]
         if isinstance(value, Tracer):
             raise TypeError(
@@ -70,11 +66,7 @@ class FloatSum(Counts):
         self.add(jnp.where(jnp.arange(256) == power, integer, 0))
 
     def read_float(self) -> float:
-        """Returns the sum; NaN if something was infinite or NaN. Waits for the device.
-
-        Raises:
-            TypeError: If called while JAX traces.
-        """
+        """Returns the sum, when it is there; NaN if something was not finite."""
         integers = self.read()
         if integers[255]:
             return float("nan")

@@ -47,12 +47,7 @@ class LabeledMetric(CountingMetric):
     def _take(
         self, logits: Any, labels: Any, mask: Any, *, has_classes: bool
     ) -> Examples:
-        """Returns the examples in a row; those without a meaning do not count.
-
-        Raises:
-            TypeError: If labels are no integers, or the mask is not boolean.
-            ValueError: If shapes do not belong together.
-        """
+        """Returns the examples in a row; those without a meaning do not count."""
         scores, labels = jnp.asarray(logits), jnp.asarray(labels)
         name = f"{type(self).__name__}.update"
         if not jnp.issubdtype(labels.dtype, jnp.integer) and labels.dtype != bool:
@@ -84,11 +79,7 @@ class LabeledMetric(CountingMetric):
         return Examples(scores, labels, counted & is_class & is_score)
 
     def _check(self) -> None:
-        """Raises if an example had no meaning.
-
-        Raises:
-            ValueError: If one had none.
-        """
+        """Raises if an example had no meaning."""
         num_labels, num_scores = self.refused.read()
         if num_labels or num_scores:
             raise ValueError(
@@ -100,17 +91,7 @@ class LabeledMetric(CountingMetric):
 
 
 def as_mask(name: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Returns which elements of `shape` count, in a row.
-
-    Args:
-        name: The method, for messages.
-        mask: Booleans of `shape`, or of its first axes; `None` if all count.
-        shape: The shape of labels or targets.
-
-    Raises:
-        TypeError: If the mask is not boolean.
-        ValueError: If it has another shape.
-    """
+    """Returns which elements of `shape` count, in a row."""
     if mask is None:
         return jnp.ones(shape, bool).reshape(-1)
     mask = jnp.asarray(mask)

@@ -50,11 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
-    """Checks the arguments and returns what makes the plan.
-
-    Raises:
-        ValueError: If an argument is wrong.
-    """
+    """Checks the arguments and returns what makes the plan."""
     path, _, name = namespace.factory.rpartition(":")
     if not path or not name.isidentifier():
         raise ValueError(

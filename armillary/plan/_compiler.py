@@ -46,15 +46,7 @@ class Compiled:
 
 
 def find_wheels(platform: str, wheels: str | os.PathLike[str] | None) -> str | None:
-    """Returns the folder that has the compiler for a platform; `None` if installed.
-
-    Args:
-        platform: `"tpu"` or `"cuda"`.
-        wheels: The folder. `None` takes that of the environment variable.
-
-    Raises:
-        PlanError: If there is no such compiler.
-    """
+    """Returns the folder that has the compiler for a platform; `None` if installed."""
     folder = wheels or os.environ.get(WHEELS_VARIABLE) or None
     names = _PACKAGES[platform]
     if folder is not None and any((Path(folder) / name).is_dir() for name in names):
@@ -87,11 +79,7 @@ def _find_requirement(name: str) -> str:
 
 
 def export_loop(loop: DescribedLoop, platform: str) -> bytes:
-    """Lowers a loop; needs no compiler for the platform.
-
-    Raises:
-        PlanError: If it calls Python from the device.
-    """
+    """Lowers a loop; needs no compiler for the platform."""
     for jaxpr, _ in walk_programs(loop.step):
         for equation in jaxpr.eqns:
             name = equation.primitive.name
@@ -112,11 +100,7 @@ def compile_loop(
     topology: Topology,
     wheels: str | os.PathLike[str] | None = None,
 ) -> Compiled | None:
-    """Returns a loop compiled for a topology; `None` if it cannot fit into memory.
-
-    Raises:
-        PlanError: If the compiler is missing, knows no such topology, or fails.
-    """
+    """Returns a loop compiled for a topology; `None` if it cannot fit into memory."""
     target = topology.target
     assert target is not None
     folder = find_wheels(target.platform, wheels)

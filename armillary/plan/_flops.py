@@ -19,9 +19,6 @@ def count_flops(program: Any) -> dict[str, float]:
 
     A multiplication and an addition are two operations. A loop whose length is not
     known while tracing counts as one round, a branch as the larger one.
-
-    Args:
-        program: The step, or a part of it: a `Jaxpr`.
     """
     return dict(_Flops(program).total)
 

@@ -82,11 +82,7 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """Returns the program that a text holds.
-
-    Raises:
-        ValueError: If it has no entry computation.
-    """
+    """Returns the program that a text holds."""
     computations: dict[str, list[Instruction]] = {}
     entry, current = None, None
     for line in text.splitlines():
@@ -103,12 +99,7 @@ def parse_module(text: str) -> Module:
 
 
 def count_bytes(shape: str, *, skip_space: str | None = None) -> int:
-    """Returns the bytes of a type, a tuple's the sum of its parts.
-
-    Args:
-        shape: Its text, such as `(f32[8,4]{1,0}, s32[])`.
-        skip_space: A memory space whose arrays do not count, such as `S(1)`.
-    """
+    """Returns the bytes of a type, a tuple's the sum of its parts."""
     total = 0
     for dtype, dimensions, layout in _ARRAY.findall(shape):
         if skip_space is not None and skip_space in layout:

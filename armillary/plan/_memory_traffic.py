@@ -12,12 +12,7 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 
 
 def count_step_bytes(module: Module, depth: int) -> int:
-    """Returns the bytes that one step reads and writes in a device's memory.
-
-    Args:
-        module: A compiled loop.
-        depth: How many of its loops are around a step.
-    """
+    """Returns the bytes that one step reads and writes in a device's memory."""
     counter = _Counter(module)
     names = [module.entry]
     for _ in range(depth):

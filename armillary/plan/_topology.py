@@ -54,9 +54,6 @@ def parse_topology(
 
     A number of them will do for an abstract plan, and `target` replaces the kind that
     the text names.
-
-    Raises:
-        ValueError: If it is none, or names a device that is not known.
     """
     text = str(topology)
     if abstract and text.isdecimal() and int(text) > 0:

@@ -21,11 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
-    """Checks the directory and returns what writes the project.
-
-    Raises:
-        ValueError: If it cannot be written there.
-    """
+    """Checks the directory and returns what writes the project."""
     directory: Path = namespace.directory
     check_target(directory)
     return lambda: _run(directory)

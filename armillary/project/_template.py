@@ -17,11 +17,7 @@ _MOST_LETTERS = 30
 
 
 def check_target(directory: Path) -> None:
-    """Raises if a project cannot be written to a directory.
-
-    Raises:
-        ValueError: If its name cannot be that of a package, or it is not empty.
-    """
+    """Raises if a project cannot be written to a directory."""
     is_empty = directory.is_dir() and not any(directory.iterdir())
     if (directory.exists() or directory.is_symlink()) and not is_empty:
         what = "is not empty" if directory.is_dir() else "is no directory"
@@ -56,11 +52,7 @@ def _find_problem(name: str) -> str | None:
 
 
 def write_project(directory: Path) -> list[Path]:
-    """Writes the files of the template, and returns their paths.
-
-    Args:
-        directory: Where; `check_target` has passed it.
-    """
+    """Writes the files of the template, and returns their paths."""
     name = directory.resolve().name
     written: list[Path] = []
     template = files("armillary.project") / "template"

@@ -27,11 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
-    """Reads the runs and returns what writes the page.
-
-    Raises:
-        ValueError: If there is no run, one cannot be read, or Plotly is missing.
-    """
+    """Reads the runs and returns what writes the page."""
     from armillary.report._page import make_page
     from armillary.report._run_files import read_runs
 

@@ -35,11 +35,7 @@ _LAYOUT = {
 
 
 def make_page(runs: Sequence[Run]) -> str:
-    """Returns the page of some runs, as HTML that needs no network.
-
-    Raises:
-        ImportError: If Plotly is not installed.
-    """
+    """Returns the page of some runs, as HTML that needs no network."""
     graphs, offline = _import_plotly()
     names = ", ".join(text(run.name) for run in runs)
     curves = draw_curves(runs, graphs)
@@ -85,11 +81,7 @@ def make_page(runs: Sequence[Run]) -> str:
 
 
 def _import_plotly() -> tuple[Any, Any]:
-    """Returns Plotly's figures, and what makes HTML of them.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
+    """Returns Plotly's figures, and what makes HTML of them."""
     try:
         import plotly.graph_objects
         import plotly.offline

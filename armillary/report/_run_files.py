@@ -99,15 +99,7 @@ class Run:
 
 
 def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
-    """Reads what the files of a run say.
-
-    Args:
-        path: Its directory: that of its summaries, or the one above it.
-        name: What to call it; by default as its directory.
-
-    Raises:
-        ValueError: If there is no record of a run in it, or one cannot be read.
-    """
+    """Reads what the files of a run say."""
     path = Path(path)
     records = read_metrics(path)
     kinds: dict[str, list[Record]] = {"start": [], "train": [], "eval": []}
@@ -135,9 +127,6 @@ def find_runs(path: str | os.PathLike[str]) -> list[Path]:
 
     A run is a directory whose training has left records in it; or in one directory of
     it, beside those of evaluations or checkpoints.
-
-    Raises:
-        ValueError: If `path` is no directory, or there is no run.
     """
     path = Path(path)
     if not path.is_dir():
@@ -160,9 +149,6 @@ def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Run]:
     """Reads all runs at or below some directories.
 
     Each is called as the end of its path that tells it from the others.
-
-    Raises:
-        ValueError: If there is none at or below one of them, or one cannot be read.
     """
     found = [run.resolve() for path in paths for run in find_runs(path)]
     found = list(dict.fromkeys(found))

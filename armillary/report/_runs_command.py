@@ -23,11 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
-    """Reads the runs and returns what lists them.
-
-    Raises:
-        ValueError: If there is none, or one cannot be read.
-    """
+    """Reads the runs and returns what lists them."""
     from armillary.report._run_files import read_runs
 
     runs = read_runs([namespace.directory])

@@ -135,14 +135,7 @@ def table(
     numbers: Iterable[int] = (),
     differing: Iterable[int] = (),
 ) -> str:
-    """Returns a table.
-
-    Args:
-        head: The names of the columns, which are text.
-        rows: Its rows, which are HTML.
-        numbers: Columns that are flush right.
-        differing: Rows that are marked.
-    """
+    """Returns a table."""
     right, marked = set(numbers), set(differing)
 
     def cell(kind: str, index: int, content: str) -> str:

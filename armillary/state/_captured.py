@@ -32,17 +32,7 @@ Variable: TypeAlias = "nnx.Variable | keras.Variable"
 def check_captured(
     program: core.ClosedJaxpr, state: State, fn: Callable[..., Any], owner: str
 ) -> None:
-    """Raises if a traced program holds an unlifted variable as a constant.
-
-    Args:
-        program: The traced step.
-        state: What was lifted while tracing.
-        fn: The user's function, whose names give the message.
-        owner: What state must be reachable from, such as "the trainer".
-
-    Raises:
-        CapturedStateError: If a constant is the value of a variable outside `state`.
-    """
+    """Raises if a traced program holds an unlifted variable as a constant."""
     constants = set(map(id, filter(_may_be_held, find_constants(program))))
     if not constants:
         return

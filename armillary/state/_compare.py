@@ -29,12 +29,6 @@ def compare(
     """Returns what differs between two walks from the same roots, by path.
 
     Arrays in slots are none of its business.
-
-    Args:
-        old: The first walk.
-        new: The second one.
-        names: The attributes of the first root that matter; `None` for all.
-        fixed: Holders of `old`, by `id`, that no other object may stand in for.
     """
     return dict(_Comparison(old, new, names, fixed).differences())
 

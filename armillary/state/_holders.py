@@ -274,12 +274,7 @@ class Numbers(Part):
         return [], []
 
     def keep(self, is_read: bool) -> None:
-        """Copies the numbers, so that a change can be told and undone.
-
-        Args:
-            is_read: Whether a step is known to look at them. If not, an array that
-                is large is taken for data, which costs too much to go over.
-        """
+        """Copies the numbers, so that a change can be told and undone."""
         if self.copy is None and (is_read or self.source.nbytes <= _MANY_BYTES):
             self.copy = self.source.copy()
 

@@ -121,11 +121,7 @@ def keras_module() -> Any:
 
 
 def check_backend() -> None:
-    """Raises if Keras, which is loaded, does not run on JAX.
-
-    Raises:
-        ImportError: If it does not.
-    """
+    """Raises if Keras, which is loaded, does not run on JAX."""
     backend = sys.modules["keras"].config.backend()
     if backend != "jax":
         raise ImportError(
@@ -212,12 +208,7 @@ def variable_attributes(variable: "keras.Variable") -> dict[str, Any]:
 def guarded_writes(
     lifted: Collection[Any], explain: Callable[["keras.Variable"], Exception]
 ) -> Iterator[None]:
-    """Refuses values of a trace in variables that are not lifted, in this thread.
-
-    Args:
-        lifted: The keys of the slots that are.
-        explain: Returns what to raise for a variable.
-    """
+    """Refuses values of a trace in variables that are not lifted, in this thread."""
     if keras_module() is None:
         yield
         return

@@ -107,24 +107,14 @@ class State:
         return [leaf for slot in self.slots for leaf in slot.read()]
 
     def write(self, leaves: Sequence[Any], only: set[int] | None = None) -> None:
-        """Puts `leaves` into the slots.
-
-        Args:
-            leaves: All arrays, in the order of `paths`.
-            only: Indices of those that have changed, if that is known.
-        """
+        """Puts `leaves` into the slots."""
         for slot, start, stop in self.ranges:
             if only is None or not only.isdisjoint(range(start, stop)):
                 slot.write(list(leaves[start:stop]))
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[Callable[[], dict[str, str]]]:
-        """Makes the objects hold what they held, if the code inside raises.
-
-        Yields:
-            A function that returns what differs by now, by path, but for arrays. Where
-            `collect` was called inside, it returns what differed then.
-        """
+        """Makes the objects hold what they held, if the code inside raises."""
         before = Walk(self.roots)
         self._before.append(before)
         if self._reads is None:
@@ -219,18 +209,6 @@ class State:
         """Returns what the slots hold after a step that began with `before`.
 
         Called inside `swapped`.
-
-        Args:
-            before: The arrays that `swapped` put in.
-            step_name: Name of the user's function, for the message.
-            is_end: Whether the step ends with it, so that no slot may be new.
-
-        Returns:
-            The arrays now, each with the shape and the strong dtype it had.
-
-        Raises:
-            StateStructureError: If the step changed a shape, a dtype, the structure of
-                a slot, or made a new slot. All changes are listed.
         """
         changes: list[str] = []
         leaves: list[Any] = []

@@ -52,24 +52,14 @@ class Slot(ABC):
 
     @abstractmethod
     def read(self) -> list[jax.Array]:
-        """Returns the arrays, in the order of `paths`.
-
-        Raises:
-            StateStructureError: If the place no longer has the structure it was
-                found with.
-        """
+        """Returns the arrays, in the order of `paths`."""
 
     @abstractmethod
     def write(self, leaves: list[Any]) -> None:
         """Puts other arrays into the place, in the order of `paths`."""
 
     def replace(self, raw: Any, leaves: Mapping[int, Any]) -> Any:
-        """Puts other arrays into the place; returns what `raw` then returns.
-
-        Args:
-            raw: What `raw` returns now.
-            leaves: The arrays, by their index in `paths`.
-        """
+        """Puts other arrays into the place; returns what `raw` then returns."""
         del raw
         values = self.read()
         for index, leaf in leaves.items():

@@ -29,17 +29,7 @@ class StepCounter:
 
 
 def as_step_counter(global_step: Any) -> StepCounter:
-    """Returns what reads the current global step.
-
-    Args:
-        global_step: A variable that steps advance, such as `optimizer.step` or
-            `armillary.create_global_step()`, or a function without arguments, such as
-            `lambda: trainer.step` where a plain attribute counts.
-
-    Raises:
-        TypeError: If `global_step` is neither, for example an array: assigning a new
-            array somewhere would not change the one that was passed.
-    """
+    """Returns what reads the current global step."""
     if _keras.is_variable(global_step):
         return StepCounter(functools.partial(_keras.value_of, global_step))
     if _nnx.is_variable(global_step):

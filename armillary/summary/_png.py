@@ -7,11 +7,7 @@ import numpy as np
 
 
 def as_png(pixels: np.ndarray) -> bytes:
-    """Returns the file of an image.
-
-    Args:
-        pixels: `uint8`, of shape `(height, width, channels)`, with 1, 3 or 4 channels.
-    """
+    """Returns the file of an image."""
     height, width, channels = pixels.shape
     color_type = {1: 0, 3: 2, 4: 6}[channels]
     # Each row begins with the number of its filter: 0 for none.

@@ -18,11 +18,7 @@ class Service(abc.ABC):
         self._num_writers = 0
 
     def __call__(self, directory: str) -> "ServiceWriter":
-        """Returns the writer of one directory.
-
-        Args:
-            directory: Where other writers write; below `run_dir`.
-        """
+        """Returns the writer of one directory."""
         prefix = _find_prefix(self._run_dir, directory)
         if not self._num_writers:
             self._begin()
@@ -90,11 +86,7 @@ def _find_prefix(run_dir: Path, directory: str) -> str:
 
 
 def import_service(module: str, title: str, extra: str) -> Any:
-    """Returns the package of a service.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
+    """Returns the package of a service."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -29,12 +29,7 @@ class BatchShapes:
         self._seen: list[Sequence[PyTree]] = []
 
     def check(self, batches: Sequence[PyTree]) -> None:
-        """Checks that batches are like the first ones, and counts a new shape.
-
-        Raises:
-            RetraceError: If they differ in more than their shape, or there are too many
-                shapes.
-        """
+        """Checks that batches are like the first ones, and counts a new shape."""
         changes = [self._compare(seen, batches) for seen in self._seen]
         if not all(changes):
             return

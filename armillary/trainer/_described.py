@@ -92,9 +92,6 @@ def described_loop(
 
     One batch of each dataset of the nest is looked at, and not used. Each share of it
     keeps its number of examples, unless `per_replica_batch` is another one.
-
-    Raises:
-        ValueError: If the strategy runs on one device, or over several processes.
     """
     strategy = method.strategy
     leaves, structure = flatten_datasets(nest)

@@ -165,13 +165,7 @@ class LoopCheck:
         self.health, self.checksums = jax.device_get((self.health, self.checksums))
 
     def resolve(self, step: int | None = None) -> None:
-        """Raises if a step has ended training, or replicas differ; logs skipped steps.
-
-        Raises:
-            NonFiniteError: If a step left values that are not finite. It knows the step
-                if the global step before the loop is given.
-            ReplicaDivergenceError: If replicas hold different values.
-        """
+        """Raises if a step ended training or replicas differ; logs skipped steps."""
         self.fetch()
         health = self.health
         if self.checksums is not None:

@@ -95,11 +95,7 @@ def find_reason(owner: Any) -> str | None:
 
 
 def trace_hooks(owner: Any, flat: FlatState, *, is_asked: bool) -> Hooks | None:
-    """Traces the hooks of a trainer; `None` if they must stay in Python.
-
-    Raises:
-        StateStructureError: If the user asks for it, and a hook changes plain values.
-    """
+    """Traces the hooks of a trainer; `None` if they must stay in Python."""
     try:
         return _trace(owner, flat)
     except Exception as error:

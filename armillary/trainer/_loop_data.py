@@ -73,11 +73,7 @@ class LoopData:
         self.feed = self._open_feed(begins_anew=True)
 
     def begin_epoch(self, epochs: int) -> int:
-        """Begins the next pass, if the last one has ended; see `AbstractTrainer`.
-
-        Raises:
-            ValueError: If passes over the data cannot be counted.
-        """
+        """Begins the next pass, if the last one has ended; see `AbstractTrainer`."""
         if len(self.datasets) > 1:
             raise ValueError(
                 f"`epochs` is {epochs}, but the trainer has {len(self.datasets)} "
@@ -175,11 +171,7 @@ def _is_dataset(value: Any) -> bool:
 
 
 def distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
-    """Returns a dataset of a strategy, or one that it makes of the user's data.
-
-    Raises:
-        ValueError: If it was distributed by another strategy.
-    """
+    """Returns a dataset of a strategy, or one that it makes of the user's data."""
     if not isinstance(dataset, DistributedDataset):
         return strategy.distribute_dataset(dataset)
     if dataset.layout != strategy.layout:

@@ -128,13 +128,6 @@ class Program:
 
         `donated` and `others` are what `FlatState.lent` gives, and `health` what the
         guard knows, if there is one.
-
-        Returns:
-            The changed slots, and the result arrays with the steps as first axis: step
-            `start + i` at index `start + i` of a nested program, at 0 of any other.
-            With hooks they are instead the arrays of the output of each loop that has
-            ended. An array that is there to be waited for, and what the guard knows
-            now.
         """
         begin, count = np.int32(start), np.int32(num_steps)
         inputs = _Inputs(others, list(chunk), begin, count, health, loops)

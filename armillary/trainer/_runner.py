@@ -28,11 +28,7 @@ class Runner(RecordsReads):
 
     @contextlib.contextmanager
     def _in_strategy(self) -> Iterator[Strategy]:
-        """Enters the strategy that is in effect, or the one among the attributes.
-
-        Raises:
-            RuntimeError: That of the code inside, perhaps with a note.
-        """
+        """Enters the strategy that is in effect, or the one among the attributes."""
         own = []
         if not has_strategy():
             own = [value for _, value in held_by(self) if isinstance(value, Strategy)]
@@ -45,11 +41,7 @@ class Runner(RecordsReads):
             raise
 
     def _check_initialized(self, attribute: str, argument: str) -> None:
-        """Checks that the constructor of the base class was called.
-
-        Raises:
-            TypeError: If it was not.
-        """
+        """Checks that the constructor of the base class was called."""
         if attribute not in vars(self):
             raise TypeError(
                 f"`{type(self).__name__}.__init__` did not call that of its base "

@@ -16,21 +16,13 @@ from armillary.state._slots import Role, Slot
 
 
 def check_writes(name: str, state: State, changed: Sequence[int]) -> None:
-    """Checks which arrays of the state a step changes, and warns of what is not meant.
-
-    Raises:
-        StateStructureError: If an evaluation changes parameters or batch statistics.
-    """
+    """Checks which arrays a step changes, and warns of what is not meant."""
     check = check_evaluation if name.startswith("eval") else _check_training
     check(name, state, changed)
 
 
 def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
-    """Checks what a step changes that is to leave a model as it is.
-
-    Raises:
-        StateStructureError: If it changes parameters or batch statistics.
-    """
+    """Checks what a step changes that is to leave a model as it is."""
     learned = [i for i in changed if _is_learned(state.owners[i])]
     if learned:
         raise StateStructureError(

@@ -174,17 +174,7 @@ class StepTracer:
         return new is None or not new.is_same(old)
 
     def trace(self, batches: list[PyTree], active: tuple[Active, ...]) -> Trace:
-        """Returns the traced step for batches of some shape.
-
-        Args:
-            batches: Shape and dtype of one batch of each dataset, in the layout's form.
-            active: Which replicas hold data, for each dataset.
-
-        Raises:
-            RetraceError: If batches have changed in more than their size, and there are
-                more than `max_shapes`, or the step takes no batch of a dataset, or
-                nearly all of them.
-        """
+        """Returns the traced step for batches of some shape."""
         key = key_of(batches, active)
         if key not in self._traces:
             self._shapes.check(batches)

@@ -47,16 +47,7 @@ def compile_step(
     split: Split | None = None,
     **how: Any,
 ) -> Callable[..., Any]:
-    """Returns `jax.jit(fn, **how)` with what suits a step.
-
-    Args:
-        fn: A function that runs the step.
-        program: The step as it was traced.
-        platform: Where it will run.
-        options: The user's options of the compiler, which go before ours.
-        split: How XLA divides examples, if it divides the program between devices.
-        how: Other arguments of `jax.jit`.
-    """
+    """Returns `jax.jit(fn, **how)` with what suits a step."""
     own = _choose_options(program, platform, is_partitioned=split is not None)
     chosen = {**own, **(options or {})}
     compiled = jax.jit(fn, compiler_options=chosen or None, **how)
@@ -102,11 +93,7 @@ def _choose_options(
 
 
 def partition(compiled: Callable[..., Any], split: Split) -> Lowered:
-    """Returns a program, perhaps with convolutions, that XLA divides rightly.
-
-    Raises:
-        RuntimeError: If JAX cannot be told how.
-    """
+    """Returns a program, perhaps with convolutions, that XLA divides rightly."""
     if not has_rules():
         raise RuntimeError(
             f"JAX {jax.__version__} keeps its lowering rules in a way that is not "

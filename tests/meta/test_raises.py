@@ -70,3 +70,42 @@ def test_every_error_has_a_row_in_the_docs():
     page = (REPOSITORY / "docs" / "errors.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| \S", page, re.MULTILINE)
     assert sorted(rows) == sorted(list_errors())
+
+
+def find_unannounced(node: ast.AST, owner: str) -> Iterator[str]:
+    """Yields what public functions and methods raise, but do not announce."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef):
+            yield from find_unannounced(child, f"{owner}.{child.name}")
+        elif isinstance(child, DOCUMENTED) and not child.name.startswith("_"):
+            docstring = ast.get_docstring(child) or ""
+            inner = [n for n in ast.walk(child) if isinstance(n, ast.FunctionDef)]
+            nested = {id(n) for f in inner[1:] for n in ast.walk(f)}
+            for raised in ast.walk(child):
+                call = getattr(raised, "exc", None)
+                if id(raised) in nested or not isinstance(call, ast.Call):
+                    continue
+                name = ast.unparse(call.func).rpartition(".")[2]
+                if name[0].isupper() and f"{name}:" not in docstring:
+                    yield f"{owner}.{child.name}: {name}"
+
+
+def test_public_functions_announce_what_they_raise():
+    trees = list(parse("armillary"))
+    public = {
+        f"{node.module}.{alias.name}"
+        for _, tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+    found = [
+        line
+        for path, tree in trees
+        for node in tree.body
+        if isinstance(node, DOCUMENTED)
+        and ".".join((*path.with_suffix("").parts, node.name)) in public
+        for line in find_unannounced(ast.Module([node], []), str(path))
+    ]
+    assert len(public) > 100 and found == []

@@ -66,11 +66,7 @@ def has_variables(environ: Environ, *names: str) -> bool:
 
 
 def find_name(environ: Environ, names: Sequence[str], purpose: str) -> str:
-    """Returns the first of `names` that is set: they hold the same, the best first.
-
-    Raises:
-        ClusterError: If none is set; `purpose` says what it is for and who sets it.
-    """
+    """Returns the first of `names` that is set: they hold the same, the best first."""
     for name in names:
         if has_variables(environ, name):
             return name
@@ -80,20 +76,12 @@ def find_name(environ: Environ, names: Sequence[str], purpose: str) -> str:
 
 
 def read_text(environ: Environ, name: str, purpose: str) -> str:
-    """Returns the value of a variable that must be set.
-
-    Raises:
-        ClusterError: If it is not.
-    """
+    """Returns the value of a variable that must be set."""
     return environ[find_name(environ, [name], purpose)].strip()
 
 
 def read_int(environ: Environ, name: str, purpose: str, *, minimum: int = 0) -> int:
-    """Returns the value of a variable that must be an integer.
-
-    Raises:
-        ClusterError: If it is not set, not an integer or below `minimum`.
-    """
+    """Returns the value of a variable that must be an integer."""
     text = read_text(environ, name, purpose)
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < minimum:
         raise ClusterError(
@@ -104,11 +92,7 @@ def read_int(environ: Environ, name: str, purpose: str, *, minimum: int = 0) -> 
 
 
 def check_below(name: str, value: int, limit: int, what: str) -> None:
-    """Raises if an index is not below the number of what it counts, which is `what`.
-
-    Raises:
-        ClusterError: If `value` is not below `limit`.
-    """
+    """Raises if an index is not below the number of what it counts, which is `what`."""
     if value >= limit:
         raise ClusterError(
             f"`{name}` is {value}, but it must be below {limit}, {what}. Set it to an "
@@ -117,12 +101,7 @@ def check_below(name: str, value: int, limit: int, what: str) -> None:
 
 
 def make_address(host: str, port: int, variables: str, fix: str) -> str:
-    """Returns the address of process 0; an IPv6 address may lack its brackets.
-
-    Raises:
-        ClusterError: If it is no address; `fix` says who sets `variables`, or what they
-            should hold.
-    """
+    """Returns the address of process 0; an IPv6 address may lack its brackets."""
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"
     try:

@@ -26,10 +26,6 @@ def check_task(
     any job is a single process, which may call itself anything.
 
     Messages call the two `type_name` and `id_name`.
-
-    Raises:
-        ValueError: If the job is unknown or not in the cluster, or the index is not one
-            of its tasks.
     """
     check_one_of(type_name, task_type, TASK_TYPES)
     check_not_negative_int(id_name, task_id)

@@ -110,9 +110,6 @@ class ChunkBuilder:
 
         Steps that were read before an error are given out first, if it is not to come
         at once, so that what runs does not depend on the size of chunks.
-
-        Raises:
-            BatchSizeError: If the batches of one step differ in shape.
         """
         step = self._read_step(readers)
         while step is not None:
@@ -141,11 +138,7 @@ class ChunkBuilder:
     def _fill_stack(
         self, readers: Sequence[BatchReader], step: Step
     ) -> tuple["_Stack", Step | None, Exception | None]:
-        """Stacks `step` and those that fit behind it.
-
-        Returns:
-            The stack, the step after it if that was read, and the error that ended it.
-        """
+        """Stacks `step` and those that fit behind it."""
         room = self._get_room(readers, step)
         stack = _Stack(step, room, self._batches_per_step, readers)
         while stack.add(step) < stack.room:

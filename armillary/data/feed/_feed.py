@@ -112,12 +112,7 @@ class Feed(Generic[T]):
     def start(
         self, build: Callable[[Sequence[BatchReader]], Iterator[T]], prefetch: int
     ) -> None:
-        """Says what to make of the batches; nothing is read yet.
-
-        Args:
-            build: Makes chunks of what the readers give, here or in a thread.
-            prefetch: How many of them a thread makes ahead. 0 makes them on demand.
-        """
+        """Says what to make of the batches; nothing is read yet."""
         self._build, self._prefetch = build, prefetch
 
     @property
@@ -166,11 +161,6 @@ class Feed(Generic[T]):
         """Returns the chunk that holds the next step, at `offset`; None at the end.
 
         The one after it is read from `read_on` on, while the device has work.
-
-        Raises:
-            BatchSizeError: If the batches of one step differ in shape.
-            DatasetStateError: If Ctrl-C came while data was read that cannot go back.
-            PeerError: If the processes have different chunks.
         """
         chunk = self.chunk
         if chunk is not None or self.is_closed:
@@ -213,11 +203,7 @@ class Feed(Generic[T]):
             self._queue.read_on()
 
     def commit(self, num_steps: int) -> None:
-        """Marks the next steps of the current chunk as used.
-
-        Raises:
-            ValueError: If it has less than `num_steps` left, or that is not positive.
-        """
+        """Marks the next steps of the current chunk as used."""
         queue, stop = self._queue, self.offset + num_steps
         chunk = None if queue is None else queue.current
         count = 0 if chunk is None else len(chunk.positions)
@@ -247,9 +233,6 @@ class Feed(Generic[T]):
 
         Data without positions goes on from where it was read to. If a source refuses
         its position, all stay where they were.
-
-        Raises:
-            DatasetStateError: If a source refuses its position.
         """
         # Data that cannot go back stays as broken as it is.
         is_broken = self._is_cut_off and not self.is_repositionable

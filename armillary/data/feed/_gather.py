@@ -46,11 +46,7 @@ class PlacedArrays:
         self._lock = threading.Lock()
 
     def get(self) -> PyTree:
-        """Returns the arrays on the devices.
-
-        Raises:
-            ValueError: If a device has no room for them.
-        """
+        """Returns the arrays on the devices."""
         # Background threads of several iterators may ask at the same time.
         with self._lock:
             if self._placed is None:
@@ -101,11 +97,7 @@ class Gather:
 
     @property
     def resident(self) -> PyTree:
-        """The arrays that stay on the devices, an input of `on_device`; or `None`.
-
-        Raises:
-            ValueError: If a device has no room for them.
-        """
+        """The arrays that stay on the devices, an input of `on_device`; or `None`."""
         return None if self._placed is None else self._placed.get()
 
     def on_host(self, batch: Batch) -> Batch:
@@ -130,13 +122,7 @@ class Gather:
         return layout.place(sent, leading_axes, num_replicas)
 
     def on_device(self, resident: PyTree, batch: Batch) -> Batch:
-        """Returns a placed batch as a step receives it; may be traced.
-
-        Args:
-            resident: The `resident` of this object, given so that a traced function has
-                them as inputs.
-            batch: What the layout has placed.
-        """
+        """Returns a placed batch as a step receives it; may be traced."""
         if self._placed is None:
             return batch
         return _gather(self.layout, resident, batch)
@@ -149,14 +135,7 @@ class Gather:
         return _compiled_gather(self.layout, self.resident, placed)
 
     def describe(self, types: Batch) -> tuple[Batch, PyTree]:
-        """Returns the types of what a program takes for one batch; places nothing.
-
-        Args:
-            types: Of one share of a batch, as `BatchLayout.describe` takes it.
-
-        Returns:
-            The types of what travels to the devices, and of what stays there.
-        """
+        """Returns the types of what a program takes for one batch; places nothing."""
         if self._placed is None:
             return types, None
         rows = jax.ShapeDtypeStruct(jax.tree.leaves(types)[0].shape[:1], np.int32)
@@ -213,11 +192,6 @@ def make_gather(
 
     Nothing is placed yet. Datasets of one source on one layout share the arrays that
     stay on devices.
-
-    Raises:
-        TypeError: If arrays should stay on the device, and the source does not come
-            from `from_arrays`.
-        ValueError: If it has more rows than 32-bit row numbers can tell apart.
     """
     if options.place_on_device:
         source = _check_placeable(source, options)

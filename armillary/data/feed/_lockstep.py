@@ -128,16 +128,7 @@ class Lockstep:
     def align(
         self, pieces: Prefetcher[HostBatch], position: Position
     ) -> Iterator[HostBatch]:
-        """Yields the same number of pieces on all processes, in equal shapes.
-
-        Args:
-            pieces: What this process has read.
-            position: Where it is before the first of them.
-
-        Raises:
-            BatchSizeError: If this process's batches do not fit its replicas, or those
-                of the processes do not fit each other.
-        """
+        """Yields the same number of pieces on all processes, in equal shapes."""
         own = _Own(pieces)
         last: HostBatch | None = None
         is_first_round = True
@@ -266,11 +257,7 @@ def describe_chunk(chunk: object | None) -> str:
 
 
 def check_same_chunk(name: str, texts: list[str]) -> None:
-    """Raises if the processes have described different chunks to run.
-
-    Raises:
-        PeerError: If they differ in the number of steps, or in shapes.
-    """
+    """Raises if the processes have described different chunks to run."""
     if len(set(texts)) == 1:
         return
     shown = "\n".join(

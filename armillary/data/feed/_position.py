@@ -42,12 +42,7 @@ def encode_position(position: Position, kind: str) -> dict[str, Any]:
 
 
 def decode_position(state: Any, kind: str) -> Position:
-    """Returns the position that `encode_position` wrote.
-
-    Raises:
-        DatasetStateError: If `state` has another form or comes from another kind of
-            source.
-    """
+    """Returns the position that `encode_position` wrote."""
     is_dict = isinstance(state, dict)
     missing = [key for key in _REQUIRED if key not in state] if is_dict else []
     if not is_dict or missing:

@@ -52,9 +52,6 @@ class Prefetcher(Generic[T]):
 
         A thread that wakes up takes the interpreter from the one that has just got its
         item. So the next item is read when `read_on` is called, or one is missing.
-
-        Raises:
-            StopIteration: At the end.
         """
         channel = self._channel
         if not channel.size and not channel.ready:

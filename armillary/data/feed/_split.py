@@ -101,9 +101,6 @@ class Splitter:
 
         The position of a piece that is not the last of its group is the one before the
         group, so that a program which stops between two pieces runs both again.
-
-        Raises:
-            BatchSizeError: If a group does not fit and no rule applies.
         """
         before, is_first = stream.position, True
         for group in self._read_groups(stream):
@@ -318,12 +315,7 @@ def get_mask(batch: PyTree) -> Any:
 
 
 def add_mask(batch: PyTree, mask: object) -> PyTree:
-    """Returns `batch` with the leaf that `remainder="pad"` adds.
-
-    Raises:
-        TypeError: If `batch` is neither a dictionary nor a tuple nor a list.
-        ValueError: If it has such a leaf.
-    """
+    """Returns `batch` with the leaf that `remainder="pad"` adds."""
     if type(batch) in (tuple, list):
         return type(batch)([*batch, mask])
     if not isinstance(batch, dict):

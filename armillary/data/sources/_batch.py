@@ -14,17 +14,7 @@ _MOST_LISTED = 10
 
 
 def check_batch(batch: Batch, get_name: Callable[[], str]) -> tuple[PyTree, int]:
-    """Returns `batch` with NumPy leaves, and its number of examples.
-
-    Args:
-        batch: Pytree of NumPy or JAX arrays, or of what NumPy makes arrays of, such as
-            tensors of PyTorch and TensorFlow.
-        get_name: Returns what the batch is called in messages.
-
-    Raises:
-        TypeError: If there is no leaf, or a leaf is not an array of numbers.
-        BatchSizeError: If a leaf has no axis, or the leading sizes differ.
-    """
+    """Returns `batch` with NumPy leaves, and its number of examples."""
     leaves, treedef = jax.tree.flatten(batch)
     leaves = [as_array(leaf) for leaf in leaves]
     num_rows = -1

@@ -126,11 +126,7 @@ class IndexedIterator:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a position, also one of another batch size.
-
-        Raises:
-            DatasetStateError: If the position is not one in this data set.
-        """
+        """Goes to a position, also one of another batch size."""
         num_examples = self._dataset.num_examples
         if state["num_examples"] != num_examples:
             raise DatasetStateError(

@@ -73,11 +73,7 @@ class IteratorSource:
         self._start = OwnIterator(iterator).get_state() if can_go_back else None
 
     def make_iterator(self, epoch: int) -> "OwnIterator":
-        """Returns the iterator, at its start.
-
-        Raises:
-            DatasetStateError: If the iterator was used and cannot go back.
-        """
+        """Returns the iterator, at its start."""
         if self._is_used and not self.is_repositionable:
             raise DatasetStateError(
                 f"The data set is an iterator of type {type(self._iterator).__name__}, "

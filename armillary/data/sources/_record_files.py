@@ -44,11 +44,7 @@ class RecordFiles:
         return _name(self._paths[file], number, offset)
 
     def read(self, rows: np.ndarray) -> list[bytes]:
-        """Returns the data of these records, in this order.
-
-        Raises:
-            TFRecordError: If one of them is not as it was written.
-        """
+        """Returns the data of these records, in this order."""
         data = [b""] * len(rows)
         records = self._records[rows]
         for file in np.unique(records[:, 0]).tolist():

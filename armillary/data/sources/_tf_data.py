@@ -20,11 +20,7 @@ _FIXES = {
 
 
 def as_tf_data_source(source: Any) -> IterableSource | None:
-    """Returns a source if `source` is a `tf.data.Dataset`, or None.
-
-    Raises:
-        TypeError: If its elements are no batches of numbers.
-    """
+    """Returns a source if `source` is a `tf.data.Dataset`, or None."""
     data = getattr(sys.modules.get("tensorflow"), "data", None)
     if data is None or not isinstance(source, data.Dataset):
         return None

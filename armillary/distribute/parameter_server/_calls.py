@@ -106,11 +106,7 @@ class Calls:
     # What other threads call.
 
     def add(self, closure: Closure) -> None:
-        """Queues a call.
-
-        Raises:
-            RuntimeError: If the coordinator was shut down.
-        """
+        """Queues a call."""
         with self._changed:
             if self.is_stopped:
                 raise RuntimeError(

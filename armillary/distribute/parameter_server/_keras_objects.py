@@ -66,11 +66,7 @@ def as_transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    """Raises if an optimizer cannot run on parameter servers.
-
-    Raises:
-        ValueError: If it looks at all gradients, or at what only this process has.
-    """
+    """Raises if an optimizer cannot run on parameter servers."""
     name, rate = type(optimizer).__name__, vars(optimizer).get("_learning_rate")
     if hasattr(optimizer, "inner_optimizer"):
         raise ValueError(
@@ -148,12 +144,7 @@ def dump_transformation(transformation: Any, cloudpickle: Any) -> bytes:
 
 
 def make_optimizer(kind: type, index: int) -> Any:
-    """Returns what stands for an optimizer on a worker, without its attributes.
-
-    Args:
-        kind: Its class.
-        index: The number of its update among the transformations of the function.
-    """
+    """Returns what stands for an optimizer on a worker, without its attributes."""
     transformation = make_stand_in(index)
 
     def check(self: Any, grads: Any, variables: Any) -> None:

@@ -85,13 +85,7 @@ def make_stand_in(index: int) -> optax.GradientTransformationExtraArgs:
 def _record(
     index: int, gradients: PyTree, state: PyTree, params: PyTree, others: dict[str, Any]
 ) -> PyTree:
-    """Takes down one call, and returns its updates.
-
-    Raises:
-        ValueError: If the parameter servers could not do what the optimizer would.
-        RuntimeError: If no scheduled function runs.
-        ReplicaContextError: If the optimizer is to reduce gradients over workers.
-    """
+    """Takes down one call, and returns its updates."""
     lifted = lifted_state()
     if not _recording or lifted is None:
         raise RuntimeError(

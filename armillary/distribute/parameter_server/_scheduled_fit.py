@@ -31,15 +31,7 @@ class ScheduledSteps:
         self._limit = _WAITING * strategy.settings.num_workers
 
     def __call__(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
-        """Takes batches, and returns when a step of each has ended.
-
-        Args:
-            state: The values of the model's variables, which Keras has taken from them.
-            iterator: Gives batches.
-
-        Returns:
-            The metrics, and the new values.
-        """
+        """Takes batches, and returns when a step of each has ended."""
         # If there is none, Keras hears so.
         batches = itertools.chain([next(iterator)], iterator)
         for values, variables in zip(state, self._variables(), strict=True):
@@ -82,9 +74,6 @@ def epochs_as_one(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
     """Lets a call of `fit` take all steps of an epoch at once.
 
     A model that was compiled with `steps_per_execution` takes as many.
-
-    Raises:
-        ValueError: If nothing tells how many steps an epoch has.
     """
     before = model.steps_per_execution
     if before == 1:

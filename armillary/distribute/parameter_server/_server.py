@@ -136,12 +136,7 @@ class ParameterServer:
         return self.push(push), *self.read(parts)
 
     def commit(self, calls: Sequence[int]) -> list[int]:
-        """Applies calls that ran together as one update.
-
-        Returns:
-            Variables to which they would all have to add the same, and did not. Then
-            nothing is applied.
-        """
+        """Applies calls that ran together as one update."""
         pushes = [self._round[call] for call in calls if call in self._round]
         self._round.clear()
         if not pushes:

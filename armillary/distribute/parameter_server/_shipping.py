@@ -20,16 +20,7 @@ from armillary.distribute.parameter_server._recorded_updates import make_stand_i
 def ship(
     task: Any, arrays: Sequence[Any], named: dict[int, str]
 ) -> tuple[bytes, list[bytes]]:
-    """Returns a pickled task, and the optimizers that it reaches.
-
-    Args:
-        task: A pytree of functions and objects.
-        arrays: What its variables hold.
-        named: Names of other objects that workers have, by `id`.
-
-    Raises:
-        TypeError: If something that it reaches cannot be pickled.
-    """
+    """Returns a pickled task, and the optimizers that it reaches."""
     cloudpickle = import_ray().cloudpickle
     places = {id(array): ("array", i) for i, array in enumerate(arrays)}
     places |= {key: ("named", name) for key, name in named.items()}
@@ -75,13 +66,7 @@ def ship(
 
 
 def unship(payload: bytes, arrays: Sequence[Any], find: Callable[[str], Any]) -> Any:
-    """Returns a task on a worker.
-
-    Args:
-        payload: What `ship` made.
-        arrays: What its variables are to hold.
-        find: Gives the objects that were named.
-    """
+    """Returns a task on a worker."""
 
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, pid: Any) -> Any:

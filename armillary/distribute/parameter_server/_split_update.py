@@ -161,19 +161,7 @@ def make_local_update(
     types: Mapping[int, ArrayType],
     parts: Sequence[tuple[int, int, int]],
 ) -> Callable[[dict[Any, Any], dict[Any, Any]], dict[Any, Any]]:
-    """Returns the update of those parts of variables that one server has.
-
-    Args:
-        transformation: The optimizer.
-        spec: How it is called.
-        split: `SplitUpdate.owners`.
-        types: Shape and dtype of each slot.
-        parts: Slot, number and rows of each part; -1 rows for a whole variable.
-
-    Returns:
-        A function of gradients and of values, both by `(slot, number)`, which returns
-        new values. Shared values have the number 0.
-    """
+    """Returns the update of those parts of variables that one server has."""
     params, state = jax.tree.leaves(spec.params), jax.tree.leaves(spec.state)
 
     def run(

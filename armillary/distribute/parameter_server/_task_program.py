@@ -112,17 +112,7 @@ class TaskProgram:
     def __call__(
         self, values: dict[int, Any], arguments: PyTree, call: int
     ) -> tuple[PyTree, list[list[Any]], dict[int, Any]]:
-        """Runs the function.
-
-        Args:
-            values: The variables that it reads, by number: JAX's arrays or NumPy's.
-            arguments: Its array arguments.
-            call: A number for the random numbers that it draws.
-
-        Returns:
-            What the function returned, the gradients of each update, and what is to be
-            added to variables, by number.
-        """
+        """Runs the function."""
         leaves = jax.tree.leaves(arguments)
         results, additions = self._run(
             [values[i] for i in self.spec.reads], leaves, np.uint32(call)
@@ -299,9 +289,6 @@ def _check_sent(program: core.ClosedJaxpr, num_gradients: int) -> None:
     """Raises if anything but an optimizer uses what the servers are to add up.
 
     The gradients are the last outputs.
-
-    Raises:
-        ReplicaContextError: If so.
     """
     sent: set[Any] = set()
     used: list[Any] = []

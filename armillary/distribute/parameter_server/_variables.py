@@ -143,18 +143,7 @@ class Variables:
         transformations: Sequence[bytes],
         servers: Sequence[Any],
     ) -> PlacedTask:
-        """Puts what a scheduled function needs on servers, where it is not yet.
-
-        Args:
-            task: The number of the function.
-            numbers: The number of the variable of each array of its state.
-            spec: What it does to them.
-            transformations: Its optimizers.
-            servers: The actors.
-
-        Raises:
-            ValueError: If an optimizer cannot run on parameter servers.
-        """
+        """Puts what a scheduled function needs on servers, where it is not yet."""
         new: list[int] = []
         keys: list[Any] = []
         for index, update in enumerate(spec.updates):
@@ -267,11 +256,7 @@ class Variables:
         variable.places = tuple(places)
 
     def _follow(self, number: int, param: int, new: list[int]) -> None:
-        """Puts an array of an optimizer where its variable is.
-
-        Raises:
-            RuntimeError: If it is somewhere else already.
-        """
+        """Puts an array of an optimizer where its variable is."""
         variable, leader = self._variables[number], self._variables[param]
         places = tuple(
             Place(place.server, (number, place.part[1]), place.rows)

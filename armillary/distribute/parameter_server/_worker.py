@@ -148,18 +148,7 @@ class Worker:
     def run(
         self, pid: int, number: int, calls: Sequence[int], oldest: int, *arrays: Any
     ) -> list[Any]:
-        """Runs calls of a function, one after the other, until one fails.
-
-        Args:
-            pid: The process that is asked.
-            number: The number of the function.
-            calls: The numbers of the calls.
-            oldest: The smallest number of a call that has not ended.
-            arrays: The arguments of the first call, then those of the others.
-
-        Returns:
-            How each call ended that has begun, and then the result of each call.
-        """
+        """Runs calls of a function, one after the other, until one fails."""
         if pid != os.getpid():
             return [NotKnown(), *[None] * len(calls)]
         size = len(arrays) // len(calls)
@@ -235,11 +224,7 @@ class Worker:
         return Done(staleness, time.perf_counter() - start), result, ahead
 
     def _wait(self, asked: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
-        """Returns what servers answered.
-
-        Raises:
-            _ServerLostError: If one is gone.
-        """
+        """Returns what servers answered."""
         ray = import_ray()
         answers: list[tuple[int, Any]] = []
         for server, reference in asked:

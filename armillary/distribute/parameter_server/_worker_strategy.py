@@ -60,11 +60,7 @@ class _WorkerContext(ReplicaContext):
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, *, dtype: Any = None
     ) -> PyTree:
-        """Returns gradients as the servers are to add them up.
-
-        Raises:
-            ReplicaContextError: For any other operation than a sum or a mean.
-        """
+        """Returns gradients as the servers are to add them up."""
         del dtype
         op = ReduceOp.of(reduce_op)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):

@@ -41,12 +41,7 @@ class ReplicaComparison:
             self._compiled = jax.jit(rows, out_shardings=everywhere(mesh))
 
     def start(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
-        """Starts to sum up each replica's copies of `arrays`; does not wait.
-
-        Returns:
-            An array of shape `(replicas, arrays)` for `check_equal`, or `None` if there
-            is one copy only.
-        """
+        """Starts to sum up each replica's copies of `arrays`; does not wait."""
         if self._compiled is None or not arrays:
             return None
         self._dispatch.wait()
@@ -56,11 +51,7 @@ class ReplicaComparison:
 
 
 def check_equal(sums: np.ndarray, paths: Sequence[str], when: str) -> None:
-    """Raises if replicas hold different values, by what `ReplicaComparison` summed.
-
-    Raises:
-        ReplicaDivergenceError: If any two replicas differ in any array.
-    """
+    """Raises if replicas hold different values, by what `ReplicaComparison` summed."""
     differing = {
         path: _minority(column.tolist())
         for path, column in zip(paths, sums.T, strict=True)

@@ -123,11 +123,7 @@ class FlatState:
     def lent(
         self, changed: tuple[int, ...]
     ) -> Iterator[tuple[Sequence[jax.Array], Sequence[jax.Array]]]:
-        """Lends the arrays to a program, in a moment that no signal cuts short.
-
-        Yields:
-            What `take` returns. The code inside calls the program, and then `give`.
-        """
+        """Lends the arrays to a program, in a moment that no signal cuts short."""
         taken = self.take(changed)
         self._dispatch.wait()
         with uninterrupted():
@@ -136,15 +132,7 @@ class FlatState:
     def take(
         self, changed: tuple[int, ...]
     ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-        """Takes what the slots hold, and puts it on its devices.
-
-        Args:
-            changed: Indices of the arrays that the program changes.
-
-        Returns:
-            The arrays that the program is to take over, and the others, which may share
-            their buffer with whatever else holds it. `join` undoes the division.
-        """
+        """Takes what the slots hold, and puts it on its devices."""
         self.settle(changed)
         use = self._use
         donated, others = use.pick_donated(self.arrays), use.pick_others(self.arrays)
@@ -213,13 +201,7 @@ class FlatState:
     def give(
         self, values: Sequence[jax.Array], token: Any, *, may_share: bool = True
     ) -> None:
-        """Takes over the outputs of the program that the arrays were lent to.
-
-        Args:
-            values: What it made of the arrays that it changes.
-            token: An output that can be waited for.
-            may_share: Whether one of them may be another one, or one that was kept.
-        """
+        """Takes over the outputs of the program that the arrays were lent to."""
         if self._moves:
             homes = [self._homes[i] for i in self._use.changed]
             values = list(map(_put, values, homes))

@@ -61,14 +61,7 @@ _tracing = _Tracing()
 
 @contextlib.contextmanager
 def guarded_host_values(fn: Callable[..., Any], owner: str) -> Iterator[list[str]]:
-    """Watches which values of the host a user's function reads while it is traced.
-
-    Yields:
-        The places where it calls `next` of an iterator that is not the library's.
-
-    Raises:
-        CapturedStateError: If it draws random numbers.
-    """
+    """Watches which values of the host a user's function reads while it is traced."""
     name = getattr(fn, "__name__", "the step")
     generators = dict(_find_generators(fn, set()))
     before = {path: _state_of(generators[path]) for path in generators}

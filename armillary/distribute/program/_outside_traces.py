@@ -24,11 +24,7 @@ _INSTEAD = (
 
 
 def check_no_trace(fn: Callable[..., Any], state: State) -> None:
-    """Raises if a function with state is called under a transformation of JAX.
-
-    Raises:
-        ReplicaContextError: If it is, and `state` has slots.
-    """
+    """Raises if a function with state is called under a transformation of JAX."""
     if not (is_in_trace() and state.slots):
         return
     name = getattr(fn, "__name__", "the function")
@@ -48,12 +44,7 @@ def add_trace_note(error: Exception) -> None:
 
 
 def check_nothing_left(fn: Callable[..., Any], owner: str) -> None:
-    """Raises if a step, which was just traced, left an array where it stays.
-
-    Raises:
-        CapturedStateError: If a list, dictionary or attribute that the step knows by
-            name holds one; `None` takes its place.
-    """
+    """Raises if a step, which was just traced, left an array where it stays."""
     # The step may call other methods, and those may use globals of their own.
     kinds = type(getattr(fn, "__self__", None)).__mro__
     methods = [value for kind in kinds for value in vars(kind).values()]

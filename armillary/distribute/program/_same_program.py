@@ -16,11 +16,7 @@ _CONTEXT_LINES = 3
 
 
 def check_same_program(peers: Peers, name: str, program: Any) -> None:
-    """Raises if the processes have traced different programs.
-
-    Raises:
-        PeerError: If they differ; with the first lines that do.
-    """
+    """Raises if the processes have traced different programs."""
     # Addresses of Python objects differ where nothing else does.
     lines = re.sub(r"0x[0-9a-f]+", "0x", str(program)).splitlines()
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()

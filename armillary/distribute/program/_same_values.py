@@ -30,11 +30,7 @@ _OPTIONS = (
 
 
 def check_same_state(peers: Peers, paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Raises if values that must be equal on all processes are not.
-
-    Raises:
-        PeerError: If they differ.
-    """
+    """Raises if values that must be equal on all processes are not."""
     own = dict(zip(paths, map(_describe, leaves), strict=True))
     lines, num_names = _find_differences(peers, "state", own)
     if not lines:
@@ -51,9 +47,6 @@ def check_same_data(peers: Peers, dataset: IndexedDataset) -> None:
     """Raises if a data set for all processes is not the same in each.
 
     Some rows are compared, evenly spaced.
-
-    Raises:
-        PeerError: If options or rows differ.
     """
     own = {name: repr(getattr(dataset, name)) for name in _OPTIONS}
     num_rows = min(_MOST_ROWS, dataset.num_examples)

@@ -29,11 +29,7 @@ class StepIterator:
         return self
 
     def __next__(self) -> Any:
-        """Returns the next batch of the step.
-
-        Raises:
-            MoreBatches: If the step takes more batches than it was offered.
-        """
+        """Returns the next batch of the step."""
         if self.num_taken == len(self._batches):
             raise MoreBatches(self.index)
         self.num_taken += 1
@@ -42,11 +38,7 @@ class StepIterator:
     get_next = __next__
 
     def __getitem__(self, key: Any) -> Any:
-        """Says what to write instead.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Says what to write instead."""
         raise TypeError(
             f"A step gets an iterator, not a batch, so it has no item {key!r}. Take "
             "the batch first: `batch = next(iterator)`."
@@ -54,11 +46,7 @@ class StepIterator:
 
 
 def check_taken(step_name: str, taken: Sequence[int]) -> None:
-    """Raises if a step took no batch from one of its datasets.
-
-    Raises:
-        RetraceError: If a number in `taken` is 0.
-    """
+    """Raises if a step took no batch from one of its datasets."""
     if not all(taken):
         raise RetraceError(
             f"`{step_name}` took no batch from dataset {list(taken).index(0)} of "

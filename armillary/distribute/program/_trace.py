@@ -107,29 +107,7 @@ def trace_step(
     owner: str,
     refusal: Callable[[str, dict[str, str]], str] | None = None,
 ) -> TracedStep:
-    """Traces `fn(*arguments)` with the state lifted.
-
-    Args:
-        fn: What to trace.
-        flat: The state that it may read and write.
-        arguments: Arrays or `jax.ShapeDtypeStruct`, a pytree for each argument.
-        user_fn: The user's function, for messages.
-        owner: What state must be reachable from, for messages.
-        refusal: Returns the message that refuses plain values to change at all, for the
-            name of the step and what has changed.
-
-    Returns:
-        The traced step.
-
-    Raises:
-        CapturedStateError: If the step uses variables outside the state, draws random
-            numbers of the host, or leaves arrays in places outside the state.
-        StateStructureError: If it changes the structure of a slot, or plain values
-            so that the next step would be another one.
-        DoubleReductionError: If it sums over replicas twice.
-        ReplicaMismatchError: If replicas may take different ways to a collective.
-        ValueError: If replicas draw the same numbers from a `jax.random.PRNGKey`.
-    """
+    """Traces `fn(*arguments)` with the state lifted."""
     tracing = _Tracing(fn, flat, arguments, user_fn, owner)
     with flat.state.kept() as changes:
         step, places = tracing.trace()
@@ -217,11 +195,6 @@ def explained(
 
     Errors of JAX for the value of a traced array get a note that names the step, other
     ones a note on the batches that a step was traced with.
-
-    Raises:
-        CapturedStateError: If the step wrote to a variable outside `state`.
-        TraceContextError: If Flax raised it for another reason.
-        ValueError: If the step raised it for another reason.
     """
     try:
         yield

@@ -60,11 +60,7 @@ _local = _Local()
 
 @contextlib.contextmanager
 def accumulating(count: int, step_name: str) -> Iterator[None]:
-    """Lets a step accumulate gradients over so many parts of its batch.
-
-    Raises:
-        ValueError: If `count` is not 1, and the step makes no gradient in this way.
-    """
+    """Lets a step accumulate gradients over so many parts of its batch."""
     _local.wanted.append([count, 0])
     try:
         yield
@@ -101,23 +97,7 @@ def accumulate(
     count: int,
     op: str | None,
 ) -> Part:
-    """Returns the loss and gradients of a batch from those of its parts.
-
-    Args:
-        differentiate: Does so for one part, given values, slots by index, and the part.
-        values: What to differentiate by.
-        before: What the slots hold.
-        batch: Arrays whose first axis is that of examples.
-        count: The number of parts.
-        op: `"mean"` or `"sum"`: how the loss is made of those of the parts. `None` if
-            `compute_average_loss` makes it.
-
-    Raises:
-        BatchSizeError: If the batch has no such parts.
-        ReplicaContextError: Outside `run`.
-        ValueError: If nothing tells how the loss is made of those of the parts, or an
-            output is not one of each example.
-    """
+    """Returns the loss and gradients of a batch from those of its parts."""
     require_replica_context("value_and_grad", "leave `batch` out")
     size = _part_size(batch, count)
     parts = jax.tree.map(lambda rows: rows.reshape(count, size, *rows.shape[1:]), batch)

@@ -64,15 +64,7 @@ class Proof:
         self.is_equal = [is_alone or not facts.reasons for facts in found.results]
 
     def require_equal(self, names: Mapping[int, str], num_slots: int) -> None:
-        """Raises if results that must be equal on all replicas are not.
-
-        Args:
-            names: By the number of the result.
-            num_slots: The number of slots of the step, for the message.
-
-        Raises:
-            ReplicaMismatchError: If one differs.
-        """
+        """Raises if results that must be equal on all replicas are not."""
         differing = {i: name for i, name in names.items() if not self.is_equal[i]}
         if not differing:
             return

@@ -54,24 +54,7 @@ def run_in_replicas(
     kwargs: dict[str, Any],
     state: State,
 ) -> PyTree:
-    """Maps `fn` over the replicas of `mesh`, and updates `state` with what it leaves.
-
-    Args:
-        strategy: The strategy, for the context that `fn` runs in.
-        mesh: A mesh with the axis `replica`.
-        fn: The user's function.
-        args: Its positional arguments. Arrays of `PerReplica` values are split, other
-            arrays are the same on all replicas, anything else is passed as it is.
-        kwargs: Its keyword arguments, likewise.
-        state: Slots that `fn` may read and write.
-
-    Returns:
-        What `fn` returned, each array as a `PerReplica` if there are several replicas.
-
-    Raises:
-        ReplicaMismatchError: If a mirrored slot ends with per-replica values.
-        BatchSizeError: If two arguments hold data for different numbers of replicas.
-    """
+    """Maps `fn` over the replicas of `mesh`, and updates `state`."""
     call = _Call(strategy, fn, args, kwargs, state)
     mesh = narrow_mesh(mesh, call.num_replicas)
     is_traced = is_in_trace()
@@ -143,11 +126,7 @@ class _Call:
     def trace_and_prove(
         self, slots: list[Any], rows: list[Any], wholes: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Binds the function as one call, when its program is proved to be right.
-
-        Raises:
-            BatchSizeError: If it sums gradients on fewer replicas without asking.
-        """
+        """Binds the function as one call, when its program is proved to be right."""
         context = self._make_context()
 
         def run(*inputs: list[Any]) -> list[Any]:
@@ -190,11 +169,7 @@ class _Call:
         return final, [value[None] for value in values], [jnp.array(differs, bool)]
 
     def check_compared(self, differs: jax.Array) -> None:
-        """Raises if mirrored state differs between replicas.
-
-        Raises:
-            ReplicaMismatchError: If so.
-        """
+        """Raises if mirrored state differs between replicas."""
         names = self._mirrored_names().values()
         wrong = list(compress(names, differs.tolist()))
         if wrong:
@@ -318,11 +293,7 @@ def _compare(value: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _find_active(leaves: list[Any], num_replicas: int) -> tuple[Active, int]:
-    """Returns which replicas hold data, and how many run the step.
-
-    Raises:
-        BatchSizeError: If that differs between the leaves.
-    """
+    """Returns which replicas hold data, and how many run the step."""
     counts = {
         (leaf.active_replicas, len(leaf.array))
         for leaf in leaves

@@ -23,11 +23,7 @@ _HOOKS = ("on_get_value", "on_set_value")
 
 @contextlib.contextmanager
 def aggregated_writes(state: State, context: ReplicaContext) -> Iterator[None]:
-    """Aggregates writes to the variables of `state` that ask for it.
-
-    Raises:
-        ValueError: When a sum is written to a variable that the step has read.
-    """
+    """Aggregates writes to the variables of `state` that ask for it."""
     undo: list[Callable[[], None]] = []
     try:
         for slot in state.slots:

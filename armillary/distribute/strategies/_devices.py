@@ -16,15 +16,7 @@ else:
 
 
 def as_device(name: str, device: Any) -> Device:
-    """Returns a device given as a `jax.Device` or as a name such as `"gpu:1"`.
-
-    Args:
-        name: Name of the argument, for messages.
-        device: The device. TensorFlow's spelling `"/gpu:1"` is taken too.
-
-    Raises:
-        ValueError: If there is no such device.
-    """
+    """Returns a device given as a `jax.Device` or as a name such as `"gpu:1"`."""
     if isinstance(device, Device):
         return device
     platform, _, index = str(device).lower().strip("/").rpartition(":")
@@ -43,12 +35,7 @@ def as_device(name: str, device: Any) -> Device:
 
 
 def as_devices(name: str, devices: Any) -> list[Device]:
-    """Returns a checked list of devices; all local ones for `None`.
-
-    Raises:
-        ValueError: If the list is empty, repeats a device, mixes platforms, or names a
-            device that is not there.
-    """
+    """Returns a checked list of devices; all local ones for `None`."""
     if devices is None:
         return list(jax.local_devices())
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
@@ -73,11 +60,7 @@ def as_devices(name: str, devices: Any) -> list[Device]:
 
 
 def check_alone(strategy: Strategy) -> None:
-    """Raises if a strategy that is to be planned spans several processes.
-
-    Raises:
-        ValueError: If it does.
-    """
+    """Raises if a strategy that is to be planned spans several processes."""
     if strategy.peers is not None:
         raise ValueError(
             f"The strategy is {strategy!r}, but a plan is made by one process. Start "

@@ -211,12 +211,7 @@ class MeshLayout(_OneReplica):
         return jax.device_put(arrays, jax.tree.map(shard, arrays))
 
     def split(self, shape: tuple[int, ...], axis: int | None) -> NamedSharding:
-        """Returns where an array lies that has its examples along `axis`, if it does.
-
-        Args:
-            shape: Its shape.
-            axis: The axis, or `None`.
-        """
+        """Returns where an array lies whose examples are along `axis`, if any."""
         if axis is None or axis >= len(shape):
             return everywhere(self.mesh)
         spec = PartitionSpec(*[None] * axis, self._axes_for(shape[axis]))

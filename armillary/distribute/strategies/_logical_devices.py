@@ -18,11 +18,7 @@ AXIS = "tensor"
 def split_over(
     mesh: Mesh | AbstractMesh, tensor: jax.Array, partition_dimensions: Sequence[int]
 ) -> jax.Array:
-    """Returns an array of which each device along `tensor` has a part.
-
-    Raises:
-        ValueError: If there is no such way to split it.
-    """
+    """Returns an array of which each device along `tensor` has a part."""
     parts, count = list(partition_dimensions), mesh.shape[AXIS]
     split = [axis for axis, size in enumerate(parts) if size != 1]
     shape, problem = tensor.shape, None

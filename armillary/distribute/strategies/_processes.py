@@ -34,14 +34,7 @@ class JoinedStrategy(Strategy):
         cluster_resolver: ClusterResolver | None,
         communication_options: CommunicationOptions | None,
     ) -> None:
-        """Sets `peers`. It must come before anything that uses a device.
-
-        Raises:
-            ClusterError: If a device was used before, or this process has joined
-                another cluster.
-            TypeError: If an argument is of another type.
-            ValueError: If the platform cannot follow `communication_options`.
-        """
+        """Sets `peers`. It must come before anything that uses a device."""
         fix = "Use one of `armillary.cluster`, or leave it out."
         if cluster_resolver is not None:
             check_instance("cluster_resolver", cluster_resolver, ClusterResolver, fix)

@@ -55,12 +55,7 @@ class ShardingRules:
         self._unused = {pattern for pattern, _ in self._rules}
 
     def specs(self, state: State) -> list[PartitionSpec]:
-        """Returns how each array of a state is split, in the order of its paths.
-
-        Raises:
-            ValueError: If a rule does not fit an array that it matches, or matches
-                nothing in this program and those before it.
-        """
+        """Returns how each array of a state is split, in the order of its paths."""
         leaves = [as_array(leaf) for leaf in state.read()]
         of_optimizer = [part for s in state.slots for part in s.is_of_optimizer()]
         is_whole = [
@@ -90,11 +85,7 @@ class ShardingRules:
         leaves: Sequence[Any],
         specs: list[PartitionSpec],
     ) -> None:
-        """Puts the specs of parameters into `specs`.
-
-        Raises:
-            ValueError: As `specs` does.
-        """
+        """Puts the specs of parameters into `specs`."""
         problems: dict[str, list[str]] = {}
         for i in indices:
             path = state.paths[i]
@@ -154,12 +145,7 @@ def _num_shared(path: list[str], other: list[str]) -> int:
 
 
 def _compile(pattern: Any) -> re.Pattern[str]:
-    """Returns a regular expression.
-
-    Raises:
-        TypeError: If it is no string.
-        ValueError: If it is none.
-    """
+    """Returns a regular expression."""
     check_instance("rules", pattern, str, f"Its keys are paths. {_RULES_FIX}")
     try:
         return re.compile(pattern)
@@ -171,12 +157,7 @@ def _compile(pattern: Any) -> re.Pattern[str]:
 
 
 def _check_spec(mesh: Mesh, pattern: str, spec: Any) -> PartitionSpec:
-    """Returns a spec that names axes of the mesh, each once.
-
-    Raises:
-        TypeError: If it is something else.
-        ValueError: If it names others.
-    """
+    """Returns a spec that names axes of the mesh, each once."""
     name = f'rules["{pattern}"]'
     if not isinstance(spec, PartitionSpec):
         raise TypeError(
