@@ -71,7 +71,7 @@ class Dataflow(Generic[Fact]):
 
         for equation in jaxpr.eqns:
             operands = list(map(read, equation.invars))
-            if any(hasattr(atom.aval, "inner_aval") for atom in equation.invars):
+            if any(map(_is_reference, equation.invars)):
                 self._written = self.join([self._written, *operands])
                 operands = [self.join([fact, self._written]) for fact in operands]
             results = self.transfer(equation, operands)
@@ -90,6 +90,8 @@ class Dataflow(Generic[Fact]):
             return self._follow_while(equation, operands)
         if name == "scan":
             return self._follow_scan(equation, operands)
+        if name == "custom_linear_solve":
+            return self._follow_solve(equation, operands)
         programs = list(programs_in(equation))
         called = called_program(equation) if programs else None
         if called is not None:
@@ -130,11 +132,20 @@ class Dataflow(Generic[Fact]):
         while True:
             (decides,) = self._enter(equation, decide, [*constants, *carry])
             gained = self.decide(equation, decides)
+            if any(map(_is_reference, equation.invars)):
+                self._written = self.join([self._written, gained])
             made = self._enter(equation, body, [*operands[first:last], *carry])
             now = [self.join([a, b, gained]) for a, b in zip(carry, made, strict=True)]
             if now == carry:
                 return carry
             carry = now
+
+    def _follow_solve(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        lengths = equation.params["const_lengths"]
+        first = lengths.matvec + lengths.vecmat
+        constants = operands[first : first + lengths.solve]
+        inputs = [*constants, *operands[sum(lengths) :]]
+        return self._enter(equation, equation.params["jaxprs"].solve, inputs)
 
     def _follow_scan(self, equation: Any, operands: list[Fact]) -> list[Fact]:
         params = equation.params
@@ -149,6 +160,10 @@ class Dataflow(Generic[Fact]):
             if now == carry:
                 return [*carry, *made[len(carry) :]]
             carry = now
+
+
+def _is_reference(atom: Any) -> bool:
+    return hasattr(atom.aval, "inner_aval")
 
 
 class Walk(Dataflow[None]):

@@ -192,15 +192,21 @@ class State:
             for restore in reversed(undo):
                 restore()
 
+    def holds(self, value: Any) -> bool:
+        """Returns whether `value` is an object with slots of this state."""
+        return id(value) in self._ids
+
+    @functools.cached_property
+    def _ids(self) -> set[Any]:
+        return {id(node) for node in self._nodes} | {slot.key for slot in self.slots}
+
     def move_new(self, other: "State") -> None:
         """Moves what `other` does not have into the current trace, to stay."""
-        known = {id(node) for node in other._nodes}
-        known |= {slot.key for slot in other.slots}
         for slot in self.slots:
-            if isinstance(slot, _nnx.NnxSlot) and slot.key not in known:
+            if isinstance(slot, _nnx.NnxSlot) and not other.holds(slot.variable):
                 _nnx.move_variable(slot.variable)
         for node in self._nodes:
-            if id(node) not in known:
+            if not other.holds(node):
                 _nnx.swap_node(node)
 
     def collect(

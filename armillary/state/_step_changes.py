@@ -22,6 +22,18 @@ _LOST = (
 )
 
 
+_FINAL = (
+    "Make every place in the constructor with its final shape and dtype (an array, "
+    "`jnp.zeros(...)`, where it counts), and cast before assigning "
+    "(`value.astype(jnp.float32)`)."
+)
+_ONE_VALUE = (
+    "A `PerReplica` holds a value for each replica, as `strategy.run` returns them. "
+    'Reduce it in the step (`armillary.all_reduce("mean", gradients)`), so that all '
+    'have the same, and take that one: `strategy.reduce("mean", value)`.'
+)
+
+
 def find_new_places(slots: Sequence[Slot], now: Walk, before: Walk) -> list[str]:
     """Returns what is wrong with places that a step put arrays into, by two walks."""
     keys = {slot.key for slot in slots}
@@ -60,13 +72,11 @@ def _describe(slot: Slot, walk: Walk) -> str:
 def changed_message(step_name: str, changes: Sequence[str], num_places: int) -> str:
     """Returns what is wrong with a step that left other places than it found."""
     lines = "\n".join(f"  {change}" for change in changes)
+    way_out = _ONE_VALUE if "PerReplica" in lines else _FINAL
     return (
         f"`{step_name}` changed {len(changes)} of {num_places} slots, and a compiled "
         "loop needs the same places with the same shape and dtype after every step:\n"
-        f"{lines}\n"
-        "Make every place in the constructor with its final shape and dtype (an array, "
-        "`jnp.zeros(...)`, where it counts), and cast before assigning "
-        "(`value.astype(jnp.float32)`)."
+        f"{lines}\n{way_out}"
     )
 
 

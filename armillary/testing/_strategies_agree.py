@@ -19,12 +19,12 @@ _OTHER_START = (
     "`nnx.Rngs(0)`, `np.random.default_rng(0)` or `keras.utils.set_random_seed(0)`."
 )
 _CAUSES = (
-    "Look for a loss that is averaged over a replica's share of the batch instead of "
-    "the global batch (`armillary.compute_average_loss`), for statistics of a batch or "
-    "random numbers, of which each replica has its own, and for a sum over replicas "
-    "that is missing. What only grows with the steps is rounding: raise `tolerance`. "
-    "Where a gradient is zero but for rounding, such as that of a bias of keys in "
-    "attention, Adam makes a step of noise: name its path in `ignore`."
+    'Look for a reduction that does not fit the loss ("mean" for a mean over the '
+    'examples of a replica, "sum" for one divided by the global batch), for a loss '
+    "that is no mean of examples, and for statistics of a batch or random numbers, of "
+    "which each replica has its own. What only grows with the steps is rounding: raise "
+    "`tolerance`. Where a gradient is zero but for rounding, such as that of a bias of "
+    "keys in attention, Adam makes a step of noise: name its path in `ignore`."
 )
 
 

@@ -49,7 +49,7 @@ def penalty(w: Any) -> Any:
     return 0.1 * jnp.sum(w**2)
 
 
-def meaned(name: str, loss_fn: Loss, **options: Any) -> Case:
+def averaged(name: str, loss_fn: Loss, **options: Any) -> Case:
     """Returns a case that takes the mean of gradients of each replica's loss."""
 
     def step(state: Any, batch: Batch, replica: Replica) -> None:
@@ -97,35 +97,35 @@ def _weights_of(batch: Batch) -> Any:
 
 
 MEANS = [
-    meaned(
+    averaged(
         "armillary.all_reduce(mean), of a mean with a penalty",
         lambda w, b, r: jnp.mean(errors(w, b)) + penalty(w),
     ),
-    meaned(
+    averaged(
         "armillary.weighted_mean",
         lambda w, b, r: r.weighted_mean(errors(w, b), _weights_of(b)) + penalty(w),
     ),
-    meaned(
+    averaged(
         "armillary.weighted_mean (weights of parameters)",
         lambda w, b, r: r.weighted_mean(errors(w, b), jax.nn.softplus(b["x"] @ w)),
     ),
-    meaned(
+    averaged(
         "a loss of gathered examples (contrastive), mean",
         lambda w, b, r: jnp.mean(_similar(w, b, r)),
     ),
-    meaned(
+    averaged(
         "a loss of averaged statistics (mixture of experts), mean",
         lambda w, b, r: jnp.mean(errors(w, b)) + _balance(w, b, r),
     ),
-    meaned(
+    averaged(
         "the root of a mean, reduced before the root",
         lambda w, b, r: jnp.sqrt(r.mean(jnp.mean(errors(w, b)))),
     ),
-    meaned("a ratio of sums (Dice), reduced before the ratio", _ratio),
-    meaned(
+    averaged("a ratio of sums (Dice), reduced before the ratio", _ratio),
+    averaged(
         "jax.lax.pmean (of the loss)", lambda w, b, r: r.pmean(jnp.mean(errors(w, b)))
     ),
-    meaned(
+    averaged(
         "a mean in jax.checkpoint, jax.jit and lax.scan",
         lambda w, b, r: (
             jax.lax.scan(

@@ -269,6 +269,14 @@ def test_outside_a_step_it_says_so(name, call, strategy):
         call()
 
 
+def test_what_run_returned_is_reduced_by_the_strategy(strategy, rows):
+    values = strategy.run(lambda x: x, args=(rows,))
+    with pytest.raises(
+        ReplicaContextError, match=r"use `strategy.reduce\(op, value\)`"
+    ):
+        armillary.all_reduce("mean", values)
+
+
 def test_the_error_says_the_line_to_write_for_the_loss_at_hand(strategy):
     def step_fn(x, weight, scale):
         def loss_fn(w):
@@ -317,4 +325,4 @@ def test_a_step_without_run_is_told_where_the_axis_is():
     trainer = Bare(STRATEGIES["one device"](), None)
     with pytest.raises(NameError) as caught:
         trainer.train(1)
-    assert "there inside `strategy.run`, under every" in caught.value.__notes__[0]
+    assert "there inside `strategy.run`, under ever" in caught.value.__notes__[0]

@@ -45,6 +45,11 @@ SUMMED_TWICE = {
         jax.grad,
         "sum",
     ),
+    "gradients of a weighted mean": (
+        lambda w, b: armillary.weighted_mean(squares(w, b), b["y"] ** 2),
+        jax.grad,
+        "sum",
+    ),
     "gradients of a root of a mean over all": (
         lambda w, b: jnp.sqrt(all_reduce("mean", mean(w, b))),
         jax.grad,
@@ -73,26 +78,9 @@ DIVIDED_TWICE = {
 TWICE = {**SUMMED_TWICE, **DIVIDED_TWICE}
 
 
-# What a label does not survive: an accumulator that begins with zeros.
-LOST = {
-    (name, around)
-    for name in SUMMED_TWICE
-    for around in ("scan", "checkpoint in a scan")
-    if name.startswith("gradients of a loss by") or "root" in name
-}
-
-
-def _twice():
-    for name in TWICE:
-        for around in AROUND:
-            for place in ("loss", "gradient", "reduction"):
-                is_lost = (name, around) in LOST and place != "reduction"
-                reason = "the sum of zeros and a gradient loses what is known of it"
-                marks = pytest.mark.xfail(reason=reason, strict=True) if is_lost else ()
-                yield pytest.param(name, around, place, marks=marks)
-
-
-@pytest.mark.parametrize(("name", "around", "place"), list(_twice()))
+@pytest.mark.parametrize("place", ["loss", "gradient", "reduction"])
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", TWICE)
 def test_what_counts_twice_is_an_error_behind(name, around, place, make_mirrored):
     loss_fn, differentiate, op = TWICE[name]
 

@@ -27,13 +27,19 @@ from armillary.distribute.parameter_server._recorded_updates import (
 from armillary.distribute.parameter_server._worker_strategy import SENT, alone_message
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep, trace_step
+from armillary.distribute.replica._differences import EQUAL
 from armillary.distribute.replica._policy import (
     Policy,
     as_before,
     as_keys,
     policies_of,
 )
-from armillary.errors import ReplicaContextError, StateStructureError
+from armillary.distribute.replica._proof import Proof
+from armillary.errors import (
+    ReplicaContextError,
+    ReplicaMismatchError,
+    StateStructureError,
+)
 from armillary.state._lift import as_array
 from armillary.typing import PyTree
 from armillary.xla._steps import compile_step
@@ -218,7 +224,9 @@ class _Analysis:
         if refused:
             raise StateStructureError(_refused_message(self._name, refused))
         results = jaxpr.outvars[len(step.changed) :]
-        _check_sent(step.program, sum(len(spec.types) for spec in specs))
+        count = flat.strategy.num_replicas_in_sync
+        if count > 1:
+            _check_sent(step.program, sum(len(spec.types) for spec in specs), count)
         # What is averaged is compared with what it was, and arguments are all taken.
         averaged = {
             i for i, sign in zip(self.additions, self.signs, strict=True) if sign == 0
@@ -285,11 +293,16 @@ class _Analysis:
         return found if found[1].aval.dtype == old.aval.dtype else None
 
 
-def _check_sent(program: core.ClosedJaxpr, num_gradients: int) -> None:
-    """Raises if anything but an optimizer uses what the servers are to add up.
+def _check_sent(
+    program: core.ClosedJaxpr, num_gradients: int, num_workers: int
+) -> None:
+    """Raises if gradients, the last outputs, are not what workers in sync reduce.
 
-    The gradients are the last outputs.
+    Raises:
+        ReplicaMismatchError: If nothing reduces them.
+        ReplicaContextError: If anything but an optimizer uses what is reduced.
     """
+    Proof(program, [EQUAL] * len(program.jaxpr.invars), (num_workers, num_workers))
     sent: set[Any] = set()
     used: list[Any] = []
     for jaxpr, _ in walk_programs(program):
@@ -297,12 +310,21 @@ def _check_sent(program: core.ClosedJaxpr, num_gradients: int) -> None:
         count = len(jaxpr.outvars) - (num_gradients if is_whole else 0)
         used += jaxpr.outvars[:count]
         for equation in jaxpr.eqns:
-            if equation.params.get("name") == SENT:
+            if equation.params.get("name") in SENT.values():
                 sent.update(equation.outvars)
             elif equation.primitive is not server_update_p:
                 used += equation.invars
     if not sent.isdisjoint(v for v in used if isinstance(v, core.Var)):
         raise ReplicaContextError(alone_message("all_reduce"))
+    gradients = program.jaxpr.outvars[len(program.jaxpr.outvars) - num_gradients :]
+    if any(isinstance(v, core.Literal) or v not in sent for v in gradients):
+        raise ReplicaMismatchError(
+            "An optimizer was given gradients of one worker, under "
+            "`ParameterServerStrategy(max_staleness=0)`, which nothing reduces. Write "
+            'this before the update: `gradients = armillary.all_reduce("mean", '
+            'gradients)`, or "sum" for a loss that was divided by the global batch '
+            "size."
+        )
 
 
 def _prune(

@@ -9,6 +9,8 @@ from armillary._jaxpr import mark
 from armillary.data._input_context import InputContext
 from armillary.distribute.replica._alone import run_in_place
 from armillary.distribute.replica._collectives import ReplicaContext
+from armillary.distribute.replica._context import entered
+from armillary.distribute.replica._differences import BY_OPS
 from armillary.distribute.replica._values import ReduceOp
 from armillary.distribute.strategies._single import SingleStrategy
 from armillary.errors import ReplicaContextError
@@ -32,9 +34,14 @@ class WorkerStrategy(SingleStrategy):
         # Not as a call of its own: what it does to each variable is looked at.
         if self._num_replicas == 1:
             context = ReplicaContext(self, None, active=1)
-        else:
-            context = _WorkerContext(self, self._index)
-        return run_in_place(self, context, fn, args, kwargs)
+            return run_in_place(self, context, fn, args, kwargs)
+        with entered(self, _WorkerContext(self, self._index)):
+            try:
+                return fn(*args, **kwargs)
+            except NameError as error:
+                if "unbound axis name" not in str(error):
+                    raise
+                raise ReplicaContextError(alone_message("a collective")) from error
 
     @property
     def input_context(self) -> InputContext:
@@ -42,7 +49,7 @@ class WorkerStrategy(SingleStrategy):
         return InputContext(self._num_workers, self._index, self.num_replicas_in_sync)
 
 
-SENT = "armillary sent to parameter servers"
+SENT = {ReduceOp.SUM: BY_OPS % "sum", ReduceOp.MEAN: BY_OPS % "mean"}
 """Names what the servers are to add up, and nothing else may use."""
 
 
@@ -63,12 +70,12 @@ class _WorkerContext(ReplicaContext):
         """Returns gradients as the servers are to add them up."""
         del dtype
         op = ReduceOp.of(reduce_op)
-        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        if op not in SENT:
             raise ReplicaContextError(alone_message("all_reduce"))
         count = self.num_replicas_in_sync if op is ReduceOp.MEAN else 1
 
         def send(leaf: Any) -> Any:
-            return mark(leaf if count == 1 else leaf / count, SENT)
+            return mark(leaf if count == 1 else leaf / count, SENT[op])
 
         return jax.tree.map(send, value)
 

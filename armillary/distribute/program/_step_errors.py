@@ -31,12 +31,12 @@ def add_step_notes(
 
 
 def _axis_note(error: Exception) -> str | None:
-    if f"unbound axis name: {AXIS_NAME}" not in str(error):
+    if "unbound axis name" not in str(error):
         return None
     return (
-        f"The axis {AXIS_NAME!r} is there inside `strategy.run`, under every strategy: "
-        "put the code into a function, and call it with "
-        "`strategy.run(replica_fn, args=(batch,))`."
+        f"The axis of replicas is called {AXIS_NAME!r}, and is there inside "
+        "`strategy.run`, under every strategy: put the code into a function, and call "
+        "it with `strategy.run(replica_fn, args=(batch,))`."
     )
 
 

@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
+from armillary._jaxpr import walk_programs
 from armillary.distribute.replica._context import require_replica_context
+from armillary.distribute.replica._differences import DIVISOR
 from armillary.errors import BatchSizeError
 from armillary.state._lift import strong
 from armillary.typing import PyTree
@@ -25,12 +28,10 @@ class MicroBatch:
 
     Attributes:
         count: Parts of the batch.
-        is_scaled: Whether `compute_average_loss` has scaled a loss of it.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.is_scaled = False
 
 
 class Part(NamedTuple):
@@ -104,11 +105,12 @@ def accumulate(
     values = list(values)
 
     def run(slots: dict[int, Any], part: PyTree) -> Part:
-        with _computing(MicroBatch(count), op):
+        with _computing(MicroBatch(count)):
             return differentiate(values, slots, part)
 
     first = jax.tree.map(lambda rows: rows[0], parts)
-    kinds = jax.eval_shape(lambda: run({}, first))
+    program, kinds = jax.make_jaxpr(run, return_shape=True)({}, first)
+    _check_op(program, count, op)
     _check_outputs(kinds.outputs, size)
 
     def body(carry: Any, part: PyTree) -> Any:
@@ -142,21 +144,34 @@ def _zeros(kind: Any) -> jax.Array:
 
 
 @contextlib.contextmanager
-def _computing(part: MicroBatch, op: str | None) -> Iterator[None]:
+def _computing(part: MicroBatch) -> Iterator[None]:
     before, _local.micro_batch = _local.micro_batch, part
     try:
         yield
     finally:
         _local.micro_batch = before
-    if not part.is_scaled and op is None:
+
+
+def _check_op(program: core.ClosedJaxpr, count: int, op: str | None) -> None:
+    """Raises if nothing tells how the loss is made of those of the parts.
+
+    Raises:
+        ValueError: If so, or if two things do.
+    """
+    is_scaled = any(
+        equation.params.get("name") == DIVISOR
+        for jaxpr, _ in walk_programs(program)
+        for equation in jaxpr.eqns
+    )
+    if not is_scaled and op is None:
         raise ValueError(
-            f"The loss of `value_and_grad` is accumulated over {part.count} parts of "
+            f"The loss of `value_and_grad` is accumulated over {count} parts of "
             "`batch`, but `op` is not given, and `compute_average_loss` did not make "
             'it. Pass `op="mean"` for a loss that is a mean over the examples that it '
             'gets (`jnp.mean(losses)`), `op="sum"` for a sum of them, whatever that '
             "is divided by."
         )
-    if part.is_scaled and op == "sum":
+    if is_scaled and op == "sum":
         raise ValueError(
             '`op` of `value_and_grad` is "sum", but `compute_average_loss` made the '
             "loss, and divides by the number of examples that it gets. Leave `op` out."

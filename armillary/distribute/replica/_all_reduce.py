@@ -39,7 +39,7 @@ def all_reduce(op: ReduceOp | str, tree: PyTree, *, dtype: Any = None) -> PyTree
     penalties: the text that is right on one device. All replicas have equally many
     examples, so that it is exact for every batch. `"sum"` fits a loss that was divided
     already, by `armillary.compute_average_loss` or by you. `jax.lax.pmean(gradients,
-    "replica")` and `psum` do the same.
+    "replica")` and `psum` do the same where all replicas hold data.
 
     Args:
         op: `"mean"`, `"sum"`, `"max"` or `"min"`, or a member of `armillary.ReduceOp`.
@@ -77,7 +77,8 @@ def all_reduce_gradients(
 
         tx = optax.chain(armillary.all_reduce_gradients("mean"), optax.adam(1e-3))
 
-    Horovod's users know it as a distributed optimizer.
+    Horovod's users know it as a distributed optimizer. It comes first and outermost,
+    before clipping, `optax.apply_if_finite` and `optax.MultiSteps`.
 
     Args:
         op: As for `all_reduce`.
@@ -149,7 +150,7 @@ def over_replicas(
         with _sharing(shared) as own:
             result = loss_fn(own, *args, **kwargs)
         loss, aux = result if has_aux else (result, None)
-        total = context.all_reduce(reduce_op, loss)
+        total = context.all_reduce(reduce_op, loss, dtype=jnp.result_type(loss))
         return (total, aux) if has_aux else total
 
     return whole
@@ -172,7 +173,9 @@ def _sharing(tree: Any) -> Iterator[Any]:
 
 def _share(leaf: Any) -> Any:
     is_array = isinstance(leaf, jax.Array)
-    return _shared(leaf) if is_array and jnp.issubdtype(leaf, jnp.inexact) else leaf
+    return (
+        _shared(leaf) if is_array and jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+    )
 
 
 @jax.custom_jvp

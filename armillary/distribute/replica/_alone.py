@@ -4,19 +4,25 @@ The axis has one replica then, so that a step which names it (`jax.lax.pmean(gra
 "replica")`, batch statistics of all replicas) is the same text under every strategy.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend import core
 
-from armillary._jaxpr import call_program, walk_programs
+from armillary._jaxpr import call_program, source_line, walk_programs
 from armillary.distribute._global_arrays import is_array
 from armillary.distribute.replica._collectives import ReplicaContext, is_argument
 from armillary.distribute.replica._context import check_same_trace, entered
 from armillary.distribute.replica._values import AXIS_NAME
-from armillary.errors import StateStructureError
+from armillary.errors import (
+    CapturedStateError,
+    ReplicaContextError,
+    StateStructureError,
+)
 from armillary.state._holders import is_claimed
 from armillary.state._lift import State, as_array
 from armillary.typing import PyTree
@@ -40,7 +46,9 @@ def run_traced(
 
     def run(slots: list[Any]) -> list[Any]:
         with state.swapped(slots), entered(strategy, context):
-            values, treedef = jax.tree.flatten(fn(*args, **kwargs))
+            returned = fn(*args, **kwargs)
+            # Not a copy of an object that holds state.
+            values, treedef = jax.tree.flatten(returned, is_leaf=state.holds)
             after = state.collect(slots, name, is_end=False)
         pairs = enumerate(zip(slots, after, strict=True))
         changed[:] = [i for i, (old, new) in pairs if old is not new]
@@ -49,7 +57,8 @@ def run_traced(
         return [*(after[i] for i in changed), *arrays]
 
     before = [as_array(leaf) for leaf in state.read()]
-    program = jax.make_jaxpr(run, axis_env=[(AXIS_NAME, 1)])(before)
+    with nothing_left(fn):
+        program = jax.make_jaxpr(run, axis_env=[(AXIS_NAME, 1)])(before)
     outputs = _bind(program, before, name)
     if changed:
         check_same_trace(name, [state.paths[i] for i in changed])
@@ -62,6 +71,35 @@ def run_traced(
     return treedef.unflatten(next(arrays) if is_array(v) else v for v in values)
 
 
+@contextmanager
+def nothing_left(fn: Callable[..., PyTree]) -> Iterator[None]:
+    """Refuses a function that leaves an array of its trace in what it closes over.
+
+    Raises:
+        CapturedStateError: If it does.
+    """
+    before = {id(value) for _, value in _tracers_around(fn)}
+    yield
+    for name, value in _tracers_around(fn):
+        if id(value) not in before:
+            raise CapturedStateError(
+                f"`{fn.__name__}` left an array in `{name}`, a name from around it, "
+                "which would be a value of the trace of `strategy.run`. Return it: "
+                "`strategy.run` returns what its function returns."
+            )
+
+
+def _tracers_around(fn: Callable[..., PyTree]) -> Iterator[tuple[str, Tracer]]:
+    names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(fn, "__closure__", None) or (), strict=True):
+        with suppress(ValueError):  # The name has no value yet.
+            held = cell.cell_contents
+            values = held.values() if isinstance(held, dict) else held
+            for value in values if isinstance(held, dict | list) else [held]:
+                if isinstance(value, Tracer):
+                    yield name, value
+
+
 def _bind(program: core.ClosedJaxpr, arguments: list[Any], name: str) -> list[Any]:
     if not _names_axis(program):
         return call_program(program, arguments, name)
@@ -72,13 +110,28 @@ def _bind(program: core.ClosedJaxpr, arguments: list[Any], name: str) -> list[An
 
 
 def _names_axis(program: core.ClosedJaxpr) -> bool:
+    """Returns whether a program reduces over the axis, or asks for its index.
+
+    Raises:
+        ReplicaContextError: If it has an operation that JAX does not know for one.
+    """
+    is_named = False
     for jaxpr, _ in walk_programs(program):
         for equation in jaxpr.eqns:
-            for key in ("axes", "axis_name"):
-                axes = equation.params.get(key)
-                if axes == AXIS_NAME or (isinstance(axes, tuple) and AXIS_NAME in axes):
-                    return True
-    return False
+            params, name = equation.params, equation.primitive.name
+            axes = params.get("axes", params.get("axis_name"))
+            if axes != AXIS_NAME and AXIS_NAME not in (
+                axes if isinstance(axes, tuple) else ()
+            ):
+                continue
+            if name.endswith("all_to_all"):  # Its result has another shape here.
+                raise ReplicaContextError(
+                    f"`{name}` at {source_line(equation)} exchanges parts of one "
+                    "replica, which JAX cannot do. Leave it out where "
+                    "`strategy.num_replicas_in_sync` is 1."
+                )
+            is_named = True
+    return is_named
 
 
 def run_in_place(
@@ -113,7 +166,8 @@ def run_in_place(
         held = _read_slot(slot)
         if any(map(_has_axis, held)):
             slot.write(list(map(without_axis, held)))
-    State([*roots, (values, "")]).move_new(state)
+    if any(map(is_claimed, values)):  # that may have been made here
+        State([*roots, (values, "")]).move_new(state)
     return result[1].unflatten(values)
 
 
@@ -130,4 +184,4 @@ def _read_slot(slot: Any) -> list[Any]:
 
 
 def _has_axis(leaf: Any) -> bool:
-    return getattr(leaf, "batch_dim", None) is not None
+    return isinstance(leaf, Tracer) and hasattr(leaf, "batch_dim")

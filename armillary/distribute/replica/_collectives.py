@@ -18,6 +18,7 @@ from armillary.distribute.replica._values import (
     count_active,
     is_per_replica,
 )
+from armillary.errors import ReplicaContextError
 from armillary.state._holders import is_claimed
 from armillary.state._nnx import is_variable
 from armillary.typing import PyTree
@@ -88,20 +89,32 @@ class ReplicaContext:
         """Combines a value over replicas; every replica gets the result.
 
         See `armillary.all_reduce`, which is the same.
+
+        Raises:
+            ReplicaContextError: If `value` is what `run` returned.
         """
         op, given = ReduceOp.of(reduce_op), check_wire_dtype("dtype", dtype)
-        self.was_asked |= op is ReduceOp.MEAN
-        if self._axis_name is None:
+        if any(map(is_per_replica, jax.tree.leaves(value, is_leaf=is_per_replica))):
+            raise ReplicaContextError(
+                "`all_reduce` was given a `PerReplica`, as `strategy.run` returns it. "
+                "It belongs into the function given to `run`; outside, use "
+                "`strategy.reduce(op, value)`."
+            )
+        if self._axis_name is None or self._num_replicas == 1:
             return value
         given = given or self.strategy.reduce_dtype
         leaves, treedef = jax.tree.flatten(value)
         # Of what is not differentiable there is no gradient.
         places = [i for i, x in enumerate(leaves) if jnp.result_type(x) != float0]
-        arrays = [self._counted(op, jnp.asarray(leaves[i])) for i in places]
+        given_arrays = [jnp.asarray(leaves[i]) for i in places]
+        arrays = [self._counted(op, _widened(op, array)) for array in given_arrays]
         results = self._combine(op, [_to_wire(array, given) for array in arrays])
-        for i, array, result in zip(places, arrays, results, strict=True):
-            result = result.astype(array.dtype)
-            leaves[i] = result / self.num_active if op is ReduceOp.MEAN else result
+        for i, old, array, result in zip(
+            places, given_arrays, arrays, results, strict=True
+        ):
+            result = result.astype(old.dtype if op in _BY_ORDER else array.dtype)
+            count = count_active(self.active)
+            leaves[i] = result / count if op is ReduceOp.MEAN else result
         return treedef.unflatten(leaves)
 
     def sum(self, value: jax.Array) -> jax.Array:
@@ -120,8 +133,6 @@ class ReplicaContext:
 
     def _counted(self, op: ReduceOp, value: jax.Array) -> jax.Array:
         """Returns a value that changes no result, where a replica holds no data."""
-        if value.dtype == bool:
-            value = value.astype(int)
         if count_active(self.active) == self._num_replicas:
             return value
         other = 0
@@ -251,6 +262,16 @@ def check_wire_dtype(name: str, dtype: Any) -> Any:
         f"`{name}` is {dtype!r}, but values travel between replicas in a dtype of "
         "floats. Use `jnp.bfloat16`, or leave it out for the dtype of each value."
     )
+
+
+def _widened(op: ReduceOp, value: jax.Array) -> jax.Array:
+    """Returns a value as a number whose sum does not overflow as soon."""
+    is_small = value.dtype == bool or (
+        op is ReduceOp.MEAN
+        and jnp.issubdtype(value.dtype, jnp.integer)
+        and value.dtype.itemsize < 4
+    )
+    return value.astype(int) if is_small else value
 
 
 def _to_wire(value: jax.Array, dtype: Any) -> jax.Array:

@@ -53,6 +53,8 @@ _NOT_LINEAR = frozenset(
 
 DIVISOR = "armillary divisor"
 """Names the number that a loss is divided by, so that its sum is that of the batch."""
+WEIGHT = "armillary weight"
+"""Names the number that a loss is divided by, so that its mean is that of the batch."""
 BY_OPS = "armillary %s by cross-device operations"
 """Names what a `CrossDeviceOps` is to sum, for a sum or a mean."""
 MADE_BY_OPS = "armillary made by cross-device operations"
@@ -63,12 +65,18 @@ class Kind(enum.Enum):
     """What a label says of a value."""
 
     DIVISOR = "a loss is divided by it"
+    WEIGHT = "a weighted loss is divided by it"
     DIVIDED = "was divided so that the sum over replicas is that of the batch"
+    WEIGHED = "was divided so that the mean over replicas is that of the batch"
     REDUCED = "is the result of a reduction"
     OF_REDUCED = "is a gradient of a loss that was reduced"
     GRADIENT = "is a gradient of a loss of this replica"
     RAW_KEY = "is a key of `jax.random.PRNGKey`, or a part of one"
     KEY = "is a key made of one"
+
+
+_DIVISIONS = {Kind.DIVISOR: Kind.DIVIDED, Kind.WEIGHT: Kind.WEIGHED}
+_SCALES = tuple(_DIVISIONS.values())
 
 
 class Label(NamedTuple):
@@ -152,6 +160,7 @@ class Differences(Dataflow[Facts]):
         # By where the operation stands: a loop is looked at until nothing changes.
         self._conflicts: dict[Any, Conflict | None] = {}
         self._problems: dict[Any, Problem | None] = {}
+        self._reduced_at: set[str] = set()
         self._users: dict[int, dict[Any, list[Any]]] = {}
         self.sums_gradients = False
         self.results = self.run(program, inputs)
@@ -197,14 +206,15 @@ class Differences(Dataflow[Facts]):
 
     def _name(self, equation: Any, operand: Facts) -> Facts:
         name = equation.params["name"]
-        if name == DIVISOR:
-            label = self._label(Kind.DIVISOR, equation)
-            return Facts(operand.reasons, operand.labels | {label})
+        if name in (DIVISOR, WEIGHT):
+            kind = Kind.DIVISOR if name == DIVISOR else Kind.WEIGHT
+            return Facts(operand.reasons, frozenset({self._label(kind, equation)}))
         if name == MADE_BY_OPS:
             return Facts(labels=frozenset({self._label(Kind.REDUCED, equation)}))
         for op in ("sum", "mean"):
             if name == BY_OPS % op:
                 self._judge(equation, operand, None, is_mean=op == "mean")
+                return Facts(operand.reasons)
         return operand
 
     def _reduce(self, equation: Any, operand: Facts, made: Any) -> Facts:
@@ -212,9 +222,15 @@ class Differences(Dataflow[Facts]):
         if self._is_backward(equation):
             # The transpose of a reduction within a loss. What it adds up is equal if
             # the loss was reduced last: a replica's part counts for every replica.
-            kind = Kind.REDUCED if operand.reasons else Kind.OF_REDUCED
-            labels = {each for each in operand.labels if each.kind is Kind.DIVIDED}
-            return Facts(labels=frozenset({*labels, self._label(kind, equation)}))
+            kinds = (*_SCALES, Kind.OF_REDUCED)
+            labels = {each for each in operand.labels if each.kind in kinds}
+            if not operand.reasons and not labels:
+                labels.add(self._label(Kind.OF_REDUCED, equation))
+            elif self._line(equation) not in self._reduced_at:
+                # No transpose, but a backward pass of the user's that reduces.
+                labels.add(self._label(Kind.REDUCED, equation))
+            return Facts(labels=frozenset(labels))
+        self._reduced_at.add(self._line(equation))
         if equation.primitive.name.startswith("psum"):
             users = self._users_of(made)
             is_mean = bool(users) and all(map(_is_of_mean, users))
@@ -224,8 +240,8 @@ class Differences(Dataflow[Facts]):
         return Facts(labels=frozenset({self._label(Kind.REDUCED, equation)}))
 
     def _exchange(self, equation: Any, operand: Facts) -> Facts:
-        labels = {each for each in operand.labels if each.kind is Kind.DIVIDED}
-        if self._is_backward(equation) and not operand.reasons:
+        labels = {each for each in operand.labels if each.kind in _SCALES}
+        if self._is_backward(equation) and not (operand.reasons or labels):
             labels.add(self._label(Kind.OF_REDUCED, equation))
         return Facts(operand.reasons | _NUMBER, frozenset(labels))
 
@@ -234,6 +250,7 @@ class Differences(Dataflow[Facts]):
     ) -> None:
         self.sums_gradients |= not is_mean and operand.find(Kind.GRADIENT) is not None
         kinds = [Kind.OF_REDUCED, *([] if operand.reasons else [Kind.REDUCED])]
+        kinds += [] if is_mean else [Kind.WEIGHED]
         if is_mean:
             # Of a reduced loss a mean gives the sum of the parts, and of what was
             # reduced it is what it was.
@@ -250,26 +267,44 @@ class Differences(Dataflow[Facts]):
     def _mix(self, equation: Any, operands: list[Facts]) -> Facts:
         """Returns what is known of a value computed from others."""
         reasons, labels = self.join(operands)
-        if self._with_gradients and reasons and self._is_backward(equation):
+        if (
+            self._with_gradients
+            and reasons
+            and not any(each.kind is Kind.GRADIENT for each in labels)
+            and self._is_backward(equation)
+        ):
             labels |= {self._label(Kind.GRADIENT, equation)}
-        if not labels:
+        if not labels or not equation.outvars:
             return Facts(reasons)
         name, dtype = equation.primitive.name, equation.outvars[0].aval.dtype
         if equation.params.get("y") == 1:  # as Optax has `g**order`
             name = "copy"
-        if name == "div" and (origin := operands[1].find(Kind.DIVISOR)):
-            labels = operands[0].labels | {Label(Kind.DIVIDED, origin)}
+        if name == "div":
+            for by, kind in _DIVISIONS.items():
+                if origin := operands[1].find(by):
+                    labels = operands[0].labels | {Label(kind, origin)}
         kept = {each for each in labels if _goes_through(each, name, dtype, reasons)}
         if name == "random_wrap":
             origins = [x.origin for x in labels if x.kind is Kind.RAW_KEY]
             kept |= {Label(Kind.KEY, origin) for origin in origins}
         if name in ("random_bits", "random_gamma") and not reasons:
             self._note_draw(equation, operands[0])
+        is_part = any(
+            x.find(Kind.DIVIDED) and not x.find(Kind.REDUCED) for x in operands
+        ) or (name == "div" and operands[1].find(Kind.DIVISOR))
+        if is_part and name not in _SUMS:  # divided after it was reduced
+            kept = {each for each in kept if each.kind is not Kind.REDUCED}
         if name in _SUMS:
-            kept -= _not_in_all(kept, Kind.OF_REDUCED, operands)
-        if name in _PRODUCTS and (
-            all(each.find(Kind.DIVIDED) for each in operands)
-            or (self._is_times_count(equation) and not self._is_backward(equation))
+            # What is equal, such as the zeros that a sum begins with, changes nothing.
+            own = [each for each in operands if each.reasons]
+            kept -= _not_in_all(kept, Kind.OF_REDUCED, own)
+        if (
+            name in _PRODUCTS
+            and not self._is_backward(equation)
+            and (
+                all(each.find(Kind.DIVIDED) for each in operands)
+                or self._is_times_count(equation)
+            )
         ):
             kept = {each for each in kept if each.kind is not Kind.DIVIDED}
         return Facts(reasons, frozenset(kept))
@@ -294,7 +329,14 @@ class Differences(Dataflow[Facts]):
 
     def _is_backward(self, equation: Any) -> bool:
         """Returns whether it is part of a backward pass, as JAX's name stack says."""
-        return any(map(_is_transposed, (*self.within, equation)))
+        for each in (equation, *reversed(self.within)):
+            stack = str(each.source_info.name_stack)
+            # What `jax.checkpoint` computes once more stands within a backward pass.
+            if "rematted_computation" in stack.rpartition(")")[2]:
+                return False
+            if "transpose(" in stack:
+                return True
+        return False
 
     def _users_of(self, made: Any) -> list[Any]:
         """Returns the operations that use a value, through changes of its dtype."""
@@ -317,6 +359,9 @@ class Differences(Dataflow[Facts]):
         return is_division and _number(equation.invars[1]) in self._counts
 
     def _is_times_count(self, equation: Any) -> bool:
+        # A loss for a report, not an array of gradients that happens to be weighed so.
+        if equation.outvars[0].aval.ndim:
+            return False
         numbers = map(_number, equation.invars)
         return equation.primitive.name == "mul" and any(
             n in self._counts for n in numbers
@@ -326,7 +371,7 @@ class Differences(Dataflow[Facts]):
 def _goes_through(label: Label, name: str, dtype: Any, reasons: Reasons) -> bool:
     """Returns whether the result of an operation carries a label of its operand."""
     kind = label.kind
-    if kind is Kind.DIVISOR:
+    if kind in _DIVISIONS:
         return name in _COPIES
     if kind is Kind.RAW_KEY:
         return name in _PARTS
@@ -359,10 +404,6 @@ def _is_of_mean(equation: Any) -> bool:
     return equation.primitive.name == "div" and is_made_by(
         equation, "pmean", "ReplicaContext.all_reduce"
     )
-
-
-def _is_transposed(equation: Any) -> bool:
-    return "transpose(" in str(equation.source_info.name_stack)
 
 
 def _is_over_all(params: dict[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from armillary.distribute.replica._context import (
     get_replica_context,
     require_replica_context,
 )
-from armillary.distribute.replica._differences import DIVISOR
+from armillary.distribute.replica._differences import DIVISOR, WEIGHT
 from armillary.distribute.replica._values import count_active
 
 
@@ -67,8 +67,6 @@ def compute_average_loss(
         _check_global_batch_size(global_batch_size)
         if micro_batch is not None:
             global_batch_size = _size_of_part(global_batch_size, micro_batch.count)
-    if micro_batch is not None:
-        micro_batch.is_scaled = True
     if context is not None:
         context.was_asked = True  # Any divisor here is one for all replicas.
     # In half precision a sum overflows soon, and a divisor of 65,520 is infinite.
@@ -140,8 +138,9 @@ def weighted_mean(values: Any, weights: Any) -> jax.Array:
     weights = jnp.broadcast_to(_weights(weights, losses, "weights"), losses.shape)
     wide = jnp.promote_types(losses.dtype, jnp.float32)
     total = jnp.sum((losses * weights).astype(wide))
-    weight = context.all_reduce("mean", jnp.sum(weights.astype(wide)))
-    mean = jnp.where(weight == 0, 0, total / jnp.where(weight == 0, 1, weight))
+    weight = context.all_reduce("mean", jnp.sum(weights.astype(wide)), dtype=wide)
+    divisor = mark(jnp.where(weight == 0, 1, weight), WEIGHT)
+    mean = jnp.where(weight == 0, 0, total / divisor)
     return mean.astype(losses.dtype)
 
 

@@ -119,6 +119,12 @@ _MESSAGES = {
         '"mean", gradients)`), or differentiate the loss of this replica and reduce '
         "only what you report."
     ),
+    Kind.WEIGHED: (
+        "The sum over replicas at {where} is of what `weighted_mean` made (at "
+        "{origin}), whose parts have the weighted mean as their mean: it would be "
+        '{count} times too large. Take the mean (`armillary.all_reduce("mean", '
+        "gradients)`)."
+    ),
     Kind.DIVIDED: (
         "The mean over replicas at {where} is of what was divided by the size of the "
         "global batch, or by the number of replicas, already (at {origin}): it would "

@@ -134,7 +134,10 @@ class _Call:
             return [*start, *after, *values]
 
         inputs = (slots, rows, wholes)
-        program = jax.make_jaxpr(run)(*inputs)
+        # JAX uses a trace of a user's `jit` again where axes are the same: which
+        # replicas hold data must tell them apart.
+        active = f"data on {self._active} of {self.num_replicas}"
+        program = jax.make_jaxpr(run, axis_env=[(active, 1)])(*inputs)
         facts = [*self._facts_of_slots(), *[BATCH] * len(rows), *[EQUAL] * len(wholes)]
         counts = (self.num_replicas, count_active(self._active))
         is_narrow = self.num_replicas < self._strategy.num_replicas_in_sync

@@ -45,7 +45,8 @@ class ReduceOp(enum.Enum):
         raise ValueError(
             f'`{name}` is {value!r:.60}, but it must be "sum", "mean", "max" or '
             '"min", or a member of `armillary.ReduceOp`. It comes before the values: '
-            '`armillary.all_reduce("mean", gradients)`.'
+            '`armillary.all_reduce("mean", gradients)`, or `strategy.reduce("mean", '
+            "value)`."
         )
 
 

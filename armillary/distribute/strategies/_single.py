@@ -59,8 +59,8 @@ class SingleStrategy(Strategy):
 class DefaultStrategy(SingleStrategy):
     """The strategy in effect where no other is: everything stays as it is.
 
-    There is one instance. Under it, `run` calls the function, state and batches stay on
-    JAX's default device, and code behaves as without a strategy.
+    There is one instance. Under it, `run` calls the function as the only replica, and
+    state and batches stay on JAX's default device.
     """
 
     _instance: "DefaultStrategy | None" = None

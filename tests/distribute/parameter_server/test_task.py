@@ -12,7 +12,12 @@ from armillary.distribute.parameter_server._recorded_updates import make_stand_i
 from armillary.distribute.parameter_server._task_program import Addition, TaskProgram
 from armillary.distribute.parameter_server._worker_strategy import WorkerStrategy
 from armillary.distribute.program._flat_state import FlatState
-from armillary.errors import ReplicaContextError, StateStructureError
+from armillary.errors import (
+    DoubleReductionError,
+    ReplicaContextError,
+    ReplicaMismatchError,
+    StateStructureError,
+)
 from armillary.state._lift import State
 from tests.releases import FLAX
 
@@ -226,6 +231,32 @@ def test_synchronous_workers_send_their_part_of_reduced_gradients(op, expected):
     program, state = trace(step, is_synchronous=True)
     (sent,) = run(program, state)[1]
     np.testing.assert_allclose(sent[0], expected * np.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    ("reduce", "error", "message"),
+    [
+        (lambda g: g, ReplicaMismatchError, "gradients of one worker"),
+        (lambda g: jax.lax.pmean(g, "replica"), ReplicaContextError, "`a collective` "),
+        (
+            lambda g: armillary.all_reduce("mean", g),
+            DoubleReductionError,
+            "2 times too small",
+        ),
+    ],
+)
+def test_what_synchronous_workers_send_is_what_they_say(reduce, error, message):
+    def step(h, strategy):
+        def replica():
+            def loss_fn(model):
+                return armillary.compute_average_loss(model.kernel[...] ** 2)
+
+            h.optimizer.update(h.model, reduce(nnx.grad(loss_fn)(h.model)))
+
+        strategy.run(replica)
+
+    with pytest.raises(error, match=message):
+        trace(step, is_synchronous=True)
 
 
 def test_what_synchronous_workers_reduce_is_for_the_optimizer_alone():
