@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from jax.extend import core
 
-from armillary._jaxpr import called_program, programs_in
+from armillary._jaxpr import programs_in
 
 Fact = TypeVar("Fact")
 
@@ -43,9 +43,14 @@ class Dataflow(Generic[Fact]):
     def transfer(self, equation: Any, operands: list[Fact]) -> list[Fact] | None:
         """Returns the facts of an equation's results; `None` for those by default.
 
-        That is what its programs make of the operands, or else what is known of any.
+        That is what its programs make of the operands, or else `mix`.
         """
-        raise NotImplementedError
+        del equation, operands
+
+    def mix(self, equation: Any, operands: list[Fact]) -> Fact:
+        """Returns what is known of the results of an equation without programs."""
+        del equation
+        return self.join(operands)
 
     def decide(self, equation: Any, decides: Fact) -> Fact:
         """Returns what results of a branch or loop gain from what decides it."""
@@ -93,9 +98,10 @@ class Dataflow(Generic[Fact]):
         if name == "custom_linear_solve":
             return self._follow_solve(equation, operands)
         programs = list(programs_in(equation))
-        called = called_program(equation) if programs else None
-        if called is not None:
-            return self._enter(equation, called, operands)
+        if not programs:
+            return [self.mix(equation, operands)] * len(equation.outvars)
+        if len(programs) == 1 and _is_call(equation, programs[0]):
+            return self._enter(equation, programs[0], operands)
         # How it uses its programs is not known: all that goes in comes out.
         everything = self.join(operands)
         for program in programs:
@@ -162,6 +168,14 @@ class Dataflow(Generic[Fact]):
             carry = now
 
 
+def _is_call(equation: Any, program: Any) -> bool:
+    """Returns whether an equation runs its program once and does no more."""
+    jaxpr = getattr(program, "jaxpr", program)
+    return len(jaxpr.outvars) == len(equation.outvars) and [
+        atom.aval.strip_weak_type() for atom in equation.invars
+    ] == [variable.aval.strip_weak_type() for variable in jaxpr.invars]
+
+
 def _is_reference(atom: Any) -> bool:
     return hasattr(atom.aval, "inner_aval")
 
@@ -199,13 +213,6 @@ class _Dependencies(Dataflow[frozenset[int]]):
     def decide(self, equation: Any, decides: frozenset[int]) -> frozenset[int]:
         del equation
         return decides
-
-    def transfer(
-        self, equation: Any, operands: list[frozenset[int]]
-    ) -> list[frozenset[int]] | None:
-        if next(programs_in(equation), None):
-            return None
-        return [self.join(operands)] * len(equation.outvars)
 
 
 def find_dependencies(program: core.ClosedJaxpr) -> list[frozenset[int]]:

@@ -46,16 +46,10 @@ def programs_in(equation: Any) -> Iterator[Any]:
                 yield leaf
 
 
-def called_program(equation: Any) -> Any:
-    """Returns the program that an equation runs once and does no more; else `None`."""
-    programs = list(programs_in(equation))
-    if len(programs) != 1 or equation.primitive.name == "scan":
-        return None
-    jaxpr = getattr(programs[0], "jaxpr", programs[0])
-    is_call = len(jaxpr.outvars) == len(equation.outvars) and [
-        atom.aval.strip_weak_type() for atom in equation.invars
-    ] == [variable.aval.strip_weak_type() for variable in jaxpr.invars]
-    return programs[0] if is_call else None
+def named_axes(equation: Any) -> tuple[Any, ...]:
+    """Returns the axes that a collective is over."""
+    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
 
 def mark(value: Any, name: str) -> Any:

@@ -120,25 +120,6 @@ def is_early(b):
     return jnp.any(b["y"][:, None] == bound, axis=1)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("name", WEIGHTED)
-def test_the_mean_of_weighted_parts_is_that_of_the_batch(name, count, make_mirrored):
-    plain, part = WEIGHTED[name]
-    check(reduced(make_mirrored(count), part, "mean"), on_one_device(plain))
-
-
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("name", WEIGHTED)
-def test_weighted_parts_have_second_derivatives(name, count, make_mirrored):
-    plain, part = WEIGHTED[name]
-
-    def step_fn(w, b):
-        return jax.hessian(armillary.over_replicas(part))(w, b)
-
-    actual = on_replicas(make_mirrored(count), step_fn)
-    check(actual, jax.hessian(lambda w: plain(w, DATA))(W), 1e-8)
-
-
 @pytest.mark.parametrize("num_rows", [1, 13, 21, 22])
 @pytest.mark.parametrize("name", ["a mask of tokens", "weights of parameters"])
 def test_weighted_parts_of_an_uneven_batch_do_too(name, num_rows, make_mirrored):
@@ -224,17 +205,22 @@ def test_a_sharded_strategy_gives_the_numbers_of_one_device(name):
     check(reduced(strategy, plain, "mean"), on_one_device(plain))
 
 
+PARTS = {**WEIGHTED, **NO_MEANS}
+
+
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("name", NO_MEANS)
-def test_what_is_no_mean_of_examples_has_a_way_out(name, count, make_mirrored):
-    plain, way_out = NO_MEANS[name]
+@pytest.mark.parametrize("name", PARTS)
+def test_the_mean_of_weighted_parts_and_ways_out_is_right(name, count, make_mirrored):
+    plain, way_out = PARTS[name]
     check(reduced(make_mirrored(count), way_out, "mean"), on_one_device(plain))
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("name", NO_MEANS)
-def test_the_way_out_has_second_derivatives(name, count, make_mirrored):
-    plain, way_out = NO_MEANS[name]
+@pytest.mark.parametrize("name", PARTS)
+def test_weighted_parts_and_ways_out_have_second_derivatives(
+    name, count, make_mirrored
+):
+    plain, way_out = PARTS[name]
 
     def step_fn(w, b):
         return jax.hessian(armillary.over_replicas(way_out))(w, b)

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend import core
 
-from armillary._jaxpr import call_program, source_line, walk_programs
+from armillary._jaxpr import call_program, named_axes, source_line, walk_programs
 from armillary.distribute._global_arrays import is_array
 from armillary.distribute.replica._collectives import ReplicaContext, is_argument
-from armillary.distribute.replica._context import check_same_trace, entered
+from armillary.distribute.replica._context import entered, write_changed
 from armillary.distribute.replica._values import AXIS_NAME
 from armillary.errors import (
     CapturedStateError,
@@ -60,12 +60,7 @@ def run_traced(
     with nothing_left(fn):
         program = jax.make_jaxpr(run, axis_env=[(AXIS_NAME, 1)])(before)
     outputs = _bind(program, before, name)
-    if changed:
-        check_same_trace(name, [state.paths[i] for i in changed])
-    after = list(before)
-    for i, value in zip(changed, outputs, strict=False):
-        after[i] = value
-    state.write(after, set(changed))
+    write_changed(state, name, changed, outputs)
     values, treedef = result
     arrays = iter(outputs[len(changed) :])
     return treedef.unflatten(next(arrays) if is_array(v) else v for v in values)
@@ -118,12 +113,9 @@ def _names_axis(program: core.ClosedJaxpr) -> bool:
     is_named = False
     for jaxpr, _ in walk_programs(program):
         for equation in jaxpr.eqns:
-            params, name = equation.params, equation.primitive.name
-            axes = params.get("axes", params.get("axis_name"))
-            if axes != AXIS_NAME and AXIS_NAME not in (
-                axes if isinstance(axes, tuple) else ()
-            ):
+            if AXIS_NAME not in named_axes(equation):
                 continue
+            name = equation.primitive.name
             if name.endswith("all_to_all"):  # Its result has another shape here.
                 raise ReplicaContextError(
                     f"`{name}` at {source_line(equation)} exchanges parts of one "

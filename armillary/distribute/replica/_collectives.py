@@ -102,7 +102,10 @@ class ReplicaContext:
             )
         if self._axis_name is None or self._num_replicas == 1:
             return value
-        given = given or self.strategy.reduce_dtype
+        given, num_active = (
+            given or self.strategy.reduce_dtype,
+            count_active(self.active),
+        )
         leaves, treedef = jax.tree.flatten(value)
         # Of what is not differentiable there is no gradient.
         places = [i for i, x in enumerate(leaves) if jnp.result_type(x) != float0]
@@ -113,14 +116,12 @@ class ReplicaContext:
             places, given_arrays, arrays, results, strict=True
         ):
             result = result.astype(old.dtype if op in _BY_ORDER else array.dtype)
-            count = count_active(self.active)
-            leaves[i] = result / count if op is ReduceOp.MEAN else result
+            leaves[i] = result / num_active if op is ReduceOp.MEAN else result
         return treedef.unflatten(leaves)
 
     def sum(self, value: jax.Array) -> jax.Array:
         """Returns the sum over all replicas, made as the strategy makes sums."""
-        value = value.astype(int) if value.dtype == bool else value
-        return self._combine(ReduceOp.SUM, [value])[0]
+        return self._combine(ReduceOp.SUM, [_widened(ReduceOp.SUM, value)])[0]
 
     def _combine(self, op: ReduceOp, values: list[jax.Array]) -> list[jax.Array]:
         if op in _BY_ORDER:

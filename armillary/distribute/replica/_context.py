@@ -163,6 +163,19 @@ def is_in_default_step() -> bool:
     return bool(_ambient.states) and _ambient.states[-1][2] is default
 
 
+def write_changed(
+    state: State, name: str, changed: Sequence[int], values: Sequence[Any]
+) -> None:
+    """Puts what `run` of a function has changed into the state, in its order."""
+    if not changed:
+        return
+    check_same_trace(name, [state.paths[i] for i in changed])
+    after = state.read()
+    for i, value in zip(changed, values, strict=False):
+        after[i] = value
+    state.write(after, set(changed))
+
+
 def check_same_trace(name: str, paths: Sequence[str]) -> None:
     """Raises if state of the running step would be written in another trace of JAX.
 

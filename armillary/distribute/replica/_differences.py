@@ -20,7 +20,13 @@ from jax.dtypes import issubdtype, prng_key
 from jax.extend import core
 
 from armillary._dataflow import Dataflow
-from armillary._jaxpr import is_made_by, programs_in, source_line, walk_programs
+from armillary._jaxpr import (
+    is_made_by,
+    named_axes,
+    programs_in,
+    source_line,
+    walk_programs,
+)
 from armillary.distribute.replica._values import AXIS_NAME
 
 Reasons = frozenset[str]
@@ -186,23 +192,20 @@ class Differences(Dataflow[Facts]):
 
     def transfer(self, equation: Any, operands: list[Facts]) -> list[Facts] | None:
         """Returns what is known of the results of one operation."""
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
         if name == "name":
             return [self._name(equation, operands[0])]
         if name in _SOURCES:
             reasons = self.join(operands).reasons | _SOURCES[name]
             return [Facts(reasons)] * len(equation.outvars)
-        if name.startswith(_REDUCTIONS) and _is_over_all(params):
+        if name.startswith(_REDUCTIONS) and _is_over_all(equation):
             return [
                 self._reduce(equation, operand, made)
                 for operand, made in zip(operands, equation.outvars, strict=True)
             ]
         if name.startswith((*_REDUCTIONS, *_EXCHANGES)):
             return [self._exchange(equation, self.join(operands))]
-        if name in ("cond", "while", "scan") or next(programs_in(equation), None):
-            return None
-        facts = self._mix(equation, operands)
-        return [facts] * len(equation.outvars)
+        return None
 
     def _name(self, equation: Any, operand: Facts) -> Facts:
         name = equation.params["name"]
@@ -264,7 +267,7 @@ class Differences(Dataflow[Facts]):
                 break
         self._problems[self._place(equation), made] = found
 
-    def _mix(self, equation: Any, operands: list[Facts]) -> Facts:
+    def mix(self, equation: Any, operands: list[Facts]) -> Facts:
         """Returns what is known of a value computed from others."""
         reasons, labels = self.join(operands)
         if (
@@ -406,10 +409,9 @@ def _is_of_mean(equation: Any) -> bool:
     )
 
 
-def _is_over_all(params: dict[str, Any]) -> bool:
-    axes = params.get("axes", params.get("axis_name", ()))
-    axes = axes if isinstance(axes, tuple | list) else (axes,)
-    return AXIS_NAME in axes and params.get("axis_index_groups") is None
+def _is_over_all(equation: Any) -> bool:
+    has_groups = equation.params.get("axis_index_groups") is not None
+    return AXIS_NAME in named_axes(equation) and not has_groups
 
 
 def _has_collective(program: Any) -> bool:

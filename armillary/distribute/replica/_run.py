@@ -21,7 +21,7 @@ from armillary._jaxpr import call_program, is_in_trace
 from armillary.data._layout import Active
 from armillary.distribute._global_arrays import is_array
 from armillary.distribute.replica._collectives import ReplicaContext, is_argument
-from armillary.distribute.replica._context import check_same_trace, entered
+from armillary.distribute.replica._context import entered, write_changed
 from armillary.distribute.replica._differences import BATCH, EQUAL, Facts, Kind, Label
 from armillary.distribute.replica._narrow import (
     narrow_mesh,
@@ -187,13 +187,7 @@ class _Call:
 
     def write(self, final: Sequence[Any]) -> None:
         """Puts what the function left into the state."""
-        paths = [self._state.paths[i] for i in self._changed]
-        if paths:
-            check_same_trace(self._name, paths)
-        after = list(self.before)
-        for i, value in zip(self._changed, final, strict=True):
-            after[i] = value
-        self._state.write(after)
+        write_changed(self._state, self._name, self._changed, final)
 
     def wrap(self, own: Sequence[Any], equal: Sequence[Any]) -> PyTree:
         """Returns what the function returned, with these arrays."""
