@@ -25,12 +25,13 @@ def compare(
     new: Walk,
     names: Collection[str] | None = None,
     fixed: Collection[int] = (),
+    but: Collection[tuple[int, Any]] = (),
 ) -> dict[str, str]:
     """Returns what differs between two walks from the same roots, by path.
 
-    Arrays in slots are none of its business.
+    Arrays in slots, and what the places `but` hold, are none of its business.
     """
-    return dict(_Comparison(old, new, names, fixed).differences())
+    return dict(_Comparison(old, new, names, fixed, but).differences())
 
 
 class _Comparison:
@@ -40,9 +41,10 @@ class _Comparison:
         new: Walk,
         names: Collection[str] | None,
         fixed: Collection[int],
+        but: Collection[tuple[int, Any]],
     ) -> None:
         self._old, self._new = old, new
-        self._names, self._fixed = names, fixed
+        self._names, self._fixed, self._but = names, fixed, but
         self._root = id(old.roots[0][0]) if old.roots else None
         # Which holder stands in for which, both ways.
         self._new_of: dict[int, int] = {}
@@ -98,7 +100,7 @@ class _Comparison:
             was, is_now = before.get(name, ABSENT), now.get(name, ABSENT)
             if was is is_now and (type(was) in PLAIN or was is ABSENT):
                 continue
-            if _nnx.is_internal(name):
+            if _nnx.is_internal(name) or (id(a.source), name) in self._but:
                 continue
             place = a.path(path, name)
             old = self._old.slots.get((id(a.source), name))

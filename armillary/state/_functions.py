@@ -68,6 +68,13 @@ def entries_of(fn: Any) -> dict[str, Entry]:
     return dict(_entries_of_function(fn)) if _is_of_user(fn) else {}
 
 
+def global_names(fn: Any) -> frozenset[str]:
+    """Returns the names that a Python function looks up in its module."""
+    if not isinstance(fn, types.FunctionType):
+        return frozenset()
+    return _global_names(fn.__code__).difference(fn.__code__.co_freevars)
+
+
 def _entries_of_function(fn: types.FunctionType) -> Iterator[tuple[str, Entry]]:
     yield "code", Entry(fn.__code__)
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
@@ -79,8 +86,8 @@ def _entries_of_function(fn: types.FunctionType) -> Iterator[tuple[str, Entry]]:
     defaults = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
     for i, value in enumerate(defaults):
         yield f"default #{i}", Entry(value)
-    for name in sorted(_global_names(fn.__code__)):
-        if name in fn.__globals__ and name not in fn.__code__.co_freevars:
+    for name in sorted(global_names(fn)):
+        if name in fn.__globals__:
             put = functools.partial(fn.__globals__.__setitem__, name)
             yield name, Entry(fn.__globals__[name], put)
     # `armillary.function` and others keep what they wrap where no search looks.

@@ -33,6 +33,8 @@ class State:
         roots: Pairs of an object (or function) to search, and its path.
         reads: The attributes of the first root that steps have looked at so far, which
             grows with them. `None` if nobody keeps count: then everything matters.
+        has_constants: Whether the globals of functions are constants, as in `jax.jit`,
+            unless they lead to state.
 
     Attributes:
         slots: The slots, each place once.
@@ -42,10 +44,15 @@ class State:
     """
 
     def __init__(
-        self, roots: Sequence[tuple[Any, str]], reads: set[str] | None = None
+        self,
+        roots: Sequence[tuple[Any, str]],
+        reads: set[str] | None = None,
+        *,
+        has_constants: bool = False,
     ) -> None:
         warn_if_untested()  # Every step begins here.
         self.roots, self._reads = tuple(roots), reads
+        self._has_constants = has_constants
         self._walk = Walk(self.roots)
         # What the objects held when the code began that runs on other arrays now, and
         # when the last such code had ended: a walk takes long.
@@ -67,9 +74,17 @@ class State:
         """The attributes of the first root that matter; `None` for all."""
         return None if "__dict__" in (self._reads or ()) else self._reads
 
+    @property
+    def _constants(self) -> set[tuple[int, Any]]:
+        return self._walk.globals if self._has_constants else set()
+
     @functools.cached_property
     def _watch(self) -> Watch:
-        return Watch(self._walk, self._names)
+        return Watch(self._walk, self._names, self._constants)
+
+    def search_again(self) -> "State":
+        """Returns what the same roots reach by now."""
+        return State(self.roots, self._reads, has_constants=self._has_constants)
 
     def watch(self) -> None:
         """Begins to watch what the steps have looked at by now."""
@@ -100,7 +115,7 @@ class State:
 
     def changes_since(self, old: "State") -> dict[str, str]:
         """Returns, by path, what is another than in `old`, but for arrays."""
-        return compare(old._walk, self._walk, self._names)
+        return compare(old._walk, self._walk, self._names, but=old._constants)
 
     def read(self) -> list[Any]:
         """Returns the arrays that the slots hold."""

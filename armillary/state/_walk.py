@@ -9,10 +9,12 @@ compared: `compare` tells what a program that was traced after the first would n
 """
 
 import collections
+import functools
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from armillary.state import _keras, _nnx
+from armillary.state._functions import global_names
 from armillary.state._holders import (
     Part,
     are_plain,
@@ -141,22 +143,40 @@ class Walk:
         parts = (part for node in self.nodes.values() for part in node.parts)
         return next((part for part in parts if part.source is source), None)
 
-    def reached_from(self, names: Collection[str] | None) -> set[int]:
+    def reached_from(
+        self,
+        names: Collection[str] | None,
+        but: Collection[tuple[int, Any]] = (),
+    ) -> set[int]:
         """Returns the holders that these attributes of the first root lead to.
 
-        `None` stands for all, and for all roots.
+        `None` stands for all, and for all roots. Places in `but` lead to nothing.
         """
-        if names is None:
-            return set(self.nodes)
-        root = id(self.roots[0][0])
-        pending = [child for name, child in self.edges[root] if name in names]
-        reached: set[int] = {root}
+        first = None if names is None else id(self.roots[0][0])
+        pending = [id(root) for root, _ in self.roots]
+        reached: set[int] = set()
         while pending:
             current = pending.pop()
             if current not in reached:
                 reached.add(current)
-                pending += [child for _, child in self.edges.get(current, ())]
+                pending += [
+                    child
+                    for name, child in self.edges.get(current, ())
+                    if (current != first or name in (names or ()))
+                    and (current, name) not in but
+                ]
         return reached & self.nodes.keys()
+
+    @functools.cached_property
+    def globals(self) -> set[tuple[int, Any]]:
+        """The globals of functions that lead to no state: they are constants."""
+        leading = self.leading_to_slots()
+        return {
+            (holder, name)
+            for holder, node in self.nodes.items()
+            for name in global_names(node.value)
+            if id(node.parts[0].held.get(name)) not in leading
+        }
 
     def holding_slots(self) -> set[int]:
         """Returns the holders that are a slot, or hold one."""

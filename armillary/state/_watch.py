@@ -21,14 +21,20 @@ _END = object()
 class Watch:
     """Watches the holders that a walk found, except for their slots.
 
-    Of the first root, the attributes of these names matter; `None` stands for all.
+    Of the first root, the attributes of these names matter; `None` stands for all. The
+    places `but` may hold anything.
     """
 
-    def __init__(self, walk: Walk, names: Collection[str] | None) -> None:
-        reached, leading = walk.reached_from(names), walk.leading_to_slots()
+    def __init__(
+        self,
+        walk: Walk,
+        names: Collection[str] | None,
+        but: Collection[tuple[int, Any]],
+    ) -> None:
+        reached, leading = walk.reached_from(names, but), walk.leading_to_slots()
         root = 0 if names is None else id(walk.roots[0][0])
         slots: dict[int, set[Any]] = collections.defaultdict(set)
-        for key in walk.slots:
+        for key in (*walk.slots, *but):
             if isinstance(key, tuple):
                 slots[key[0]].add(key[1])
         # Live views of what parts without slots hold, and what they held.

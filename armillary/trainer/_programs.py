@@ -12,9 +12,8 @@ from armillary.data.feed._chunk_builder import Chunk
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._same_program import check_same_program
 from armillary.errors import RetraceError
-from armillary.trainer._globals import Globals
 from armillary.trainer._guard import LoopGuard
-from armillary.trainer._hooks import BEGIN, END, Hooks
+from armillary.trainer._hooks import Hooks
 from armillary.trainer._loop_data import LoopData
 from armillary.trainer._options import LoopOptions
 from armillary.trainer._program import Program
@@ -45,19 +44,14 @@ class Programs:
         self._method, self._data = method, data
         self._options, self._guard = options, guard
         self._keep_results = keep_results
-        self._tracer = self._make_tracer()
-        self._globals = Globals(method.fn)
+        layouts = [dataset.layout for dataset in data.datasets]
+        self._tracer = StepTracer(method, data.structure, layouts, options.max_shapes)
         self._programs: dict[Any, Program] = {}
         self.hooks: Hooks | None = None
 
     @property
     def flat(self) -> FlatState | None:
         return self._tracer.flat
-
-    def _make_tracer(self) -> StepTracer:
-        layouts = [dataset.layout for dataset in self._data.datasets]
-        structure, most = self._data.structure, self._options.max_shapes
-        return StepTracer(self._method, structure, layouts, most)
 
     def find_state(self) -> FlatState:
         """Finds the state as it is now, and drops what is out of date."""
@@ -67,23 +61,8 @@ class Programs:
         return flat
 
     def _refresh(self) -> None:
-        self._forget_if_changed()
         if self._tracer.find_state():
             self._programs.clear()
-
-    def _forget_if_changed(self) -> None:
-        """Traces anew if global values of the step's code have changed."""
-        changes = self._globals.changes()
-        if not changes:
-            return
-        logger.warning(
-            "`%s` is compiled again, because global values that its code names have "
-            "changed (%s). Hold a value that changes often in an array of %s.",
-            self._method.name,
-            "; ".join(changes),
-            self._method.owner_name,
-        )
-        self._tracer = self._make_tracer()
 
     def find_hooks(self) -> Hooks | None:
         """Finds the state, and the hooks of the trainer unless they stay in Python.
@@ -100,9 +79,6 @@ class Programs:
         if hooks is not self.hooks:
             self.hooks = hooks
             self._programs.clear()
-            if hooks is not None:
-                owner = self._method.owner
-                self._globals.watch(*[getattr(owner, name) for name in (BEGIN, END)])
         return hooks
 
     def count_batches(

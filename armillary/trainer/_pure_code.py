@@ -98,8 +98,7 @@ class _Reader:
             if not isinstance(self._find(node), _PLAIN):
                 yield _quote(node)
         elif isinstance(node, ast.Name):
-            is_plain = isinstance(self._globals.get(node.id, _UNKNOWN), _PLAIN)
-            if node.id not in self._locals and not is_plain:
+            if node.id not in self._locals:  # a global, which may change
                 yield _quote(node)
         elif isinstance(node, _EXPRESSIONS):
             for part in ast.iter_child_nodes(node):

@@ -101,7 +101,8 @@ class StepTracer:
         return bool(changes) and self._trace_again(changes)
 
     def _search(self) -> State:
-        return State([(self._method.owner, "")], self._reads)
+        roots = [(self._method.owner, "")]
+        return State(roots, self._reads, has_constants=True)
 
     def _trace_again(self, changes: Collection[str]) -> bool:
         """Traces again where plain values changed; returns whether that made a change.

@@ -1,4 +1,9 @@
-"""A global value that a step reads is watched between loops."""
+"""Globals and class attributes are constants of a step, what hangs on a trainer is not.
+
+The rule is the same in `armillary.function`, and that of `jax.jit`.
+"""
+
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,69 +12,112 @@ import pytest
 import armillary
 from tests.problems import make_strategy
 
-RATE = 1.0
-FACTOR = 1
-LEVEL = 0
-NAME = "step"
+NUMBER = 1.0
+CONFIG = types.SimpleNamespace(rate=1.0)
+ARRAY = np.ones(1, np.float32)
+TABLE = {"rate": [1.0]}
+MODEL = types.SimpleNamespace(kernel=jnp.ones(()), rate=1.0)
 
 
-def helper(x):
-    return FACTOR * x
+def helper():
+    return NUMBER * CONFIG.rate * ARRAY[0] * TABLE["rate"][0]
 
 
 class Trainer(armillary.StandardTrainer):
-    def __init__(self, strategy):
-        super().__init__([np.ones((4, 1), np.float32)] * 8)
-        self.strategy, self.total = strategy, jnp.zeros(())
+    factor = 1.0
 
-    def train_loop_begin(self):
-        self.level = (LEVEL, NAME)[:0]
+    def __init__(self, strategy):
+        super().__init__([np.ones((4, 1), np.float32)] * 16)
+        self.strategy, self.total = strategy, jnp.zeros(())
+        self.config = types.SimpleNamespace(rate=1.0)
+        self.array, self.table = np.ones(1, np.float32), {"rate": [1.0]}
+        self.helper = lambda: self.config.rate * helper()
 
     def train_step(self, iterator):
-        def step_fn(x):
-            return RATE * self.look(x)
-
-        total = self.strategy.run(step_fn, args=(next(iterator),))
-        self.total = self.total + self.strategy.reduce("sum", total, axis=0)[0] / 4
-
-    def look(self, x):
-        return helper(x)
+        next(iterator)
+        rate = self.array[0] * self.table["rate"][0] * self.helper()
+        self.total = self.total + rate * self.factor
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_replicas", [None, 2])
-@pytest.mark.parametrize(("name", "value"), [("RATE", 0.5), ("FACTOR", 3)])
-def test_a_change_of_a_global_value_is_followed_with_a_warning(
-    name, value, num_replicas, monkeypatch, caplog
+def set_globals(value):
+    globals()["NUMBER"] = CONFIG.rate = ARRAY[0] = TABLE["rate"][0] = value
+    Trainer.factor = value
+
+
+@pytest.fixture
+def change_globals():
+    yield lambda: set_globals(2.0)
+    set_globals(1.0)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_globals_and_class_attributes_are_constants_of_a_trainer(
+    num_replicas, change_globals, caplog, no_retrace
 ):
-    strategy = armillary.DefaultStrategy()
-    if num_replicas is not None:
-        strategy = make_strategy(num_replicas)
-    trainer = Trainer(strategy)
+    trainer = Trainer(make_strategy(num_replicas))
     trainer.train(2)
-    before = globals()[name]
-    monkeypatch.setitem(globals(), name, value)
-
-    trainer.train(2)
-    trainer.train(2)
-
-    assert float(trainer.total) == 2 + 4 * value
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "`train_step` is compiled again, because global values that its code names "
-        f"have changed ({name}: {before} became {value}). Hold a value that changes "
-        "often in an array of the trainer."
-    )
-
-
-def test_a_value_that_the_step_does_not_name_may_change(
-    monkeypatch, caplog, no_retrace
-):
-    trainer = Trainer(armillary.DefaultStrategy())
-    trainer.train(2)
-    monkeypatch.setitem(globals(), "LEVEL", 7)
-    monkeypatch.setitem(globals(), "NAME", "other")
+    change_globals()
 
     with no_retrace():
         trainer.train(2)
+
+    assert float(trainer.total) == 4
     assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["config", "array", "table"])
+def test_what_hangs_on_a_trainer_is_read_anew_in_each_loop(name, caplog):
+    trainer = Trainer(make_strategy(1))
+    trainer.train(2)
+    if name == "config":
+        trainer.config.rate = 3.0
+    elif name == "array":
+        trainer.array[0] = 3.0
+    else:
+        trainer.table["rate"][0] = 3.0
+
+    trainer.train(2)
+
+    assert float(trainer.total) == 2 + 2 * 3
+    assert "is compiled again" in caplog.text
+
+
+def test_globals_are_constants_of_a_function_too(change_globals, caplog):
+    fn = armillary.function(lambda x: x * helper() * Trainer.factor)
+    assert fn(jnp.ones(())) == 1
+    change_globals()
+
+    assert fn(jnp.ones(())) == 1
+    assert not caplog.records
+
+
+def test_what_a_function_holds_itself_is_read_anew():
+    config, array = types.SimpleNamespace(rate=1.0), np.ones(1, np.float32)
+    fn = armillary.function(lambda x: x * config.rate * array[0])
+    assert fn(jnp.ones(())) == 1
+    config.rate = 2.0
+    array[0] = 3.0
+
+    assert fn(jnp.ones(())) == 6
+
+
+def test_a_global_that_holds_state_is_read_anew_with_all_that_it_holds(monkeypatch):
+    fn = armillary.function(lambda x: x * MODEL.kernel * MODEL.rate)
+    assert fn(jnp.ones(())) == 1
+    monkeypatch.setattr(MODEL, "rate", 2.0)
+    monkeypatch.setattr(MODEL, "kernel", jnp.full((), 3.0))
+
+    assert fn(jnp.ones(())) == 6
+
+
+def test_what_run_is_given_outside_a_step_sees_globals_as_they_are(
+    change_globals,
+):
+    strategy = make_strategy(2)
+
+    def run():
+        return strategy.local_results(strategy.run(helper))[0]
+
+    assert run() == 1
+    change_globals()
+    assert run() == 16

@@ -209,7 +209,7 @@ def test_a_plain_value_that_an_end_reads_is_watched():
 
 
 @pytest.mark.slow
-def test_a_global_value_that_an_end_reads_is_watched(monkeypatch):
+def test_an_end_that_reads_a_global_value_sees_it_as_it_is(monkeypatch):
     class Scaled(Regression):
         def train_loop_end(self):
             return {"scale": SCALE * self.loss.count[...]}
@@ -378,7 +378,7 @@ PURE = [
     '"""Does nothing."""',
     "self.loss.reset()",
     "loss = self.loss.compute()\nreturn {'loss': loss, 'twice': 2 * loss}",
-    "return {'rate': SCALE, 'x': jnp.sqrt(self.num_loops + 1)}",
+    "return {'rate': 2.0, 'x': jnp.sqrt(self.num_loops + 1)}",
     "self.num_loops = jnp.zeros_like(self.num_loops)",
     "self.loss.total[...] = jnp.zeros(())",
     "return {'step': self.optimizer.step[...], **self.loss.compute()}",
@@ -399,6 +399,7 @@ NOT_PURE = [
     "return {'random': np.random.rand()}",
     "logging.info('begin')",
     "global SCALE\nSCALE = 1",
+    "return {'rate': SCALE}",
     "jnp = time\nreturn jnp.zeros()",
     "jnp.save('x', self.num_loops)",
     "for x in [1]: pass",

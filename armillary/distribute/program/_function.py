@@ -141,8 +141,10 @@ class Function:
         key = (strategy, treedef, tuple(kind_of(leaf) for leaf in leaves))
         program = self._programs.get(key)
         if program is None or not program.is_current():
+            # What `Strategy.run` is given sees globals as they are.
             state = State(
-                [(self._fn, ""), *((leaf, "") for leaf in objects_of(leaves))]
+                [(self._fn, ""), *((leaf, "") for leaf in objects_of(leaves))],
+                has_constants=self._body is self._fn,
             )
             is_lifted = any(isinstance(leaf, Tracer) for leaf in state.read())
             if is_lifted and self._body is self._fn:
@@ -264,7 +266,7 @@ class _Program:
         state.watch()
         if not state.is_current():
             # The function set something to what it is after each of its calls.
-            flat.rebind(State(state.roots))
+            flat.rebind(state.search_again())
         if strategy.peers is not None:
             name = getattr(fn, "__name__", "the function")
             check_same_program(strategy.peers, name, self._step.program)
