@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from jax.extend import core
 
-from armillary._jaxpr import programs_in
+from armillary._jaxpr import programs_in, source_line
 
 Fact = TypeVar("Fact")
 
@@ -100,7 +100,8 @@ class Dataflow(Generic[Fact]):
         programs = list(programs_in(equation))
         if not programs:
             return [self.mix(equation, operands)] * len(equation.outvars)
-        if len(programs) == 1 and _is_call(equation, programs[0]):
+        is_map = name == "shard_map"
+        if len(programs) == 1 and (is_map or _is_call(equation, programs[0])):
             return self._enter(equation, programs[0], operands)
         # How it uses its programs is not known: all that goes in comes out.
         everything = self.join(operands)
@@ -109,6 +110,11 @@ class Dataflow(Generic[Fact]):
             made = self._enter(equation, program, [everything] * count)
             everything = self.join([everything, *made])
         return [everything] * len(equation.outvars)
+
+    def line(self, equation: Any) -> str:
+        """Returns the user's line of an equation, or of the closest one around it."""
+        lines = map(source_line, (equation, *reversed(self.within)))
+        return next(filter(None, lines), "")
 
     def _enter(
         self, equation: Any, program: Any, inputs: Sequence[Fact], times: int = 1

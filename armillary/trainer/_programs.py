@@ -10,6 +10,10 @@ from armillary._logging import logger
 from armillary.data._layout import Active
 from armillary.data.feed._chunk_builder import Chunk
 from armillary.distribute.program._flat_state import FlatState
+from armillary.distribute.program._hardly_meant import (
+    MetricWarnings,
+    warn_of_constant_keys,
+)
 from armillary.distribute.program._same_program import check_same_program
 from armillary.errors import RetraceError
 from armillary.trainer._guard import LoopGuard
@@ -47,6 +51,9 @@ class Programs:
         layouts = [dataset.layout for dataset in data.datasets]
         self._tracer = StepTracer(method, data.structure, layouts, options.max_shapes)
         self._programs: dict[Any, Program] = {}
+        self._warnings = MetricWarnings(
+            method.name, method.strategy.num_replicas_in_sync
+        )
         self.hooks: Hooks | None = None
 
     @property
@@ -96,6 +103,7 @@ class Programs:
 
     def _make(self, chunk: Chunk) -> Program:
         name, peers = self._method.name, self._method.strategy.peers
+        is_evaluation = name.startswith("eval")
         trace = self._tracer.trace(chunk.types, chunk.num_active)
         step, per_step = trace.step, self._data.batches_per_step
         if trace.batches_per_step != per_step:
@@ -111,6 +119,11 @@ class Programs:
         assert flat is not None
         if not self._programs:
             check_writes(name, flat.state, step.changed)
+            if not is_evaluation:
+                warn_of_constant_keys(name, step)
+        replicas = self._method.strategy.num_replicas_in_sync
+        is_uneven = any(active != replicas for active in chunk.num_active)
+        self._warnings.look(flat.state, step, is_uneven=is_uneven and is_evaluation)
         is_slow = has_slow_loop(
             step.program, flat.platform, is_partitioned=flat.split is not None
         )

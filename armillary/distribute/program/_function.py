@@ -19,6 +19,7 @@ from armillary._traceback import hides_frames
 from armillary.distribute._global_arrays import is_array
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._flat_state import FlatState
+from armillary.distribute.program._hardly_meant import MetricWarnings
 from armillary.distribute.program._outside_traces import check_no_trace
 from armillary.distribute.program._same_program import check_same_program
 from armillary.distribute.program._trace import TracedStep, trace_step
@@ -170,6 +171,8 @@ class Function:
             treedef,
             self._compiler_options,
         )
+        name = getattr(self._fn, "__name__", "the function")
+        program.warn_of_metrics(name, state)
         if self._check is not None:
             self._check(state, program.changed)
         if last is not None:
@@ -177,7 +180,6 @@ class Function:
         self._programs[key] = program
         self._num_compiled += 1
         if self._num_compiled == _MANY_PROGRAMS:
-            name = getattr(self._fn, "__name__", "the function")
             logger.warning(_MANY_PROGRAMS_MESSAGE, name, _MANY_PROGRAMS)
         if len(self._programs) > _MAX_PROGRAMS:
             self._programs.popitem(last=False)
@@ -287,6 +289,11 @@ class _Program:
             donate_argnums=0,
             out_shardings=(flat.shardings(self._step.changed), None, None),
         )
+
+    def warn_of_metrics(self, name: str, state: State) -> None:
+        """Warns of metrics that replicas cannot add up."""
+        warnings = MetricWarnings(name, self._strategy.num_replicas_in_sync)
+        warnings.look(state, self._step, is_uneven=False)
 
     @property
     def changed(self) -> Sequence[int]:

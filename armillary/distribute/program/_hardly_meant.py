@@ -1,0 +1,165 @@
+"""Warns of what a traced step shows that is hardly meant, and that nothing else tells.
+
+Numbers that are drawn from a key that no step changes are the same in each step. The
+sums of metrics are those of one replica only if each adds a sum over its examples.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from armillary._dataflow import Dataflow
+from armillary._logging import logger
+from armillary.distribute.program._trace import TracedStep
+from armillary.distribute.replica._policy import Policy, policies_of
+from armillary.state._lift import State
+
+_DRAWS = ("random_bits", "random_gamma", "rng_bit_generator")
+_CONSTANT_KEY = (
+    "`%s` draws random numbers from a key that is a constant, so they are the same in "
+    "each step (%s). Draw from an `nnx.Rngs` that the trainer holds "
+    "(`jax.random.normal(rngs(), shape)`), or fold the step in "
+    "(`jax.random.fold_in(key, self.optimizer.step[...])`). Make a constant that is "
+    "meant before the step."
+)
+_EXTREME = (
+    "`%s` keeps a maximum or minimum in the metric %s (%s), and those of %d replicas "
+    'are added up. Reduce it first (`armillary.all_reduce("max", value)`), in a '
+    "variable of your own (`nnx.Variable`), or outside `run`."
+)
+_MEAN = (
+    "`%s` adds the mean of a replica's examples to the metric %s (%s), and the batches "
+    "do not divide evenly: the result depends on the number of replicas. Update the "
+    "metric with one value for each example."
+)
+
+
+def warn_of_constant_keys(name: str, step: TracedStep) -> None:
+    """Warns of draws that no state and no batch decides."""
+    draws = _Draws()
+    draws.run(step.program, [True] * len(step.program.in_avals))
+    if draws.lines:
+        logger.warning(_CONSTANT_KEY, name, draws.lines[0])
+
+
+class MetricWarnings:
+    """Warns once of metrics of a step that replicas cannot add up.
+
+    A replica's mean is one: where replicas have no data it counts less than elsewhere.
+    """
+
+    def __init__(self, name: str, num_replicas: int) -> None:
+        self._name, self._num_replicas = name, num_replicas
+        self._means: list[tuple[str, str]] = []
+        self._is_uneven = False
+        self._is_done = num_replicas == 1
+
+    def look(self, state: State, step: TracedStep, *, is_uneven: bool) -> None:
+        """Looks at one program of the step, in which replicas may have no data."""
+        if self._is_done:
+            return
+        self._is_uneven |= is_uneven
+        for path, facts in _find_summed(state, step):
+            lines = {type(fact): fact for fact in facts}
+            if _Mean in lines:
+                self._means.append((path, lines[_Mean]))
+            if _Extreme in lines and not self._is_done:
+                line, count = lines[_Extreme], self._num_replicas
+                logger.warning(_EXTREME, self._name, path, line, count)
+                self._is_done = True
+        if self._means and self._is_uneven and not self._is_done:
+            logger.warning(_MEAN, self._name, *self._means[0])
+            self._is_done = True
+
+
+def _find_summed(state: State, step: TracedStep) -> Iterator[tuple[str, "_Facts"]]:
+    """Yields the paths of changed arrays that are summed, and what made them."""
+    types = step.program.in_avals
+    policies = policies_of(state, types[: len(state.paths)])
+    summed = {i for i in step.changed if policies[i] is Policy.SUM}
+    if not summed:
+        return
+    inputs: list[_Facts] = [
+        frozenset({_Held(state.paths[i])} if i in summed else ())
+        for i in range(len(types))
+    ]
+    results = _Additions().run(step.program, inputs)
+    for i, facts in zip(step.changed, results, strict=False):
+        if i in summed:
+            yield state.paths[i], facts
+
+
+class _Draws(Dataflow[bool]):
+    """Finds draws from keys that are constants; the fact is that a value is none."""
+
+    nothing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def join(self, facts: Iterable[bool]) -> bool:
+        return any(facts)
+
+    def decide(self, equation: Any, decides: bool) -> bool:
+        del equation
+        return decides
+
+    def mix(self, equation: Any, operands: list[bool]) -> bool:
+        if equation.primitive.name in _DRAWS and not operands[0]:
+            self.lines.append(self.line(equation))
+        return any(operands)
+
+
+class _Held(str):
+    """The metric that a value was made from."""
+
+    __slots__ = ()
+
+
+class _Extreme(str):
+    """Where the maximum or minimum of a metric and another value was taken."""
+
+    __slots__ = ()
+
+
+class _Sum(str):
+    """Of how many values a value is the sum."""
+
+    __slots__ = ()
+
+
+class _Mean(str):
+    """Where the mean of examples was taken that a value is made from."""
+
+    __slots__ = ()
+
+
+_Facts = frozenset[str]
+
+
+class _Additions(Dataflow[_Facts]):
+    """Follows what is added to metrics; the mean of all examples is one number."""
+
+    nothing = frozenset()
+
+    def join(self, facts: Iterable[_Facts]) -> _Facts:
+        return frozenset().union(*facts)
+
+    def mix(self, equation: Any, operands: list[_Facts]) -> _Facts:
+        facts = self.join(operands)
+        name, size = equation.primitive.name, _size(equation.outvars)
+        if name in ("max", "min") and any(isinstance(fact, _Held) for fact in facts):
+            return facts | {_Extreme(self.line(equation))}
+        if size > 1:
+            return frozenset(f for f in facts if isinstance(f, _Held | _Extreme))
+        shape = equation.invars[0].aval.shape if name == "reduce_sum" else ()
+        if shape and shape[0] > 1:  # A share of one example is its own mean.
+            return facts | {_Sum(float(math.prod(shape)))}
+        if name == "div" and str(getattr(equation.invars[1], "val", "")) in facts:
+            return facts | {_Mean(self.line(equation))}
+        return facts
+
+
+def _size(variables: Sequence[Any]) -> int:
+    return max((math.prod(getattr(v.aval, "shape", ())) for v in variables), default=0)

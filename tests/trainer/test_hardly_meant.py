@@ -1,0 +1,159 @@
+"""What a traced step shows that is hardly meant is told once, with its line."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import armillary
+from tests.problems import make_strategy
+
+KEY = jax.random.key(0)
+
+
+class Noise(armillary.StandardTrainer):
+    def __init__(self, draw, strategy):
+        super().__init__([np.ones((4, 6), np.float32)] * 8)
+        self.draw, self.strategy = draw, strategy
+        self.rngs, self.step = nnx.Rngs(0), jnp.zeros((), int)
+        self.total = nnx.metrics.Average()
+
+    def train_step(self, iterator):
+        def step_fn(batch):
+            self.total.update(values=self.draw(self, batch))
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+        self.step = self.step + 1
+
+
+CONSTANT = {
+    "made": lambda self, batch: jax.random.normal(jax.random.key(0), (6,)),
+    "legacy": lambda self, batch: jax.random.uniform(jax.random.PRNGKey(0), (6,)),
+    "captured": lambda self, batch: jax.random.normal(KEY, (6,)),
+    "split": lambda self, batch: jax.vmap(jax.random.normal)(jax.random.split(KEY, 6)),
+    "in a loop": lambda self, batch: jax.lax.fori_loop(
+        0, 3, lambda i, x: x + jax.random.normal(jax.random.fold_in(KEY, i)), 0.0
+    ),
+    "gamma": lambda self, batch: jax.random.gamma(jax.random.key(1), 2.0, (6,)),
+}
+FRESH = {
+    "rngs": lambda self, batch: jax.random.normal(self.rngs(), (6,)),
+    "folded": lambda self, batch: jax.random.normal(
+        jax.random.fold_in(jax.random.key(0), self.step)
+    ),
+    "of the batch": lambda self, batch: jax.random.normal(
+        jax.random.key(batch.sum().astype(int))
+    ),
+    "none": lambda self, batch: batch.sum(),
+}
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("name", CONSTANT)
+def test_numbers_that_are_the_same_in_each_step_are_told(name, num_replicas, caplog):
+    if name == "legacy" and num_replicas > 1:
+        pytest.skip("replicas that draw alike from a raw key are refused")
+    trainer = Noise(CONSTANT[name], make_strategy(num_replicas))
+    trainer.train(2)
+    trainer.train(2)
+
+    (record,) = caplog.records
+    assert "draws random numbers from a key that is a constant" in record.getMessage()
+    assert __file__ in record.getMessage()
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_numbers_that_state_or_batches_decide_are_not(name, caplog):
+    Noise(FRESH[name], make_strategy(2)).train(2)
+    assert not caplog.records
+
+
+class Largest(nnx.Metric):
+    def __init__(self):
+        self.value = nnx.metrics.MetricState(jnp.zeros(()))
+
+    def update(self, **kwargs):
+        largest = kwargs["values"].max()
+        self.value[...] = jnp.maximum(self.value[...], largest)
+
+    def compute(self):
+        return self.value[...]
+
+    def reset(self):
+        self.value[...] = jnp.zeros(())
+
+
+class Evaluator(armillary.StandardEvaluator):
+    def __init__(self, metric, prepare, num_replicas, num_examples=21):
+        rows = np.arange(num_examples, dtype=np.float32)
+        super().__init__(armillary.data.from_arrays(rows, batch_size=8))
+        self.strategy = make_strategy(num_replicas)
+        self.metric, self.prepare = metric, prepare
+
+    def eval_step(self, iterator):
+        def step_fn(batch):
+            self.metric.update(values=self.prepare(batch))
+
+        self.strategy.run(step_fn, args=(next(iterator),))
+
+
+def test_a_maximum_that_replicas_would_add_up_is_told(caplog):
+    Evaluator(Largest(), lambda batch: batch, 2).evaluate(-1)
+
+    (record,) = caplog.records
+    assert "a maximum or minimum in the metric metric/value" in record.getMessage()
+    assert __file__ in record.getMessage()
+
+
+def test_it_is_told_in_a_loop_of_ones_own(caplog):
+    strategy, metric = make_strategy(2), Largest()
+    for batch in strategy.distribute_dataset([np.ones(4, np.float32)] * 3):
+        strategy.run(lambda batch: metric.update(values=batch), args=(batch,))
+
+    assert "a maximum or minimum in the metric" in caplog.text
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        jnp.mean,
+        lambda batch: jnp.exp(jnp.average(batch)) + 1.0,
+        lambda batch: batch.sum() / len(batch),
+    ],
+    ids=["mean", "function of it", "by hand"],
+)
+def test_a_mean_of_each_replica_is_told_where_batches_are_uneven(prepare, caplog):
+    Evaluator(nnx.metrics.Average(), prepare, 2).evaluate(-1)
+
+    (record,) = caplog.records
+    assert "the mean of a replica's examples to the metric metric/total" in caplog.text
+    assert __file__ in record.getMessage()
+
+
+def test_a_mean_is_right_where_batches_divide_evenly(caplog):
+    Evaluator(nnx.metrics.Average(), jnp.mean, 2, num_examples=24).evaluate(-1)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda batch: batch,
+        lambda batch: jnp.stack([batch, 2 * batch], axis=1).mean(axis=-1),
+        lambda batch: batch - 0 * jnp.mean(batch),
+        lambda batch: jnp.maximum(batch, 1.0),
+    ],
+    ids=["values", "means of examples", "less the mean", "clipped"],
+)
+def test_values_of_each_example_are_right(prepare, num_replicas, caplog):
+    Evaluator(nnx.metrics.Average(), prepare, num_replicas).evaluate(-1)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("metric", [Largest, nnx.metrics.Average])
+def test_one_replica_computes_what_the_code_says(metric, caplog):
+    Evaluator(metric(), jnp.mean, 1).evaluate(-1)
+    assert not caplog.records
