@@ -12,7 +12,7 @@ from armillary.data.feed._chunk_builder import Chunk
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._hardly_meant import (
     MetricWarnings,
-    warn_of_constant_keys,
+    tell_of_training,
 )
 from armillary.distribute.program._same_program import check_same_program
 from armillary.errors import RetraceError
@@ -120,7 +120,7 @@ class Programs:
         if not self._programs:
             check_writes(name, flat.state, step.changed)
             if not is_evaluation:
-                warn_of_constant_keys(name, step)
+                tell_of_training(self._method.fn, name, step)
         replicas = self._method.strategy.num_replicas_in_sync
         is_uneven = any(active != replicas for active in chunk.num_active)
         self._warnings.look(flat.state, step, is_uneven=is_uneven and is_evaluation)

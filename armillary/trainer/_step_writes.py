@@ -52,9 +52,9 @@ def _check_training(name: str, state: State, changed: Sequence[int]) -> None:
         return
     logger.warning(
         "`%s` advances an optimizer, but changes none of the %d arrays of parameters "
-        "that it reaches, so nothing is trained:\n%s\nPass the model itself to "
-        "`optimizer.update(model, gradients)`, not a copy (`nnx.clone`, `nnx.merge`), "
-        "and assign that model to the trainer.",
+        "that it reaches, so nothing is trained:\n%s\nPass the model itself, before "
+        "the gradients (`optimizer.update(model, gradients)`), not a copy "
+        "(`nnx.clone`, `nnx.merge`), and assign that model to the trainer.",
         name,
         len(trained),
         _list(state, sorted(trained)),

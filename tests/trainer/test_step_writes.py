@@ -121,8 +121,9 @@ def test_an_optimizer_that_moves_nothing_is_a_warning(caplog):
     assert record.getMessage() == (
         "`train_step` advances an optimizer, but changes none of the 2 arrays of "
         "parameters that it reaches, so nothing is trained:\n  model/bias\n  "
-        "model/kernel\nPass the model itself to `optimizer.update(model, gradients)`, "
-        "not a copy (`nnx.clone`, `nnx.merge`), and assign that model to the trainer."
+        "model/kernel\nPass the model itself, before the gradients "
+        "(`optimizer.update(model, gradients)`), not a copy (`nnx.clone`, "
+        "`nnx.merge`), and assign that model to the trainer."
     )
 
 

@@ -5,13 +5,14 @@ sums of metrics are those of one replica only if each adds a sum over its exampl
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from armillary._dataflow import Dataflow
 from armillary._logging import logger
 from armillary.distribute.program._trace import TracedStep
 from armillary.distribute.replica._policy import Policy, policies_of
+from armillary.state._functions import global_names
 from armillary.state._lift import State
 
 _DRAWS = ("random_bits", "random_gamma", "rng_bit_generator")
@@ -21,6 +22,10 @@ _CONSTANT_KEY = (
     "(`jax.random.normal(rngs(), shape)`), or fold the step in "
     "(`jax.random.fold_in(key, self.optimizer.step[...])`). Make a constant that is "
     "meant before the step."
+)
+_PRINT = (
+    "`%s` calls `print`, which runs once, while the step is traced. "
+    '`jax.debug.print("{}", value)` runs in each step.'
 )
 _EXTREME = (
     "`%s` keeps a maximum or minimum in the metric %s (%s), and those of %d replicas "
@@ -34,8 +39,10 @@ _MEAN = (
 )
 
 
-def warn_of_constant_keys(name: str, step: TracedStep) -> None:
-    """Warns of draws that no state and no batch decides."""
+def tell_of_training(fn: Callable[..., Any], name: str, step: TracedStep) -> None:
+    """Warns of draws that no state and no batch decides, and tells how to print."""
+    if "print" in global_names(getattr(fn, "__func__", fn)):
+        logger.info(_PRINT, name)
     draws = _Draws()
     draws.run(step.program, [True] * len(step.program.in_avals))
     if draws.lines:
