@@ -3,21 +3,23 @@
 What TensorStore stores is only partly protected: its index has checksums, the numbers
 have none, so that a flipped bit would be loaded as another weight. Therefore the last
 file of a checkpoint, written before Orbax gives the folder its name, lists the sizes
-and CRC-32 sums of the others. They are compared before anything is decoded. A CRC finds
-what disks and copies do to a file; it is no protection from someone who means it.
+and CRC-32 sums of the others, and has a sum of its own. They are compared before
+anything is decoded. A CRC finds what disks and copies do to a file; it is no protection
+from someone who means it.
 """
 
 import json
+import os
 import zlib
 from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from etils import epath
 
+from armillary.checkpoint._disk import NUM_THREADS, check_is_regular, read_json
+
 CHECKSUM_FILE = "checksums.json"
 _BLOCK_BYTES = 1 << 20
-# Several files at a time, because a network file system answers each one slowly.
-_NUM_READERS = 8
 
 
 def write_checksums(folder: epath.Path) -> None:
@@ -29,7 +31,27 @@ def write_checksums(folder: epath.Path) -> None:
     items = [path for path in folder.iterdir() if path.is_dir()]
     files = [file for item in items for file in _find_files(item)]
     sums = {file.relative_to(folder).as_posix(): _measure(file) for file in files}
-    (folder / CHECKSUM_FILE).write_text(json.dumps(sums))
+    content = {"crc": _sum_up(sums), "files": sums}
+    (folder / CHECKSUM_FILE).write_text(json.dumps(content))
+
+
+def read_checksums(folder: epath.Path) -> dict[str, tuple[int, int]]:
+    """Returns the size and CRC-32 of each file; a `ValueError` says what is wrong."""
+    try:
+        sums = read_json(folder / CHECKSUM_FILE)
+        if sums.keys() == {"crc", "files"}:
+            crc, sums = sums["crc"], sums["files"]
+            if crc != _sum_up(sums):
+                raise ValueError("its own checksum differs")
+        # Version 2 of the format had the sums of the files alone.
+        return {name: (int(size), int(crc)) for name, (size, crc) in sums.items()}
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        reason = _describe(error)
+        raise ValueError(f"`{CHECKSUM_FILE}` cannot be used ({reason})") from error
+
+
+def _sum_up(sums: object) -> int:
+    return zlib.crc32(json.dumps(sums).encode())
 
 
 def find_damage(folder: epath.Path) -> str | None:
@@ -39,31 +61,30 @@ def find_damage(folder: epath.Path) -> str | None:
     that an older format of its own had.
     """
     try:
-        sums = json.loads((folder / CHECKSUM_FILE).read_text())
-        expected = {name: (int(size), int(crc)) for name, (size, crc) in sums.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        return f"`{CHECKSUM_FILE}` cannot be used ({_describe(error)})"
+        expected = read_checksums(folder)
+    except ValueError as error:
+        return str(error)
     try:
         added = _find_added(folder, expected)
-    except OSError as error:
+    except (OSError, RecursionError) as error:
         return f"its folders cannot be read ({_describe(error)})"
     if added is not None:
         return f"`{added}` was added after it was saved"
-    with ThreadPoolExecutor(_NUM_READERS) as pool:
-        problems = pool.map(lambda name: _compare(folder, name, expected), expected)
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        problems = pool.map(lambda item: compare(folder, *item), expected.items())
         return next((problem for problem in problems if problem is not None), None)
 
 
-def _compare(
-    folder: epath.Path, name: str, expected: dict[str, tuple[int, int]]
-) -> str | None:
+def compare(folder: epath.Path, name: str, saved: tuple[int, int]) -> str | None:
+    """Returns what is wrong with a file of this size and CRC-32, or `None`."""
     try:
+        check_is_regular(folder / name)
         size, crc = _measure(folder / name)
     except FileNotFoundError:
         return f"`{name}` is missing"
     except (OSError, ValueError) as error:
         return f"`{name}` cannot be read ({_describe(error)})"
-    saved_size, saved_crc = expected[name]
+    saved_size, saved_crc = saved
     if size != saved_size:
         return f"`{name}` has {size} bytes instead of {saved_size}"
     if crc != saved_crc:
@@ -96,7 +117,8 @@ def _find_added(folder: epath.Path, expected: Container[str]) -> str | None:
 
 def _find_files(folder: epath.Path) -> Iterator[epath.Path]:
     for path in folder.iterdir():
-        if path.is_dir():
+        # A link to a folder is none of ours, and might lead in a circle.
+        if path.is_dir() and not os.path.islink(path):
             yield from _find_files(path)
         else:
             yield path

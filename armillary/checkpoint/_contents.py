@@ -1,7 +1,6 @@
 """What is inside a checkpoint, and inside a directory of them, without any device."""
 
 import contextlib
-import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from armillary.checkpoint._checksums import CHECKSUM_FILE, find_damage
+from armillary.checkpoint._checksums import find_damage, read_checksums
 from armillary.checkpoint._folder import (
     Header,
     find_superseded,
@@ -94,8 +93,7 @@ def _describe_header(path: epath.Path, header: Header) -> dict[str, Any]:
 def _count_bytes_on_disk(path: epath.Path) -> int:
     # All files must be there; what is in them is not looked at.
     with _reading(path):
-        sums = json.loads((path / CHECKSUM_FILE).read_text())
-        sizes = {name: int(size) for name, (size, _) in sums.items()}
+        sizes = {name: size for name, (size, _) in read_checksums(path).items()}
         if any((path / name).stat().length != size for name, size in sizes.items()):
             raise ValueError("a file has another size")
     return sum(sizes.values())

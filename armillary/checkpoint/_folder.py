@@ -8,8 +8,9 @@ overwritten, and a path never gets another content while it exists. Everything e
 the directory belongs to others and is not touched.
 """
 
+import contextlib
 import dataclasses
-import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -17,11 +18,13 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from armillary.checkpoint._checksums import CHECKSUM_FILE
+from armillary.checkpoint._checksums import CHECKSUM_FILE, compare, read_checksums
+from armillary.checkpoint._disk import read_json
 from armillary.errors import CheckpointError
 
 FORMAT = "armillary-checkpoint"
-VERSION = 2
+VERSION = 3
+_READABLE = (2, VERSION)
 HEADER_FILE = "header.json"
 _NAME = re.compile(r"checkpoint_(\d+)(?:\.(\d+))?")
 _NUMBERS = ("number", "serial", "saved_at", "preserved_at")
@@ -146,22 +149,41 @@ def _read_header(path: epath.Path) -> Header | str:
     """Returns the header, or why there is no complete checkpoint."""
     name = f"`header/{HEADER_FILE}`"
     try:
-        value = json.loads((path / "header" / HEADER_FILE).read_text())
-        if value.pop("format") != FORMAT or value.pop("version") != VERSION:
+        value = read_json(path / "header" / HEADER_FILE)
+        if value.pop("format") != FORMAT or value.pop("version") not in _READABLE:
             return f"{name} is of another version of Armillary, or of another library"
         header = Header(**value)
-        if not all(isinstance(value[key], int | float) for key in _NUMBERS):
+        if not all(math.isfinite(value[key]) for key in _NUMBERS):
             return f"{name} is not what was written"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read ({type(error).__name__}: {error})"
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return f"{name} is not what was written"
     for item in ("manifest", "arrays") if header.has_arrays else ("manifest",):
         if not (path / item).is_dir():
             return f"`{item}` is missing"
     return header
+
+
+def _find_mismatch(path: epath.Path, number: int, header: Header) -> str | None:
+    """Returns why a header cannot be believed in a folder of this number, or `None`.
+
+    The order of checkpoints depends on it.
+    """
+    name = f"header/{HEADER_FILE}"
+    # Unusable sums are damage too, which a restore finds and names.
+    with contextlib.suppress(ValueError, KeyError):
+        damage = compare(path, name, read_checksums(path)[name])
+        if damage is not None:
+            return damage
+    if header.number != number:
+        return (
+            f"`{name}` is that of checkpoint {header.number}, so another save was "
+            "copied here, or the folder has another name than it had"
+        )
+    return None
 
 
 def find_checkpoints(directory: epath.Path) -> list[Saved]:
@@ -175,8 +197,10 @@ def list_directory(directory: epath.Path) -> Listing:
     for path in directory.iterdir() if directory.is_dir() else ():
         if _UNFINISHED.fullmatch(path.name):
             listing.unfinished.append(path)
-        elif _NAME.fullmatch(path.name):
+        elif name := _NAME.fullmatch(path.name):
             header = _read_header(path)
+            if isinstance(header, Header):
+                header = _find_mismatch(path, int(name[1]), header) or header
             if isinstance(header, Header):
                 listing.saved.append(Saved(path, header))
             elif _is_ours(path):
@@ -196,7 +220,8 @@ def _is_ours(path: epath.Path) -> bool:
     except OSError:
         # Nobody can tell, and overlooking a checkpoint would be worse.
         return True
-    return not names or not names.isdisjoint({"header", "manifest", CHECKSUM_FILE})
+    ours = {"header", "manifest", "arrays", CHECKSUM_FILE}
+    return not names or not names.isdisjoint(ours)
 
 
 def choose_path(

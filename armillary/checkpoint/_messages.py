@@ -1,6 +1,9 @@
 """The messages for a checkpoint that cannot be written, read or restored."""
 
 import itertools
+import math
+import os
+import re
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 
@@ -103,11 +106,20 @@ def write_error(
         else "Look at the space and the rights of its directory, and save again, or go "
         "on without such a save (`CheckpointManager(..., on_write_error='warn')`)."
     )
+    error = as_disk_error(error) or error
     return CheckpointError(
         f"Saving `{path}` failed: {type(error).__name__}: {error}. It is not complete, "
         f"and earlier checkpoints are as they were.{_describe_space(path, num_bytes)} "
         f"{advice}"
     )
+
+
+def as_disk_error(error: Exception) -> OSError | None:
+    """Returns the error of the operating system that an error is, or repeats."""
+    if isinstance(error, OSError):
+        return error
+    code = re.search(r"os_error_code='(\d+)'", str(error))  # Of TensorStore.
+    return OSError(int(code[1]), os.strerror(int(code[1]))) if code else None
 
 
 def removal_error(path: epath.Path, error: Exception) -> CheckpointError:
@@ -159,6 +171,12 @@ def _describe_space(path: epath.Path, num_bytes: int | None) -> str:
         return ""
     free = shutil.disk_usage(place).free
     return (
-        f" Its arrays need about {num_bytes / 1e6:.1f} MB, and `{place}` has "
-        f"{free / 1e6:.1f} MB free."
+        f" Its arrays need about {_as_text(num_bytes)}, and `{place}` has "
+        f"{_as_text(free)} free."
     )
+
+
+def _as_text(num_bytes: int) -> str:
+    if num_bytes < 1e5:
+        return f"{math.ceil(num_bytes / 1e3)} kB"
+    return f"{num_bytes / 1e6:.1f} MB"

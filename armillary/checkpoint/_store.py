@@ -7,8 +7,9 @@ Orbax has copied device memory, or, for CPU devices, holds a reference that keep
 from reusing the buffer of a donated array; the tests of the manager pin that.
 """
 
-import json
+import functools
 import logging
+import sys
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 from etils import epath
 
 from armillary._process import get_process
+from armillary.checkpoint._disk import read_json
 from armillary.checkpoint._folder import HEADER_FILE, Header
 from armillary.checkpoint._leaf import LeafSpec
 
@@ -28,8 +30,8 @@ _orbax_logger = logging.getLogger("absl")
 class _RaisedAnyway(logging.Filter):
     """Drops the tracebacks that each thread of Orbax logs when a save fails.
 
-    `Store.wait` raises that error. A hundred lines of it on stderr before would hide
-    the one sentence that says what to do.
+    `Store.wait` raises that error. A hundred lines of it on stderr would hide the one
+    sentence that says what to do.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -37,6 +39,22 @@ class _RaisedAnyway(logging.Filter):
             return True
         frames = traceback.walk_tb(record.exc_info[2])
         return not any("orbax" in frame.f_code.co_filename for frame, _ in frames)
+
+
+@functools.cache
+def _quiet_asyncio() -> None:
+    """Drops what asyncio says of further arrays whose write fails.
+
+    It speaks of them at any later time: Orbax closes its event loop at the first one.
+    """
+    logging.getLogger("asyncio").addFilter(_RaisedAnyway())
+    show = sys.unraisablehook
+
+    def show_others(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            show(unraisable)
+
+    sys.unraisablehook = show_others
 
 
 class Store:
@@ -72,6 +90,7 @@ class Store:
         if arrays:
             items["arrays"] = ocp.args.PyTreeSave(dict(arrays))
         _orbax_logger.addFilter(self._filter)
+        _quiet_asyncio()
         self._writer.save(path, args=ItemsArgs(**items))
 
     def wait(self) -> None:
@@ -96,7 +115,7 @@ class Store:
 
 def read_description(path: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, Any]]:
     """Returns the leaves of a folder, described, and the states of objects."""
-    manifest = json.loads((path / "manifest" / _MANIFEST_FILE).read_text())
+    manifest = read_json(path / "manifest" / _MANIFEST_FILE)
     leaves = manifest["leaves"]
     specs = {name: LeafSpec.from_json(spec) for name, spec in leaves.items()}
     return specs, manifest["states"]

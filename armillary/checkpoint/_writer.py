@@ -1,8 +1,9 @@
 """Saves in the background, and removes old checkpoints afterwards.
 
 Saving is in two parts. `start` blocks until the arrays may change again, which is at
-most a copy from device to host. A thread then waits for the commit and, only after it,
-removes what is superseded or expired, so a failed save costs no older checkpoint.
+most a copy from device to host. A thread then waits until all of it is on the disk
+and, only after that, removes what is superseded or expired: neither a failed save nor a
+power cut costs an older checkpoint.
 """
 
 import threading
@@ -16,9 +17,10 @@ from etils import epath
 from armillary._logging import logger
 from armillary._process import is_first
 from armillary.checkpoint import _folder
+from armillary.checkpoint._disk import sync_name
 from armillary.checkpoint._exit import sync_at_exit
 from armillary.checkpoint._leaf import Content, as_stored
-from armillary.checkpoint._messages import removal_error, write_error
+from armillary.checkpoint._messages import as_disk_error, removal_error, write_error
 from armillary.checkpoint._store import Store
 from armillary.errors import CheckpointError
 
@@ -78,7 +80,7 @@ class Writer:
         return str(path)
 
     def sync(self) -> None:
-        """Waits until the last save is complete and old checkpoints are removed."""
+        """Waits until the last save is on the disk and old checkpoints are removed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -127,7 +129,8 @@ class Writer:
         except Exception as error:
             self._clean_up(path)
             goes_on = not self._raise_errors
-            raise write_error(path, error, num_bytes, goes_on=goes_on) from error
+            failure = write_error(path, error, num_bytes, goes_on=goes_on)
+            raise failure from _cause(error)
 
     def _clean_up(self, path: epath.Path) -> None:
         """Gives back the space of a save that failed."""
@@ -171,6 +174,8 @@ class Writer:
     def _finish(self, path: epath.Path, num_bytes: int) -> None:
         try:
             self._store.wait()
+            # ORDER: before an older checkpoint goes.
+            sync_name(path)
         except Exception as error:
             self._clean_up(path)
             goes_on = not self._raise_errors
@@ -187,7 +192,7 @@ class Writer:
 
     def _report(self, failure: CheckpointError, cause: Exception) -> None:
         """Has `sync` raise an error of the background, or logs it."""
-        failure.__cause__ = cause
+        failure.__cause__ = _cause(cause)
         if self._raise_errors:
             self._failure = failure
         else:
@@ -205,6 +210,11 @@ class Writer:
         )
         for entry in (*superseded, *expired):
             _folder.remove(entry.path)
+
+
+def _cause(error: Exception) -> Exception | None:
+    """Returns the error to be shown with ours: none of the disk, which ours repeats."""
+    return None if as_disk_error(error) else error
 
 
 def _as_arrays(content: Content) -> dict[str, jax.Array | np.ndarray]:

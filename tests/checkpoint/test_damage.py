@@ -1,6 +1,5 @@
 """Tests of checkpoints that are not as they were saved."""
 
-import json
 import logging
 import os
 import re
@@ -12,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.checkpoint import Checkpoint, CheckpointManager, _reader
-from armillary.checkpoint._checksums import CHECKSUM_FILE
+from armillary.checkpoint._checksums import CHECKSUM_FILE, read_checksums
 from armillary.errors import (
     CheckpointDamageError,
     CheckpointError,
@@ -390,7 +390,7 @@ def test_checksums_that_are_none_are_damage(directory: Path, content: bytes) -> 
 
 def test_every_file_that_is_read_has_a_checksum(directory: Path) -> None:
     folder = directory / "checkpoint_2"
-    sums = json.loads((folder / CHECKSUM_FILE).read_text())
+    sums = read_checksums(epath.Path(folder))
     files = {path.relative_to(folder).as_posix() for path in find_files(folder)}
 
     # Orbax 0.12 writes the last one, and nobody reads it.
