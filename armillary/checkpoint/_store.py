@@ -24,33 +24,26 @@ from armillary.checkpoint._folder import HEADER_FILE, Header
 from armillary.checkpoint._leaf import LeafSpec
 
 _MANIFEST_FILE = "manifest.json"
-_orbax_logger = logging.getLogger("absl")
 
 
-class _RaisedAnyway(logging.Filter):
-    """Drops the tracebacks that each thread of Orbax logs when a save fails.
+@functools.cache
+def _quiet_failures() -> None:
+    """Drops what Orbax's threads and asyncio print, at any later time, of failed saves.
 
     `Store.wait` raises that error. A hundred lines of it on stderr would hide the one
     sentence that says what to do.
     """
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not record.exc_info:
-            return True
-        frames = traceback.walk_tb(record.exc_info[2])
+    def is_news(record: logging.LogRecord) -> bool:
+        frames = traceback.walk_tb(record.exc_info[2]) if record.exc_info else ()
         return not any("orbax" in frame.f_code.co_filename for frame, _ in frames)
 
-
-@functools.cache
-def _quiet_asyncio() -> None:
-    """Drops what asyncio says of further arrays whose write fails.
-
-    It speaks of them at any later time: Orbax closes its event loop at the first one.
-    """
-    logging.getLogger("asyncio").addFilter(_RaisedAnyway())
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(is_news)
     show = sys.unraisablehook
 
     def show_others(unraisable: Any) -> None:
+        # Orbax closes its event loop at the first array that fails.
         if str(unraisable.exc_value) != "Event loop is closed":
             show(unraisable)
 
@@ -62,7 +55,6 @@ class Store:
 
     def __init__(self) -> None:
         self._writer: Any = None
-        self._filter = _RaisedAnyway()
 
     def write(
         self,
@@ -89,17 +81,13 @@ class Store:
         }
         if arrays:
             items["arrays"] = ocp.args.PyTreeSave(dict(arrays))
-        _orbax_logger.addFilter(self._filter)
-        _quiet_asyncio()
+        _quiet_failures()
         self._writer.save(path, args=ItemsArgs(**items))
 
     def wait(self) -> None:
         """Waits until the folder is complete, or raises the error that prevented it."""
-        try:
-            if self._writer is not None:
-                self._writer.wait_until_finished()
-        finally:
-            _orbax_logger.removeFilter(self._filter)
+        if self._writer is not None:
+            self._writer.wait_until_finished()
 
     def close(self) -> None:
         """Waits, then ends the threads of the writer. A later write starts new ones."""
@@ -110,7 +98,6 @@ class Store:
     def abandon(self) -> None:
         """Forgets a writer that failed. Its threads end by themselves."""
         self._writer = None
-        _orbax_logger.removeFilter(self._filter)
 
 
 def read_description(path: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, Any]]:
