@@ -141,7 +141,7 @@ class SaveCheckpointIfPreempted:
         A notice that came after the last loop is not acted on any more.
         """
         is_missed = self._notice.source is not None and self._found is None
-        if is_missed and not self._notice.is_closed:
+        if is_missed and not (self._notice.is_closed or self._notice.is_kept):
             logger.warning(
                 "%s came after the last loop, so nothing was saved because of it.",
                 self._notice.source,

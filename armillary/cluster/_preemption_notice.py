@@ -4,6 +4,7 @@ A signal handler runs between any two instructions of the main thread, which may
 any lock. So it only sets an attribute, and whoever trains looks at it between loops.
 """
 
+import atexit
 import contextlib
 import os
 import signal
@@ -78,16 +79,21 @@ class PreemptionNotice:
     def kept(self) -> Iterator[None]:
         """Listens until the program has ended, if the code under it ends the program.
 
-        Signals often come twice, and a later one must not change the exit code while
-        the processes say goodbye to each other.
+        Signals often come again and again, and a later one must not change the exit
+        code while the processes say goodbye to each other.
         """
         _kept.add(self)
         yield  # No `finally`: what raises here ends the program.
         _kept.remove(self)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the program is ending because of the code under `kept`."""
+        return self in _kept
+
     def close(self) -> None:
         """Stops listening, and lets SIGTERM be what it was."""
-        if self in _kept:
+        if self.is_kept:
             return
         self._closed.set()
         if self._is_installed():
@@ -99,6 +105,14 @@ class PreemptionNotice:
         # find out that nobody listens.
         handler = signal.getsignal(signal.SIGTERM)
         return _is_main_thread() and handler is self._handler
+
+
+@atexit.register
+def _ignore_if_kept() -> None:
+    # Python ends by making each handler of its own, but not one that ignores, the
+    # default again. Not before: programs that are started would ignore SIGTERM too.
+    if any(notice._is_installed() for notice in _kept):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _make_handler(

@@ -4,8 +4,8 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,9 +187,9 @@ def preempted(
     def terminate_soon(output: Any) -> None:
         if int(step[...]) == signal_at and jax.process_index() == 1:
             Path(run_dir).with_name("signal").write_text(str(time.time()))
-            for delay in (0.02, 0.1):
-                signals = (os.getpid(), signal.SIGTERM)
-                threading.Timer(delay, os.kill, signals).start()
+            # Again and again, until nothing of this process is left.
+            terminate = f"while kill -TERM {os.getpid()}; do sleep 0.02; done"
+            subprocess.Popen(["sh", "-c", terminate], stderr=subprocess.DEVNULL)
 
     with armillary.actions.SaveCheckpointIfPreempted(manager) as save_if_preempted:
         controller = armillary.Controller(

@@ -26,7 +26,7 @@ def test_sigterm_to_one_process_saves_all_and_the_run_goes_on_bit_for_bit(
     tmp_path: Path,
 ):
     options = {"run_dir": str(tmp_path / "run"), "steps": STEPS}
-    # The signal comes while a save is running, and comes again.
+    # The signal comes while a save is running, and comes again until all is over.
     first = run_job(
         tmp_path, "preempted", processes=2, devices=1, signal_at=3, **options
     )
@@ -43,6 +43,7 @@ def test_sigterm_to_one_process_saves_all_and_the_run_goes_on_bit_for_bit(
     for text in (chief, other):
         assert "Traceback" not in text
         assert "PeerError" not in text
+        assert "after the last loop" not in text
     names = {path.name for path in (tmp_path / "run").glob("checkpoint_*")}
     assert {"checkpoint_3", f"checkpoint_{step}"} <= names
 
