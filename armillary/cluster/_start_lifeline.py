@@ -33,7 +33,6 @@ def start_lifeline(
             link = _listen(store, host if is_loopback(coordinator_address) else None)
         else:
             link = _connect(store, host, index)
-            put_off_aborts()
     except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
         logger.warning(
             "no connection that tells of dead and stuck processes (%s: %s). They are "
@@ -44,6 +43,7 @@ def start_lifeline(
             host,
         )
         return None
+    put_off_aborts()
     lifeline = Lifeline(index, count, link)
     lifeline.start()
     return lifeline

@@ -73,9 +73,9 @@ def leave(code: ExitCode) -> NoReturn:
 def put_off_aborts() -> None:
     """Makes an abort of this process wait for six seconds.
 
-    When process 0 ends, JAX aborts all others at once, in C++, and does not say which
-    process it was. Six seconds are enough to say it, and to end with the right exit
-    code.
+    When process 0 ends, or a new process takes the place of one that is gone, JAX
+    aborts the others at once, in C++, and does not say which process it was. Six
+    seconds are enough to say it, and to end with the right exit code.
 
     The handler is the function `sleep` of the C library, which is safe to call in a
     signal handler. Its argument is the number of the signal, which is 6 for SIGABRT.

@@ -17,6 +17,7 @@ from armillary._exit_code import ExitCode
 from armillary.launch._device_plan import DevicePlan
 from armillary.launch._environment import make_environment
 from tests.conftest import REPOSITORY
+from tests.launch.conftest import wait_for
 from tests.multiprocess.conftest import find_port
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -33,30 +34,30 @@ class Job:
 
     def __init__(self, folder: Path, scenario: str, count: int, **options: Any) -> None:
         self.folder = folder
-        addresses = [f"127.0.0.1:{find_port()}" for _ in range(count)]
-        self.processes = []
-        for index in range(count):
-            environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-            if count > 1:
-                environment = make_environment(
-                    environment,
-                    addresses=addresses,
-                    index=index,
-                    devices=DevicePlan(virtual_cpus=1),
-                    num_restarts=0,
-                )
-            result = folder / "result"
-            arguments = [str(PROGRAM), scenario, str(result), json.dumps(options)]
-            with (folder / f"output_{index}").open("w") as output:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *arguments],
-                        env=environment,
-                        stdout=output,
-                        stderr=output,
-                        cwd=folder,
-                    )
-                )
+        self._addresses = [f"127.0.0.1:{find_port()}" for _ in range(count)]
+        self._arguments = [str(PROGRAM), scenario, str(folder / "result")]
+        self.processes = [
+            self.start(index, f"output_{index}", **options) for index in range(count)
+        ]
+
+    def start(self, index: int, name: str, **options: Any) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        if len(self._addresses) > 1:
+            environment = make_environment(
+                environment,
+                addresses=self._addresses,
+                index=index,
+                devices=DevicePlan(virtual_cpus=1),
+                num_restarts=0,
+            )
+        with (self.folder / name).open("w") as output:
+            return subprocess.Popen(
+                [sys.executable, *self._arguments, json.dumps(options)],
+                env=environment,
+                stdout=output,
+                stderr=output,
+                cwd=self.folder,
+            )
 
     def output(self, index: int) -> str:
         return (self.folder / f"output_{index}").read_text()
@@ -111,6 +112,17 @@ def test_a_process_that_is_killed_is_named_by_the_others_in_time(start, count, d
     for index in alive:
         assert f"Process {dead} of {count} is gone" in job.output(index)
         assert "ends with exit code 75 (RESTART_REQUESTED)" in job.output(index)
+
+
+def test_a_replacement_that_joins_at_once_ends_the_old_job_as_a_death_does(start):
+    job = start("kill")
+    job.wait_for_step(20)
+    job.processes.append(job.start(1, "output_2"))
+    wait_for(lambda: "different incarnation" in job.output(0), "the replacement", 60.0)
+    time.sleep(1.0)  # By then JAX aborts the chief.
+    job.processes[1].kill()
+    assert job.wait_for_ends([0], PROMISED_SECONDS) == [ExitCode.RESTART_REQUESTED]
+    assert "Process 1 of 2 is gone" in job.output(0)
 
 
 @pytest.mark.parametrize(("stopped", "other"), [(0, 1), (1, 0)])
