@@ -1,9 +1,12 @@
-"""Where the processes of a CPU job listen for each other's values."""
+"""How the processes of a CPU job connect, to exchange values."""
 
 import jax
+import numpy as np
 from jax.extend.backend import register_backend_factory
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from armillary._logging import logger
+from armillary.cluster._peers import Peers
 
 
 def keep_gloo_on(host: str) -> None:
@@ -35,3 +38,25 @@ def keep_gloo_on(host: str) -> None:
         )
 
     register_backend_factory("cpu", make_client, fail_quietly=False)
+
+
+def connect_gloo(peers: Peers) -> None:
+    """Lets the processes connect to each other, if they compute on CPUs.
+
+    Gloo does so at the first operation between devices, and gives up after 30 seconds,
+    while one process may still compile what the others run already. Here each waits for
+    the others as it does in any round.
+    """
+    implementation = jax.config.jax_cpu_collectives_implementation  # pyright: ignore[reportAttributeAccessIssue]
+    if jax.default_backend() != "cpu" or implementation != "gloo":
+        return
+    mesh = Mesh(np.array(jax.devices()), ("device",))
+    row = jax.make_array_from_callback(
+        (mesh.size,),
+        NamedSharding(mesh, PartitionSpec("device")),
+        lambda index: np.zeros(1, np.int32),
+    )
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    connect = jax.jit(lambda x: x.sum(), out_shardings=everywhere).lower(row).compile()
+    peers.gather("the first meeting", "")
+    jax.block_until_ready(connect(row))

@@ -1,6 +1,8 @@
 """Joins this process to the others of its job, once."""
 
+import contextlib
 import os
+import resource
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -8,7 +10,7 @@ import jax
 
 from armillary._process import Process, set_process
 from armillary.cluster._communication import PLATFORMS, CommunicationOptions
-from armillary.cluster._gloo import keep_gloo_on
+from armillary.cluster._gloo import connect_gloo, keep_gloo_on
 from armillary.cluster._peers import Peers
 from armillary.cluster._start_lifeline import start_lifeline
 from armillary.cluster.resolvers._resolver import ClusterResolver
@@ -96,11 +98,17 @@ def join_cluster(
     if lifeline is not None:
         set_lifeline(lifeline)
     peers = Peers(client, index, count, timeout_seconds, lifeline)
+    connect_gloo(peers)
     _joined = _Joined(arguments, options, peers)
     return peers
 
 
 def _initialize(arguments: Mapping[str, Any]) -> None:
+    # Each connection is a file, also that of a stranger. The hard limit is the
+    # administrator's, the soft one is for programs that use `select`.
+    with contextlib.suppress(OSError, ValueError):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     # JAX's own preemption service swallows SIGTERM, even if nobody uses it.
     jax.config.update("jax_enable_preemption_service", False)
     try:

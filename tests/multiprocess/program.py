@@ -593,6 +593,15 @@ def several(strategy: Any, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: globals()[name](strategy, **parts[name]) for name in parts}
 
 
+def joined() -> dict[str, Any]:
+    """Joins, with few open files at first, and uses no device afterwards."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    armillary.MultiWorkerMirroredStrategy()
+    print("has joined", file=sys.stderr, flush=True)
+    return {"files": resource.getrlimit(resource.RLIMIT_NOFILE), "hard": hard}
+
+
 def late() -> dict[str, Any]:
     """Makes the strategy after a device was used."""
     jnp.zeros(())
@@ -627,7 +636,7 @@ def catch(fn: Any) -> str:
 
 def main() -> None:
     scenario, result, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    if scenario in ("late", "terminated", "sharded"):
+    if scenario in ("joined", "late", "terminated", "sharded"):
         found = globals()[scenario](**options)
     else:
         strategy = armillary.MultiWorkerMirroredStrategy()

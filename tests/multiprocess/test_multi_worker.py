@@ -237,6 +237,15 @@ def test_a_failure_in_one_process_ends_the_others(tmp_path: Path):
     assert "process 1 of 2: ValueError: the disk of this process" in first
 
 
+def test_processes_connect_when_they_join_and_may_open_all_files(tmp_path: Path):
+    outcome = run_job(tmp_path, "joined", processes=2, devices=1)
+    for result, said in zip(outcome.results, outcome.errors, strict=True):
+        assert result["files"] == [result["hard"]] * 2
+        # Not at the first operation, where it gives up after half a minute.
+        connected, _, _ = said.partition("has joined")
+        assert "is connected to 1 peer ranks" in connected
+
+
 def test_a_strategy_made_too_late_says_so(job):
     for result in job("late", processes=2, devices=1):
         assert result["error"].startswith("ClusterError: ")
