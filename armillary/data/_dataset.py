@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from armillary.data._input_context import InputContext
 from armillary.data._input_options import InputOptions
 from armillary.data._iterator import DistributedIterator
@@ -19,14 +21,20 @@ from armillary.data.feed._batch_reader import BatchReader
 from armillary.data.feed._feed import Feed, Progress
 from armillary.data.feed._gather import make_gather
 from armillary.data.feed._lockstep import Lockstep
-from armillary.data.feed._position import Position, decode_position, encode_position
+from armillary.data.feed._position import (
+    Position,
+    check_same_order,
+    decode_position,
+    encode_position,
+)
 from armillary.data.feed._split import Splitter
 from armillary.data.feed._stream import BatchStream
+from armillary.data.sources._batch import as_array, as_device_values
 from armillary.data.sources._source import as_source
 from armillary.errors import DatasetStateError
 from armillary.typing import Batch, PyTree
 
-_PIPELINES = "pipelines"
+_PIPELINES, _ORDER = "pipelines", "order"
 _EXACT_NEEDS_ONE_DATASET = (
     '`remainder` is "exact", but each process reads data of its own, and rows that '
     "replicas share anew would have to travel between processes. Distribute one data "
@@ -177,7 +185,8 @@ class DistributedDataset:
                 batch = next(iterator)
             except StopIteration:
                 return
-            yield self.gather.on_host(batch)
+            batch = jax.tree.map(as_array, self.gather.on_host(batch))
+            yield as_device_values(batch, lambda: f"A batch of the {self.source_name}")
 
     def _make_splitter(self, exact: bool) -> Splitter:
         layout = self.layout
@@ -254,11 +263,17 @@ class DistributedDataset:
     def get_state(self) -> dict[str, Any]:
         """Returns the position after the batches used, as `json.dumps` accepts it.
 
+        Within a pass, what the order of the examples depends on belongs to it, as far
+        as it is known: their number, the seed, and a fingerprint of the data.
+
         Raises:
             DatasetStateError: If the source cannot be repositioned.
         """
         self.check_repositionable()
-        state = encode_position(self._progress.position, self._source.name)
+        position = self._progress.position
+        state = encode_position(position, self._source.name)
+        if not position.is_between_passes and (order := self._order):
+            state[_ORDER] = order
         if not self.is_agreed:
             return state
         peers = self.layout.peers
@@ -274,12 +289,16 @@ class DistributedDataset:
 
         Raises:
             DatasetStateError: If the source cannot be repositioned, or the state does
-                not fit it. The position is then what it was.
+                not fit it, such as one of another order of the examples. The position
+                is then what it was.
         """
         self.check_repositionable()
         if self.ignores_state:
             return
-        position = decode_position(self._select(state), self._source.name)
+        state = self._select(state)
+        position = decode_position(state, self._source.name)
+        if not position.is_between_passes:
+            check_same_order(state.get(_ORDER, {}), self._order)
         feed = self._current_feed
         if feed is None:
             self._waiting = self.open_stream(position)
@@ -288,6 +307,11 @@ class DistributedDataset:
             feed.move(self._progress, position)
             self._waiting = None
         self._next_epoch = position.epoch + 1
+
+    @property
+    def _order(self) -> dict[str, Any]:
+        # Of the source as it was given, and not of the numbers of its rows.
+        return getattr(self.source, "order_of_examples", {})
 
     def _select(self, state: dict[str, Any]) -> dict[str, Any]:
         # The part for this process, of as many as there were.

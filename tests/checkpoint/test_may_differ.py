@@ -21,10 +21,13 @@ from tests.peers import run_together
 class Trainer(armillary.StandardTrainer):
     """Trains one layer, and may keep averages of its weights."""
 
-    def __init__(self, transform, num_examples, has_ema):
+    def __init__(self, transform, num_examples, has_ema, seed=0):
         inputs = np.random.default_rng(0).normal(size=(num_examples, 3))
         source = armillary.data.from_arrays(
-            {"x": inputs.astype("float32")}, batch_size=4, shuffle_seed=0, repeat=True
+            {"x": inputs.astype("float32")},
+            batch_size=4,
+            shuffle_seed=seed,
+            repeat=True,
         )
         super().__init__(armillary.get_strategy().distribute_dataset(source))
         self.model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
@@ -50,8 +53,8 @@ def make(tmp_path):
     """Returns a function that makes a program, which restores what is there."""
     managers = []
 
-    def make(may_differ=(), *, transform=None, num_examples=16, has_ema=False):
-        trainer = Trainer(transform or optax.adam(0.1), num_examples, has_ema)
+    def make(may_differ=(), *, transform=None, num_examples=16, has_ema=False, seed=0):
+        trainer = Trainer(transform or optax.adam(0.1), num_examples, has_ema, seed)
         objects = {"model": trainer.model, "optimizer": trainer.optimizer}
         if has_ema:
             objects["ema"] = trainer.ema
@@ -127,13 +130,23 @@ def test_a_changed_part_begins_anew_once_and_then_goes_on(part, make, caplog):
     assert third.checkpoint_manager.has_saved_step()
 
 
+OTHER_ORDERS = {
+    "examples: 16 in the state, 20 in the program": {"num_examples": 20},
+    "shuffle_seed: 0 in the state, 1 in the program": {"seed": 1},
+}
+
+
+@pytest.mark.each_case
 @pytest.mark.slow
-def test_data_that_has_grown_begin_anew(make, caplog):
+@pytest.mark.parametrize("line", OTHER_ORDERS)
+def test_data_in_another_order_begin_anew(line, make, caplog):
+    changes = OTHER_ORDERS[line]
+    num_examples = changes.get("num_examples", 16)
     first = make()
     first.train(3)
     expected = leaves_of(first)
-    with pytest.raises(DatasetStateError, match=r"16 examples\n.*20 examples") as info:
-        make(num_examples=20)
+    with pytest.raises(DatasetStateError, match=line) as info:
+        make(**changes)
     (note,) = info.value.__notes__
     assert note == (
         "That is `train_dataset`, which refused its part of the checkpoint, so nothing "
@@ -143,22 +156,22 @@ def test_data_that_has_grown_begin_anew(make, caplog):
     )
 
     with caplog.at_level(logging.WARNING, logger="armillary"):
-        second = make("train_dataset", num_examples=20)
+        second = make("train_dataset", **changes)
     jax.tree.map(np.testing.assert_array_equal, leaves_of(second), expected)
     (record,) = caplog.records
-    assert record.getMessage().endswith(
-        "  ~ train_dataset: `state` was saved from a data set of another size.\n"
-        "  in the state:   16 examples\n  in the program: 20 examples"
-    )
+    assert (
+        "  ~ train_dataset: `state` was saved from other data, or from another order "
+        f"of them, in which its position is another place:\n  {line}"
+    ) in record.getMessage()
     assert position_of(second)["source"] is None
     second.train(7)
-    # Of 20 examples in batches of 4, four batches are used: it began at the first.
+    # Of the examples, in batches of 4, four batches are used: it began at the first.
     assert position_of(second)["source"] == {
         "epoch": 0,
         "index": 16,
-        "num_examples": 20,
+        "num_examples": num_examples,
     }
-    third = make("train_dataset", num_examples=20)
+    third = make("train_dataset", **changes)
     assert position_of(third) == position_of(second)
 
 

@@ -39,7 +39,7 @@ def make_arrays(num_examples=40):
     rng = np.random.default_rng(0)
     return {
         "float64": rng.normal(size=(num_examples, 3)),
-        "int64": np.arange(num_examples) + 2**31,
+        "int64": np.arange(num_examples) - 2**31,
         "nested": (rng.integers(0, 255, (num_examples, 2, 2)).astype(np.uint8),),
         "bool": rng.normal(size=num_examples) > 0,
         "bfloat16": rng.normal(size=num_examples).astype(jax.numpy.bfloat16),
@@ -160,7 +160,7 @@ def test_a_position_can_be_restored_with_and_without_it(strategy, is_saved_resid
         next(iterator)
 
     state = json.loads(json.dumps(saved.get_state()))
-    assert set(state) == {"kind", "epoch", "source", "exhausted", "full_size"}
+    assert "rows" not in str(state["order"])
     restored.set_state(state)
     continued = iter(restored)
 

@@ -17,11 +17,7 @@ from armillary.data.feed._aligned import empty_aligned
 from armillary.data.feed._batch_reader import BatchReader
 from armillary.data.feed._position import Position
 from armillary.data.feed._split import HostBatch
-from armillary.data.sources._batch import (
-    canonical_dtype,
-    describe_shapes,
-    get_signature,
-)
+from armillary.data.sources._batch import describe_shapes, get_signature
 from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
 
@@ -222,7 +218,7 @@ class _Stack:
         self._buffers = [
             jax.tree.map(
                 lambda leaf, size=room * count: empty_aligned(
-                    (size, *leaf.shape), canonical_dtype(leaf)
+                    (size, *leaf.shape), leaf.dtype
                 ),
                 batches[0].arrays,
             )

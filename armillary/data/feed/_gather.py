@@ -23,7 +23,7 @@ from armillary.data._layout import BatchLayout
 from armillary.data.feed._aligned import empty_aligned
 from armillary.data.feed._split import MASK, HostBatch, add_mask, get_mask
 from armillary.data.sources._arrays import ArrayDataset
-from armillary.data.sources._batch import canonical_dtype
+from armillary.data.sources._batch import as_device_values, canonical_dtype
 from armillary.data.sources._source import Source
 from armillary.typing import Batch, PyTree
 
@@ -52,10 +52,7 @@ class PlacedArrays:
             if self._placed is None:
                 _check_room(self._host_arrays, self._layout)
                 self._placed = self._layout.replicate(
-                    jax.tree.map(
-                        lambda leaf: leaf.astype(canonical_dtype(leaf), copy=False),
-                        self._host_arrays,
-                    )
+                    as_device_values(self._host_arrays, _name_arrays)
                 )
             return self._placed
 
@@ -66,13 +63,14 @@ class _Rows:
     Their numbers are of any shape.
     """
 
-    def __init__(self, array: np.ndarray, numbers: np.ndarray) -> None:
-        self._array, self._numbers = array, numbers
+    def __init__(self, path: Any, array: np.ndarray, numbers: np.ndarray) -> None:
+        self._path, self._array, self._numbers = path, array, numbers
         self.shape = (*numbers.shape, *array.shape[1:])
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """Returns a part; of each row all, since nothing else is split."""
-        return _take(self._array, self._numbers[index[: self._numbers.ndim]])
+        numbers = self._numbers[index[: self._numbers.ndim]]
+        return _take({self._path: self._array}, numbers)[self._path]
 
 
 class Gather:
@@ -104,12 +102,10 @@ class Gather:
         """Returns a host batch, or a chunk of them, as it travels to the device."""
         return self._take(_take, batch)
 
-    def _take(self, take: Callable[[np.ndarray, np.ndarray], Any], batch: Batch) -> Any:
+    def _take(self, take: Callable[[PyTree, np.ndarray], Any], batch: Batch) -> Any:
         if self._arrays is None or self._placed is not None:
             return batch
-        numbers = batch[_ROWS]
-        rows = jax.tree.map(lambda array: take(array, numbers), self._arrays)
-        return _with_mask(rows, batch)
+        return _with_mask(take(self._arrays, batch[_ROWS]), batch)
 
     def send(self, batch: Batch, leading_axes: int, num_replicas: int) -> Batch:
         """Places a host batch, or a chunk of them; the arguments are those of `place`.
@@ -118,7 +114,7 @@ class Gather:
         """
         layout = self.layout
         has_all = layout.peers is not None and not layout.stacked
-        sent = self._take(_Rows if has_all else _take, batch)
+        sent = self._take(_take_later if has_all else _take, batch)
         return layout.place(sent, leading_axes, num_replicas)
 
     def on_device(self, resident: PyTree, batch: Batch) -> Batch:
@@ -244,11 +240,27 @@ def _get_placed(source: ArrayDataset, layout: BatchLayout) -> PlacedArrays:
         return arrays
 
 
-def _take(array: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    rows = empty_aligned((*numbers.shape, *array.shape[1:]), array.dtype)
-    # Numbers come from the data set itself; to check them, NumPy would copy the rows.
-    np.take(array, numbers, axis=0, out=rows, mode="clip")
-    return rows.astype(canonical_dtype(array), copy=False)
+def _take(arrays: PyTree, numbers: np.ndarray) -> PyTree:
+    def take(array: np.ndarray) -> np.ndarray:
+        rows = empty_aligned((*numbers.shape, *array.shape[1:]), array.dtype)
+        # Numbers are those of the data set; to check them, NumPy would copy the rows.
+        return np.take(array, numbers, axis=0, out=rows, mode="clip")
+
+    return as_device_values(jax.tree.map(take, arrays), _name_arrays, numbers)
+
+
+def _take_later(arrays: PyTree, numbers: np.ndarray) -> PyTree:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, array: _Rows(_show_path(path), array, numbers), arrays
+    )
+
+
+def _show_path(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _name_arrays() -> str:
+    return "`arrays`"
 
 
 def _gather(layout: BatchLayout, arrays: PyTree, batch: Batch) -> Batch:

@@ -1,11 +1,13 @@
 """A place in a data set: what is stored, and its form that JSON can hold."""
 
 import base64
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from armillary._checks import list_lines
 from armillary.errors import DatasetStateError
 
 _BYTES_KEY, _ARRAY_KEY, _TUPLE_KEY = "__bytes__", "__array__", "__tuple__"
@@ -28,6 +30,11 @@ class Position:
     source: Any = None
     full_size: int | None = None
     is_exhausted: bool = False
+
+    @property
+    def is_between_passes(self) -> bool:
+        """Whether it is the same place in any order of any data."""
+        return self.source is None or self.is_exhausted
 
 
 def encode_position(position: Position, kind: str) -> dict[str, Any]:
@@ -70,6 +77,26 @@ def decode_position(state: Any, kind: str) -> Position:
     return Position(
         epoch, _decode(state["source"]), full_size, bool(state["exhausted"])
     )
+
+
+def check_same_order(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raises if a position belongs to another order of examples than the program's.
+
+    What only one of them knows is not compared: an older release saved less.
+    """
+    lines = [
+        f"{name}: {saved[name]} in the state, {own[name]} in the program"
+        for name in own
+        if name in saved and saved[name] != own[name]
+    ]
+    if lines:
+        raise DatasetStateError(
+            "`state` was saved from other data, or from another order of them, in "
+            f"which its position is another place:\n{list_lines(lines)}\n"
+            "Pass the data and the seed that the state was saved with. To go on in a "
+            "checkpoint with other ones, from their beginning, name them in its "
+            'manager: `CheckpointManager(..., may_differ="train_dataset")`.'
+        )
 
 
 def _is_count(value: Any) -> bool:

@@ -6,14 +6,17 @@ from typing import Any, NamedTuple
 import jax
 
 from armillary.data.feed._position import Position
-from armillary.data.sources._batch import canonical_dtype, check_batch
+from armillary.data.sources._batch import as_device_values, check_batch
 from armillary.data.sources._source import Source
 from armillary.errors import DatasetStateError
 from armillary.typing import PyTree
 
 
 class SourceBatch(NamedTuple):
-    """One batch of the source, with NumPy leaves of equal leading size."""
+    """One batch of the source, with NumPy leaves of equal leading size.
+
+    They have the dtypes that they have on a device.
+    """
 
     arrays: PyTree
     num_rows: int
@@ -73,12 +76,12 @@ class BatchStream:
         arrays, num_rows = check_batch(raw, self._name_batch)
         if not num_rows:
             return
+        arrays = as_device_values(arrays, self._name_batch)
         if self.full_size is None:
             self.full_size = num_rows
         if self.element_spec is None:
             self.element_spec = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, canonical_dtype(leaf)),
-                arrays,
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays
             )
         state = self._iterator.get_state() if self._has_positions else None
         position = Position(self.position.epoch, state, self.full_size)

@@ -6,8 +6,12 @@ import jax
 import numpy as np
 
 from armillary.data.sources._batch import check_batch
-from armillary.data.sources._indexed import IndexedDataset
+from armillary.data.sources._indexed import IndexedDataset, fingerprint
 from armillary.typing import Batch, PyTree
+
+_MOST_BYTES = 2**28
+"""Arrays up to this size are seen whole by a fingerprint, in a tenth of a second."""
+_MOST_ROWS = 1024
 
 
 def from_arrays(
@@ -38,7 +42,8 @@ def from_arrays(
         that one can be restored with another batch size.
 
     Raises:
-        TypeError: If `arrays` has no leaf or a leaf is not an array of numbers.
+        TypeError: If `arrays` has no leaf or a leaf is not an array of numbers, or
+            `repeat` or `drop_remainder` is neither True nor False.
         ValueError: If `batch_size` is not a positive integer, `shuffle_seed` is
             negative, or there is no example.
         BatchSizeError: If leading sizes differ, or `drop_remainder` leaves no batch.
@@ -69,3 +74,18 @@ class ArrayDataset(IndexedDataset):
     def read_rows(self, rows: np.ndarray) -> Batch:
         """Returns these rows of all arrays, copied."""
         return jax.tree.map(lambda array: np.take(array, rows, axis=0), self.arrays)
+
+    def fingerprints(self) -> dict[str, str]:
+        """Returns the dtype, shape of a row and checksum of each array, by its path.
+
+        Of large arrays, some rows are seen.
+        """
+        found: dict[str, str] = {}
+        for path, array in jax.tree_util.tree_leaves_with_path(self.arrays):
+            name = f"array {jax.tree_util.keystr(path, simple=True, separator='/')}"
+            rows = array
+            if array.nbytes > _MOST_BYTES:
+                rows = np.take(array, self.spaced_rows(_MOST_ROWS), axis=0)
+            shown = f"{array.dtype} {array.shape[1:]} {fingerprint(rows)}"
+            found[name.strip()] = shown
+        return found

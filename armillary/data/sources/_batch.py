@@ -78,6 +78,67 @@ def canonical_dtype(leaf: Any) -> np.dtype:
     return np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
+def as_device_values(
+    arrays: PyTree, get_name: Callable[[], str], numbers: np.ndarray | None = None
+) -> PyTree:
+    """Returns NumPy arrays with the dtypes that they have on a device.
+
+    Args:
+        arrays: The arrays; whatever else is among them stays as it is.
+        get_name: Returns what a message calls them.
+        numbers: The numbers of their examples, in the shape of the first axes; without
+            them they are counted from 0.
+
+    Raises:
+        ValueError: If a value does not fit.
+    """
+    try:
+        return jax.tree.map(_narrow, arrays)
+    except (OverflowError, FloatingPointError):
+        raise ValueError(_describe_misfits(arrays, get_name(), numbers)) from None
+
+
+def _narrow(leaf: Any) -> Any:
+    if not isinstance(leaf, np.ndarray) or leaf.dtype == (
+        dtype := canonical_dtype(leaf)
+    ):
+        return leaf
+    if dtype.kind not in "iu":
+        with np.errstate(over="raise"):
+            return leaf.astype(dtype)
+    limits = np.iinfo(dtype)
+    # Of integers, NumPy does not say that one was cut.
+    if leaf.size and not limits.min <= leaf.min() <= leaf.max() <= limits.max:
+        raise OverflowError
+    return leaf.astype(dtype)
+
+
+def _describe_misfits(arrays: PyTree, name: str, numbers: np.ndarray | None) -> str:
+    lines: list[str] = []
+    for path, leaf in _named_leaves(arrays):
+        if not isinstance(leaf, np.ndarray):
+            continue
+        dtype = canonical_dtype(leaf)
+        with np.errstate(over="ignore"):
+            narrow = leaf.astype(dtype)
+        is_exact = dtype.kind not in "iu" or narrow == leaf
+        wrong = np.argwhere(~(is_exact & (np.isfinite(narrow) | ~np.isfinite(leaf))))
+        if len(wrong):
+            place = tuple(wrong[0])
+            example = place[0] if numbers is None else numbers[place[: numbers.ndim]]
+            lines.append(
+                f"  {path}: {leaf[place]} in example {example}, {leaf.dtype} that "
+                f"becomes {dtype}"
+            )
+    shown = "\n".join(_first(lines))
+    return (
+        f"{name} has numbers of 64 bits that do not fit into the 32 bits which they "
+        f"have on a device:\n{shown}\nKeep them on the host and give the step what "
+        "fits, such as the number of the row in place of an id, or let devices have "
+        '64 bits: `jax.config.update("jax_enable_x64", True)`.'
+    )
+
+
 def get_signature(arrays: PyTree) -> Hashable:
     """Returns a key that is equal for batches which one program can take."""
     leaves, treedef = jax.tree.flatten(arrays)

@@ -38,7 +38,8 @@ class FixedLenFeature:
             element. None makes them an error.
 
     Raises:
-        ValueError: If `shape` is no shape, or `default_value` does not fit.
+        ValueError: If `shape` is no shape, or `default_value` does not fit it or
+            `dtype`.
         TypeError: If `dtype` is of neither numbers nor bytes.
     """
 
@@ -53,8 +54,11 @@ class FixedLenFeature:
                 f"`shape` is {shape!r}, but it must be a tuple of positive integers. "
                 "Use `shape=()` for one value in each example."
             )
-        dtype = np.dtype(self.dtype)
-        if _kind_of(dtype) is None:
+        try:
+            dtype = np.dtype(self.dtype)
+        except (TypeError, ValueError):
+            dtype = None
+        if dtype is None or self.dtype is None or _kind_of(dtype) is None:
             raise TypeError(
                 f"`dtype` is {self.dtype!r}, but a feature holds numbers or bytes. Use "
                 "a dtype such as `np.int64`, `np.float32` or `bytes`."
@@ -65,7 +69,14 @@ class FixedLenFeature:
             object.__setattr__(self, "default_value", self._make_default())
 
     def _make_default(self) -> np.ndarray:
-        value = np.asarray(self.default_value, self.dtype)
+        try:
+            value = np.asarray(self.default_value, self.dtype)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"`default_value` is {self.default_value!r:.80}, but the feature has "
+                f"the dtype {self.dtype}. Pass values of that dtype, or another "
+                "`dtype`."
+            ) from error
         if value.size not in (1, math.prod(self.shape)):
             raise ValueError(
                 f"`default_value` has {value.size} values, but the shape "

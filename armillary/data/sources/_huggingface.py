@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 
 from armillary._checks import list_lines
-from armillary.data.sources._indexed import IndexedDataset
+from armillary.data.sources._indexed import IndexedDataset, fingerprint
 from armillary.data.sources._stateful import StatefulSource
 from armillary.typing import Batch
+
+_MOST_READ = 16
+"""How many examples a fingerprint reads."""
 
 
 def from_huggingface(
@@ -87,6 +90,11 @@ class HuggingFaceDataset(IndexedDataset):
             TypeError: If columns hold something else than numbers.
         """
         return as_arrays(self._dataset[rows])
+
+    def fingerprints(self) -> dict[str, str]:
+        """Returns a checksum of some examples as they are stored: no transform runs."""
+        some = self._dataset.with_format("arrow")[self.spaced_rows(_MOST_READ)]
+        return {"rows": fingerprint(repr(some.to_pylist()).encode())}
 
 
 def as_huggingface_source(source: Any) -> StatefulSource | None:

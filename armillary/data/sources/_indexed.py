@@ -5,12 +5,18 @@ numbers: the epoch, and how many of its examples were used.
 """
 
 import abc
+import functools
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from armillary._checks import check_not_negative_int, check_positive_int
+from armillary._checks import (
+    check_instance,
+    check_not_negative_int,
+    check_positive_int,
+)
 from armillary.errors import BatchSizeError, DatasetStateError
 from armillary.typing import Batch
 
@@ -26,6 +32,7 @@ class IndexedDataset(abc.ABC):
         drop_remainder: Whether to leave out a last batch that is not full.
 
     Raises:
+        TypeError: If `repeat` or `drop_remainder` is neither True nor False.
         ValueError: If `batch_size` is not a positive integer, or `shuffle_seed` is
             negative.
         BatchSizeError: If `drop_remainder` leaves no batch.
@@ -47,6 +54,9 @@ class IndexedDataset(abc.ABC):
         self.batch_size = check_positive_int("batch_size", batch_size)
         if shuffle_seed is not None:
             check_not_negative_int("shuffle_seed", shuffle_seed)
+        for name, value in (("repeat", repeat), ("drop_remainder", drop_remainder)):
+            known = bool(value) if isinstance(value, np.bool_) else value
+            check_instance(name, known, bool, f"Use `{name}=True` or leave it out.")
         if drop_remainder and not repeat and self.batch_size > num_examples:
             raise BatchSizeError(
                 f"`batch_size` is {self.batch_size}, but there are {num_examples} "
@@ -61,6 +71,27 @@ class IndexedDataset(abc.ABC):
     @abc.abstractmethod
     def read_rows(self, rows: np.ndarray) -> Batch:
         """Returns a new batch of the examples with these numbers, in this order."""
+
+    @abc.abstractmethod
+    def fingerprints(self) -> dict[str, str]:
+        """Returns what other examples, or another order of them, would have otherwise.
+
+        It need not see all of them, but must be the same in each run.
+        """
+
+    @functools.cached_property
+    def order_of_examples(self) -> dict[str, Any]:
+        """What the place of an example depends on, as JSON can hold it."""
+        return {
+            "examples": self.num_examples,
+            "shuffle_seed": self.shuffle_seed,
+            **self.fingerprints(),
+        }
+
+    def spaced_rows(self, count: int) -> np.ndarray:
+        """Returns so many numbers of examples, evenly spaced; all if there are less."""
+        count = min(count, self.num_examples)
+        return np.linspace(0, self.num_examples - 1, count).astype(np.int64)
 
     @property
     def full_size(self) -> int:
@@ -90,6 +121,16 @@ class IndexedDataset(abc.ABC):
         """Returns an iterator over the next epoch, for use without a strategy."""
         self._num_passes += 1
         return self.make_iterator(self._num_passes - 1)
+
+
+def fingerprint(*parts: bytes | np.ndarray) -> str:
+    """Returns a short text for bytes, equal for equal ones."""
+    crc = 0
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            part = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        crc = zlib.crc32(part, crc)
+    return f"#{crc:08x}"
 
 
 class IndexedIterator:

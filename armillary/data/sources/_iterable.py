@@ -35,6 +35,8 @@ class IterableSource:
     ) -> None:
         self.name = name
         self._make, self._copies = make, copies
+        self.order_of_examples: dict[str, Any] = {}
+        """What a position depends on, where that is known; must not change."""
         self._unused: Iterator[Batch] | None = None
         self._is_repositionable: bool | None = None
 

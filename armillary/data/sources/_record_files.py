@@ -14,6 +14,8 @@ from armillary.errors import TFRecordError
 
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
+_MOST_BYTES = 2**31 - 1
+"""What a serialized message may have at most."""
 _GZIP = b"\x1f\x8b\x08"
 _FIX = "Copy the file anew, or write it anew."
 
@@ -37,6 +39,11 @@ class RecordFiles:
 
     def __len__(self) -> int:
         return len(self._records)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """The bytes of each record."""
+        return self._records[:, 3]
 
     def name(self, row: int) -> str:
         """Returns what messages call a record."""
@@ -73,6 +80,11 @@ def _find_records(path: str, file: int) -> np.ndarray:
             size, checksum = _HEADER.unpack(header)
             if checksum != _checksum(header[:8]):
                 raise TFRecordError(_describe_header(path, name, header))
+            if size > _MOST_BYTES:
+                raise TFRecordError(
+                    f"{name} is no `tf.train.Example`: it has {size} bytes, and a "
+                    f"message has at most {_MOST_BYTES}. {_FIX}"
+                )
             offset += _HEADER.size
             places.append((file, len(places), offset, size))
             offset += size + _FOOTER.size

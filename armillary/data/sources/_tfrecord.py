@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 
 from armillary.data.sources._example import ExampleParser, FixedLenFeature
-from armillary.data.sources._indexed import IndexedDataset
+from armillary.data.sources._indexed import IndexedDataset, fingerprint
 from armillary.data.sources._record_files import RecordFiles
 from armillary.typing import Batch
+
+_MOST_READ = 64
+"""How many records a fingerprint reads."""
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -99,6 +102,11 @@ class TFRecordDataset(IndexedDataset):
         """
         records = self._files.read(rows)
         return self._parser.parse(records, lambda place: self._files.name(rows[place]))
+
+    def fingerprints(self) -> dict[str, str]:
+        """Returns a checksum of the sizes of all records, and of what some hold."""
+        some = self._files.read(self.spaced_rows(_MOST_READ))
+        return {"records": fingerprint(self._files.sizes, *some)}
 
 
 def _check_paths(paths: Paths) -> list[str]:

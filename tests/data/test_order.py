@@ -1,0 +1,220 @@
+"""The order of the examples belongs to a position: another one is an error."""
+
+import json
+
+import grain
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import armillary
+from armillary.data import FixedLenFeature, InputOptions, from_arrays, from_tfrecords
+from armillary.data.sources import _arrays
+from armillary.errors import DatasetStateError
+from tests.problems import make_strategy
+from tests.records import make_record, write_records
+
+strategy = armillary.DefaultStrategy()
+
+
+def make_arrays(values=None, **options):
+    values = np.arange(20) if values is None else values
+    return from_arrays(
+        {"x": values}, **({"batch_size": 5, "shuffle_seed": 0} | options)
+    )
+
+
+def make_records(tmp_path, values=range(20), size=1, **options):
+    records = [make_record({"x": [value] * size, "y": value}) for value in values]
+    path = write_records(tmp_path / "a.tfrecord", records)
+    features = {"x": FixedLenFeature((size,), np.int32)}
+    return from_tfrecords(path, features, **({"batch_size": 5} | options))
+
+
+def make_grain(seed=0, batch_size=5, num_examples=20, is_iter=False):
+    data = grain.MapDataset.range(num_examples).shuffle(seed=seed)
+    return (data.to_iter_dataset() if is_iter else data).batch(batch_size)
+
+
+def make_loader(seed):
+    return grain.DataLoader(
+        data_source=grain.sources.RangeDataSource(0, 20, 1),
+        sampler=grain.samplers.IndexSampler(20, shuffle=True, seed=seed, num_epochs=1),
+        operations=[grain.transforms.Batch(5)],
+    )
+
+
+def save(source, num_batches=2, **options):
+    """Returns the position after some batches, as a checkpoint holds it."""
+    dataset = strategy.distribute_dataset(source, InputOptions(**options))
+    iterator = iter(dataset)
+    for _ in range(num_batches):
+        next(iterator, None)
+    return json.loads(json.dumps(dataset.get_state()))
+
+
+def restore(source, state, **options):
+    dataset = strategy.distribute_dataset(source, InputOptions(**options))
+    dataset.set_state(state)
+    return [np.asarray(batch["x"]).ravel().tolist() for batch in dataset]
+
+
+CHANGES = {
+    "seed": (
+        lambda _: make_arrays(),
+        lambda _: make_arrays(shuffle_seed=1),
+        "  shuffle_seed: 0 in the state, 1 in the program\n",
+    ),
+    "shuffling": (
+        lambda _: make_arrays(),
+        lambda _: make_arrays(shuffle_seed=None),
+        "  shuffle_seed: 0 in the state, None in the program\n",
+    ),
+    "size": (
+        lambda _: make_arrays(),
+        lambda _: make_arrays(np.arange(21)),
+        "  examples: 20 in the state, 21 in the program\n",
+    ),
+    "values": (
+        lambda _: make_arrays(),
+        lambda _: make_arrays(np.arange(20)[::-1]),
+        "  array x: int64 () #b703573f in the state, int64 () #",
+    ),
+    "seed of files": (
+        lambda path: make_records(path, shuffle_seed=3),
+        lambda path: make_records(path, shuffle_seed=4),
+        "  shuffle_seed: 3 in the state, 4 in the program\n",
+    ),
+    "order of files": (
+        make_records,
+        lambda path: make_records(path, reversed(range(20))),
+        "  records: #",
+    ),
+    "seed of Grain": (
+        lambda _: make_grain(),
+        lambda _: make_grain(seed=1),
+        "  shuffle seed: [0] in the state, [1] in the program\n",
+    ),
+    "seed below an iterator of Grain": (
+        lambda _: make_grain(is_iter=True),
+        lambda _: make_grain(seed=1, is_iter=True),
+        "  shuffle seed: [0] in the state, [1] in the program\n",
+    ),
+    "batches that Grain counts": (
+        lambda _: make_grain(),
+        lambda _: make_grain(batch_size=4),
+        "  batch size: [5] in the state, [4] in the program\n",
+    ),
+    "size of Grain": (
+        lambda _: make_grain(),
+        lambda _: make_grain(num_examples=25),
+        "  examples: [20] in the state, [25] in the program\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_order_is_an_error_and_changes_nothing(change, tmp_path):
+    make, make_other, line = CHANGES[change]
+    state = save(make(tmp_path))
+    other = strategy.distribute_dataset(make_other(tmp_path))
+    iterator = iter(other)
+    next(iterator)
+    before = other.get_state()
+    with pytest.raises(DatasetStateError) as caught:
+        other.set_state(state)
+    message = str(caught.value)
+    assert "saved from other data, or from another order" in message
+    assert line in message
+    assert 'may_differ="train_dataset"' in message
+    assert other.get_state() == before
+    # A release that saved none of this compares nothing but the size.
+    del state["order"]
+    if "size" not in change:
+        other.set_state(state)
+
+
+def test_a_loader_of_grain_compares_its_sampler():
+    state = save(make_loader(0))
+    with pytest.raises(DatasetStateError, match=r"(?s)seed=0.*seed=1"):
+        strategy.distribute_dataset(make_loader(1)).set_state(state)
+
+
+def as_rows(batches):
+    return np.concatenate(batches).tolist()
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_what_does_not_change_the_order_may_change(num_replicas, tmp_path):
+    state = save(make_arrays())
+    rows = as_rows(restore(make_arrays(), state))
+    assert len(rows) == 10
+    for changed in (
+        make_arrays(batch_size=2),
+        make_arrays(drop_remainder=True),
+        make_arrays(np.arange(20).copy()),
+    ):
+        assert as_rows(restore(changed, state)) == rows
+        assert as_rows(restore(changed, state, place_on_device=True)) == rows
+        moved = make_strategy(num_replicas).distribute_dataset(changed)
+        moved.set_state(state)
+        assert moved.get_state() == state
+    resident = save(make_arrays(), place_on_device=True)
+    assert as_rows(restore(make_arrays(), resident)) == rows
+    # Other features of the same records, and other batches of what counts examples.
+    state = save(make_records(tmp_path))
+    source = from_tfrecords(
+        tmp_path / "a.tfrecord",
+        {"x": FixedLenFeature((1,), np.int64), "y": FixedLenFeature((), np.int32)},
+        batch_size=3,
+    )
+    assert as_rows(restore(source, state)) == list(range(10, 20))
+    state = save(make_grain(is_iter=True))
+    changed = make_grain(is_iter=True, batch_size=2)
+    moved = strategy.distribute_dataset(changed)
+    moved.set_state(state)
+    assert sum(len(batch) for batch in moved) == 10
+
+
+@pytest.mark.parametrize("num_batches", [0, 5])
+def test_between_two_passes_other_data_may_follow(num_batches):
+    # The end of a pass is seen when nothing follows its last batch.
+    state = save(make_arrays(), num_batches)
+    assert "order" not in state
+    assert (
+        len(as_rows(restore(make_arrays(np.arange(23), shuffle_seed=1), state))) == 23
+    )
+
+
+@given(
+    data=st.data(),
+    dtype=st.sampled_from(
+        [np.int8, np.float64, bool, np.complex64, ml_dtypes.bfloat16]
+    ),
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 3)),
+)
+def test_a_fingerprint_sees_each_changed_value(data, dtype, shape):
+    array = np.zeros(shape, dtype)
+    place = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    changed = array.copy()
+    changed[place] = 1
+    first, same, other = (
+        from_arrays(each, batch_size=1).order_of_examples
+        for each in (array, np.asfortranarray(array), changed)
+    )
+    assert first == same
+    assert first != other
+
+
+def test_of_large_arrays_a_fingerprint_sees_rows_from_end_to_end(monkeypatch):
+    monkeypatch.setattr(_arrays, "_MOST_BYTES", 2**20)
+    array = np.zeros((2**20 + 1, 1), np.int8)
+    expected = from_arrays(array, batch_size=1).order_of_examples
+    for row in (0, 2**20):
+        changed = array.copy()
+        changed[row] = 1
+        assert from_arrays(changed, batch_size=1).order_of_examples != expected
+    array[1] = 1  # Not one of the 1,024 rows.
+    assert from_arrays(array, batch_size=1).order_of_examples == expected
