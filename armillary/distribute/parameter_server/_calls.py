@@ -49,6 +49,8 @@ class WorkerState:
         attempt: How often it has come up or was lost.
         up_since: When it came up or was lost.
         known: The numbers of the functions that it has.
+        servers: The parameter servers that it was told of.
+        num_datasets: How many data sets it was told of.
         running: The calls that it runs, by number.
         reported: Those that were reported as slow; -1 for itself.
     """
@@ -61,6 +63,8 @@ class WorkerState:
     attempt: int = 0
     up_since: float = field(default_factory=time.monotonic)
     known: set[int] = field(default_factory=set)
+    servers: Any = None
+    num_datasets: int = 0
     running: dict[int, Running] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
 

@@ -75,6 +75,9 @@ class ClusterCoordinator:
         ImportError: If Ray is not installed.
     """
 
+    # Of all coordinators, so that one does not take the data set of another.
+    _numbers = itertools.count()
+
     def __new__(cls, strategy: ParameterServerStrategy) -> "ClusterCoordinator":
         """Returns the coordinator of a strategy."""
         check_instance(
@@ -96,7 +99,6 @@ class ClusterCoordinator:
         self._dispatcher = Dispatcher(settings, self._variables)
         self._tasks: OrderedDict[Any, ScheduledTask] = OrderedDict()
         self._counts: dict[Any, int] = {}
-        self._numbers = itertools.count()
         self._left_out: list[Any] = []
         self._named = {id(strategy): "strategy", id(self): "coordinator"}
 

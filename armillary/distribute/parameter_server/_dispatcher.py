@@ -74,7 +74,8 @@ class Dispatcher:
         self.calls = Calls(
             settings, self._workers, lambda: self._events.put(self._give_out)
         )
-        self._datasets: dict[int, Any] = {}
+        # Other threads add to it, and the calls that need it may come before an event.
+        self._datasets: list[tuple[int, Any]] = []
         self._is_broken = False
         self.statistics = Statistics()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -87,35 +88,29 @@ class Dispatcher:
     def add_dataset(self, number: int, reference: Any) -> None:
         """Has a data set built by every worker, now and whenever one is new."""
 
-        def add() -> None:
-            self._datasets[number] = reference
+        def tell_all() -> None:
             for worker in self._workers:
                 if worker.is_up:
-                    self._make_dataset(worker, number)
+                    self._tell(worker)
 
-        self._events.put(add)
+        self._datasets.append((number, reference))
+        self._events.put(tell_all)
 
     def revive(self) -> None:
         """Replaces parameter servers that are gone, while no call runs."""
         if not self._is_broken:
             return
         ray = import_ray()
-        for index, server in enumerate(self.servers):
+        servers = [*self.servers]
+        for index, server in enumerate(servers):
             try:
                 ray.get(server.greet.remote(), timeout=10)
             except ray.exceptions.RayError:
                 options = self._settings.options_of("ps", index)
-                self.servers[index] = make_server(options)
+                servers[index] = make_server(options)
         self._is_broken = False
-        self._variables.put_all(self.servers)
-
-        def connect() -> None:
-            for worker in self._workers:
-                if worker.is_up:
-                    worker.actor.connect.remote(self.servers)
-                    worker.known.clear()
-
-        self._events.put(connect)
+        self.servers = servers
+        self._variables.put_all(servers)
 
     def break_(
         self, error: BaseException, index: int | None = None
@@ -182,15 +177,20 @@ class Dispatcher:
         worker.label = f"worker {worker.index} (process {pid} on {address})"
         worker.pid, worker.attempt = pid, worker.attempt + 1
         worker.reported.clear()
-        worker.actor.connect.remote(self.servers)
-        worker.known.clear()
+        worker.servers, worker.num_datasets = None, 0
+        self._tell(worker)
         worker.is_up = True
-        for number in self._datasets:
-            self._make_dataset(worker, number)
         self._give_out()
 
-    def _make_dataset(self, worker: WorkerState, number: int) -> None:
-        worker.actor.make_dataset.remote(number, self._datasets[number])
+    def _tell(self, worker: WorkerState) -> None:
+        """Tells a worker which servers and data sets are new since it was last told."""
+        if worker.servers is not self.servers:
+            worker.servers = self.servers
+            worker.actor.connect.remote(self.servers)
+            worker.known.clear()
+        for number, reference in self._datasets[worker.num_datasets :]:
+            worker.num_datasets += 1
+            worker.actor.make_dataset.remote(number, reference)
 
     def _give_out(self) -> None:
         for worker, closures in self.calls.begin():
@@ -204,6 +204,8 @@ class Dispatcher:
 
     def _send(self, worker: WorkerState, closures: list[Closure]) -> None:
         closure, task = closures[0], closures[0].task
+        # Whatever another thread did before it scheduled these calls.
+        self._tell(worker)
         if task.number in worker.known:
             self._start(worker, closures)
             return
@@ -213,29 +215,29 @@ class Dispatcher:
         asked = worker.actor.prepare.remote(
             worker.pid, task.number, task.reference, *closure.arguments()
         )
-        self._ask(asked, partial(self._prepared, worker, worker.attempt, closure))
+        self._ask(asked, partial(self._prepared, worker, worker.attempt, closures))
 
     def _prepared(
-        self, worker: WorkerState, attempt: int, closure: Closure, future: Any
+        self, worker: WorkerState, attempt: int, closures: list[Closure], future: Any
     ) -> None:
-        task = closure.task
-        spec = self._answer(worker, attempt, closure, future)
+        task = closures[0].task
+        spec = self._answer(worker, attempt, closures[0], future)
         if spec is None:
             return
         if isinstance(spec, Failed):
-            self._failed(worker, [closure], spec.error)
+            self._failed(worker, closures, spec.error)
             return
         try:
             self._place(task, spec)
         except import_ray().exceptions.RayActorError as error:
-            self._failed(worker, [closure], self.break_(error))
+            self._failed(worker, closures, self.break_(error))
             return
         except Exception as error:
-            self._failed(worker, [closure], error)
+            self._failed(worker, closures, error)
             return
         worker.actor.place.remote(task.number, task.placed)
         worker.known.add(task.number)
-        self._start(worker, [closure])
+        self._start(worker, closures)
 
     def _place(self, task: ScheduledTask, spec: Any) -> None:
         if task.placed is None:

@@ -109,8 +109,14 @@ Datasets = dict[int, Batches | Exception]
 
 
 def find_batches(datasets: Datasets, number: int) -> Batches:
-    """Returns a data set of a worker, or raises why it could not be built."""
-    found = datasets[number]
+    """Returns a data set of a worker, or raises why there is none."""
+    found = datasets.get(number)
+    if found is None:
+        raise RuntimeError(
+            "A per-worker iterator was scheduled by another `ClusterCoordinator` than "
+            "the one that made it, whose workers do not have its data. Make the data "
+            "set anew, by `create_per_worker_dataset` of the one that schedules."
+        )
     if isinstance(found, Exception):
         raise found
     return found

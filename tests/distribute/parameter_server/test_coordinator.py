@@ -4,6 +4,7 @@ The cases of losses are those of TensorFlow's tests of fault tolerance
 (`coordinator/fault_tolerance_test_base.py`).
 """
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -182,6 +183,68 @@ def test_the_end_of_data_is_an_error(coordinator, problem):
     coordinator.join()
     # Eight batches on each worker, or all of one if the other came late.
     assert 8 <= problem.num_steps <= 16
+
+
+@pytest.fixture
+def late(coordinator):
+    """Returns a context in which the dispatcher comes late to what it is told.
+
+    Before all that happens there, it will look for calls that may begin.
+    """
+    value = coordinator.schedule(lambda: 1)
+    coordinator.join()
+
+    @contextlib.contextmanager
+    def late():
+        gate = threading.Event()
+        coordinator._dispatcher._events.put(gate.wait)
+        value.fetch()  # Leaves an event: somebody might have waited for calls.
+        try:
+            yield
+        finally:
+            gate.set()
+
+    return late
+
+
+def test_a_call_comes_after_the_data_set_that_it_takes(coordinator, late):
+    dataset = coordinator.create_per_worker_dataset(lambda: [np.float32([7])])
+    with late():
+        values = [coordinator.schedule(next, (iter(dataset),)) for _ in range(4)]
+    assert coordinator.fetch(values) == [[7]] * 4
+    coordinator.join()
+
+
+def test_a_call_comes_after_the_server_that_it_needs(coordinator, late, kill):
+    total = nnx.Variable(jnp.zeros(()))
+
+    def add():
+        total[...] += 1
+
+    coordinator.schedule(add)
+    coordinator.join()
+    for server in coordinator._dispatcher.servers:
+        kill(server)
+    with pytest.raises(PSUnavailableError):
+        for _ in range(100):
+            coordinator.schedule(add)
+            coordinator.join()
+    total[...] = jnp.zeros(())
+    with late():
+        # More than two for each worker, so that some share a message.
+        for _ in range(50):
+            coordinator.schedule(add)
+    coordinator.join()
+    assert total[...] == 50
+
+
+def test_an_iterator_of_another_coordinator_is_an_error(coordinator, synchronous):
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.ones(1)]))
+    other = ClusterCoordinator(synchronous)
+    for _ in range(2):
+        other.schedule(next, (iterator,))
+    with pytest.raises(RuntimeError, match="by another `ClusterCoordinator` than"):
+        other.join()
 
 
 def test_a_data_set_that_cannot_be_built_is_an_error(coordinator):
