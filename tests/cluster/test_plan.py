@@ -83,7 +83,15 @@ def test_a_process_without_a_task_is_an_error():
         SimpleClusterResolver(CLUSTER).process_plan()
 
 
-def test_two_chiefs_are_an_error():
-    message = r"`cluster_spec` has 2 'chief' tasks, but only one process may write"
-    with pytest.raises(ValueError, match=message):
-        plan("chief", 1, {"chief": ["a:1", "b:1"]})
+@pytest.mark.parametrize(
+    ("jobs", "message"),
+    [
+        ({"chief": ["c:1", "d:1"]}, "has 2 'chief' tasks, but only one process may"),
+        ({"evaluator": ["c:1", "d:1"]}, "has 2 'evaluator' tasks, but one process"),
+        ({"master": ["c:1"]}, "has the job 'master', but the jobs with a meaning"),
+    ],
+)
+@pytest.mark.parametrize("task_type", ["worker", "ps"])
+def test_a_cluster_that_cannot_train_is_an_error(task_type, jobs, message):
+    with pytest.raises(ValueError, match=f"`cluster_spec` {message}"):
+        plan(task_type, 0, {"worker": ["a:1"], "ps": ["b:1"], **jobs})

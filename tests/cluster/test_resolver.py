@@ -54,6 +54,12 @@ def test_an_evaluator_that_is_in_the_cluster_is_checked():
         SimpleClusterResolver(cluster, "evaluator", 1)
 
 
+@pytest.mark.parametrize("cluster", [{}, {"worker": WORKERS}])
+def test_there_is_one_evaluator(cluster):
+    with pytest.raises(ValueError, match=r"`task_id` is 1, but there is one evaluator"):
+        SimpleClusterResolver(cluster, "evaluator", 1)
+
+
 @pytest.mark.parametrize("task_type", ["master", "", 3, None])
 def test_a_job_without_a_meaning_is_an_error(task_type):
     with pytest.raises(ValueError, match=r"`task_type` is .* must be one of 'chief'"):

@@ -145,6 +145,7 @@ NO_COUNT = r'`jobs\["worker"\]` is .*positive integer'
             r"`jobs` is \{'worker': 3\}, which is 3 tasks, but Slurm started 4\. Cha",
         ),
         ({"jobs": {"chief": 2, "worker": 2}}, ClusterError, "`jobs` has 2 'chief' tas"),
+        ({"jobs": {"evaluator": 2, "worker": 2}}, ClusterError, "has 2 'evaluator' t"),
         ({"jobs": {"master": 4}}, ValueError, "`jobs` is 'master', but it must be one"),
         *[({"jobs": {"worker": n}}, ValueError, NO_COUNT) for n in (0, 4.0, "4")],
         *[({"port_base": n}, ValueError, NO_PORT) for n in (0, -1, "8888", 65_536)],

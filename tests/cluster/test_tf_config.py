@@ -65,6 +65,24 @@ def test_no_cluster_is_a_single_process(config):
     assert resolver.process_plan() == ProcessPlan()
 
 
+@pytest.mark.parametrize("task", [("worker", 0), ("evaluator", 0)])
+def test_a_task_of_a_process_alone_needs_no_cluster(task):
+    resolver = resolve({"task": {"type": task[0], "index": task[1]}})
+    assert (resolver.task_type, resolver.task_id) == task
+
+
+@pytest.mark.parametrize("task", [("chief", 0), ("worker", 1), ("ps", 0)])
+def test_a_task_among_others_needs_a_cluster(task):
+    message = rf"this process is {task[0]} {task[1]}, but not .* it has no `cluster`"
+    expect({"task": {"type": task[0], "index": task[1]}}, message)
+    expect({}, message, task_type=task[0], task_id=task[1])
+
+
+def test_there_is_one_evaluator():
+    message = r'`TF_CONFIG\["task"\]\["index"\]` is 1, but there is one evaluator'
+    expect(make_config("evaluator", 1), message)
+
+
 def test_arguments_come_before_the_variable():
     resolver = resolve(make_config(), task_type="chief", task_id=0)
     assert (resolver.task_type, resolver.task_id) == ("chief", 0)

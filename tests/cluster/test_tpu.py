@@ -62,6 +62,12 @@ def test_the_slices_agree_on_the_coordinator():
     assert plan.coordinator_address == other.coordinator_address
 
 
+@pytest.mark.parametrize("tpu", ["", "local", None])
+def test_the_tpu_of_this_machine_may_be_named_as_in_tensorflow(tpu):
+    resolver = TPUClusterResolver(tpu=tpu, environ=SLICE)
+    assert resolver.process_plan() == resolve(SLICE).process_plan()
+
+
 def test_without_variables_jax_finds_out():
     resolver = resolve({})
     assert not TPUClusterResolver.is_present({})
@@ -109,6 +115,14 @@ def test_a_first_machine_that_has_no_name_is_an_error(hosts):
         ValueError: {
             "`port` is 70000, but ports go up to 65535": (
                 lambda: TPUClusterResolver(70_000, environ=SLICE)
+            ),
+            "`tpu` is 'mine', but .* Start it on every machine of that TPU, and": (
+                lambda: TPUClusterResolver(tpu="mine", environ=SLICE)
+            ),
+        },
+        TypeError: {
+            "`zone` is 'eu', but `TPUClusterResolver` has no such .* Leave it out": (
+                lambda: TPUClusterResolver(tpu="", zone="eu")
             ),
         },
     }

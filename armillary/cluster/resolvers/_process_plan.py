@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from armillary.cluster.resolvers._spec import ClusterSpec, split_address
-from armillary.cluster.resolvers._task import TRAINING_TASK_TYPES, check_task
+from armillary.cluster.resolvers._task import (
+    TRAINING_TASK_TYPES,
+    check_jobs,
+    check_task,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +85,12 @@ def plan_process(
     """Returns the plan of one task of a cluster whose addresses are all known.
 
     Raises:
-        ValueError: If the task is not one of the cluster's, or there are two chiefs.
+        ValueError: If the task is not one of the cluster's, or the cluster has two
+            chiefs, two evaluators or a job without a meaning.
     """
     if not cluster_spec and task_type is None and task_id is None:
         return ProcessPlan()
+    check_jobs(cluster_spec)
     check_task(cluster_spec, task_type, task_id)
     assert task_type is not None and task_id is not None
     alone = ProcessPlan(task_type=task_type, task_id=task_id)
@@ -96,12 +102,6 @@ def plan_process(
         if job in cluster_spec.jobs
         for index in cluster_spec.task_indices(job)
     ]
-    num_chiefs = sum(job == "chief" for job, _ in tasks)
-    if num_chiefs > 1:
-        raise ValueError(
-            f"`cluster_spec` has {num_chiefs} 'chief' tasks, but only one process may "
-            "write checkpoints and summaries. Keep one and call the others 'worker'."
-        )
     return ProcessPlan(
         task_type=task_type,
         task_id=task_id,

@@ -18,7 +18,11 @@ from armillary.cluster.resolvers._scheduler import (
     take_share,
 )
 from armillary.cluster.resolvers._spec import check_port
-from armillary.cluster.resolvers._task import TASK_TYPES, TRAINING_TASK_TYPES
+from armillary.cluster.resolvers._task import (
+    SINGLE_TASK_TYPES,
+    TASK_TYPES,
+    TRAINING_TASK_TYPES,
+)
 from armillary.errors import ClusterError
 
 FIX = "Start the program with `srun`, which sets it for each task."
@@ -113,7 +117,8 @@ def _list_tasks(jobs: Mapping[str, int], num_tasks: int) -> list[tuple[str, int]
     """Returns the job and the index of each of Slurm's tasks.
 
     Raises:
-        ClusterError: If the jobs have another number of tasks, or there are two chiefs.
+        ClusterError: If the jobs have another number of tasks, or there are two chiefs
+            or two evaluators.
     """
     if sum(jobs.values()) != num_tasks:
         raise ClusterError(
@@ -121,11 +126,9 @@ def _list_tasks(jobs: Mapping[str, int], num_tasks: int) -> list[tuple[str, int]
             f"started {num_tasks}. Change `jobs`, or start the program with "
             f"`srun --ntasks={sum(jobs.values())}`."
         )
-    if jobs.get("chief", 1) > 1:
-        raise ClusterError(
-            f"`jobs` has {jobs['chief']} 'chief' tasks, but only one process may write "
-            "checkpoints and summaries. Keep one and call the others 'worker'."
-        )
+    for job, why in SINGLE_TASK_TYPES.items():
+        if jobs.get(job, 1) > 1:
+            raise ClusterError(f"`jobs` has {jobs[job]} {job!r} tasks, but {why}")
     return [(job, index) for job in TASK_TYPES for index in range(jobs.get(job, 0))]
 
 

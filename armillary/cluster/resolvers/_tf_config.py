@@ -60,6 +60,8 @@ class TFConfigClusterResolver(SimpleClusterResolver):
         if task_type is not None or task_id is not None:
             try:
                 check_task(cluster_spec, task_type, task_id, **names)
+                if not cluster_spec:
+                    _check_alone(task_type, task_id)
             except ValueError as error:
                 raise ClusterError(f"{error} {FIX}") from error
         super().__init__(cluster_spec, task_type, task_id)
@@ -132,6 +134,16 @@ def _read_task(config: dict[str, Any], *, is_needed: bool) -> dict[str, Any]:
                 f'`TF_CONFIG["task"]` has no key `{key}`: it is {task!r}. {FIX}'
             )
     return task
+
+
+def _check_alone(task_type: Any, task_id: Any) -> None:
+    """Raises if a process without a cluster calls itself one of several."""
+    if (task_type, task_id) not in (("worker", 0), ("evaluator", 0)):
+        raise ValueError(
+            f"`TF_CONFIG` says that this process is {task_type} {task_id}, but not "
+            "where the others are: it has no `cluster`. Give the addresses of all "
+            "tasks, or leave `task` out: a process alone is worker 0."
+        )
 
 
 def _check_object(name: str, value: Any) -> None:

@@ -1,5 +1,6 @@
 """TPU pods: what the environment of a TPU machine tells about its slice."""
 
+from armillary._checks import answers_old_names
 from armillary.cluster.resolvers._process_plan import ProcessPlan
 from armillary.cluster.resolvers._scheduler import (
     Environ,
@@ -24,6 +25,19 @@ HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 COORDINATOR = "MEGASCALE_COORDINATOR_ADDRESS"
 
 
+_ON_THE_TPU = "Leave it out: the program runs on the machines of the TPU itself."
+
+
+@answers_old_names(
+    zone=_ON_THE_TPU,
+    project=_ON_THE_TPU,
+    job_name="Leave it out: the machines of the TPU are the workers.",
+    coordinator_name="Leave it out: worker 0 is the coordinator.",
+    coordinator_address="Leave it out, or use `port`: worker 0 is the coordinator.",
+    credentials=_ON_THE_TPU,
+    service=_ON_THE_TPU,
+    discovery_url=_ON_THE_TPU,
+)
 class TPUClusterResolver(ScheduledResolver):
     """Reads the variables that describe the machines of a TPU slice.
 
@@ -37,18 +51,30 @@ class TPUClusterResolver(ScheduledResolver):
 
     Args:
         port: The port of the coordination service on worker 0.
+        tpu: May be `""` or `"local"`, as in TensorFlow's guides: the TPU that the
+            program runs on, which is the only one it can use.
         environ: The environment to read, by default that of this process.
 
     Raises:
         ClusterError: If the machines are listed and another variable is missing or
             malformed.
-        ValueError: If `port` is not the number of a port.
+        ValueError: If `port` is not the number of a port, or `tpu` names another TPU.
     """
 
     def __init__(
-        self, port: int = DEFAULT_PORT, *, environ: Environ | None = None
+        self,
+        port: int = DEFAULT_PORT,
+        *,
+        tpu: str | None = None,
+        environ: Environ | None = None,
     ) -> None:
         check_port("port", port)
+        if tpu not in (None, "", "local"):
+            raise ValueError(
+                f"`tpu` is {tpu!r}, but a program uses the TPU on whose machines it "
+                "runs, and no other. Start it on every machine of that TPU, and leave "
+                "`tpu` out."
+            )
         environ = find_environ(environ)
         if not self.is_present(environ):
             super().__init__(ProcessPlan(num_processes=None, process_id=None))

@@ -12,6 +12,7 @@ import jax
 from armillary._checks import check_callable, check_instance
 from armillary._logging import logger
 from armillary.cluster._ray import import_ray
+from armillary.data.sources._source import as_source
 from armillary.distribute.parameter_server._actors import start_ray
 from armillary.distribute.parameter_server._closures import (
     Closure,
@@ -188,7 +189,7 @@ class ClusterCoordinator:
         )
 
     def create_per_worker_dataset(
-        self, dataset_fn: Callable[..., Any]
+        self, dataset_fn: Callable[..., Any] | Any
     ) -> PerWorkerDataset:
         """Has every worker build a data set of its own.
 
@@ -197,16 +198,23 @@ class ClusterCoordinator:
         Args:
             dataset_fn: Called on each worker, with an `InputContext` that tells which
                 one it is, if it takes an argument. It returns anything that a strategy
-                distributes, in batches of the size that one call takes.
+                distributes, in batches of the size that one call takes. Such a data set
+                itself is sent to every worker, whole.
 
         Returns:
             A data set whose iterator is for scheduled functions.
 
         Raises:
-            TypeError: If it cannot be called, or be sent to workers.
+            TypeError: If it gives no batches, or cannot be sent to workers.
         """
-        check_callable("dataset_fn", dataset_fn)
-        payload, _ = ship(dataset_fn, (), self._named)
+        make = dataset_fn
+        if not callable(make):
+            source = as_source(dataset_fn)
+
+            def make() -> Any:
+                return source
+
+        payload, _ = ship(make, (), self._named)
         reference = import_ray().put(payload)
 
         def build() -> int:

@@ -20,6 +20,7 @@ from typing import Any
 
 from armillary._logging import logger
 from armillary.cluster._ray import import_ray
+from armillary.cluster.resolvers._process_plan import plan_process
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._spec import split_address
 from armillary.errors import ClusterError
@@ -107,9 +108,11 @@ def check_cluster(resolver: ClusterResolver) -> dict[str, list[str]]:
     """Returns the addresses of the tasks of a cluster, by job.
 
     Raises:
-        ClusterError: If a job is missing that asynchronous training needs.
+        ClusterError: If a job is missing that asynchronous training needs, there are
+            two chiefs or a job without a meaning, or this process is no task of it.
     """
-    spec = resolver.cluster_spec().as_dict()
+    cluster_spec = resolver.cluster_spec()
+    spec = cluster_spec.as_dict()
     for job in ("chief", "worker", "ps"):
         if not spec.get(job):
             raise ClusterError(
@@ -117,6 +120,12 @@ def check_cluster(resolver: ClusterResolver) -> dict[str, list[str]]:
                 f"{job}. Asynchronous training needs one chief, workers, and parameter "
                 "servers: name the addresses of all three jobs."
             )
+    try:
+        plan_process(cluster_spec, resolver.task_type, resolver.task_id)
+    except ValueError as error:
+        raise ClusterError(
+            f"`cluster_resolver` describes a cluster that cannot train. {error}"
+        ) from error
     return spec
 
 

@@ -1,12 +1,12 @@
 """Into how many parts a variable is cut, to live on several parameter servers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from armillary._checks import check_positive_int
+from armillary._checks import check_positive_int, is_positive_int
 
 
 class Partitioner:
@@ -94,6 +94,32 @@ class MaxSizePartitioner(Partitioner):
 def count_bytes(shape: Sequence[int], dtype: Any) -> int:
     """Returns the bytes of an array."""
     return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def count_parts(
+    partitioner: Callable[..., Any] | None,
+    path: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+) -> int:
+    """Returns into how many parts a variable shall be cut.
+
+    Raises:
+        ValueError: If the partitioner returns something else than counts for it.
+    """
+    if partitioner is None or not shape:
+        return 1
+    found = partitioner(shape, dtype, axis=0)
+    counts = list(found) if isinstance(found, Iterable) else []
+    is_right = len(counts) == len(shape) and all(map(is_positive_int, counts))
+    if not is_right or any(count != 1 for count in counts[1:]):
+        raise ValueError(
+            f"`variable_partitioner` returned {found!r} for {path} of shape {shape}, "
+            "but it must return how many parts each axis is cut into, and variables "
+            f"are cut along their first axis only. Return {[1] * len(shape)} to leave "
+            "this one whole."
+        )
+    return max(1, min(int(counts[0]), shape[0]))
 
 
 def cut(num_rows: int, num_parts: int) -> list[tuple[int, int]]:

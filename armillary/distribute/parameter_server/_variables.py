@@ -20,7 +20,7 @@ from armillary.distribute.parameter_server._array_types import (
     to_host,
     type_of,
 )
-from armillary.distribute.parameter_server._partitioners import cut
+from armillary.distribute.parameter_server._partitioners import count_parts, cut
 from armillary.distribute.parameter_server._recorded_updates import UpdateSpec
 from armillary.distribute.parameter_server._server import LocalUpdate, Part, fetch
 from armillary.distribute.parameter_server._shipping import load_transformation
@@ -53,8 +53,12 @@ class Place(NamedTuple):
 
 
 class _Variable:
-    def __init__(self, slot: Slot, offset: int, path: str, type_: ArrayType) -> None:
+    def __init__(
+        self, slot: Slot, offset: int, path: str, type_: ArrayType, num_parts: int
+    ) -> None:
         self.slot, self.offset, self.path, self.type = slot, offset, path, type_
+        # What the partitioner wants for it.
+        self.num_parts = num_parts
         self.places: tuple[Place, ...] = ()
         # Other servers that have a copy, of what all updates of an optimizer share.
         self.copies: tuple[int, ...] = ()
@@ -107,7 +111,11 @@ class Variables:
 
     @_locked
     def adopt(self, state: State) -> list[int]:
-        """Returns the number of each array of a state."""
+        """Returns the number of each array of a state.
+
+        Raises:
+            ValueError: If the partitioner returns no counts of parts for one.
+        """
         numbers: list[int] = []
         for slot, _, _ in state.ranges:
             known = self._numbers.setdefault(slot.key, {})
@@ -121,9 +129,14 @@ class Variables:
                     self._retire(number)
                     number = None
                 if number is None:
-                    number = known[name] = len(self._variables)
                     path = slot.paths[offset]
-                    self._variables.append(_Variable(slot, offset, path, type_))
+                    num_parts = count_parts(
+                        self._partitioner, path, type_.shape, type_.dtype
+                    )
+                    number = known[name] = len(self._variables)
+                    self._variables.append(
+                        _Variable(slot, offset, path, type_, num_parts)
+                    )
                 variable = self._variables[number]
                 variable.slot, variable.offset = slot, offset
                 numbers.append(number)
@@ -223,17 +236,7 @@ class Variables:
 
     def _count_parts(self, number: int, split: SplitUpdate) -> int:
         variable = self._variables[number]
-        if self._partitioner is None or not variable.type.shape:
-            return 1
-        shape, dtype = variable.type.shape, variable.type.dtype
-        counts = list(self._partitioner(shape, dtype, axis=0))
-        if len(counts) != len(shape) or any(count != 1 for count in counts[1:]):
-            raise ValueError(
-                f"`variable_partitioner` returned {counts} for {variable.path} of "
-                f"shape {shape}, but variables are cut along their first axis only. "
-                "Return the number of its parts, and 1 for each other axis."
-            )
-        count = max(1, min(int(counts[0]), shape[0]))
+        count = variable.num_parts
         if count > 1 and not split.is_elementwise(number):
             logger.warning(
                 "%s stays whole on one parameter server, since its optimizer computes "

@@ -293,6 +293,8 @@ def test_mistakes_are_errors_before_anything_is_sent(coordinator, problem):
         coordinator.schedule(lambda: lock)
     with pytest.raises(TypeError, match=r"`strategy` is .*ParameterServerStrategy"):
         ClusterCoordinator(armillary.MirroredStrategy())
+    with pytest.raises(TypeError, match=r"is 3 of type int, but it must give batches"):
+        coordinator.create_per_worker_dataset(3)
     _, iterator = problem.start(coordinator)
     with pytest.raises(RuntimeError, match="outside of a scheduled function"):
         next(iterator)
@@ -453,7 +455,7 @@ def test_methods_are_scheduled_with_their_object(coordinator):
 
 def test_calls_take_as_many_batches_as_they_use(coordinator):
     data = armillary.data.from_arrays(np.arange(20.0, dtype="float32"), batch_size=1)
-    dataset = coordinator.create_per_worker_dataset(lambda: data)
+    dataset = coordinator.create_per_worker_dataset(data)
     one, two = jnp.zeros(1), jnp.zeros(2)
 
     def take(iterator, choice):

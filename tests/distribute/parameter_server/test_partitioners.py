@@ -1,17 +1,23 @@
 """How many parts variables are cut into."""
 
+import re
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
 import armillary
 from armillary.distribute.parameter_server._partitioners import cut
+from armillary.distribute.parameter_server._variables import Variables
 from armillary.distribute.partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,
 )
+from armillary.state._lift import State
 from tests.mistakes import mistakes
 
 
@@ -44,6 +50,18 @@ def test_parts_cover_all_rows_once_and_differ_by_at_most_one(rows, count):
     )
     sizes = [stop - start for start, stop in ranges]
     assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    "counts", [None, 2, [], [2], [2, 2], [0, 1], [2.0, 1], [[2], [1]], "21"]
+)
+def test_counts_are_checked_for_variables_without_an_optimizer_too(counts):
+    variables = Variables(1, lambda shape, dtype, axis: counts)
+    state = State([(nnx.Variable(jnp.zeros((4, 3))), "total")])
+    message = rf"`variable_partitioner` returned {re.escape(repr(counts))} for total of"
+    for _ in range(2):  # Nothing is half done after the first.
+        with pytest.raises(ValueError, match=message):
+            variables.adopt(state)
 
 
 def make(partitioner):

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import armillary
-from armillary.cluster import SimpleClusterResolver
+from armillary.cluster import ClusterResolver, ClusterSpec, SimpleClusterResolver
 from armillary.distribute.coordinator import Server
 from armillary.errors import ClusterError
 from tests.mistakes import mistakes
@@ -93,11 +93,37 @@ def resolve(task_type, cluster=CLUSTER):
     return SimpleClusterResolver(cluster, task_type=task_type, task_id=0)
 
 
+class OwnResolver(ClusterResolver):
+    """Does not look at the cluster."""
+
+    @property
+    def task_type(self):
+        return "worker"
+
+    @property
+    def task_id(self):
+        return 2
+
+    def cluster_spec(self):
+        return ClusterSpec(CLUSTER)
+
+
 @mistakes(
     {
         ClusterError: {
             "without a ps": lambda: armillary.ParameterServerStrategy(
                 resolve("chief", {"chief": ["h:1"], "worker": ["h:2"]})
+            ),
+            "cannot train. `cluster_spec` has 2 'chief' tasks": lambda: (
+                armillary.ParameterServerStrategy(
+                    resolve("chief", {**CLUSTER, "chief": ["h:1", "h:5"]})
+                )
+            ),
+            "cannot train. `cluster_spec` has the job 'stranger'": lambda: Server(
+                resolve("worker", {**CLUSTER, "stranger": ["h:5"]})
+            ),
+            "cannot train. `task_id` is 2, but the 'worker' tasks": lambda: Server(
+                OwnResolver()
             ),
             "without a chief": lambda: Server(
                 resolve("worker", {"worker": ["h:1"], "ps": ["h:2"]})
