@@ -3,13 +3,12 @@
 And those for lists and numbers in messages.
 """
 
-import difflib
-import functools
-import inspect
 import math
 from collections.abc import Callable, Collection, Iterable
 from numbers import Integral, Real
 from typing import Any, TypeVar
+
+from armillary._traceback import hides_frames
 
 _C = TypeVar("_C", bound=type)
 
@@ -138,31 +137,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _closest(name: str, known: list[str]) -> str:
-    found = difflib.get_close_matches(name, known, n=1)
-    if found:
-        return f"Did you mean `{found[0]}`?"
-    return f"It has {', '.join(f'`{each}`' for each in known)}."
-
-
 def answers_old_names(**answers: str) -> Callable[[_C], _C]:
     """Returns a class decorator that answers keywords that a class does not have."""
 
     def decorate(cls: _C) -> _C:
-        init = cls.__init__
-        known = list(inspect.signature(init).parameters)[1:]
-
-        @functools.wraps(init)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            for name in (name for name in kwargs if name not in known):
-                answer = answers.get(name) or _closest(name, known)
-                raise TypeError(
-                    f"`{name}` is {kwargs[name]!r}, but `{cls.__name__}` has no such "
-                    f"argument. {answer}"
-                )
-            init(self, *args, **kwargs)
-
-        cls.__init__ = __init__
+        cls.__init__ = hides_frames(cls.__init__, answers)
         return cls
 
     return decorate

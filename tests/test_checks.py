@@ -75,6 +75,11 @@ def test_an_old_keyword_is_answered_with_the_new_one(kind):
             "Did you mean `accumulate_steps`?",
         ),
         (armillary.InputOptions, "zzz", "It has `remainder`, "),
+        (armillary.data.from_arrays, "batchsize", "Did you mean `batch_size`?"),
+        (armillary.data.from_arrays, "shuffle", "Did you mean `shuffle_seed`?"),
+        (armillary.MirroredStrategy, "device", "Did you mean `devices`?"),
+        (armillary.EpochHelper, "epoch_step", "Did you mean `epoch_steps`?"),
+        (armillary.summarize, "models", "Did you mean `model`?"),
     ],
 )
 def test_a_keyword_that_there_is_not_is_answered_with_what_there_is(kind, name, answer):

@@ -29,6 +29,7 @@ all of them or on none. An action of your own that writes to a shared place must
 therefore write in one process only, where `jax.process_index() == 0`.
 """
 
+from armillary._traceback import mark_public as _mark_public
 from armillary.actions._best_metric import NewBestMetric as NewBestMetric
 from armillary.actions._conditional import ConditionalAction as ConditionalAction
 from armillary.actions._early_stopping import EarlyStopping as EarlyStopping
@@ -50,3 +51,5 @@ __all__ = [
     "Profile",
     "SaveCheckpointIfPreempted",
 ]
+
+_mark_public(globals())

@@ -25,8 +25,11 @@ complete, because Orbax gives a folder its name last, and is never changed after
 So a crash at any moment, also during a save, costs at most the save in progress.
 """
 
+from armillary._traceback import mark_public as _mark_public
 from armillary.checkpoint._checkpoint import Checkpoint as Checkpoint
 from armillary.checkpoint._manager import CheckpointManager as CheckpointManager
 from armillary.checkpoint._restore_report import RestoreReport as RestoreReport
 
 __all__ = ["Checkpoint", "CheckpointManager", "RestoreReport"]
+
+_mark_public(globals())

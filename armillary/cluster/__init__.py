@@ -14,6 +14,7 @@ uses a device, opens a connection or changes a setting of JAX.
 """
 
 from armillary._exit_code import ExitCode as ExitCode
+from armillary._traceback import mark_public as _mark_public
 from armillary.cluster._communication import (
     CommunicationImplementation as CommunicationImplementation,
 )
@@ -60,3 +61,5 @@ __all__ = [
     "TorchrunClusterResolver",
     "resolve_cluster",
 ]
+
+_mark_public(globals())

@@ -14,6 +14,7 @@ position after the batches that were used, so that a checkpoint can hold it::
 Compiled loops read through a `Feed`, in chunks: the batches of many steps, stacked.
 """
 
+from armillary._traceback import mark_public as _mark_public
 from armillary.data._dataset import DistributedDataset as DistributedDataset
 from armillary.data._input_context import InputContext as InputContext
 from armillary.data._input_options import InputOptions as InputOptions
@@ -45,3 +46,5 @@ __all__ = [
     "from_huggingface",
     "from_tfrecords",
 ]
+
+_mark_public(globals())

@@ -21,6 +21,7 @@ program of a step, and `replica` is what holds inside `run`.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from armillary._traceback import mark_public as _mark_public
 from armillary.distribute import partitioners as partitioners
 from armillary.distribute._strategy import Strategy as Strategy
 from armillary.distribute._strategy import ValueContext as ValueContext
@@ -138,6 +139,8 @@ __all__ = [
     "value_and_grad",
     "weighted_mean",
 ]
+
+_mark_public(globals())
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ written here once, on top of these.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -483,7 +483,9 @@ class Strategy:
         count = self.num_replicas_in_sync
         return f"{type(self).__name__}({count} replica{'' if count == 1 else 's'})"
 
-    # The spellings of the TensorFlow guides.
+    # The spellings of TensorFlow's guides, of several of its versions.
+    experimental_run_v2 = run
+    unwrap = local_results
     experimental_distribute_dataset = distribute_dataset
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
     experimental_distribute_values_from_function = distribute_values_from_function
@@ -492,12 +494,36 @@ class Strategy:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A method that a subclass overrides is overridden under both its names.
-        for name, method in list(vars(cls).items()):
-            if hasattr(Strategy, f"experimental_{name}"):
-                setattr(cls, f"experimental_{name}", method)
+        # A method that a subclass overrides is overridden under all its names.
+        for alias, method in vars(Strategy).items():
+            name = getattr(method, "__name__", alias)
+            if name != alias and name in vars(cls):
+                setattr(cls, alias, vars(cls)[name])
+
+    if not TYPE_CHECKING:  # which knows which names there are
+
+        def __getattr__(self, name: str) -> Any:
+            problem = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name not in _OLD_NAMES:
+                raise AttributeError(problem)
+            # No guess of Python's is better than this.
+            raise AttributeError(f"{problem}. {_OLD_NAMES[name]}", name=name, obj=None)
 
 
+_PLACED = "Leave it out: XLA places operations, and variables live with the strategy."
+_OLD_NAMES = {
+    "experimental_run": "Write `strategy.run(fn, args=(next(iterator),))`.",
+    "make_dataset_iterator": "Write `iter(strategy.distribute_dataset(dataset))`, and "
+    "call it again to begin anew.",
+    "make_input_fn_iterator": "Write `iter(strategy.distribute_datasets_from_function("
+    "input_fn))`, and call it again to begin anew.",
+    "extended": "Use `armillary.all_reduce` in a step, or `merge_call` of "
+    "`armillary.get_replica_context()`.",
+    "group": "Leave it out: what `strategy.run` does is done without a session.",
+    "colocate_vars_with": _PLACED,
+    "configure": _PLACED,
+    "update_config_proto": _PLACED,
+}
 _REDUCE = {
     ReduceOp.SUM: jnp.sum,
     ReduceOp.MEAN: jnp.mean,

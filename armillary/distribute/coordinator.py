@@ -1,5 +1,6 @@
 """Functions that are scheduled on workers (`tf.distribute.coordinator`)."""
 
+from armillary._traceback import mark_public as _mark_public
 from armillary.distribute.parameter_server._closures import RemoteValue as RemoteValue
 from armillary.distribute.parameter_server._coordinator import (
     ClusterCoordinator as ClusterCoordinator,
@@ -21,3 +22,5 @@ __all__ = [
     "RemoteValue",
     "Server",
 ]
+
+_mark_public(globals())

@@ -1,5 +1,6 @@
 """Into how many parts variables are cut (`tf.distribute.experimental.partitioners`)."""
 
+from armillary._traceback import mark_public as _mark_public
 from armillary.distribute.parameter_server._partitioners import (
     FixedShardsPartitioner as FixedShardsPartitioner,
 )
@@ -19,3 +20,5 @@ __all__ = [
     "MinSizePartitioner",
     "Partitioner",
 ]
+
+_mark_public(globals())

@@ -60,6 +60,7 @@ This package imports Flax NNX and Optax, which `import armillary` alone does not
 loaded when `armillary.estimator` is first used.
 """
 
+from armillary._traceback import mark_public as _mark_public
 from armillary.estimator._canned import DNNClassifier as DNNClassifier
 from armillary.estimator._canned import DNNRegressor as DNNRegressor
 from armillary.estimator._canned import LinearClassifier as LinearClassifier
@@ -95,3 +96,5 @@ __all__ = [
     "numeric_column",
     "train_and_evaluate",
 ]
+
+_mark_public(globals())

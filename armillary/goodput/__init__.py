@@ -7,6 +7,7 @@ the totals now and then. JAX reports when it compiles, the loop when it waits fo
 command line that is `armillary goodput RUN_DIR`.
 """
 
+from armillary._traceback import mark_public as _mark_public
 from armillary.goodput._category import Category as Category
 from armillary.goodput._goodput import Goodput as Goodput
 from armillary.goodput._goodput import read_goodput as read_goodput
@@ -16,3 +17,5 @@ __all__ = [
     "Goodput",
     "read_goodput",
 ]
+
+_mark_public(globals())

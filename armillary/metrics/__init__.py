@@ -16,6 +16,7 @@ This package imports Flax NNX, which `import armillary` alone does not: it is lo
 when `armillary.metrics` is first used.
 """
 
+from armillary._traceback import mark_public as _mark_public
 from armillary.metrics._auc import AUC as AUC
 from armillary.metrics._confusion import ConfusionMatrix as ConfusionMatrix
 from armillary.metrics._confusion import F1Score as F1Score
@@ -37,3 +38,5 @@ __all__ = [
     "Recall",
     "TopKAccuracy",
 ]
+
+_mark_public(globals())

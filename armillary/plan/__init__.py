@@ -5,6 +5,7 @@ on any machine, and reads from the result whether it fits, what devices send eac
 and what its time is estimated to be. See `docs/plan.md`.
 """
 
+from armillary._traceback import mark_public as _mark_public
 from armillary.plan._plan import plan as plan
 from armillary.plan._report import Memory as Memory
 from armillary.plan._report import Plan as Plan
@@ -22,3 +23,5 @@ __all__ = [
     "find_target",
     "plan",
 ]
+
+_mark_public(globals())

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
+from armillary._traceback import hides_frames
 from armillary.state import _keras, _nnx
 from armillary.state._slots import Role, Slot, join_keys
 from armillary.state._walk import Walk
@@ -137,6 +138,7 @@ class ModelSummary:
         return text.getvalue().rstrip("\n")
 
 
+@hides_frames
 def summarize(model: Any) -> ModelSummary:
     """Returns the arrays of a model, with their shapes, dtypes and sizes.
 

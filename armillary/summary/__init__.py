@@ -29,6 +29,7 @@ others: `WandbWriter` and `MlflowWriter` are such.
 A `Controller` also writes `metrics.jsonl`, which `read_metrics` reads.
 """
 
+from armillary._traceback import mark_public as _mark_public
 from armillary.summary._kinds import Histogram as Histogram
 from armillary.summary._kinds import Image as Image
 from armillary.summary._kinds import Text as Text
@@ -52,3 +53,5 @@ __all__ = [
     "WandbWriter",
     "read_metrics",
 ]
+
+_mark_public(globals())

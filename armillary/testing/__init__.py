@@ -5,6 +5,7 @@
 change that makes it gather what it only had to sum.
 """
 
+from armillary._traceback import mark_public as _mark_public
 from armillary.testing._count_collectives import (
     assert_collectives as assert_collectives,
 )
@@ -14,3 +15,5 @@ from armillary.testing._strategies_agree import (
 )
 
 __all__ = ["assert_collectives", "assert_strategies_agree", "find_collectives"]
+
+_mark_public(globals())

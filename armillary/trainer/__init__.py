@@ -6,6 +6,7 @@ data, with one `Program` for each shape of batch, which carries the state throug
 steps of a chunk on the device.
 """
 
+from armillary._traceback import mark_public as _mark_public
 from armillary.trainer._contract import AbstractEvaluator as AbstractEvaluator
 from armillary.trainer._contract import AbstractTrainer as AbstractTrainer
 from armillary.trainer._contract import PendingLoops as PendingLoops
@@ -29,3 +30,5 @@ __all__ = [
     "StandardTrainerOptions",
     "predict",
 ]
+
+_mark_public(globals())

@@ -3,6 +3,7 @@
 from typing import Any
 
 from armillary._checks import check_positive_int
+from armillary._traceback import hides_frames
 from armillary.state._step_counter import as_step_counter
 
 
@@ -33,6 +34,7 @@ class EpochHelper:
         TypeError: If `global_step` is neither a variable nor a function.
     """
 
+    @hides_frames
     def __init__(self, epoch_steps: int, global_step: Any) -> None:
         self._epoch_steps = check_positive_int("epoch_steps", epoch_steps)
         self._read_step = as_step_counter(global_step)

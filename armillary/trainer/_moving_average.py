@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 from armillary._checks import list_lines
+from armillary._traceback import hides_frames
 
 
 class ExponentialMovingAverage(nnx.Module):
@@ -55,6 +56,7 @@ class ExponentialMovingAverage(nnx.Module):
             model to update from has other parameters.
     """
 
+    @hides_frames
     def __init__(
         self,
         model: nnx.Module,

@@ -4,6 +4,7 @@ They change code outside Armillary too, and so are never made unless asked for. 
 Armillary's own programs are compiled is not among them: `_steps.py` chooses that.
 """
 
+from armillary._traceback import mark_public as _mark_public
 from armillary.xla._cache import use_compilation_cache as use_compilation_cache
 from armillary.xla._lowerings import (
     use_canonical_convolutions as use_canonical_convolutions,
@@ -13,3 +14,5 @@ __all__ = [
     "use_canonical_convolutions",
     "use_compilation_cache",
 ]
+
+_mark_public(globals())

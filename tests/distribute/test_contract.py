@@ -487,18 +487,26 @@ def test_values_from_a_function_are_nests(strategy):
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("alias", "name"),
     [
-        "distribute_dataset",
-        "distribute_datasets_from_function",
-        "distribute_values_from_function",
-        "local_results",
-        "make_numpy_dataset",
+        ("experimental_distribute_dataset", "distribute_dataset"),
+        (
+            "experimental_distribute_datasets_from_function",
+            "distribute_datasets_from_function",
+        ),
+        (
+            "experimental_distribute_values_from_function",
+            "distribute_values_from_function",
+        ),
+        ("experimental_local_results", "local_results"),
+        ("experimental_make_numpy_dataset", "make_numpy_dataset"),
+        ("experimental_run_v2", "run"),
+        ("unwrap", "local_results"),
     ],
 )
-def test_the_spellings_of_the_tensorflow_guides_are_aliases(strategy, name):
+def test_the_spellings_of_the_tensorflow_guides_are_aliases(strategy, alias, name):
     kind = type(strategy)
-    assert getattr(kind, f"experimental_{name}") is getattr(kind, name)
+    assert getattr(kind, alias) is getattr(kind, name)
 
 
 @pytest.mark.slow

@@ -236,7 +236,7 @@ def test_from_function_needs_a_function(method, name, make_mirrored):
         getattr(make_mirrored(2), method)(3)
 
 
-def test_a_subclass_overrides_both_spellings_of_a_method():
+def test_a_subclass_overrides_all_spellings_of_a_method():
     class Renamed(MirroredStrategy):
         def local_results(self, value):
             return ("its own", value)
@@ -245,5 +245,7 @@ def test_a_subclass_overrides_both_spellings_of_a_method():
         pass
 
     for kind in (Renamed, Derived):
-        assert kind([jax.devices()[0]]).experimental_local_results(1) == ("its own", 1)
+        strategy = kind([jax.devices()[0]])
+        assert strategy.experimental_local_results(1) == ("its own", 1)
+        assert strategy.unwrap(1) == ("its own", 1)
     assert MirroredStrategy.experimental_local_results is Strategy.local_results

@@ -238,6 +238,6 @@ def is_inside(leaf: Any) -> bool:
     return owner is not None and owner.array is leaf
 
 
-def is_per_replica(value: Any) -> bool:
+def is_per_replica(value: Any, /) -> bool:
     """Returns whether `value` is a `PerReplica`, for use as `is_leaf`."""
     return isinstance(value, PerReplica)
