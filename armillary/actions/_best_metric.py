@@ -67,9 +67,9 @@ class NewBestMetric:
         self.higher_is_better = higher_is_better
         self.write_metric = write_metric
         self.best_value: float | None = None
-        self._file: Path | None = None
+        self.file: Path | None = None
         if directory is not None:
-            self._file = (
+            self.file = (
                 Path(directory) / f"best_{quote(_file_key(metric), safe='')}.json"
             )
             self._read_file()
@@ -90,8 +90,8 @@ class NewBestMetric:
             return False
         self.best_value = self.metric_value(output)
         is_writer = self.write_metric and get_process().is_chief
-        if self._file is not None and is_writer:
-            self._write_file(self._file)
+        if self.file is not None and is_writer:
+            self._write_file(self.file)
         return True
 
     def metric_value(self, output: Output) -> float:
@@ -112,20 +112,20 @@ class NewBestMetric:
         self.best_value = state["best_value"]
 
     def _read_file(self) -> None:
-        if self._file is None or not self._file.exists():
+        if self.file is None or not self.file.exists():
             return
         try:
-            content = json.loads(self._file.read_text(encoding="utf-8"))
+            content = json.loads(self.file.read_text(encoding="utf-8"))
             higher_is_better = content["higher_is_better"]
             best_value = float(content["best_value"])
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
-                f"{self._file} cannot be read as the best value of "
+                f"{self.file} cannot be read as the best value of "
                 f"{describe(self.metric)}: {error!r}. Delete the file to start afresh."
             ) from error
         if higher_is_better != self.higher_is_better:
             raise ValueError(
-                f"`higher_is_better` is {self.higher_is_better}, but {self._file} was "
+                f"`higher_is_better` is {self.higher_is_better}, but {self.file} was "
                 f"written with {higher_is_better}. Use "
                 f"`higher_is_better={higher_is_better}`, or delete the file."
             )

@@ -25,7 +25,9 @@ class EarlyStopping:
             "loss", patience=3, higher_is_better=False)
         controller = armillary.Controller(..., eval_actions=[early_stopping])
 
-    As part of a `Checkpoint`, the best value and the count survive a restart.
+    As part of a `Checkpoint`, the best value and the count survive a restart, and a run
+    that was stopped stays stopped: started again, it trains nothing, unless `patience`
+    is larger now. A later call in the same program gets its patience back.
 
     Args:
         request_stop: A controller, or a function that takes the reason to stop.
@@ -66,9 +68,11 @@ class EarlyStopping:
         self.higher_is_better = higher_is_better
         self.best_value: float | None = None
         self.num_without_improvement = 0
+        self._was_stopped = False
 
     def __call__(self, output: Output) -> None:
         """Judges one output, and requests a stop if patience has run out."""
+        self._start_afresh()
         value = read_metric(self.metric, output)
         higher = self.higher_is_better
         if is_better(value, self.best_value, higher=higher, margin=self.min_delta):
@@ -82,7 +86,22 @@ class EarlyStopping:
                 f"{self.min_delta:g} for {self.patience} outputs in a row; "
                 f"the best value was {self.best_value}, the last one {value}"
             )
-            # A later call of the controller starts afresh, and so does the count.
+
+    def begin_training(self) -> None:
+        """Requests a stop if a checkpoint says so; a `Controller` calls this."""
+        if not self._was_stopped:
+            self._start_afresh()
+            return
+        self._was_stopped = False
+        self._request_stop(
+            f"{describe(self.metric)} had not improved for "
+            f"{self.num_without_improvement} outputs in a row when this was saved; "
+            f"the best value was {self.best_value}. A larger `patience` trains on"
+        )
+
+    def _start_afresh(self) -> None:
+        """Gives a call after one that was stopped its patience back."""
+        if self.num_without_improvement >= self.patience:
             self.num_without_improvement = 0
 
     def get_state(self) -> dict[str, Any]:
@@ -96,3 +115,4 @@ class EarlyStopping:
         """Takes over what a `Checkpoint` saved."""
         self.best_value = state["best_value"]
         self.num_without_improvement = state["num_without_improvement"]
+        self._was_stopped = self.num_without_improvement >= self.patience

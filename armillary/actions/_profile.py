@@ -102,5 +102,5 @@ class Profile(StepAction):
     def _stop(self) -> None:
         begun_at, self._begun_at = self._begun_at, None
         jax.profiler.stop_trace()
-        reached = self._read_step() if self._read_step else self._last_step
+        reached = self._read_step() if self._read_step else self.last_step
         logger.info("traced steps %d to %d: %s", begun_at, reached, self.directory)

@@ -1,8 +1,9 @@
 """What an action hears from a controller besides outputs.
 
 A controller tells each of its actions which step counter is its own, once it has
-restored, and when a call that trains has ended, in whatever way. An action has the
-methods of these names, or does not care. Actions that hold others pass both on.
+restored, and when a call that trains begins, and has ended in whatever way. An action
+has the methods of these names, or does not care. Actions that hold others pass the
+counter and the end on; the beginning, `_parts` does.
 """
 
 from collections.abc import Callable, Iterable
@@ -40,12 +41,13 @@ class StepAction:
     """An action that knows the global step, once it is told what counts it."""
 
     _read_step: Callable[[], int] | None = None
-    _last_step = 0
+    last_step = 0
+    """The global step of the last call."""
 
     def bind_step_counter(self, counter: Any) -> None:
         """Takes what counts training steps; a `Controller` calls this."""
         self._read_step = as_step_counter(counter)
-        self._last_step = self._read_step()
+        self.last_step = self._read_step()
 
     def _advance(self) -> tuple[int, int]:
         """Returns the global step of the last call of this method, and that of now."""
@@ -55,8 +57,8 @@ class StepAction:
                 "step. A `Controller` tells its actions; in a loop of your own, call "
                 "`action.bind_step_counter(optimizer.step)` first."
             )
-        last, self._last_step = self._last_step, self._read_step()
-        return last, self._last_step
+        last, self.last_step = self.last_step, self._read_step()
+        return last, self.last_step
 
 
 def as_actions(action: Any) -> tuple[Action, ...]:

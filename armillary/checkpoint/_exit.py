@@ -38,8 +38,14 @@ def sync_at_exit(writer: "Writer") -> None:
             _is_registered = True
 
 
+def find_running() -> list[threading.Thread]:
+    """Returns the threads of the saves that are not complete yet, of any directory."""
+    threads = [writer.thread for writer in list(_writers)]
+    return [thread for thread in threads if thread is not None and thread.is_alive()]
+
+
 def _is_writing() -> bool:
-    return any(writer.is_writing for writer in list(_writers))
+    return bool(find_running())
 
 
 def _sync_all() -> None:

@@ -8,6 +8,7 @@ nobody is left waiting, and a program that handles it can go on. All see one dir
 """
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -120,7 +121,7 @@ class JointWriter:
             name: as_stored_by_one(leaf, is_writer=is_writer)
             for name, leaf in content.leaves.items()
         }
-        content = Content(content.leaves, content.states, stored)
+        content = dataclasses.replace(content, stored=stored)
         path = self._share("a save", lambda: self._writer.start(number, content))
         self._is_saving = True
         return path

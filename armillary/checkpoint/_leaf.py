@@ -65,11 +65,13 @@ class Content:
         leaves: The arrays by path, as the slots hold them.
         states: What each object's `get_state` returned, in the types of JSON.
         stored: The plain arrays to store for the leaves, if they were made already.
+        evaluation: How far the evaluation of this moment is, for a controller.
     """
 
     leaves: dict[str, Any]
     states: dict[str, Any]
     stored: dict[str, Any] | None = None
+    evaluation: Any = None
 
     @property
     def specs(self) -> dict[str, LeafSpec]:

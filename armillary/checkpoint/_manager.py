@@ -3,10 +3,13 @@
 How a save runs in the background is in `_writer`, how one is read in `_reader`.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any, Literal, NoReturn
+
+from etils import epath
 
 from armillary._checks import (
     answers_old_names,
@@ -25,9 +28,11 @@ from armillary.checkpoint._folder import (
     find_superseded,
 )
 from armillary.checkpoint._joint import announcing_errors, make_writer
+from armillary.checkpoint._leaf import Content
 from armillary.checkpoint._reader import restore, restore_latest
 from armillary.checkpoint._restore_report import RestoreReport
 from armillary.checkpoint._selection import Paths, as_paths, make_selection
+from armillary.checkpoint._store import read_evaluation
 from armillary.errors import CheckpointError
 from armillary.state._step_counter import as_step_counter
 
@@ -130,6 +135,7 @@ class CheckpointManager:
         # Of the last save or restore. There is no number if an older one was restored.
         self._last_step: int | None = None
         self._last_number: int | None = None
+        self._evaluation: Any = None
         self._writer = make_writer(
             self._directory,
             max_to_keep=max_to_keep,
@@ -205,6 +211,16 @@ class CheckpointManager:
         if self._step_counter is None:
             self.step_counter = step_counter
 
+    def bind_evaluation(self, evaluation: Any) -> None:
+        """Saves and restores, beside the values, how far an evaluation is.
+
+        A `Controller` that trains and evaluates calls this.
+
+        Args:
+            evaluation: Has `get_state` and `set_state`.
+        """
+        self._evaluation = evaluation
+
     def save(
         self, checkpoint_number: int | None = None, check_interval: bool = False
     ) -> str | None:
@@ -236,10 +252,22 @@ class CheckpointManager:
             return None
         self.sync()
         number = self._choose_number(checkpoint_number, step)
+        return self.save_content(number, self.read_content())
+
+    def read_content(self) -> Content:
+        """Returns what a save would write now; a `Controller` keeps it for later."""
         with announcing_errors():
             content = self._checkpoint.read_content()
+            if self._evaluation is None:
+                return content
+            return dataclasses.replace(
+                content, evaluation=self._evaluation.get_state()
+            )
+
+    def save_content(self, number: int, content: Content) -> str | None:
+        """Starts saving what was read at this step. The last save must be over."""
         path = self._writer.start(number, content)
-        self._last_step, self._last_number = step, number
+        self._last_step, self._last_number = self._step(), number
         return path
 
     def is_due(self, step: int | None) -> bool:
@@ -291,7 +319,7 @@ class CheckpointManager:
         selection = make_selection(may_differ=self._may_differ)
         report = restore_latest(self._checkpoint, self._directory, selection)
         if report is not None:
-            return self._note_restored(report)
+            return self._note_restored(report, is_whole=True)
         logger.info("found no checkpoint in %s.", self._directory)
         if self._init_fn is not None:
             with announcing_errors():
@@ -344,7 +372,7 @@ class CheckpointManager:
         self.sync()
         folder = as_absolute("path", path)
         report = restore(self._checkpoint, folder, self._directory, selection)
-        return self._note_restored(report)
+        return self._note_restored(report, is_whole=selection.is_whole)
 
     def sync(self) -> None:
         """Waits until the last save is complete and old checkpoints are removed.
@@ -362,13 +390,16 @@ class CheckpointManager:
         """
         self._writer.close()
 
-    def _note_restored(self, report: RestoreReport) -> str:
+    def _note_restored(self, report: RestoreReport, *, is_whole: bool) -> str:
         # What was restored in part is on no disk, so that a save is due.
         self._last_number = None
         if self._read_step is not None and not (report.kept or report.unused):
             self._last_step = self._read_step()
             if report.path == self.latest_checkpoint:
                 self._last_number = self._last_step
+        if self._evaluation is not None:
+            path = epath.Path(report.path)
+            self._evaluation.set_state(read_evaluation(path) if is_whole else None)
         return report.path
 
     def _step(self) -> int | None:

@@ -10,8 +10,9 @@ from reusing the buffer of a donated array; the tests of the manager pin that.
 import functools
 import logging
 import sys
+import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +56,7 @@ class Store:
 
     def __init__(self) -> None:
         self._writer: Any = None
+        self._handler: Any = None
 
     def write(
         self,
@@ -63,8 +65,12 @@ class Store:
         arrays: Mapping[str, jax.Array | np.ndarray],
         manifest: Mapping[str, Any],
         header: Header,
+        earlier: Sequence[threading.Thread] = (),
     ) -> None:
-        """Starts writing a new folder; returns once the arrays may change again."""
+        """Starts writing a new folder; returns once the arrays may change again.
+
+        It gets its name only when `earlier` threads have ended.
+        """
         import orbax.checkpoint as ocp
 
         from armillary.checkpoint._handler import ItemsArgs
@@ -72,8 +78,9 @@ class Store:
         if self._writer is None:
             # A directory that cannot be made must be an error of this call.
             options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+            self._handler = _handler()
             self._writer = ocp.AsyncCheckpointer(
-                _handler(), async_options=options, multiprocessing_options=_alone()
+                self._handler, async_options=options, multiprocessing_options=_alone()
             )
         items: dict[str, Any] = {
             "manifest": ocp.args.JsonSave(manifest),
@@ -81,6 +88,7 @@ class Store:
         }
         if arrays:
             items["arrays"] = ocp.args.PyTreeSave(dict(arrays))
+        self._handler.earlier = earlier
         _quiet_failures()
         self._writer.save(path, args=ItemsArgs(**items))
 
@@ -106,6 +114,11 @@ def read_description(path: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, A
     leaves = manifest["leaves"]
     specs = {name: LeafSpec.from_json(spec) for name, spec in leaves.items()}
     return specs, manifest["states"]
+
+
+def read_evaluation(path: epath.Path) -> Any:
+    """Returns how far the evaluation of the step was, for a controller."""
+    return read_json(path / "manifest" / _MANIFEST_FILE).get("evaluation")
 
 
 def read_arrays(

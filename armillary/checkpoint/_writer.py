@@ -18,7 +18,7 @@ from armillary._logging import logger
 from armillary._process import is_first
 from armillary.checkpoint import _folder
 from armillary.checkpoint._disk import sync_name
-from armillary.checkpoint._exit import sync_at_exit
+from armillary.checkpoint._exit import find_running, sync_at_exit
 from armillary.checkpoint._leaf import Content, as_stored
 from armillary.checkpoint._messages import as_disk_error, removal_error, write_error
 from armillary.checkpoint._store import Store
@@ -52,7 +52,8 @@ class Writer:
         self._store = Store()
         self._preserved_at = time()
         self._has_cleaned = False
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
+        """What ends the last save, if `sync` has not seen the end of it."""
         self._raise_errors = raise_errors
         self._failure: CheckpointError | None = None
         self.last_error: CheckpointError | None = None
@@ -73,25 +74,20 @@ class Writer:
             logger.warning("%s", error)
             return None
         sync_at_exit(self)
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self._finish, args=(path, num_bytes), name="armillary-checkpoint"
         )
-        self._thread.start()
+        self.thread.start()
         return str(path)
 
     def sync(self) -> None:
         """Waits until the last save is on the disk and old checkpoints are removed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a save is not complete yet."""
-        return self._thread is not None and self._thread.is_alive()
 
     @property
     def has_failed(self) -> bool:
@@ -122,8 +118,11 @@ class Writer:
                 manifest={
                     "leaves": {name: spec.as_json() for name, spec in specs.items()},
                     "states": content.states,
+                    "evaluation": content.evaluation,
                 },
                 header=self._make_header(number, saved, has_arrays=bool(arrays)),
+                # Such as that of a model which this checkpoint says is the best.
+                earlier=find_running(),
             )
             return path, num_bytes
         except Exception as error:

@@ -118,6 +118,7 @@ def check_managers(strategy: Any, checkpoint_manager: Any) -> None:
             "restore_or_initialize",
             "sync",
             "bind_step_counter",
+            "bind_evaluation",
             "is_due",
             "has_saved_step",
             "checkpoint",

@@ -21,6 +21,8 @@ from armillary._checks import (
 from armillary._logging import ensure_visible
 from armillary._numbers import find_numbers
 from armillary._traceback import hides_frames
+from armillary.actions._parts import begin_training as begin_actions
+from armillary.actions._parts import resume_at
 from armillary.actions._step_action import bind_step_counter
 from armillary.actions._step_action import end_training as end_actions
 from armillary.controller._arguments import (
@@ -36,9 +38,11 @@ from armillary.controller._arguments import (
 from armillary.controller._curves import Curves
 from armillary.controller._display import Display
 from armillary.controller._evaluation import run_evaluations
+from armillary.controller._evaluation_mark import EvaluationMark
 from armillary.controller._finishing import finishing
 from armillary.controller._history import History, RunOutput, add_record
 from armillary.controller._new_checkpoints import restore_if_good, watch_checkpoints
+from armillary.controller._restore_check import warn_of_unsaved
 from armillary.controller._run_record import RunRecord
 from armillary.controller._saving import Saving
 from armillary.controller._stop_request import StopRequest
@@ -59,6 +63,8 @@ if TYPE_CHECKING:
 
 
 @answers_old_names(
+    eval_steps="Methods take it: `train_and_evaluate(eval_steps=...)`, or "
+    "`evaluate(steps=...)`.",
     enable_async_checkpointing="Leave it out: every save goes on in the background.",
     hang_timeout="It is called `hang_timeout_seconds` here.",
 )
@@ -76,6 +82,8 @@ class Controller:
             for action in train_actions: action(output)
             checkpoint_manager.save(check_interval=True)
         checkpoint_manager.save()
+
+    Where a step is evaluated as well, by `train_and_evaluate`, it is saved afterwards.
 
     Several calls in a row on one controller work; each goes on at the global step that
     the last one reached. An exception of the user's code reaches the caller, after
@@ -201,7 +209,8 @@ class Controller:
         self._run_record = RunRecord(self._curves, trainer, strategy, hyperparameters)
         self._stop = StopRequest()
         shared = (self._read_step, self._scope, self._goodput)
-        self._saving = Saving(checkpoint_manager, trainer, *shared)
+        self._mark = EvaluationMark(self._read_step, trainer)
+        self._saving = Saving(checkpoint_manager, trainer, *shared, self._mark)
         self._loops = TrainLoops(
             trainer,
             *shared,
@@ -228,8 +237,13 @@ class Controller:
         ensure_visible()
         if checkpoint_manager is not None:
             checkpoint_manager.bind_step_counter(global_step)
+            if trainer is not None:
+                checkpoint_manager.bind_evaluation(self._mark)
+                warn_of_unsaved(self._actions, checkpoint_manager.checkpoint.objects)
             self.restore_checkpoint()
-        bind_step_counter((*self.train_actions, *self.eval_actions), global_step)
+        bind_step_counter(self._actions, global_step)
+        if self._mark.evaluated is not None:
+            resume_at(self._mark.evaluated, self.eval_actions)
 
     @property
     def steps_per_loop(self) -> int | None:
@@ -273,6 +287,7 @@ class Controller:
         """
         require(self, "trainer", for_method="train")
         check_target("steps", steps, self._read_step(), epochs)
+        self._mark.expect(None)
         with self._run(steps):
             goes_on = self._training.begin_epoch(epochs)
             while goes_on:
@@ -326,19 +341,7 @@ class Controller:
         """
         require(self, "evaluator", for_method="evaluate")
         check_num_steps("steps", steps)
-        step = self._read_step()
-        with self._display.on("eval", step), self._watch():
-            output = run_evaluations(
-                self.evaluator,
-                steps,
-                step=step,
-                scope=self._scope,
-                goodput=self._goodput,
-                curves=self._eval_curves,
-                actions=self.eval_actions,
-            )
-        add_record(self._history.eval, step, find_numbers(output))
-        return output
+        return self._evaluate(steps, self.eval_actions)
 
     @hides_frames
     def train_and_evaluate(
@@ -354,8 +357,12 @@ class Controller:
         Evaluations are at global steps that are multiples of `eval_interval`, however
         often the run was interrupted between them, and at the ends of `epochs`. The end
         is evaluated exactly once: at `train_steps`, or where the data ended or a stop
-        was requested. The last checkpoint is saved before it, so that it cannot be lost
-        to a failing evaluation.
+        was requested.
+
+        A step that is saved as well is saved after its evaluation, with what this and
+        its actions have changed. If they fail, or the job is preempted meanwhile, it is
+        saved nevertheless, and a run that resumes there evaluates it first. Processes
+        that train together save before, to the same effect.
 
         Args:
             train_steps: The global step to train up to, or -1 as in `train`.
@@ -382,20 +389,26 @@ class Controller:
         if eval_interval is not None:
             check_positive_int("eval_interval", eval_interval)
         output: Output = None
-        evaluated_step = None
         with self._run(train_steps):
             goes_on = self._training.begin_epoch(epochs)
+            # A checkpoint may have been saved before the evaluation of its step.
+            is_left = self._mark.is_due
             while True:
-                if goes_on:
+                if goes_on and not is_left:
                     target = self._next_stop(train_steps, eval_interval)
+                    self._mark.expect(target)
                     goes_on = self._training.train_until(target, epochs)
-                step = self._read_step()
+                is_left, step = False, self._read_step()
                 goes_on = goes_on and step != train_steps
-                if not goes_on:
-                    self._saving.save_if_needed()
-                if step != evaluated_step:
-                    output = self.evaluate(eval_steps)
-                    evaluated_step = step
+                if step != self._mark.evaluated:
+                    self._mark.expect(step)
+                    self._saving.begin_evaluation(is_last=not goes_on)
+                    actions = self._mark.take(self.eval_actions)
+                    output = self._evaluate(eval_steps, actions)
+                    self._saving.end_evaluation()
+                elif output is None:
+                    # Training was over when it began, and only the output is missing.
+                    output = self._evaluate(eval_steps, ())
                 if not goes_on or self._stop.is_agreed():
                     break
             # An action of the evaluation may have asked to stop.
@@ -519,6 +532,25 @@ class Controller:
         """
         self._stop.make(reason)
 
+    @property
+    def _actions(self) -> tuple[Action, ...]:
+        return *self.train_actions, *self.eval_actions
+
+    def _evaluate(self, steps: int, actions: Iterable[Action]) -> dict[str, Any]:
+        step = self._read_step()
+        with self._display.on("eval", step), self._watch():
+            output = run_evaluations(
+                self.evaluator,
+                steps,
+                step=step,
+                scope=self._scope,
+                goodput=self._goodput,
+                curves=self._eval_curves,
+                actions=actions,
+            )
+        add_record(self._history.eval, step, find_numbers(output))
+        return output
+
     def _make_summary_manager(
         self, directory: str | os.PathLike[str]
     ) -> SummaryManager:
@@ -546,6 +578,8 @@ class Controller:
             self._run_record.begin(step)
             finishes = self._end_actions, self._finish_writes
             with finishing(self._loops.report, *finishes), self._watch():
+                with self._scope():
+                    begin_actions(self._actions)
                 yield
             end_training(self._directory, self._read_step())
         self._stop.log(self._read_step)
@@ -568,9 +602,10 @@ class Controller:
 
     def _end_actions(self) -> None:
         with self._scope():
-            end_actions((*self.train_actions, *self.eval_actions))
+            end_actions(self._actions)
 
     def _finish_writes(self) -> None:
         self._curves.flush()
         self._eval_curves.flush()
+        self._saving.save_unevaluated()
         self._saving.sync()

@@ -1,7 +1,7 @@
 """Runs evaluations and reports them: log lines, summaries, the eval actions."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,7 +21,7 @@ def run_evaluations(
     scope: Callable[[], AbstractContextManager[Any]],
     goodput: Recorder,
     curves: Curves,
-    actions: tuple[Action, ...],
+    actions: Iterable[Action],
 ) -> dict[str, Any]:
     """Runs one evaluation, or those that have names; returns NumPy values.
 

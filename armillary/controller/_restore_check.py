@@ -1,9 +1,13 @@
 """Warns of what a restored checkpoint lacks, where a run would not go on as it was."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from armillary._logging import logger
+from armillary.actions._best_metric import NewBestMetric
+from armillary.actions._early_stopping import EarlyStopping
+from armillary.actions._metric import describe
+from armillary.actions._parts import find_parts
 from armillary.data._dataset import DistributedDataset
 from armillary.data.sources._indexed import IndexedDataset
 from armillary.trainer._loop_data import flatten_datasets
@@ -38,6 +42,25 @@ def warn_of_missing(
                 restored,
             )
             return
+
+
+def warn_of_unsaved(actions: Iterable[Any], objects: Mapping[str, Any]) -> None:
+    """Warns of actions with a state that checkpoints of these objects do not hold."""
+    saved = [id(value) for value in objects.values()]
+    for part in find_parts(actions):
+        # One with a file keeps its state by itself.
+        is_kept = id(part) in saved or getattr(part, "file", None) is not None
+        if is_kept or not isinstance(part, NewBestMetric | EarlyStopping):
+            continue
+        name = "best" if isinstance(part, NewBestMetric) else "early_stopping"
+        logger.warning(
+            "`%s` for %s is not in the `Checkpoint`, so a restart forgets what it has "
+            "seen. Name it there: `Checkpoint(..., %s=%s)`.",
+            type(part).__name__,
+            describe(part.metric),
+            name,
+            name,
+        )
 
 
 def _can_be_saved(dataset: Any) -> bool:

@@ -73,10 +73,13 @@ class Training:
                 num_steps = min(num_steps, target - step)
             num_loops = self._num_loops_at(step, num_steps, target)
             reached = self._loops.run(step, num_steps, num_loops)
+            has_ended = reached == step or (reached - step) % num_steps != 0
             if reached > step and self._saving.is_due(reached):
                 self._loops.report()
-                self._saving.save()
-            if (reached - step) % num_steps or reached == step:
+                is_stop = has_ended or self._stop.reason is not None
+                if not self._saving.follows_evaluation(is_stop=is_stop):
+                    self._saving.save()
+            if has_ended:
                 self._loops.report()
                 self._loops.log_last()
                 if epochs is not None:

@@ -598,7 +598,7 @@ def joined() -> dict[str, Any]:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     armillary.MultiWorkerMirroredStrategy()
-    print("has joined", file=sys.stderr, flush=True)
+    print("has joined", file=sys.stderr, flush=True)  # noqa: T201
     return {"files": resource.getrlimit(resource.RLIMIT_NOFILE), "hard": hard}
 
 

@@ -128,7 +128,7 @@ def fingerprint(*parts: bytes | np.ndarray) -> str:
     crc = 0
     for part in parts:
         if isinstance(part, np.ndarray):
-            part = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+            part = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
         crc = zlib.crc32(part, crc)
     return f"#{crc:08x}"
 
