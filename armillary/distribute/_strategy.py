@@ -224,7 +224,8 @@ class Strategy:
         Args:
             fn: The function. It runs in replica context.
             args: Positional arguments. `PerReplica` values, such as batches of a
-                distributed dataset, are split; other arrays are the same everywhere.
+                distributed dataset, are split; other arrays must be the same
+                everywhere, also in each process.
             kwargs: Keyword arguments, likewise.
 
         Returns:
@@ -271,6 +272,7 @@ class Strategy:
             The same pytree with one array for each `PerReplica`.
 
         Raises:
+            PeerError: If a value that replicas share differs between processes.
             ReplicaContextError: In replica context, or in another strategy's scope.
             DoubleReductionError: If SUM is asked of values that `run` returned equal on
                 all replicas, such as gradients.
@@ -317,6 +319,7 @@ class Strategy:
             The same pytree with one array for each `PerReplica`.
 
         Raises:
+            PeerError: If a value that replicas share differs between processes.
             ReplicaContextError: In replica context, or in another strategy's scope.
             ValueError: If a value has no such axis, or is the array inside a
                 `PerReplica`.

@@ -114,7 +114,7 @@ class Programs:
                 "number in every step, or make a new trainer."
             )
         if peers is not None:
-            check_same_program(peers, name, step.program)
+            check_same_program(peers, name, step.program, self._method.fn)
         flat = self._tracer.flat
         assert flat is not None
         if not self._programs:

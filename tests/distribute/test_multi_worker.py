@@ -5,9 +5,7 @@ import numpy as np
 import pytest
 
 import armillary
-from armillary.distribute.program._same_program import check_same_program
-from armillary.errors import DatasetStateError, PeerError
-from tests.peers import run_together
+from armillary.errors import DatasetStateError
 
 
 @pytest.mark.parametrize("name", ["cluster_resolver", "communication_options"])
@@ -44,16 +42,3 @@ def test_an_evaluator_joins_nobody_and_leaves_the_workers_positions_alone():
     assert len(list(dataset)) == 1
     with pytest.raises(DatasetStateError, match="positions of 2 input pipelines"):
         make_dataset({}).set_state(saved)
-
-
-def test_programs_are_compared_without_addresses():
-    def compare(peers):
-        check_same_program(peers, "step", f"a\nb <function at 0x{peers.index}af>\nc")
-        lines = ["a", "b", "c", "d"][: 4 - 2 * peers.index]
-        check_same_program(peers, "step", "\n".join(lines))
-
-    for outcome in run_together(compare):
-        with pytest.raises(PeerError, match="different programs") as e:
-            raise outcome
-        assert "process 0 of 2, from line 3:\nc\nd" in str(e.value)
-        assert "process 1 of 2, from line 3:\n(it ends before)" in str(e.value)

@@ -353,9 +353,22 @@ def mismatches(strategy: Any) -> dict[str, Any]:
     program.scale = 1.0 + index
     batches = [{"x": rows} for rows in np.split(numbers, 8)[: 8 - index]]
     shorter = Adder(strategy, strategy.distribute_dataset(batches))
+    own = jnp.full((2,), 1.0 + index)
+
+    class Capturing(Adder):
+        def train_step(self, iterator: Any) -> None:
+            rows = self.strategy.run(lambda b: b["x"] * own.sum(), (next(iterator),))
+            self.total = self.total + self.strategy.reduce("sum", rows, axis=0)
+
+    captured = Capturing(strategy, make_adder(numbers).train_dataset)
     return {
         "seed": catch(lambda: seed.train(2)),
         "program": catch(lambda: program.train(2)),
+        "captured": catch(lambda: captured.train(2)),
+        "run": catch(lambda: strategy.run(lambda: own * 3)),
+        "argument": catch(lambda: strategy.run(jnp.square, args=(own,))),
+        "gathered": catch(lambda: strategy.gather({"own": own}, axis=0)),
+        "reduced": catch(lambda: strategy.reduce("mean", 1.0 + index)),
         "data": catch(lambda: shorter.train(20)),
         "arrays": catch(lambda: make_adder(numbers[index::2])),
         "order": catch(
@@ -598,7 +611,7 @@ def joined() -> dict[str, Any]:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     armillary.MultiWorkerMirroredStrategy()
-    print("has joined", file=sys.stderr, flush=True)  # noqa: T201
+    sys.stderr.write("has joined\n")
     return {"files": resource.getrlimit(resource.RLIMIT_NOFILE), "hard": hard}
 
 

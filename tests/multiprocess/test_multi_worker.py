@@ -1,5 +1,6 @@
 """The same numbers on several processes as on one. Each job is real processes."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,14 @@ def check_mismatches(results: list[Any]) -> None:
         assert "Use the same random seed" in result["seed"]
         assert "`train_step` is traced to different programs" in result["program"]
         assert f"{last}, from line" in result["program"]
+        place = r"used at .*program\.py:\d+ \(.*<lambda>\)"
+        values = rf"process 0 has float32 \(2,\) #.*, process {count - 1} has float32"
+        for part, name in (("captured", "train_step"), ("run", "<lambda>")):
+            assert f"`{name}` computes with other values in each" in result[part]
+            assert re.search(f"  `own`, {place}: {values}", result[part]), result[part]
+        assert re.search(r"  `args\[0\]`: process 0 has float32", result["argument"])
+        assert "  value['own']: process 0 has float32 (2,) #" in result["gathered"]
+        assert "  value: process 0 has float64 () #" in result["reduced"]
         assert "different data for `train_step`" in result["data"]
         shape = f"x: float32 ({count}, {8 // count})"
         assert f"process 0 of {count}: 8 steps of {shape}" in result["data"]

@@ -24,6 +24,7 @@ from armillary.distribute.program._outside_traces import check_no_trace
 from armillary.distribute.program._same_program import check_same_program
 from armillary.distribute.program._trace import TracedStep, trace_step
 from armillary.distribute.replica._context import get_strategy, lifted_state
+from armillary.distribute.replica._values import is_per_replica
 from armillary.state._functions import captured
 from armillary.state._holders import is_claimed
 from armillary.state._lift import State
@@ -271,7 +272,13 @@ class _Program:
             flat.rebind(state.search_again())
         if strategy.peers is not None:
             name = getattr(fn, "__name__", "the function")
-            check_same_program(strategy.peers, name, self._step.program)
+            check_same_program(
+                strategy.peers,
+                name,
+                self._step.program,
+                fn,
+                _arguments_for_all(treedef.unflatten(leaves)),
+            )
 
         def pure(
             donated: Sequence[Any], others: Sequence[Any], arrays: list[Any]
@@ -340,6 +347,16 @@ def code_of(fn: Callable[..., Any]) -> Any:
 def _strategy_of(fn: Callable[..., Any]) -> Strategy:
     found = [value for _, value in captured(fn) if isinstance(value, Strategy)]
     return found[0] if found else get_strategy()
+
+
+def _arguments_for_all(arguments: PyTree) -> dict[str, Any]:
+    """Returns the arrays among `(args, kwargs)` that are no replica's own, by path."""
+    flat = jax.tree_util.tree_leaves_with_path(arguments, is_leaf=is_per_replica)
+    return {
+        f"{('args', 'kwargs')[path[0].idx]}{jax.tree_util.keystr(path[1:])}": leaf
+        for path, leaf in flat
+        if is_array(leaf) and getattr(leaf, "is_fully_addressable", True)
+    }
 
 
 def objects_of(leaves: list[Any]) -> list[Any]:

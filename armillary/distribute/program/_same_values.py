@@ -6,7 +6,7 @@ its replicas their part of what it takes for the global batch. So would other st
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from armillary._checks import list_lines
 from armillary.cluster._peers import Peers
 from armillary.data.sources._batch import check_batch
 from armillary.data.sources._indexed import IndexedDataset
-from armillary.distribute._global_arrays import is_key
+from armillary.distribute._global_arrays import is_divided, is_key
 from armillary.errors import PeerError
 
 _MOST_ROWS = 64
@@ -31,16 +31,32 @@ _OPTIONS = (
 
 def check_same_state(peers: Peers, paths: Sequence[str], leaves: Sequence[Any]) -> None:
     """Raises if values that must be equal on all processes are not."""
-    own = dict(zip(paths, map(_describe, leaves), strict=True))
-    lines, num_names = _find_differences(peers, "state", own)
-    if not lines:
+    own = dict(zip(paths, map(describe_value, leaves), strict=True))
+    differing, num_names = find_differences(peers, "state", own)
+    if not differing:
         return
     raise PeerError(
-        f"{len(lines)} of {num_names} arrays of the state differ between processes, "
-        f"but each process must begin with the same values:\n{list_lines(lines)}\n"
+        f"{len(differing)} of {num_names} arrays of the state differ between "
+        "processes, but each process must begin with the same values:\n"
+        f"{_list(differing)}\n"
         "Use the same random seed on all processes (`nnx.Rngs(0)`), and take nothing "
         "into the state that depends on the process, such as the time."
     )
+
+
+def check_same_arguments(peers: Peers, values: Mapping[str, Any]) -> None:
+    """Raises if what a function of a strategy was given differs between processes."""
+    own = {name: describe_value(value) for name, value in values.items()}
+    differing, _ = find_differences(peers, "what `reduce` or `gather` is given", own)
+    if differing:
+        raise PeerError(
+            "`strategy.reduce` or `strategy.gather` was given values that all replicas "
+            "share, but they differ between processes, which would get different "
+            f"results:\n{_list(differing)}\n"
+            "Compute them from the same values in all processes. A value of each "
+            "replica's own is what `strategy.run` returns for batches, or "
+            "`strategy.distribute_values_from_function`."
+        )
 
 
 def check_same_data(peers: Peers, dataset: IndexedDataset) -> None:
@@ -54,40 +70,49 @@ def check_same_data(peers: Peers, dataset: IndexedDataset) -> None:
     batch, _ = check_batch(dataset.read_rows(rows), lambda: "A batch of the data set")
     for path, array in jax.tree_util.tree_leaves_with_path(batch):
         shape = (dataset.num_examples, *array.shape[1:])
-        own[f"array {jax.tree_util.keystr(path)}"] = _describe(array, shape)
-    lines, _ = _find_differences(peers, "a data set for all", own)
-    if lines:
+        own[f"array {jax.tree_util.keystr(path)}"] = describe_value(array, shape)
+    differing, _ = find_differences(peers, "a data set for all", own)
+    if differing:
         raise PeerError(
             "A data set that is distributed over all processes is not the same in "
-            f"each:\n{list_lines(lines)}\n"
+            f"each:\n{_list(differing)}\n"
             "Give all of them the same data, `batch_size` and `shuffle_seed`. Where "
             "each reads data of its own, use a function with an `input_context` "
             "(`make_distributed_dataset`)."
         )
 
 
-def _find_differences(
+def find_differences(
     peers: Peers, topic: str, own: dict[str, str]
-) -> tuple[list[str], int]:
-    """Returns a line for each name that differs, and the number of all names."""
+) -> tuple[dict[str, str], int]:
+    """Returns what each process has for the names that differ, and how many are all."""
     everyone = [json.loads(text) for text in peers.gather(topic, json.dumps(own))]
-    names = list(dict.fromkeys(name for each in everyone for name in each))
-    lines = [
-        f"{name}: "
-        + ", ".join(
+    names = dict.fromkeys(name for each in everyone for name in each)
+    differing = {
+        name: ", ".join(
             f"process {index} has {each.get(name, 'no such array')}"
             for index, each in enumerate(everyone)
         )
         for name in names
         if len({each.get(name) for each in everyone}) > 1
-    ]
-    return lines, len(names)
+    }
+    return differing, len(names)
 
 
-def _describe(array: Any, shape: tuple[int, ...] | None = None) -> str:
-    """Returns type, shape and a fingerprint; `shape` is that of all, not of some."""
+def describe_value(array: Any, shape: tuple[int, ...] | None = None) -> str:
+    """Returns type, shape and a fingerprint; `shape` is that of all, not of some.
+
+    An array of which each process has a part is equal by the way that it was made.
+    """
     if is_key(array):
         array = jax.random.key_data(array)
+    if is_divided(array):
+        return f"{array.dtype.name} {array.shape}"
     values = np.ascontiguousarray(array)
-    digest = hashlib.blake2b(values.tobytes(), digest_size=6).hexdigest()
+    data = values.reshape(-1).view(np.uint8)
+    digest = hashlib.blake2b(data, digest_size=6).hexdigest()
     return f"{values.dtype.name} {shape or tuple(np.shape(array))} #{digest}"
+
+
+def _list(differing: Mapping[str, str]) -> str:
+    return list_lines(f"{name}: {text}" for name, text in differing.items())

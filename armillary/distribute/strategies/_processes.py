@@ -1,11 +1,13 @@
 """What strategies over the devices of several processes share."""
 
+import numbers
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
 from armillary._checks import check_instance
+from armillary._jaxpr import is_in_trace
 from armillary._logging import logger
 from armillary.cluster._communication import CommunicationOptions
 from armillary.cluster._join import join_cluster
@@ -15,9 +17,12 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data._input_options import InputOptions
 from armillary.data.sources._indexed import IndexedDataset
 from armillary.data.sources._source import as_source
-from armillary.distribute._global_arrays import as_local
+from armillary.distribute._global_arrays import as_local, is_array, is_divided
 from armillary.distribute._strategy import Strategy
-from armillary.distribute.program._same_values import check_same_data
+from armillary.distribute.program._same_values import (
+    check_same_arguments,
+    check_same_data,
+)
 from armillary.distribute.replica._values import is_per_replica
 from armillary.typing import PyTree
 
@@ -73,8 +78,23 @@ class JoinedStrategy(Strategy):
         return distributed
 
     def _collect(self, value: PyTree) -> PyTree:
+        if self.peers is not None and not is_in_trace():
+            flat = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_per_replica)
+            arrays = {
+                f"value{jax.tree_util.keystr(path)}": _array_of(leaf)
+                for path, leaf in flat
+            }
+            shared = {
+                name: array
+                for name, array in arrays.items()
+                if is_array(array) or isinstance(array, numbers.Number)
+                if not is_divided(array)
+            }
+            if shared:
+                check_same_arguments(self.peers, shared)
+
         def collect(leaf: Any) -> Any:
-            array = leaf.array if is_per_replica(leaf) else leaf
+            array = _array_of(leaf)
             is_here = not isinstance(array, jax.Array) or isinstance(array, Tracer)
             if is_here or array.is_fully_addressable:
                 return leaf
@@ -92,6 +112,10 @@ class JoinedStrategy(Strategy):
             counts[device.process_index] += 1
         each = f"{counts[0]} each" if len(set(counts)) == 1 else f"{counts}"
         return f"{sum(counts)} {self._unit}s, {each}"
+
+
+def _array_of(leaf: Any) -> Any:
+    return leaf.array if is_per_replica(leaf) else leaf
 
 
 def order_devices(devices: Any) -> list[Any]:
