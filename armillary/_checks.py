@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from armillary._traceback import hides_frames
 
-_C = TypeVar("_C", bound=type)
+_C = TypeVar("_C", bound=Callable[..., Any])
 
 
 def is_positive_int(value: Any) -> bool:
@@ -138,10 +138,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def answers_old_names(**answers: str) -> Callable[[_C], _C]:
-    """Returns a class decorator that answers keywords that a class does not have."""
+    """Returns a decorator of classes and methods: it answers keywords they have not."""
 
-    def decorate(cls: _C) -> _C:
-        cls.__init__ = hides_frames(cls.__init__, answers)
-        return cls
+    def decorate(target: Any) -> Any:
+        if not isinstance(target, type):
+            return hides_frames(target, answers)
+        target.__init__ = hides_frames(target.__init__, answers)
+        return target
 
     return decorate

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from armillary._checks import check_positive_int, check_seconds
+from armillary._checks import answers_old_names, check_positive_int, check_seconds
 from armillary.actions._step_action import (
     StepAction,
     as_actions,
@@ -15,6 +15,9 @@ from armillary.cluster._join import get_peers
 from armillary.typing import Action, Output
 
 
+@answers_old_names(
+    global_step="Leave it out: a `Controller` binds its own, by `bind_step_counter`."
+)
 class PeriodicAction(StepAction):
     """Runs an action, or several in turn, each time that an interval has passed.
 

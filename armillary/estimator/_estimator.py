@@ -1,42 +1,49 @@
 """The estimator: `train`, `evaluate` and `predict` as calls of a `Controller`."""
 
 import contextlib
+import copy
 import os
-import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
-from armillary._checks import check_instance, check_positive_int
-from armillary._logging import ensure_visible, logger
+from armillary._checks import answers_old_names, check_instance, check_positive_int
+from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._folder import as_absolute, find_checkpoints
 from armillary.checkpoint._manager import CheckpointManager
 from armillary.cluster._join import get_peers
 from armillary.controller._controller import Controller
-from armillary.data._input_context import InputContext
 from armillary.distribute._strategy import Strategy
-from armillary.distribute.program._function import function
 from armillary.distribute.replica._context import get_strategy
-from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.errors import CapturedStateError, EstimatorError
-from armillary.estimator._estimator_spec import ModeKeys
+from armillary.estimator._estimator_spec import NO_EXPORT, NO_HOOKS, ModeKeys
 from armillary.estimator._input import (
     InputFn,
     InputPosition,
     distribute_input,
-    find_batch_spec,
     find_specs,
 )
-from armillary.estimator._model_fn import Model, ModelFn, Modules, ModuleStore
-from armillary.estimator._run_config import RunConfig
+from armillary.estimator._model_fn import Model, ModelFn
+from armillary.estimator._predictions import predict
+from armillary.estimator._run_config import RunConfig, choose_directory
 from armillary.estimator._runners import EstimatorEvaluator, EstimatorTrainer
-from armillary.typing import Output, PyTree
+from armillary.typing import Output
+
+_NOT_THERE = {
+    "export_saved_model": NO_EXPORT,
+    "experimental_export_all_saved_models": NO_EXPORT,
+    "get_variable_names": "`armillary checkpoint show PATH` lists the arrays.",
+    "get_variable_value": "Read a module from a checkpoint: `armillary.Checkpoint("
+    "net=net).read(path, rename={'model/net': 'net'})`.",
+}
 
 
+@answers_old_names(
+    warm_start_from="Leave it out: `make_fn` of `modules.make` may read a checkpoint."
+)
 class Estimator:
     """Trains and evaluates what a model function describes (`tf.estimator.Estimator`).
 
@@ -44,19 +51,22 @@ class Estimator:
 
     Args:
         model_fn: The model function.
-        model_dir: Where checkpoints and summaries are. By default that of `config`, or
-            else a new temporary directory. All processes of a job must see it.
+        model_dir: Where checkpoints and summaries are. By default, or if it is empty,
+            that of `config`, or else a new temporary directory. All processes of a job
+            must see it.
         config: Strategies and intervals.
-        params: What `model_fn` and input functions get as `params`.
+        params: What `model_fn` and input functions get as `params`: a copy of it.
 
     Attributes:
-        config: As given, like `params`.
+        config: As given.
+        params: The copy.
         model_dir: The directory.
 
     Raises:
         EstimatorError: If `model_fn` has other arguments than a model function, two
             directories are given, or processes would train alone.
-        TypeError: If `config` is no `RunConfig`.
+        TypeError: If `config` is no `RunConfig`, `model_dir` no path, or `model_fn`
+            cannot be called.
     """
 
     def __init__(
@@ -70,11 +80,20 @@ class Estimator:
         fix = "Write `config=armillary.estimator.RunConfig(...)`."
         check_instance("config", config, RunConfig, fix)
         config.check_joined()
-        self.params = params
-        self._model_fn = ModelFn(model_fn, params, config)
+        self.params = copy.deepcopy(params)
+        self._model_fn = ModelFn(model_fn, self.params, config)
         self._model = Model(self._model_fn, config.tf_random_seed or 0)
-        self.model_dir = _choose_directory(model_dir, config)
+        self._path: str | None = None
+        self.model_dir = choose_directory(model_dir, config)
 
+    if not TYPE_CHECKING:  # which knows which names there are
+
+        def __getattr__(self, name: str) -> Any:
+            problem = f"{type(self).__name__!r} object has no attribute {name!r}"
+            fix = f". {_NOT_THERE[name]}" if name in _NOT_THERE else ""
+            raise AttributeError(problem + fix)
+
+    @answers_old_names(hooks=NO_HOOKS, saving_listeners=NO_HOOKS)
     @hides_frames
     def train(
         self,
@@ -118,12 +137,14 @@ class Estimator:
             controller.train(target if max_steps is None else max_steps)
         return self
 
+    @answers_old_names(hooks=NO_HOOKS)
     @hides_frames
     def evaluate(
         self,
         input_fn: Callable[..., Any],
         *,
         steps: int | None = None,
+        checkpoint_path: str | os.PathLike[str] | None = None,
         name: str | None = None,
     ) -> dict[str, Any]:
         """Evaluates the latest checkpoint, or an untrained model if there is none.
@@ -132,6 +153,7 @@ class Estimator:
             input_fn: The input function.
             steps: How many steps to evaluate, each of one batch for every replica.
                 `None` evaluates all of the data, each example once.
+            checkpoint_path: The folder of another checkpoint to evaluate.
             name: Summaries go to `eval_<name>` in `model_dir`, not to `eval`.
 
         Returns:
@@ -140,17 +162,29 @@ class Estimator:
 
         Raises:
             ValueError: If `steps` is not positive.
+            TypeError: If `name` is no string, or `checkpoint_path` no path.
             EstimatorError: If a function cannot work.
         """
         _check_steps(steps=steps)
-        with self.make_controller(
+        made = self._at(checkpoint_path)
+        with made.make_controller(
             None, eval_input_fn=input_fn, eval_name=name
         ) as controller:
-            return self.describe(controller.evaluate(-1 if steps is None else steps))
+            return made.describe(controller.evaluate(-1 if steps is None else steps))
 
+    @answers_old_names(
+        hooks=NO_HOOKS,
+        predict_keys="Take the entries that you need of each prediction.",
+    )
     @hides_frames
-    def predict(self, input_fn: Callable[..., Any]) -> Iterator[Any]:
-        """Yields the predictions of the latest checkpoint, one example at a time.
+    def predict(
+        self,
+        input_fn: Callable[..., Any],
+        *,
+        checkpoint_path: str | os.PathLike[str] | None = None,
+        yield_single_examples: bool = True,
+    ) -> Iterator[Any]:
+        """Returns an iterator over the predictions of the latest checkpoint.
 
         It runs without a strategy, as in TensorFlow. The function is called, and the
         checkpoint read, when the first prediction is asked for.
@@ -158,39 +192,31 @@ class Estimator:
         Args:
             input_fn: The input function. Of batches that are pairs or other tuples, the
                 first entry has the features.
+            checkpoint_path: The folder of another checkpoint to take.
+            yield_single_examples: Whether what is iterated over is examples, rather
+                than batches, whose predictions may then have any shape.
 
-        Yields:
+        Returns:
             What `predictions` of the model function has for one example: a dictionary
             of NumPy arrays, as a rule.
 
         Raises:
             EstimatorError: If a function cannot work, or several processes have joined.
+            TypeError: If `input_fn` cannot be called, or `checkpoint_path` is no path.
         """
         if get_peers() is not None:
             raise EstimatorError(
                 "`predict` was called where several processes train together, but it "
                 "runs in one. Call it in a program of its own, on the same `model_dir`."
             )
-        strategy = DefaultStrategy()
-        make_data = InputFn(input_fn, ModeKeys.PREDICT, self.params, self.config)
-        dataset = strategy.distribute_dataset(make_data(InputContext()))
-        features = _features_of(find_batch_spec(dataset))
-        self._model.build(features, None, ModeKeys.PREDICT)
-        self._restore_modules()
-        model_fn = self._model_fn
-
-        @function(strategy=strategy)
-        def predict_batch(store: ModuleStore, features: PyTree) -> PyTree:
-            modules = Modules(store)
-            return model_fn(modules, features, None, ModeKeys.PREDICT).predictions
-
-        for batch in dataset:
-            made = predict_batch(self._model.store, _features_of(batch))
-            predictions = jax.device_get(made)
-            leaves, treedef = jax.tree.flatten(predictions)
-            _check_rows(leaves, batch)
-            for row in zip(*leaves, strict=True):
-                yield treedef.unflatten(row)
+        make_data = self._bind(input_fn, ModeKeys.PREDICT)
+        made = self._at(checkpoint_path)
+        return predict(
+            made._model,
+            make_data,
+            lambda: made._path or made.latest_checkpoint(),
+            yields_examples=yield_single_examples,
+        )
 
     @property
     def global_step(self) -> int:
@@ -199,11 +225,22 @@ class Estimator:
             return 0
         return int(np.asarray(self._model.optimizer.step.get_value()))
 
-    @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the latest checkpoint in `model_dir`, or `None`."""
+        """Returns the path of the latest checkpoint in `model_dir`, or `None`."""
         saved = find_checkpoints(as_absolute("model_dir", self.model_dir))
         return str(saved[-1].path) if saved else None
+
+    def eval_dir(self, name: str | None = None) -> str:
+        """Returns where summaries of evaluations go.
+
+        Args:
+            name: As in `evaluate`.
+
+        Raises:
+            TypeError: If it is no string.
+        """
+        check_name(name)
+        return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
     @contextlib.contextmanager
     def make_controller(
@@ -232,7 +269,9 @@ class Estimator:
         Raises:
             EstimatorError: If a function cannot work, or this process does not train.
             CapturedStateError: If `model_fn` uses a module from elsewhere.
+            TypeError: If `eval_name` is no string.
         """
+        eval_summary_dir = self.eval_dir(eval_name)
         config, position = self.config, InputPosition()
         trainer = evaluator = None
         if train_input_fn is not None:
@@ -252,18 +291,21 @@ class Estimator:
             self._model.build_training(*specs)
             spec = self._model.build(*specs, ModeKeys.EVAL)
             evaluator = EstimatorEvaluator(dataset, strategy, self._model, spec)
-        eval_folder = "eval" if eval_name is None else f"eval_{eval_name}"
         has_summaries = config.save_summary_steps is not None
-        manager = CheckpointManager(
-            Checkpoint(
-                model=self._model.store,
-                optimizer=self._model.optimizer,
-                input=position,
-            ),
-            self.model_dir,
-            max_to_keep=config.keep_checkpoint_max or None,
-            checkpoint_interval=config.save_checkpoints_steps,
+        checkpoint = Checkpoint(
+            model=self._model.store, optimizer=self._model.optimizer, input=position
         )
+        manager = None
+        if self._path is not None:
+            checkpoint.read(self._path, only=("model", "optimizer/step"))
+        else:
+            manager = CheckpointManager(
+                checkpoint,
+                self.model_dir,
+                max_to_keep=config.keep_checkpoint_max or None,
+                keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,
+                checkpoint_interval=config.save_checkpoints_steps,
+            )
         controller = Controller(
             trainer=trainer,
             evaluator=evaluator,
@@ -271,7 +313,7 @@ class Estimator:
             steps_per_loop=None if trainer is None else config.steps_per_loop,
             summary_interval=config.save_summary_steps if trainer else None,
             summary_dir=self.model_dir if trainer and has_summaries else None,
-            eval_summary_dir=os.path.join(self.model_dir, eval_folder),
+            eval_summary_dir=eval_summary_dir,
             checkpoint_manager=manager,
         )
         try:
@@ -283,7 +325,8 @@ class Estimator:
             )
             raise
         finally:
-            manager.close()
+            if manager is not None:
+                manager.close()
             controller.summary_manager.close()
             controller.eval_summary_manager.close()
 
@@ -306,6 +349,16 @@ class Estimator:
             return training
         return get_strategy()
 
+    def _at(self, checkpoint_path: str | os.PathLike[str] | None) -> "Estimator":
+        """Returns this estimator, or one like it that is at a checkpoint."""
+        if checkpoint_path is None:
+            return self
+        # What this one holds in memory stays what it is.
+        made = copy.copy(self)
+        made._path = str(as_absolute("checkpoint_path", checkpoint_path))
+        made._model = Model(self._model_fn, self.config.tf_random_seed or 0)
+        return made
+
     def _bind(self, input_fn: Callable[..., Any], mode: ModeKeys) -> InputFn:
         return InputFn(input_fn, mode, self.params, self.config)
 
@@ -318,58 +371,14 @@ class Estimator:
                 "in all processes: each does its part."
             )
 
-    def _restore_modules(self) -> None:
-        """Restores the latest checkpoint, and of it the modules alone."""
-        ensure_visible()
-        path = self.latest_checkpoint
-        if path is None:
-            logger.info(
-                "found no checkpoint in %s; predicting as it is.", self.model_dir
-            )
-            return
-        Checkpoint(model=self._model.store).read(path)
 
-
-def _choose_directory(
-    model_dir: str | os.PathLike[str] | None, config: RunConfig
-) -> str:
-    given, other = (
-        None if path is None else os.path.abspath(os.fspath(path))
-        for path in (model_dir, config.model_dir)
-    )
-    if given is not None and other is not None and given != other:
-        raise EstimatorError(
-            f"`model_dir` is {given!r}, but that of `config` is {other!r}. Give one of "
-            "them."
-        )
-    if (directory := given or other) is not None:
-        return directory
-    if config.plan.is_distributed:
-        raise EstimatorError(
-            "`model_dir` is None, but all processes of a job need the same directory. "
-            'Write `model_dir="runs/model"`.'
-        )
-    ensure_visible()
-    directory = tempfile.mkdtemp()
-    logger.warning("`model_dir` is None: checkpoints go to %s.", directory)
-    return directory
+def check_name(name: Any) -> None:
+    """Raises if the name of an evaluation is neither a string nor `None`."""
+    if name is not None:
+        check_instance("name", name, str, 'Write `name="test"`.')
 
 
 def _check_steps(**numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None:
             check_positive_int(name, number)
-
-
-def _features_of(batch: Any) -> Any:
-    return batch[0] if type(batch) in (tuple, list) else batch
-
-
-def _check_rows(leaves: list[Any], batch: Any) -> None:
-    num_rows = len(jax.tree.leaves(batch)[0])
-    shapes = [np.shape(leaf) for leaf in leaves]
-    if not leaves or any(shape[:1] != (num_rows,) for shape in shapes):
-        raise EstimatorError(
-            f"`predictions` of the `EstimatorSpec` have the shapes {shapes}, but the "
-            f"batch has {num_rows} examples. Give arrays with an entry for each."
-        )

@@ -4,6 +4,7 @@ Keys and meanings are those of TensorFlow's heads. Predictions have no `classes`
 are strings there, and areas under curves are counted by `armillary.metrics.AUC`.
 """
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -111,7 +112,7 @@ class BinaryClassHead(Head):
         metrics = {
             "accuracy": (class_ids == labels).astype(jnp.float32),
             "accuracy_baseline": (_AccuracyBaseline, {"values": labels}),
-            "auc": (AUC, scored),
+            "auc": (_AUC, scored),
             "auc_precision_recall": (_PrecisionRecallAUC, scored),
             "label/mean": labels,
             "precision": (_precision, taken),
@@ -166,7 +167,18 @@ class _AccuracyBaseline(nnx.metrics.Average):
         return jnp.maximum(mean, 1 - mean)
 
 
-class _PrecisionRecallAUC(AUC):
+class _AUC(AUC):
+    """The area under a curve; if all labels are of one class, what TensorFlow says."""
+
+    def compute(self) -> float:
+        area = super().compute()
+        if not math.isnan(area):
+            return area
+        _, positive = self.counts.read()
+        return float(self.curve == "PR" and positive.any())
+
+
+class _PrecisionRecallAUC(_AUC):
     def __init__(self) -> None:
         super().__init__("PR")
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from armillary._checks import check_callable
 from armillary.distribute.replica._collectives import ReplicaContext
 from armillary.distribute.replica._context import entered
 from armillary.distribute.strategies._single import DefaultStrategy
@@ -64,6 +65,7 @@ class ModelFn:
 
     Raises:
         EstimatorError: If its arguments are not those of a model function.
+        TypeError: If it cannot be called.
     """
 
     def __init__(self, fn: Callable[..., Any], params: Any, config: Any) -> None:
@@ -204,6 +206,7 @@ def _refuse_in_step(name: str, make_fn: Callable[..., Any]) -> Any:
 
 
 def _find_arguments(fn: Callable[..., Any]) -> list[str]:
+    check_callable("model_fn", fn)
     parameters = inspect.signature(fn).parameters
     unknown = [
         name

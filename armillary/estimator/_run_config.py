@@ -1,16 +1,22 @@
 """How estimators run: strategies, intervals, and which process this is."""
 
+import dataclasses
 import functools
 import math
 import os
+import tempfile
 from dataclasses import dataclass
+from typing import Any
 
 from armillary._checks import (
     answers_old_names,
     check_instance,
+    check_not_negative,
     check_not_negative_int,
     check_positive_int,
 )
+from armillary._logging import ensure_visible, logger
+from armillary.checkpoint._folder import as_absolute
 from armillary.cluster.resolvers._process_plan import ProcessPlan
 from armillary.cluster.resolvers._resolver import ClusterResolver, SimpleClusterResolver
 from armillary.cluster.resolvers._spec import ClusterSpec
@@ -46,14 +52,16 @@ class RunConfig:
         save_checkpoints_steps: Steps between checkpoints; `None` saves at the end of
             each call of `train` alone. (TensorFlow saves every 600 seconds by default.)
         keep_checkpoint_max: How many checkpoints stay; `None` or 0 keeps all.
+        keep_checkpoint_every_n_hours: As in `CheckpointManager`: hours between further
+            ones that stay for good; `None` for no such ones.
         log_step_count_steps: Steps between log lines, which show the mean loss.
         train_distribute: The strategy of `train`; `None` for the one in effect.
         eval_distribute: The strategy of `evaluate`; `None` for the one in effect, and
             for that of training where several processes train.
 
     Raises:
-        TypeError: If a strategy is none.
-        ValueError: If a number is out of range.
+        TypeError: If a strategy is none, or `model_dir` no path.
+        ValueError: If a number is out of range, or `model_dir` is empty.
     """
 
     model_dir: str | os.PathLike[str] | None = None
@@ -64,6 +72,7 @@ class RunConfig:
     log_step_count_steps: int = 100
     train_distribute: Strategy | None = None
     eval_distribute: Strategy | None = None
+    keep_checkpoint_every_n_hours: float | None = None
 
     def __post_init__(self) -> None:
         check_positive_int("log_step_count_steps", self.log_step_count_steps)
@@ -73,10 +82,23 @@ class RunConfig:
         for name in ("keep_checkpoint_max", "tf_random_seed"):
             if getattr(self, name) is not None:
                 check_not_negative_int(name, getattr(self, name))
+        if (hours := self.keep_checkpoint_every_n_hours) is not None:
+            check_not_negative("keep_checkpoint_every_n_hours", hours)
+        if self.model_dir is not None:
+            as_absolute("model_dir", self.model_dir)
+        if self.model_dir == "":
+            raise ValueError(
+                "`model_dir` is '', but it must name a directory. Write "
+                '`model_dir="runs/model"`, or leave it out.'
+            )
         for name in ("train_distribute", "eval_distribute"):
             if getattr(self, name) is not None:
                 fix = f"Write `{name}=armillary.MirroredStrategy()`."
                 check_instance(name, getattr(self, name), Strategy, fix)
+
+    def replace(self, **changes: Any) -> "RunConfig":
+        """Returns a copy with other values of some arguments."""
+        return dataclasses.replace(self, **changes)
 
     @property
     def steps_per_loop(self) -> int:
@@ -127,6 +149,16 @@ class RunConfig:
         """How many processes train together, as far as is known."""
         return self.plan.num_processes
 
+    @property
+    def global_id_in_cluster(self) -> int | None:
+        """The number of this process among those that train; `None` if it does not."""
+        return self.plan.process_id if self.plan.is_training else None
+
+    @property
+    def num_ps_replicas(self) -> int:
+        """How many parameter servers the cluster has, which estimators do not use."""
+        return len(self.cluster_spec.as_dict().get("ps", ()))
+
     def check_joined(self) -> None:
         """Raises if processes that should train together would each train alone.
 
@@ -143,3 +175,29 @@ class RunConfig:
                 "alone into one directory. Use `RunConfig(train_distribute="
                 "armillary.MultiWorkerMirroredStrategy(), ...)`."
             )
+
+
+def choose_directory(
+    model_dir: str | os.PathLike[str] | None, config: RunConfig
+) -> str:
+    """Returns the directory of an estimator: as given to it or its configuration."""
+    given, other = (
+        None if path is None or path == "" else str(as_absolute("model_dir", path))
+        for path in (model_dir, config.model_dir)
+    )
+    if given is not None and other is not None and given != other:
+        raise EstimatorError(
+            f"`model_dir` is {given!r}, but that of `config` is {other!r}. Give one of "
+            "them."
+        )
+    if (directory := given or other) is not None:
+        return directory
+    if config.plan.is_distributed:
+        raise EstimatorError(
+            f"`model_dir` is {model_dir!r}, but all processes of a job need the same "
+            'directory. Write `model_dir="runs/model"`.'
+        )
+    ensure_visible()
+    directory = tempfile.mkdtemp()
+    logger.warning("`model_dir` is %r: checkpoints go to %s.", model_dir, directory)
+    return directory

@@ -11,16 +11,16 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary._traceback import hides_frames
-from armillary.estimator._estimator import Estimator
+from armillary.estimator._estimator import Estimator, check_name
+from armillary.estimator._estimator_spec import NO_EXPORT, NO_HOOKS
 
-_NO_HOOKS = "Leave it out: there is no session that hooks could run in."
 _INTERVAL = (
     "Leave it out: evaluations come every `RunConfig(save_checkpoints_steps=...)` "
     "steps."
 )
 
 
-@answers_old_names(hooks=_NO_HOOKS, saving_listeners=_NO_HOOKS)
+@answers_old_names(hooks=NO_HOOKS, saving_listeners=NO_HOOKS)
 @dataclass(frozen=True)
 class TrainSpec:
     """How `train_and_evaluate` trains.
@@ -44,8 +44,8 @@ class TrainSpec:
 
 
 @answers_old_names(
-    hooks=_NO_HOOKS,
-    exporters="Leave it out: there are no exporters.",
+    hooks=NO_HOOKS,
+    exporters=f"Leave it out. {NO_EXPORT}",
     start_delay_secs=_INTERVAL,
     throttle_secs=_INTERVAL,
 )
@@ -59,7 +59,7 @@ class EvalSpec:
         name: As in `Estimator.evaluate`.
 
     Raises:
-        TypeError: If `input_fn` cannot be called.
+        TypeError: If `input_fn` cannot be called, or `name` is no string.
         ValueError: If `steps` is not positive.
     """
 
@@ -71,6 +71,7 @@ class EvalSpec:
         check_callable("input_fn", self.input_fn)
         if self.steps is not None:
             check_positive_int("steps", self.steps)
+        check_name(self.name)
 
 
 @hides_frames

@@ -65,6 +65,9 @@ def keep(directory, **ending):
             "`action` is None of type NoneType.*callable": (
                 lambda _: PeriodicAction(None, 10)
             ),
+            "`global_step` is 3, but `PeriodicAction` has .* a `Controller` binds": (
+                lambda _: PeriodicAction(print, 10, global_step=3)
+            ),
             "`options` is 3 of type int.*`ProfileOptions`": lambda d: profile(
                 d, options=3
             ),

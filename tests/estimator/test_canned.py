@@ -70,6 +70,16 @@ def test_an_untrained_classifier_takes_class_0(tmp_path):
     assert result["accuracy"] == pytest.approx(1 - BINARY.mean())
 
 
+@pytest.mark.each_case
+@pytest.mark.parametrize("label", [0, 1])
+def test_labels_of_one_class_have_the_numbers_of_tensorflow(tmp_path, label):
+    made = estimator.LinearClassifier(COLUMNS, tmp_path, config=make_config())
+    result = made.evaluate(make_input_fn(X, np.full(len(X), label)))
+    # `tf.keras.metrics.AUC` divides by the examples of a class, and 0 by 0 is 0.
+    assert (result["auc"], result["auc_precision_recall"]) == (0, label)
+    assert np.isfinite(list(result.values())).all()
+
+
 @pytest.mark.slow
 def test_a_linear_classifier_trains_as_a_loop_in_numpy_does(tmp_path):
     made = estimator.LinearClassifier(

@@ -159,7 +159,40 @@ def test_modules_from_elsewhere_are_refused(tmp_path):
 def test_several_processes_do_not_predict(tmp_path, monkeypatch):
     monkeypatch.setattr(_estimator, "get_peers", lambda: "peers")
     with pytest.raises(EstimatorError, match="`predict` was called where several"):
-        next(make_regressor(tmp_path).predict(make_input_fn()))
+        make_regressor(tmp_path).predict(make_input_fn())
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "answer"),
+    [
+        ("train", "hooks", "Leave it out: there is no session"),
+        ("train", "saving_listeners", "Leave it out: there is no session"),
+        ("train", "step", "Did you mean `steps`?"),
+        ("evaluate", "hooks", "Leave it out: there is no session"),
+        ("predict", "hooks", "Leave it out: there is no session"),
+        ("predict", "predict_keys", "Take the entries that you need"),
+    ],
+)
+def test_keywords_of_tensorflow_are_answered_when_a_method_is_called(
+    tmp_path, method, name, answer
+):
+    call = getattr(make_regressor(tmp_path), method)
+    message = rf"`{name}` is None, but `Estimator.{method}` has .* {re.escape(answer)}"
+    with pytest.raises(TypeError, match=message):
+        call(make_input_fn(), **{name: None})
+
+
+def test_methods_of_tensorflow_that_are_not_there_are_answered(tmp_path):
+    made = make_regressor(tmp_path)
+    for name, answer in {
+        "export_saved_model": "`armillary.actions.ExportModel`",
+        "get_variable_names": "`armillary checkpoint show PATH`",
+        "get_variable_value": r"Read a module from a checkpoint",
+    }.items():
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'.* {answer}"):
+            getattr(made, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'other'$"):
+        _ = made.other
 
 
 def test_predictions_have_an_entry_for_each_example(tmp_path):
@@ -269,6 +302,45 @@ def test_arguments_of_canned_estimators(tmp_path, kind, arguments, error, messag
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (lambda: estimator.Estimator(None), TypeError, "`model_fn` is None of type"),
+        (
+            lambda: estimator.Estimator(no_labels, warm_start_from="run"),
+            TypeError,
+            "`Estimator` has no such argument. Leave it out: `make_fn`",
+        ),
+        (
+            lambda: estimator.Estimator(no_labels, 3),
+            TypeError,
+            "`model_dir` is 3 of type int",
+        ),
+        (lambda: estimator.RunConfig(""), ValueError, "`model_dir` is '', but it must"),
+        (lambda: estimator.RunConfig(3), TypeError, "`model_dir` is 3 of type int"),
+        (
+            lambda: estimator.RunConfig(keep_checkpoint_every_n_hours=-1),
+            ValueError,
+            "`keep_checkpoint_every_n_hours` is -1",
+        ),
+        (
+            lambda: estimator.RunConfig().replace(device_fn=None),
+            TypeError,
+            "Leave it out: there is no session here",
+        ),
+        (
+            lambda: EstimatorSpec(ModeKeys.TRAIN, training_hooks=[]),
+            TypeError,
+            "`EstimatorSpec` has no such argument. Leave it out: there is no session",
+        ),
+        (
+            lambda: EstimatorSpec(ModeKeys.PREDICT, export_outputs={}),
+            TypeError,
+            "`armillary.actions.ExportModel`",
+        ),
+        (
+            lambda: EstimatorSpec(ModeKeys.TRAIN, scaffold=None),
+            TypeError,
+            "`make_fn` of `modules.make` sets a module up",
+        ),
+        (lambda: estimator.EvalSpec(min, name=1), TypeError, "`name` is 1 of type int"),
         (lambda: numeric_column(3), ValueError, "the key 3"),
         (lambda: numeric_column("a", (0,)), ValueError, "the shape (0,)"),
         (lambda: numeric_column("a", normalizer_fn=2), TypeError, "be callable"),
@@ -307,8 +379,14 @@ def test_steps(tmp_path):
             made.train(make_input_fn(), **arguments)
     with pytest.raises(ValueError, match="`steps` is 0"):
         made.evaluate(make_input_fn(), steps=0)
-    with pytest.raises(TypeError, match="`input_fn` is 3"):
-        made.train(3)
+    for call in (made.train, made.predict):
+        with pytest.raises(TypeError, match="`input_fn` is 3"):
+            call(3)
+    for call in (made.evaluate, made.predict):
+        with pytest.raises(TypeError, match="`checkpoint_path` is 3 of type int"):
+            call(make_input_fn(), checkpoint_path=3)
+    with pytest.raises(TypeError, match="`name` is 3 of type int"):
+        made.evaluate(make_input_fn(), name=3)
 
 
 def test_two_directories(tmp_path):
@@ -334,6 +412,7 @@ def test_workers_do_not_train_alone(tmp_path, monkeypatch):
     assert config.num_worker_replicas == 2
     assert not config.is_chief
     assert config.cluster_spec.jobs == ["worker"]
+    assert (config.global_id_in_cluster, config.num_ps_replicas) == (1, 0)
     for strategy in (None, armillary.MirroredStrategy()):
         config = estimator.RunConfig(train_distribute=strategy)
         with pytest.raises(EstimatorError, match="2 processes that train, and each"):
@@ -351,7 +430,9 @@ def test_a_single_process_has_no_cluster():
 def test_an_evaluator_evaluates_and_does_not_train(tmp_path, monkeypatch):
     expected = make_regressor(tmp_path).train(make_input_fn(), max_steps=3)
     expected = expected.evaluate(make_input_fn())
-    set_cluster(monkeypatch, "evaluator")
+    set_cluster(monkeypatch, "evaluator", ps=["127.0.0.1:2223"])
+    config = estimator.RunConfig()
+    assert (config.global_id_in_cluster, config.num_ps_replicas) == (None, 1)
     made = estimator.LinearRegressor(COLUMNS, tmp_path, optimizer="SGD")
     with pytest.raises(EstimatorError, match="in the task evaluator 0, which does not"):
         made.train(make_input_fn(), steps=1)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -254,8 +255,9 @@ def test_training_that_broke_off_ends_bit_for_bit_as_if_it_had_not(tmp_path, is_
             made = make_net(broken, **OFTEN)
             made.train(lambda: FailingData(22, fail), max_steps=30)
     parts = make_net(broken, **OFTEN)
-    assert parts.latest_checkpoint is not None
-    assert 0 < int(Path(parts.latest_checkpoint).name.partition("_")[2]) < 30
+    latest = parts.latest_checkpoint()
+    assert latest is not None
+    assert 0 < int(Path(latest).name.partition("_")[2]) < 30
     parts.train(lambda: FailingData(100, fail), max_steps=30)
 
     assert_same(whole, parts)
@@ -311,7 +313,9 @@ def test_a_step_that_is_reached_is_not_trained_again(tmp_path):
 def test_intervals_and_directories(tmp_path):
     options = {"save_checkpoints_steps": 4, "keep_checkpoint_max": 2}
     options |= {"log_step_count_steps": 2, "save_summary_steps": 2}
-    made = make_regressor(tmp_path, **options).train(make_input_fn(), steps=10)
+    made = make_regressor(tmp_path, **options)
+    assert made.latest_checkpoint() is None
+    made.train(make_input_fn(), steps=10)
     made.evaluate(make_input_fn(), steps=2)
     made.evaluate(make_input_fn(), steps=2, name="other")
     names = {path.name for path in tmp_path.iterdir()}
@@ -319,7 +323,70 @@ def test_intervals_and_directories(tmp_path):
     assert "checkpoint_2" not in names
     assert list(tmp_path.glob("events.out.tfevents.*"))
     assert list((tmp_path / "eval").glob("events.out.tfevents.*"))
-    assert made.latest_checkpoint == str(tmp_path / "checkpoint_10")
+    assert made.latest_checkpoint() == str(tmp_path / "checkpoint_10")
+    assert made.eval_dir() == str(tmp_path / "eval")
+    assert made.eval_dir("other") == str(tmp_path / "eval_other")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_stays_for_every_so_many_hours(tmp_path):
+    options = {"save_checkpoints_steps": 2, "keep_checkpoint_max": 1}
+    options |= {"log_step_count_steps": 2, "keep_checkpoint_every_n_hours": 0}
+    make_regressor(tmp_path, **options).train(make_input_fn(), steps=6)
+    names = {path.name for path in tmp_path.glob("checkpoint_*")}
+    assert names == {"checkpoint_2", "checkpoint_4", "checkpoint_6"}
+
+
+@pytest.mark.slow
+def test_another_checkpoint_is_evaluated_and_leaves_no_trace(tmp_path):
+    def predict(made, **options):
+        rows = list(made.predict(make_input_fn(), **options))
+        return np.array([row["predictions"] for row in rows])
+
+    first = make_regressor(tmp_path / "first").train(make_input_fn(), steps=2)
+    path, expected = first.latest_checkpoint(), first.evaluate(make_input_fn())
+    predictions = predict(first)
+    first.train(make_input_fn(), steps=3)
+    # The optimizer does not matter, and this one has nothing of its own saved.
+    other = make_regressor(tmp_path / "other", optimizer="Adam")
+    for made in (first, other):
+        assert made.evaluate(make_input_fn(), checkpoint_path=path) == expected
+        found = predict(made, checkpoint_path=path)
+        np.testing.assert_array_equal(found, predictions)
+    assert first.global_step == 5
+    assert not np.array_equal(predict(first), predictions)
+    assert not predict(other).any()
+    assert other.train(make_input_fn(), steps=1).global_step == 1
+
+
+def test_predictions_of_batches_have_any_shape(tmp_path):
+    def model_fn(features, mode, modules):
+        return estimator.EstimatorSpec(mode, {"sum": features["a"].sum()})
+
+    made = estimator.Estimator(model_fn, tmp_path)
+    found = made.predict(make_input_fn(), yield_single_examples=False)
+    sums = [x[:, 0].sum() for x, _ in batches_of(X, Y, BATCH_SIZE)]
+    np.testing.assert_allclose([each["sum"] for each in found], sums, rtol=1e-5)
+
+
+def test_parameters_are_those_that_the_estimator_was_made_with(tmp_path):
+    params: dict[str, Any] = {"hidden": [4]}
+
+    def model_fn(features, mode, modules, params):
+        return estimator.EstimatorSpec(mode, features["a"] * params["hidden"][0])
+
+    made = estimator.Estimator(model_fn, tmp_path, params=params)
+    params["hidden"][0] = 0
+    assert made.params == {"hidden": [4]}
+    assert next(made.predict(make_input_fn())) == pytest.approx(4 * X[0, 0])
+
+
+def test_a_configuration_is_replaced_in_part():
+    config = estimator.RunConfig(tf_random_seed=3, keep_checkpoint_max=2)
+    changed = config.replace(model_dir="runs", keep_checkpoint_max=7)
+    assert (changed.model_dir, changed.keep_checkpoint_max) == ("runs", 7)
+    assert changed.tf_random_seed == 3
+    assert (config.model_dir, config.keep_checkpoint_max) == (None, 2)
 
 
 @pytest.mark.slow
@@ -388,9 +455,10 @@ def test_predictions_do_not_need_the_optimizer_of_the_checkpoint(tmp_path):
     assert np.any(expected)
 
 
-def test_without_a_directory_there_is_a_temporary_one(caplog):
+@pytest.mark.parametrize("model_dir", [None, ""])
+def test_without_a_directory_there_is_a_temporary_one(caplog, model_dir):
     with caplog.at_level(logging.WARNING):
-        made = estimator.LinearRegressor(COLUMNS)
+        made = estimator.LinearRegressor(COLUMNS, model_dir)
     assert f"checkpoints go to {made.model_dir}" in caplog.text
     assert Path(made.model_dir).is_dir()
     Path(made.model_dir).rmdir()
