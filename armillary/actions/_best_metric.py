@@ -46,6 +46,7 @@ class NewBestMetric:
 
     Attributes:
         best_value: The best value so far, or `None` before the first one.
+        file: Where it is kept, or `None`.
 
     Raises:
         TypeError: If `metric` is neither a string nor callable.

@@ -76,7 +76,7 @@ class Checkpoint:
             )
         self._objects = dict(objects)
         self._states = {
-            name: value for name, value in objects.items() if _has_position(value)
+            name: value for name, value in objects.items() if has_position(value)
         }
         for name, value in objects.items():
             if name not in self._states and not find_slots(value, name):
@@ -272,7 +272,8 @@ def _refused_note(name: str) -> str:
     )
 
 
-def _has_position(value: Any) -> bool:
+def has_position(value: Any) -> bool:
+    """Returns whether an object has a state of what JSON can hold."""
     return not isinstance(value, type) and all(
         _has_method(value, name) for name in ("get_state", "set_state")
     )

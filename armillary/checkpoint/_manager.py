@@ -260,9 +260,7 @@ class CheckpointManager:
             content = self._checkpoint.read_content()
             if self._evaluation is None:
                 return content
-            return dataclasses.replace(
-                content, evaluation=self._evaluation.get_state()
-            )
+            return dataclasses.replace(content, evaluation=self._evaluation.get_state())
 
     def save_content(self, number: int, content: Content) -> str | None:
         """Starts saving what was read at this step. The last save must be over."""

@@ -118,7 +118,11 @@ def read_description(path: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, A
 
 def read_evaluation(path: epath.Path) -> Any:
     """Returns how far the evaluation of the step was, for a controller."""
-    return read_json(path / "manifest" / _MANIFEST_FILE).get("evaluation")
+    try:
+        manifest = read_json(path / "manifest" / _MANIFEST_FILE)
+    except FileNotFoundError:
+        return None  # The job that trains has removed it since it was restored.
+    return manifest.get("evaluation")
 
 
 def read_arrays(

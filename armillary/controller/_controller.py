@@ -235,15 +235,16 @@ class Controller:
         )
 
         ensure_visible()
+        is_resumed = False
         if checkpoint_manager is not None:
             checkpoint_manager.bind_step_counter(global_step)
             if trainer is not None:
                 checkpoint_manager.bind_evaluation(self._mark)
                 warn_of_unsaved(self._actions, checkpoint_manager.checkpoint.objects)
-            self.restore_checkpoint()
+            is_resumed = self.restore_checkpoint() is not None
         bind_step_counter(self._actions, global_step)
-        if self._mark.evaluated is not None:
-            resume_at(self._mark.evaluated, self.eval_actions)
+        if is_resumed and trainer is not None:
+            resume_at(self._mark.evaluated or 0, self.eval_actions)
 
     @property
     def steps_per_loop(self) -> int | None:

@@ -98,9 +98,20 @@ class LoopReport:
                 "; a trainer whose data ended early must set `self.data_exhausted = "
                 "True`"
             )
+        fix = (
+            "Pass what every step advances by one, such as "
+            f"`global_step=optimizer.step`{early}."
+        )
+        times, rest = divmod(reached - self.step, num_run) if num_run else (0, 1)
+        if times > 1 and not rest:
+            fix = (
+                f"Each step advances it {times} times, as {times} updates with one "
+                "optimizer do. Count the steps apart from them: "
+                "`self.step = armillary.create_global_step()` in the trainer, "
+                "`self.step[...] += 1` in `train_step`, and `global_step=trainer.step`."
+            )
         raise GlobalStepError(
             f"`trainer.train({num_asked})` advanced `global_step` from "
             f"{self.step} to {reached}, but {reason} advance it by {num_run}, to "
-            f"{expected}. Pass what every step advances by one, such as "
-            f"`global_step=optimizer.step`{early}."
+            f"{expected}. {fix}"
         )

@@ -5,9 +5,8 @@ from typing import Any
 
 from armillary._logging import logger
 from armillary.actions._best_metric import NewBestMetric
-from armillary.actions._early_stopping import EarlyStopping
-from armillary.actions._metric import describe
 from armillary.actions._parts import find_parts
+from armillary.checkpoint._checkpoint import has_position
 from armillary.data._dataset import DistributedDataset
 from armillary.data.sources._indexed import IndexedDataset
 from armillary.trainer._loop_data import flatten_datasets
@@ -48,18 +47,15 @@ def warn_of_unsaved(actions: Iterable[Any], objects: Mapping[str, Any]) -> None:
     """Warns of actions with a state that checkpoints of these objects do not hold."""
     saved = [id(value) for value in objects.values()]
     for part in find_parts(actions):
-        # One with a file keeps its state by itself.
-        is_kept = id(part) in saved or getattr(part, "file", None) is not None
-        if is_kept or not isinstance(part, NewBestMetric | EarlyStopping):
+        if id(part) in saved or not has_position(part):
             continue
-        name = "best" if isinstance(part, NewBestMetric) else "early_stopping"
+        if isinstance(part, NewBestMetric) and part.file is not None:
+            continue  # It keeps its state by itself.
+        saved.append(id(part))
         logger.warning(
-            "`%s` for %s is not in the `Checkpoint`, so a restart forgets what it has "
-            "seen. Name it there: `Checkpoint(..., %s=%s)`.",
+            "An action of type `%s` is not in the `Checkpoint`, so a restart forgets "
+            "what it has seen. Name it there: `Checkpoint(..., action=action)`.",
             type(part).__name__,
-            describe(part.metric),
-            name,
-            name,
         )
 
 

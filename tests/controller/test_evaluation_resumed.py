@@ -231,4 +231,4 @@ def test_actions_that_forget_are_told(tmp_path, caplog):
     assert not caplog.records
     make()
     (record,) = caplog.records
-    assert "Name it there: `Checkpoint(..., best=best)`" in record.getMessage()
+    assert "`NewBestMetric` is not in the `Checkpoint`" in record.getMessage()
