@@ -10,7 +10,6 @@ import numpy as np
 
 from armillary._checks import answers_old_names, check_instance, check_positive_int
 from armillary._logging import logger
-from armillary._traceback import hides_frames
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._folder import as_absolute, find_checkpoints
 from armillary.checkpoint._manager import CheckpointManager
@@ -94,7 +93,6 @@ class Estimator:
             raise AttributeError(problem + fix)
 
     @answers_old_names(hooks=NO_HOOKS, saving_listeners=NO_HOOKS)
-    @hides_frames
     def train(
         self,
         input_fn: Callable[..., Any],
@@ -138,7 +136,6 @@ class Estimator:
         return self
 
     @answers_old_names(hooks=NO_HOOKS)
-    @hides_frames
     def evaluate(
         self,
         input_fn: Callable[..., Any],
@@ -176,7 +173,6 @@ class Estimator:
         hooks=NO_HOOKS,
         predict_keys="Take the entries that you need of each prediction.",
     )
-    @hides_frames
     def predict(
         self,
         input_fn: Callable[..., Any],

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.distribute.program._same_program import check_same_program
@@ -64,6 +64,7 @@ def test_programs_are_compared_without_addresses():
     is_numpy=st.booleans(),
     data=st.data(),
 )
+@settings(deadline=None)
 def test_one_other_element_of_a_constant_is_found_wherever_it_is(
     dtype, shape, nest, is_numpy, data
 ):

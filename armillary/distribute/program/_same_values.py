@@ -109,7 +109,7 @@ def describe_value(array: Any, shape: tuple[int, ...] | None = None) -> str:
     if is_divided(array):
         return f"{array.dtype.name} {array.shape}"
     values = np.ascontiguousarray(array)
-    data = values.reshape(-1).view(np.uint8)
+    data = values.reshape(-1).view(np.uint8).data
     digest = hashlib.blake2b(data, digest_size=6).hexdigest()
     return f"{values.dtype.name} {shape or tuple(np.shape(array))} #{digest}"
 
