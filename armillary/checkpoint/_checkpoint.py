@@ -21,11 +21,14 @@ from armillary.checkpoint._joint import merge_refusals
 from armillary.checkpoint._leaf import Content, describe_leaf
 from armillary.checkpoint._reader import restore
 from armillary.checkpoint._restore_report import RestoreReport
-from armillary.checkpoint._selection import Paths, make_selection
+from armillary.checkpoint._selection import Paths, is_inside, make_selection
 from armillary.cluster._join import get_peers
 from armillary.errors import CheckpointError
+from armillary.state import _keras
+from armillary.state._holders import is_frozen
 from armillary.state._lift import State, find_slots
 from armillary.state._slots import Slot
+from armillary.state._walk import Walk
 
 _OF_MANAGER = {
     "save": "save()",
@@ -79,8 +82,11 @@ class Checkpoint:
             name: value for name, value in objects.items() if has_position(value)
         }
         for name, value in objects.items():
-            if name not in self._states and not find_slots(value, name):
+            slots = find_slots(value, name)
+            if name not in self._states and not slots:
                 raise _no_state_error(name, value)
+            if is_frozen(value) and any(slot.holder == id(value) for slot in slots):
+                raise _frozen_error(name, value)
         for value in self._states.values():
             if _has_method(value, "check_repositionable"):
                 value.check_repositionable()
@@ -156,7 +162,10 @@ class Checkpoint:
             only=only, skip=skip, rename=rename, may_differ=may_differ
         )
         if selection.only is None:
-            selection = dataclasses.replace(selection, only=tuple(self._objects))
+            # All that an object holds may be another's: of a model, its optimizer.
+            found = [*self.read_leaves(), *self._states]
+            names = (n for n in self._objects if any(is_inside(p, [n]) for p in found))
+            selection = dataclasses.replace(selection, only=tuple(names))
         folder = as_absolute("path", path)
         return restore(self, folder, folder.parent, selection)
 
@@ -256,6 +265,15 @@ class Checkpoint:
             slot.write([leaves[path] for path in slot.paths])
 
     @property
+    def passing(self) -> list[str]:
+        """Paths of what comes and goes in a run: states of a compiled model's metrics.
+
+        Keras makes them at the first batch, and resets them at each epoch.
+        """
+        nodes = Walk([(value, name) for name, value in self._objects.items()]).nodes
+        return [n.path for n in nodes.values() if _keras.is_compiled_metrics(n.value)]
+
+    @property
     def state_names(self) -> list[str]:
         """Names of the objects with `get_state` and `set_state`."""
         return list(self._states)
@@ -311,6 +329,16 @@ def _check_numeric(leaves: Mapping[str, Any]) -> None:
             f"only those can be saved:\n{list_lines(bad)}\n"
             "Keep such values in plain attributes, outside variables."
         )
+
+
+def _frozen_error(name: str, value: Any) -> TypeError:
+    return TypeError(
+        f"`{name}` is of type {type(value).__name__}, whose arrays cannot be assigned: "
+        "a step puts a new object in its place, and this one would be saved for ever. "
+        f"Give what refers to it: `Checkpoint(trainer=trainer)`, with `trainer.{name}`"
+        f", or a dictionary, `holder = {{'{name}': {name}}}` and `Checkpoint(run="
+        f"holder)`, and use `holder['{name}']` after restoring."
+    )
 
 
 def _no_state_error(name: str, value: Any) -> TypeError:

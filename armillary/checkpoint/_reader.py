@@ -6,6 +6,7 @@ program or of the machine, and `restore_latest` lets it through.
 """
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -117,6 +118,14 @@ def _restore_intact(
             **Content(leaves, {}).specs,
         }
         all_saved = {**dict.fromkeys(states, _STATE), **saved}
+        names = [*program, *all_saved]
+        passing = (
+            part
+            for part in checkpoint.passing
+            if any(is_inside(name, [part]) for name in names)
+        )
+        may_differ = (*selection.may_differ, *passing)
+        selection = dataclasses.replace(selection, may_differ=may_differ)
         found = match(str(folder), selection, saved=all_saved, program=program)
         from_leaves = {new: old for new, old in found.sources.items() if new in leaves}
         restored = _read_leaves(folder, leaves, saved, from_leaves)

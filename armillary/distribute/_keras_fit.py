@@ -36,7 +36,11 @@ from armillary.distribute._global_arrays import (
     everywhere,
     place_parts,
 )
-from armillary.distribute.replica._context import get_strategy, has_strategy
+from armillary.distribute.replica._context import (
+    get_strategy,
+    has_strategy,
+    without_strategy,
+)
 from armillary.distribute.replica._values import AXIS_NAME
 from armillary.errors import PeerError
 from armillary.state import _keras
@@ -54,7 +58,8 @@ _RUNNING = (
     "test_on_batch",
     "predict_on_batch",
 )
-_DATA = ("x", "validation_data")
+# The methods that take data sets, and what bounds the batches of `x` there.
+_STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
 _MAKING = ("make_train_function", "make_test_function", "make_predict_function")
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
@@ -85,16 +90,20 @@ def _follow() -> None:
 
     kind.__new__ = make_here
     _wrap(kind, "compile", _compile)
+    if keras.config.backend() != "jax":
+        return  # A model of a strategy is an error; one of no strategy is not ours.
+    from keras.src.backend.jax import trainer as keras_trainer
+
     for name in _RUNNING:
         _wrap(kind, name, functools.partial(_run, name=name))
     if keras.config.backend() != "jax":
         # Other libraries import Keras too. A model of it, under a strategy, is refused.
         return
-    from keras.src.backend.jax import trainer as keras_trainer
 
     for name in _MAKING:
         _wrap(kind, name, functools.partial(_make, name=name))
     _wrap(kind, "_make_function", _bound)
+    _wrap(kind, "_symbolic_build", _alone)
     module: Any = keras_trainer
     distribute = module._distribute_data
     get_iterator = module.JAXEpochIterator._get_distributed_iterator
@@ -138,6 +147,12 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
     import keras
 
     strategy = get_strategy() if has_strategy() else _strategies.get(model)
+    arguments: dict[str, Any] = {}
+    if name in _STEPS:
+        bound = inspect.signature(method).bind(*args, **kwargs)
+        arguments = bound.arguments
+        _adapt(arguments, strategy or get_strategy(), name)
+        args, kwargs = bound.args, bound.kwargs
     if strategy is None or keras.distribution.distribution() is not None:
         return method(*args, **kwargs)
     _keras.check_backend()
@@ -147,21 +162,17 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
         for function in _FUNCTIONS:
             setattr(model, function, None)
     _made_for[model] = strategy
-
-    def as_data(value: Any) -> Any:
-        if isinstance(value, IndexedDataset):
-            value = strategy.distribute_dataset(value)
-        is_ours = isinstance(value, DistributedDataset)
-        return _as_adapter(value, name, kwargs) if is_ours else value
-
-    args = (*map(as_data, args[:1]), *args[1:])
-    data = {key: as_data(kwargs[key]) for key in _DATA if key in kwargs}
-    kwargs = {**kwargs, **data}
     with contextlib.ExitStack() as stack:
         if name == "fit":
-            arguments = inspect.signature(method).bind(*args, **kwargs).arguments
             stack.enter_context(strategy.fit_scope(model, arguments))
         stack.enter_context(_make_distribution(strategy).scope())
+        return method(*args, **kwargs)
+
+
+def _alone(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
+    """Builds a model as its step runs: as the only replica."""
+    del model
+    with without_strategy():
         return method(*args, **kwargs)
 
 
@@ -195,7 +206,9 @@ def _bound(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
             # Metrics that were reset are arrays of this process.
             state = jax.tree.map(lambda leaf: _copy_to(leaf, sharding), state)
         dispatch.wait()
-        outputs, new = step(state, data)
+        # What a step computes is global: what it scales by a number of replicas is not.
+        with without_strategy():
+            outputs, new = step(state, data)
         is_divided = strategy.split is not None
         state = jax.tree.map(_move_like, new, state) if is_divided else new
         outputs = gather(outputs) if is_predict else outputs
@@ -309,23 +322,59 @@ def _make_distribution(strategy: "Strategy") -> Any:
     return StrategyDistribution(device_mesh, auto_shard_dataset=False)
 
 
-def _as_adapter(dataset: DistributedDataset, name: str, options: Any) -> Any:
-    """Returns what Keras takes its batches from: the global ones."""
-    from keras.src.trainers.data_adapters import data_adapter
+def _adapt(arguments: dict[str, Any], strategy: "Strategy", name: str) -> None:
+    """Replaces data sets that are ours by what Keras takes their batches from."""
+    import keras
 
-    base: Any = data_adapter.DataAdapter
+    def adapt(key: str, data: Any, steps: str, class_weight: Any = None) -> None:
+        dataset, *beside = data
+        if isinstance(dataset, IndexedDataset):
+            dataset = strategy.distribute_dataset(dataset)
+        if isinstance(dataset, DistributedDataset):
+            _check_alone(name, *beside)
+            _check_readable(dataset, name, steps, arguments.get(steps))
+            arguments[key] = _as_adapter(dataset, class_weight)
+
+    given = arguments.get
+    data = (given("x"), given("y"), given("sample_weight"))
+    adapt("x", data, _STEPS[name], given("class_weight"))
+    data = keras.utils.unpack_x_y_sample_weight(given("validation_data"))
+    adapt("validation_data", data, "validation_steps")
+
+
+def _check_alone(name: str, y: Any, sample_weight: Any) -> None:
+    """Raises if targets or weights were passed beside a data set, as Keras does."""
+    for argument, value in (("y", y), ("sample_weight", sample_weight)):
+        if value is not None:
+            raise ValueError(
+                f"`model.{name}` was given `{argument}` beside a data set, which must "
+                "hold it in its batches. Leave it out, and make a data set of batches "
+                "`(x, y)` or `(x, y, sample_weight)`."
+            )
+
+
+def _check_readable(
+    dataset: DistributedDataset, name: str, steps_name: str, steps: int | None
+) -> None:
+    """Raises if the global batches of a data set cannot be read, or never end."""
     if dataset.per_replica_batches or dataset.options.place_on_device:
         raise ValueError(
             f"`model.{name}` was given a dataset of per-replica batches, or one that "
             "stays on the device, but it divides global batches itself. Use "
             "`strategy.distribute_dataset`, or pass the data set as it is."
         )
-    steps = options.get("steps_per_epoch", options.get("steps"))
-    if dataset.is_endless and steps is None:
+    if dataset.is_endless and not steps:
         raise ValueError(
             f"`model.{name}` was given a dataset that repeats its data for ever. Make "
-            "it without `repeat=True`, or pass `steps_per_epoch=` (`steps=`)."
+            f"it without `repeat=True`, or pass `{steps_name}=`."
         )
+
+
+def _as_adapter(dataset: DistributedDataset, class_weight: Any) -> Any:
+    """Returns what Keras takes its batches from: the global ones."""
+    from keras.src.trainers.data_adapters import data_adapter
+
+    base: Any = data_adapter.DataAdapter
 
     class Adapter(base):
         """Reads the source of a distributed dataset, one pass for each epoch."""
@@ -339,7 +388,23 @@ def _as_adapter(dataset: DistributedDataset, name: str, options: Any) -> Any:
             for number, batch in batches:
                 # Nobody asks for more than there are.
                 self._epoch += number == self.num_batches
-                yield batch
+                yield batch if class_weight is None else _weigh(batch, class_weight)
             self._epoch += self.num_batches is None
 
     return Adapter()
+
+
+def _weigh(batch: Any, class_weight: Any) -> tuple[Any, ...]:
+    """Returns a batch with the weight of each example's class, as Keras makes it."""
+    import keras
+    from keras.src.trainers.data_adapters import data_adapter_utils
+
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    if sample_weight is not None or not isinstance(y, np.ndarray):
+        raise ValueError(
+            "`model.fit` was given `class_weight`, which needs a data set of batches "
+            "`(x, y)` with one array of classes, but these hold sample weights as "
+            "well, no targets, or several. Leave it out, and give each example its "
+            "weight: batches `(x, y, sample_weight)`."
+        )
+    return x, y, data_adapter_utils.class_weight_to_sample_weights(y, class_weight)

@@ -24,7 +24,9 @@ from armillary.data._input_options import InputOptions
 from armillary.data._layout import BatchLayout, hosted_replicas
 from armillary.data.sources._arrays import ArrayDataset, from_arrays
 from armillary.distribute._dispatch import Dispatch
+from armillary.distribute._global_arrays import is_array
 from armillary.distribute._keras_fit import follow_keras
+from armillary.distribute.replica._collectives import is_argument
 from armillary.distribute.replica._context import (
     Scope,
     get_running_context,
@@ -34,7 +36,12 @@ from armillary.distribute.replica._context import (
     require_cross_replica_context,
 )
 from armillary.distribute.replica._cross_device_ops import CrossDeviceOps
-from armillary.distribute.replica._values import ReduceOp, is_inside, is_per_replica
+from armillary.distribute.replica._values import (
+    ReduceOp,
+    is_inside,
+    is_per_replica,
+    other_count,
+)
 from armillary.errors import DoubleReductionError, ReplicaContextError
 from armillary.state._lift import State
 from armillary.typing import PyTree
@@ -168,6 +175,35 @@ class Strategy:
     def admit(self, arrays: list[Any]) -> list[Any]:
         """Returns a program's arguments where it can take them: by default as is."""
         return arrays
+
+    def bring(self, arguments: PyTree) -> list[Any] | None:
+        """Returns the arrays of arguments, with those on other devices moved here.
+
+        `None` if there are none that this process can move.
+
+        Raises:
+            ValueError: If one holds a value for each of another number of replicas.
+        """
+        devices, is_moved = set(self.layout.devices), False
+
+        def move(leaf: Any) -> Any:
+            nonlocal is_moved
+            array = leaf.array if is_per_replica(leaf) else leaf
+            is_concrete = isinstance(array, jax.Array) and not isinstance(array, Tracer)
+            if not is_concrete or array.sharding.device_set == devices:
+                return array
+            is_moved = True
+            if is_per_replica(leaf) and not leaf.is_shared:
+                if len(array) != self._num_replicas:
+                    raise other_count(leaf, self)
+                return self.layout.place(array)
+            return self.layout.replicate(array)
+
+        if self.peers is not None:
+            return None
+        leaves = jax.tree.leaves(arguments, is_leaf=is_argument)
+        arrays = [array for array in map(move, leaves) if is_array(array)]
+        return arrays if is_moved else None
 
     def fit_scope(
         self, model: Any, arguments: dict[str, Any]
@@ -416,6 +452,7 @@ class Strategy:
         Returns:
             A dataset to iterate with `for` or `next`, or to give to a trainer.
         """
+        follow_keras()  # `fit` may read it.
         return DistributedDataset(dataset, self.layout, options=options)
 
     def distribute_datasets_from_function(

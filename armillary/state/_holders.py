@@ -7,6 +7,7 @@ that back.
 """
 
 import collections
+import dataclasses
 import functools
 import inspect
 import operator
@@ -323,9 +324,13 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
 
     def parts_of_object(value: Any) -> list[Part]:
         parts = [part(value) for part in containers]
-        if not (parts or is_node or jax.tree_util.all_leaves([value])):
-            parts.append(Children(value))  # first, as its names are those of paths
         held = attributes_of(value)
+        if not (parts or is_node or jax.tree_util.all_leaves([value])):
+            children = Children(value)
+            # First, as its names are those of paths; and not twice.
+            own, pairs = held or {}, children.held.items()
+            if not all(own.get(name, ABSENT) is child for name, child in pairs):
+                parts.append(children)
         if held is not None and held is not value:
             parts.append(attributes(held))
         if has_slots:
@@ -392,6 +397,18 @@ def children_of(value: Any) -> Iterable[Any]:
     if is_claimed(value) or jax.tree_util.all_leaves([value]):
         return ()
     return jax.tree.leaves(value, is_leaf=lambda part: part is not value)
+
+
+def is_frozen(value: Any) -> bool:
+    """Returns whether nothing can be assigned to a pytree: an Equinox module."""
+    held = attributes_of(value)
+    if not held or is_claimed(value) or not dataclasses.is_dataclass(value):
+        return False
+    try:
+        setattr(value, *next(iter(held.items())))  # what it holds
+    except dataclasses.FrozenInstanceError:
+        return True
+    return False
 
 
 def are_plain(values: Iterable[Any]) -> bool:

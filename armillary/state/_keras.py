@@ -168,6 +168,12 @@ def batch_statistics(value: Any) -> "list[keras.Variable]":
     return list(value.non_trainable_variables)
 
 
+def is_compiled_metrics(value: Any) -> bool:
+    """Returns whether `value` holds the metrics that a model was compiled with."""
+    kind = type(value)
+    return kind.__name__ == "CompileMetrics" and is_node_type(kind)
+
+
 def is_unset(variable: "keras.Variable") -> bool:
     """Returns whether a variable has no value yet."""
     return getattr(variable, "_value", None) is None

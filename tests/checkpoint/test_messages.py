@@ -1,5 +1,6 @@
 """Tests of what a user reads: one table of errors."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +51,18 @@ def read_donated(_: Path) -> None:
     checkpoint.read_content()
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    layers: Any
+
+
+def make_equinox() -> Any:
+    eqx = pytest.importorskip("equinox", reason="This test needs Equinox.")
+    return eqx.nn.Linear(2, 1, key=jax.random.key(0))
+
+
+FROZEN = Frozen([jnp.zeros(1)])
 NUMERIC = {"array": jnp.zeros(1)}
 NOT_NUMERIC = {"name": nnx.Variable("text"), "array": nnx.Variable(jnp.zeros(1))}
 NUMBER = "`checkpoint_number` is %s, .* not negative"
@@ -74,6 +87,12 @@ IS_FILE = r"`directory` is .*file' is a file"
                 lambda _: Checkpoint(thing=SimpleNamespace(name="x"))
             ),
             r"Checkpoint\(w=\{'value': value\}\)": lambda _: Checkpoint(w=jnp.zeros(3)),
+            # A step would put another one in its place, and this one be saved.
+            r"`net` is of type Frozen, .*Checkpoint\(trainer=trainer\)`, with "
+            r"`trainer.net`, .*{'net': net}": lambda _: Checkpoint(net=FROZEN),
+            "`net` is of type Linear, whose arrays cannot be assigned": (
+                lambda _: Checkpoint(net=make_equinox())
+            ),
             "`data` of type Position.*ndarray": (
                 lambda _: Checkpoint(
                     data=Position({"array": np.zeros(3)})

@@ -1,5 +1,6 @@
 """What was saved comes back: bits, kinds of objects, devices and memory."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,17 +137,49 @@ def test_equinox_modules_round_trip(make_manager: MakeManager) -> None:
     eqx = pytest.importorskip(
         "equinox", reason="This test needs Equinox: pip install equinox."
     )
+    models = [eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(seed)) for seed in range(4)]
     saved, target = (
-        SimpleNamespace(model=eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(seed)))
-        for seed in (0, 1)
+        {"run": SimpleNamespace(model=one), "held": {"model": other}}
+        for one, other in (models[:2], models[2:])
     )
-    manager = make_manager(Checkpoint(run=saved))
+    manager = make_manager(Checkpoint(**saved))
     manager.save(1)
     manager.sync()
-    make_manager(Checkpoint(run=target)).restore_or_initialize()
+    make_manager(Checkpoint(**target)).restore_or_initialize()
 
-    x = jnp.arange(2.0)
-    np.testing.assert_array_equal(saved.model(x), target.model(x))
+    for one, other in (
+        (models[0], target["run"].model),
+        (models[1], target["held"]["model"]),
+    ):
+        np.testing.assert_array_equal(one(jnp.arange(2.0)), other(jnp.arange(2.0)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layers:
+    kernels: Any
+    scale: Any
+
+
+def test_a_registered_object_is_saved_once_and_restored(
+    make_manager: MakeManager,
+) -> None:
+    def build(value: float) -> Layers:
+        kernel = jnp.full(2, value)
+        return Layers([{"w": kernel}, Layers((kernel + 1,), kernel)], kernel + 2)
+
+    saved, target = build(1.0), build(5.0)
+    manager = make_manager(Checkpoint(model=saved))
+    assert sorted(manager.checkpoint.read_leaves()) == [
+        "model/kernels/0/w",
+        "model/kernels/1/kernels/0",
+        "model/kernels/1/scale",
+        "model/scale",
+    ]
+    manager.save(1)
+    manager.sync()
+    make_manager(Checkpoint(model=target)).restore_or_initialize()
+    jax.tree.map(np.testing.assert_array_equal, target, saved)
 
 
 def on_devices(count: int, kind: str = "device") -> NamedSharding:

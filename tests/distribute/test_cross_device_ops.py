@@ -151,6 +151,12 @@ def run_wrong():
                 lambda: HierarchicalCopyAllReduce(group_size=0)
             ),
             r"`all_reduce` of Wrong\(\) made float32\[4, 2\] of float32": run_wrong,
+            r"`reduce_to_device` is 'gpu:1', but .* first: `MirroredStrategy\(dev": (
+                lambda: ReductionToOneDevice(reduce_to_device="gpu:1")
+            ),
+            "`accumulation_fn` is <.*>, but .* derive from .*CrossDeviceOps`": (
+                lambda: ReductionToOneDevice(None, accumulation_fn=sum)
+            ),
         },
     }
 )

@@ -2,7 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+import armillary
 from armillary import ReduceOp
 from armillary.distribute import PerReplica, is_per_replica
 
@@ -101,3 +103,69 @@ def test_an_unknown_operation_is_an_error(value):
     assert str(caught.value).startswith(
         f'`reduce_op` is {value!r}, but it must be "sum", "mean", "max" or "min", or '
     )
+
+
+KINDS = [armillary.MirroredStrategy, armillary.CentralStorageStrategy]
+DEVICES = {"half": slice(2), "others": slice(4, 8), "two others": slice(5, 7)}
+
+
+def number_replicas(strategy):
+    return strategy.distribute_values_from_function(
+        lambda context: jnp.full(2, context.replica_id_in_sync_group + 1.0)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("devices", DEVICES)
+def test_what_another_strategy_reduced_goes_into_run(kind, devices):
+    strategy = armillary.MirroredStrategy(jax.devices()[:4])
+    other = kind(jax.devices()[DEVICES[devices]])
+    mean = other.reduce("MEAN", number_replicas(other))
+
+    def step(held, number):
+        return held["mean"] * number
+
+    compiled = armillary.function(lambda *args: strategy.run(step, args=args))
+    for call in (compiled, lambda *args: strategy.run(step, args=args)):
+        found = strategy.gather(call({"mean": mean}, jnp.asarray(2.0)), axis=0)
+        expected = np.full(8, other.num_replicas_in_sync + 1.0)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_values_of_as_many_other_replicas_go_into_run():
+    strategies = [armillary.MirroredStrategy(jax.devices()[i:][:4]) for i in (0, 4)]
+    value, parts = number_replicas(strategies[0]), ()
+    for strategy in (*strategies[::-1], strategies[1]):
+        value = strategy.run(jnp.negative, args=(value,))
+        parts = strategy.local_results(value)
+        assert {device for part in parts for device in part.devices()} == set(
+            strategy.mesh.devices.flat
+        )
+    np.testing.assert_array_equal(
+        np.abs(jax.device_get(parts))[:, 0], [1.0, 2.0, 3.0, 4.0]
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_of_more_or_fewer_replicas_are_an_error(kind):
+    two, four = kind(jax.devices()[:2]), kind(jax.devices()[:4])
+    for strategy, other in ((two, four), (four, two)):
+        value = number_replicas(other)
+        with pytest.raises(ValueError) as caught:
+            strategy.run(jnp.negative, args=(value,))
+        message = str(caught.value)
+        assert f"hold {value!r}, a value for each replica of another" in message
+        assert f"{strategy!r}. Combine" in message and "`distribute_dataset`" in message
+
+
+def test_one_device_takes_what_several_made():
+    four = armillary.MirroredStrategy(jax.devices()[:4])
+    mean = four.reduce("MEAN", number_replicas(four))
+    strategy, total = armillary.OneDeviceStrategy("cpu:5"), nnx.Param(jnp.zeros(2))
+
+    @armillary.function(strategy=strategy)
+    def step(value):
+        total[...] += value
+        return strategy.run(lambda: total[...] * 2)
+
+    assert [step(mean).tolist() for _ in range(2)] == [[5, 5], [10, 10]]

@@ -35,6 +35,23 @@ def test_objects_of_another_backend_are_an_error_before_a_step(keras):
 
 
 @pytest.mark.slow
+def test_another_backend_matters_to_models_of_a_strategy_alone(keras):
+    """A library that imports Keras, as TensorFlow does, may be there for other ends."""
+    del keras
+    code = (
+        "import armillary, keras, numpy\n"
+        'strategy = armillary.MirroredStrategy(["cpu:0"])\n'
+        'data = armillary.data.from_arrays({"x": numpy.ones(2)}, batch_size=2)\n'
+        "print('batch', len(list(strategy.distribute_dataset(data))))\n"
+        "with strategy.scope(): keras.Sequential()\n"
+    )
+    result = run(code, KERAS_BACKEND="numpy")
+    assert "batch 1" in result.stdout
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("ImportError: Keras runs on the backend 'numpy', but")
+
+
+@pytest.mark.slow
 def test_without_keras_the_extra_is_named():
     code = "import sys; sys.modules['keras'] = None; import armillary; armillary.keras"
     error = run(code).stderr.splitlines()[-1]

@@ -1,5 +1,6 @@
 """`fit`, `evaluate` and `predict` on the devices of a strategy."""
 
+import contextlib
 import functools
 
 import jax
@@ -160,6 +161,122 @@ def test_data_that_fit_cannot_read_is_refused(problem, options, message):
         model = problem.make_model()
     with pytest.raises(ValueError, match=message):
         model.fit(dataset)
+
+
+def make_data(problem, strategy, kind, *arrays, **options):
+    source = armillary.data.from_arrays(arrays, batch_size=16, **options)
+    return source if kind == "source" else strategy.distribute_dataset(source)
+
+
+@pytest.mark.slow
+@pytest.mark.each_case
+@pytest.mark.parametrize("kind", ["distributed", "source"])
+@pytest.mark.parametrize(
+    "strategy", [STRATEGIES["mirrored"], armillary.get_strategy], ids=["mirrored", "no"]
+)
+def test_data_sets_train_with_class_weights_as_arrays_do(problem, strategy, kind):
+    weights, strategy = {0: 1.0, 1: 5.0}, strategy()
+    options = {"class_weight": weights, "epochs": 2, "verbose": 0, "shuffle": False}
+    expected = problem.make_model()
+    expected.fit(problem.x, problem.y, batch_size=16, **options)
+    with strategy.scope():
+        model = problem.make_model()
+    model.fit(make_data(problem, strategy, kind, problem.x, problem.y), **options)
+    for name, losses in expected.history.history.items():
+        np.testing.assert_allclose(model.history.history[name], losses, rtol=1e-4)
+    for a, b in zip(problem.read(model), problem.read(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+BESIDE = r"`model\.%s` was given `%s` beside a data set, .* batches `\(x, y\)` or"
+CLASSES = r"`class_weight`, which needs .* batches `\(x, y\)` with one array of classes"
+
+
+@pytest.mark.parametrize("kind", ["distributed", "source"])
+def test_what_batches_must_hold_is_refused_beside_a_data_set(problem, kind):
+    strategy = STRATEGIES["mirrored"]()
+    with strategy.scope():
+        model = problem.make_model()
+    x, y, weights = problem.x, problem.y, problem.weights
+    data = make_data(problem, strategy, kind, x, y)
+    classes = {"class_weight": {0: 1.0, 1: 5.0}, "verbose": 0}
+    for message, call in {
+        BESIDE % ("fit", "y"): lambda: model.fit(data, y),
+        BESIDE % ("fit", "sample_weight"): (
+            lambda: model.fit(data, sample_weight=weights)
+        ),
+        BESIDE % ("evaluate", "y"): lambda: model.evaluate(data, y=y),
+        BESIDE % ("evaluate", "sample_weight"): (
+            lambda: model.evaluate(data, sample_weight=weights)
+        ),
+        rf"{BESIDE % ('fit', 'y')}(?#validation)": (
+            lambda: model.fit(x, y, validation_data=(data, y))
+        ),
+        CLASSES: lambda: model.fit(
+            make_data(problem, strategy, kind, x, y, weights), **classes
+        ),
+        f"{CLASSES}(?#no targets)": lambda: model.fit(
+            make_data(problem, strategy, kind, x), **classes
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert int(model.optimizer.iterations.value) == 0
+
+
+@pytest.mark.slow
+def test_validation_steps_bound_endless_data_and_are_asked_for_before_training(
+    problem, keras
+):
+    strategy = STRATEGIES["mirrored"]()
+    data = (problem.x, problem.y)
+    endless = make_data(problem, strategy, "distributed", *data, repeat=True)
+    batches = []
+
+    class Count(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            batches.append(batch)
+            assert len(batches) < 10
+
+    options = {"verbose": 0, "callbacks": [Count()]}
+    with strategy.scope():
+        model = problem.make_model()
+    with pytest.raises(ValueError, match=r"for ever.*or pass `validation_steps=`"):
+        model.fit(endless, steps_per_epoch=2, validation_data=endless, **options)
+    assert int(model.optimizer.iterations.value) == 0
+    model.fit(*data, epochs=2, validation_data=endless, validation_steps=3, **options)
+    assert batches == [0, 1, 2] * 2
+
+
+@pytest.mark.slow
+def test_a_model_that_asks_for_its_replicas_is_one_for_the_global_batch(problem, keras):
+    class Asking(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            replicas = armillary.get_replica_context().num_replicas_in_sync
+            return self.dense(x) * armillary.get_strategy().num_replicas_in_sync / (
+                replicas
+            ) + armillary.all_reduce("mean", x[:, :1])
+
+    def fit(strategy, *, is_inside):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = Asking()
+            model.compile("sgd", "mse")
+            scope = strategy.scope() if is_inside else contextlib.nullcontext()
+        options = {"batch_size": 10, "verbose": 0, "shuffle": False}
+        with scope:
+            model.fit(problem.x, problem.x[:, 1], **options)
+        return problem.read(model)
+
+    expected = fit(armillary.get_strategy(), is_inside=False)
+    for is_inside in (False, True):
+        found = fit(armillary.MirroredStrategy(jax.devices()[:2]), is_inside=is_inside)
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -154,7 +154,8 @@ class Function:
                 return self._body(*args, **kwargs)
             program = self._get_program(key, state, leaves, treedef)
         self._programs.move_to_end(key)
-        return program([leaf for leaf in leaves if is_array(leaf)])
+        arrays = [leaf for leaf in leaves if is_array(leaf)]
+        return program(arrays, lambda: strategy.bring((args, kwargs)))
 
     def _get_program(
         self, key: Any, state: State, leaves: list[Any], treedef: Any
@@ -326,12 +327,21 @@ class _Program:
         if is_alike and self._step.is_same(last._step):
             self._compiled = last._compiled
 
-    def __call__(self, arrays: list[Any]) -> PyTree:
+    def __call__(
+        self, arrays: list[Any], bring: Callable[[], list[Any] | None]
+    ) -> PyTree:
         flat = self._flat
         check_no_trace(self._fn, flat.state)
         arrays = self._strategy.admit(arrays)
         with flat.lent(self._step.changed) as (donated, others):
-            values, results, token = self._compiled(donated, others, arrays)
+            try:
+                values, results, token = self._compiled(donated, others, arrays)
+            except ValueError:
+                # To look where each argument lies would take longer than a call.
+                moved = bring()
+                if moved is None:
+                    raise
+                values, results, token = self._compiled(donated, others, moved)
             flat.give(values, token)
             flat.write_back()
         return self._step.results(results)

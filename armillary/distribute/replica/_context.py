@@ -134,6 +134,17 @@ def entered(
         _ambient.frames.pop()
 
 
+@contextlib.contextmanager
+def without_strategy() -> Iterator[None]:
+    """Puts the default strategy in effect for a while, as if no other ever was."""
+    frames, chosen = _ambient.frames, _ambient.chosen
+    _ambient.frames, _ambient.chosen = [], None
+    try:
+        yield
+    finally:
+        _ambient.frames, _ambient.chosen = frames, chosen
+
+
 def merging_replica() -> "ReplicaContext | None":
     """Returns the replica whose `merge_call` the caller is in, if it is in one."""
     for frame in reversed(_ambient.frames):

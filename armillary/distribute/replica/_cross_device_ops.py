@@ -133,7 +133,30 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     Every value goes over the links of one device: for small values and few devices,
     and for comparison.
+
+    Args:
+        reduce_to_device: Nothing but `None`, for programs that come from TensorFlow.
+        accumulation_fn: Likewise.
+
+    Raises:
+        ValueError: If one of them is anything else.
     """
+
+    def __init__(
+        self, reduce_to_device: None = None, accumulation_fn: None = None
+    ) -> None:
+        if reduce_to_device is not None:
+            raise ValueError(
+                f"`reduce_to_device` is {reduce_to_device!r}, but values go to the "
+                "first replica. Leave it out, and put the device of your choice first: "
+                "`MirroredStrategy(devices=[...])`."
+            )
+        if accumulation_fn is not None:
+            raise ValueError(
+                f"`accumulation_fn` is {accumulation_fn!r}, but values are added up. "
+                "Leave it out, or derive from `armillary.distribute.CrossDeviceOps`, "
+                "whose `all_reduce` is yours."
+            )
 
     def all_reduce(self, value: jax.Array, axis_name: str, num_replicas: int) -> Any:
         """Returns the sum, by sending values to the first replica and back."""

@@ -35,6 +35,7 @@ from armillary.distribute.replica._values import (
     PerReplica,
     count_active,
     is_per_replica,
+    other_count,
 )
 from armillary.distribute.replica._writes import aggregated_writes
 from armillary.errors import BatchSizeError, ReplicaMismatchError
@@ -113,9 +114,7 @@ class _Call:
         ]
         self.rows = list(compress(arrays, self._is_split))
         self.wholes = list(compress(arrays, self._is_whole))
-        self._active, self.num_replicas = _find_active(
-            self._leaves, strategy.num_replicas_in_sync
-        )
+        self._active, self.num_replicas = _find_active(self._leaves, strategy)
         self.before = [as_array(leaf) for leaf in state.read()]
         self._policies = policies_of(state, self.before)
         self._changed: list[int] = []
@@ -289,8 +288,12 @@ def _compare(value: jax.Array) -> tuple[jax.Array, jax.Array]:
     return first, jnp.any(jnp.array(differs, bool))
 
 
-def _find_active(leaves: list[Any], num_replicas: int) -> tuple[Active, int]:
+def _find_active(leaves: list[Any], strategy: "Strategy") -> tuple[Active, int]:
     """Returns which replicas hold data, and how many run the step."""
+    num_replicas = strategy.num_replicas_in_sync
+    for leaf in filter(is_per_replica, leaves):
+        if not leaf.is_shared and num_replicas % len(leaf.array):
+            raise other_count(leaf, strategy)
     counts = {
         (leaf.active_replicas, len(leaf.array))
         for leaf in leaves

@@ -238,6 +238,16 @@ def is_inside(leaf: Any) -> bool:
     return owner is not None and owner.array is leaf
 
 
+def other_count(value: PerReplica, strategy: object) -> ValueError:
+    """Returns the error for a value of more or fewer replicas than a strategy has."""
+    return ValueError(
+        f"`args` of `strategy.run` hold {value!r}, a value for each replica of another "
+        f"strategy than {strategy!r}. Combine its parts with the strategy that made it "
+        "(`reduce`, `gather`), or make it with this one (`distribute_dataset`, "
+        "`distribute_values_from_function`)."
+    )
+
+
 def is_per_replica(value: Any, /) -> bool:
     """Returns whether `value` is a `PerReplica`, for use as `is_leaf`."""
     return isinstance(value, PerReplica)

@@ -9,6 +9,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from armillary._jaxpr import is_in_trace
 from armillary.data._layout import BatchLayout
+from armillary.distribute._keras_fit import follow_keras
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._outside_traces import add_trace_note
 from armillary.distribute.replica._alone import run_in_place, run_traced
@@ -81,6 +82,7 @@ class DefaultStrategy(SingleStrategy):
             ReplicaContextError: Inside `run`, or inside another strategy's scope.
         """
         require_scope(self)
+        follow_keras()
         return nullcontext(self)
 
 
