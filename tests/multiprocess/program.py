@@ -188,7 +188,8 @@ def preempted(
         if int(step[...]) == signal_at and jax.process_index() == 1:
             Path(run_dir).with_name("signal").write_text(str(time.time()))
             # Again and again, until nothing of this process is left.
-            terminate = f"while kill -TERM {os.getpid()}; do sleep 0.02; done"
+            again = f"while kill -TERM {os.getpid()}; do sleep 0.02; done"
+            terminate = f"sleep 0.2; {again}"
             subprocess.Popen(["sh", "-c", terminate], stderr=subprocess.DEVNULL)
 
     with armillary.actions.SaveCheckpointIfPreempted(manager) as save_if_preempted:
