@@ -1,14 +1,18 @@
 """Saving and restoring where several processes train together.
 
-Process 0 alone writes, chooses paths, and judges whether a checkpoint is good:
-processes that restored different ones would train a mixture. Of mirrored state it has
-all; arrays that are divided between processes travel to it, one after the other. The
-others learn what it did. Where it fails with a `CheckpointError`, all raise that error;
-nobody is left waiting, and a program that handles it can go on. All see one directory.
+Process 0 alone writes, and chooses paths. Of mirrored state it has all; arrays that are
+divided between processes travel to it, one after the other. The others learn what it
+did. Where it fails with a `CheckpointError`, all raise that error; nobody is left
+waiting, and a program that handles it can go on. All see one directory.
+
+Each process judges whether a checkpoint is good, because each reads it: a cache or a
+disk may show one of them something else. What one refuses, nobody restores: processes
+that restored different ones would train a mixture.
 """
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -16,6 +20,7 @@ from typing import Any, TypeVar
 
 from etils import epath
 
+from armillary.checkpoint._checksums import CHECKSUM_FILE, find_damage
 from armillary.checkpoint._folder import Header, find_checkpoints, read_header
 from armillary.checkpoint._leaf import Content, as_stored_by_one
 from armillary.checkpoint._writer import Writer
@@ -61,23 +66,24 @@ def merge_refusals(refused: dict[str, str], peers: Peers | None) -> dict[str, st
     return {name: text for each in said for name, text in json.loads(each).items()}
 
 
-def check_all_see(
+def verify(
     chosen: epath.Path | None, directory: epath.Path, peers: Peers | None
-) -> None:
-    """Raises, in all processes, if they do not see the same checkpoint."""
+) -> str | None:
+    """Returns what is damaged of a checkpoint, for any process, or `None`.
+
+    Each process reads all of its files, as it is going to when it restores it. Raises,
+    in all processes, if they do not see the same one.
+    """
     if peers is None:
-        return
-    if chosen is None:
-        saved = find_checkpoints(directory)
-        own = _describe(saved[-1].path, saved[-1].header) if saved else "nothing"
-    else:
-        own = _describe(chosen, read_header(chosen))
-    said = peers.gather("the checkpoint to restore", json.dumps([own, str(directory)]))
+        return None if chosen is None else find_damage(chosen)
+    with peers.announcing_errors():
+        own = _look(chosen, directory)
+    said = peers.gather("the checkpoint to restore", json.dumps([*own, str(directory)]))
     found = [json.loads(text) for text in said]
-    if len({text for text, _ in found}) > 1:
+    if len({text for text, is_damaged, _ in found if not is_damaged}) > 1:
         shown = "\n".join(
             f"  process {index} of {peers.count}: {text}, in {place}"
-            for index, (text, place) in enumerate(found)
+            for index, (text, _, place) in enumerate(found)
         )
         raise CheckpointError(
             "The processes do not see the same checkpoint to restore:\n"
@@ -85,11 +91,38 @@ def check_all_see(
             "Give `CheckpointManager` a directory that all of them see, such as one of "
             "a shared file system. Nothing was restored."
         )
+    damages = {i: text for i, (text, is_damaged, _) in enumerate(found) if is_damaged}
+    if len(damages) == peers.count and len(set(damages.values())) == 1:
+        return damages[0]
+    return (
+        "; ".join(
+            f"in process {index} of {peers.count}, {damage}"
+            for index, damage in damages.items()
+        )
+        or None
+    )
 
 
-def _describe(path: epath.Path, header: Header | None) -> str:
+def _look(chosen: epath.Path | None, directory: epath.Path) -> tuple[str, bool]:
+    """Returns what this process sees of a checkpoint, and whether that is damage."""
+    if chosen is None:
+        saved = find_checkpoints(directory)
+        newest = saved[-1] if saved else None
+        return (_describe(newest.path, newest.header) if newest else "nothing"), False
+    if not chosen.exists():
+        return "nothing", False
+    damage = find_damage(chosen)
+    if damage is not None:
+        return damage, True
+    header = read_header(chosen)
     if header is None:
-        return "nothing"
+        return "nothing", False
+    # All files are as they are listed there: the same list means the same content.
+    sums = hashlib.sha256((chosen / CHECKSUM_FILE).read_bytes()).hexdigest()[:12]
+    return f"{_describe(chosen, header)} (`{CHECKSUM_FILE}` #{sums})", False
+
+
+def _describe(path: epath.Path, header: Header) -> str:
     time = datetime.fromtimestamp(header.saved_at, UTC)
     return f"{path.name} of {time:%Y-%m-%d %H:%M:%S.%f}"
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from etils import epath
 
 from armillary._logging import logger
-from armillary.checkpoint._checksums import find_damage
 from armillary.checkpoint._folder import check_is_checkpoint, list_directory
-from armillary.checkpoint._joint import announcing_errors, check_all_see, decide
+from armillary.checkpoint._joint import announcing_errors, decide, verify
 from armillary.checkpoint._leaf import Content, LeafSpec, as_restored, stored_sharding
 from armillary.checkpoint._messages import (
     describe_all_damaged,
@@ -45,16 +44,11 @@ def restore(
 
     An error names checkpoints of `directory` to take instead.
     """
-
-    def find_problem() -> str | None:
-        check_is_checkpoint(folder, directory)
-        return find_damage(folder)
-
     peers = get_peers()
-    damage = decide("a checkpoint", find_problem, peers)
+    decide("a checkpoint", lambda: check_is_checkpoint(folder, directory), peers)
+    damage = verify(folder, folder.parent, peers)
     if damage is not None:
         raise CheckpointDamageError(describe_damage(folder, damage), damage=damage)
-    check_all_see(folder, folder.parent, peers)
     return _restore_intact(checkpoint, folder, selection)
 
 
@@ -63,11 +57,22 @@ def restore_latest(
 ) -> RestoreReport | None:
     """Restores the newest checkpoint without damage; `None` if there is none at all."""
     peers = get_peers()
-    name = decide("the latest checkpoint", lambda: _find_latest(directory), peers)
-    folder = None if name is None else directory / name
-    check_all_see(folder, directory, peers)
-    if folder is None:
-        return None
+    damaged: dict[epath.Path, str] = {}
+
+    def find_next() -> str | None:
+        return _find_next(directory, damaged)
+
+    while True:
+        name = decide("the latest checkpoint", find_next, peers)
+        folder = None if name is None else directory / name
+        damage = verify(folder, directory, peers)
+        if folder is None:
+            return None
+        if damage is None:
+            break
+        damaged[folder] = damage
+    if peers is None or not peers.index:
+        _warn_of_skipped(damaged, folder)
     try:
         return _restore_intact(checkpoint, folder, selection)
     except CheckpointError:
@@ -77,33 +82,36 @@ def restore_latest(
         return restore_latest(checkpoint, directory, selection)
 
 
-def _find_latest(directory: epath.Path) -> str | None:
-    saved, damaged, unfinished = list_directory(directory)
-    for path in unfinished:
+def _find_next(directory: epath.Path, damaged: dict[epath.Path, str]) -> str | None:
+    """Returns the newest checkpoint that is not known to be damaged, and notes others.
+
+    The job that trains may remove some meanwhile.
+    """
+    saved, broken, unfinished = list_directory(directory)
+    for path in () if damaged else unfinished:
         logger.warning(
             "`%s` is not used: it is what an interrupted save left, or a save that "
             "another process is writing.",
             path,
         )
-    for entry in reversed(saved):
-        damage = find_damage(entry.path)
-        if damage is None:
-            for path, problem in damaged.items():
-                logger.warning(
-                    "`%s` is damaged and was skipped: %s. Taking `%s` instead; the "
-                    "steps after it are trained again.",
-                    path,
-                    problem,
-                    entry.path,
-                )
-            return entry.path.name
-        if not entry.path.exists():
-            # Removed meanwhile, by the job that trains.
-            return _find_latest(directory)
-        damaged[entry.path] = damage
-    if damaged:
+    for path in [path for path in damaged if not path.exists()]:
+        del damaged[path]
+    damaged.update(broken)
+    names = [entry.path.name for entry in saved if entry.path not in damaged]
+    if not names and damaged:
         raise CheckpointError(describe_all_damaged(directory, damaged))
-    return None
+    return names[-1] if names else None
+
+
+def _warn_of_skipped(damaged: Mapping[epath.Path, str], taken: epath.Path) -> None:
+    for path, problem in damaged.items():
+        logger.warning(
+            "`%s` is damaged and was skipped: %s. Taking `%s` instead; the steps after "
+            "it are trained again.",
+            path,
+            problem,
+            taken,
+        )
 
 
 def _restore_intact(

@@ -1,15 +1,21 @@
 """Saving and restoring with several processes: one decides and writes, all know."""
 
+import re
+import shutil
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 from etils import epath
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from armillary._process import Process, get_process, set_process
 from armillary.checkpoint import Checkpoint, CheckpointManager, _joint
-from armillary.checkpoint._joint import JointWriter, check_all_see, decide
+from armillary.checkpoint._checksums import read_checksums, write_checksums
+from armillary.checkpoint._joint import JointWriter, decide, verify
 from armillary.checkpoint._leaf import Content
 from armillary.cluster._peers import Peers
 from armillary.errors import CheckpointError, PeerError
@@ -175,7 +181,7 @@ def save_steps(directory: Path, *steps: int) -> epath.Path:
 
 def test_one_process_decides_by_itself():
     assert decide("which", lambda: "good", None) == "good"
-    check_all_see(None, epath.Path("/nowhere"), None)
+    verify(None, epath.Path("/nowhere"), None)
 
 
 def test_process_0_decides_for_all_and_the_others_are_not_asked():
@@ -223,7 +229,7 @@ def test_a_directory_that_only_some_see_is_an_error_of_all(tmp_path, has_chosen)
     def run(peers):
         directory = full if (peers.index == 0) == has_chosen else empty
         chosen = directory / "checkpoint_6" if has_chosen else None
-        check_all_see(chosen, directory, peers)
+        verify(chosen, directory, peers)
 
     named, nothing = "checkpoint_6 of 20", "nothing, in "
     shown = (named, nothing) if has_chosen else (nothing, named)
@@ -241,18 +247,81 @@ def test_a_checkpoint_of_the_same_name_from_another_save_is_another_one(tmp_path
 
     def run(peers):
         directory = folders[peers.index]
-        check_all_see(directory / "checkpoint_6", directory, peers)
+        verify(directory / "checkpoint_6", directory, peers)
 
     for outcome in run_together(run):
         with pytest.raises(CheckpointError, match="do not see the same checkpoint"):
             raise outcome
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """Returns a directory with a checkpoint."""
+    return Path(save_steps(tmp_path_factory.mktemp("saved"), 6))
+
+
+def verify_views(saved: Path, count: int, change) -> list:
+    """Verifies a checkpoint of which each process sees a view of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        views = [epath.Path(folder) / str(index) for index in range(count)]
+        for index, view in enumerate(views):
+            shutil.copytree(saved, view)
+            change(index, Path(view / "checkpoint_6"))
+
+        def run(peers):
+            view = views[peers.index]
+            return verify(view / "checkpoint_6", view, peers)
+
+        return run_together(run, count)
+
+
+DAMAGES = {
+    "flipped": lambda file: file.write_bytes(bytes([file.read_bytes()[0] ^ 1])),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"x"),
+    "deleted": lambda file: file.unlink(),
+}
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), blind=st.sets(st.integers(0, 2)))
+def test_what_one_process_finds_damaged_is_damaged_for_all(saved, data, blind):
+    sums = read_checksums(epath.Path(saved) / "checkpoint_6")
+    name = data.draw(st.sampled_from([*sorted(sums), "checksums.json"]))
+    damage = DAMAGES[data.draw(st.sampled_from(sorted(DAMAGES)))]
+
+    def change(index: int, view: Path) -> None:
+        if index in blind:
+            damage(view / name)
+
+    (said,) = set(verify_views(saved, 3, change))
+    if not blind:
+        assert said is None
+        return
+    assert f"`{name}`" in said
+    # What all find is told once, unless it says where each has looked.
+    for index in range(3) if len(blind) < 3 else ():
+        assert (f"in process {index} of 3, " in said) == (index in blind)
+
+
+def test_another_content_with_sums_of_its_own_is_another_checkpoint(saved):
+    def change(index: int, view: Path) -> None:
+        if index:
+            manifest = view / "manifest" / "manifest.json"
+            manifest.write_text(manifest.read_text() + " ")
+            write_checksums(epath.Path(view))
+
+    for outcome in verify_views(saved, 2, change):
+        with pytest.raises(CheckpointError, match="do not see the same") as caught:
+            raise outcome
+        sums = re.findall(r"process \d of 2: .*json` (#\w+)\), in", str(caught.value))
+        assert len(set(sums)) == 2
+
+
 def test_all_may_see_one_directory_or_none(tmp_path):
     folder = save_steps(tmp_path / "run", 1, 2)
 
     def run(peers):
-        check_all_see(folder / "checkpoint_2", folder, peers)
-        check_all_see(None, epath.Path(tmp_path / "new"), peers)
+        verify(folder / "checkpoint_2", folder, peers)
+        verify(None, epath.Path(tmp_path / "new"), peers)
 
     assert run_together(run) == [None, None]

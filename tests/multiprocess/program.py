@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from jax.experimental import multihost_utils
 
 import armillary
 from armillary.actions import _export_model
-from armillary.checkpoint import _reader
+from armillary.checkpoint import _joint
 from armillary.checkpoint._store import Store
 from armillary.cluster._preemption_notice import PreemptionNotice
 from armillary.data import from_arrays
@@ -447,12 +448,14 @@ def saves(strategy: Any, run_dir: str) -> dict[str, Any]:
         return [manager.save(number), manager.sync(), len(manager.checkpoints)][::2]
 
     damaged = []
-    find_damage = _reader.find_damage
-    _reader.find_damage = lambda path: damaged.append(path.name) or find_damage(path)
+    find_damage = _joint.find_damage
+    _joint.find_damage = lambda path: damaged.append(path.name) or find_damage(path)
     found: dict[str, Any] = {}
     good, bad = make("good"), make("bad")
     for manager, number in ((good, 1), (good, 2), (bad, 1)):
         save(manager, number)
+    found |= restore_other_views(holder, directory / "good")
+    damaged.clear()
     for name in ("good/checkpoint_2", "bad/checkpoint_1"):
         damage(name)
     found["good"] = good.restore_or_initialize()
@@ -478,6 +481,33 @@ def saves(strategy: Any, run_dir: str) -> dict[str, Any]:
     limit_files(False)
     found["after late"] = save(manager, 5)
     return found | {"trained": train_over_failing_saves(strategy, directory)}
+
+
+def restore_other_views(holder: Any, directory: Path) -> dict[str, Any]:
+    """Restores where the last process sees something else than the others do."""
+    index, found = jax.process_index(), {}
+
+    def view(name: str, change: Any) -> armillary.CheckpointManager:
+        mine = directory.with_name(f"{name}_{index}")
+        shutil.copytree(directory, mine)
+        if index:
+            change(mine / "checkpoint_2")
+        return armillary.CheckpointManager(armillary.Checkpoint(holder=holder), mine)
+
+    def move(path: Path) -> None:
+        manifest = path / "manifest" / "manifest.json"
+        manifest.write_text(manifest.read_text().replace("1000", "1001"))
+
+    def go_back(path: Path) -> None:
+        shutil.rmtree(path)
+        shutil.copytree(path.with_name("checkpoint_1"), path)
+
+    moved, stale = view("moved", move), view("stale", go_back)
+    newest = Path(moved.directory) / "checkpoint_2"
+    found["moved, by name"] = catch(lambda: moved.restore(newest)).split("'")[2]
+    found["moved"] = Path(moved.restore_or_initialize()).name
+    found["stale"] = catch(stale.restore_or_initialize)
+    return found
 
 
 def train_over_failing_saves(strategy: Any, directory: Path) -> list[Any]:
