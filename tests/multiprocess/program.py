@@ -355,6 +355,9 @@ def mismatches(strategy: Any) -> dict[str, Any]:
     program.scale = 1.0 + index
     batches = [{"x": rows} for rows in np.split(numbers, 8)[: 8 - index]]
     shorter = Adder(strategy, strategy.distribute_dataset(batches))
+    peeked = make_adder(numbers)
+    if index:
+        next(iter(peeked.train_dataset))
     own = jnp.full((2,), 1.0 + index)
 
     class Capturing(Adder):
@@ -372,6 +375,7 @@ def mismatches(strategy: Any) -> dict[str, Any]:
         "gathered": catch(lambda: strategy.gather({"own": own}, axis=0)),
         "reduced": catch(lambda: strategy.reduce("mean", 1.0 + index)),
         "data": catch(lambda: shorter.train(20)),
+        "peeked": catch(lambda: peeked.train(2)),
         "arrays": catch(lambda: make_adder(numbers[index::2])),
         "order": catch(
             lambda: strategy.distribute_dataset(

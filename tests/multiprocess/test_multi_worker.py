@@ -231,6 +231,10 @@ def check_mismatches(results: list[Any]) -> None:
         shape = f"x: float32 ({count}, {8 // count})"
         assert f"process 0 of {count}: 8 steps of {shape}" in result["data"]
         assert f"{last}: 7 steps of {shape}" in result["data"]
+        place = "epoch {0}, {{'epoch': {0}, 'index': 8, 'num_examples': 64}}"
+        assert f"; {place.format(0)}\n  process 1" in result["peeked"]
+        assert f"; {place.format(1)}\nA data set that is" in result["peeked"]
+        assert "no process may take batches of it alone" in result["peeked"]
         assert "array ['x']: process 0 has float32 (32,) #" in result["arrays"]
         assert "shuffle_seed: process 0 has 0" in result["order"]
         assert f"{last.partition(' of ')[0]} has 1" in result["order"]

@@ -169,7 +169,7 @@ class Feed(Generic[T]):
             chunk = self._read()
         if self._peers is not None and not self._is_alike:
             texts = self._peers.boundary.take(self._say) or self._peers.gather(
-                f"the data of {self._name}", describe_chunk(chunk)
+                f"the data of {self._name}", describe_chunk(chunk, self.datasets)
             )
             check_same_chunk(self._name, texts)
             # Batches that are agreed on make equal chunks, if the first ones are equal.
@@ -182,7 +182,9 @@ class Feed(Generic[T]):
         if queue is None or queue.current is not None:
             return None
         ahead = queue.ahead
-        return None if ahead is None and not queue.has_ended else describe_chunk(ahead)
+        if ahead is None and not queue.has_ended:
+            return None
+        return describe_chunk(ahead, self.datasets)
 
     def _read(self) -> T | None:
         self._recover()

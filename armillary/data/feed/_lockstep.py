@@ -24,7 +24,7 @@ import hashlib
 import itertools
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from armillary.data.feed._position import Position
 from armillary.data.feed._prefetch import Prefetcher
 from armillary.data.feed._split import HostBatch
 from armillary.data.sources._batch import canonical_dtype, describe_shapes
+from armillary.data.sources._indexed import IndexedDataset
 from armillary.errors import BatchSizeError, PeerError
 from armillary.typing import PyTree
 
@@ -251,9 +252,21 @@ def _copy_rows(arrays: PyTree, offer: _Offer) -> PyTree:
     return jax.tree.map(copy, arrays)
 
 
-def describe_chunk(chunk: object | None) -> str:
-    """Returns a text that is equal for chunks that may run together."""
-    return "no more data" if chunk is None else str(chunk)
+def describe_chunk(chunk: Any, datasets: Sequence[Any]) -> str:
+    """Returns a text that is equal for chunks of these data sets that may run together.
+
+    Positions that a library has made may hold what differs between processes, such as
+    seeds of its workers, and in data of their own processes are where they are.
+    """
+    if chunk is None:
+        return "no more data"
+    places = [
+        f"epoch {position.epoch}"
+        + (f", {position.source}" if isinstance(dataset.source, IndexedDataset) else "")
+        for position, dataset in zip(chunk.positions[0], datasets, strict=True)
+        if not dataset.is_agreed
+    ]
+    return "; ".join([str(chunk), *places])
 
 
 def check_same_chunk(name: str, texts: list[str]) -> None:
@@ -266,6 +279,7 @@ def check_same_chunk(name: str, texts: list[str]) -> None:
     raise PeerError(
         f"The processes have different data for `{name}`:\n{shown}\n"
         "A data set that is distributed over all processes must be the same on each, "
-        "in the same order. Where each reads data of its own, use a function with an "
-        "`input_context` (`make_distributed_dataset`)."
+        "in the same order, and no process may take batches of it alone. Where each "
+        "reads data of its own, use a function with an `input_context` "
+        "(`make_distributed_dataset`)."
     )
