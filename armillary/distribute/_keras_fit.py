@@ -77,7 +77,9 @@ def follow_keras() -> None:
 
 @functools.cache
 def _follow() -> None:
+    _keras.check_backend()
     import keras
+    from keras.src.backend.jax import trainer as keras_trainer
 
     kind: Any = keras.Model
     make = kind.__new__
@@ -96,10 +98,6 @@ def _follow() -> None:
 
     for name in _RUNNING:
         _wrap(kind, name, functools.partial(_run, name=name))
-    if keras.config.backend() != "jax":
-        # Other libraries import Keras too. A model of it, under a strategy, is refused.
-        return
-
     for name in _MAKING:
         _wrap(kind, name, functools.partial(_make, name=name))
     _wrap(kind, "_make_function", _bound)
@@ -139,7 +137,6 @@ def _compile(method: Any, model: Any, args: Any, kwargs: Any) -> None:
 
 def _remember(model: Any) -> None:
     if has_strategy():
-        _keras.check_backend()
         _strategies[model] = get_strategy()
 
 
@@ -155,7 +152,6 @@ def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
         args, kwargs = bound.args, bound.kwargs
     if strategy is None or keras.distribution.distribution() is not None:
         return method(*args, **kwargs)
-    _keras.check_backend()
     if strategy.peers is not None:
         _check_same(strategy.peers, model, name)
     if _made_for.get(model) is not strategy:

@@ -17,7 +17,7 @@ def test_batches_keep_the_order_and_the_last_is_partial():
 
 
 def test_drop_remainder_leaves_out_the_partial_batch():
-    dataset = from_arrays(np.arange(10), batch_size=4, drop_remainder=True)
+    dataset = from_arrays(np.arange(10), batch_size=4, drop_remainder=np.bool_(True))
     assert [len(batch) for batch in dataset] == [4, 4]
 
 
@@ -122,6 +122,18 @@ def test_position_out_of_range_is_an_error(change):
         ({}, {}, TypeError, r"`arrays` is \{\}, which holds no array"),
         (np.zeros((0, 2)), {}, ValueError, "`arrays` has 0 examples"),
         ([1, 2, 3], {}, TypeError, "`arrays` has leaves that are not arrays"),
+        (
+            np.arange(3),
+            {"repeat": "False"},
+            TypeError,
+            "`repeat` is 'False' of type str",
+        ),
+        (
+            np.arange(3),
+            {"drop_remainder": 1},
+            TypeError,
+            "`drop_remainder` is 1 of type",
+        ),
         (
             {"x": np.zeros(3), "y": np.zeros(4)},
             {},

@@ -1,5 +1,8 @@
 """Data of TensorFlow, PyTorch and Hugging Face, where these are installed."""
 
+import contextlib
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -345,6 +348,28 @@ def test_huggingface_pipelines_read_their_shard(datasets):
     assert parts == [[[0, 1, 2, 3, 4]], [[5, 6, 7, 8, 9]]]
 
 
+def test_huggingface_positions_know_their_order(datasets):
+    strategy = armillary.DefaultStrategy()
+
+    def make(values=range(10), transform=None, **options):
+        rows = make_rows(datasets, x=list(values)).with_transform(transform)
+        return strategy.distribute_dataset(
+            from_huggingface(rows, batch_size=4, **options)
+        )
+
+    saved = make()
+    next(iter(saved))
+    state = saved.get_state()
+    # What a transform makes of a row is not what is compared: it may draw numbers.
+    make(transform=lambda batch: {"x": [2 * x for x in batch["x"]]}).set_state(state)
+    for other, name in (
+        (make(shuffle_seed=1), "shuffle_seed"),
+        (make(range(1, 11)), "r"),
+    ):
+        with pytest.raises(DatasetStateError, match=rf"\n  {name}.* in the program\n"):
+            other.set_state(state)
+
+
 def test_columns_that_are_no_numbers_are_named(datasets):
     columns = {"text": ["a", "b"], "ragged": [[1], [2, 3]], "x": [1, 2]}
     rows = make_rows(datasets, **columns)
@@ -377,6 +402,31 @@ def test_other_data_sets_of_huggingface_are_errors(datasets):
         from_huggingface(rows.select([]), batch_size=1)
     with pytest.raises(BatchSizeError, match="`batch_size` is 11"):
         from_huggingface(rows, batch_size=11, drop_remainder=True)
+
+
+# Numbers that do not fit
+
+
+def test_wide_numbers_of_libraries_are_named():
+    strategy, ids = armillary.DefaultStrategy(), 2**40 + np.arange(8)
+    sources = {
+        "tensorflow": lambda tf: tf.data.Dataset.from_tensor_slices(ids).batch(4),
+        "torch": lambda torch: torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(torch.tensor(ids)), batch_size=4
+        ),
+        "datasets": lambda datasets: from_huggingface(
+            make_rows(datasets, id=ids.tolist()), batch_size=4
+        ),
+    }
+    num_found = 0
+    for library, make in sources.items():
+        with contextlib.suppress(ImportError):
+            source = make(importlib.import_module(library))
+            num_found += 1
+            with pytest.raises(ValueError, match="1099511627776 in example 0, int64"):
+                next(iter(strategy.distribute_dataset(source)))
+    if not num_found:
+        pytest.skip("There is none of these libraries.")
 
 
 # Together with Keras, whose `fit` divides the batches itself.

@@ -2,6 +2,7 @@ import base64
 import glob
 import gzip
 import itertools
+import struct
 
 import ml_dtypes
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import armillary
 from armillary.data import FixedLenFeature, InputContext, from_tfrecords
+from armillary.data.sources._record_files import _checksum
 from armillary.errors import BatchSizeError, DatasetStateError, TFRecordError
 from tests.mistakes import mistakes
 from tests.records import make_record, write_records
@@ -283,6 +285,18 @@ def test_a_file_that_is_cut_off_later_is_an_error(ten):
         next(iter(source))
 
 
+def test_a_record_beyond_all_messages_is_not_read(tmp_path):
+    path = write(tmp_path)
+    length = struct.pack("<Q", 40 * 10**9)
+    with path.open("wb") as file:
+        file.write(length + struct.pack("<I", _checksum(length)))
+        file.truncate(16 + 40 * 10**9)  # A sparse file: it takes no space.
+    with pytest.raises(
+        TFRecordError, match=r"Record 0 of .* has 40000000000 bytes, and"
+    ):
+        make(path)
+
+
 def test_compressed_files_say_how_to_unpack_them(tmp_path):
     path = tmp_path / "a.tfrecord"
     path.write_bytes(gzip.compress(WRITTEN_BY_TENSORFLOW))
@@ -328,6 +342,15 @@ def test_wrong_options_are_errors(ten):
         ValueError: {
             r"`shape` is 3, but it must be a tuple": lambda: FixedLenFeature(3, int),
             r"`shape` is \(0,\), but": lambda: FixedLenFeature((0,), int),
+            r"`default_value` is 'x', but the feature has the dtype int64": (
+                lambda: FixedLenFeature((), int, "x")
+            ),
+            r"`default_value` is 300, but the feature has the dtype uint8": (
+                lambda: FixedLenFeature((), np.uint8, 300)
+            ),
+            r"`default_value` is \[\[1\], 2\], but": lambda: FixedLenFeature(
+                (2,), float, [[1], 2]
+            ),
             r"`default_value` has 3 values, but the shape \(2,\) takes 2": (
                 lambda: FixedLenFeature((2,), int, [1, 2, 3])
             ),
@@ -336,6 +359,10 @@ def test_wrong_options_are_errors(ten):
             "`dtype` is <class 'str'>, but a feature": (
                 lambda: FixedLenFeature((), str)
             ),
+            "`dtype` is 'x', but a feature holds": lambda: FixedLenFeature((), "x"),
+            "`dtype` is ',', but a feature holds": lambda: FixedLenFeature((), ","),
+            "`dtype` is None, but a feature holds": lambda: FixedLenFeature((), None),
+            r"`dtype` is \[3, 4\], but a feature": lambda: FixedLenFeature((), [3, 4]),
             "`dtype` is <class 'complex'>, but": lambda: FixedLenFeature((), complex),
         },
     }

@@ -56,7 +56,7 @@ class FixedLenFeature:
             )
         try:
             dtype = np.dtype(self.dtype)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, SyntaxError):
             dtype = None
         if dtype is None or self.dtype is None or _kind_of(dtype) is None:
             raise TypeError(
