@@ -80,7 +80,7 @@ CHANGES = {
     "values": (
         lambda _: make_arrays(),
         lambda _: make_arrays(np.arange(20)[::-1]),
-        "  array x: int64 () #b703573f in the state, int64 () #",
+        "  array x: int64 (20,) #b703573f in the state, int64 (20,) #",
     ),
     "seed of files": (
         lambda path: make_records(path, shuffle_seed=3),

@@ -235,7 +235,7 @@ def check_mismatches(results: list[Any]) -> None:
         assert f"; {place.format(0)}\n  process 1" in result["peeked"]
         assert f"; {place.format(1)}\nA data set that is" in result["peeked"]
         assert "no process may take batches of it alone" in result["peeked"]
-        assert "array ['x']: process 0 has float32 (32,) #" in result["arrays"]
+        assert "array x: process 0 has float32 (32,) #" in result["arrays"]
         assert "shuffle_seed: process 0 has 0" in result["order"]
         assert f"{last.partition(' of ')[0]} has 1" in result["order"]
         assert "this process has joined its job with" in result["again"]

@@ -76,7 +76,7 @@ class ArrayDataset(IndexedDataset):
         return jax.tree.map(lambda array: np.take(array, rows, axis=0), self.arrays)
 
     def fingerprints(self) -> dict[str, str]:
-        """Returns the dtype, shape of a row and checksum of each array, by its path.
+        """Returns the dtype, shape and checksum of each array, by its path.
 
         Of large arrays, some rows are seen.
         """
@@ -86,6 +86,6 @@ class ArrayDataset(IndexedDataset):
             rows = array
             if array.nbytes > _MOST_BYTES:
                 rows = np.take(array, self.spaced_rows(_MOST_ROWS), axis=0)
-            shown = f"{array.dtype} {array.shape[1:]} {fingerprint(rows)}"
+            shown = f"{array.dtype} {array.shape} {fingerprint(rows)}"
             found[name.strip()] = shown
         return found

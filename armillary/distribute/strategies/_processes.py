@@ -60,8 +60,9 @@ class JoinedStrategy(Strategy):
 
         Each process reads all of it, and keeps the rows of its own devices: give the
         same data, in the same order, to all. What `from_arrays` and its like give is
-        compared; any other data are not. Of arrays only the rows of its devices are
-        touched. See `Strategy.distribute_dataset` for what it takes.
+        compared; any other data are not. Of arrays only the rows of its devices, and
+        those that are compared, are touched. See `Strategy.distribute_dataset` for what
+        it takes.
         """
         if self.peers is not None and isinstance(dataset, IndexedDataset):
             check_same_data(self.peers, dataset)
