@@ -77,9 +77,7 @@ def follow_keras() -> None:
 
 @functools.cache
 def _follow() -> None:
-    _keras.check_backend()
     import keras
-    from keras.src.backend.jax import trainer as keras_trainer
 
     kind: Any = keras.Model
     make = kind.__new__
@@ -137,6 +135,7 @@ def _compile(method: Any, model: Any, args: Any, kwargs: Any) -> None:
 
 def _remember(model: Any) -> None:
     if has_strategy():
+        _keras.check_backend()
         _strategies[model] = get_strategy()
 
 
