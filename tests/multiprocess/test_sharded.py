@@ -83,7 +83,7 @@ def check_part(part: dict[str, Any], expected: dict[str, str]) -> None:
     assert "trainer/model/first/kernel" in model
     assert part["kept"]
     assert all(part["kept"])
-    assert "49 examples\n  in the program: 50" in part["differences"][0]
+    assert "examples: 49 in the state, 50 in the program" in part["differences"][0]
     assert part["epoch"] == 0
 
 
