@@ -3,10 +3,13 @@
 And those for lists and numbers in messages.
 """
 
+import functools
 import math
+import os
+import types
 from collections.abc import Callable, Collection, Iterable
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from armillary._traceback import hides_frames
 
@@ -22,11 +25,12 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def check_positive_int(name: str, value: Any) -> int:
-    """Returns `value` as an `int`, or raises if it is not a positive integer."""
-    if not is_positive_int(value):
+def check_positive_int(name: str, value: Any, most: int | None = None) -> int:
+    """Returns `value` as an `int`, or raises if it is not positive, or above `most`."""
+    if not is_positive_int(value) or value > (most or value):
+        limit = "" if most is None else f" of at most {most:,}"
         raise ValueError(
-            f"`{name}` is {value!r}, but it must be a positive integer. "
+            f"`{name}` is {value!r}, but it must be a positive integer{limit}. "
             f"Use `{name}=1` or more{_as_int(name, value)}."
         )
     return int(value)
@@ -40,10 +44,11 @@ def _as_int(name: str, value: Any) -> str:
 
 def check_not_negative(name: str, value: Any) -> float:
     """Returns `value`, or raises if it is not a number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, Real) or value < 0:
+    number = None if isinstance(value, bool) else value
+    if not isinstance(number, Real) or not 0 <= value < math.inf:
         raise ValueError(
-            f"`{name}` is {value!r}, but it must be a number that is not negative. "
-            f"Use `{name}=0` or more."
+            f"`{name}` is {value!r}, but it must be a finite number that is not "
+            f"negative. Use `{name}=0` or more."
         )
     return float(value)
 
@@ -62,20 +67,46 @@ def check_one_of(
     name: str, value: Any, allowed: Collection[Any], fix: str = "Use one of these."
 ) -> None:
     """Raises if `value` is not one of the `allowed` values; `fix` says what to do."""
-    if value not in allowed:
+    # Not `in`: 1 is no True, and an array is equal to nothing as a whole.
+    if not any(_is_kind(value, type(each)) and value == each for each in allowed):
         choices = ", ".join(repr(choice) for choice in allowed)
         raise ValueError(
             f"`{name}` is {value!r}, but it must be one of {choices}. {fix}"
         )
 
 
-def check_instance(name: str, value: Any, kind: type, fix: str) -> None:
+def _is_kind(value: Any, kind: type) -> bool:
+    # By name, True and False of NumPy are as good.
+    return isinstance(value, kind) or type(value).__name__ == kind.__name__
+
+
+def check_instance(
+    name: str, value: Any, kind: type | types.UnionType, fix: str
+) -> None:
     """Raises if `value` is not an instance of `kind`; `fix` says what to pass."""
     if not isinstance(value, kind):
+        every: tuple[Any, ...] = get_args(kind) or (kind,)
+        kinds = [each.__name__ for each in every]
+        shown = " or ".join(f"`{each.removesuffix('Type')}`" for each in kinds)
         raise TypeError(
             f"`{name}` is {value!r} of type {type(value).__name__}, but it must be a "
-            f"`{kind.__name__}`. {fix}"
+            f"{shown}. {fix}"
         )
+
+
+def check_path(name: str, value: Any) -> str:
+    """Returns a path as a string, or raises if `value` is none, or an empty one."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(
+            f"`{name}` is {value!r} of type {type(value).__name__}, but it must be a "
+            "path. Use a string or a `pathlib.Path`."
+        )
+    if not (text := os.fspath(value)).strip():
+        raise ValueError(
+            f"`{name}` is {text!r}, but it must be a path that is not empty. Use "
+            f'`{name}="."` for the working directory.'
+        )
+    return text
 
 
 def check_callable(name: str, value: Any) -> None:
@@ -114,14 +145,30 @@ def check_methods(name: str, value: Any, methods: Collection[str], fix: str) -> 
         )
 
 
-def check_not_negative_int(name: str, value: Any) -> int:
-    """Returns `value` as an `int`, or raises if it is not an integer of at least 0."""
-    if not _is_int(value) or value < 0:
+def check_not_negative_int(name: str, value: Any, most: int | None = None) -> int:
+    """Returns `value` as an `int`, or raises if it is below 0, or above `most`."""
+    if not _is_int(value) or not 0 <= value <= (most or value):
+        limit = "" if most is None else f" and at most {most:,}"
         raise ValueError(
-            f"`{name}` is {value!r}, but it must be an integer that is not negative. "
-            f"Use `{name}=0` or more."
+            f"`{name}` is {value!r}, but it must be an integer that is not negative"
+            f"{limit}. Use `{name}=0` or more."
         )
     return int(value)
+
+
+def ascii_number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Returns what reads numbers of a command line: with digits as people write them.
+
+    Python's own kinds also take `1_0`, and the digits of any script.
+    """
+
+    @functools.wraps(kind)  # `argparse` shows the name.
+    def read(text: str) -> Any:
+        if "_" in text or not text.isascii():
+            raise ValueError(text)
+        return kind(text)
+
+    return read
 
 
 def list_lines(lines: Iterable[str], most: int = 20) -> str:
@@ -130,6 +177,12 @@ def list_lines(lines: Iterable[str], most: int = 20) -> str:
     if len(shown) > most:
         shown[most:] = [f"  ... and {len(shown) - most} more"]
     return "\n".join(shown)
+
+
+def printable(text: str) -> str:
+    """Returns a text that no terminal acts on: what is not printed, as an escape."""
+    shown = (c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+    return "".join(shown)
 
 
 def counted(number: int, noun: str) -> str:

@@ -117,7 +117,10 @@ def _answer(
 
 def _keywords(function: Callable[..., Any]) -> list[str]:
     """Returns the keywords that a function takes; of any keyword, none."""
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # Of some builtins.
+        return []
     kinds = {each.kind for each in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds:
         return []

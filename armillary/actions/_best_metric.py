@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from etils import epath
 
-from armillary._checks import answers_old_names
+from armillary._checks import answers_old_names, check_one_of, check_path
 from armillary._process import get_process
 from armillary.actions._metric import (
     Metric,
@@ -64,6 +64,7 @@ class NewBestMetric:
         write_metric: bool = True,
     ) -> None:
         check_metric(metric, higher_is_better)
+        check_one_of("write_metric", write_metric, (True, False))
         self.metric = metric
         self.higher_is_better = higher_is_better
         self.write_metric = write_metric
@@ -71,7 +72,8 @@ class NewBestMetric:
         self.file: Path | None = None
         if directory is not None:
             self.file = (
-                Path(directory) / f"best_{quote(_file_key(metric), safe='')}.json"
+                Path(check_path("directory", directory))
+                / f"best_{quote(_file_key(metric), safe='')}.json"
             )
             self._read_file()
 

@@ -44,7 +44,9 @@ class ExportFileManager:
             max_to_keep = check_positive_int("max_to_keep", max_to_keep)
         self._base = as_absolute("base_name", base_name)
         self._max_to_keep = max_to_keep
-        self._next_id = None if next_id_fn is None else as_step_counter(next_id_fn)
+        self._next_id = (
+            None if next_id_fn is None else as_step_counter(next_id_fn, "next_id_fn")
+        )
         self._last_name: str | None = None
         self._pattern = re.compile(rf"{re.escape(self._base.name)}-(\d+)")
 

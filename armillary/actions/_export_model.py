@@ -98,6 +98,8 @@ class ExportModel:
         check_instance("args", args, tuple, "Use `args=(images,)` for one argument.")
         check_one_of("polymorphic_batch_size", polymorphic_batch_size, (True, False))
         if platforms is not None:
+            kinds, fix = str | list | tuple, 'Use `platforms=["cpu", "tpu"]`.'
+            check_instance("platforms", platforms, kinds, fix)
             # JAX takes any name, and such a program runs nowhere.
             for platform in [platforms] if isinstance(platforms, str) else platforms:
                 check_one_of("platforms", platform, _PLATFORMS, "Use several of these.")

@@ -14,7 +14,7 @@ Metric: TypeAlias = str | Callable[[Output], Any]
 
 def check_metric(metric: Any, higher_is_better: Any) -> None:
     """Raises if `metric` is not a kind of `Metric`, or its direction no `bool`."""
-    if not isinstance(metric, str) and not callable(metric):
+    if not callable(metric) and not (isinstance(metric, str) and metric.strip()):
         raise TypeError(
             f"`metric` is {metric!r} of type {type(metric).__name__}, but it must be a "
             "key of the output or a function of it. "

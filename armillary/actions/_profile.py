@@ -5,7 +5,12 @@ from pathlib import Path
 
 import jax
 
-from armillary._checks import check_instance, check_not_negative_int, check_positive_int
+from armillary._checks import (
+    check_instance,
+    check_not_negative_int,
+    check_path,
+    check_positive_int,
+)
 from armillary._logging import logger
 from armillary._process import get_process
 from armillary.actions._step_action import StepAction
@@ -52,7 +57,7 @@ class Profile(StepAction):
     ) -> None:
         self.at = check_not_negative_int("at", at)
         self.steps = check_positive_int("steps", steps)
-        self.directory = os.fspath(directory)
+        self.directory = check_path("directory", directory)
         if "://" in self.directory:
             raise ValueError(
                 f"`directory` is {self.directory!r}, but traces are written to local "

@@ -3,7 +3,7 @@
 import sys
 from typing import NoReturn
 
-from armillary._checks import answers_old_names, check_instance
+from armillary._checks import answers_old_names, check_instance, check_one_of
 from armillary._exit_code import ExitCode
 from armillary._logging import logger
 from armillary.actions._grace_period import GracePeriod
@@ -72,13 +72,14 @@ class SaveCheckpointIfPreempted:
             "Pass the controller's; unlike Orbit's, this action takes no cluster "
             "resolver.",
         )
-        config = termination_config or TerminationConfig()
         check_instance(
             "termination_config",
-            config,
-            TerminationConfig,
+            termination_config,
+            TerminationConfig | None,
             "Use `armillary.cluster.TerminationConfig(grace_period=120)`.",
         )
+        check_one_of("keep_running_after_save", keep_running_after_save, (True, False))
+        config = termination_config or TerminationConfig()
         if keep_running_after_save and (config.grace_period or config.exit_fn):
             raise ValueError(
                 "`keep_running_after_save` is True, but `termination_config` has "

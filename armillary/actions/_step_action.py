@@ -6,7 +6,7 @@ has the methods of these names, or does not care. Actions that hold others pass 
 counter and the end on; the beginning, `_parts` does.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from armillary._checks import check_callable
@@ -63,7 +63,7 @@ class StepAction:
 
 def as_actions(action: Any) -> tuple[Action, ...]:
     """Returns one action or a sequence of them as a tuple."""
-    if isinstance(action, Iterable) and not callable(action):
+    if isinstance(action, list | tuple | Iterator):
         actions = tuple(action)
         for index, item in enumerate(actions):
             check_callable(f"action[{index}]", item)

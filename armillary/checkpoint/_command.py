@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from armillary._checks import counted
+from armillary._checks import counted, printable
 from armillary._exit_code import ExitCode
 
 if TYPE_CHECKING:
@@ -82,18 +82,19 @@ def _print_one(console: "Console", contents: dict[str, Any]) -> None:
         for name in names:
             leaf = leaves[name]
             shape = str(tuple(leaf["shape"]))
-            row = (leaf["dtype"], shape, f"{leaf['bytes']:,}", leaf.get("value", ""))
-            table.add_row(name, *map(str, row))
+            size, value = f"{leaf['bytes']:,}", str(leaf.get("value", ""))
+            row = (name, leaf["dtype"], shape, size, value)
+            table.add_row(*map(printable, row))
         if names != [part]:
             table.add_section()
-            table.add_row(
-                f"{part}: {counted(len(names), 'array')}", "", "", f"{total:,}"
-            )
+            title = printable(f"{part}: {counted(len(names), 'array')}")
+            table.add_row(title, "", "", f"{total:,}")
         table.add_section()
-    console.print(f"{contents['path']}: step {contents['number']}, {_when(contents)}")
+    path = printable(contents["path"])
+    console.print(f"{path}: step {contents['number']}, {_when(contents)}")
     console.print(table)
     for name, state in sorted(contents["states"].items()):
-        console.print(f"{name}: {json.dumps(state)}")
+        console.print(f"{printable(name)}: {json.dumps(state)}")
 
 
 def _print_directory(console: "Console", contents: dict[str, Any]) -> None:
@@ -107,18 +108,19 @@ def _print_directory(console: "Console", contents: dict[str, Any]) -> None:
     for entry in contents["checkpoints"]:
         best = (f"{name} {value:.6g}" for name, value in entry["best_values"].items())
         table.add_row(
-            entry["path"].rpartition("/")[2],
+            printable(entry["path"].rpartition("/")[2]),
             str(entry["number"]),
             _when(entry),
             f"{entry['bytes_on_disk']:,}",
-            ", ".join(best),
+            printable(", ".join(best)),
         )
-    console.print(contents["directory"])
+    console.print(printable(contents["directory"]))
     console.print(table)
     for path, reason in contents["broken"].items():
-        console.print(f"{path}: {reason}")
+        console.print(printable(f"{path}: {reason}"))
     for path in contents["unfinished"]:
-        console.print(f"{path} is not complete: a save was interrupted, or goes on")
+        problem = "is not complete: a save was interrupted, or goes on"
+        console.print(f"{printable(path)} {problem}")
 
 
 def _when(entry: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
+from armillary._checks import check_path
 from armillary.checkpoint._checksums import CHECKSUM_FILE, compare, read_checksums
 from armillary.checkpoint._disk import read_json
 from armillary.errors import CheckpointError
@@ -90,7 +91,7 @@ def as_absolute(name: str, path: str | os.PathLike[str]) -> epath.Path:
             f"`{name}` is {path!r} of type {type(path).__name__}, but it must be a "
             f'path. Use a string such as `"runs/digits{folder}"`, or a `pathlib.Path`.'
         )
-    text = os.fspath(path)
+    text = check_path(name, path)
     return epath.Path(text if "://" in text else os.path.abspath(text))
 
 

@@ -202,7 +202,9 @@ class CheckpointManager:
     @step_counter.setter
     def step_counter(self, step_counter: Any) -> None:
         self._read_step = (
-            None if step_counter is None else as_step_counter(step_counter)
+            None
+            if step_counter is None
+            else as_step_counter(step_counter, "step_counter")
         )
         self._step_counter = step_counter
 
@@ -247,6 +249,7 @@ class CheckpointManager:
             CheckpointError: If it cannot be written, or the last one could not be, and
                 `on_write_error` is `"raise"`.
         """
+        check_one_of("check_interval", check_interval, (True, False))
         step = self._step()
         if check_interval and not self.is_due(step):
             return None

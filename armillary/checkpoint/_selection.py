@@ -12,6 +12,8 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from armillary._checks import list_lines
 from armillary._logging import logger
 from armillary.checkpoint._leaf import LeafSpec
@@ -95,7 +97,7 @@ def make_selection(
 def as_paths(argument: str, paths: Any) -> tuple[str, ...]:
     """Returns paths without slashes at their ends."""
     names: list[Any] = [paths]
-    if isinstance(paths, Iterable) and not isinstance(paths, str | Mapping):
+    if np.iterable(paths) and not isinstance(paths, str | bytes | Mapping):
         names = list(paths)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(
@@ -104,7 +106,7 @@ def as_paths(argument: str, paths: Any) -> tuple[str, ...]:
             '"model/backbone"` or `["model", "optimizer/opt_state"]`.'
         )
     stripped = tuple(name.strip("/") for name in names)
-    if not all(stripped):
+    if not all(map(str.strip, stripped)):
         raise ValueError(
             f"`{argument}` is {paths!r}, in which a path is empty, but a path names a "
             "part. Use one such as `model` or `model/backbone`."

@@ -3,11 +3,14 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from armillary._checks import (
     check_callable,
     check_methods,
     check_num_steps,
     check_one_of,
+    check_path,
     check_positive_int,
     check_seconds,
     is_positive_int,
@@ -95,12 +98,15 @@ def check_steps_returned(num_steps: Any, step: int) -> int:
 
 def as_actions(name: str, actions: Iterable[Action] | None) -> tuple[Action, ...]:
     """Returns `actions` as a tuple; `None` means there are none."""
-    if callable(actions):
+    if actions is None:
+        return ()
+    is_text = isinstance(actions, str | bytes | Mapping)
+    if callable(actions) or is_text or not np.iterable(actions):
         raise TypeError(
             f"`{name}` is {actions!r}, but it must be a sequence of actions. "
             f"Use `{name}=[action]`."
         )
-    as_tuple = tuple(actions or ())
+    as_tuple = tuple(actions)
     for index, action in enumerate(as_tuple):
         check_callable(f"{name}[{index}]", action)
     return as_tuple
@@ -125,6 +131,16 @@ def check_managers(strategy: Any, checkpoint_manager: Any) -> None:
         ]
         fix = "Use `armillary.CheckpointManager(checkpoint, directory)`."
         check_methods("checkpoint_manager", checkpoint_manager, methods, fix)
+
+
+def check_summaries(**arguments: Any) -> None:
+    """Raises if a `..._dir` is no path, or a `..._manager` lacks a method."""
+    for name, value in arguments.items():
+        if value is not None and name.endswith("_dir"):
+            check_path(name, value)
+        elif value is not None:
+            fix = "Use `armillary.summary.SummaryManager(summary_dir)`."
+            check_methods(name, value, ["write_summaries", "flush"], fix)
 
 
 def check_watching(hang_timeout_seconds: Any, progress: Any) -> None:

@@ -16,6 +16,7 @@ from armillary._checks import (
     check_callable,
     check_not_negative,
     check_num_steps,
+    check_one_of,
     check_positive_int,
 )
 from armillary._logging import ensure_visible
@@ -31,6 +32,7 @@ from armillary.controller._arguments import (
     check_intervals,
     check_managers,
     check_runners,
+    check_summaries,
     check_target,
     check_watching,
     require,
@@ -178,6 +180,12 @@ class Controller:
             summary_interval=summary_interval,
         )
         check_managers(strategy, checkpoint_manager)
+        check_summaries(
+            summary_dir=summary_dir,
+            eval_summary_dir=eval_summary_dir,
+            summary_manager=summary_manager,
+            eval_summary_manager=eval_summary_manager,
+        )
         check_watching(hang_timeout_seconds, progress)
         hyperparameters = check_hyperparameters(hyperparameters)
 
@@ -288,6 +296,8 @@ class Controller:
         """
         require(self, "trainer", for_method="train")
         check_target("steps", steps, self._read_step(), epochs)
+        name = "checkpoint_at_completion"
+        check_one_of(name, checkpoint_at_completion, (True, False))
         self._mark.expect(None)
         with self._run(steps):
             goes_on = self._training.begin_epoch(epochs)

@@ -7,6 +7,7 @@ written here once, on top of these.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from armillary._checks import check_callable
+from armillary._checks import check_callable, check_instance
 from armillary._traceback import hides_frames
 from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
@@ -282,6 +283,8 @@ class Strategy:
                 "tuple of arguments. Write `strategy.run(fn, args=(batch,))`, with the "
                 "comma."
             )
+        if kwargs is not None:
+            check_instance("kwargs", kwargs, dict, "Write `kwargs={...}`.")
         require_cross_replica_context("strategy.run", "call `fn` directly", self)
         replica = merging_replica()
         if replica is not None:
@@ -310,6 +313,7 @@ class Strategy:
         Raises:
             PeerError: If a value that replicas share differs between processes.
             ReplicaContextError: In replica context, or in another strategy's scope.
+            TypeError: If `axis` is no integer.
             DoubleReductionError: If SUM is asked of values that `run` returned equal on
                 all replicas, such as gradients.
             ValueError: If a leaf is not a `PerReplica` and `reduce_op` is SUM, where a
@@ -319,6 +323,8 @@ class Strategy:
         require_cross_replica_context(
             "strategy.reduce", "use `get_replica_context().all_reduce` there", self
         )
+        if axis is not None:
+            _check_axis(axis)
         op, value = ReduceOp.of(reduce_op), self._collect(value)
 
         def reduce_leaf(leaf: Any) -> Any:
@@ -357,12 +363,14 @@ class Strategy:
         Raises:
             PeerError: If a value that replicas share differs between processes.
             ReplicaContextError: In replica context, or in another strategy's scope.
+            TypeError: If `axis` is no integer.
             ValueError: If a value has no such axis, or is the array inside a
                 `PerReplica`.
         """
         require_cross_replica_context(
             "strategy.gather", "use `get_replica_context().all_gather` there", self
         )
+        _check_axis(axis)
         value = self._collect(value)
 
         def gather_leaf(leaf: Any) -> Any:
@@ -452,6 +460,7 @@ class Strategy:
         Returns:
             A dataset to iterate with `for` or `next`, or to give to a trainer.
         """
+        _check_options(options)
         follow_keras()  # `fit` may read it.
         return DistributedDataset(dataset, self.layout, options=options)
 
@@ -472,6 +481,7 @@ class Strategy:
             A dataset to iterate with `for` or `next`, or to give to a trainer.
         """
         check_callable("dataset_fn", dataset_fn)
+        _check_options(options)
         return DistributedDataset(
             dataset_fn(self.input_context),
             self.layout,
@@ -592,6 +602,19 @@ def _check_divided(strategy: Strategy, arguments: PyTree) -> None:
             "so each replica would get the whole batch. Pass `strategy=strategy` "
             "to the `Controller`, assign it to an attribute of the trainer "
             "(`self.strategy = strategy`), or call the step in `strategy.scope()`."
+        )
+
+
+def _check_options(options: Any) -> None:
+    fix = 'Use `armillary.InputOptions(remainder="exact")`.'
+    check_instance("options", options, InputOptions | None, fix)
+
+
+def _check_axis(axis: Any) -> None:
+    if isinstance(axis, bool) or not isinstance(axis, Integral):
+        raise TypeError(
+            f"`axis` is {axis!r} of type {type(axis).__name__}, but it must be an "
+            "integer. Use `axis=0` for examples."
         )
 
 

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
 from typing import Any
 
 import jax
@@ -282,7 +283,9 @@ def _network_fn(
             f"`hidden_units` is {hidden_units!r}, but it must be a list of positive "
             "integers, one for each hidden layer. Write `hidden_units=[64, 32]`."
         )
-    if dropout is not None and not 0 <= dropout < 1:
+    if dropout is not None and not (
+        isinstance(dropout, Real) and dropout is not False and 0 <= dropout < 1
+    ):
         raise EstimatorError(
             f"`dropout` is {dropout!r}, but it must be a share from 0 to below 1. "
             "Write `dropout=0.1`."

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from armillary._checks import answers_old_names, check_instance, check_positive_int
+from armillary._checks import (
+    answers_old_names,
+    check_callable,
+    check_instance,
+    check_one_of,
+    check_positive_int,
+)
 from armillary._logging import logger
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._folder import as_absolute, find_checkpoints
@@ -79,7 +85,7 @@ class Estimator:
         fix = "Write `config=armillary.estimator.RunConfig(...)`."
         check_instance("config", config, RunConfig, fix)
         config.check_joined()
-        self.params = copy.deepcopy(params)
+        self.params = _copy_params(params)
         self._model_fn = ModelFn(model_fn, self.params, config)
         self._model = Model(self._model_fn, config.tf_random_seed or 0)
         self._path: str | None = None
@@ -123,6 +129,7 @@ class Estimator:
                 "them may be given. Use `steps` for so many steps more, and "
                 "`max_steps` for the step to train up to."
             )
+        check_callable("input_fn", input_fn)
         _check_steps(steps=steps, max_steps=max_steps)
         with self.make_controller(
             input_fn, resumes=max_steps is not None
@@ -162,6 +169,8 @@ class Estimator:
             TypeError: If `name` is no string, or `checkpoint_path` no path.
             EstimatorError: If a function cannot work.
         """
+        check_callable("input_fn", input_fn)
+        check_instance("name", name, str | None, 'Write `name="test"`.')
         _check_steps(steps=steps)
         made = self._at(checkpoint_path)
         with made.make_controller(
@@ -199,7 +208,10 @@ class Estimator:
         Raises:
             EstimatorError: If a function cannot work, or several processes have joined.
             TypeError: If `input_fn` cannot be called, or `checkpoint_path` is no path.
+            ValueError: If `yield_single_examples` is neither True nor False.
         """
+        check_callable("input_fn", input_fn)
+        check_one_of("yield_single_examples", yield_single_examples, (True, False))
         if get_peers() is not None:
             raise EstimatorError(
                 "`predict` was called where several processes train together, but it "
@@ -378,3 +390,14 @@ def _check_steps(**numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None:
             check_positive_int(name, number)
+
+
+def _copy_params(params: Any) -> Any:
+    try:
+        return copy.deepcopy(params)
+    except TypeError as error:
+        raise EstimatorError(
+            f"`params` is {params!r}, but it must be copied: {error}. "
+            "Put numbers, strings and what holds those in it, and make the rest in "
+            "`model_fn`."
+        ) from error

@@ -79,11 +79,12 @@ def numeric_column(
         ValueError: If `key` is no string, or `shape` is not made of positive integers.
         TypeError: If `normalizer_fn` cannot be called.
     """
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if not isinstance(key, str) or not all(map(is_positive_int, sizes)) or not sizes:
+    sizes: Any = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
+    is_name = isinstance(key, str) and key.strip()
+    if not is_name or not all(map(is_positive_int, sizes)) or not sizes:
         raise ValueError(
-            f"`numeric_column` was given the key {key!r} and the shape {sizes}, but "
-            "the key must be a string, and the shape positive integers. Write "
+            f"`key` is {key!r} and `shape` is {shape!r}, but the key must be a string "
+            "that is not empty, and the shape positive integers. Write "
             '`numeric_column("x", shape=(4,))`.'
         )
     if normalizer_fn is not None:
@@ -97,7 +98,7 @@ def check_columns(columns: Any) -> tuple[NumericColumn, ...]:
     Raises:
         EstimatorError: If there is none, or one is of another kind.
     """
-    found = (columns,) if isinstance(columns, NumericColumn) else tuple(columns or ())
+    found = columns if isinstance(columns, list | tuple) else (columns,)
     wrong = [column for column in found if not isinstance(column, NumericColumn)]
     if wrong or not found:
         raise EstimatorError(

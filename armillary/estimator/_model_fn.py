@@ -207,7 +207,10 @@ def _refuse_in_step(name: str, make_fn: Callable[..., Any]) -> Any:
 
 def _find_arguments(fn: Callable[..., Any]) -> list[str]:
     check_callable("model_fn", fn)
-    parameters = inspect.signature(fn).parameters
+    try:
+        parameters = inspect.signature(fn).parameters
+    except ValueError:  # Of some builtins.
+        parameters = {}
     unknown = [
         name
         for name, parameter in parameters.items()

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from armillary._checks import check_not_negative
 from armillary.errors import EstimatorError
 
 LINEAR_LEARNING_RATE = 0.2
@@ -43,6 +44,10 @@ def ftrl(
         l1_regularization_strength: Weights below it are exactly 0.
         l2_regularization_strength: Pulls weights towards 0.
     """
+    check_not_negative("learning_rate", learning_rate)
+    check_not_negative("initial_accumulator_value", initial_accumulator_value)
+    check_not_negative("l1_regularization_strength", l1_regularization_strength)
+    check_not_negative("l2_regularization_strength", l2_regularization_strength)
 
     def init_fn(params: optax.Params) -> FtrlState:
         def fill(value: float) -> optax.Updates:

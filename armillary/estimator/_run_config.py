@@ -13,6 +13,7 @@ from armillary._checks import (
     check_instance,
     check_not_negative,
     check_not_negative_int,
+    check_path,
     check_positive_int,
 )
 from armillary._logging import ensure_visible, logger
@@ -75,6 +76,8 @@ class RunConfig:
     keep_checkpoint_every_n_hours: float | None = None
 
     def __post_init__(self) -> None:
+        if self.model_dir is not None:
+            check_path("model_dir", self.model_dir)
         check_positive_int("log_step_count_steps", self.log_step_count_steps)
         for name in ("save_summary_steps", "save_checkpoints_steps"):
             if getattr(self, name) is not None:
@@ -84,13 +87,6 @@ class RunConfig:
                 check_not_negative_int(name, getattr(self, name))
         if (hours := self.keep_checkpoint_every_n_hours) is not None:
             check_not_negative("keep_checkpoint_every_n_hours", hours)
-        if self.model_dir is not None:
-            as_absolute("model_dir", self.model_dir)
-        if self.model_dir == "":
-            raise ValueError(
-                "`model_dir` is '', but it must name a directory. Write "
-                '`model_dir="runs/model"`, or leave it out.'
-            )
         for name in ("train_distribute", "eval_distribute"):
             if getattr(self, name) is not None:
                 fix = f"Write `{name}=armillary.MirroredStrategy()`."
@@ -182,7 +178,7 @@ def choose_directory(
 ) -> str:
     """Returns the directory of an estimator: as given to it or its configuration."""
     given, other = (
-        None if path is None or path == "" else str(as_absolute("model_dir", path))
+        None if path is None or str(path) == "" else str(as_absolute("model_dir", path))
         for path in (model_dir, config.model_dir)
     )
     if given is not None and other is not None and given != other:

@@ -69,6 +69,7 @@ class EvalSpec:
 
     def __post_init__(self) -> None:
         check_callable("input_fn", self.input_fn)
+        check_instance("name", self.name, str | None, 'Write `name="test"`.')
         if self.steps is not None:
             check_positive_int("steps", self.steps)
         check_name(self.name)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from armillary._checks import check_path
 from armillary.goodput._category import Category
 from armillary.goodput._journal import FILE_NAME, Entry, read_entries
 from armillary.goodput._spans import find_spans
@@ -55,7 +56,9 @@ def read_goodput(run_dir: str | os.PathLike[str]) -> Goodput:
         ValueError: If `run_dir` is no directory, holds no record or several, or the
             record cannot be read.
     """
-    entries, unreadable = read_entries(_find_journal(Path(run_dir)))
+    entries, unreadable = read_entries(
+        _find_journal(Path(check_path("run_dir", run_dir)))
+    )
     return add_up(entries, unreadable)
 
 

@@ -5,6 +5,7 @@ detail.
 """
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,10 @@ def _parse(line: bytes) -> Entry | None:
         record["is_done"] = record.pop("done")
         values = record.pop("seconds").items()
         seconds = {Category(name): float(value) for name, value in values}
-        return Entry(**record, seconds=seconds)
-    except (ValueError, TypeError, LookupError, AttributeError):
+        entry = Entry(**record, seconds=seconds)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
+    texts, numbers = (entry.attempt, entry.event), (entry.time, *seconds.values())
+    is_one = type(entry.step) is int and all(isinstance(each, str) for each in texts)
+    is_one = is_one and all(isinstance(each, int | float) for each in numbers)
+    return entry if is_one and all(map(math.isfinite, numbers)) else None

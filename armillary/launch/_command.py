@@ -1,7 +1,6 @@
 """The command line of `armillary launch`, and the checks of its arguments."""
 
 import argparse
-import math
 import os
 import re
 import sys
@@ -12,6 +11,7 @@ from io import FileIO
 from pathlib import Path
 
 from armillary._checks import (
+    ascii_number,
     check_not_negative,
     check_not_negative_int,
     check_positive_int,
@@ -22,7 +22,9 @@ from armillary.launch._environment import check_environment
 from armillary.launch._machines import ThisMachine
 from armillary.launch._supervisor import EVALUATOR, Job, run_job
 
-_INTEGER = re.compile(r"[+-]?\d+")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
+_MOST_WORKERS = _MOST_DEVICES = 2**16  # No machine has more ports.
+_MOST_RESTARTS = 10**9
 _EPILOG = """\
 All options stand in front of the script; what follows it is passed to it. Exit codes:
 0 every process ended with 0, 1 one failed, 2 wrong command line, 75 one asked for a
@@ -51,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--devices-per-worker",
-        type=int,
+        type=ascii_number(int),
         metavar="K",
         help="virtual CPU devices of each worker; with GPUs, GPUs of each worker "
         "(default: one device, or an equal share of the GPUs)",
@@ -64,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-restarts",
-        type=int,
+        type=ascii_number(int),
         default=0,
         metavar="N",
         help="how often to restart the whole job after a failure, and the evaluator "
@@ -72,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--restart-pause",
-        type=float,
+        type=ascii_number(float),
         default=1.0,
         metavar="SECONDS",
         help="pause before the first restart, doubled before each later one up to a "
@@ -80,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grace-period",
-        type=float,
+        type=ascii_number(float),
         default=30.0,
         metavar="SECONDS",
         help="time for workers to end by themselves, after a failure of another one or "
@@ -119,10 +121,12 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     min_workers, max_workers = _read_workers(namespace.workers)
     devices_per_worker = namespace.devices_per_worker
     if devices_per_worker is not None:
-        check_positive_int("--devices-per-worker", devices_per_worker)
-    max_restarts = check_not_negative_int("--max-restarts", namespace.max_restarts)
-    pause_seconds = _check_seconds("--restart-pause", namespace.restart_pause)
-    grace_seconds = _check_seconds("--grace-period", namespace.grace_period)
+        check_positive_int("--devices-per-worker", devices_per_worker, _MOST_DEVICES)
+    max_restarts = check_not_negative_int(
+        "--max-restarts", namespace.max_restarts, _MOST_RESTARTS
+    )
+    pause_seconds = check_not_negative("--restart-pause", namespace.restart_pause)
+    grace_seconds = check_not_negative("--grace-period", namespace.grace_period)
     arguments = _make_arguments(namespace.module, namespace.script)
     check_environment(os.environ)
     if namespace.ray is not None:
@@ -186,23 +190,13 @@ def _read_workers(text: str) -> tuple[int, int]:
             "them as MIN:MAX. Use `--workers=2`, or `--workers=2:8` with `--ray`."
         )
     for number in numbers:
-        check_positive_int("--workers", number)
+        check_positive_int("--workers", number, _MOST_WORKERS)
     if numbers[0] > numbers[-1]:
         raise ValueError(
             f"`--workers` is {text!r}, but MIN must not be larger than MAX. "
             f"Use `--workers={numbers[1]}:{numbers[0]}`."
         )
     return numbers[0], numbers[-1]
-
-
-def _check_seconds(name: str, value: float) -> float:
-    check_not_negative(name, value)
-    if not math.isfinite(value):
-        raise ValueError(
-            f"`{name}` is {value}, but it must be a finite number of seconds. "
-            f"Use `{name}=3600` for a long time."
-        )
-    return value
 
 
 def _open_logs(folder: Path | None, labels: list[str]) -> dict[str, FileIO]:

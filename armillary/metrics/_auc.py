@@ -42,9 +42,10 @@ class AUC(LabeledMetric):
         num_buckets: int = 10_000,
     ) -> None:
         check_one_of("curve", curve, ("ROC", "PR"))
+        check_one_of("from_logits", from_logits, (True, False))
         super().__init__()
         self.curve, self.from_logits = curve, from_logits
-        self.num_buckets = check_positive_int("num_buckets", num_buckets)
+        self.num_buckets = check_positive_int("num_buckets", num_buckets, 2**24)
         self.counts = Counts.zeros(2, self.num_buckets)
 
     def update(self, *, logits: Any, labels: Any, mask: Any = None, **_: Any) -> None:

@@ -1,5 +1,6 @@
 """The confusion matrix, and what follows from it: precision, recall and F1."""
 
+import math
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -8,6 +9,8 @@ import numpy as np
 from armillary._checks import check_one_of, is_positive_int
 from armillary.metrics._counts import Counts
 from armillary.metrics._labeled import LabeledMetric
+
+_MOST_CLASSES = 2**15
 
 
 class ConfusionMatrix(LabeledMetric):
@@ -37,16 +40,20 @@ class ConfusionMatrix(LabeledMetric):
                 "classes, or `threshold=0.0` for one logit."
             )
         if threshold is not None and (
-            isinstance(threshold, bool) or not isinstance(threshold, int | float)
+            isinstance(threshold, bool)
+            or not isinstance(threshold, int | float)
+            or not math.isfinite(threshold)
         ):
             raise TypeError(
                 f"`threshold` is {threshold!r} of type {type(threshold).__name__}, but "
-                "it must be a number. Use `threshold=0.0`."
+                "it must be a finite number. Use `threshold=0.0`."
             )
-        if threshold is None and (not is_positive_int(num_classes) or num_classes == 1):
+        count = num_classes if is_positive_int(num_classes) else None
+        if threshold is None and not 2 <= (count or 0) <= _MOST_CLASSES:
             raise ValueError(
-                f"`num_classes` is {num_classes!r}, but there must be 2 or more. Use "
-                "`num_classes=2`, or `threshold=0.0` for one logit."
+                f"`num_classes` is {num_classes!r}, but there must be 2 or more, and "
+                f"no more than {_MOST_CLASSES:,}. Use `num_classes=2`, or "
+                "`threshold=0.0` for one logit."
             )
         super().__init__()
         self.num_classes = num_classes or 2

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from armillary._checks import ascii_number
 from armillary._exit_code import ExitCode
 from armillary.errors import PlanError
 
@@ -29,7 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--abstract, their number",
     )
     parser.add_argument(
-        "--per-replica-batch", type=int, metavar="N", help="examples of each replica"
+        "--per-replica-batch",
+        type=ascii_number(int),
+        metavar="N",
+        help="examples of each replica",
     )
     parser.add_argument(
         "--find-batch",

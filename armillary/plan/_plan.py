@@ -4,7 +4,12 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any
 
-from armillary._checks import check_positive_int
+from armillary._checks import (
+    check_instance,
+    check_one_of,
+    check_path,
+    check_positive_int,
+)
 from armillary._traceback import hides_frames
 from armillary.plan._compiler import Compiled, compile_loop, export_loop
 from armillary.plan._flops import count_flops
@@ -66,6 +71,14 @@ def plan(
             f"`trainer` is of type {type(trainer).__name__}, but a plan needs the loop "
             "of an `armillary.StandardTrainer`. Derive from it."
         )
+    for name, value in (("find_batch", find_batch), ("abstract", abstract)):
+        check_one_of(name, value, (True, False))
+    if steps_per_loop is not None:
+        check_positive_int("steps_per_loop", steps_per_loop)
+    fix = 'Use `armillary.plan.find_target("h100")`, or describe one.'
+    check_instance("target", target, Target | None, fix)
+    if wheels is not None:
+        check_path("wheels", wheels)
     if find_batch and abstract:
         raise ValueError(
             "`find_batch` is True, but it compiles to see what fits, and with "

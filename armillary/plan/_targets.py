@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from armillary._checks import check_instance, check_not_negative, check_one_of
+
 _CLOUD_TPU = "https://cloud.google.com/tpu/docs/"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 _SPECS = "https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs"
@@ -32,6 +34,10 @@ class Target:
         source: Where the figures come from.
         config: What XLA's GPU compiler must know, as a `GpuTargetConfigProto` in text.
             Not for TPUs.
+
+    Raises:
+        TypeError: If a text is none, or `peak_flops` is no dictionary.
+        ValueError: If a figure is negative or not finite, or `platform` is neither.
     """
 
     name: str
@@ -43,6 +49,18 @@ class Target:
     network_bandwidth: float | None = None
     source: str
     config: str | None = None
+
+    def __post_init__(self) -> None:
+        fix = "See `armillary.plan.find_target` for those that are known."
+        for name in ("name", "source", "config"):
+            kind = str | None if name == "config" else str
+            check_instance(name, getattr(self, name), kind, fix)
+        check_one_of("platform", self.platform, ("tpu", "cuda"))
+        check_instance("peak_flops", self.peak_flops, Mapping, fix)
+        for name in ("memory_bytes", "memory_bandwidth", "link_bandwidth"):
+            check_not_negative(name, getattr(self, name))
+        if self.network_bandwidth is not None:
+            check_not_negative("network_bandwidth", self.network_bandwidth)
 
 
 def _tpu(
@@ -172,9 +190,10 @@ def find_target(name: str) -> Target:
     Raises:
         ValueError: If it is not known.
     """
-    if name not in TARGETS:
+    if not isinstance(name, str) or name not in TARGETS:
         raise ValueError(
-            f"The device {name!r} is not known. Use one of {', '.join(TARGETS)}, or "
-            "describe it with `target=armillary.plan.Target(...)`."
+            f"The name {name!r} is that of no known device. Use one of "
+            f"{', '.join(TARGETS)}, or describe it with "
+            "`target=armillary.plan.Target(...)`."
         )
     return TARGETS[name]

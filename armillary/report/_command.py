@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from armillary._checks import printable
 from armillary._exit_code import ExitCode
 
 
@@ -45,9 +46,9 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
 
     def write() -> ExitCode:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(page, encoding="utf-8")
+        output.write_text(page, encoding="utf-8", errors="backslashreplace")
         names = ", ".join(run.name for run in runs)
-        sys.stdout.write(f"{output} shows {names}.\n")
+        sys.stdout.write(printable(f"{output} shows {names}.") + "\n")
         return ExitCode.OK
 
     return write

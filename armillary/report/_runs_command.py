@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from armillary._checks import printable
 from armillary._exit_code import ExitCode
 from armillary._numbers import as_json
 from armillary.report._run_files import SPEED, Run
@@ -78,7 +79,7 @@ def _print_table(runs: Sequence[Run]) -> ExitCode:
             for (source, metric), points in run.curves.items()
             if metric != SPEED
         ]
-        table.add_row(
+        cells = (
             run.name,
             time_of_day(run.began),
             run.state,
@@ -87,5 +88,6 @@ def _print_table(runs: Sequence[Run]) -> ExitCode:
             goodput,
             "\n".join(values),
         )
-    Console(highlight=False).print(table)
+        table.add_row(*map(printable, cells))
+    Console(highlight=False, markup=False).print(table)
     return ExitCode.OK

@@ -28,8 +28,8 @@ class StepCounter:
         return lambda: int(np.asarray(step))
 
 
-def as_step_counter(global_step: Any) -> StepCounter:
-    """Returns what reads the current global step."""
+def as_step_counter(global_step: Any, name: str = "global_step") -> StepCounter:
+    """Returns what reads the current global step, the argument `name`."""
     if _keras.is_variable(global_step):
         return StepCounter(functools.partial(_keras.value_of, global_step))
     if _nnx.is_variable(global_step):
@@ -37,7 +37,7 @@ def as_step_counter(global_step: Any) -> StepCounter:
     if callable(global_step):
         return StepCounter(global_step)
     raise TypeError(
-        f"`global_step` is {global_step!r} of type {type(global_step).__name__}, but "
+        f"`{name}` is {global_step!r} of type {type(global_step).__name__}, but "
         "it must be a variable that the steps advance, or a function that returns the "
         "step. Use `optimizer.step`, `armillary.create_global_step()`, or "
         "`lambda: trainer.step`."

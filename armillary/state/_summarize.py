@@ -134,7 +134,7 @@ class ModelSummary:
         from rich.console import Console
 
         text = io.StringIO()
-        Console(file=text, width=_WIDTH, highlight=False).print(self)
+        Console(file=text, width=_WIDTH, highlight=False, markup=False).print(self)
         return text.getvalue().rstrip("\n")
 
 

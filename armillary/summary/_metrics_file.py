@@ -14,16 +14,17 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
+from armillary._checks import check_path
 from armillary._lines_file import append_lines
 from armillary._logging import logger
 from armillary._numbers import as_json, from_json
 from armillary._process import is_first
 
 FILE_NAME = "metrics.jsonl"
+_LAST_TIME = 2.0**37  # in the year 6325; Python knows none after 9999
 _encode = json.JSONEncoder(allow_nan=False).encode
 
 
@@ -87,7 +88,8 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Returns the records of a run that count, in the order of time.
 
     Where a run was resumed, records of an earlier attempt about later steps are left
-    out, since the later attempt did these steps again. So is a line that was cut short.
+    out, since the later attempt did these steps again. So is a line that was cut short,
+    and, with a warning, one that is no record.
 
     Args:
         run_dir: A directory with a `metrics.jsonl`, or the one above such directories,
@@ -101,6 +103,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: If there is no such file, or one cannot be read.
     """
+    check_path("run_dir", run_dir)
     timed: list[tuple[float, dict[str, Any]]] = []
     for path in _find_files(Path(run_dir)):
         folder = path.parent.name if path.parent.parent == Path(run_dir) else ""
@@ -155,16 +158,69 @@ def _read(path: Path) -> list[dict[str, Any]]:
             f"`{path}` cannot be read ({error.strerror}), but it must be the record "
             "that a `Controller` wrote. Change its rights, or use another run."
         ) from error
-    records = []
-    for line in lines:
+    records, unknown = [], []
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
         except ValueError:  # Empty, or what a crash or a full disk left of a line.
             continue
-        if isinstance(record, Mapping) and {"record", "time", "step"} <= set(record):
+        except RecursionError:
+            record = None
+        if _is_record(record):
             values = record.get("values")
             if values is not None:
                 values = {name: from_json(value) for name, value in values.items()}
                 record = {**record, "values": values}
-            records.append(dict(record))
+            records.append(record)
+        else:
+            unknown.append(str(number))
+    if unknown:
+        logger.warning(
+            "%s has lines that no `Controller` wrote, which are left out: %s%s",
+            path,
+            ", ".join(unknown[:10]),
+            " and more" * (len(unknown) > 10),
+        )
     return records
+
+
+def _is_record(record: Any) -> TypeGuard[dict[str, Any]]:
+    """Returns whether an object of JSON has the kinds of values that are read of it."""
+    if not isinstance(record, dict) or not _is_flat(record):
+        return False
+    when: Any = record.get("time")
+    step, values = record.get("step"), record.get("values")
+    sizes = record.get("parameters", {"count": 0, "bytes": 0})
+    modules = sizes.get("modules", []) if isinstance(sizes, dict) else None
+    return (
+        isinstance(record.get("record"), str)
+        and isinstance(record.get("name", ""), str)
+        and isinstance(record.get("config", {}), dict)
+        and _is_number(record.get("steps_per_second", 0))
+        and isinstance(modules, list)
+        and all(map(_has_sizes, [sizes, *modules]))
+        and all(isinstance(each.get("name"), str) for each in modules)
+        and _is_number(when)
+        and 0 <= when < _LAST_TIME
+        and type(step) is int
+        and 0 <= step < 2**63
+        and isinstance(values, dict | None)
+        and all(_is_number(from_json(value)) for value in (values or {}).values())
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
+
+
+def _has_sizes(each: Any) -> bool:
+    names = ("count", "bytes")
+    return isinstance(each, dict) and all(type(each.get(n)) is int for n in names)
+
+
+def _is_flat(value: Any, levels: int = 32) -> bool:
+    """Returns whether a value is nested no deeper than a record of ours."""
+    if not isinstance(value, dict | list):
+        return True
+    parts = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_flat(each, levels - 1) for each in parts)

@@ -9,7 +9,12 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from armillary._checks import answers_old_names, check_callable
+from armillary._checks import (
+    answers_old_names,
+    check_callable,
+    check_instance,
+    check_path,
+)
 from armillary._numbers import flatten
 from armillary._process import get_process
 from armillary.distribute._global_arrays import as_local
@@ -49,14 +54,14 @@ class SummaryManager:
         | Sequence[Callable[[str], SummaryWriter]]
         | None = None,
     ) -> None:
-        self._summary_dir = os.fspath(summary_dir)
+        self._summary_dir = check_path("summary_dir", summary_dir)
         if Path(self._summary_dir).is_file():
             raise ValueError(
                 f"`summary_dir` is {self._summary_dir!r}, which is a file, but "
                 "summaries need a directory. Use the name of a directory, which is "
                 "made if it does not exist."
             )
-        if isinstance(writer_fn, Sequence):
+        if isinstance(writer_fn, Sequence) and not isinstance(writer_fn, str | bytes):
             for index, each in enumerate(writer_fn):
                 check_callable(f"writer_fn[{index}]", each)
         elif writer_fn is not None:
@@ -93,6 +98,8 @@ class SummaryManager:
                 nested dictionary leaves `summary_dir`. All bad values are listed, and
                 then none is written.
         """
+        fix = 'Use a dictionary, such as `{"loss": loss}`.'
+        check_instance("values", values, Mapping | None, fix)
         entries = list(_find_values(values or {}, ()))
         _check_known([step, *(value for *_, value, _ in entries)])
         _check([problem for *_, problem in entries if problem is not None])

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from armillary._checks import check_path
 from armillary.summary._png import as_png
 
 _file_numbers = itertools.count()
@@ -35,7 +36,7 @@ class TensorBoardWriter:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         from tensorboardX.event_file_writer import EventsWriter
 
-        folder = Path(directory)
+        folder = Path(check_path("directory", directory))
         folder.mkdir(parents=True, exist_ok=True)
         # Two writers of one second, one host and one process still differ.
         suffix = f".{os.getpid()}.{time.time_ns()}.{next(_file_numbers)}"

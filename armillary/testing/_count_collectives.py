@@ -11,7 +11,12 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from armillary._checks import list_lines
+from armillary._checks import (
+    check_instance,
+    check_not_negative_int,
+    check_positive_int,
+    list_lines,
+)
 from armillary.plan._compile_worker import compile_exported
 from armillary.plan._compiler import export_loop
 from armillary.plan._hlo import parse_module
@@ -54,7 +59,6 @@ def assert_collectives(
         AssertionError: If a number is another one, or there are more bytes.
         ValueError: If there are fewer than two CPU devices, or the strategy is for one.
     """
-    found = find_collectives(trainer, num_replicas)
     expected = {
         "all-reduce": all_reduce,
         "all-gather": all_gather,
@@ -62,6 +66,11 @@ def assert_collectives(
         "all-to-all": all_to_all,
         "collective-permute": collective_permute,
     }
+    for kind, wanted in expected.items():
+        check_not_negative_int(kind.replace("-", "_"), wanted)
+    if max_bytes is not None:
+        check_not_negative_int("max_bytes", max_bytes)
+    found = find_collectives(trainer, num_replicas)
     shown = list_lines(
         f"round {each.round}: {each.kind} of {each.num_bytes} bytes"
         + (f", {each.times} times" if each.times > 1 else "")
@@ -95,8 +104,12 @@ def find_collectives(
     Raises:
         ValueError: If there are fewer than two CPU devices, or the strategy is for one.
     """
+    fix = "Derive it from `armillary.StandardTrainer`."
+    check_instance("trainer", trainer, StandardTrainer, fix)
     devices = jax.local_devices(backend=_PLATFORM)
-    count = len(devices) if num_replicas is None else num_replicas
+    count = len(devices)
+    if num_replicas is not None:
+        count = check_positive_int("num_replicas", num_replicas)
     if not 2 <= count <= len(devices):
         raise ValueError(
             f"`num_replicas` is {num_replicas!r}, and this process has {len(devices)} "

@@ -7,7 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from armillary._checks import check_instance, check_positive_int, list_lines
+from armillary._checks import (
+    check_callable,
+    check_instance,
+    check_not_negative,
+    check_positive_int,
+    list_lines,
+)
 from armillary.distribute._global_arrays import is_key
 from armillary.distribute._strategy import Strategy
 from armillary.state._lift import State
@@ -62,14 +68,19 @@ def assert_strategies_agree(
         TypeError: If something is no strategy, or `make_trainer` returns no trainer.
         ValueError: If there are fewer than two strategies.
     """
+    check_callable("make_trainer", make_trainer)
+    check_positive_int("steps", steps)
+    check_not_negative("tolerance", tolerance)
+    fix = 'Use paths, such as `ignore=["attention/key/bias"]`.'
+    check_instance("ignore", ignore, list | tuple, fix)
     fix = 'Pass objects, as in `[OneDeviceStrategy("cpu:0"), MirroredStrategy()]`.'
+    check_instance("strategies", strategies, list | tuple, fix)
     for index, strategy in enumerate(strategies):
         check_instance(f"strategies[{index}]", strategy, Strategy, fix)
     if len(strategies) < 2:
         raise ValueError(
             f"`strategies` has {len(strategies)}, but it takes two to compare. {fix}"
         )
-    check_positive_int("steps", steps)
     first, *others = strategies
     expected = _record(make_trainer, first, steps, ignore)
     for strategy in others:

@@ -4,7 +4,7 @@ The first batches are only looked at. What a step takes of them shows when it is
 and then chunks of many steps can be built.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from armillary.data._layout import Active
 from armillary.data.feed._chunk_builder import Chunk, ChunkBuilder
 from armillary.data.feed._feed import Feed
 from armillary.data.feed._position import Position
+from armillary.data.sources._source import Source
 from armillary.distribute._strategy import Strategy
 from armillary.trainer._data_wait import waiting_for_data
 from armillary.trainer._options import LoopOptions
@@ -152,6 +153,18 @@ class LoopData:
             for count, types in zip(self.batches_per_step, chunk.types, strict=True)
             for path, _ in jax.tree_util.tree_leaves_with_path([types] * count)
         ]
+
+
+def check_datasets(name: str, nest: PyTree) -> None:
+    """Raises if a part of a nest can be no dataset; whether it is, shows later."""
+    for each in flatten_datasets(nest)[0]:
+        is_one = each is None or isinstance(each, Iterable | Callable | Source)
+        if not is_one or isinstance(each, str | bytes | bytearray | dict):
+            raise TypeError(
+                f"`{name}` has {each!r:.80} of type {type(each).__name__}, but it must "
+                "hold data sets. Use `armillary.data.from_arrays(arrays, "
+                "batch_size=...)`, or an iterable of batches."
+            )
 
 
 def flatten_datasets(nest: PyTree) -> tuple[list[Any], Any]:

@@ -9,11 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
-from armillary._checks import list_lines
+from armillary._checks import check_instance, check_one_of, list_lines
 from armillary._traceback import hides_frames
+
+_OTHER_MODELS = (
+    "Optimizers of Keras have `use_ema=True`; for other pytrees, call "
+    "`optax.incremental_update` in the step."
+)
 
 
 class ExponentialMovingAverage(nnx.Module):
@@ -64,17 +70,13 @@ class ExponentialMovingAverage(nnx.Module):
         *,
         debias: bool = False,
     ) -> None:
-        if not isinstance(model, nnx.Module):
-            raise TypeError(
-                f"`model` is {model!r} of type {type(model).__name__}, but it must be "
-                "an `nnx.Module`. Optimizers of Keras have `use_ema=True`; for other "
-                "pytrees, call `optax.incremental_update` in the step."
-            )
-        if not callable(decay) and not 0 < decay < 1:
+        check_instance("model", model, nnx.Module, _OTHER_MODELS)
+        if not callable(decay) and not _is_share(decay):
             raise ValueError(
                 f"`decay` is {decay!r}, but it must be above 0 and below 1: the part "
                 "of the average that stays in an update. Use `decay=0.999`."
             )
+        check_one_of("debias", debias, (True, False))
         if debias and callable(decay):
             raise ValueError(
                 "`debias` is True, but `decay` is a function, which can itself begin "
@@ -95,6 +97,7 @@ class ExponentialMovingAverage(nnx.Module):
         Raises:
             ValueError: If it is the average itself, or has other parameters.
         """
+        check_instance("model", model, nnx.Module, _OTHER_MODELS)
         if model is self.model:
             raise ValueError(
                 "`model` is the model of the average itself, which would never move. "
@@ -121,6 +124,11 @@ class ExponentialMovingAverage(nnx.Module):
         # With this size, the average is `m / (1 - decay ** n)`, where `m` began with 0.
         count = (self.num_updates[...] + 1).astype(jnp.float32)
         return (1.0 - self.decay) / -jnp.expm1(count * math.log(self.decay))
+
+
+def _is_share(value: Any) -> bool:
+    is_number = isinstance(value, int | float | np.floating | jax.Array)
+    return is_number and jnp.ndim(value) == 0 and bool(0 < value < 1)
 
 
 def _copy(value: jax.Array) -> jax.Array:

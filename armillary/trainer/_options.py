@@ -1,6 +1,6 @@
 """How a trainer and an evaluator run their steps: what users may set."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,10 +45,12 @@ class LoopOptions:
     accumulate_steps: int = field(default=1, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        for name in ("compile_loop", "compile_step"):
+            check_one_of(name, getattr(self, name), (True, False))
         if self.steps_per_chunk is not None:
             check_positive_int("steps_per_chunk", self.steps_per_chunk)
         check_positive_int("max_chunk_bytes", self.max_chunk_bytes)
-        if isinstance(self.max_shapes, Collection):
+        if isinstance(self.max_shapes, list | tuple | set | dict):
             raise TypeError(
                 f"`max_shapes` is {self.max_shapes!r}, but it must be how many shapes "
                 f"there may be, not which. Use `max_shapes={len(self.max_shapes)}`."
@@ -167,6 +169,11 @@ class StandardEvaluatorOptions(LoopOptions):
     """
 
     recreate_iterator_for_each_eval: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = "recreate_iterator_for_each_eval"
+        check_one_of(name, self.recreate_iterator_for_each_eval, (True, False))
 
 
 def check_options(options: Any, kind: type) -> None:

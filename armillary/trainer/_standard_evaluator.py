@@ -12,6 +12,7 @@ from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary.trainer._contract import AbstractEvaluator
 from armillary.trainer._loop import Loop
+from armillary.trainer._loop_data import check_datasets
 from armillary.trainer._options import StandardEvaluatorOptions, check_options
 from armillary.trainer._runner import Data, Runner
 from armillary.typing import Output, PyTree
@@ -44,6 +45,7 @@ class StandardEvaluator(Runner, AbstractEvaluator):
         self, eval_dataset: PyTree, options: StandardEvaluatorOptions | None = None
     ) -> None:
         check_options(options, StandardEvaluatorOptions)
+        check_datasets("eval_dataset", eval_dataset)
         self._eval_loop: Loop | None = None
         self._eval_data = Data(eval_dataset)
         self._eval_options = options or StandardEvaluatorOptions()

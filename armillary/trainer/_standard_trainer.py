@@ -21,7 +21,7 @@ from armillary.trainer._described import DescribedLoop, described_loop
 from armillary.trainer._guard import LoopCheck
 from armillary.trainer._hooks import LoopOutputs
 from armillary.trainer._loop import Loop
-from armillary.trainer._loop_data import FEW_STEPS
+from armillary.trainer._loop_data import FEW_STEPS, check_datasets
 from armillary.trainer._options import StandardTrainerOptions, check_options
 from armillary.trainer._runner import Data, Runner
 from armillary.typing import Output, PyTree
@@ -49,12 +49,16 @@ class StandardTrainer(Runner, AbstractTrainer):
         train_dataset: A dataset from `make_distributed_dataset`, anything that
             `armillary.data.as_source` takes, or a nest (list, dict, ...) of them.
         options: How to run; see `StandardTrainerOptions`.
+
+    Raises:
+        TypeError: If `train_dataset` or `options` is of the wrong type.
     """
 
     def __init__(
         self, train_dataset: PyTree, options: StandardTrainerOptions | None = None
     ) -> None:
         check_options(options, StandardTrainerOptions)
+        check_datasets("train_dataset", train_dataset)
         self._train_loop: Loop | None = None
         self._asynchronous_loop: AsynchronousLoop | None = None
         self._train_data = Data(train_dataset)

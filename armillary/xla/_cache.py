@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from armillary._checks import check_path
 from armillary._logging import logger
 
 
@@ -54,17 +55,7 @@ def use_compilation_cache(directory: str | os.PathLike[str]) -> str:
 
 
 def _make_directory(directory: Any) -> str:
-    if not isinstance(directory, str | os.PathLike):
-        raise TypeError(
-            f"`directory` is {directory!r} of type {type(directory).__name__}, but it "
-            "must be a path. Use a string or a `pathlib.Path`."
-        )
-    text = os.fspath(directory)
-    if not text:
-        raise ValueError(
-            "`directory` is '', but it must name a directory. Use one that only this "
-            'program and its like write to, such as `"runs/compiled"`.'
-        )
+    text = check_path("directory", directory)
     if "://" in text:
         return text
     path = os.path.abspath(text)

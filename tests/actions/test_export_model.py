@@ -355,7 +355,7 @@ def files(directory):
             "`signatures` is .*Pass one function as `model`": (
                 lambda d: ExportModel(print, files(d), signatures=print)
             ),
-            "`global_step` is 3 of type int": (
+            "`next_id_fn` is 3 of type int": (
                 lambda d: ExportFileManager(d / "export", next_id_fn=3)
             ),
         },

@@ -57,6 +57,20 @@ def rows_of(printed):
     ]
 
 
+def test_names_from_elsewhere_do_nothing_to_a_terminal(tmp_path, capsys):
+    name = "\x1b[2J[/nope]"
+    run_dir = tmp_path / name
+    manager = CheckpointManager(Checkpoint(x={name: jnp.zeros(3)}), run_dir)
+    path = manager.save(5)
+    manager.close()
+    (run_dir / "checkpoint_7" / "header").mkdir(parents=True)
+    for directory in (path, run_dir):
+        assert _cli.main(["checkpoint", "show", str(directory)]) == 0
+        printed = capsys.readouterr().out
+        assert "\x1b" not in printed
+        assert r"\x1b[2J[/nope]" in printed
+
+
 def test_a_checkpoint(run_dir, capsys):
     path = run_dir / "checkpoint_7"
     assert _cli.main(["checkpoint", "show", str(path)]) == 0

@@ -1,5 +1,7 @@
 """`TerminationConfig` checks what it is told."""
 
+import math
+
 import pytest
 
 from armillary.cluster import TerminationConfig
@@ -10,9 +12,10 @@ def test_says_nothing_by_default():
     assert (config.grace_period, config.exit_fn, config.watcher) == (None, None, None)
 
 
-def test_a_negative_grace_period_is_an_error():
-    with pytest.raises(ValueError, match=r"`grace_period` is -1, but it must be a num"):
-        TerminationConfig(grace_period=-1)
+@pytest.mark.parametrize("seconds", [-1, math.nan, math.inf])
+def test_a_grace_period_that_is_no_time_is_an_error(seconds):
+    with pytest.raises(ValueError, match=f"`grace_period` is {seconds}, but it must"):
+        TerminationConfig(grace_period=seconds)
 
 
 @pytest.mark.parametrize("name", ["exit_fn", "watcher"])

@@ -56,7 +56,7 @@ def test_a_number_of_devices_will_do_for_an_abstract_plan():
             'or a number of devices such as "256"': lambda: parse_topology(
                 0, abstract=True
             ),
-            "The device 'k80' is not known. Use one of v4, v5e": lambda: parse_topology(
+            "The name 'k80' is that of no known device": lambda: parse_topology(
                 "k80:1x8"
             ),
             'Write "h100:1x8" for one host': lambda: parse_topology("h100:8"),

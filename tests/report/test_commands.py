@@ -1,6 +1,7 @@
 """`armillary report` and `armillary runs`: what they write, and what mistakes say."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -9,9 +10,10 @@ import sys
 import pytest
 
 from armillary import _cli
+from armillary.goodput import read_goodput
 from armillary.report import _charts
 from armillary.report._run_files import read_run
-from tests.report.conftest import make_train
+from tests.report.conftest import make_start, make_train, write_lines
 
 
 @pytest.fixture
@@ -134,6 +136,96 @@ def test_names_of_runs_are_text(crashed, tmp_path):
     page = path.read_text()
     assert cells_of(page, "Record")[0] == ["", "a&amp;b"]
     assert cells_of(page, "Runs")[1][0] == "a&amp;b"
+
+
+DEEP = "[" * 5000 + "]" * 5000
+NO_RECORDS = {
+    "a list": "[1, 2]",
+    "a number": "3",
+    "deep": DEEP,
+    "deep values": f'{{"record": "train", "time": 1, "step": 1, "values": {DEEP}}}',
+    "less deep": json.dumps(make_train(1.0, 1, 0.5) | {"git": []}).replace(
+        "[]", "[" * 400 + "]" * 400
+    ),
+    **{
+        f"{name}={value!r:.20}": json.dumps(make_start(1.0, 1) | {name: value})
+        for name, value in [
+            ("record", 3),
+            ("record", ["train"]),
+            ("time", "noon"),
+            ("time", None),
+            ("time", math.nan),
+            ("time", 1e300),
+            ("step", "1"),
+            ("step", 1.5),
+            ("step", -1),
+            ("step", 10**30),
+            ("name", {"a": 1}),
+            ("values", [1]),
+            ("values", {"loss": "high"}),
+            ("values", {"loss": [1]}),
+            ("values", {"loss": 10**400}),
+            ("steps_per_second", "fast"),
+            ("config", [1]),
+            ("parameters", 3),
+            ("parameters", {"count": "many", "bytes": 1}),
+            ("parameters", {"count": 1, "bytes": 1, "modules": [3]}),
+            ("parameters", {"count": 1, "bytes": 1, "modules": [{"name": 1}]}),
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("line", NO_RECORDS.values(), ids=NO_RECORDS)
+def test_a_line_that_no_controller_wrote_is_left_out(line, short, caplog, capsys):
+    before = read_run(short)
+    with open(short / "metrics.jsonl", "a") as file:
+        file.write(f"{line}\n")
+
+    assert _cli.main(["runs", "--json", str(short)]) == 0
+    [run] = json.loads(capsys.readouterr().out)
+    assert run["values"]["train/loss"] == pytest.approx(1 / 3)
+    [record] = caplog.records
+    assert record.getMessage() == (
+        f"{short}/metrics.jsonl has lines that no `Controller` wrote, which are left "
+        "out: 5"
+    )
+    assert read_run(short) == before
+
+
+def test_a_line_that_no_controller_wrote_into_a_journal_is_left_out(crashed):
+    [path] = crashed.glob("*/goodput.jsonl")
+    before = read_goodput(crashed)
+    entry = json.loads(path.read_text().splitlines()[0])
+    wrong = [{"time": "noon"}, {"step": None}, {"attempt": 3}, {"seconds": {"step": 1}}]
+    lines = [DEEP, *(json.dumps(entry | field) for field in wrong)]
+    with open(path, "a") as file:
+        file.write("".join(f"{line}\n" for line in lines))
+    found = read_goodput(crashed)
+    assert found.unreadable_lines == tuple(range(6, 6 + len(lines)))
+    assert found.seconds == before.seconds
+
+
+def test_names_from_elsewhere_do_nothing_to_a_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    name = "\x1b[2J[red]\udcff"
+    run = tmp_path / name
+    metric = {
+        "record": "train",
+        "time": 1.0,
+        "step": 1,
+        "values": {f"{name}[/nope]": 0.5},
+    }
+    write_lines(run / "metrics.jsonl", [make_start(1.0, 0), metric])
+    assert _cli.main(["runs", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    shown = r"\x1b[2J[red]\udcff"
+    assert printed.count(shown) == 2 and f"{shown}[/nope] 0.5" in printed
+    pytest.importorskip("plotly")
+    page = tmp_path / "report.html"
+    assert _cli.main(["report", str(run), "--output", str(page)]) == 0
+    assert capsys.readouterr().out == f"{page} shows {shown}.\n"
+    assert r"\udcff" in page.read_text()
 
 
 def test_long_curves_keep_their_extremes():

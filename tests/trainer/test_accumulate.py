@@ -303,8 +303,8 @@ def train_with(kind, count=4, batch_size=32):
             "`op` is not given, and `compute_average_loss` did not make it": (
                 train_with(OwnScaleTrainer)
             ),
-            "`op` is 'max', but the loss is a": lambda: armillary.value_and_grad(
-                lambda: 0.0, [nnx.Param(0.0)], op="max"
+            "`op` is 'max', but it must be one of None, 'mean', 'sum'": lambda: (
+                armillary.value_and_grad(lambda: 0.0, [nnx.Param(0.0)], op="max")
             ),
             "`global_batch_size` is an array, and the loss is accumulated over 4": (
                 train_with(ArraySizeTrainer)

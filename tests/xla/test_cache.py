@@ -178,7 +178,7 @@ def test_an_unusable_directory_is_refused_and_changes_nothing(
     file = tmp_path / "file"
     file.touch()
 
-    with pytest.raises(ValueError, match="`directory` is '', but it must name"):
+    with pytest.raises(ValueError, match="`directory` is '', but it must be a path"):
         use_compilation_cache("")
     with pytest.raises(ValueError, match="cannot be made: File exists"):
         use_compilation_cache(file)

@@ -5,6 +5,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
+from armillary._checks import check_instance
 from armillary.cluster.resolvers._process_plan import ProcessPlan
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._spec import ClusterSpec, check_address
@@ -57,6 +58,8 @@ def take_share(index: int, size: int) -> tuple[int, ...]:
 
 def find_environ(environ: Environ | None) -> Environ:
     """Returns `environ`, or the environment of this process."""
+    fix = "Use a dictionary of strings, or leave it out."
+    check_instance("environ", environ, Mapping | None, fix)
     return os.environ if environ is None else environ
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from armillary._checks import check_one_of, check_positive_int
+from armillary._checks import check_instance, check_one_of, check_positive_int
 from armillary.cluster.resolvers._process_plan import ProcessPlan
 from armillary.cluster.resolvers._scheduler import (
     Environ,
@@ -71,6 +71,8 @@ class SlurmClusterResolver(ScheduledResolver):
         gpus_per_task: int | None = None,
         environ: Environ | None = None,
     ) -> None:
+        fix = 'Use a dictionary, such as `{"worker": 4}`.'
+        check_instance("jobs", jobs, Mapping | None, fix)
         for job, count in (jobs or {}).items():
             check_one_of("jobs", job, TASK_TYPES)
             check_positive_int(f'jobs["{job}"]', count)

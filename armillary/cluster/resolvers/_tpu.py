@@ -69,7 +69,7 @@ class TPUClusterResolver(ScheduledResolver):
         environ: Environ | None = None,
     ) -> None:
         check_port("port", port)
-        if tpu not in (None, "", "local"):
+        if tpu is not None and str(tpu) not in ("", "local"):
             raise ValueError(
                 f"`tpu` is {tpu!r}, but a program uses the TPU on whose machines it "
                 "runs, and no other. Start it on every machine of that TPU, and leave "

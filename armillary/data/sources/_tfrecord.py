@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from armillary._checks import check_path
 from armillary.data.sources._example import ExampleParser, FixedLenFeature
 from armillary.data.sources._indexed import IndexedDataset, fingerprint
 from armillary.data.sources._record_files import RecordFiles
@@ -110,9 +111,9 @@ class TFRecordDataset(IndexedDataset):
 
 
 def _check_paths(paths: Paths) -> list[str]:
-    if isinstance(paths, str | os.PathLike):
+    if isinstance(paths, str | os.PathLike) or not np.iterable(paths):
         paths = [paths]
-    found = [os.fspath(path) for path in paths]
+    found = [check_path("paths", path) for path in paths]
     if not found:
         raise ValueError(
             f"`paths` is {paths!r}, but there must be at least one file. Look at the "

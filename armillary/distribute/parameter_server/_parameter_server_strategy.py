@@ -74,6 +74,9 @@ class ParameterServerStrategy(SingleStrategy):
             _check_partitioner(variable_partitioner)
         if max_staleness is not None:
             check_not_negative_int("max_staleness", max_staleness)
+        fix = 'Use a dictionary of options of Ray, such as `{"num_cpus": 1}`.'
+        check_instance("worker_options", worker_options, dict | None, fix)
+        check_instance("ps_options", ps_options, dict | None, fix)
         check_seconds("report_seconds", report_seconds, "Use a positive number.")
         self._resolver = cluster_resolver
         if cluster_resolver is not None:
@@ -178,7 +181,7 @@ def _check_partitioner(partitioner: Callable[..., Sequence[int]]) -> None:
     check_callable("variable_partitioner", partitioner)
     try:
         inspect.signature(partitioner).bind((1,), np.dtype("float32"), axis=0)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TypeError(
             f"`variable_partitioner` is {partitioner!r}, which cannot be called with "
             f"`(shape, dtype, axis=0)` ({error}). Use one of "

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from armillary._checks import check_instance
 from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary.distribute._global_arrays import is_array
@@ -89,6 +90,12 @@ def function(
     Returns:
         A function with the same signature; a decorator if `fn` is left out.
     """
+    fix = "Write `@armillary.function` above a function."
+    check_instance("fn", fn, Callable | None, fix)
+    fix = "Use a strategy such as `armillary.MirroredStrategy()`."
+    check_instance("strategy", strategy, Strategy | None, fix)
+    fix = 'Use a dictionary, such as `{"xla_cpu_enable_fast_math": True}`.'
+    check_instance("compiler_options", compiler_options, Mapping | None, fix)
     if fn is None:
         return functools.partial(
             function, strategy=strategy, compiler_options=compiler_options

@@ -90,6 +90,18 @@ def current_micro_batch() -> MicroBatch | None:
     return _local.micro_batch
 
 
+def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Returns the loss of a `loss_fn`, and what it returned besides."""
+    if not has_aux:
+        return result, None
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise TypeError(
+            f"`has_aux` is True, but `loss_fn` returned {result!r:.80}, and no pair of "
+            "the loss and something else. Return `loss, aux`, or leave `has_aux` out."
+        )
+    return result[0], result[1]
+
+
 def accumulate(
     differentiate: Callable[[Sequence[Any], dict[int, Any], PyTree], Part],
     values: Sequence[Any],

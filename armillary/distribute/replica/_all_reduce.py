@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from armillary._checks import check_callable
+from armillary._checks import check_callable, check_one_of
+from armillary.distribute.replica._accumulate import split_aux
 from armillary.distribute.replica._context import require_replica_context
 from armillary.distribute.replica._values import AXIS_NAME, ReduceOp
 from armillary.state._lift import State
@@ -135,6 +136,7 @@ def over_replicas(
         ValueError: If `op` is none of the two.
     """
     check_callable("loss_fn", loss_fn)
+    check_one_of("has_aux", has_aux, (True, False))
     reduce_op = ReduceOp.of(op, "op")
     if reduce_op not in (ReduceOp.MEAN, ReduceOp.SUM):
         raise ValueError(
@@ -149,7 +151,7 @@ def over_replicas(
             return loss_fn(shared, *args, **kwargs)
         with _sharing(shared) as own:
             result = loss_fn(own, *args, **kwargs)
-        loss, aux = result if has_aux else (result, None)
+        loss, aux = split_aux(result, has_aux)
         total = context.all_reduce(reduce_op, loss, dtype=jnp.result_type(loss))
         return (total, aux) if has_aux else total
 

@@ -256,7 +256,7 @@ def check_wire_dtype(name: str, dtype: Any) -> Any:
     Raises:
         ValueError: If it is no dtype of floats.
     """
-    with contextlib.suppress(TypeError):
+    with contextlib.suppress(TypeError, ValueError):
         if dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
             return dtype
     raise ValueError(

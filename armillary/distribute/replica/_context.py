@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from armillary._checks import check_methods
 from armillary._jax_compat import get_trace_state
 from armillary.errors import ReplicaContextError
 from armillary.state._lift import State
@@ -87,7 +88,11 @@ def set_strategy(strategy: "Strategy | None") -> None:
 
     Raises:
         ReplicaContextError: If called inside a `scope` or inside `run`.
+        TypeError: If it is no strategy.
     """
+    if strategy is not None:
+        fix = "Use a strategy such as `armillary.MirroredStrategy()`."
+        check_methods("strategy", strategy, ["scope", "run"], fix)
     if _ambient.frames:
         raise ReplicaContextError(
             "`set_strategy` was called inside `strategy.scope()` or `strategy.run`, "

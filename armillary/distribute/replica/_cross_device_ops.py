@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from armillary._checks import is_positive_int
+from armillary._checks import check_positive_int, is_positive_int
 from armillary._jaxpr import mark
 from armillary.distribute.replica._differences import BY_OPS, MADE_BY_OPS
 from armillary.distribute.replica._values import AXIS_NAME
@@ -65,7 +65,7 @@ class NcclAllReduce(CrossDeviceOps):
     """
 
     def __init__(self, num_packs: int = 1) -> None:
-        del num_packs
+        check_positive_int("num_packs", num_packs)
 
     def all_reduce(self, value: jax.Array, axis_name: str, num_replicas: int) -> Any:
         """Returns the sum, in one all-reduce."""
@@ -92,7 +92,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     """
 
     def __init__(self, num_packs: int = 1, *, group_size: int | None = None) -> None:
-        del num_packs
+        check_positive_int("num_packs", num_packs)
         if group_size is not None and not is_positive_int(group_size):
             raise ValueError(_group_message(group_size, "a positive integer"))
         self._group_size = group_size

@@ -47,7 +47,7 @@ def compute_average_loss(
         ValueError: If a shape does not fit, or `global_batch_size` is not a positive
             integer of shape `()`.
     """
-    losses = jnp.asarray(per_example_loss)
+    losses = _as_array("per_example_loss", per_example_loss)
     if losses.ndim == 0:
         raise ValueError(
             "`per_example_loss` has shape (), but it must have one entry per example, "
@@ -92,9 +92,8 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
         "scale_regularization_loss", "divide by `strategy.num_replicas_in_sync` here"
     )
     # Not `num_active`: this says nothing about the scale of any other loss.
-    return _divide(
-        jnp.sum(jnp.asarray(regularization_loss)), count_active(context.active)
-    )
+    penalty = _as_array("regularization_loss", regularization_loss)
+    return _divide(jnp.sum(penalty), count_active(context.active))
 
 
 def weighted_mean(values: Any, weights: Any) -> jax.Array:
@@ -132,7 +131,7 @@ def weighted_mean(values: Any, weights: Any) -> jax.Array:
             "and their mean is not that of the batch. Use `accumulate_steps=1`, or "
             "`compute_average_loss(losses, sample_weight=...)`."
         )
-    losses = jnp.asarray(values)
+    losses = _as_array("values", values)
     if not jnp.issubdtype(losses.dtype, jnp.floating):
         losses = losses.astype(jnp.result_type(float))
     weights = jnp.broadcast_to(_weights(weights, losses, "weights"), losses.shape)
@@ -148,8 +147,18 @@ def _divide(total: jax.Array, count: Any) -> jax.Array:
     return total / mark(jnp.asarray(count, total.dtype), DIVISOR)
 
 
+def _as_array(name: str, value: Any, dtype: Any = None) -> jax.Array:
+    try:
+        return jnp.asarray(value, dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(
+            f"`{name}` is {value!r:.80} of type {type(value).__name__}, but it must be "
+            "an array of numbers. Pass what is computed from the batch."
+        ) from error
+
+
 def _weights(given: Any, losses: jax.Array, name: str) -> jax.Array:
-    weights = jnp.asarray(given, losses.dtype)
+    weights = _as_array(name, given, losses.dtype)
     if weights.shape != losses.shape[: weights.ndim]:
         raise ValueError(
             f"`{name}` has shape {weights.shape}, but it must be the first axes "

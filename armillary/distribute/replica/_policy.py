@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from armillary._checks import check_not_negative_int
 from armillary.distribute.replica._collectives import ReplicaContext
 from armillary.distribute.replica._values import AXIS_NAME
 from armillary.state._lift import State
@@ -101,8 +102,11 @@ def create_global_step(initial_value: int = 0) -> "nnx.Variable":
     """
     from flax import nnx
 
+    dtype = jnp.result_type(int)
+    most = int(jnp.iinfo(dtype).max)
+    initial_value = check_not_negative_int("initial_value", initial_value, most)
     return nnx.Variable(
-        jnp.asarray(initial_value, dtype=jnp.result_type(int)),
+        jnp.asarray(initial_value, dtype=dtype),
         aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
     )
 

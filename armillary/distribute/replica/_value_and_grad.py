@@ -9,10 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from armillary._checks import check_callable, check_positive_int
+from armillary._checks import check_callable, check_one_of, check_positive_int
 from armillary._traceback import hides_frames
-from armillary.distribute.replica._accumulate import Part, accumulate, wanted_count
+from armillary.distribute.replica._accumulate import (
+    Part,
+    accumulate,
+    split_aux,
+    wanted_count,
+)
 from armillary.distribute.replica._context import lifted_state
 from armillary.errors import CapturedStateError
 from armillary.state._keras import is_variable as is_keras_variable
@@ -93,11 +99,9 @@ def value_and_grad(
         CapturedStateError: If the trainer does not reach one of them.
     """
     check_callable("loss_fn", loss_fn)
-    if op not in (None, "mean", "sum"):
-        raise ValueError(
-            f'`op` is {op!r}, but the loss is a "mean" or a "sum" over examples. Use '
-            "one of the two, or leave it out."
-        )
+    check_one_of("has_aux", has_aux, (True, False))
+    fix = "Say which of examples the loss is, or leave it out."
+    check_one_of("op", op, (None, "mean", "sum"), fix)
     count = _count_parts(batch, accumulate_steps)
     wanted, treedef = _variables_of(variables)
     state = lifted_state() or State([(loss_fn, ""), (wanted, "variables")])
@@ -113,7 +117,7 @@ def value_and_grad(
         with state.swapped(start):
             result = loss_fn() if batch is None else loss_fn(part)
             after = state.read()
-        loss, aux = result if has_aux else (result, None)
+        loss, aux = split_aux(result, has_aux)
         new = {i: leaf for i, leaf in enumerate(after) if leaf is not start[i]}
         # What an earlier part has changed stays, if this one does not.
         return loss, (aux, {i: strong(leaf) for i, leaf in {**slots, **new}.items()})
@@ -170,7 +174,8 @@ def _variables_of(variables: Any) -> tuple[list[Any], Any]:
 
         state = nnx.state(variables, nnx.Param)
         return jax.tree.flatten(state, is_leaf=is_nnx_variable)
-    wanted = list(variables)
+    # What cannot be gone through is one that is none.
+    wanted = list(variables) if np.iterable(variables) else [variables]
     for variable in wanted:
         if not (is_keras_variable(variable) or is_nnx_variable(variable)):
             raise TypeError(

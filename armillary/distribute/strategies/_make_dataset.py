@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from armillary._checks import check_instance
 from armillary.data._dataset import DistributedDataset
 from armillary.data._input_context import InputContext
 from armillary.data._input_options import InputOptions
@@ -48,6 +49,10 @@ def make_distributed_dataset(
         TypeError: If arguments are given without a function to pass them to, or do not
             fit the function.
     """
+    fix = "Use a strategy such as `armillary.MirroredStrategy()`."
+    check_instance("strategy", strategy, Strategy | None, fix)
+    fix = 'Use `armillary.InputOptions(remainder="exact")`.'
+    check_instance("input_options", input_options, InputOptions | None, fix)
     if strategy is None:
         strategy = get_strategy()
     if not _is_function(dataset_or_fn):
@@ -77,4 +82,7 @@ def _is_function(value: Any) -> bool:
 
 
 def _takes_input_context(fn: Callable[..., Any]) -> bool:
-    return "input_context" in inspect.signature(fn).parameters
+    try:
+        return "input_context" in inspect.signature(fn).parameters
+    except ValueError:  # Of some builtins.
+        return False
