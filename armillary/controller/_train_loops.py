@@ -18,6 +18,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from armillary._logging import logger
 from armillary._numbers import find_numbers
@@ -28,6 +30,7 @@ from armillary.controller._progress import format_output, log_line
 from armillary.goodput._category import Category
 from armillary.goodput._recorder import Recorder
 from armillary.state._step_counter import StepCounter
+from armillary.state._walk import Walk
 from armillary.trainer._contract import AbstractTrainer
 from armillary.typing import Action
 
@@ -69,7 +72,7 @@ class TrainLoops:
         self._outputs: deque[Callable[[], None]] = deque()
         self._last_end = 0.0
         self._seconds_per_loop = float("inf")
-        self._is_warned = False
+        self._is_warned, self._is_silent = False, False
         self._executor = ThreadPoolExecutor(1, "armillary-report")
         weakref.finalize(self, self._executor.shutdown, wait=False)
 
@@ -166,6 +169,7 @@ class TrainLoops:
         self, step: int, reached: int, output: dict[str, Any], speed: float
     ) -> None:
         scalars = find_numbers(output)
+        self._is_silent = not scalars
         self._note(reached, speed, scalars)
         self._unlogged_steps += reached - step
         self._unlogged_seconds += (reached - step) / speed
@@ -195,6 +199,20 @@ class TrainLoops:
             f"output: {format_output(output)}",
         )
 
+    def finish(self) -> None:
+        """Logs the last loop, and warns of bad values that no output shows."""
+        self.log_last()
+        if not self._is_silent or self._is_warned:
+            return
+        slots = Walk([(self._trainer, "")]).slots.values()
+        if any(_is_bad(array) for slot in slots for array in slot.read()):
+            self._is_warned = True
+            logger.warning(
+                "The trainer's state has values that are not finite, and no output "
+                "shows it. Return the loss from `train_loop_end`, and start again with "
+                '`StandardTrainerOptions(on_non_finite="raise")` to find the step.'
+            )
+
     def _warn_once(self, step: int, scalars: dict[str, float]) -> None:
         bad = {name: each for name, each in scalars.items() if not math.isfinite(each)}
         if not bad or self._is_warned:
@@ -211,6 +229,13 @@ class TrainLoops:
             step,
             shown,
         )
+
+
+def _is_bad(array: jax.Array) -> bool:
+    """Returns whether an array that this process has whole holds an infinity or NaN."""
+    if not (array.is_fully_addressable and jnp.issubdtype(array.dtype, jnp.inexact)):
+        return False
+    return not np.isfinite(jax.device_get(array)).all()
 
 
 def _passes(interval: int | None, step: int, reached: int) -> bool:

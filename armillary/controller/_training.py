@@ -81,7 +81,7 @@ class Training:
                     self._saving.save()
             if has_ended:
                 self._loops.report()
-                self._loops.log_last()
+                self._loops.finish()
                 if epochs is not None:
                     return not self._stop.is_agreed() and self.begin_epoch(epochs)
                 message = _DATA_ENDED if reached > start else _DATA_ENDED_BEFORE
@@ -89,7 +89,7 @@ class Training:
                 return False
             step = reached
         self._loops.report()
-        self._loops.log_last()
+        self._loops.finish()
         return not self._stop.is_agreed()
 
     def num_steps_at(self, step: int) -> int:

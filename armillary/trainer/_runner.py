@@ -1,6 +1,7 @@
 """What the trainer and the evaluator share: a loop over a step, under a strategy."""
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -73,4 +74,9 @@ class Runner(RecordsReads):
     ) -> StepMethod:
         """Returns a step of this object, as its options have it run."""
         step, num_parts = getattr(self, step_name), options.accumulate_steps
+        if hasattr(inspect.getattr_static(self, step_name), "lower"):
+            raise TypeError(
+                f"`{type(self).__name__}.{step_name}` is compiled by `jit`, which "
+                "takes no trainer. Remove the decorator: the loop compiles its steps."
+            )
         return StepMethod(self, step, step_name, strategy, num_parts)

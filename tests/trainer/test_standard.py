@@ -249,6 +249,17 @@ def test_a_trainer_without_data_runs_no_step():
     assert trainer.calls == []
 
 
+@pytest.mark.parametrize("jit", [jax.jit, nnx.jit])
+def test_a_step_that_is_compiled_already_is_an_error(jit):
+    class Trainer(Base):
+        @jit
+        def train_step(self, iterator):
+            next(iterator)
+
+    with pytest.raises(TypeError, match=r"`Trainer.train_step` is .* Remove the decor"):
+        Trainer([np.ones(2)]).train(1)
+
+
 @pytest.mark.parametrize("num_batches", [5, 6])
 def test_controller_trains_to_the_end_of_the_data(num_batches, caplog):
     caplog.set_level("INFO", "armillary")
