@@ -42,8 +42,11 @@ if TYPE_CHECKING:
     from armillary import estimator as estimator
     from armillary import goodput as goodput
     from armillary import keras as keras
+    from armillary import launch as launch
     from armillary import metrics as metrics
+    from armillary import plan as plan
     from armillary import summary as summary
+    from armillary import testing as testing
     from armillary import xla as xla
     from armillary.checkpoint import Checkpoint as Checkpoint
     from armillary.checkpoint import CheckpointManager as CheckpointManager
@@ -157,14 +160,17 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "keras",
+    "launch",
     "make_distributed_dataset",
     "metrics",
     "over_replicas",
+    "plan",
     "predict",
     "scale_regularization_loss",
     "set_strategy",
     "summarize",
     "summary",
+    "testing",
     "value_and_grad",
     "weighted_mean",
     "xla",
@@ -194,10 +200,13 @@ _PACKAGES = (
     "estimator",
     "goodput",
     "keras",
+    "launch",
     "lifeline",
     "metrics",
+    "plan",
     "state",
     "summary",
+    "testing",
     "trainer",
     "typing",
     "xla",
