@@ -101,10 +101,10 @@ def check_path(name: str, value: Any) -> str:
             f"`{name}` is {value!r} of type {type(value).__name__}, but it must be a "
             "path. Use a string or a `pathlib.Path`."
         )
-    if not (text := os.fspath(value)).strip():
+    if not (text := os.fspath(value)).strip() or "\0" in text:
         raise ValueError(
-            f"`{name}` is {text!r}, but it must be a path that is not empty. Use "
-            f'`{name}="."` for the working directory.'
+            f"`{name}` is {text!r}, but it must be a path that is not empty and has no "
+            f'NUL. Use `{name}="."` for the working directory.'
         )
     return text
 

@@ -102,7 +102,8 @@ def _answer(
     if not unknown:
         return False
     name, owner = unknown[0], function.__qualname__.removesuffix(".__init__")
-    found = difflib.get_close_matches(name, known, n=1)
+    longer = [each for each in known if each.endswith(f"_{name}")]
+    found = longer or difflib.get_close_matches(name, known, n=1)
     nearest = (
         f"Did you mean `{found[0]}`?"
         if found

@@ -80,10 +80,15 @@ def test_an_old_keyword_is_answered_with_the_new_one(kind):
         (armillary.MirroredStrategy, "device", "Did you mean `devices`?"),
         (armillary.EpochHelper, "epoch_step", "Did you mean `epoch_steps`?"),
         (armillary.summarize, "models", "Did you mean `model`?"),
+        (
+            armillary.Controller.train_and_evaluate,
+            "steps",
+            "Did you mean `train_steps`",
+        ),
     ],
 )
 def test_a_keyword_that_there_is_not_is_answered_with_what_there_is(kind, name, answer):
     with pytest.raises(TypeError) as caught:
         kind(**{name: 3})
-    assert f"`{name}` is 3, but `{kind.__name__}` has no such" in str(caught.value)
+    assert f"`{name}` is 3, but `{kind.__qualname__}` has no such" in str(caught.value)
     assert answer in str(caught.value)

@@ -151,6 +151,7 @@ VALUES: dict[str, Any] = {
     **{repr(x): x for x in ([], [1], [None], ["x"], [[]], (), (1, 2), (math.nan,))},
     **{repr(x): x for x in ({}, {"x": 1}, {1: 2}, {None: None}, {1, 2}, range(3))},
     "an escape sequence": "\x1b[2J",
+    "a text with a NUL": "a\0b",
     "a long text": "x" * 300,
     "a frozenset": frozenset(),
     "a bytearray": bytearray(b"x"),
