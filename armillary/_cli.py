@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from armillary import __version__
-from armillary._exit_code import ExitCode
+from armillary._process import ExitCode
 
 
 class _Command(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from armillary._checks import check_callable
-from armillary.state._step_counter import as_step_counter
+from armillary.state._summarize import as_step_counter
 from armillary.typing import Action
 
 

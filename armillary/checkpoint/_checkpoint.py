@@ -17,11 +17,10 @@ import jax
 
 from armillary._checks import list_lines
 from armillary.checkpoint._folder import as_absolute
-from armillary.checkpoint._joint import merge_refusals
 from armillary.checkpoint._leaf import Content, describe_leaf
-from armillary.checkpoint._reader import restore
-from armillary.checkpoint._restore_report import RestoreReport
+from armillary.checkpoint._reader import RestoreReport, restore
 from armillary.checkpoint._selection import Paths, is_inside, make_selection
+from armillary.checkpoint._writer import merge_refusals
 from armillary.cluster._join import get_peers
 from armillary.errors import CheckpointError
 from armillary.state import _keras

@@ -19,8 +19,12 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from armillary._checks import check_path
-from armillary.checkpoint._checksums import CHECKSUM_FILE, compare, read_checksums
-from armillary.checkpoint._disk import read_json
+from armillary.checkpoint._checksums import (
+    CHECKSUM_FILE,
+    compare,
+    read_checksums,
+    read_json,
+)
 from armillary.errors import CheckpointError
 
 FORMAT = "armillary-checkpoint"

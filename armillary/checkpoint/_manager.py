@@ -27,14 +27,13 @@ from armillary.checkpoint._folder import (
     find_problem,
     find_superseded,
 )
-from armillary.checkpoint._joint import announcing_errors, make_writer
 from armillary.checkpoint._leaf import Content
-from armillary.checkpoint._reader import restore, restore_latest
-from armillary.checkpoint._restore_report import RestoreReport
+from armillary.checkpoint._reader import RestoreReport, restore, restore_latest
 from armillary.checkpoint._selection import Paths, as_paths, make_selection
 from armillary.checkpoint._store import read_evaluation
+from armillary.checkpoint._writer import announcing_errors, make_writer
 from armillary.errors import CheckpointError
-from armillary.state._step_counter import as_step_counter
+from armillary.state._summarize import as_step_counter
 
 
 @answers_old_names(

@@ -3,33 +3,107 @@
 Damage is found by checksums alone, before anything is decoded. What fails after that is
 not the disk's doing, so an older checkpoint would not help: it is an error of the
 program or of the machine, and `restore_latest` lets it through.
+
+What restoring a checkpoint did.
 """
 
 import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from etils import epath
 
+from armillary._checks import list_lines
 from armillary._logging import logger
 from armillary.checkpoint._folder import check_is_checkpoint, list_directory
-from armillary.checkpoint._joint import announcing_errors, decide, verify
 from armillary.checkpoint._leaf import Content, LeafSpec, as_restored, stored_sharding
-from armillary.checkpoint._messages import (
+from armillary.checkpoint._selection import (
+    Selection,
     describe_all_damaged,
     describe_damage,
+    is_inside,
+    match,
     read_error,
 )
-from armillary.checkpoint._restore_report import RestoreReport
-from armillary.checkpoint._selection import Selection, is_inside, match
 from armillary.checkpoint._store import read_arrays, read_description
+from armillary.checkpoint._writer import announcing_errors, decide, verify
 from armillary.cluster._join import get_peers
-from armillary.errors import CheckpointDamageError, CheckpointError
+from armillary.errors import (
+    CheckpointDamageError,
+    CheckpointError,
+    CheckpointMismatchError,
+)
 
 if TYPE_CHECKING:
     from armillary.checkpoint._checkpoint import Checkpoint
+
+
+class RestoreReport(NamedTuple):
+    """What restoring a checkpoint did; `print` shows it in full.
+
+    Attributes:
+        path: The checkpoint.
+        restored: Paths of the program that have the values of the checkpoint now.
+        kept: Paths of the program that are as they were.
+        unused: Paths of the checkpoint that went nowhere.
+        differences: A line for each difference in a part that `may_differ`, so that it
+            was left.
+    """
+
+    path: str
+    restored: tuple[str, ...]
+    kept: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        sections = (
+            ("restored", self.restored),
+            ("of the program, left as they were", self.kept),
+            ("of the checkpoint, not used", self.unused),
+        )
+        is_whole = not (self.kept or self.unused)
+        lines = [f"{'All' if is_whole else 'A part'} of {self.path}:"]
+        for title, entries in sections:
+            lines.append(f"{len(entries)} {title}{':' if entries else '.'}")
+            if entries:
+                lines.append(list_lines(entries))
+        if self.differences:
+            lines += ["These may differ, and do:", list_lines(self.differences)]
+        return "\n".join(lines)
+
+    def expect_partial(self) -> Self:
+        """Returns this report, for programs that end a restore as TensorFlow's do."""
+        return self
+
+    def assert_existing_objects_matched(self) -> Self:
+        """Returns this report, if everything in the program was restored.
+
+        Raises:
+            CheckpointMismatchError: If something was not.
+        """
+        return self._assert_none(self.kept, "of the program were not restored")
+
+    def assert_consumed(self) -> Self:
+        """Returns this report, if all of the checkpoint is in all of the program.
+
+        Raises:
+            CheckpointMismatchError: If something in either was left.
+        """
+        self.assert_existing_objects_matched()
+        return self._assert_none(self.unused, "of the checkpoint were not used")
+
+    def _assert_none(self, paths: tuple[str, ...], what: str) -> Self:
+        if paths:
+            raise CheckpointMismatchError(
+                f"`path` is {self.path!r}, and {len(paths)} values {what}:\n"
+                f"{list_lines(paths)}\n"
+                "Restore more of it, or leave this assertion out."
+            )
+        return self
+
 
 _STATE = "saved state"
 

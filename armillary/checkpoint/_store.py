@@ -5,6 +5,10 @@ and `header` (JSON). Orbax writes them under a temporary name, we add their chec
 and Orbax renames the folder when all of it is on the disk. Before `write` returns,
 Orbax has copied device memory, or, for CPU devices, holds a reference that keeps XLA
 from reusing the buffer of a donated array; the tests of the manager pin that.
+
+The handlers with which Orbax writes a folder, and what we add at the end.
+
+Imported inside functions only, because importing Orbax takes long.
 """
 
 import functools
@@ -17,12 +21,40 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from etils import epath
 
 from armillary._process import get_process
-from armillary.checkpoint._disk import read_json
+from armillary.checkpoint._checksums import read_json, sync_tree, write_checksums
 from armillary.checkpoint._folder import HEADER_FILE, Header
 from armillary.checkpoint._leaf import LeafSpec
+
+
+class ItemsHandler(ocp.CompositeCheckpointHandler):
+    """Writes items, lists their checksums, and has all of it on the disk.
+
+    Attributes:
+        earlier: Threads that end first: the save of another directory that began
+            before this one, and that this one may speak of.
+    """
+
+    earlier: Sequence[threading.Thread] = ()
+
+    def finalize(self, directory: epath.Path) -> None:
+        """Ends a save, on the one process that gives the folder its name."""
+        super().finalize(directory)
+        # ORDER: after all processes have written, and before the folder is renamed.
+        write_checksums(directory)
+        sync_tree(directory)
+        for thread in self.earlier:
+            thread.join()
+
+
+# Orbax looks up what a handler takes by its type.
+@ocp.args.register_with_handler(ItemsHandler, for_save=True, for_restore=True)
+class ItemsArgs(ocp.args.Composite):
+    """The items by name."""
+
 
 _MANIFEST_FILE = "manifest.json"
 
@@ -72,8 +104,6 @@ class Store:
         It gets its name only when `earlier` threads have ended.
         """
         import orbax.checkpoint as ocp
-
-        from armillary.checkpoint._handler import ItemsArgs
 
         if self._writer is None:
             # A directory that cannot be made must be an error of this call.
@@ -151,8 +181,6 @@ def read_arrays(
 
 def _handler() -> Any:
     import orbax.checkpoint as ocp
-
-    from armillary.checkpoint._handler import ItemsHandler
 
     return ItemsHandler(
         # Compressing would take three quarters of a save's processor time, which steps

@@ -13,7 +13,7 @@ The classes and their names are those of `tf.distribute.cluster_resolver`. Nothi
 uses a device, opens a connection or changes a setting of JAX.
 """
 
-from armillary._exit_code import ExitCode as ExitCode
+from armillary._process import ExitCode as ExitCode
 from armillary._traceback import mark_public as _mark_public
 from armillary.cluster._communication import (
     CommunicationImplementation as CommunicationImplementation,
@@ -22,25 +22,25 @@ from armillary.cluster._communication import (
     CommunicationOptions as CommunicationOptions,
 )
 from armillary.cluster._communication import JaxSettings as JaxSettings
-from armillary.cluster._termination import TerminationConfig as TerminationConfig
-from armillary.cluster.resolvers._kubernetes import (
-    KubernetesClusterResolver as KubernetesClusterResolver,
-)
-from armillary.cluster.resolvers._process_plan import ProcessPlan as ProcessPlan
+from armillary.cluster._preemption import TerminationConfig as TerminationConfig
 from armillary.cluster.resolvers._resolve import resolve_cluster as resolve_cluster
 from armillary.cluster.resolvers._resolver import ClusterResolver as ClusterResolver
 from armillary.cluster.resolvers._resolver import (
     SimpleClusterResolver as SimpleClusterResolver,
 )
-from armillary.cluster.resolvers._slurm import (
+from armillary.cluster.resolvers._schedulers import (
+    KubernetesClusterResolver as KubernetesClusterResolver,
+)
+from armillary.cluster.resolvers._schedulers import (
     SlurmClusterResolver as SlurmClusterResolver,
 )
+from armillary.cluster.resolvers._schedulers import (
+    TorchrunClusterResolver as TorchrunClusterResolver,
+)
 from armillary.cluster.resolvers._spec import ClusterSpec as ClusterSpec
+from armillary.cluster.resolvers._spec import ProcessPlan as ProcessPlan
 from armillary.cluster.resolvers._tf_config import (
     TFConfigClusterResolver as TFConfigClusterResolver,
-)
-from armillary.cluster.resolvers._torchrun import (
-    TorchrunClusterResolver as TorchrunClusterResolver,
 )
 from armillary.cluster.resolvers._tpu import TPUClusterResolver as TPUClusterResolver
 

@@ -1,22 +1,146 @@
-"""Joins this process to the others of its job, once."""
+"""Joins this process to the others of its job, once.
+
+How the processes of a CPU job connect, to exchange values.
+
+Connects the lifeline of a job, at the address where its processes met.
+"""
 
 import contextlib
+import json
 import os
 import resource
+import secrets
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.extend.backend import register_backend_factory
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from armillary._logging import logger
 from armillary._process import Process, set_process
 from armillary.cluster._communication import PLATFORMS, CommunicationOptions
-from armillary.cluster._gloo import connect_gloo, keep_gloo_on
-from armillary.cluster._peers import Peers
-from armillary.cluster._start_lifeline import start_lifeline
+from armillary.cluster._peers import KeyValueStore, Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
-from armillary.cluster.resolvers._spec import split_address
+from armillary.cluster.resolvers._spec import is_loopback, split_address
 from armillary.errors import ClusterError
-from armillary.lifeline._lifeline import set_lifeline
+from armillary.lifeline._ending import put_off_aborts
+from armillary.lifeline._lifeline import Lifeline, set_lifeline
+from armillary.lifeline._link import Link, connect, listen
+
+
+def keep_gloo_on(host: str) -> None:
+    """Makes Gloo listen at an address of this machine, once it starts.
+
+    By default it listens at the address of the machine's name, which others may reach,
+    and JAX has no option to change that.
+    """
+    # Private, as is all of JAX that makes a client.
+    from jax._src import distributed, xla_bridge  # noqa: TID251
+    from jax._src.lib import _jax  # noqa: TID251
+
+    is_known = hasattr(xla_bridge, "make_cpu_client")
+    if not (is_known and hasattr(_jax, "make_gloo_tcp_collectives")):
+        logger.warning(
+            "JAX %s makes its CPU devices in another way than the versions that this "
+            "library knows, so Gloo listens where the name of this machine points to.",
+            jax.__version__,
+        )
+        return
+
+    def make_client() -> object:
+        if jax.config.jax_cpu_collectives_implementation != "gloo":  # pyright: ignore[reportAttributeAccessIssue]
+            return xla_bridge.make_cpu_client()
+        return xla_bridge.make_cpu_client(
+            _jax.make_gloo_tcp_collectives(
+                distributed_client=distributed.global_state.client, hostname=host
+            )
+        )
+
+    register_backend_factory("cpu", make_client, fail_quietly=False)
+
+
+def connect_gloo(peers: Peers) -> None:
+    """Lets the processes connect to each other, if they compute on CPUs.
+
+    Gloo does so at the first operation between devices, and gives up after 30 seconds,
+    while one process may still compile what the others run already. Here each waits for
+    the others as it does in any round.
+    """
+    implementation = jax.config.jax_cpu_collectives_implementation  # pyright: ignore[reportAttributeAccessIssue]
+    if jax.default_backend() != "cpu" or implementation != "gloo":
+        return
+    mesh = Mesh(np.array(jax.devices()), ("device",))
+    row = jax.make_array_from_callback(
+        (mesh.size,),
+        NamedSharding(mesh, PartitionSpec("device")),
+        lambda index: np.zeros(1, np.int32),
+    )
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    connect = jax.jit(lambda x: x.sum(), out_shardings=everywhere).lower(row).compile()
+    peers.gather("the first meeting", "")
+    jax.block_until_ready(connect(row))
+
+
+_KEY = "armillary/lifeline"
+_LIFELINE_TIMEOUT_SECONDS = 60
+
+
+def start_lifeline(
+    store: KeyValueStore, index: int, count: int, coordinator_address: str
+) -> Lifeline | None:
+    """Returns what tells of the end of the other processes, once it is connected.
+
+    Process 0 listens on the loopback interface if the coordinator's address is there,
+    and on all interfaces otherwise, as JAX's coordination service does. Who connects
+    must know a token, which is given out by that service.
+    """
+    host = split_address(coordinator_address)[0]
+    try:
+        if index == 0:
+            link = _listen(store, host if is_loopback(coordinator_address) else None)
+        else:
+            link = _connect(store, host, index)
+    except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
+        logger.warning(
+            "no connection that tells of dead and stuck processes (%s: %s). They are "
+            "noticed by JAX's own heartbeat, which takes longer. Let the processes "
+            "reach %s on all ports.",
+            type(error).__name__,
+            error,
+            host,
+        )
+        return None
+    put_off_aborts()
+    lifeline = Lifeline(index, count, link)
+    lifeline.start()
+    return lifeline
+
+
+def _listen(store: KeyValueStore, host: str | None) -> Link:
+    token = secrets.token_hex(16)
+    try:
+        listener = listen(host)
+    except OSError:
+        # The others wait for it in any case.
+        store.key_value_set(_KEY, json.dumps([0, token]))
+        raise
+    try:
+        store.key_value_set(_KEY, json.dumps([listener.getsockname()[1], token]))
+    except BaseException:
+        listener.close()
+        raise
+    return Link(listener, token)
+
+
+def _connect(store: KeyValueStore, host: str, index: int) -> Link:
+    text: Any = store.blocking_key_value_get(_KEY, 1000 * _LIFELINE_TIMEOUT_SECONDS)
+    port, token = json.loads(text)
+    if not port:
+        raise OSError("process 0 cannot listen")
+    return connect(host, port, index, token)
+
 
 _TIMEOUT_SECONDS = 1800.0
 """How long XLA waits on CPUs, where nothing else is said."""

@@ -4,17 +4,36 @@ Values travel as text through the key-value store of JAX's coordination service,
 runs in process 0. All processes exchange values at the same points of the program, in
 *rounds* that are counted: whoever is at another point, or has failed, is found out and
 named, where a collective operation between devices would wait for ever.
+
+What the processes tell each other between two loops, in one exchange.
+
+There, several parts of the library must hear of the other processes: whether to stop,
+whether a machine is going to be taken, whether all have the same data next. Each time
+that one of them causes an exchange, all of them say something; the others find their
+answers when they look for them::
+
+    SaveCheckpointIfPreempted    exchange              before training goes on
+    StopRequest                  take, or exchange     before the next loop
+    Feed, Lockstep               take, or a round      before the next data
+
+What was said before a loop, an evaluation or an action is out of date after it.
+
+Two things have rounds of their own. Data that is not read when a loop ends, or that a
+loop takes in its middle (a chunk; ten batches that each process reads for itself): to
+wait for it would put off a stop. A save: what process 0 has done is known when it is
+done.
 """
 
 import contextlib
+import itertools
 import json
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol
 
 import jax
 
-from armillary.cluster._boundary import Boundary
 from armillary.errors import PeerError
 from armillary.lifeline._lifeline import Lifeline
 
@@ -246,3 +265,55 @@ class Peers:
 
 def _folder(number: int) -> str:
     return f"armillary/{number // _ROUNDS_PER_FOLDER}/{number}"
+
+
+class Boundary:
+    """The last exchange between two loops. All processes call the same methods.
+
+    Parts are known by a method that returns what this process has to say, for JSON;
+    `None` is nothing. It is called in each exchange from its first use on, as long as
+    its object lives.
+
+    Args:
+        gather: Returns a text of each process; see `Peers.gather`.
+
+    Attributes:
+        num_expired: How often something has run; what was said counts until the next.
+    """
+
+    def __init__(self, gather: Callable[[str, str], list[str]]) -> None:
+        self._gather = gather
+        # Numbered by first use, which is at the same point in all processes.
+        self._counter = itertools.count()
+        self._parts: dict[weakref.WeakMethod[Callable[[], Any]], str] = {}
+        self._said: list[dict[str, Any]] = []
+        self.num_expired = 0
+
+    def exchange(self, topic: str, say: Callable[[], Any]) -> list[Any]:
+        """Lets all parts speak; returns what each process says by `say`."""
+        asked, own = self._number(say), {}
+        for reference, number in list(self._parts.items()):
+            if (speaker := reference()) is None:
+                del self._parts[reference]
+            else:
+                own[number] = speaker()
+        texts = self._gather(topic, json.dumps(own))
+        self._said = [json.loads(text) for text in texts]
+        return [said.pop(asked) for said in self._said]
+
+    def take(self, say: Callable[[], Any]) -> list[Any] | None:
+        """Returns, once, what each process said by `say` in the last exchange."""
+        number = self._number(say)
+        found = [said.pop(number, None) for said in self._said]
+        return None if not found or None in found else found
+
+    def expire(self) -> None:
+        """Forgets what was said, because something has run since."""
+        self._said = []
+        self.num_expired += 1
+
+    def _number(self, say: Callable[[], Any]) -> str:
+        reference = weakref.WeakMethod(say)
+        if reference not in self._parts:
+            self._parts[reference] = str(next(self._counter))
+        return self._parts[reference]

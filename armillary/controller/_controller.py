@@ -20,10 +20,10 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary._logging import ensure_visible
-from armillary._numbers import find_numbers
+from armillary._records import find_numbers
 from armillary._traceback import hides_frames
-from armillary.actions._parts import begin_training as begin_actions
-from armillary.actions._parts import resume_at
+from armillary.actions._periodic import begin_training as begin_actions
+from armillary.actions._periodic import resume_at
 from armillary.actions._step_action import bind_step_counter
 from armillary.actions._step_action import end_training as end_actions
 from armillary.controller._arguments import (
@@ -37,23 +37,27 @@ from armillary.controller._arguments import (
     check_watching,
     require,
 )
-from armillary.controller._curves import Curves
 from armillary.controller._display import Display
-from armillary.controller._evaluation import run_evaluations
-from armillary.controller._evaluation_mark import EvaluationMark
-from armillary.controller._finishing import finishing
-from armillary.controller._history import History, RunOutput, add_record
-from armillary.controller._new_checkpoints import restore_if_good, watch_checkpoints
-from armillary.controller._restore_check import warn_of_unsaved
+from armillary.controller._evaluation import (
+    begin_training,
+    end_training,
+    read_end,
+    restore_if_good,
+    run_evaluations,
+    watch_checkpoints,
+)
+from armillary.controller._reports import Curves, History, RunOutput, add_record
 from armillary.controller._run_record import RunRecord
-from armillary.controller._saving import Saving
-from armillary.controller._stop_request import StopRequest
-from armillary.controller._train_loops import TrainLoops
-from armillary.controller._training import Training
-from armillary.controller._training_end import begin_training, end_training, read_end
-from armillary.goodput._recorder import make_recorder
+from armillary.controller._saving import (
+    EvaluationMark,
+    Saving,
+    finishing,
+    warn_of_unsaved,
+)
+from armillary.controller._training import StopRequest, Training, TrainLoops
+from armillary.goodput._journal import make_recorder
 from armillary.lifeline._lifeline import get_lifeline
-from armillary.state._step_counter import as_step_counter
+from armillary.state._summarize import as_step_counter
 from armillary.summary._summary_manager import NoopSummaryManager, SummaryManager
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 from armillary.typing import Action, Output

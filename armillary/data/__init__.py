@@ -16,14 +16,14 @@ Compiled loops read through a `Feed`, in chunks: the batches of many steps, stac
 
 from armillary._traceback import mark_public as _mark_public
 from armillary.data._dataset import DistributedDataset as DistributedDataset
-from armillary.data._input_context import InputContext as InputContext
-from armillary.data._input_options import InputOptions as InputOptions
 from armillary.data._iterator import DistributedIterator as DistributedIterator
+from armillary.data._layout import InputContext as InputContext
+from armillary.data._layout import InputOptions as InputOptions
 from armillary.data.sources._arrays import ArrayDataset as ArrayDataset
 from armillary.data.sources._arrays import from_arrays as from_arrays
 from armillary.data.sources._example import FixedLenFeature as FixedLenFeature
-from armillary.data.sources._huggingface import HuggingFaceDataset as HuggingFaceDataset
-from armillary.data.sources._huggingface import from_huggingface as from_huggingface
+from armillary.data.sources._libraries import HuggingFaceDataset as HuggingFaceDataset
+from armillary.data.sources._libraries import from_huggingface as from_huggingface
 from armillary.data.sources._source import Source as Source
 from armillary.data.sources._source import SourceIterator as SourceIterator
 from armillary.data.sources._source import as_source as as_source

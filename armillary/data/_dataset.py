@@ -13,22 +13,20 @@ from typing import Any
 
 import jax
 
-from armillary.data._input_context import InputContext
-from armillary.data._input_options import InputOptions
 from armillary.data._iterator import DistributedIterator
-from armillary.data._layout import BatchLayout
+from armillary.data._layout import BatchLayout, InputContext, InputOptions
 from armillary.data.feed._batch_reader import BatchReader
 from armillary.data.feed._feed import Feed, Progress
 from armillary.data.feed._gather import make_gather
 from armillary.data.feed._lockstep import Lockstep
 from armillary.data.feed._position import (
+    BatchStream,
     Position,
     check_same_order,
     decode_position,
     encode_position,
 )
 from armillary.data.feed._split import Splitter
-from armillary.data.feed._stream import BatchStream
 from armillary.data.sources._batch import as_array, as_device_values
 from armillary.data.sources._source import as_source
 from armillary.errors import DatasetStateError

@@ -1,10 +1,160 @@
-"""What data must know about a strategy: how many replicas, and where arrays go."""
+"""What data must know about a strategy: how many replicas, and where arrays go.
+
+Which share of the data this process reads.
+
+How batches become distributed batches.
+"""
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
 
+from armillary._checks import (
+    answers_old_names,
+    check_not_negative_int,
+    check_one_of,
+    check_positive_int,
+)
+from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """Tells a dataset function which input pipeline it builds.
+
+    A function given to `distribute_datasets_from_function` gets one, reads its share of
+    the data and batches it for one replica::
+
+        def make_train_data(input_context):
+            batch_size = input_context.get_per_replica_batch_size(global_batch_size)
+            shard = slice(
+                input_context.input_pipeline_id,
+                None,
+                input_context.num_input_pipelines,
+            )
+            arrays = {"image": images[shard], "label": labels[shard]}
+            return armillary.data.from_arrays(arrays, batch_size=batch_size)
+
+    Args:
+        num_input_pipelines: How many pipelines read the data together, one in each
+            process.
+        input_pipeline_id: Which of them this one is, from 0.
+        num_replicas_in_sync: Replicas that share one global batch, in all processes.
+
+    Raises:
+        ValueError: If a count is not positive, or the id is not below the number of
+            pipelines.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        check_positive_int("num_input_pipelines", self.num_input_pipelines)
+        check_positive_int("num_replicas_in_sync", self.num_replicas_in_sync)
+        check_not_negative_int("input_pipeline_id", self.input_pipeline_id)
+        if self.input_pipeline_id >= self.num_input_pipelines:
+            raise ValueError(
+                f"`input_pipeline_id` is {self.input_pipeline_id}, but it must be "
+                f"below `num_input_pipelines`, which is {self.num_input_pipelines}. "
+                f"Use an id from 0 to {self.num_input_pipelines - 1}."
+            )
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Returns the number of examples that each replica takes of a global batch.
+
+        Args:
+            global_batch_size: Examples in one step on all replicas together.
+
+        Raises:
+            ValueError: If `global_batch_size` is not a positive integer.
+            BatchSizeError: If the replicas cannot share it equally.
+        """
+        size = check_positive_int("global_batch_size", global_batch_size)
+        num_replicas = self.num_replicas_in_sync
+        if size % num_replicas:
+            sizes = name_fitting_sizes(size, num_replicas, "global_batch_size=")
+            raise BatchSizeError(
+                f"`global_batch_size` is {size}, which {num_replicas} replicas cannot "
+                f"share equally ({size} % {num_replicas} = {size % num_replicas}). "
+                f"Use a multiple of {num_replicas}, such as {sizes}."
+            )
+        return size // num_replicas
+
+
+def name_fitting_sizes(size: int, num_replicas: int, prefix: str = "") -> str:
+    """Returns the multiples of `num_replicas` next to `size`, as text to paste."""
+    below = size - size % num_replicas
+    fitting = [below, below + num_replicas] if below else [num_replicas]
+    return " or ".join(f"`{prefix}{candidate}`" for candidate in fitting)
+
+
+Remainder: TypeAlias = Literal["exact", "drop", "pad"] | None
+
+
+@answers_old_names(
+    experimental_fetch_to_device="Leave it out: batches are always on the devices.",
+    experimental_per_replica_buffer_size="It is called `prefetch` here.",
+    experimental_place_dataset_on_device="It is called `place_on_device` here.",
+    experimental_replication_mode="Leave it out: a function with an `input_context` "
+    "makes one data set for each process.",
+)
+@dataclass(frozen=True, kw_only=True)
+class InputOptions:
+    """Options of a distributed dataset.
+
+    Args:
+        remainder: What happens to a batch that the replicas cannot share equally. The
+            *full size* below is the size of the data set's first batch.
+
+            - `None`: it is a `BatchSizeError`. Complete evaluations (`eval_steps=-1`)
+              do not need equal shares: they run every example exactly once.
+            - `"exact"`: it is one step all the same, with the gradient and the metrics
+              that one replica would have. It runs on as many replicas as can share it
+              equally and divide the devices, each on several devices that do the same
+              work: 42 examples on 4 devices are 2 replicas of 21, and 41 examples are 1
+              replica. Such a step takes longer and needs more memory. The loss must be
+              scaled in the step, by `compute_average_loss` or by the
+              `num_replicas_in_sync` that is read there. In a complete evaluation it is
+              the same as `None`.
+            - `"drop"`: a batch smaller than the full size is dropped whole. Of any
+              other, the last rows that do not fill an equal share are dropped. Shapes
+              never change, and some examples are not seen.
+            - `"pad"`: every batch gets a boolean leaf of shape `(batch,)`: the entry
+              `mask` of a dictionary, the last item of a tuple or a list. A batch
+              smaller than the full size (rounded up to equal shares) is filled with
+              copies of its last row, where the mask is False. Shapes never change, and
+              every example is seen.
+
+            With datasets from a function, the full size is that of one replica's batch.
+            When the data ends before every replica has one, `"drop"` leaves that group
+            out, and `"pad"` gives the replicas without data a batch of padding alone.
+        prefetch: Distributed batches that a background thread reads and places ahead of
+            the program. Compiled loops read one chunk ahead, unless this is 0. 0 reads
+            on demand, in the caller's thread.
+        place_on_device: Whether the arrays of a data set from `from_arrays` stay in the
+            memory of every device, so that only row numbers travel with each batch.
+            Nothing else changes: the examples of every batch, and saved positions, are
+            those of a run without it, so it may differ between a run and its
+            continuation. The arrays are placed when they are first used.
+
+    Raises:
+        ValueError: If `remainder` or `place_on_device` is another value, or `prefetch`
+            is negative.
+    """
+
+    remainder: Remainder = None
+    prefetch: int = 2
+    place_on_device: bool = False
+
+    def __post_init__(self) -> None:
+        check_one_of("remainder", self.remainder, (None, "exact", "drop", "pad"))
+        check_not_negative_int("prefetch", self.prefetch)
+        check_one_of("place_on_device", self.place_on_device, (True, False))
+
 
 Active: TypeAlias = int | tuple[int, ...]
 """Which replicas have data: so many, the first ones, or those of these numbers."""

@@ -25,15 +25,10 @@ from armillary._traceback import mark_public as _mark_public
 from armillary.distribute import partitioners as partitioners
 from armillary.distribute._strategy import Strategy as Strategy
 from armillary.distribute._strategy import ValueContext as ValueContext
-from armillary.distribute.parameter_server._parameter_server_strategy import (
+from armillary.distribute.parameter_server._strategy import (
     ParameterServerStrategy as ParameterServerStrategy,
 )
 from armillary.distribute.program._function import function as function
-from armillary.distribute.replica._all_reduce import all_reduce as all_reduce
-from armillary.distribute.replica._all_reduce import (
-    all_reduce_gradients as all_reduce_gradients,
-)
-from armillary.distribute.replica._all_reduce import over_replicas as over_replicas
 from armillary.distribute.replica._collectives import ReplicaContext as ReplicaContext
 from armillary.distribute.replica._context import (
     get_replica_context as get_replica_context,
@@ -44,17 +39,8 @@ from armillary.distribute.replica._context import (
     in_cross_replica_context as in_cross_replica_context,
 )
 from armillary.distribute.replica._context import set_strategy as set_strategy
-from armillary.distribute.replica._cross_device_ops import (
-    CrossDeviceOps as CrossDeviceOps,
-)
-from armillary.distribute.replica._cross_device_ops import (
-    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
-)
-from armillary.distribute.replica._cross_device_ops import (
-    NcclAllReduce as NcclAllReduce,
-)
-from armillary.distribute.replica._cross_device_ops import (
-    ReductionToOneDevice as ReductionToOneDevice,
+from armillary.distribute.replica._gradient import (
+    value_and_grad as value_and_grad,
 )
 from armillary.distribute.replica._loss import (
     compute_average_loss as compute_average_loss,
@@ -72,30 +58,44 @@ from armillary.distribute.replica._policy import (
 from armillary.distribute.replica._policy import (
     create_global_step as create_global_step,
 )
-from armillary.distribute.replica._value_and_grad import (
-    value_and_grad as value_and_grad,
+from armillary.distribute.replica._reductions import (
+    CrossDeviceOps as CrossDeviceOps,
 )
+from armillary.distribute.replica._reductions import (
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+)
+from armillary.distribute.replica._reductions import (
+    NcclAllReduce as NcclAllReduce,
+)
+from armillary.distribute.replica._reductions import (
+    ReductionToOneDevice as ReductionToOneDevice,
+)
+from armillary.distribute.replica._reductions import all_reduce as all_reduce
+from armillary.distribute.replica._reductions import (
+    all_reduce_gradients as all_reduce_gradients,
+)
+from armillary.distribute.replica._reductions import over_replicas as over_replicas
 from armillary.distribute.replica._values import PerReplica as PerReplica
 from armillary.distribute.replica._values import ReduceOp as ReduceOp
 from armillary.distribute.replica._values import is_per_replica as is_per_replica
-from armillary.distribute.strategies._central import (
-    CentralStorageStrategy as CentralStorageStrategy,
-)
 from armillary.distribute.strategies._make_dataset import (
     make_distributed_dataset as make_distributed_dataset,
-)
-from armillary.distribute.strategies._mirrored import (
-    MirroredStrategy as MirroredStrategy,
 )
 from armillary.distribute.strategies._multi_worker import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
+from armillary.distribute.strategies._multi_worker import TPUStrategy as TPUStrategy
 from armillary.distribute.strategies._sharded import ShardedStrategy as ShardedStrategy
+from armillary.distribute.strategies._single import (
+    CentralStorageStrategy as CentralStorageStrategy,
+)
 from armillary.distribute.strategies._single import DefaultStrategy as DefaultStrategy
+from armillary.distribute.strategies._single import (
+    MirroredStrategy as MirroredStrategy,
+)
 from armillary.distribute.strategies._single import (
     OneDeviceStrategy as OneDeviceStrategy,
 )
-from armillary.distribute.strategies._tpu import TPUStrategy as TPUStrategy
 
 if TYPE_CHECKING:
     from armillary.distribute import coordinator as coordinator

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from armillary.cluster._peers import Peers
 from armillary.data._dataset import DistributedDataset
-from armillary.data.sources._indexed import IndexedDataset
+from armillary.data.sources._arrays import IndexedDataset
 from armillary.distribute._global_arrays import (
     as_global,
     as_whole,
@@ -45,7 +45,7 @@ from armillary.distribute.replica._values import AXIS_NAME
 from armillary.errors import PeerError
 from armillary.state import _keras
 from armillary.state._lift import State
-from armillary.xla._steps import partition
+from armillary.xla._compile import partition
 
 if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy

@@ -20,9 +20,12 @@ from armillary._traceback import hides_frames
 from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
-from armillary.data._input_context import InputContext
-from armillary.data._input_options import InputOptions
-from armillary.data._layout import BatchLayout, hosted_replicas
+from armillary.data._layout import (
+    BatchLayout,
+    InputContext,
+    InputOptions,
+    hosted_replicas,
+)
 from armillary.data.sources._arrays import ArrayDataset, from_arrays
 from armillary.distribute._dispatch import Dispatch
 from armillary.distribute._global_arrays import is_array
@@ -36,7 +39,7 @@ from armillary.distribute.replica._context import (
     merging_replica,
     require_cross_replica_context,
 )
-from armillary.distribute.replica._cross_device_ops import CrossDeviceOps
+from armillary.distribute.replica._reductions import CrossDeviceOps
 from armillary.distribute.replica._values import (
     ReduceOp,
     is_inside,

@@ -5,13 +5,13 @@ from armillary.distribute.parameter_server._closures import RemoteValue as Remot
 from armillary.distribute.parameter_server._coordinator import (
     ClusterCoordinator as ClusterCoordinator,
 )
-from armillary.distribute.parameter_server._node import Server as Server
-from armillary.distribute.parameter_server._per_worker import (
+from armillary.distribute.parameter_server._data import (
     PerWorkerDataset as PerWorkerDataset,
 )
-from armillary.distribute.parameter_server._per_worker import (
+from armillary.distribute.parameter_server._data import (
     PerWorkerIterator as PerWorkerIterator,
 )
+from armillary.distribute.parameter_server._node import Server as Server
 from armillary.errors import PSUnavailableError as PSUnavailableError
 
 __all__ = [

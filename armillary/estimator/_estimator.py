@@ -24,17 +24,15 @@ from armillary.controller._controller import Controller
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
 from armillary.errors import CapturedStateError, EstimatorError
-from armillary.estimator._estimator_spec import NO_EXPORT, NO_HOOKS, ModeKeys
 from armillary.estimator._input import (
     InputFn,
     InputPosition,
     distribute_input,
     find_specs,
 )
-from armillary.estimator._model_fn import Model, ModelFn
-from armillary.estimator._predictions import predict
+from armillary.estimator._model_fn import NO_EXPORT, NO_HOOKS, ModeKeys, Model, ModelFn
 from armillary.estimator._run_config import RunConfig, choose_directory
-from armillary.estimator._runners import EstimatorEvaluator, EstimatorTrainer
+from armillary.estimator._runners import EstimatorEvaluator, EstimatorTrainer, predict
 from armillary.typing import Output
 
 _NOT_THERE = {

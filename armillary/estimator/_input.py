@@ -9,12 +9,11 @@ import jax
 from armillary._checks import check_callable
 from armillary._logging import logger
 from armillary.data._dataset import DistributedDataset
-from armillary.data._input_context import InputContext
-from armillary.data._input_options import InputOptions
+from armillary.data._layout import InputContext, InputOptions
 from armillary.data.feed._position import Position, decode_position, encode_position
 from armillary.distribute._strategy import Strategy
 from armillary.errors import DatasetStateError, EstimatorError
-from armillary.estimator._estimator_spec import ModeKeys
+from armillary.estimator._model_fn import ModeKeys
 from armillary.estimator._run_config import RunConfig
 from armillary.typing import PyTree
 

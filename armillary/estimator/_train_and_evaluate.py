@@ -12,7 +12,7 @@ from armillary._checks import (
 )
 from armillary._traceback import hides_frames
 from armillary.estimator._estimator import Estimator, check_name
-from armillary.estimator._estimator_spec import NO_EXPORT, NO_HOOKS
+from armillary.estimator._model_fn import NO_EXPORT, NO_HOOKS
 
 _INTERVAL = (
     "Leave it out: evaluations come every `RunConfig(save_checkpoints_steps=...)` "

@@ -8,9 +8,9 @@ command line that is `armillary goodput RUN_DIR`.
 """
 
 from armillary._traceback import mark_public as _mark_public
-from armillary.goodput._category import Category as Category
 from armillary.goodput._goodput import Goodput as Goodput
 from armillary.goodput._goodput import read_goodput as read_goodput
+from armillary.goodput._stopwatch import Category as Category
 
 __all__ = [
     "Category",

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from armillary._checks import counted
-from armillary._exit_code import ExitCode
-from armillary.goodput._category import LABELS
+from armillary._process import ExitCode
 from armillary.goodput._goodput import Goodput, read_goodput
+from armillary.goodput._stopwatch import LABELS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,17 +2,64 @@
 
 JAX reports a compilation when it has ended. Its seconds are then taken out of the
 category that is running.
+
+What the time of a run is spent on.
+
+What a program does now, and for how long: for people who wait for it.
 """
 
 import contextlib
 import functools
+import threading
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
+from enum import StrEnum
 
 import jax
 
-from armillary.goodput._category import Category
+from armillary.lifeline._ending import is_in_debugger, is_making_program
+
+
+class Category(StrEnum):
+    """What a second of a run was spent on. Every second is in exactly one category."""
+
+    STEPPING = "stepping"
+    """Training steps run on the device, or Python starts them or waits for them."""
+    COMPILING = "compiling"
+    """JAX traces or compiles, in whatever phase it has to."""
+    DATA = "data"
+    """A loop waits for data, and the device has no steps left to run."""
+    SAVING = "saving"
+    """Training waits for a save; what is written in the background is not counted."""
+    RESTORING = "restoring"
+    """A checkpoint is read."""
+    EVALUATING = "evaluating"
+    """An evaluation runs."""
+    START_UP = "start_up"
+    """From the start of the process to the start of training."""
+    OTHER = "other"
+    """Actions, summaries and log lines, as far as the device waits for them."""
+    LOST = "lost"
+    """Work after a checkpoint that the run went back to: it was done again."""
+    DOWN = "down"
+    """From the last sign of one attempt to the start of the next."""
+
+
+LABELS = {
+    Category.STEPPING: "stepping",
+    Category.COMPILING: "compiling",
+    Category.DATA: "waiting for data",
+    Category.SAVING: "saving",
+    Category.RESTORING: "restoring",
+    Category.EVALUATING: "evaluating",
+    Category.START_UP: "start-up",
+    Category.OTHER: "actions, summaries, logging",
+    Category.LOST: "lost: work done again",
+    Category.DOWN: "lost: down between attempts",
+}
+"""What people call the categories."""
+
 
 _COMPILE_EVENTS = "/jax/core/compile/"
 
@@ -105,3 +152,32 @@ def _add_compilation(event: str, duration_secs: float, **_: str | int) -> None:
     stopwatch = _active.get()
     if stopwatch is not None and event.startswith(_COMPILE_EVENTS):
         stopwatch.compiled(duration_secs)
+
+
+class PhaseClock:
+    """Looks at a stopwatch from another thread, now and then; it is this thread's.
+
+    JAX reports a compilation when it has ended. What is still being compiled is seen on
+    the stack of the thread that the stopwatch counts.
+    """
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._stopwatch, self._thread = stopwatch, threading.get_ident()
+        self._looked_at = self._since = time.perf_counter()
+        self._category: Category | None = None
+
+    def is_paused(self) -> bool:
+        """Returns whether somebody looks at the program in a debugger."""
+        return is_in_debugger(self._thread)
+
+    def look(self) -> tuple[Category | None, float]:
+        """Returns the category, and when it began, by `time.perf_counter`."""
+        category, began = self._stopwatch.category, self._stopwatch.began
+        if category is not None and is_making_program(self._thread):
+            category = Category.COMPILING
+        if Category.COMPILING not in (category, self._category):
+            self._since = began
+        elif category is not self._category:
+            self._since = max(began, self._looked_at)
+        self._category, self._looked_at = category, time.perf_counter()
+        return category, self._since

@@ -17,7 +17,7 @@ not needed. It imports Keras, which `import armillary` alone does not.
 
 from armillary._traceback import mark_public as _mark_public
 from armillary.keras import _backend
-from armillary.keras._evaluator import KerasEvaluator as KerasEvaluator
+from armillary.keras._trainer import KerasEvaluator as KerasEvaluator
 from armillary.keras._trainer import KerasTrainer as KerasTrainer
 
 __all__ = ["KerasEvaluator", "KerasTrainer"]

@@ -1,20 +1,189 @@
-"""The inner training loop of a compiled Keras model."""
+"""The inner training loop of a compiled Keras model.
 
+Scales the losses of a compiled model for the replicas that share a batch.
+
+A loss object may average over its examples, sum them, or neither, and only it knows. So
+Keras asks two functions of its own to scale each mean, and a third one to scale what
+layers add; they do so under TensorFlow. Inside `scaled_for_replicas` they do it here.
+
+What a trainer and an evaluator ask of a compiled Keras model.
+
+The evaluation of a compiled Keras model.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
 from typing import Any
 
+import jax
+import numpy as np
+
+from armillary.data._dataset import DistributedDataset
 from armillary.distribute.replica._context import get_strategy, require_replica_context
-from armillary.distribute.replica._value_and_grad import value_and_grad
-from armillary.keras._model import (
-    build,
-    check_compiled,
-    compute_loss,
-    distribute,
-    track_loss,
-)
+from armillary.distribute.replica._gradient import value_and_grad
+from armillary.keras._backend import import_keras
 from armillary.trainer._hooks import without_python
-from armillary.trainer._options import StandardTrainerOptions
+from armillary.trainer._options import StandardEvaluatorOptions, StandardTrainerOptions
+from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.typing import Batch, Output
+
+
+class _Local(threading.local):
+    num_replicas: int = 1
+
+
+_local = _Local()
+
+
+@contextlib.contextmanager
+def scaled_for_replicas(num_replicas: int) -> Iterator[None]:
+    """Lets the sum over replicas of a model's losses be that of the whole batch."""
+    _install()
+    before, _local.num_replicas = _local.num_replicas, num_replicas
+    try:
+        yield
+    finally:
+        _local.num_replicas = before
+
+
+def _scale(value: jax.Array) -> jax.Array:
+    return value / _local.num_replicas if _local.num_replicas > 1 else value
+
+
+def _unscale(value: jax.Array) -> jax.Array:
+    return value * _local.num_replicas if _local.num_replicas > 1 else value
+
+
+@functools.cache
+def _install() -> None:
+    from keras.src.losses import loss as keras_loss
+    from keras.src.trainers.trainer import Trainer
+
+    aggregate: Any = Trainer._aggregate_additional_loss
+
+    @functools.wraps(aggregate)
+    def aggregate_and_scale(self: Any, loss: Any) -> Any:
+        return _scale(aggregate(self, loss))
+
+    keras_loss.scale_loss_for_distribution = _scale
+    keras_loss.unscale_loss_for_distribution = _unscale
+    Trainer._aggregate_additional_loss = aggregate_and_scale
+
+
+def check_compiled(model: Any) -> None:
+    """Raises if `model` is not a compiled Keras model."""
+    keras = import_keras()
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"`model` is {model!r:.60} of type {type(model).__name__}, but it must be "
+            "a `keras.Model`. For anything else derive from `armillary.StandardTrainer`"
+            " or `armillary.StandardEvaluator`."
+        )
+    if not model.compiled:
+        raise ValueError(
+            f"`model` ({model.name}) is not compiled, so it has no loss. Call "
+            "`model.compile(optimizer=..., loss=..., metrics=[...])` before."
+        )
+    for name in ("train_step", "test_step"):
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            raise TypeError(
+                f"`model` of type {type(model).__name__} has a `{name}` of its own, "
+                "which would not be called. Write it as `train_step` of an "
+                "`armillary.StandardTrainer` (or `eval_step` of a "
+                "`StandardEvaluator`)."
+            )
+
+
+def distribute(dataset: Any) -> DistributedDataset:
+    """Returns a dataset for the strategy in effect, if it is for none yet."""
+    if isinstance(dataset, DistributedDataset):
+        return dataset
+    return get_strategy().distribute_dataset(dataset)
+
+
+def build(model: Any, dataset: DistributedDataset) -> None:
+    """Makes all variables of a model, its optimizer and its metrics.
+
+    They must be there before a checkpoint is restored into them.
+    """
+    keras = import_keras()
+    spec = jax.tree.map(
+        lambda leaf: keras.KerasTensor(leaf.shape, np.dtype(leaf.dtype).name),
+        dataset.element_spec,
+    )
+    model._symbolic_build(data_batch=spec)
+
+
+def compute_loss(
+    model: Any, batch: Batch, num_replicas: int, *, training: bool
+) -> tuple[jax.Array, int]:
+    """Calls a model, and updates its metrics but for that of the loss."""
+    with scaled_for_replicas(num_replicas):
+        x, y, weights = import_keras().utils.unpack_x_y_sample_weight(batch)
+        options = {"training": training} if model._call_has_training_arg else {}
+        predictions = model(x, **options)
+        loss = model._compute_loss(x, y, predictions, weights, training=training)
+        model.compute_metrics(x, y, predictions, weights)
+        return loss, jax.tree.leaves(x)[0].shape[0]
+
+
+def track_loss(
+    model: Any, loss: jax.Array, num_examples: int, num_replicas: int
+) -> None:
+    """Updates the metric of the loss with what `compute_loss` returned."""
+    model._loss_tracker.update_state(loss * num_replicas, sample_weight=num_examples)
+
+
+class KerasEvaluator(StandardEvaluator):
+    """Evaluates a compiled Keras model, as `model.evaluate` does, for a `Controller`.
+
+    Every example counts once, whatever the batch size and the number of replicas.
+
+    Args:
+        model: A model on which `compile` was called.
+        eval_dataset: As `train_dataset` of `KerasTrainer`.
+        options: As for `StandardEvaluator`.
+
+    Raises:
+        TypeError: If `model` is no Keras model, or has a `test_step` of its own.
+        ValueError: If it is not compiled, or there is no data.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        eval_dataset: Any,
+        options: StandardEvaluatorOptions | None = None,
+    ) -> None:
+        check_compiled(model)
+        dataset = distribute(eval_dataset)
+        super().__init__(dataset, options)
+        build(model, dataset)
+        self.model = model
+
+    def eval_begin(self) -> None:
+        """Resets the metrics of the model."""
+        self.model.reset_metrics()
+
+    def eval_step(self, iterator: Any) -> None:
+        """Adds one batch to the metrics of the model."""
+        get_strategy().run(self._add, args=(next(iterator),))
+
+    def eval_end(self, *state: Any) -> Output:
+        """Returns the loss and the metrics of the model."""
+        del state
+        return dict(self.model.get_metrics_result())
+
+    def _add(self, batch: Batch) -> None:
+        context = require_replica_context("KerasEvaluator", "")
+        num_replicas = context.num_replicas_in_sync
+        loss, num_examples = compute_loss(
+            self.model, batch, num_replicas, training=False
+        )
+        track_loss(self.model, loss, num_examples, num_replicas)
 
 
 class KerasTrainer(StandardTrainer):

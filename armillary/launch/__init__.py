@@ -19,6 +19,6 @@ One event loop supervises and reads what processes say; one thread writes it. So
 terminal that is paused cannot keep the launcher from passing on a signal.
 """
 
-from armillary._exit_code import ExitCode as ExitCode
+from armillary._process import ExitCode as ExitCode
 
 __all__ = ["ExitCode"]

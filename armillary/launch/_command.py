@@ -16,10 +16,9 @@ from armillary._checks import (
     check_not_negative_int,
     check_positive_int,
 )
-from armillary._exit_code import ExitCode
-from armillary.launch._device_plan import find_gpus, plan_devices
-from armillary.launch._environment import check_environment
-from armillary.launch._machines import ThisMachine
+from armillary._process import ExitCode
+from armillary.launch._child import ThisMachine
+from armillary.launch._environment import check_environment, find_gpus, plan_devices
 from armillary.launch._supervisor import EVALUATOR, Job, run_job
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")

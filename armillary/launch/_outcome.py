@@ -4,7 +4,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from armillary._exit_code import ExitCode
+from armillary._process import ExitCode
 
 MAX_PAUSE_SECONDS = 60.0
 _SPOKEN_FOR = (ExitCode.USAGE, ExitCode.RESTART_REQUESTED, ExitCode.PREEMPTED)

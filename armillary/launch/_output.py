@@ -3,9 +3,12 @@
 The event loop reads, and one thread writes. Each stream waits until its last piece is
 written before it is read again. So a paused terminal pauses the processes that write to
 it, costs no memory, and does not keep the launcher from passing on a signal.
+
+Whole lines of text from pieces of bytes.
 """
 
 import asyncio
+import codecs
 import os
 import select
 import sys
@@ -18,7 +21,45 @@ from queue import SimpleQueue
 from typing import NamedTuple, Protocol, TextIO
 
 from armillary._logging import is_terminal
-from armillary.launch._lines import LineSplitter
+
+MAX_LINE = 32 * 1024
+"""Characters after which a line without an end is passed on all the same."""
+
+
+class LineSplitter:
+    """Turns the bytes that a process writes into the lines that a terminal shows.
+
+    Bytes that are not UTF-8 become replacement characters. Of a progress bar, which
+    returns to the start of its line, the last state before the line ends is kept.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._partial = ""
+
+    def feed(self, data: bytes) -> list[str]:
+        """Returns the lines that `data` completes, without their ends."""
+        *lines, rest = (self._partial + self._decoder.decode(data)).split("\n")
+        shown = _show(rest)
+        # A return at the very end may belong to "\r\n", so it decides nothing yet.
+        if rest.endswith("\r"):
+            shown += "\r"
+        while len(shown) > MAX_LINE:
+            lines.append(shown[:MAX_LINE])
+            shown = shown[MAX_LINE:]
+        self._partial = shown
+        return [_show(line) for line in lines]
+
+    def flush(self) -> list[str]:
+        """Returns what is left when nothing more comes: one line or none."""
+        rest = self._partial + self._decoder.decode(b"", final=True)
+        self._partial = ""
+        return [_show(rest)] if rest else []
+
+
+def _show(line: str) -> str:
+    return line.rstrip("\r").rpartition("\r")[2]
+
 
 TAIL_LINES = 15
 """Lines of a failed process's stderr that are shown again at the end."""

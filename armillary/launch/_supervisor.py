@@ -9,11 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 
-from armillary._exit_code import ExitCode
-from armillary.launch._child import Process
-from armillary.launch._device_plan import DevicePlan
-from armillary.launch._environment import make_environment
-from armillary.launch._machines import Machines
+from armillary._process import ExitCode
+from armillary.launch._child import Machines, Process
+from armillary.launch._environment import DevicePlan, make_environment
 from armillary.launch._outcome import (
     RestartPolicy,
     describe_failure,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary._checks import ascii_number
-from armillary._exit_code import ExitCode
+from armillary._process import ExitCode
 from armillary.errors import PlanError
 
 _MODULE = "__armillary_plan__"

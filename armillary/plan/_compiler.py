@@ -18,8 +18,8 @@ from jax import export
 
 from armillary._jaxpr import source_line, walk_programs
 from armillary.errors import PlanError
-from armillary.plan._hlo import Module, parse_module
-from armillary.plan._topology import Topology
+from armillary.plan._targets import Topology
+from armillary.plan._traffic import Module, parse_module
 from armillary.trainer._described import DescribedLoop
 from armillary.xla._lowerings import partitioned
 

@@ -12,13 +12,9 @@ from armillary._checks import (
 )
 from armillary._traceback import hides_frames
 from armillary.plan._compiler import Compiled, compile_loop, export_loop
-from armillary.plan._flops import count_flops
-from armillary.plan._memory_traffic import count_step_bytes
+from armillary.plan._costs import count_flops, count_step_bytes, find_traced
 from armillary.plan._report import Memory, Plan
-from armillary.plan._roofline import estimate_step
-from armillary.plan._targets import Target
-from armillary.plan._topology import Topology, parse_topology
-from armillary.plan._traced import find_traced
+from armillary.plan._targets import Target, Topology, estimate_step, parse_topology
 from armillary.plan._traffic import find_traffic
 from armillary.trainer._described import DescribedLoop
 from armillary.trainer._standard_trainer import StandardTrainer

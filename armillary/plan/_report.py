@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from armillary.distribute.replica._values import AXIS_NAME
-from armillary.plan._roofline import Estimate
-from armillary.plan._topology import Topology
+from armillary.plan._targets import Estimate, Topology
 from armillary.plan._traffic import KINDS, Collective, count_rounds
 
 if TYPE_CHECKING:

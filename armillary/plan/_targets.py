@@ -3,13 +3,26 @@
 Peak figures are for dense products, in operations per second. `float32` is what XLA's
 default precision runs: one pass in bfloat16 on TPUs, TensorFloat-32 on NVIDIA GPUs. A
 link's figure is one direction, summed over a device's links.
+
+What a user writes for devices: `v5e:16x16`, `h100:8x8`.
+
+Estimates the time of a step from published figures of a device.
+
+A step takes as long as its arithmetic at the peak, its memory at full bandwidth, or its
+collectives at that of the links. The estimate is a range: everything overlaps, or
+collectives wait for the rest. Real steps reach a part of the peaks, and caches save a
+part of the memory's work; compare plans with each other, and a plan with a measured
+step of yours.
 """
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from armillary._checks import check_instance, check_not_negative, check_one_of
+from armillary.plan._traffic import Collective
 
 _CLOUD_TPU = "https://cloud.google.com/tpu/docs/"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
@@ -197,3 +210,155 @@ def find_target(name: str) -> Target:
             "`target=armillary.plan.Target(...)`."
         )
     return TARGETS[name]
+
+
+_FORM = re.compile(r"([a-z0-9_.-]+):(\d+(?:x\d+)*)", re.IGNORECASE)
+_EXAMPLE = (
+    'Use a TPU slice such as "v5e:16x16" (chips along each axis), or hosts by devices '
+    'such as "h100:8x8"'
+)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Devices, and how they are connected.
+
+    Attributes:
+        text: As the user wrote it.
+        target: What kind they are; `None` if only their number matters.
+        shape: Chips along each axis, or hosts and devices of each.
+    """
+
+    text: str
+    target: Target | None
+    shape: tuple[int, ...]
+
+    @property
+    def num_devices(self) -> int:
+        """How many there are."""
+        return math.prod(self.shape)
+
+    @property
+    def devices_per_host(self) -> int | None:
+        """Devices of one host; `None` where links do not end at hosts."""
+        is_gpu = self.target is not None and self.target.platform == "cuda"
+        return self.shape[1] if is_gpu else None
+
+    @property
+    def xla_name(self) -> str:
+        """What JAX calls it: of GPUs slices, hosts and devices."""
+        sizes = "x".join(map(str, self.shape))
+        if self.devices_per_host is not None:
+            return f"1x{sizes}"
+        return f"{self.text.partition(':')[0].lower()}:{sizes}"
+
+
+def parse_topology(
+    topology: str | int, target: Target | None = None, *, abstract: bool = False
+) -> Topology:
+    """Returns the devices that a text describes.
+
+    A number of them will do for an abstract plan, and `target` replaces the kind that
+    the text names.
+    """
+    text = str(topology)
+    if abstract and text.isdecimal() and int(text) > 0:
+        return Topology(text, target, (int(text),))
+    found = _FORM.fullmatch(text)
+    if found is None or not all(shape := [int(n) for n in found[2].split("x")]):
+        number = ', or a number of devices such as "256"' if abstract else ""
+        raise ValueError(
+            f"`topology` is {topology!r}, which describes no devices. {_EXAMPLE}"
+            f"{number}."
+        )
+    name = found[1].lower()
+    kind = target or find_target(name)
+    if kind.platform == "cuda" and len(shape) != 2:
+        raise ValueError(
+            f"`topology` is {topology!r}, but GPUs are given as hosts by devices of "
+            f'each host. Write "{name}:1x{math.prod(shape)}" for one host.'
+        )
+    return Topology(text, kind, tuple(shape))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long one step takes with all figures at their peak, in seconds.
+
+    Attributes:
+        compute: Its arithmetic, at the peak of each dtype.
+        memory: What it reads and writes, at the bandwidth of the memory.
+        communication: Its collectives, as a ring sends them at the bandwidth of links.
+    """
+
+    compute: float
+    memory: float
+    communication: float
+
+    @property
+    def overlapped(self) -> float:
+        """The longest of the three: all of them run at the same time."""
+        return max(self.compute, self.memory, self.communication)
+
+    @property
+    def sequential(self) -> float:
+        """The time if collectives overlap with nothing."""
+        return max(self.compute, self.memory) + self.communication
+
+    @property
+    def bound(self) -> str:
+        """Which of the three is the longest."""
+        return max(
+            ("compute", "memory", "communication"), key=lambda name: getattr(self, name)
+        )
+
+
+def estimate_step(
+    topology: Topology,
+    flops: Mapping[str, float],
+    memory_bytes: float,
+    collectives: Iterable[Collective],
+) -> Estimate:
+    """Returns how long a step takes with all figures at their peak.
+
+    Args:
+        topology: The devices, of a known kind.
+        flops: Operations on one device, by dtype. Dtypes without a peak count as
+            `float32`.
+        memory_bytes: What the step reads and writes on one device.
+        collectives: Those of the step.
+    """
+    target = topology.target
+    assert target is not None
+    peaks = target.peak_flops
+    return Estimate(
+        compute=sum(
+            count / peaks.get(dtype, peaks["float32"]) for dtype, count in flops.items()
+        ),
+        memory=memory_bytes / target.memory_bandwidth,
+        communication=sum(
+            each.times * count_sent_bytes(each) / _bandwidth(topology, each.group_size)
+            for each in collectives
+        ),
+    )
+
+
+def count_sent_bytes(collective: Collective) -> float:
+    """Returns the bytes that each device sends for a collective around a ring."""
+    share = (collective.group_size - 1) / max(collective.group_size, 1)
+    if collective.kind == "all-reduce":
+        return 2 * share * collective.num_bytes
+    if collective.kind in ("collective-permute", "collective-broadcast"):
+        return collective.num_bytes
+    return share * collective.num_bytes
+
+
+def _bandwidth(topology: Topology, group_size: int) -> float:
+    target, per_host = topology.target, topology.devices_per_host
+    assert target is not None
+    if per_host is None or group_size <= per_host or target.network_bandwidth is None:
+        return target.link_bandwidth
+    # All devices of a host send over its network at the same time, each on its own
+    # adapter, and a ring is as fast as its slowest link; reduced on the host first,
+    # each adapter carries the part of its device.
+    return min(target.link_bandwidth, per_host * target.network_bandwidth)

@@ -1,13 +1,87 @@
-"""The command line of `armillary new`."""
+"""The command line of `armillary new`.
+
+Writes a project from the template.
+"""
 
 import argparse
+import importlib.util
+import keyword
+import re
 import shlex
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path, PurePosixPath
 
-from armillary._exit_code import ExitCode
-from armillary.project._template import check_target, write_project
+from armillary._process import ExitCode
+
+_SUFFIX = ".tmpl"
+_PLACEHOLDER = "my_project"
+_PACKAGE = "package"
+# Longer ones would break lines of the template that are good.
+_MOST_LETTERS = 30
+
+
+def check_target(directory: Path) -> None:
+    """Raises if a project cannot be written to a directory."""
+    is_empty = directory.is_dir() and not any(directory.iterdir())
+    if (directory.exists() or directory.is_symlink()) and not is_empty:
+        what = "is not empty" if directory.is_dir() else "is no directory"
+        raise ValueError(
+            f"`DIRECTORY` is {str(directory)!r}, which {what}, and nothing is written "
+            "over. Choose a directory that does not exist, or is empty."
+        )
+    name = directory.resolve().name
+    problem = _find_problem(name)
+    if problem is not None:
+        raise ValueError(
+            f"`DIRECTORY` is {str(directory)!r}, but its name, {name!r}, {problem}. "
+            "Use lower-case letters, digits and underscores, such as "
+            "`armillary new my_project`."
+        )
+
+
+def _find_problem(name: str) -> str | None:
+    if not re.fullmatch("[a-z][a-z0-9_]*", name):
+        return "cannot be that of a package of the project"
+    if keyword.iskeyword(name):
+        return "is a keyword of Python"
+    if len(name) > _MOST_LETTERS:
+        return f"is longer than {_MOST_LETTERS} letters"
+    if name == "tests" or name in sys.stdlib_module_names:
+        return "is that of another package, which the program needs"
+    spec = importlib.util.find_spec(name)
+    # A namespace package is any folder, such as the new one itself.
+    if spec is not None and spec.origin is not None:
+        return f"is that of a package that is there already ({spec.origin})"
+    return None
+
+
+def write_project(directory: Path) -> list[Path]:
+    """Writes the files of the template, and returns their paths."""
+    name = directory.resolve().name
+    written: list[Path] = []
+    template = files("armillary.project") / "template"
+    for file, path in _list_files(template, PurePosixPath()):
+        parts = [name if part == _PACKAGE else part for part in path.parts]
+        target = directory.joinpath(*parts)
+        target = target.with_name(target.name.removesuffix(_SUFFIX))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        text = file.read_text(encoding="utf-8").replace(_PLACEHOLDER, name)
+        target.write_text(text, encoding="utf-8")
+        written.append(target)
+    return written
+
+
+def _list_files(
+    folder: Traversable, path: PurePosixPath
+) -> Iterator[tuple[Traversable, PurePosixPath]]:
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from _list_files(entry, path / entry.name)
+        elif entry.name.endswith(_SUFFIX):
+            yield entry, path / entry.name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

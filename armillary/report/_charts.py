@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from armillary.goodput._category import LABELS, Category
-from armillary.goodput._spans import Span, find_spans
+from armillary.goodput._goodput import Span, find_spans
+from armillary.goodput._stopwatch import LABELS, Category
 from armillary.report._run_files import SPEED, Run
 
 # After Okabe and Ito (https://jfly.uni-koeln.de/color), which all people tell apart;

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from armillary._checks import printable
-from armillary._exit_code import ExitCode
+from armillary._process import ExitCode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from armillary._checks import printable
-from armillary._exit_code import ExitCode
-from armillary._numbers import as_json
+from armillary._process import ExitCode
+from armillary._records import as_json
 from armillary.report._run_files import SPEED, Run
 
 
@@ -63,7 +63,7 @@ def _print_table(runs: Sequence[Run]) -> ExitCode:
     from rich.console import Console
     from rich.table import Table
 
-    from armillary.report._tables import goodput_cells, number, time_of_day
+    from armillary.report._page import goodput_cells, number, time_of_day
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("run", overflow="fold", min_width=8)

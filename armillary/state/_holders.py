@@ -20,13 +20,16 @@ import numpy as np
 from jax.core import Tracer
 
 from armillary.state import _keras, _nnx
-from armillary.state._functions import (
+from armillary.state._opaque import (
     FUNCTION_TYPES,
+    PLAIN,
     entries_of,
+    is_array,
     is_function,
+    is_opaque,
+    is_same_array,
     join_captured,
 )
-from armillary.state._opaque import PLAIN, is_array, is_opaque, is_same_array
 from armillary.state._slots import join, join_keys
 
 _MANY_BYTES = 1 << 20

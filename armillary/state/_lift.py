@@ -18,12 +18,11 @@ import jax.numpy as jnp
 from armillary._jax_compat import warn_if_untested
 from armillary.errors import StateStructureError
 from armillary.state import _nnx
-from armillary.state._compare import compare
 from armillary.state._holders import ABSENT, Numbers
 from armillary.state._slots import Slot, describe
 from armillary.state._step_changes import changed_message, find_new_places
 from armillary.state._walk import Walk
-from armillary.state._watch import Watch
+from armillary.state._watch import Watch, compare
 
 
 class State:

@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from armillary.state import _keras, _nnx
-from armillary.state._functions import global_names
 from armillary.state._holders import (
     Part,
     are_plain,
@@ -22,7 +21,7 @@ from armillary.state._holders import (
     is_claimed,
     parts_of,
 )
-from armillary.state._opaque import PLAIN, is_array
+from armillary.state._opaque import PLAIN, global_names, is_array
 from armillary.state._place import PlaceSlot
 from armillary.state._slots import Role, Slot
 

@@ -4,8 +4,12 @@ Each stands in an output where a number may stand, and is a pytree, so that arra
 are kept and fetched as all others are::
 
     {"loss": 0.7, "kernel": Histogram(kernel), "first": Image(images[:4])}
+
+Images as PNG files.
 """
 
+import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -17,6 +21,27 @@ import numpy as np
 from armillary._logging import logger
 from armillary.distribute.replica._values import PerReplica
 from armillary.typing import PyTree
+
+
+def as_png(pixels: np.ndarray) -> bytes:
+    """Returns the file of an image."""
+    height, width, channels = pixels.shape
+    color_type = {1: 0, 3: 2, 4: 6}[channels]
+    # Each row begins with the number of its filter: 0 for none.
+    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))
+    chunks = {
+        b"IHDR": struct.pack(">2I5B", width, height, 8, color_type, 0, 0, 0),
+        b"IDAT": zlib.compress(rows.tobytes()),
+        b"IEND": b"",
+    }
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data))
+        + kind
+        + data
+        + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks.items()
+    )
+
 
 # A bucket is what floats of 32 bits share in their first 12: the sign, the exponent and
 # three bits of the fraction. So its ends are an eighth of a power of two apart.

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from armillary._checks import check_path
-from armillary._lines_file import append_lines
 from armillary._logging import logger
-from armillary._numbers import as_json, from_json
 from armillary._process import is_first
+from armillary._records import append_lines, as_json, from_json
 
 FILE_NAME = "metrics.jsonl"
 _LAST_TIME = 2.0**37  # in the year 6325; Python knows none after 9999

@@ -15,13 +15,12 @@ from armillary._checks import (
     check_instance,
     check_path,
 )
-from armillary._numbers import flatten
 from armillary._process import get_process
+from armillary._records import flatten
 from armillary.distribute._global_arrays import as_local
 from armillary.distribute.replica._values import PerReplica
 from armillary.summary._kinds import Histogram, Summary
-from armillary.summary._summary_writer import SummaryWriter, WriterGroup
-from armillary.summary._tensorboard import TensorBoardWriter
+from armillary.summary._tensorboard import SummaryWriter, TensorBoardWriter, WriterGroup
 from armillary.typing import Output
 
 _NUMBERS = (np.bool_, np.integer, np.floating)

@@ -19,8 +19,7 @@ from armillary._checks import (
 )
 from armillary.plan._compile_worker import compile_exported
 from armillary.plan._compiler import export_loop
-from armillary.plan._hlo import parse_module
-from armillary.plan._traffic import Collective, count_rounds, find_traffic
+from armillary.plan._traffic import Collective, count_rounds, find_traffic, parse_module
 from armillary.trainer._standard_trainer import StandardTrainer
 
 _PLATFORM = "cpu"

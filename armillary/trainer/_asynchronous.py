@@ -11,17 +11,15 @@ from typing import Any
 import jax
 
 from armillary.data._dataset import DistributedDataset
-from armillary.data._input_context import InputContext
-from armillary.data._input_options import InputOptions
+from armillary.data._layout import InputContext, InputOptions
 from armillary.distribute._strategy import Strategy
-from armillary.distribute.parameter_server._parameter_server_strategy import (
+from armillary.distribute.parameter_server._strategy import (
     ParameterServerStrategy,
 )
 from armillary.distribute.replica._context import get_strategy
 from armillary.errors import BatchSizeError, OutOfRangeError
-from armillary.trainer._loop import Loop
+from armillary.trainer._loop import Data, Loop
 from armillary.trainer._options import StandardTrainerOptions
-from armillary.trainer._runner import Data
 from armillary.typing import Output, PyTree
 
 
@@ -85,7 +83,7 @@ class AsynchronousLoop:
         return {**(output or {}), "staleness": staleness}
 
     def _make_iterator(self, dataset: Any) -> Any:
-        from armillary.distribute.parameter_server._per_worker import PerWorkerDataset
+        from armillary.distribute.parameter_server._data import PerWorkerDataset
 
         if isinstance(dataset, PerWorkerDataset):
             return iter(dataset)

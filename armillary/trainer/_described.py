@@ -18,12 +18,11 @@ from armillary.data._layout import BatchLayout
 from armillary.data.feed._chunk_builder import Chunk, ChunkBuilder
 from armillary.data.feed._gather import Gather
 from armillary.distribute._global_arrays import everywhere
-from armillary.trainer._guard import LoopGuard
+from armillary.trainer._guard import Health, LoopGuard
 from armillary.trainer._loop_data import choose_chunk_size, distribute, flatten_datasets
-from armillary.trainer._non_finite import Health
 from armillary.trainer._options import StandardTrainerOptions
-from armillary.trainer._programs import Programs
-from armillary.trainer._step_method import StepMethod
+from armillary.trainer._step_checks import StepMethod
+from armillary.trainer._tracer import Programs
 from armillary.typing import PyTree
 from armillary.xla._lowerings import Split
 

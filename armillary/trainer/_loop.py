@@ -3,9 +3,14 @@
 `Loop` is the engine of `StandardTrainer` and `StandardEvaluator`. It moves through the
 data (`LoopData`): take a chunk, run those of its steps that the loop asks for with the
 program for it (`Programs`), mark them as used.
+
+What the trainer and the evaluator share: a loop over a step, under a strategy.
 """
 
+import contextlib
+import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import jax
 
@@ -14,16 +19,18 @@ from armillary.data.feed._chunk_builder import Chunk
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._flat_state import FlatState
+from armillary.distribute.program._notes import add_part_note
+from armillary.distribute.replica._context import get_strategy, has_strategy
+from armillary.state._holders import held_by
 from armillary.state._lift import State
-from armillary.trainer._eager import run_eagerly
 from armillary.trainer._guard import LoopCheck, LoopGuard
 from armillary.trainer._hooks import LoopOutputs
 from armillary.trainer._loop_data import FEW_STEPS, LoopData
 from armillary.trainer._options import LoopOptions
 from armillary.trainer._origin import find_origin
-from armillary.trainer._program import Loops
-from armillary.trainer._programs import Programs
-from armillary.trainer._step_method import StepMethod
+from armillary.trainer._program import Loops, run_eagerly
+from armillary.trainer._step_checks import RecordsReads, StepMethod
+from armillary.trainer._tracer import Programs
 from armillary.typing import PyTree
 
 
@@ -288,3 +295,69 @@ def _count(ends: Sequence[bool], most: int, remaining: int) -> tuple[int, int]:
         count += 1
         full += is_end
     return count, full
+
+
+@dataclass
+class Data:
+    """Holds datasets apart from the user's attributes: data is not state."""
+
+    datasets: PyTree
+    steps_per_loop: int | None = None
+
+
+class Runner(RecordsReads):
+    """What runs a step of its own, many times."""
+
+    @contextlib.contextmanager
+    def _in_strategy(self) -> Iterator[Strategy]:
+        """Enters the strategy that is in effect, or the one among the attributes."""
+        own = []
+        if not has_strategy():
+            own = [value for _, value in held_by(self) if isinstance(value, Strategy)]
+        strategy = own[0] if own else get_strategy()
+        try:
+            with strategy.scope() if own else contextlib.nullcontext():
+                yield strategy
+        except RuntimeError as error:
+            add_part_note(error)
+            raise
+
+    def _check_initialized(self, attribute: str, argument: str) -> None:
+        """Checks that the constructor of the base class was called."""
+        if attribute not in vars(self):
+            raise TypeError(
+                f"`{type(self).__name__}.__init__` did not call that of its base "
+                "class, which takes the data. Begin it with "
+                f"`super().__init__({argument})`."
+            )
+
+    def _get_loop(
+        self,
+        loop: Loop | None,
+        strategy: Strategy,
+        datasets: PyTree,
+        step_name: str,
+        options: LoopOptions,
+        *,
+        exact: bool,
+        keep_results: bool,
+    ) -> Loop:
+        """Returns `loop`, or a new one if there is none or its use has changed."""
+        if loop is not None:
+            if loop.serves(datasets, strategy, options, keep_results):
+                return loop
+            loop.data.feed.close()
+        method = self._get_method(strategy, step_name, options)
+        return Loop(method, datasets, options, exact=exact, keep_results=keep_results)
+
+    def _get_method(
+        self, strategy: Strategy, step_name: str, options: LoopOptions
+    ) -> StepMethod:
+        """Returns a step of this object, as its options have it run."""
+        step, num_parts = getattr(self, step_name), options.accumulate_steps
+        if hasattr(inspect.getattr_static(self, step_name), "lower"):
+            raise TypeError(
+                f"`{type(self).__name__}.{step_name}` is compiled by `jit`, which "
+                "takes no trainer. Remove the decorator: the loop compiles its steps."
+            )
+        return StepMethod(self, step, step_name, strategy, num_parts)

@@ -2,12 +2,25 @@
 
 The first batches are only looked at. What a step takes of them shows when it is traced,
 and then chunks of many steps can be built.
+
+Takes the batches of one step out of a chunk, inside a program.
+
+A compiler that merges this with the step's own arithmetic may round differently for
+chunks of another size (one step is enough), and where rows come from arrays that stay
+on the device. So the step is compiled apart from it, and gets the same bits from all.
+
+The time in which a loop waits for data, apart from that of its steps.
+
+Python reads ahead of the device. While the device still runs steps, waiting for the
+next ones costs nothing: only what remains after their end is counted as waiting.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import Active
@@ -16,10 +29,83 @@ from armillary.data.feed._feed import Feed
 from armillary.data.feed._position import Position
 from armillary.data.sources._source import Source
 from armillary.distribute._strategy import Strategy
-from armillary.trainer._data_wait import waiting_for_data
+from armillary.goodput._stopwatch import Category, get_stopwatch
 from armillary.trainer._options import LoopOptions
-from armillary.trainer._step_method import StepMethod
+from armillary.trainer._step_checks import StepMethod
 from armillary.typing import PyTree
+
+Gather = Callable[[PyTree, PyTree], PyTree]
+"""`armillary.data.feed._gather.Gather.on_device`."""
+
+
+def take_batches(
+    inputs: Sequence[tuple[PyTree, PyTree]],
+    batches_per_step: Sequence[int],
+    gathers: Sequence[Gather],
+    index: Any,
+) -> list[Any]:
+    """Returns the leaves of the batches of one step of `Chunk.inputs`, in order."""
+
+    def take(index: Any) -> list[Any]:
+        return jax.tree.leaves(
+            [
+                [
+                    gather(resident, _take_batch(arrays, index * count + offset))
+                    for offset in range(count)
+                ]
+                for (arrays, resident), count, gather in zip(
+                    inputs, batches_per_step, gathers, strict=True
+                )
+            ]
+        )
+
+    return jax.lax.platform_dependent(
+        index,
+        cpu=lambda index: _take_in_branch(take, index),
+        default=lambda index: jax.lax.optimization_barrier(take(index)),
+    )
+
+
+def _take_in_branch(take: Callable[[Any], list[Any]], index: Any) -> list[Any]:
+    # XLA's CPU compiler drops barriers before it merges operations, but it keeps a
+    # branch whose condition it cannot know. The other one is never taken; being made
+    # of the same operations, it leaves the arrays split over devices as they are.
+    return jax.lax.cond(
+        index >= 0, take, lambda index: take(jnp.zeros_like(index)), index
+    )
+
+
+def _take_batch(arrays: PyTree, index: Any) -> PyTree:
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), arrays
+    )
+
+
+# How often the device is looked at. Data that comes ends the wait at once.
+_POLL_SECONDS = 0.002
+
+
+@contextlib.contextmanager
+def waiting_for_data(feed: Feed[Any], strategy: Strategy) -> Iterator[None]:
+    """Counts a block that reads the first batches or the next chunk from a feed.
+
+    Where this thread reads it, the whole block counts as waiting if the device has
+    ended before it.
+    """
+    stopwatch, dispatch = get_stopwatch(), strategy.dispatch
+    if stopwatch is not None:
+        stopwatch.moves += 1
+    if stopwatch is None or feed.is_ready:
+        yield
+        return
+    while dispatch.in_flight() and feed.is_coming(_POLL_SECONDS):
+        pass
+    category = stopwatch.category
+    with stopwatch.phase(Category.DATA):
+        yield
+        if dispatch.in_flight():
+            stopwatch.category = category
+
 
 # Programs shorter than this cost more to start than to run, where steps are small.
 FEW_STEPS = 20

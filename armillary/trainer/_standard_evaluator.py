@@ -11,10 +11,9 @@ from armillary._checks import check_num_steps
 from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary.trainer._contract import AbstractEvaluator
-from armillary.trainer._loop import Loop
+from armillary.trainer._loop import Data, Loop, Runner
 from armillary.trainer._loop_data import check_datasets
 from armillary.trainer._options import StandardEvaluatorOptions, check_options
-from armillary.trainer._runner import Data, Runner
 from armillary.typing import Output, PyTree
 
 

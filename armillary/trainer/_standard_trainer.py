@@ -12,7 +12,7 @@ from typing import Any
 from armillary._checks import check_positive_int
 from armillary._traceback import hides_frames
 from armillary.distribute._strategy import Strategy
-from armillary.distribute.parameter_server._parameter_server_strategy import (
+from armillary.distribute.parameter_server._strategy import (
     ParameterServerStrategy,
 )
 from armillary.trainer._asynchronous import AsynchronousLoop
@@ -20,10 +20,9 @@ from armillary.trainer._contract import AbstractTrainer, PendingLoops
 from armillary.trainer._described import DescribedLoop, described_loop
 from armillary.trainer._guard import LoopCheck
 from armillary.trainer._hooks import LoopOutputs
-from armillary.trainer._loop import Loop
+from armillary.trainer._loop import Data, Loop, Runner
 from armillary.trainer._loop_data import FEW_STEPS, check_datasets
 from armillary.trainer._options import StandardTrainerOptions, check_options
-from armillary.trainer._runner import Data, Runner
 from armillary.typing import Output, PyTree
 
 

@@ -5,7 +5,7 @@ Armillary's own programs are compiled is not among them: `_steps.py` chooses tha
 """
 
 from armillary._traceback import mark_public as _mark_public
-from armillary.xla._cache import use_compilation_cache as use_compilation_cache
+from armillary.xla._compile import use_compilation_cache as use_compilation_cache
 from armillary.xla._lowerings import (
     use_canonical_convolutions as use_canonical_convolutions,
 )

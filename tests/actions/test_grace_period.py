@@ -2,7 +2,7 @@
 
 import pytest
 
-from armillary.actions._grace_period import GracePeriod
+from armillary.actions._save_if_preempted import GracePeriod
 
 
 class Clock:

@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 from armillary.actions import SaveCheckpointIfPreempted, _save_if_preempted
-from armillary.actions._grace_period import GracePeriod
+from armillary.actions._save_if_preempted import GracePeriod
 from armillary.checkpoint import Checkpoint, CheckpointManager
 from armillary.checkpoint._store import Store
 from armillary.cluster import TerminationConfig

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary._process import Process, get_process, set_process
-from armillary.checkpoint import Checkpoint, CheckpointManager, _joint
+from armillary.checkpoint import Checkpoint, CheckpointManager, _writer
 from armillary.checkpoint._checksums import read_checksums, write_checksums
-from armillary.checkpoint._joint import JointWriter, decide, verify
 from armillary.checkpoint._leaf import Content
+from armillary.checkpoint._writer import JointWriter, decide, verify
 from armillary.cluster._peers import Peers
 from armillary.errors import CheckpointError, PeerError
 from tests.peers import Store, run_together
@@ -131,7 +131,7 @@ def test_only_the_one_that_writes_needs_a_directory_it_can_write(tmp_path, monke
 
     def make(index):
         peers = Peers(store, index, 2, 10.0)
-        monkeypatch.setattr(_joint, "get_peers", lambda: peers)
+        monkeypatch.setattr(_writer, "get_peers", lambda: peers)
         set_process(Process(index, 2))
         CheckpointManager(Checkpoint(x={"y": jnp.zeros(1)}), tmp_path / "file" / "run")
         return peers
@@ -162,7 +162,7 @@ def test_a_state_that_one_process_cannot_read_is_told_to_the_others(
 ):
     store = Store()
     peers = Peers(store, 1, 2, 10.0)
-    monkeypatch.setattr(_joint, "get_peers", lambda: peers)
+    monkeypatch.setattr(_writer, "get_peers", lambda: peers)
     manager = CheckpointManager(Checkpoint(lost=Lost()), tmp_path / "run")
     with pytest.raises(OSError, match="the disk is gone"):
         manager.save(1)

@@ -12,8 +12,8 @@ from flax import nnx
 
 import armillary
 from armillary.checkpoint import _checkpoint
-from armillary.checkpoint._joint import merge_refusals
 from armillary.checkpoint._leaf import Content
+from armillary.checkpoint._writer import merge_refusals
 from armillary.errors import CheckpointMismatchError, DatasetStateError
 from tests.peers import run_together
 

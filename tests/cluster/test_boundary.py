@@ -14,11 +14,10 @@ from flax import nnx
 import armillary
 from armillary.actions import SaveCheckpointIfPreempted
 from armillary.cluster import _join
-from armillary.cluster._boundary import Boundary
-from armillary.cluster._peers import Peers
+from armillary.cluster._peers import Boundary, Peers
 from armillary.data import from_arrays
 from armillary.data.feed._prefetch import Prefetcher
-from armillary.distribute.strategies import _processes
+from armillary.distribute.strategies import _multi_worker
 from tests.peers import Store, run_together
 
 
@@ -121,7 +120,7 @@ def topics(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(Prefetcher, "ahead", property(wait_and_look))
     peers = Peers(Store(), 0, 1, 10.0)
     monkeypatch.setattr(_join, "_joined", SimpleNamespace(peers=peers))
-    monkeypatch.setattr(_processes, "join_cluster", lambda *args: peers)
+    monkeypatch.setattr(_multi_worker, "join_cluster", lambda *args: peers)
     return topics
 
 

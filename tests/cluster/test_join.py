@@ -14,7 +14,7 @@ from armillary.cluster import (
     SimpleClusterResolver,
     _join,
 )
-from armillary.cluster._gloo import keep_gloo_on
+from armillary.cluster._join import keep_gloo_on
 from armillary.errors import ClusterError
 from armillary.launch._environment import find_addresses
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from armillary.cluster import _start_lifeline as module
+from armillary.cluster import _join as module
 from armillary.cluster._peers import Peers
 from armillary.lifeline._lifeline import Lifeline
 from tests.peers import Store

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from armillary.cluster import _preemption_notice
-from armillary.cluster._preemption_notice import PreemptionNotice
+from armillary.cluster import _preemption
+from armillary.cluster._preemption import PreemptionNotice
 from tests.launch.conftest import wait_for
 from tests.multiprocess.conftest import find_port
 
@@ -118,7 +118,7 @@ def test_listening_needs_the_main_thread():
 
 CHILDREN = """
 import os, signal, time
-from armillary.cluster._preemption_notice import PreemptionNotice
+from armillary.cluster._preemption import PreemptionNotice
 
 notice = PreemptionNotice()
 reader, writer = os.pipe()
@@ -149,7 +149,7 @@ def test_forked_children_and_those_who_forget_end_by_the_signal():
 JOINED_BY_HAND = """
 import os, signal, sys
 import jax
-from armillary.cluster._preemption_notice import PreemptionNotice
+from armillary.cluster._preemption import PreemptionNotice
 
 notice = PreemptionNotice()
 jax.distributed.initialize(sys.argv[1], 1, 0)
@@ -179,7 +179,7 @@ def test_a_signal_that_jax_took_is_taken_back():
 
 
 def test_a_watcher_gives_notice_when_its_answer_becomes_true(monkeypatch, heard):
-    monkeypatch.setattr(_preemption_notice, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(_preemption, "_POLL_SECONDS", 0.001)
     asked, answer = [], False
 
     def watcher() -> bool:
@@ -210,7 +210,7 @@ def test_a_watcher_gives_notice_when_its_answer_becomes_true(monkeypatch, heard)
 
 
 def test_a_watcher_of_a_forgotten_notice_is_asked_no_more(monkeypatch, heard):
-    monkeypatch.setattr(_preemption_notice, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(_preemption, "_POLL_SECONDS", 0.001)
     asked = []
     notice = PreemptionNotice(lambda: asked.append(threading.current_thread()))
     (thread, *_) = wait_for(lambda: asked, "the watcher to be asked")
@@ -223,7 +223,7 @@ def test_a_watcher_of_a_forgotten_notice_is_asked_no_more(monkeypatch, heard):
 def test_a_watcher_that_fails_is_logged_once_and_asked_again(
     monkeypatch, heard, caplog
 ):
-    monkeypatch.setattr(_preemption_notice, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(_preemption, "_POLL_SECONDS", 0.001)
     num_calls = 0
 
     def watcher() -> bool:

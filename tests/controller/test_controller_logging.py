@@ -15,8 +15,7 @@ from flax import nnx
 
 from armillary import create_global_step
 from armillary.controller._controller import Controller
-from armillary.controller._loop_report import LoopReport
-from armillary.controller._progress import format_output
+from armillary.controller._reports import LoopReport, format_output
 from armillary.data import from_arrays
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 from armillary.trainer._options import StandardTrainerOptions

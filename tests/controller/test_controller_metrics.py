@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import armillary
-from armillary.controller import _git
-from armillary.controller._git import find_program_folder, read_git
+from armillary.controller import _run_record
+from armillary.controller._run_record import find_program_folder, read_git
 from armillary.summary import NoopSummaryManager, read_metrics
 
 
@@ -252,7 +252,7 @@ def test_a_git_that_hangs_or_is_missing_is_no_obstacle(
     slow = tmp_path / "git"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
-    monkeypatch.setattr(_git, "_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(_run_record, "_TIMEOUT_SECONDS", 0.1)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert read_git(str(tmp_path)) is None
     slow.unlink()

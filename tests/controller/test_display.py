@@ -16,7 +16,7 @@ from armillary.controller import _display
 from armillary.controller._controller import Controller
 from armillary.controller._display import Display, format_seconds
 from armillary.goodput import Category
-from armillary.goodput._recorder import Recorder
+from armillary.goodput._journal import Recorder
 from armillary.trainer._contract import AbstractTrainer
 from tests.screen import open_screen
 

@@ -30,8 +30,7 @@ from armillary.actions import (
     PeriodicAction,
     SaveCheckpointIfPreempted,
 )
-from armillary.checkpoint._exit import find_running
-from armillary.checkpoint._writer import Writer
+from armillary.checkpoint._writer import Writer, find_running
 from armillary.data import from_arrays
 from armillary.summary._metrics_file import read_metrics
 

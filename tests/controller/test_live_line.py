@@ -10,7 +10,7 @@ import pytest
 from rich.text import Text
 
 from armillary import _logging
-from armillary.controller._live_line import LiveLine
+from armillary.controller._display import LiveLine
 from tests.screen import open_screen
 
 say = print

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import armillary
 from armillary.data import FixedLenFeature, InputContext, from_tfrecords
-from armillary.data.sources._record_files import _checksum
+from armillary.data.sources._tfrecord import _checksum
 from armillary.errors import BatchSizeError, DatasetStateError, TFRecordError
 from tests.mistakes import mistakes
 from tests.records import make_record, write_records

@@ -12,7 +12,7 @@ from flax import nnx
 
 import armillary
 from armillary.data import from_arrays
-from armillary.distribute.program._divergence import ReplicaComparison, check_equal
+from armillary.distribute.program._compare import ReplicaComparison, check_equal
 from armillary.errors import ReplicaDivergenceError
 from tests.problems import MLP, Classifier, make_strategy
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import armillary
 from armillary.data import from_arrays
-from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._use import make_picker
+from armillary.distribute.program._flat_state import FlatState, make_picker
 from armillary.state._lift import State
 from armillary.trainer._program import Program
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from armillary.distribute.program import _signals as _interrupts
-from armillary.distribute.program._signals import uninterrupted
+from armillary.distribute import _dispatch as _interrupts
+from armillary.distribute._dispatch import uninterrupted
 
 
 class StopError(Exception):

@@ -72,12 +72,12 @@ def test_platforms_cannot_be_mixed(monkeypatch):
     class Other:
         platform, id = "gpu", 0
 
-    from armillary.distribute.strategies import _devices
+    from armillary.distribute.strategies import _layouts
 
     def as_device(name, device):
         return Other() if device == "gpu:0" else jax.devices()[0]
 
-    monkeypatch.setattr(_devices, "as_device", as_device)
+    monkeypatch.setattr(_layouts, "as_device", as_device)
     with pytest.raises(ValueError) as caught:
         MirroredStrategy(["cpu:0", "gpu:0"])
     assert str(caught.value) == (

@@ -8,7 +8,7 @@ from flax import nnx
 
 import armillary
 from armillary import InputOptions, VariableAggregation, get_replica_context
-from armillary.distribute.replica._narrow import narrow_mesh, take_first_copy
+from armillary.distribute.replica._run import narrow_mesh, take_first_copy
 from armillary.errors import BatchSizeError
 
 ROWS = np.arange(6, dtype=np.float32)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.distribute.program._same_program import check_same_program
+from armillary.distribute.program._compare import check_same_program
 from armillary.errors import PeerError
 from tests.peers import run_together
 

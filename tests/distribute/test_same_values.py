@@ -7,7 +7,7 @@ import pytest
 
 from armillary.cluster._peers import Peers
 from armillary.data import FixedLenFeature, from_arrays, from_tfrecords
-from armillary.distribute.program._same_values import check_same_data, check_same_state
+from armillary.distribute.program._compare import check_same_data, check_same_state
 from armillary.errors import PeerError
 from tests.peers import run_together
 from tests.records import make_record, write_records

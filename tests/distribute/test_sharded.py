@@ -16,7 +16,7 @@ from armillary.data import InputOptions, from_arrays
 from armillary.distribute.program import _function
 from armillary.errors import StateStructureError
 from armillary.state._lift import find_slots
-from armillary.xla import _steps
+from armillary.xla import _compile
 from armillary.xla._lowerings import has_rules, partitioned
 from tests.mistakes import mistakes
 from tests.problems import (
@@ -231,7 +231,7 @@ def test_convolutions_are_divided_by_examples_on_all_platforms(platform):
 
 
 def test_convolutions_that_cannot_be_divided_rightly_are_an_error(monkeypatch):
-    monkeypatch.setattr(_steps, "has_rules", lambda: False)
+    monkeypatch.setattr(_compile, "has_rules", lambda: False)
     conv = nnx.Conv(1, 1, (3, 3), rngs=nnx.Rngs(0))
     with pytest.raises(RuntimeError, match="convolutions would have wrong gradients"):
         ShardedStrategy().run(lambda x: conv(x), args=(np.ones((8, 4, 4, 1), "f"),))

@@ -10,7 +10,7 @@ import pytest
 from sklearn import metrics
 
 from armillary import estimator
-from armillary.estimator._optimizers import as_optimizer
+from armillary.estimator._canned import as_optimizer
 from tests.estimator.problems import COLUMNS, X, Y, make_config, make_input_fn
 
 BINARY = (Y > 0).astype("float32")

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from armillary.goodput import _recorder, _stopwatch
+from armillary.goodput import _journal, _stopwatch
 
 
 class FakeClock:
@@ -22,5 +22,5 @@ def clock(monkeypatch):
     clock = FakeClock()
     time = SimpleNamespace(perf_counter=clock, time=clock)
     monkeypatch.setattr(_stopwatch, "_now", clock)
-    monkeypatch.setattr(_recorder, "time", time)
+    monkeypatch.setattr(_journal, "time", time)
     return clock

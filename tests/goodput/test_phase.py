@@ -7,16 +7,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from armillary.goodput import Category, _phase
-from armillary.goodput._phase import PhaseClock
-from armillary.goodput._stopwatch import Stopwatch
+from armillary.goodput import Category, _stopwatch
+from armillary.goodput._stopwatch import PhaseClock, Stopwatch
 
 
 @pytest.fixture
 def compiles(monkeypatch):
     """Returns a list; while something is in it, a program is being compiled."""
     things = []
-    monkeypatch.setattr(_phase, "is_making_program", lambda thread: bool(things))
+    monkeypatch.setattr(_stopwatch, "is_making_program", lambda thread: bool(things))
     return things
 
 

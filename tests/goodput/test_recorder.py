@@ -8,7 +8,7 @@ import pytest
 
 from armillary.goodput import Category
 from armillary.goodput._goodput import add_up
-from armillary.goodput._recorder import Recorder, make_recorder
+from armillary.goodput._journal import Recorder, make_recorder
 
 
 class ListJournal:
@@ -158,7 +158,7 @@ def test_the_first_recorder_accounts_for_the_start_of_the_process(tmp_path):
     code = (
         "import sys, time\n"
         "time.sleep(0.3)\n"
-        "from armillary.goodput._recorder import make_recorder\n"
+        "from armillary.goodput._journal import make_recorder\n"
         "{}"
         "print(*(sum(make_recorder(sys.argv[1]).seconds.values()) for _ in 'ab'))\n"
     )

@@ -4,8 +4,8 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from armillary.launch import _device_plan
-from armillary.launch._device_plan import (
+from armillary.launch import _environment
+from armillary.launch._environment import (
     DevicePlan,
     find_gpus,
     plan_devices,
@@ -16,7 +16,7 @@ from armillary.launch._device_plan import (
 @pytest.fixture
 def cuda_plugin(monkeypatch):
     plugin = EntryPoint("xla_cuda13", "jax_plugins.xla_cuda13", "jax_plugins")
-    monkeypatch.setattr(_device_plan, "entry_points", lambda group: [plugin])
+    monkeypatch.setattr(_environment, "entry_points", lambda group: [plugin])
 
 
 @pytest.mark.parametrize("count", [None, 1, 4])
@@ -91,12 +91,12 @@ def test_gpus_are_used_only_on_platforms_that_have_them(platforms, gpus):
 def test_gpus_are_found_by_their_device_files(tmp_path, monkeypatch):
     for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
-    monkeypatch.setattr(_device_plan, "Path", lambda path: tmp_path)
+    monkeypatch.setattr(_environment, "Path", lambda path: tmp_path)
     assert find_gpus({}) == ["2", "10"]
 
 
 def test_gpus_that_jax_cannot_use_are_ignored(monkeypatch):
-    monkeypatch.setattr(_device_plan, "entry_points", lambda group: [])
+    monkeypatch.setattr(_environment, "entry_points", lambda group: [])
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == []
 
 

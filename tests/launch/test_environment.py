@@ -5,8 +5,8 @@ import json
 import pytest
 
 from armillary.cluster import TFConfigClusterResolver
-from armillary.launch._device_plan import DevicePlan
 from armillary.launch._environment import (
+    DevicePlan,
     check_environment,
     find_addresses,
     make_environment,

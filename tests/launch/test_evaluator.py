@@ -4,10 +4,9 @@ import signal
 
 import pytest
 
-from armillary.launch import ExitCode, _machines
-from armillary.launch._child import Child
-from armillary.launch._device_plan import DevicePlan
-from armillary.launch._machines import ThisMachine
+from armillary.launch import ExitCode, _child
+from armillary.launch._child import Child, ThisMachine
+from armillary.launch._environment import DevicePlan
 from armillary.launch._supervisor import Job, run_job
 from tests.launch.conftest import is_running, wait_for
 
@@ -267,7 +266,7 @@ def test_an_evaluator_that_cannot_start_ends_no_worker(monkeypatch, capfd):
             raise OSError("no more processes")
         return Child(label, arguments, environment)
 
-    monkeypatch.setattr(_machines, "Child", start)
+    monkeypatch.setattr(_child, "Child", start)
     job = Job(
         arguments=["-c", "print('trained')"],
         machines=ThisMachine(1),

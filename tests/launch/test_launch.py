@@ -13,10 +13,9 @@ import time
 
 import pytest
 
-from armillary.launch import ExitCode, _exec, _machines
-from armillary.launch._child import Child
-from armillary.launch._device_plan import DevicePlan
-from armillary.launch._machines import ThisMachine
+from armillary.launch import ExitCode, _child, _exec
+from armillary.launch._child import Child, ThisMachine
+from armillary.launch._environment import DevicePlan
 from armillary.launch._outcome import Ending
 from armillary.launch._supervisor import Job, run_job
 from tests.launch.conftest import is_running, wait_for
@@ -407,7 +406,7 @@ def test_a_worker_that_cannot_start_ends_the_others(monkeypatch, capfd):
         started.append(Child(label, arguments, environment))
         return started[-1]
 
-    monkeypatch.setattr(_machines, "Child", start)
+    monkeypatch.setattr(_child, "Child", start)
     assert run_job(make_job(["-c", SLEEP], machines=ThisMachine(2))) == ExitCode.FAILED
     assert started[0].ended.result().returncode == -signal.SIGKILL
     assert "cannot start worker 1: no more processes." in capfd.readouterr().err
@@ -446,6 +445,6 @@ def test_no_failure_is_missed_whenever_a_worker_ends(monkeypatch, num_looks, sto
         os.close(writer)
         return os.fdopen(reader, "rb", 0), None
 
-    monkeypatch.setattr(_machines, "Child", Scripted)
+    monkeypatch.setattr(_child, "Child", Scripted)
     code = run_job(make_job([], machines=ThisMachine(2)))
     assert code is (ExitCode.TERMINATED if stop else ExitCode.FAILED)

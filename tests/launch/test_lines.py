@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.launch._lines import MAX_LINE, LineSplitter
+from armillary.launch._output import MAX_LINE, LineSplitter
 
 
 def split(*pieces: bytes) -> list[str]:

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from armillary._exit_code import ExitCode
+from armillary._process import ExitCode
 from armillary.launch._outcome import (
     MAX_PAUSE_SECONDS,
     Ending,

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from armillary._exit_code import ExitCode
+from armillary._process import ExitCode
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from armillary._exit_code import ExitCode
-from armillary.launch._device_plan import DevicePlan
-from armillary.launch._environment import make_environment
+from armillary._process import ExitCode
+from armillary.launch._environment import DevicePlan, make_environment
 from tests.conftest import REPOSITORY
 from tests.launch.conftest import wait_for
 from tests.multiprocess.conftest import find_port

@@ -15,9 +15,8 @@ import pytest
 
 from armillary.lifeline import _lifeline as module
 from armillary.lifeline import _link
-from armillary.lifeline._lifeline import Lifeline
+from armillary.lifeline._lifeline import Lifeline, Place
 from armillary.lifeline._link import Link, connect, listen
-from armillary.lifeline._sightings import Place
 
 TOKEN = "secret"
 

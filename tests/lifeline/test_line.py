@@ -3,7 +3,7 @@
 import json
 import threading
 
-from armillary.lifeline import _line
+from armillary.lifeline import _ending
 
 
 def test_the_innermost_line_of_the_program_is_found_below_a_library():
@@ -11,7 +11,7 @@ def test_the_innermost_line_of_the_program_is_found_below_a_library():
 
     def ask() -> None:
         # `json` is a library, and calls back.
-        json.loads("{}", object_hook=lambda _: found.append(_line.find_line("step")))
+        json.loads("{}", object_hook=lambda _: found.append(_ending.find_line("step")))
 
     ask()
     (text,) = found
@@ -30,7 +30,7 @@ def test_a_thread_that_reads_ahead_is_named_while_data_is_waited_for():
     thread.start()
     is_there.wait(10)
     try:
-        data, step = _line.find_line("data"), _line.find_line("step")
+        data, step = _ending.find_line("data"), _ending.find_line("step")
     finally:
         may_go.set()
         thread.join()
@@ -47,7 +47,7 @@ def test_compiling_is_told_by_the_stack():
 
     def look() -> None:
         while not is_done.is_set():
-            seen.append(_line.is_compiling())
+            seen.append(_ending.is_compiling())
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -58,7 +58,7 @@ def test_compiling_is_told_by_the_stack():
         is_done.set()
         thread.join()
     assert any(seen)
-    assert not _line.is_compiling()
+    assert not _ending.is_compiling()
 
 
 def test_tracing_and_lowering_make_a_program():
@@ -67,13 +67,13 @@ def test_tracing_and_lowering_make_a_program():
     seen = []
 
     def traced(x):
-        seen.append(_line.is_making_program(threading.get_ident()))
+        seen.append(_ending.is_making_program(threading.get_ident()))
         return x
 
     jax.jit(traced)(1.0)
     assert seen == [True]
-    assert not _line.is_making_program(threading.get_ident())
-    assert not _line.is_making_program(0)
+    assert not _ending.is_making_program(threading.get_ident())
+    assert not _ending.is_making_program(0)
 
 
 def test_a_debugger_is_told_by_the_stack():
@@ -81,7 +81,7 @@ def test_a_debugger_is_told_by_the_stack():
 
     seen = []
     debugger = bdb.Bdb()
-    debugger.runcall(lambda: seen.append(_line.is_in_debugger(threading.get_ident())))
+    debugger.runcall(lambda: seen.append(_ending.is_in_debugger(threading.get_ident())))
 
     assert seen == [True]
-    assert not _line.is_in_debugger(threading.get_ident())
+    assert not _ending.is_in_debugger(threading.get_ident())

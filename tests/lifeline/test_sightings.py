@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from armillary.lifeline import _sightings
-from armillary.lifeline._sightings import Report, Sighting, see_start
+from armillary.lifeline import _lifeline
+from armillary.lifeline._lifeline import Report, Sighting, see_start
 
 NOW = 1000.0
 
@@ -19,7 +19,7 @@ def see(quiet: float = 50.0, silent: float = 0.0, **fields: Any) -> Sighting:
 
 
 def find_hang(*sightings: Sighting) -> str | None:
-    return _sightings.find_hang(dict(enumerate(sightings)), len(sightings), NOW)
+    return _lifeline.find_hang(dict(enumerate(sightings)), len(sightings), NOW)
 
 
 def test_a_job_is_stuck_when_no_process_goes_on():

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import tomllib
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -47,16 +46,6 @@ def find_lines(pattern: re.Pattern[str]) -> list[str]:
             if pattern.search(line)
         ]
     return found
-
-
-# A command line of each package that has one; the resolver and the strategy of a TPU.
-SHARED_NAMES = {"__init__.py", "_command.py", "_tpu.py"}
-
-
-def test_no_file_name_stands_twice():
-    names = Counter(path.name for path in (REPOSITORY / "armillary").rglob("*.py"))
-    twice = {name for name, count in names.items() if count > 1}
-    assert twice == SHARED_NAMES
 
 
 def test_no_file_names_a_folder_of_one_machine():

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from armillary.launch._device_plan import DevicePlan
-from armillary.launch._environment import make_environment
+from armillary.launch._environment import DevicePlan, make_environment
 from tests.conftest import REPOSITORY
 
 DEADLINE = 120.0

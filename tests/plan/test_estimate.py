@@ -4,9 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from armillary.plan._flops import count_flops
-from armillary.plan._roofline import Estimate, count_sent_bytes, estimate_step
-from armillary.plan._topology import parse_topology
+from armillary.plan._costs import count_flops
+from armillary.plan._targets import (
+    Estimate,
+    count_sent_bytes,
+    estimate_step,
+    parse_topology,
+)
 from armillary.plan._traffic import Collective
 from tests.plan.test_topology import MINE
 

@@ -2,9 +2,14 @@
 
 import pytest
 
-from armillary.plan._hlo import count_bytes, parse_module
-from armillary.plan._memory_traffic import count_step_bytes
-from armillary.plan._traffic import Collective, count_rounds, find_traffic
+from armillary.plan._costs import count_step_bytes
+from armillary.plan._traffic import (
+    Collective,
+    count_bytes,
+    count_rounds,
+    find_traffic,
+    parse_module,
+)
 
 # A loop over four rows: a slice, a product, a sum that runs beside another product, and
 # a second sum that needs the first one. `S(1)` is on-chip memory.

@@ -19,7 +19,7 @@ from armillary.errors import PlanError
 from armillary.plan import Memory, Plan, plan
 from armillary.plan._compiler import export_loop
 from armillary.plan._plan import _Planner
-from armillary.plan._topology import parse_topology
+from armillary.plan._targets import parse_topology
 from tests.plan.digits_mlp import (
     BATCH_SIZE,
     NUM_PARAMETERS,

@@ -3,8 +3,7 @@
 import pytest
 
 from armillary.plan import Target
-from armillary.plan._targets import TARGETS
-from armillary.plan._topology import parse_topology
+from armillary.plan._targets import TARGETS, parse_topology
 from tests.mistakes import mistakes
 
 MINE = Target(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from armillary import _cli
-from armillary.project._template import check_target, write_project
+from armillary.project._command import check_target, write_project
 from tests.conftest import REPOSITORY, forget_devices
 
 NAME = "digit_classifier"

@@ -12,8 +12,8 @@ from armillary.distribute import DefaultStrategy
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import trace_step
 from armillary.errors import CapturedStateError
+from armillary.state._captured import find_constants
 from armillary.state._lift import State
-from armillary.state._same import find_constants
 from tests.problems import Holder
 
 global_model: nnx.Linear

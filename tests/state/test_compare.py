@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from armillary.state._compare import compare
 from armillary.state._walk import Walk
+from armillary.state._watch import compare
 from tests.problems import Holder
 
 

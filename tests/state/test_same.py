@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from armillary.state._same import Fingerprint
+from armillary.state._captured import Fingerprint
 
 
 def trace(fn: Callable[[Any], Any]) -> Any:

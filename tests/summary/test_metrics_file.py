@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from armillary._numbers import find_numbers
+from armillary._records import find_numbers
 from armillary.summary import Histogram, Text, read_metrics
 from armillary.summary._metrics_file import MetricsFile
 

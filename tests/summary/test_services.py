@@ -223,7 +223,7 @@ def test_numbers_wait_for_a_server_that_is_away(
     tmp_path, mlflow_client, caplog, monkeypatch
 ):
     clock = Mock(return_value=1000.0)
-    monkeypatch.setattr("armillary.summary._mlflow.time.monotonic", clock)
+    monkeypatch.setattr("armillary.summary._services.time.monotonic", clock)
     manager = SummaryManager(tmp_path, writer_fn=MlflowWriter(tmp_path))
     manager.write_summaries({"loss": 0.5}, step=1)
     log_batch = mlflow_client.log_batch.side_effect

@@ -15,14 +15,14 @@ from armillary.data.feed import (
     _chunk_builder,
     _feed,
     _gather,
+    _position,
     _split,
-    _stream,
 )
 from armillary.data.sources import _arrays
-from armillary.distribute.program import _flat_state, _use
-from armillary.trainer import _loop, _loop_data, _programs
+from armillary.distribute.program import _flat_state
+from armillary.trainer import _loop, _loop_data, _tracer
 
-LOOP = {module.__file__ for module in (_loop, _loop_data, _programs, _flat_state, _use)}
+LOOP = {module.__file__ for module in (_loop, _loop_data, _tracer, _flat_state)}
 READING = {
     module.__file__
     for module in (
@@ -32,7 +32,7 @@ READING = {
         _gather,
         _batch_reader,
         _split,
-        _stream,
+        _position,
     )
 }
 

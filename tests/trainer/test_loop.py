@@ -18,7 +18,7 @@ from armillary.data import InputOptions, from_arrays
 from armillary.data.feed._feed import Feed
 from armillary.errors import DatasetStateError
 from armillary.trainer._program import Program
-from armillary.xla import _steps
+from armillary.xla import _compile
 from tests.problems import (
     CNN,
     MLP,
@@ -183,7 +183,7 @@ def test_convolutions_on_a_cpu_run_step_by_step_and_say_so(
     model, is_slow, caplog, monkeypatch
 ):
     # As with a version of JAX whose convolutions cannot be lowered in another form.
-    monkeypatch.setattr(_steps, "has_rules", lambda: False)
+    monkeypatch.setattr(_compile, "has_rules", lambda: False)
     caplog.set_level("INFO", "armillary")
     trainer = Classifier(make_strategy(1), model(nnx.Rngs(0)), optax.sgd(0.1))
 

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.xla._steps import has_slow_loop
+from armillary.xla._compile import has_slow_loop
 from tests.problems import make_strategy
 
 

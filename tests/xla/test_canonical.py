@@ -17,9 +17,9 @@ from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
 from armillary.xla import _lowerings, use_canonical_convolutions
+from armillary.xla._compile import compile_step, has_slow_loop
 from armillary.xla._convolutions import convolve
 from armillary.xla._lowerings import Lowered, canonically
-from armillary.xla._steps import compile_step, has_slow_loop
 from tests.xla.arrays import IMAGES, assert_close, make
 
 

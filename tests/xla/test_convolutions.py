@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax import lax
 
+from armillary.xla._compile import has_slow_loop
 from armillary.xla._convolutions import Form, choose_form, convolve
-from armillary.xla._steps import has_slow_loop
 from tests.xla.arrays import IMAGES, assert_close, make
 
 FEATURES_FIRST = ("NCHW", "OIHW", "NCHW")

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.xla import _steps
+from armillary.xla import _compile
+from armillary.xla._compile import YNNPACK_FOR_SUMS, compile_step
 from armillary.xla._lowerings import Lowered
-from armillary.xla._steps import YNNPACK_FOR_SUMS, compile_step
 from tests.releases import JAX
 
 NAME = "xla_cpu_experimental_ynn_fusion_type"
@@ -62,7 +62,7 @@ def options_of(fn, platform="cpu", options=None, monkeypatch=None):
     """Returns what `jax.jit` gets for a step."""
     given = []
     monkeypatch.setattr(
-        _steps.jax, "jit", lambda _, compiler_options: given.append(compiler_options)
+        _compile.jax, "jit", lambda _, compiler_options: given.append(compiler_options)
     )
     program = jax.make_jaxpr(fn)(jnp.ones((1, 1, 4, 4)))
     compile_step(fn, program, platform, options)
@@ -84,7 +84,7 @@ def options_of(fn, platform="cpu", options=None, monkeypatch=None):
     ids=["convolution", "gpu", "tanh", "product", "slow", "more", "override", "given"],
 )
 def test_options_depend_on_the_step(fn, platform, options, expected, monkeypatch):
-    assert _steps._is_known(*next(iter(YNNPACK_FOR_SUMS.items())))
+    assert _compile._is_known(*next(iter(YNNPACK_FOR_SUMS.items())))
     assert options_of(fn, platform, options, monkeypatch) == expected
 
 
@@ -101,7 +101,7 @@ def test_sums_are_left_to_ynnpack_and_convolutions_are_not():
 
 
 def test_an_option_of_ours_that_xla_does_not_know_is_left_out(monkeypatch):
-    monkeypatch.setattr(_steps, "YNNPACK_FOR_SUMS", {"no_such_option": 1})
+    monkeypatch.setattr(_compile, "YNNPACK_FOR_SUMS", {"no_such_option": 1})
     trainer = Trainer(armillary.StandardTrainerOptions())
     before = trainer.kernel()
     trainer.train(2)

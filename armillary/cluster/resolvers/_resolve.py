@@ -3,14 +3,19 @@
 from typing import Protocol
 
 from armillary._logging import ensure_visible, logger
-from armillary.cluster.resolvers._kubernetes import KubernetesClusterResolver
-from armillary.cluster.resolvers._process_plan import ProcessPlan
-from armillary.cluster.resolvers._resolver import ClusterResolver, SimpleClusterResolver
-from armillary.cluster.resolvers._scheduler import Environ, find_environ
-from armillary.cluster.resolvers._slurm import SlurmClusterResolver
-from armillary.cluster.resolvers._spec import ClusterSpec
+from armillary.cluster.resolvers._resolver import (
+    ClusterResolver,
+    Environ,
+    SimpleClusterResolver,
+    find_environ,
+)
+from armillary.cluster.resolvers._schedulers import (
+    KubernetesClusterResolver,
+    SlurmClusterResolver,
+    TorchrunClusterResolver,
+)
+from armillary.cluster.resolvers._spec import ClusterSpec, ProcessPlan
 from armillary.cluster.resolvers._tf_config import TFConfigClusterResolver
-from armillary.cluster.resolvers._torchrun import TorchrunClusterResolver
 from armillary.cluster.resolvers._tpu import TPUClusterResolver
 
 

@@ -1,10 +1,17 @@
-"""Which tasks a cluster has, by job, and where each one is reached."""
+"""Which tasks a cluster has, by job, and where each one is reached.
 
+What a process is in its cluster: the job it belongs to and its number there.
+
+What one process needs to join the others, whatever described the cluster.
+"""
+
+import ipaddress
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from armillary._checks import check_positive_int
+from armillary._checks import check_not_negative_int, check_one_of, check_positive_int
 
 ADDRESS = re.compile(
     r"(?P<host>\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})"
@@ -185,3 +192,187 @@ def split_address(address: str) -> tuple[str, int]:
 
 def _list_values(values: Any) -> str:
     return ", ".join(repr(value) for value in values)
+
+
+TASK_TYPES = ("chief", "worker", "ps", "evaluator")
+"""The jobs of `tf.distribute`; no other one has a meaning."""
+
+TRAINING_TASK_TYPES = ("chief", "worker")
+"""The jobs whose processes train together, in the order of their process ids."""
+
+
+SINGLE_TASK_TYPES = {
+    "chief": (
+        "only one process may write checkpoints and summaries. Keep one and call the "
+        "others 'worker'."
+    ),
+    "evaluator": (
+        "one process evaluates every checkpoint, and two would write the same "
+        "summaries. Keep one."
+    ),
+}
+"""The jobs of one task, and why."""
+
+
+def check_jobs(cluster_spec: ClusterSpec) -> None:
+    """Raises if a job of the cluster has no meaning, or more tasks than it may have."""
+    for job, tasks in cluster_spec.as_dict().items():
+        if job not in TASK_TYPES:
+            raise ValueError(
+                f"`cluster_spec` has the job {job!r}, but the jobs with a meaning are "
+                f"{', '.join(map(repr, TASK_TYPES))}. Give its tasks one of these "
+                "names, or leave it out."
+            )
+        why = SINGLE_TASK_TYPES.get(job)
+        if why is not None and len(tasks) > 1:
+            raise ValueError(
+                f"`cluster_spec` has {len(tasks)} {job!r} tasks, but {why}"
+            )
+
+
+def check_task(
+    cluster_spec: ClusterSpec,
+    task_type: Any,
+    task_id: Any,
+    *,
+    type_name: str = "task_type",
+    id_name: str = "task_id",
+) -> None:
+    """Raises if no task of the cluster has this type and number.
+
+    An evaluator need not be in the cluster: nobody connects to it. A cluster without
+    any job is a single process, which may call itself anything else.
+
+    Messages call the two `type_name` and `id_name`.
+    """
+    check_one_of(type_name, task_type, TASK_TYPES)
+    check_not_negative_int(id_name, task_id)
+    if task_type not in cluster_spec.jobs:
+        if task_type == "evaluator" and task_id > 0:
+            raise ValueError(
+                f"`{id_name}` is {task_id}, but there is one evaluator, which is "
+                f"number 0: {SINGLE_TASK_TYPES['evaluator']}"
+            )
+        if task_type == "evaluator" or not cluster_spec:
+            return
+        jobs = ", ".join(repr(job) for job in cluster_spec.jobs)
+        raise ValueError(
+            f"`{type_name}` is {task_type!r}, but the cluster has no such job: its "
+            f"jobs are {jobs}. Use one of these, or add the addresses of the "
+            f"{task_type!r} tasks to the cluster."
+        )
+    indices = cluster_spec.task_indices(task_type)
+    if task_id not in indices:
+        listed = ", ".join(str(index) for index in indices)
+        raise ValueError(
+            f"`{id_name}` is {task_id}, but the {task_type!r} tasks of the cluster are "
+            f"{listed}. Use one of these, or add the address of {task_type} {task_id} "
+            "to the cluster."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessPlan:
+    """Tells a process which one it is, of how many, and where they meet.
+
+    Only the tasks of the jobs `chief` and `worker` train together: the chief, then the
+    workers by index. The first of them is the chief even if no job is called so, and
+    JAX's coordination service runs in it, at its address. An `evaluator` and a `ps` are
+    programs of their own, each a single process to JAX.
+
+    Args:
+        task_type: The job of this process.
+        task_id: Its index in the job.
+        num_processes: How many processes train together, or None if JAX finds out.
+        process_id: Which of them this one is, from 0, or None if JAX finds out.
+        coordinator_address: Where process 0 is reached, or None if there is nobody to
+            reach or JAX finds out.
+        local_device_ids: The GPUs of the machine that this process may use, or None for
+            all that it sees.
+    """
+
+    task_type: str = "worker"
+    task_id: int = 0
+    num_processes: int | None = 1
+    process_id: int | None = 0
+    coordinator_address: str | None = None
+    local_device_ids: tuple[int, ...] | None = None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether this process trains, rather than evaluates or holds parameters."""
+        return self.task_type in TRAINING_TASK_TYPES
+
+    @property
+    def is_chief(self) -> bool | None:
+        """Whether this is the training process that writes; None if JAX finds out."""
+        if self.process_id is None:
+            return None
+        return self.is_training and self.process_id == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are other processes to join, as far as is known."""
+        return self.num_processes != 1
+
+    def initialize_arguments(self) -> Mapping[str, Any]:
+        """Returns the keyword arguments of `jax.distributed.initialize`.
+
+        They are empty if JAX finds out by itself. Otherwise they switch its own
+        detection off, which would limit each process of a Slurm job to one GPU, and
+        keep the coordination service on the loopback interface if its address is there.
+        By itself, JAX listens on all interfaces.
+        """
+        if self.num_processes is None:
+            return {}
+        arguments: dict[str, Any] = {
+            "coordinator_address": self.coordinator_address,
+            "num_processes": self.num_processes,
+            "process_id": self.process_id,
+            "local_device_ids": self.local_device_ids,
+            "cluster_detection_method": "deactivate",
+        }
+        if self.coordinator_address and is_loopback(self.coordinator_address):
+            arguments["coordinator_bind_address"] = self.coordinator_address
+        return arguments
+
+
+def plan_process(
+    cluster_spec: ClusterSpec, task_type: str | None, task_id: int | None
+) -> ProcessPlan:
+    """Returns the plan of one task of a cluster whose addresses are all known.
+
+    Raises:
+        ValueError: If the task is not one of the cluster's, or the cluster has two
+            chiefs, two evaluators or a job without a meaning.
+    """
+    if not cluster_spec and task_type is None and task_id is None:
+        return ProcessPlan()
+    check_jobs(cluster_spec)
+    check_task(cluster_spec, task_type, task_id)
+    assert task_type is not None and task_id is not None
+    alone = ProcessPlan(task_type=task_type, task_id=task_id)
+    if not cluster_spec or not alone.is_training:
+        return alone
+    tasks = [
+        (job, index)
+        for job in TRAINING_TASK_TYPES
+        if job in cluster_spec.jobs
+        for index in cluster_spec.task_indices(job)
+    ]
+    return ProcessPlan(
+        task_type=task_type,
+        task_id=task_id,
+        num_processes=len(tasks),
+        process_id=tasks.index((task_type, task_id)),
+        coordinator_address=cluster_spec.task_address(*tasks[0]),
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """Returns whether an address reaches this machine only."""
+    host, _ = split_address(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # It is a name.
+        return host == "localhost"

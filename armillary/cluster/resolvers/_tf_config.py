@@ -4,16 +4,19 @@ import json
 import re
 from typing import Any
 
-from armillary.cluster.resolvers._process_plan import ProcessPlan
-from armillary.cluster.resolvers._resolver import SimpleClusterResolver
-from armillary.cluster.resolvers._scheduler import (
+from armillary.cluster.resolvers._resolver import (
     Environ,
+    SimpleClusterResolver,
     find_environ,
     has_variables,
     read_text,
 )
-from armillary.cluster.resolvers._spec import ClusterSpec, read_tasks
-from armillary.cluster.resolvers._task import check_task
+from armillary.cluster.resolvers._spec import (
+    ClusterSpec,
+    ProcessPlan,
+    check_task,
+    read_tasks,
+)
 from armillary.errors import ClusterError
 
 EXAMPLE = (

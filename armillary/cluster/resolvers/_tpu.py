@@ -1,8 +1,7 @@
 """TPU pods: what the environment of a TPU machine tells about its slice."""
 
 from armillary._checks import answers_old_names
-from armillary.cluster.resolvers._process_plan import ProcessPlan
-from armillary.cluster.resolvers._scheduler import (
+from armillary.cluster.resolvers._resolver import (
     Environ,
     ScheduledResolver,
     check_below,
@@ -13,7 +12,7 @@ from armillary.cluster.resolvers._scheduler import (
     read_int,
     read_text,
 )
-from armillary.cluster.resolvers._spec import check_port
+from armillary.cluster.resolvers._spec import ProcessPlan, check_port
 
 DEFAULT_PORT = 8482
 WORKER_FIX = "It is the index of this machine in its slice, which the scheduler sets."

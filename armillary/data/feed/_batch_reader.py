@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from armillary.data.feed._gather import Gather
 from armillary.data.feed._lockstep import MOST_OFFERS, Lockstep
+from armillary.data.feed._position import BatchStream
 from armillary.data.feed._prefetch import Prefetcher
 from armillary.data.feed._split import HostBatch, Splitter
-from armillary.data.feed._stream import BatchStream
 
 
 class BatchReader:

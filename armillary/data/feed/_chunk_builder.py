@@ -13,8 +13,8 @@ import numpy as np
 
 from armillary._checks import check_positive_int
 from armillary.data._layout import Active
-from armillary.data.feed._aligned import empty_aligned
 from armillary.data.feed._batch_reader import BatchReader
+from armillary.data.feed._gather import empty_aligned
 from armillary.data.feed._position import Position
 from armillary.data.feed._split import HostBatch
 from armillary.data.sources._batch import describe_shapes, get_signature

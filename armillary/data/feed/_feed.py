@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from armillary.data.feed._batch_reader import BatchReader
 from armillary.data.feed._lockstep import check_same_chunk, describe_chunk
-from armillary.data.feed._position import Position
+from armillary.data.feed._position import BatchStream, Position
 from armillary.data.feed._prefetch import Prefetcher
 from armillary.data.feed._split import HostBatch
-from armillary.data.feed._stream import BatchStream
 from armillary.errors import DatasetStateError
 
 if TYPE_CHECKING:

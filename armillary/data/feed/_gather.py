@@ -8,24 +8,39 @@ of replicas, chunks) their numbers do, and they are taken once, where they are g
 
 The host draws the order and shares out batches in both cases. So the examples of every
 batch and the saved positions are the same.
+
+Host memory that a CPU device can use as it is.
+
+XLA's CPU client takes an array over without a copy if it begins where it wants arrays
+to begin; other devices copy in any case.
 """
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from armillary.data._input_options import InputOptions
-from armillary.data._layout import BatchLayout
-from armillary.data.feed._aligned import empty_aligned
+from armillary.data._layout import BatchLayout, InputOptions
 from armillary.data.feed._split import MASK, HostBatch, add_mask, get_mask
 from armillary.data.sources._arrays import ArrayDataset
 from armillary.data.sources._batch import as_device_values, canonical_dtype
 from armillary.data.sources._source import Source
 from armillary.typing import Batch, PyTree
+
+_ALIGNMENT_BYTES = 64
+
+
+def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Returns a new array like `np.empty`, which must not be written to once placed."""
+    dtype = np.dtype(dtype)
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT_BYTES
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
 
 _ROWS = "rows"
 _MOST_ROWS = np.iinfo(np.int32).max

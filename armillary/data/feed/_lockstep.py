@@ -35,8 +35,8 @@ from armillary.data._layout import Active, Peers
 from armillary.data.feed._position import Position
 from armillary.data.feed._prefetch import Prefetcher
 from armillary.data.feed._split import HostBatch
+from armillary.data.sources._arrays import IndexedDataset
 from armillary.data.sources._batch import canonical_dtype, describe_shapes
-from armillary.data.sources._indexed import IndexedDataset
 from armillary.errors import BatchSizeError, PeerError
 from armillary.typing import PyTree
 

@@ -22,11 +22,13 @@ import jax
 import numpy as np
 
 from armillary._logging import logger
-from armillary.data._input_context import name_fitting_sizes
-from armillary.data._input_options import Remainder
-from armillary.data._layout import Active, hosted_replicas
-from armillary.data.feed._position import Position
-from armillary.data.feed._stream import BatchStream, SourceBatch
+from armillary.data._layout import (
+    Active,
+    Remainder,
+    hosted_replicas,
+    name_fitting_sizes,
+)
+from armillary.data.feed._position import BatchStream, Position, SourceBatch
 from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
 

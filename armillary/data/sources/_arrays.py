@@ -1,13 +1,220 @@
-"""Arrays in memory as a source."""
+"""Arrays in memory as a source.
 
+Examples that can be read by number, in batches, with seeded shuffling.
+
+The order of an epoch depends on the seed and the epoch alone, so a position is two
+numbers: the epoch, and how many of its examples were used.
+"""
+
+import abc
+import functools
+import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from armillary._checks import (
+    check_instance,
+    check_not_negative_int,
+    check_positive_int,
+)
 from armillary.data.sources._batch import check_batch
-from armillary.data.sources._indexed import IndexedDataset, fingerprint
+from armillary.errors import BatchSizeError, DatasetStateError
 from armillary.typing import Batch, PyTree
+
+
+class IndexedDataset(abc.ABC):
+    """Examples in batches; each pass over them is the next epoch.
+
+    Args:
+        num_examples: How many there are, at least 1.
+        batch_size: As in `from_arrays`, like all that follow.
+        shuffle_seed: Seed of the order.
+        repeat: Whether it never ends.
+        drop_remainder: Whether to leave out a last batch that is not full.
+
+    Raises:
+        TypeError: If `repeat` or `drop_remainder` is neither True nor False.
+        ValueError: If `batch_size` is not a positive integer, or `shuffle_seed` is
+            negative.
+        BatchSizeError: If `drop_remainder` leaves no batch.
+    """
+
+    name: str
+    is_repositionable = True
+
+    def __init__(
+        self,
+        num_examples: int,
+        *,
+        batch_size: int,
+        shuffle_seed: int | None = None,
+        repeat: bool = False,
+        drop_remainder: bool = False,
+    ) -> None:
+        self.num_examples = num_examples
+        self.batch_size = check_positive_int("batch_size", batch_size)
+        if shuffle_seed is not None:
+            check_not_negative_int("shuffle_seed", shuffle_seed)
+        for name, value in (("repeat", repeat), ("drop_remainder", drop_remainder)):
+            known = bool(value) if isinstance(value, np.bool_) else value
+            check_instance(name, known, bool, f"Use `{name}=True` or leave it out.")
+        if drop_remainder and not repeat and self.batch_size > num_examples:
+            raise BatchSizeError(
+                f"`batch_size` is {self.batch_size}, but there are {num_examples} "
+                "examples, and `drop_remainder=True` leaves no batch of them. Use "
+                f"`batch_size={num_examples}` or less, or `drop_remainder=False`."
+            )
+        self.shuffle_seed = shuffle_seed
+        self.repeat = repeat
+        self.drop_remainder = drop_remainder
+        self._num_passes = 0
+
+    @abc.abstractmethod
+    def read_rows(self, rows: np.ndarray) -> Batch:
+        """Returns a new batch of the examples with these numbers, in this order."""
+
+    @abc.abstractmethod
+    def fingerprints(self) -> dict[str, str]:
+        """Returns what other examples, or another order of them, would have otherwise.
+
+        It need not see all of them, but must be the same in each run.
+        """
+
+    @functools.cached_property
+    def order_of_examples(self) -> dict[str, Any]:
+        """What the place of an example depends on, as JSON can hold it."""
+        return {
+            "examples": self.num_examples,
+            "shuffle_seed": self.shuffle_seed,
+            **self.fingerprints(),
+        }
+
+    def spaced_rows(self, count: int) -> np.ndarray:
+        """Returns so many numbers of examples, evenly spaced; all if there are less."""
+        count = min(count, self.num_examples)
+        return np.linspace(0, self.num_examples - 1, count).astype(np.int64)
+
+    @property
+    def full_size(self) -> int:
+        """Examples in every batch but perhaps the last."""
+        if self.repeat:
+            return self.batch_size
+        return min(self.batch_size, self.num_examples)
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether a pass never ends."""
+        return self.repeat
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in one pass; None if the data set never ends."""
+        if self.repeat:
+            return None
+        full, rest = divmod(self.num_examples, self.batch_size)
+        return full + (rest > 0 and not self.drop_remainder)
+
+    def make_iterator(self, epoch: int) -> "IndexedIterator":
+        """Returns an iterator from the start of `epoch`."""
+        return IndexedIterator(self, epoch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Returns an iterator over the next epoch, for use without a strategy."""
+        self._num_passes += 1
+        return self.make_iterator(self._num_passes - 1)
+
+
+def fingerprint(*parts: bytes | np.ndarray) -> str:
+    """Returns a short text for bytes, equal for equal ones."""
+    crc = 0
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            part = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
+        crc = zlib.crc32(part, crc)
+    return f"#{crc:08x}"
+
+
+class IndexedIterator:
+    """Draws the rows of one batch after another, from an epoch on."""
+
+    def __init__(self, dataset: IndexedDataset, epoch: int) -> None:
+        self._dataset = dataset
+        self._epoch = epoch
+        self._index = 0
+        self._order = self._make_order()
+
+    def __iter__(self) -> "IndexedIterator":
+        return self
+
+    def __next__(self) -> Batch:
+        dataset = self._dataset
+        num_left = dataset.num_examples - self._index
+        if dataset.repeat:
+            rows = self._take_repeated()
+        elif num_left <= 0 or (
+            dataset.drop_remainder and num_left < dataset.batch_size
+        ):
+            raise StopIteration
+        else:
+            rows = self._take(dataset.batch_size)
+        return dataset.read_rows(rows)
+
+    def get_state(self) -> dict[str, int]:
+        """Returns the epoch and how many of its examples were used."""
+        return {
+            "epoch": self._epoch,
+            "index": self._index,
+            "num_examples": self._dataset.num_examples,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a position, also one of another batch size."""
+        num_examples = self._dataset.num_examples
+        if state["num_examples"] != num_examples:
+            raise DatasetStateError(
+                "`state` was saved from a data set of another size.\n"
+                f"  in the state:   {state['num_examples']} examples\n"
+                f"  in the program: {num_examples} examples\n"
+                "Pass the data that the state was saved with. To go on in a checkpoint "
+                "with other data, from their beginning, name them in its manager: "
+                '`CheckpointManager(..., may_differ="train_dataset")`.'
+            )
+        if not 0 <= state["index"] <= num_examples or state["epoch"] < 0:
+            raise DatasetStateError(
+                f"`state` is {state!r}, but the epoch must not be negative and the "
+                f"index must lie between 0 and {num_examples}. Pass what `get_state` "
+                "returned."
+            )
+        self._epoch, self._index = state["epoch"], state["index"]
+        self._order = self._make_order()
+
+    def _make_order(self) -> np.ndarray:
+        """Returns the rows of this epoch in order; called once per epoch."""
+        num_examples, seed = self._dataset.num_examples, self._dataset.shuffle_seed
+        if seed is None:
+            return np.arange(num_examples)
+        bits = np.random.PCG64([seed, self._epoch])
+        return np.random.Generator(bits).permutation(num_examples)
+
+    def _take(self, count: int) -> np.ndarray:
+        rows = self._order[self._index : self._index + count]
+        self._index += len(rows)
+        return rows
+
+    def _take_repeated(self) -> np.ndarray:
+        parts: list[np.ndarray] = []
+        num_missing = self._dataset.batch_size
+        while num_missing:
+            if self._index == self._dataset.num_examples:
+                self._epoch, self._index = self._epoch + 1, 0
+                self._order = self._make_order()
+            parts.append(self._take(num_missing))
+            num_missing -= len(parts[-1])
+        return np.concatenate(parts)
+
 
 _MOST_BYTES = 2**28
 """Arrays up to this size are seen whole by a fingerprint, in a tenth of a second."""

@@ -6,17 +6,20 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from armillary.data.sources._grain import as_grain_source
-from armillary.data.sources._huggingface import as_huggingface_source
-from armillary.data.sources._iterable import (
+from armillary.data.sources._iterables import (
     IterableSource,
     IteratorSource,
+    StatefulSource,
     copy_batch,
     from_function,
+    has_state_dict,
 )
-from armillary.data.sources._stateful import StatefulSource, has_state_dict
-from armillary.data.sources._tf_data import as_tf_data_source
-from armillary.data.sources._torch import as_torch_source
+from armillary.data.sources._libraries import (
+    as_grain_source,
+    as_huggingface_source,
+    as_tf_data_source,
+    as_torch_source,
+)
 from armillary.typing import Batch
 
 _LIBRARIES = (

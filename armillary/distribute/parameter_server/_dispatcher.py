@@ -13,11 +13,14 @@ from functools import partial
 from typing import Any
 
 from armillary._logging import logger
-from armillary.cluster._ray import import_ray
-from armillary.distribute.parameter_server._actors import make_server, make_worker
+from armillary._optional import import_ray
 from armillary.distribute.parameter_server._calls import Calls, WorkerState
 from armillary.distribute.parameter_server._closures import Closure, ScheduledTask
-from armillary.distribute.parameter_server._settings import Settings
+from armillary.distribute.parameter_server._strategy import (
+    Settings,
+    make_server,
+    make_worker,
+)
 from armillary.distribute.parameter_server._variables import Variables
 from armillary.distribute.parameter_server._worker import Done, Failed, NotKnown
 from armillary.errors import PSUnavailableError

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from armillary._logging import logger
-from armillary.cluster._ray import import_ray
-from armillary.cluster.resolvers._process_plan import plan_process
+from armillary._optional import import_ray
 from armillary.cluster.resolvers._resolver import ClusterResolver
-from armillary.cluster.resolvers._spec import split_address
+from armillary.cluster.resolvers._spec import plan_process, split_address
 from armillary.errors import ClusterError
 
 # With it, Ray listens on loopback only, and not on all interfaces.

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from armillary.cluster._ray import import_ray
+from armillary._optional import import_ray
 from armillary.distribute.parameter_server._array_types import ArrayType, to_host
-from armillary.distribute.parameter_server._recorded_updates import UpdateSpec
+from armillary.distribute.parameter_server._program import Addition, UpdateSpec
 from armillary.distribute.parameter_server._shipping import load_transformation
 from armillary.distribute.parameter_server._split_update import make_local_update
-from armillary.distribute.parameter_server._task_program import Addition
 
 Part = tuple[int, int]
 """A variable and the number of one of its parts, from 0."""

@@ -3,6 +3,12 @@
 A function is pickled with all that it reaches, but three kinds of things are named and
 not sent: the arrays of variables, which workers read from parameter servers;
 optimizers, which run there; and the strategy, of which each worker has its own.
+
+Keras models and optimizers on their way to workers and parameter servers.
+
+Keras pickles a model by saving it, without what makes variables the same in two places.
+Here its objects are sent as any Python object is. An optimizer is one more Optax
+transformation: its own update runs where the variables live.
 """
 
 import io
@@ -12,9 +18,197 @@ from typing import Any
 
 import optax
 
-from armillary.cluster._ray import import_ray
-from armillary.distribute.parameter_server import _keras_objects
-from armillary.distribute.parameter_server._recorded_updates import make_stand_in
+from armillary._optional import import_ray
+from armillary.distribute.parameter_server import _shipping
+from armillary.distribute.parameter_server._program import make_stand_in
+from armillary.state import _keras
+
+# Compiled functions and what `fit` keeps between steps; workers make their own.
+_LOCAL = frozenset(
+    {
+        "_eval_epoch_iterator",
+        "_jax_state",
+        "history",
+        "predict_function",
+        "test_function",
+        "train_function",
+    }
+)
+# Tables of an optimizer by the identity of a variable.
+_INDICES = "_trainable_variables_indices"
+_DECAYED = "_exclude_from_weight_decay_cache"
+
+
+def is_optimizer(obj: Any) -> bool:
+    """Returns whether `obj` is an optimizer of Keras."""
+    keras = _keras.keras_module()
+    return keras is not None and isinstance(obj, keras.Optimizer)
+
+
+def reduce_keras(obj: Any) -> Any:
+    """Returns how to pickle an object of Keras, or `NotImplemented` for any other."""
+    if _keras.keras_module() is None:
+        return NotImplemented
+    from keras.src.saving.keras_saveable import KerasSaveable
+    from keras.src.utils import backend_utils, tracking
+
+    if isinstance(obj, KerasSaveable):
+        held = {k: None if k in _LOCAL else v for k, v in vars(obj).items()}
+        return _make_blank, (type(obj),), held, None, None, _fill
+    if isinstance(obj, backend_utils.DynamicBackend):
+        # Without a rule, it asks itself for each attribute while it is made.
+        return type(obj), (obj._backend,)
+    containers: Any = (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet)
+    if isinstance(obj, containers):
+        items = dict(obj) if isinstance(obj, dict) else list(obj)
+        return _make_blank, (type(obj),), (vars(obj), items), None, None, _refill
+    return NotImplemented
+
+
+def as_transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    """Returns the update of an optimizer as Optax has it.
+
+    Its state and parameters are lists, in the order of `optimizer.variables` and of the
+    variables that it was built for.
+    """
+    update = KerasUpdate(optimizer)
+    return optax.GradientTransformationExtraArgs(update.init, update)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Raises if an optimizer cannot run on parameter servers."""
+    name, rate = type(optimizer).__name__, vars(optimizer).get("_learning_rate")
+    if hasattr(optimizer, "inner_optimizer"):
+        raise ValueError(
+            f"The optimizer is a `{name}`, which looks at all gradients before any "
+            "variable changes, but these live on several parameter servers. Use the "
+            'optimizer inside it: with `mixed_bfloat16` in place of `"mixed_float16"`, '
+            "losses need no scale."
+        )
+    if optimizer.global_clipnorm is not None:
+        raise ValueError(
+            f"`global_clipnorm` of the optimizer is {optimizer.global_clipnorm}, but "
+            "the gradients that it is a norm of go to several parameter servers. Use "
+            "`clipnorm`, which is of each variable alone."
+        )
+    if callable(rate) and not _keras.is_variable(rate):
+        keras: Any = _keras.keras_module()
+        if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            raise ValueError(
+                f"The learning rate of the optimizer is {rate!r}, a function of this "
+                "process, but the optimizer runs on parameter servers. Use a number, "
+                "or a schedule of `keras.optimizers.schedules`."
+            )
+
+
+class KerasUpdate:
+    """The update of a Keras optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        _check_optimizer(optimizer)
+        self.optimizer = optimizer
+        # By number: identities are others in another process.
+        before = set(vars(optimizer))
+        variables = optimizer._trainable_variables
+        self._decayed = [optimizer._use_weight_decay(v) for v in variables]
+        # It has made tables, by which a task that reaches it would count as changed.
+        for name in set(vars(optimizer)) - before:
+            del vars(optimizer)[name]
+
+    def init(self, params: Any) -> Any:
+        """Is not called: Keras has made the state."""
+        raise NotImplementedError
+
+    def __call__(
+        self, updates: Any, state: Any, params: Any = None
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns what to add to the parameters, and the new state."""
+        optimizer = self.optimizer
+        variables = optimizer._trainable_variables
+        everything = [*variables, *optimizer.variables]
+        for variable, array in zip(everything, [*params, *state], strict=True):
+            variable._shape = array.shape  # A server may have a part of it.
+        keys = [optimizer._var_key(variable) for variable in variables]
+        setattr(optimizer, _INDICES, dict(zip(keys, range(len(keys)), strict=True)))
+        setattr(optimizer, _DECAYED, dict(zip(keys, self._decayed, strict=True)))
+        new, own = optimizer.stateless_apply(list(state), list(updates), list(params))
+        return [after - before for after, before in zip(new, params, strict=True)], own
+
+
+def dump_transformation(transformation: Any, cloudpickle: Any) -> bytes:
+    """Returns an optimizer for parameter servers, without the values of variables."""
+
+    class Pickler(cloudpickle.CloudPickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if _keras.is_variable(obj):
+                held = {**vars(obj), "_value": None}
+                return _make_blank, (type(obj),), held, None, None, _fill
+            reduced = reduce_keras(obj)
+            if reduced is not NotImplemented:
+                return reduced
+            return super().reducer_override(obj)
+
+    buffer = io.BytesIO()
+    Pickler(buffer, protocol=5).dump(tuple(transformation))
+    return buffer.getvalue()
+
+
+def make_optimizer(kind: type, index: int) -> Any:
+    """Returns what stands for an optimizer on a worker, without its attributes."""
+    transformation = make_stand_in(index)
+
+    def check(self: Any, grads: Any, variables: Any) -> None:
+        own = self._trainable_variables
+        if list(map(id, variables)) != list(map(id, own)) or len(grads) != len(own):
+            raise ValueError(
+                f"The optimizer {self.name!r} was given {len(variables)} variables in "
+                f"a scheduled function, and was built for {len(own)}. Pass all of "
+                "them, in the order in which it was built."
+            )
+        missing = [v.path for v, g in zip(own, grads, strict=True) if g is None]
+        if missing:
+            raise ValueError(
+                f"The optimizer {self.name!r} was given no gradient for "
+                f"{', '.join(missing)} in a scheduled function. Build it for the "
+                "variables that the loss depends on."
+            )
+
+    def stateless_apply(
+        self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> tuple[list[Any], list[Any]]:
+        check(self, grads, self._trainable_variables)
+        state, values = list(optimizer_variables), list(trainable_variables)
+        updates: Any
+        updates, _ = transformation.update(list(grads), state, values)
+        return [a + b for a, b in zip(values, updates, strict=True)], state
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        variables = list(trainable_variables or self._trainable_variables)
+        check(self, grads, variables)
+        state = [variable.value for variable in self.variables]
+        values = [variable.value for variable in variables]
+        new, _ = stateless_apply(self, state, grads, values)
+        for variable, value in zip(variables, new, strict=True):
+            variable.assign(value)
+
+    methods = {"apply": apply, "stateless_apply": stateless_apply}
+    return _make_blank(type(kind.__name__, (kind,), methods))
+
+
+def _make_blank(kind: type) -> Any:
+    base: Any = next((b for b in (list, dict, set) if issubclass(kind, b)), object)
+    return base.__new__(kind)
+
+
+def _fill(obj: Any, held: dict[str, Any]) -> None:
+    vars(obj).update(held)
+
+
+def _refill(container: Any, held: tuple[dict[str, Any], Any]) -> None:
+    attributes, items = held
+    base: Any = _keras.untracked_type(type(container))
+    (base.extend if base is list else base.update)(container, items)
+    vars(container).update(attributes)
 
 
 def ship(
@@ -43,12 +237,12 @@ def ship(
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, optax.GradientTransformation):
                 return make_stand_in, (number(obj, lambda own: own),)
-            reduced = _keras_objects.reduce_keras(obj)
+            reduced = _shipping.reduce_keras(obj)
             if reduced is NotImplemented:
                 return super().reducer_override(obj)
-            if _keras_objects.is_optimizer(obj) and obj.built:
-                index = number(obj, _keras_objects.as_transformation)
-                make = _keras_objects.make_optimizer
+            if _shipping.is_optimizer(obj) and obj.built:
+                index = number(obj, _shipping.as_transformation)
+                make = _shipping.make_optimizer
                 return make, (type(obj), index), *reduced[2:]
             return reduced
 
@@ -61,7 +255,7 @@ def ship(
             f"reaches cannot be pickled ({error}). Hold files, locks, threads, devices "
             "and their like elsewhere, or make them inside the function."
         ) from error
-    dump = _keras_objects.dump_transformation
+    dump = _shipping.dump_transformation
     return buffer.getvalue(), [dump(t, cloudpickle) for t in transformations]
 
 

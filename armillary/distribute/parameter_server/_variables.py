@@ -14,18 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from armillary._logging import logger
-from armillary.cluster._ray import import_ray
+from armillary._optional import import_ray
 from armillary.distribute.parameter_server._array_types import (
     ArrayType,
     to_host,
     type_of,
 )
 from armillary.distribute.parameter_server._partitioners import count_parts, cut
-from armillary.distribute.parameter_server._recorded_updates import UpdateSpec
+from armillary.distribute.parameter_server._program import TaskSpec, UpdateSpec
 from armillary.distribute.parameter_server._server import LocalUpdate, Part, fetch
 from armillary.distribute.parameter_server._shipping import load_transformation
 from armillary.distribute.parameter_server._split_update import SplitUpdate
-from armillary.distribute.parameter_server._task_program import TaskSpec
 from armillary.distribute.parameter_server._worker import PlacedTask
 from armillary.errors import ReplicaMismatchError, StateStructureError
 from armillary.state._lift import State, as_array

@@ -13,21 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from armillary.cluster._ray import import_ray
+from armillary._optional import import_ray
 from armillary.data._dataset import DistributedDataset
 from armillary.distribute.parameter_server._array_types import ArrayType, to_host
-from armillary.distribute.parameter_server._per_worker import (
+from armillary.distribute.parameter_server._data import (
     Batches,
     Datasets,
+    WorkerStrategy,
     find_batches,
     offered,
 )
+from armillary.distribute.parameter_server._program import TaskProgram, TaskSpec
 from armillary.distribute.parameter_server._server import Part, Push, fetch
 from armillary.distribute.parameter_server._shipping import unship
-from armillary.distribute.parameter_server._task_program import TaskProgram, TaskSpec
-from armillary.distribute.parameter_server._worker_strategy import WorkerStrategy
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._step_iterator import MoreBatches
+from armillary.distribute.program._trace import MoreBatches
 from armillary.state._holders import is_claimed
 from armillary.state._lift import State
 from armillary.typing import PyTree

@@ -19,18 +19,17 @@ from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary.distribute._global_arrays import is_array
 from armillary.distribute._strategy import Strategy
+from armillary.distribute.program._compare import check_same_program
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._hardly_meant import MetricWarnings
-from armillary.distribute.program._outside_traces import check_no_trace
-from armillary.distribute.program._same_program import check_same_program
-from armillary.distribute.program._trace import TracedStep, trace_step
+from armillary.distribute.program._trace import TracedStep, check_no_trace, trace_step
 from armillary.distribute.replica._context import get_strategy, lifted_state
 from armillary.distribute.replica._values import is_per_replica
-from armillary.state._functions import captured
 from armillary.state._holders import is_claimed
 from armillary.state._lift import State
+from armillary.state._opaque import captured
 from armillary.typing import PyTree
-from armillary.xla._steps import compile_step
+from armillary.xla._compile import compile_step
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

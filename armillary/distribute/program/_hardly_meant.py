@@ -12,8 +12,8 @@ from armillary._dataflow import Dataflow
 from armillary._logging import logger
 from armillary.distribute.program._trace import TracedStep
 from armillary.distribute.replica._policy import Policy, policies_of
-from armillary.state._functions import global_names
 from armillary.state._lift import State
+from armillary.state._opaque import global_names
 
 _DRAWS = ("random_bits", "random_gamma", "rng_bit_generator")
 _CONSTANT_KEY = (

@@ -25,8 +25,8 @@ import numpy as np
 
 from armillary._logging import logger
 from armillary.errors import CapturedStateError
-from armillary.state._functions import captured
 from armillary.state._holders import held_by
+from armillary.state._opaque import captured
 
 _TIMES = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic")
 _NOT_DRAWN = ("seed", "getstate", "setstate", "get_state", "set_state", "default_rng")

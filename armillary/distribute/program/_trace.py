@@ -4,14 +4,24 @@ The program takes the arrays of every slot and the step's arguments; it returns 
 slots that the step changed, and the step's results. Whatever JAX can only prove while
 tracing is checked here: state that was captured as a constant, slots that changed
 shape. What replicas must not do is found where they run (`replica/_run.py`).
+
+The iterators that a step gets while it is traced.
+
+Keeps values of a trace from getting where they outlive it, or are not expected.
+
+An array of a trace that is left in a list or dictionary fails later, far from the line
+that put it there. State that is written under a `jax.jit` of the user would hold such
+arrays when that is done.
 """
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
+from jax.core import Tracer
 from jax.extend import core
 
 from armillary._jaxpr import call_program, is_in_trace
@@ -20,28 +30,134 @@ from armillary.distribute.program._host_values import (
     guarded_host_values,
     taken_message,
 )
-from armillary.distribute.program._outside_traces import check_nothing_left
-from armillary.distribute.program._step_errors import add_step_notes
-from armillary.distribute.program._value_errors import (
+from armillary.distribute.program._notes import (
     VALUE_ERRORS,
+    add_step_notes,
     add_value_note,
 )
 from armillary.distribute.replica._context import lifted
 from armillary.errors import (
     ArmillaryError,
     CapturedStateError,
+    ReplicaContextError,
+    RetraceError,
     StateStructureError,
 )
 from armillary.state._captured import (
+    Fingerprint,
     check_captured,
     keras_write_error,
     write_error,
 )
 from armillary.state._keras import guarded_writes
 from armillary.state._lift import State
-from armillary.state._same import Fingerprint
+from armillary.state._place import PlaceSlot
 from armillary.state._step_changes import unsettled_message
 from armillary.typing import PyTree
+
+
+class MoreBatches(BaseException):
+    """A step called `next` more often than batches were offered.
+
+    Not an `Exception`, so that the user's own handlers let it pass.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class StepIterator:
+    """Hands out the batches of one step, and counts how many it takes."""
+
+    def __init__(self, index: int, batches: Sequence[PyTree]) -> None:
+        self.index = index
+        self.num_taken = 0
+        self._batches = batches
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        """Returns the next batch of the step."""
+        if self.num_taken == len(self._batches):
+            raise MoreBatches(self.index)
+        self.num_taken += 1
+        return self._batches[self.num_taken - 1]
+
+    get_next = __next__
+
+    def __getitem__(self, key: Any) -> Any:
+        """Says what to write instead."""
+        raise TypeError(
+            f"A step gets an iterator, not a batch, so it has no item {key!r}. Take "
+            "the batch first: `batch = next(iterator)`."
+        )
+
+
+def check_taken(step_name: str, taken: Sequence[int]) -> None:
+    """Raises if a step took no batch from one of its datasets."""
+    if not all(taken):
+        raise RetraceError(
+            f"`{step_name}` took no batch from dataset {list(taken).index(0)} of "
+            f"{len(taken)}, so its data would never end. Call `next(iterator)` "
+            "on each iterator, or leave the dataset out."
+        )
+
+
+_INSTEAD = (
+    "Decorate the function that calls `strategy.run` with `@armillary.function` in "
+    "place of `jax.jit`; inside the function that `strategy.run` gets, `nnx.jit` and "
+    "the others work."
+)
+
+
+def check_no_trace(fn: Callable[..., Any], state: State) -> None:
+    """Raises if a function with state is called under a transformation of JAX."""
+    if not (is_in_trace() and state.slots):
+        return
+    name = getattr(fn, "__name__", "the function")
+    paths = ", ".join(state.paths[:3])
+    more = f" and {len(state.paths) - 3} more" if len(state.paths) > 3 else ""
+    raise ReplicaContextError(
+        f"`{name}` reads or writes variables ({paths}{more}), and was called inside "
+        "`jax.jit`, `nnx.jit` or another transformation of JAX, which would leave its "
+        f"own values in them. {_INSTEAD}"
+    )
+
+
+def add_trace_note(error: Exception) -> None:
+    """Adds a note to Flax's error for variables from outside of a transformation."""
+    if is_in_trace() and "different trace level" in str(error):
+        error.add_note(_INSTEAD)
+
+
+def check_nothing_left(fn: Callable[..., Any], owner: str) -> None:
+    """Raises if a step, which was just traced, left an array where it stays."""
+    # The step may call other methods, and those may use globals of their own.
+    kinds = type(getattr(fn, "__self__", None)).__mro__
+    methods = [value for kind in kinds for value in vars(kind).values()]
+    python = [value for value in methods if isinstance(value, types.FunctionType)]
+    # Not the object of a method, which is the state that was traced.
+    functions = [getattr(fn, "__func__", fn), *python]
+    left = [
+        slot
+        for slot in State([(function, "") for function in functions]).slots
+        if isinstance(slot, PlaceSlot)
+        if any(isinstance(leaf, Tracer) for leaf in slot.read())
+    ]
+    if not left:
+        return
+    for slot in left:
+        slot.put(None)
+    name = getattr(fn, "__name__", "the step")
+    paths = sorted({slot.path.rpartition("/")[0] or slot.path for slot in left})
+    shown = ", ".join(f"`{path}`" for path in paths)
+    raise CapturedStateError(
+        f"`{name}` put an array into {shown}, which {owner} does not carry from step "
+        "to step: it would hold a value of the trace, once. Hold it in an array or a "
+        f"metric of {owner}, and read that between loops; to print values, use "
+        "`jax.debug.print`."
+    )
 
 
 class TracedStep(NamedTuple):

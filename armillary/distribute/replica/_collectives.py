@@ -11,7 +11,7 @@ from jax.dtypes import float0
 
 from armillary.data._layout import Active
 from armillary.distribute.replica._context import entered, lifted_state
-from armillary.distribute.replica._cross_device_ops import sum_by
+from armillary.distribute.replica._reductions import sum_by
 from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,

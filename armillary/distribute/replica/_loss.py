@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from armillary._jaxpr import mark
-from armillary.distribute.replica._accumulate import current_micro_batch
 from armillary.distribute.replica._context import (
     get_replica_context,
     require_replica_context,
 )
 from armillary.distribute.replica._differences import DIVISOR, WEIGHT
+from armillary.distribute.replica._gradient import current_micro_batch
 from armillary.distribute.replica._values import count_active
 
 

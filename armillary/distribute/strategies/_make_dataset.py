@@ -7,8 +7,7 @@ from typing import Any
 
 from armillary._checks import check_instance
 from armillary.data._dataset import DistributedDataset
-from armillary.data._input_context import InputContext
-from armillary.data._input_options import InputOptions
+from armillary.data._layout import InputContext, InputOptions
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
 

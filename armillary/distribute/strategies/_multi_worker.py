@@ -1,21 +1,140 @@
-"""Synchronous training on the devices of several processes."""
+"""Synchronous training on the devices of several processes.
 
+What strategies over the devices of several processes share.
+
+Synchronous training on the TPU cores of one machine, a slice or several slices.
+"""
+
+import importlib.util
+import math
+import numbers
+import os
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+from jax.core import Tracer
 
-from armillary._checks import answers_old_names
+from armillary._checks import answers_old_names, check_instance
+from armillary._jaxpr import is_in_trace
 from armillary._logging import logger
 from armillary.cluster._communication import CommunicationOptions
+from armillary.cluster._join import join_cluster
+from armillary.cluster.resolvers._resolve import resolve_cluster
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
-from armillary.data._input_context import InputContext
-from armillary.data._input_options import InputOptions
-from armillary.data._layout import BatchLayout
+from armillary.data._layout import BatchLayout, InputContext, InputOptions
+from armillary.data.sources._arrays import IndexedDataset
+from armillary.data.sources._source import as_source
+from armillary.distribute._global_arrays import as_local, is_array, is_divided
+from armillary.distribute._strategy import Strategy
+from armillary.distribute.program._compare import (
+    check_same_arguments,
+    check_same_data,
+)
+from armillary.distribute.replica._values import is_per_replica
 from armillary.distribute.strategies._layouts import ReplicaLayout
-from armillary.distribute.strategies._mirrored import MirroredStrategy
-from armillary.distribute.strategies._processes import JoinedStrategy, order_devices
+from armillary.distribute.strategies._single import MirroredStrategy
+from armillary.errors import ClusterError
+from armillary.typing import PyTree
+
+
+class JoinedStrategy(Strategy):
+    """A strategy that joins the processes of its job, if there are several."""
+
+    _cluster_resolver: ClusterResolver
+    _unit = "replica"
+    """What each process has some of."""
+
+    def _join(
+        self,
+        cluster_resolver: ClusterResolver | None,
+        communication_options: CommunicationOptions | None,
+    ) -> None:
+        """Sets `peers`. It must come before anything that uses a device."""
+        fix = "Use one of `armillary.cluster`, or leave it out."
+        if cluster_resolver is not None:
+            check_instance("cluster_resolver", cluster_resolver, ClusterResolver, fix)
+        if (options := communication_options) is not None:
+            check_instance("communication_options", options, CommunicationOptions, fix)
+        self._cluster_resolver = cluster_resolver or resolve_cluster()
+        self.peers = join_cluster(self._cluster_resolver, communication_options)
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The resolver that described the cluster."""
+        return self._cluster_resolver
+
+    def distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Returns a dataset that splits each *global* batch over replicas.
+
+        Each process reads all of it, and keeps the rows of its own devices: give the
+        same data, in the same order, to all. What `from_arrays` and its like give is
+        compared; any other data are not. Of arrays only the rows of its devices, and
+        those that are compared, are touched. See `Strategy.distribute_dataset` for what
+        it takes.
+        """
+        if self.peers is not None and isinstance(dataset, IndexedDataset):
+            check_same_data(self.peers, dataset)
+        distributed = super().distribute_dataset(dataset, options)
+        if self.peers is not None:
+            logger.info(
+                "data | %s: one data set for all; each of %d processes reads its "
+                "batches and keeps the rows of its own %ss (%s)",
+                as_source(dataset).name,
+                self.peers.count,
+                self._unit,
+                self._describe_shares(),
+            )
+        return distributed
+
+    def _collect(self, value: PyTree) -> PyTree:
+        if self.peers is not None and not is_in_trace():
+            flat = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_per_replica)
+            arrays = {
+                f"value{jax.tree_util.keystr(path)}": _array_of(leaf)
+                for path, leaf in flat
+            }
+            shared = {
+                name: array
+                for name, array in arrays.items()
+                if is_array(array) or isinstance(array, numbers.Number)
+                if not is_divided(array)
+            }
+            if shared:
+                check_same_arguments(self.peers, shared)
+
+        def collect(leaf: Any) -> Any:
+            array = _array_of(leaf)
+            is_here = not isinstance(array, jax.Array) or isinstance(array, Tracer)
+            if is_here or array.is_fully_addressable:
+                return leaf
+            self.dispatch.wait()
+            local = as_local(array)
+            return jax.tree.map(lambda _: local, leaf)
+
+        return jax.tree.map(collect, value, is_leaf=is_per_replica)
+
+    def _describe_shares(self) -> str:
+        """Returns how many replicas, or devices, the processes have."""
+        assert self.peers is not None and self._mesh is not None
+        counts = [0] * self.peers.count
+        for device in self._mesh.devices.flat:
+            counts[device.process_index] += 1
+        each = f"{counts[0]} each" if len(set(counts)) == 1 else f"{counts}"
+        return f"{sum(counts)} {self._unit}s, {each}"
+
+
+def _array_of(leaf: Any) -> Any:
+    return leaf.array if is_per_replica(leaf) else leaf
+
+
+def order_devices(devices: Any) -> list[Any]:
+    """Returns devices with those of a process side by side, alike in each process."""
+    return sorted(devices, key=lambda device: (device.process_index, device.id))
 
 
 @answers_old_names(
@@ -101,3 +220,129 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
         where = "1 process" if self.peers is None else f"{self.peers.count} processes"
         replicas = f"{self.num_replicas_in_sync} x {platform}"
         return f"{type(self).__name__}({replicas}, {where})"
+
+
+_ONE_DEVICE = (
+    "A replica is one core: there are no logical devices inside of it to spread a "
+    "model over."
+)
+_LOGICAL_DEVICES = (
+    "experimental_assign_to_logical_device",
+    "experimental_replicate_to_logical_devices",
+    "experimental_split_to_logical_devices",
+)
+
+
+@answers_old_names(
+    tpu_cluster_resolver="It is called `resolver` here.",
+    device_assignment=_ONE_DEVICE + " Leave it out.",
+    experimental_device_assignment=_ONE_DEVICE + " Leave it out.",
+    experimental_spmd_xla_partitioning=_ONE_DEVICE + " Leave it out.",
+)
+class TPUStrategy(MultiWorkerMirroredStrategy):
+    """One replica per TPU core, with equal variables on all of them.
+
+    As `tf.distribute.TPUStrategy`. The same program runs on every machine of the slice,
+    and this strategy joins them, as `MultiWorkerMirroredStrategy` does: make it before
+    anything uses a device. Nothing need be connected or initialized before.
+
+    Args:
+        resolver: Tells which machine this is, and where the others are. By default
+            `armillary.cluster.resolve_cluster()` finds out.
+        topology: The chips that must be there, such as `"4x4"` or `"2x2x1"`, so that a
+            job on a part of its slice is an error. By default any number.
+
+    Raises:
+        ClusterError: If JAX has no TPU here, the chips are not those of `topology`, a
+            device was used before, or this process has joined another cluster.
+        TypeError: If `resolver` is of another type.
+        ValueError: If `topology` is not written like this.
+    """
+
+    _platform = "tpu"
+    """What devices must be; tests stand in with another one."""
+
+    def __init__(
+        self,
+        resolver: ClusterResolver | None = None,
+        topology: str | None = None,
+        *,
+        reduce_dtype: Any = None,
+    ) -> None:
+        self._topology = None if topology is None else _parse(topology)
+        if resolver is not None:
+            fix = "Use one of `armillary.cluster`, or leave it out."
+            check_instance("resolver", resolver, ClusterResolver, fix)
+        # Before the machines join, which would wait for others in vain.
+        reason = _why_there_is_none() if self._platform == "tpu" else None
+        if reason is not None:
+            _refuse(reason)
+        super().__init__(resolver, reduce_dtype=reduce_dtype)
+
+    def _find_devices(self, is_joined: bool) -> Sequence[Any]:
+        find = jax.devices if is_joined else jax.local_devices
+        try:
+            devices = find(backend=self._platform)
+        except RuntimeError as error:
+            _refuse(f"JAX found none ({error})")
+        if self._topology is not None:
+            _check_topology(self._topology, devices)
+        return devices
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _LOGICAL_DEVICES:
+            raise AttributeError(
+                f"`{type(self).__name__}` has no `{name}`. {_ONE_DEVICE} Leave it out, "
+                "or use `armillary.ShardedStrategy`, whose devices along `tensor` are "
+                "logical devices."
+            )
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}"
+        )
+
+
+def _why_there_is_none() -> str | None:
+    """Returns why JAX cannot have a TPU, as far as that is known without asking it."""
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    if platforms and "tpu" not in platforms.split(","):
+        return f"JAX was told to use {platforms} alone (`JAX_PLATFORMS`)"
+    is_installed = importlib.util.find_spec("libtpu") is not None
+    if not is_installed and "TPU_LIBRARY_PATH" not in os.environ:
+        return "the package `libtpu` is not installed"
+    return None
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise ClusterError(
+        f"`TPUStrategy` needs a TPU, but {reason}. On a TPU machine, install "
+        "`armillary[tpu]` and leave `JAX_PLATFORMS` unset. Elsewhere the same program "
+        "runs under `armillary.MirroredStrategy(devices=...)` on the devices of one "
+        "process, or under `armillary.MultiWorkerMirroredStrategy()` on those of "
+        "several."
+    )
+
+
+def _parse(topology: Any) -> str:
+    if not isinstance(topology, str) or not re.fullmatch(
+        r"[1-9]\d*(x[1-9]\d*)*", topology
+    ):
+        raise ValueError(
+            f"`topology` is {topology!r}, but it must be the numbers of chips along "
+            'each axis of the slice. Write it as in `"4x4"` or `"2x2x1"`.'
+        )
+    return topology
+
+
+def _check_topology(topology: str, devices: Sequence[Any]) -> None:
+    # A chip may have two cores, which are at one place.
+    places = {
+        (getattr(device, "slice_index", 0), *getattr(device, "coords", (device.id,)))
+        for device in devices
+    }
+    wanted = math.prod(map(int, topology.split("x")))
+    if len(places) != wanted:
+        raise ClusterError(
+            f"`topology` is {topology!r}, which are {wanted} chips, but JAX found "
+            f"{len(places)}. Start the program on every machine of the slice, with a "
+            "`resolver` that knows them all, or correct `topology`."
+        )

@@ -21,19 +21,15 @@ from armillary._jaxpr import is_in_trace
 from armillary.cluster._communication import CommunicationOptions
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
-from armillary.data._input_context import InputContext
-from armillary.data._input_options import InputOptions
-from armillary.data._layout import BatchLayout
+from armillary.data._layout import BatchLayout, InputContext, InputOptions
 from armillary.distribute._global_arrays import is_key
 from armillary.distribute.program._function import Functions
 from armillary.distribute.replica._alone import run_in_place, run_traced
 from armillary.distribute.replica._collectives import ReplicaContext
 from armillary.distribute.replica._policy import check_annotations
-from armillary.distribute.strategies._devices import as_devices, check_alone
-from armillary.distribute.strategies._layouts import MeshLayout
-from armillary.distribute.strategies._logical_devices import split_over
-from armillary.distribute.strategies._processes import JoinedStrategy, order_devices
-from armillary.distribute.strategies._rules import ShardingRules, axes_of
+from armillary.distribute.strategies._layouts import MeshLayout, as_devices, check_alone
+from armillary.distribute.strategies._multi_worker import JoinedStrategy, order_devices
+from armillary.distribute.strategies._rules import ShardingRules, axes_of, split_over
 from armillary.errors import StateStructureError
 from armillary.state._lift import State, as_array
 from armillary.typing import PyTree

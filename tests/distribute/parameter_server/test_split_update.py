@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from armillary.distribute.parameter_server._array_types import type_of
-from armillary.distribute.parameter_server._recorded_updates import UpdateSpec
+from armillary.distribute.parameter_server._program import UpdateSpec
 from armillary.distribute.parameter_server._split_update import (
     SplitUpdate,
     call_update,

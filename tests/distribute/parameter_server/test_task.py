@@ -8,9 +8,12 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.distribute.parameter_server._recorded_updates import make_stand_in
-from armillary.distribute.parameter_server._task_program import Addition, TaskProgram
-from armillary.distribute.parameter_server._worker_strategy import WorkerStrategy
+from armillary.distribute.parameter_server._data import WorkerStrategy
+from armillary.distribute.parameter_server._program import (
+    Addition,
+    TaskProgram,
+    make_stand_in,
+)
 from armillary.distribute.program._flat_state import FlatState
 from armillary.errors import (
     DoubleReductionError,

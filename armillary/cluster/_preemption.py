@@ -1,0 +1,212 @@
+"""Hears that the machine of this process is going to be taken.
+
+A signal handler runs between any two instructions of the main thread, which may hold
+any lock. So it only sets an attribute, and whoever trains looks at it between loops.
+
+Options for jobs whose machines may be taken away.
+"""
+
+import atexit
+import contextlib
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from armillary._checks import answers_old_names, check_callable, check_not_negative
+from armillary._logging import logger
+
+
+@answers_old_names(
+    termination_watcher_fn="It is called `watcher` here.",
+    save_fn="Leave it out: the checkpoint manager saves.",
+)
+@dataclass(frozen=True, kw_only=True)
+class TerminationConfig:
+    """How a job learns that a machine is going to be taken, and how it ends.
+
+    It is that of `tf.distribute.experimental`. SIGTERM is a notice in any case.
+
+    Args:
+        grace_period: Seconds from the notice to the end of the machine. With `None` or
+            0 the job saves after the loop that is running, and ends. With more, it
+            saves, trains on while there is certainly time for another save, saves
+            again, and ends: worth it if the period is many times as long as a save.
+        exit_fn: Called without arguments in all processes once they have saved. If it
+            returns, training goes on. `None` ends the program with exit code 77,
+            `armillary.cluster.ExitCode.PREEMPTED`.
+        watcher: A function without arguments that returns whether the machine is going
+            to be taken, for platforms that do not say it by SIGTERM. A thread calls it
+            about once a second. Where it fails, that is logged once, and it is called
+            again.
+
+    Raises:
+        TypeError: If `exit_fn` or `watcher` is not callable.
+        ValueError: If `grace_period` is negative.
+    """
+
+    grace_period: float | None = None
+    exit_fn: Callable[[], Any] | None = None
+    watcher: Callable[[], bool] | None = None
+
+    def __post_init__(self) -> None:
+        if self.grace_period is not None:
+            check_not_negative("grace_period", self.grace_period)
+        if self.exit_fn is not None:
+            check_callable("exit_fn", self.exit_fn)
+        if self.watcher is not None:
+            check_callable("watcher", self.watcher)
+
+
+_POLL_SECONDS = 1.0
+_kept: "set[PreemptionNotice]" = set()
+
+
+class PreemptionNotice:
+    """Listens to SIGTERM, and asks a watcher, until it is closed or forgotten.
+
+    The handler that the program had is not called meanwhile, because most end the
+    program. Afterwards it is again what SIGTERM does.
+
+    Args:
+        watcher: Returns whether the machine is going to be taken, or `None`.
+
+    Attributes:
+        source: What gave notice, or `None`.
+
+    Raises:
+        RuntimeError: If this is not the main thread.
+    """
+
+    def __init__(self, watcher: Callable[[], bool] | None = None) -> None:
+        if not _is_main_thread():
+            raise RuntimeError(
+                "`SaveCheckpointIfPreempted` is made in the thread "
+                f"{threading.current_thread().name!r}, but Python lets only the main "
+                "thread handle SIGTERM. Make it there; any thread may call it."
+            )
+        self.source: str | None = None
+        self._closed = threading.Event()
+        reference: weakref.ref[PreemptionNotice] = weakref.ref(self)
+        self._previous = signal.getsignal(signal.SIGTERM)
+        self._handler = _make_handler(reference, self._previous)
+        signal.signal(signal.SIGTERM, self._handler)
+        if watcher is not None:
+            threading.Thread(
+                target=_watch,
+                args=(reference, watcher, self._closed),
+                name="armillary-preemption",
+                daemon=True,
+            ).start()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed.is_set()
+
+    def listen(self) -> None:
+        """Takes SIGTERM back from code outside Python that has taken it since.
+
+        `jax.distributed.initialize` does so if the program calls it itself. A handler
+        that the program has set since is left alone.
+        """
+        if self._is_installed():
+            signal.signal(signal.SIGTERM, self._handler)
+
+    def clear(self) -> None:
+        """Forgets the notice, and waits for the next one."""
+        self.source = None
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Listens until the program has ended, if the code under it ends the program.
+
+        Signals often come again and again, and a later one must not change the exit
+        code while the processes say goodbye to each other.
+        """
+        _kept.add(self)
+        yield  # No `finally`: what raises here ends the program.
+        _kept.remove(self)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the program is ending because of the code under `kept`."""
+        return self in _kept
+
+    def close(self) -> None:
+        """Stops listening, and lets SIGTERM be what it was."""
+        if self.is_kept:
+            return
+        self._closed.set()
+        if self._is_installed():
+            # `None` is a handler from outside Python, which cannot be put back.
+            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
+
+    def _is_installed(self) -> bool:
+        # Only the main thread may set a handler; from another, the handler is left to
+        # find out that nobody listens.
+        handler = signal.getsignal(signal.SIGTERM)
+        return _is_main_thread() and handler is self._handler
+
+
+@atexit.register
+def _ignore_if_kept() -> None:
+    # Python ends by making each handler of its own, but not one that ignores, the
+    # default again. Not before: programs that are started would ignore SIGTERM too.
+    if any(notice._is_installed() for notice in _kept):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _make_handler(
+    reference: "weakref.ref[PreemptionNotice]", previous: Any
+) -> Callable[[int, FrameType | None], None]:
+    process = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        notice = reference()
+        # A forked child has inherited the handler, and must be as mortal as before.
+        if notice is not None and not notice.is_closed and os.getpid() == process:
+            notice.source = notice.source or signal.Signals(number).name
+        elif callable(previous):
+            previous(number, frame)
+        elif previous != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    return handle
+
+
+def _watch(
+    reference: "weakref.ref[PreemptionNotice]",
+    watcher: Callable[[], bool],
+    closed: threading.Event,
+) -> None:
+    has_failed = was_taken = False
+    while not closed.is_set():
+        try:
+            is_taken = bool(watcher())
+        except Exception as error:
+            is_taken = was_taken
+            if not has_failed:
+                logger.warning(
+                    "`watcher` of `TerminationConfig` failed, and is called again "
+                    "every second, in silence: %r",
+                    error,
+                )
+            has_failed = True
+        notice = reference()
+        if notice is None:
+            return
+        if is_taken and not was_taken:
+            notice.source = notice.source or "`watcher`"
+        was_taken = is_taken
+        del notice  # Or it would be kept alive by the wait.
+        closed.wait(_POLL_SECONDS)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,348 @@
+"""Finds copies of mirrored state that are no longer equal.
+
+Replicas compute the same update from the same sum, so their copies stay equal without
+ever being compared. A bit that flips in one device's memory, or a device that computes
+wrongly, stays unnoticed. Here each device sums up its own copies, and only the sums
+travel.
+
+Decisions that must be the same on all replicas, though each sees its own copy.
+
+Mirrored state is equal everywhere as long as the hardware is right. A decision that
+each replica took from its own copy would make a wrong bit on one of them take it
+another way than the others, and all would wait for ever at the next sum.
+
+Compares values between processes that must have the same ones.
+
+Other rows, or another order of them, would train without any error: each process gives
+its replicas their part of what it takes for the global batch. So would other state.
+
+Compares a traced program between processes, before it first runs.
+
+Processes that run different programs wait for each other in different places, for ever.
+Those that run one program with different constants in it compute different results.
+"""
+
+import hashlib
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.sharding import Mesh, PartitionSpec
+
+from armillary._checks import list_lines
+from armillary._jaxpr import programs_in, source_line, walk_programs
+from armillary.cluster._peers import Peers
+from armillary.data.sources._arrays import IndexedDataset
+from armillary.distribute._dispatch import Dispatch
+from armillary.distribute._global_arrays import everywhere, is_divided, is_key
+from armillary.distribute.replica._values import AXIS_NAME
+from armillary.errors import PeerError, ReplicaDivergenceError
+from armillary.state._captured import find_constants
+from armillary.state._opaque import captured
+
+
+def largest_on_replicas(
+    mesh: Mesh | None, fn: Callable[[Sequence[Any]], Any], arrays: Sequence[Any]
+) -> Any:
+    """Returns `fn(arrays)`, the largest of what it is on any replica."""
+    if not has_copies(mesh):
+        return fn(arrays)
+
+    def on_replica(arrays: Sequence[Any]) -> Any:
+        return jax.lax.pmax(fn(arrays), AXIS_NAME)
+
+    everywhere = PartitionSpec()
+    mapped = jax.shard_map(
+        on_replica,
+        mesh=mesh,
+        in_specs=everywhere,
+        out_specs=everywhere,
+        check_vma=False,
+    )
+    return mapped(list(arrays))
+
+
+def has_copies(mesh: Mesh | None) -> bool:
+    """Returns whether several devices of a mesh hold a copy of mirrored state."""
+    return mesh is not None and mesh.shape.get(AXIS_NAME, 1) > 1
+
+
+_OPTIONS = ("batch_size", "repeat", "drop_remainder")
+
+
+def check_same_state(peers: Peers, paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raises if values that must be equal on all processes are not."""
+    own = dict(zip(paths, map(describe_value, leaves), strict=True))
+    differing, num_names = find_differences(peers, "state", own)
+    if not differing:
+        return
+    raise PeerError(
+        f"{len(differing)} of {num_names} arrays of the state differ between "
+        "processes, but each process must begin with the same values:\n"
+        f"{_list(differing)}\n"
+        "Use the same random seed on all processes (`nnx.Rngs(0)`), and take nothing "
+        "into the state that depends on the process, such as the time."
+    )
+
+
+def check_same_arguments(peers: Peers, values: Mapping[str, Any]) -> None:
+    """Raises if what a function of a strategy was given differs between processes."""
+    own = {name: describe_value(value) for name, value in values.items()}
+    differing, _ = find_differences(peers, "what `reduce` or `gather` is given", own)
+    if differing:
+        raise PeerError(
+            "`strategy.reduce` or `strategy.gather` was given values that all replicas "
+            "share, but they differ between processes, which would get different "
+            f"results:\n{_list(differing)}\n"
+            "Compute them from the same values in all processes. A value of each "
+            "replica's own is what `strategy.run` returns for batches, or "
+            "`strategy.distribute_values_from_function`."
+        )
+
+
+def check_same_data(peers: Peers, dataset: IndexedDataset) -> None:
+    """Raises if a data set for all processes is not the same in each."""
+    own = {name: repr(getattr(dataset, name)) for name in _OPTIONS}
+    own |= {name: str(value) for name, value in dataset.order_of_examples.items()}
+    differing, _ = find_differences(peers, "a data set for all", own)
+    if differing:
+        raise PeerError(
+            "A data set that is distributed over all processes is not the same in "
+            f"each:\n{_list(differing)}\n"
+            "Give all of them the same data, `batch_size` and `shuffle_seed`. Where "
+            "each reads data of its own, use a function with an `input_context` "
+            "(`make_distributed_dataset`)."
+        )
+
+
+def find_differences(
+    peers: Peers, topic: str, own: dict[str, str]
+) -> tuple[dict[str, str], int]:
+    """Returns what each process has for the names that differ, and how many are all."""
+    everyone = [json.loads(text) for text in peers.gather(topic, json.dumps(own))]
+    names = dict.fromkeys(name for each in everyone for name in each)
+    differing = {
+        name: ", ".join(
+            f"process {index} has {each.get(name, 'no such array')}"
+            for index, each in enumerate(everyone)
+        )
+        for name in names
+        if len({each.get(name) for each in everyone}) > 1
+    }
+    return differing, len(names)
+
+
+def describe_value(array: Any) -> str:
+    """Returns type, shape and a fingerprint.
+
+    An array of which each process has a part is equal by the way that it was made.
+    """
+    if is_key(array):
+        array = jax.random.key_data(array)
+    if is_divided(array):
+        return f"{array.dtype.name} {array.shape}"
+    values = np.ascontiguousarray(array)
+    data = values.reshape(-1).view(np.uint8).data
+    digest = hashlib.blake2b(data, digest_size=6).hexdigest()
+    return f"{values.dtype.name} {tuple(np.shape(array))} #{digest}"
+
+
+def _list(differing: Mapping[str, str]) -> str:
+    return list_lines(f"{name}: {text}" for name, text in differing.items())
+
+
+_CONTEXT_LINES = 3
+
+
+def check_same_program(
+    peers: Peers,
+    name: str,
+    program: core.ClosedJaxpr,
+    fn: Callable[..., Any],
+    arguments: Mapping[str, Any] | None = None,
+) -> None:
+    """Raises if processes have traced `fn` to different programs, or other constants.
+
+    `arguments` are the ones, by name, of the first call that must be equal too.
+    """
+    # Addresses of Python objects differ where nothing else does.
+    lines = re.sub(r"0x[0-9a-f]+", "0x", str(program)).splitlines()
+    held = [describe_value(constant) for constant in find_constants(program)]
+    given = {key: describe_value(value) for key, value in (arguments or {}).items()}
+    digest = hashlib.sha256(json.dumps([lines, held, given]).encode()).hexdigest()
+    if len(set(peers.gather(f"the program of {name}", digest))) == 1:
+        return
+    _check_same_lines(peers, name, lines)
+    values = {str(i): text for i, text in enumerate(held)} | given
+    differing, _ = find_differences(peers, f"the constants of {name}", values)
+    uses = list(_find_uses(program))
+    known = {id(value): key for key, value in captured(fn)}
+    shown = []
+    for key, text in differing.items():
+        title = f"`{key}`"
+        if key.isdigit():
+            constant, equation = uses[int(key)]
+            held_by = known.get(id(constant))
+            title = "a constant" if held_by is None else f"`{held_by}`"
+            if equation is not None:
+                title += f", used at {source_line(equation)}"
+        shown.append(f"{title}: {text}")
+    raise PeerError(
+        f"`{name}` computes with other values in each process, where all must have the "
+        f"same:\n{list_lines(shown)}\n"
+        "What a step captures, and arguments that all replicas share, must come from "
+        "one seed and the same data in all processes. What is to differ between "
+        "replicas belongs into the batches, or comes from "
+        "`strategy.distribute_values_from_function`."
+    )
+
+
+def _check_same_lines(peers: Peers, name: str, lines: list[str]) -> None:
+    marks = json.dumps(
+        [hashlib.sha256(line.encode()).hexdigest()[:8] for line in lines]
+    )
+    everyone = map(json.loads, peers.gather(f"the lines of {name}", marks))
+    columns = enumerate(itertools.zip_longest(*everyone))
+    start = next((i for i, column in columns if len(set(column)) > 1), None)
+    if start is None:
+        return
+    shown = "\n".join(lines[start : start + _CONTEXT_LINES]) or "(it ends before)"
+    texts = peers.gather(f"where {name} differs", shown)
+    parts = "\n".join(
+        f"process {index} of {peers.count}, from line {start + 1}:\n{text}"
+        for index, text in enumerate(texts)
+    )
+    raise PeerError(
+        f"`{name}` is traced to different programs in different processes, which would "
+        f"wait for each other for ever:\n{parts}\n"
+        "Let nothing in the step depend on the process: `jax.process_index()`, the "
+        "host's name, the time, or an argument that only some processes were given."
+    )
+
+
+def _find_uses(program: core.ClosedJaxpr) -> Iterator[tuple[Any, Any]]:
+    """Yields what `find_constants` does, and the equation that computes with it."""
+    for jaxpr, constants in walk_programs(program):
+        for variable, constant in zip(jaxpr.constvars, constants, strict=True):
+            yield constant, _find_use(jaxpr, variable)
+        for equation in jaxpr.eqns:
+            for operand in equation.invars:
+                if isinstance(operand, core.Literal):
+                    yield operand.val, equation
+
+
+def _find_use(jaxpr: Any, variable: Any) -> Any:
+    for equation in jaxpr.eqns:
+        for place, operand in enumerate(equation.invars):
+            if operand is not variable:
+                continue
+            for inner in programs_in(equation):
+                body = getattr(inner, "jaxpr", inner)
+                if len(body.invars) == len(equation.invars):
+                    return _find_use(body, body.invars[place])
+            return equation
+    return None
+
+
+class ReplicaComparison:
+    """Compares the copies that the replicas of a mesh hold of some arrays."""
+
+    def __init__(self, mesh: Mesh | None, dispatch: Dispatch) -> None:
+        self._mesh, self._dispatch = mesh, dispatch
+        self._compiled = None
+        if mesh is not None and has_copies(mesh):
+            rows = jax.shard_map(
+                _checksums,
+                mesh=mesh,
+                in_specs=PartitionSpec(),
+                out_specs=PartitionSpec(AXIS_NAME),
+                # That copies are equal is what is to be found out.
+                check_vma=False,
+            )
+            self._compiled = jax.jit(rows, out_shardings=everywhere(mesh))
+
+    def start(self, arrays: Sequence[jax.Array]) -> jax.Array | None:
+        """Starts to sum up each replica's copies of `arrays`; does not wait."""
+        if self._compiled is None or not arrays:
+            return None
+        self._dispatch.wait()
+        sums = self._compiled(list(arrays))
+        self._dispatch.started(sums)
+        return sums
+
+
+def check_equal(sums: np.ndarray, paths: Sequence[str], when: str) -> None:
+    """Raises if replicas hold different values, by what `ReplicaComparison` summed."""
+    differing = {
+        path: _minority(column.tolist())
+        for path, column in zip(paths, sums.T, strict=True)
+        if (column != column[0]).any()
+    }
+    if not differing:
+        return
+    count = len(sums)
+    shown = list_lines(_describe(path, differing[path], count) for path in differing)
+    raise ReplicaDivergenceError(
+        f"{len(differing)} of {len(paths)} arrays of the state must be equal on all "
+        f"{count} replicas, but {when} they are not:\n{shown}\n"
+        "A device changed its copy on its own: its memory or arithmetic is at fault, "
+        "or code outside the step assigned an array whose copies differ. Restore a "
+        "checkpoint from before (`controller.restore_checkpoint(path)`), and leave a "
+        "device out that does it again.",
+        leaves=differing,
+    )
+
+
+def _checksums(arrays: Sequence[Any]) -> Any:
+    return jnp.stack([_checksum(array) for array in arrays])[None]
+
+
+def _checksum(array: Any) -> Any:
+    """Returns a sum that differs for sure if one value does.
+
+    Each value goes through a one-to-one function that also depends on its place, so
+    that values which swap places or change together hardly ever keep the sum.
+    """
+    bits = _as_words(array)
+    place = jax.lax.iota(jnp.uint32, bits.size)
+    mixed = (bits ^ (place * np.uint32(0x85EBCA6B))) * np.uint32(0x9E3779B1)
+    mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(0xC2B2AE35)
+    return jnp.sum(mixed ^ (mixed >> np.uint32(13)), dtype=jnp.uint32)
+
+
+def _as_words(array: Any) -> Any:
+    """Returns the bits of an array as a flat array of 32-bit words."""
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        array = jnp.stack([array.real, array.imag])
+    size = array.dtype.itemsize
+    if size < 4 and not jnp.issubdtype(array.dtype, jnp.floating):
+        return array.astype(jnp.uint32).reshape(-1)
+    if size >= 4:  # 64 bits become two words
+        return jax.lax.bitcast_convert_type(array, jnp.uint32).reshape(-1)
+    narrow = jnp.uint8 if size == 1 else jnp.uint16
+    bits = jax.lax.bitcast_convert_type(array, narrow)
+    return bits.astype(jnp.uint32).reshape(-1)
+
+
+def _minority(column: list[int]) -> tuple[int, ...]:
+    """Returns the replicas that differ from most others, or all without a majority."""
+    value, count = Counter(column).most_common(1)[0]
+    if 2 * count <= len(column):
+        return tuple(range(len(column)))
+    return tuple(i for i, other in enumerate(column) if other != value)
+
+
+def _describe(path: str, replicas: tuple[int, ...], count: int) -> str:
+    if len(replicas) == count:
+        return f"{path}: no majority of replicas agrees"
+    shown = ", ".join(map(str, replicas))
+    return f"{path}: replica{'s' if len(replicas) > 1 else ''} {shown}"

@@ -1,0 +1,147 @@
+"""Adds notes to errors of a user's step that JAX, Flax and Optax cannot write.
+
+A note gives the shapes of the batch that the step was traced with, or the difference
+between a model and an optimizer that was made for another one.
+
+Explains JAX's errors for Python code that needs a value which is not there.
+
+In a traced step `if loss > 0:`, `float(loss)` and `numpy.log(loss)` need one. JAX names
+the function that it traces, which is the library's; the note names the user's, and what
+to do. Outside, an array may be divided between processes.
+"""
+
+import types
+from collections.abc import Iterator
+
+import jax
+
+from armillary.distribute.replica._context import get_strategy
+from armillary.distribute.replica._values import AXIS_NAME
+from armillary.state._slots import describe
+from armillary.typing import PyTree
+
+VALUE_ERRORS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+_COMPILE_STEP = (
+    " On one device, `Standard{}Options(compile_step=False)` runs the step line by "
+    "line, with values."
+)
+_READING = {
+    "the trainer": "hold it in an array of the trainer, made in the constructor, and "
+    "return that from `train_loop_end`." + _COMPILE_STEP.format("Trainer"),
+    "the evaluator": "return it from `eval_step`, for `eval_reduce`."
+    + _COMPILE_STEP.format("Evaluator"),
+    "the function": "return it, and read it after the call.",
+}
+
+
+def add_value_note(error: Exception, step_name: str, owner: str) -> None:
+    """Adds a note to an error, if it is one for the value of a traced array."""
+    if isinstance(error, VALUE_ERRORS):
+        error.add_note(
+            f"`{step_name}` uses the value of an array in Python, but in a compiled "
+            "step, and on several replicas, an array has no value for Python. To "
+            "choose by it, use `jnp.where` or `jax.lax.cond`; to print it, use "
+            f"`jax.debug.print`; to read it, {_READING[owner]}"
+        )
+
+
+def add_part_note(error: RuntimeError) -> None:
+    """Adds a note to an error, if it is for an array of which a part is elsewhere."""
+    if "spans non-addressable" in str(error):
+        error.add_note(
+            "Each process has a part of this array. `strategy.gather(array, axis=0)`, "
+            "called in all of them, gives it whole to each."
+        )
+
+
+_MOST_ARRAYS = 20
+
+
+def add_step_notes(
+    error: Exception, step_name: str, owner: str, arguments: tuple[PyTree, ...]
+) -> None:
+    """Adds notes to what a step raised, if there is something to say."""
+    notes = (
+        _axis_note(error),
+        _optimizer_note(error),
+        _batch_note(step_name, owner, arguments),
+    )
+    for note in filter(None, notes):
+        error.add_note(note)
+
+
+def _axis_note(error: Exception) -> str | None:
+    if "unbound axis name" not in str(error):
+        return None
+    return (
+        f"The axis of replicas is called {AXIS_NAME!r}, and is there inside "
+        "`strategy.run`, under every strategy: put the code into a function, and call "
+        "it with `strategy.run(replica_fn, args=(batch,))`."
+    )
+
+
+def _batch_note(
+    step_name: str, owner: str, arguments: tuple[PyTree, ...]
+) -> str | None:
+    """Returns what a step of a trainer or evaluator was traced with."""
+    if owner == "the function" or not arguments:
+        return None
+    is_stacked = get_strategy().layout.stacked
+    shown = []
+    for dataset, batches in enumerate(arguments):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batches[0]):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            if len(arguments) > 1:
+                name = f"{dataset}/{name}" if name else str(dataset)
+            shape = leaf.shape[1:] if is_stacked else leaf.shape
+            array = describe(jax.ShapeDtypeStruct(shape, leaf.dtype))
+            shown.append(f"{name}: {array}" if name else array)
+    if len(shown) > _MOST_ARRAYS:
+        shown[_MOST_ARRAYS:] = [f"and {len(shown) - _MOST_ARRAYS} more"]
+    where = " on each replica" if is_stacked else ""
+    return f"The batch that `{step_name}` was traced with{where}: {', '.join(shown)}."
+
+
+def _optimizer_note(error: Exception) -> str | None:
+    """Returns what does not fit, if an optimizer was made for another model."""
+    for frame in _frames(error):
+        optimizer = frame.f_locals.get("self")
+        state = getattr(optimizer, "opt_state", None)
+        if frame.f_code.co_name != "update" or state is None:
+            continue
+        held = _shapes(state)
+        changes = [
+            f"  {path[1:].removesuffix('/value')}: shape {there} in the optimizer, "
+            f"{shape} in the gradient"
+            for path, shape in _shapes(frame.f_locals.get("grads")).items()
+            for there in sorted({s for p, s in held.items() if p.endswith(path)})
+            if there != shape
+        ]
+        if changes:
+            return (
+                "The optimizer was made for another model than the one it was to "
+                "update:\n" + "\n".join(changes[:_MOST_ARRAYS]) + "\nMake it of the "
+                "model that is trained: `nnx.Optimizer(model, transform, "
+                "wrt=nnx.Param)`."
+            )
+    return None
+
+
+def _frames(error: Exception) -> Iterator[types.FrameType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+    return {
+        "/" + jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if hasattr(leaf, "shape")
+    }

@@ -1,0 +1,414 @@
+"""Gradients of a large batch, made of one micro-batch after the other.
+
+The share of a replica is cut into equal parts. A loop on the device differentiates the
+loss of each and adds up, so that the activations of one part are there at a time. It is
+the caller who asks for it (`value_and_grad`): what a step differentiates by other means
+is a finished gradient before anyone could cut its batch.
+
+Gradients with respect to variables: what a tape is in TensorFlow, in one call.
+
+A loss is a function of the variables that it reads. They are swapped for the values
+that JAX differentiates by; what the loss writes to any other variable comes out as a
+result, and is written when the derivative is done.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from armillary._checks import check_callable, check_one_of, check_positive_int
+from armillary._jaxpr import walk_programs
+from armillary._traceback import hides_frames
+from armillary.distribute.replica._context import lifted_state, require_replica_context
+from armillary.distribute.replica._differences import DIVISOR
+from armillary.errors import BatchSizeError, CapturedStateError
+from armillary.state._keras import is_variable as is_keras_variable
+from armillary.state._lift import State, strong
+from armillary.state._nnx import is_node
+from armillary.state._nnx import is_variable as is_nnx_variable
+from armillary.typing import PyTree
+
+
+@hides_frames
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    variables: Any,
+    *,
+    batch: PyTree = None,
+    accumulate_steps: int | None = None,
+    op: str | None = None,
+    has_aux: bool = False,
+) -> tuple[Any, Any]:
+    """Returns a loss, and its gradients with respect to variables.
+
+    In place of `tf.GradientTape`, for variables of Keras and of Flax NNX::
+
+        def loss_fn():
+            predictions = model(images, training=True)
+            return jnp.mean(loss_object(labels, predictions))
+
+        loss, gradients = armillary.value_and_grad(loss_fn, model.trainable_variables)
+        gradients = armillary.all_reduce("mean", gradients)
+        optimizer.apply(gradients, model.trainable_variables)
+
+    Inside `strategy.run` they are this replica's, as those of `jax.grad` are. What
+    `loss_fn` writes to variables (batch statistics, metrics, random state) stays
+    written.
+
+    With `batch`, gradients can be accumulated: the loss of one part of the batch after
+    the other is computed and differentiated, which needs the memory of one part. The
+    result is that of this replica's whole share::
+
+        def loss_fn(batch):
+            return jnp.mean(cross_entropy(model(batch["image"]), batch["label"]))
+
+        loss, gradients = armillary.value_and_grad(
+            loss_fn, model, batch=batch, op="mean"
+        )
+        optimizer.update(model, armillary.all_reduce("mean", gradients))
+
+    That holds for a mean or a sum over examples, with any penalties for a mean. It does
+    not for a loss that is not linear in its examples: the root of a mean of squares, a
+    contrastive loss between examples, a ratio of sums such as Dice. The mean of the
+    losses of the parts is another loss there. (`weighted_mean` is refused.) Batch
+    statistics, metrics and random state that `loss_fn` writes are written once for each
+    part, in order.
+
+    Args:
+        loss_fn: Computes the loss, a scalar, from what the variables hold; it is called
+            with (a part of) `batch`, if there is one.
+        variables: The variables to differentiate by: a list of them, or an NNX module
+            for its parameters (`nnx.Param`).
+        batch: The share of a replica, as the function given to `strategy.run` gets it:
+            arrays whose first axis is that of examples.
+        accumulate_steps: Parts to take `batch` in; a divisor of the examples of a
+            replica. By default that of the trainer's `StandardTrainerOptions`, or 1.
+        op: How the loss is made of those of the parts: `"mean"` or `"sum"`. It may be
+            left out if `compute_average_loss` makes the loss, or for one part.
+        has_aux: Whether `loss_fn` returns a pair of the loss and something else, as in
+            `jax.value_and_grad`. Of several parts, values of each example are joined.
+
+    Returns:
+        What `loss_fn` returned, and one gradient for each variable, in their order; for
+        a module what `nnx.value_and_grad` returns for it.
+
+    Raises:
+        TypeError: If `loss_fn` cannot be called, or one of `variables` is not a
+            variable.
+        ValueError: If `batch` is missing or has no such parts, `op` is none of the two
+            or does not fit, or something that `loss_fn` does cannot be accumulated.
+        CapturedStateError: If the trainer does not reach one of them.
+    """
+    check_callable("loss_fn", loss_fn)
+    check_one_of("has_aux", has_aux, (True, False))
+    fix = "Say which of examples the loss is, or leave it out."
+    check_one_of("op", op, (None, "mean", "sum"), fix)
+    count = _count_parts(batch, accumulate_steps)
+    wanted, treedef = _variables_of(variables)
+    state = lifted_state() or State([(loss_fn, ""), (wanted, "variables")])
+    ranges = [_find(state, variable) for variable in wanted]
+    before = state.read()
+
+    def compute(
+        values: Sequence[Any], slots: dict[int, Any], part: PyTree
+    ) -> tuple[Any, Any]:
+        start = [slots.get(i, leaf) for i, leaf in enumerate(before)]
+        for (first, stop), value in zip(ranges, values, strict=True):
+            start[first:stop] = jax.tree.leaves(value)
+        with state.swapped(start):
+            result = loss_fn() if batch is None else loss_fn(part)
+            after = state.read()
+        loss, aux = split_aux(result, has_aux)
+        new = {i: leaf for i, leaf in enumerate(after) if leaf is not start[i]}
+        # What an earlier part has changed stays, if this one does not.
+        return loss, (aux, {i: strong(leaf) for i, leaf in {**slots, **new}.items()})
+
+    def differentiate(
+        values: Sequence[Any], slots: dict[int, Any], part: PyTree
+    ) -> Part:
+        compute_both = jax.value_and_grad(compute, has_aux=True)
+        (loss, (aux, new)), gradients = compute_both(values, slots, part)
+        return Part(loss, aux, new, gradients)
+
+    values = [_join(before[first:stop]) for first, stop in ranges]
+    if count == 1:
+        found = differentiate(values, {}, batch)
+    else:
+        found = accumulate(differentiate, values, before, batch, count, op)
+    new = found.slots
+    state.write([new.get(i, leaf) for i, leaf in enumerate(before)], set(new))
+    gradients = found.gradients
+    if treedef is not None:
+        pairs = zip(wanted, gradients, strict=True)
+        gradients = treedef.unflatten(
+            variable.replace(gradient) for variable, gradient in pairs
+        )
+    return ((found.loss, found.outputs) if has_aux else found.loss), gradients
+
+
+def _count_parts(batch: PyTree, accumulate_steps: int | None) -> int:
+    """Returns in how many parts to take the batch.
+
+    Raises:
+        ValueError: If there is none to take in parts.
+    """
+    wanted = wanted_count(is_used=batch is not None)
+    count = wanted if accumulate_steps is None else accumulate_steps
+    check_positive_int("accumulate_steps", count)
+    if batch is None and accumulate_steps not in (None, 1):
+        raise ValueError(
+            f"`accumulate_steps` is {accumulate_steps}, but `value_and_grad` was given "
+            "no `batch` to take in parts. Let the loss take it: `value_and_grad("
+            "loss_fn, variables, batch=batch, ...)`."
+        )
+    return 1 if batch is None else count
+
+
+def _variables_of(variables: Any) -> tuple[list[Any], Any]:
+    """Returns a list of variables, and the structure of gradients for a module.
+
+    Raises:
+        TypeError: If one is not a variable.
+    """
+    if is_node(variables):
+        from flax import nnx
+
+        state = nnx.state(variables, nnx.Param)
+        return jax.tree.flatten(state, is_leaf=is_nnx_variable)
+    # What cannot be gone through is one that is none.
+    wanted = list(variables) if np.iterable(variables) else [variables]
+    for variable in wanted:
+        if not (is_keras_variable(variable) or is_nnx_variable(variable)):
+            raise TypeError(
+                f"`variables` holds {variable!r:.60} of type "
+                f"{type(variable).__name__}, but it must be a list of variables of "
+                "Keras or Flax NNX. Use `model.trainable_variables`, or "
+                "`jax.value_and_grad` for arrays."
+            )
+    return wanted, None
+
+
+def _find(state: State, variable: Any) -> tuple[int, int]:
+    """Returns which arrays of the state belong to a variable.
+
+    Raises:
+        CapturedStateError: If none do.
+    """
+    for slot, first, stop in state.ranges:
+        if slot.key == id(variable):
+            return first, stop
+    name = getattr(variable, "path", type(variable).__name__)
+    raise CapturedStateError(
+        f"`variables` of `value_and_grad` holds a variable (`{name}`) that the step "
+        "does not reach, so there is nothing to differentiate by. Assign what holds it "
+        "to the trainer (`self.model = model` in `__init__`)."
+    )
+
+
+def _join(leaves: Sequence[Any]) -> Any:
+    # Nearly every variable is one array.
+    return leaves[0] if len(leaves) == 1 else list(leaves)
+
+
+class MicroBatch:
+    """The part of a batch whose loss is being computed.
+
+    Attributes:
+        count: Parts of the batch.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
+class Part(NamedTuple):
+    """What a loss and its derivative give, for a part of a batch or all of it.
+
+    Attributes:
+        loss: The loss, a scalar.
+        outputs: What else the loss function returned.
+        slots: What it wrote to the state, by the index of the array.
+        gradients: In the structure of what it was differentiated by.
+    """
+
+    loss: Any
+    outputs: PyTree
+    slots: dict[int, Any]
+    gradients: Any
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.wanted: list[list[int]] = []
+        self.micro_batch: MicroBatch | None = None
+
+
+_local = _Local()
+
+
+@contextlib.contextmanager
+def accumulating(count: int, step_name: str) -> Iterator[None]:
+    """Lets a step accumulate gradients over so many parts of its batch."""
+    _local.wanted.append([count, 0])
+    try:
+        yield
+        _, num_uses = _local.wanted[-1]
+    finally:
+        _local.wanted.pop()
+    if count > 1 and not num_uses:
+        raise ValueError(
+            f"`accumulate_steps` is {count}, but `{step_name}` makes no gradient that "
+            "can be accumulated: what `nnx.grad` or `jax.grad` return is already that "
+            "of the whole batch. Let the loss take its batch, and write `loss, "
+            "gradients = armillary.value_and_grad(loss_fn, model, batch=batch)`."
+        )
+
+
+def wanted_count(*, is_used: bool) -> int:
+    """Returns in how many parts the running step is to take a batch."""
+    if not _local.wanted:
+        return 1
+    _local.wanted[-1][1] += is_used
+    return _local.wanted[-1][0]
+
+
+def current_micro_batch() -> MicroBatch | None:
+    """Returns the part of a batch whose loss is being computed, if it is one."""
+    return _local.micro_batch
+
+
+def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Returns the loss of a `loss_fn`, and what it returned besides."""
+    if not has_aux:
+        return result, None
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise TypeError(
+            f"`has_aux` is True, but `loss_fn` returned {result!r:.80}, and no pair of "
+            "the loss and something else. Return `loss, aux`, or leave `has_aux` out."
+        )
+    return result[0], result[1]
+
+
+def accumulate(
+    differentiate: Callable[[Sequence[Any], dict[int, Any], PyTree], Part],
+    values: Sequence[Any],
+    before: Sequence[Any],
+    batch: PyTree,
+    count: int,
+    op: str | None,
+) -> Part:
+    """Returns the loss and gradients of a batch from those of its parts."""
+    require_replica_context("value_and_grad", "leave `batch` out")
+    size = _part_size(batch, count)
+    parts = jax.tree.map(lambda rows: rows.reshape(count, size, *rows.shape[1:]), batch)
+    values = list(values)
+
+    def run(slots: dict[int, Any], part: PyTree) -> Part:
+        with _computing(MicroBatch(count)):
+            return differentiate(values, slots, part)
+
+    first = jax.tree.map(lambda rows: rows[0], parts)
+    program, kinds = jax.make_jaxpr(run, return_shape=True)({}, first)
+    _check_op(program, count, op)
+    _check_outputs(kinds.outputs, size)
+
+    def body(carry: Any, part: PyTree) -> Any:
+        slots, total, sums = carry
+        found = run(slots, part)
+        sums = jax.tree.map(
+            lambda sum_, one: sum_ + one.astype(sum_.dtype), sums, found.gradients
+        )
+        return (found.slots, total + found.loss, sums), found.outputs
+
+    zeros = jax.tree.map(_zeros, [kinds.loss, values])
+    slots = {i: strong(before[i]) for i in kinds.slots}
+    (slots, total, sums), outputs = jax.lax.scan(body, (slots, *zeros), parts)
+
+    divisor = 1 if op == "sum" else count
+
+    def finish(value: Any, sum_: Any) -> Any:
+        return (sum_ / divisor).astype(value.dtype)
+
+    return Part(
+        finish(kinds.loss, total),
+        jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), outputs),
+        slots,
+        jax.tree.map(finish, values, sums),
+    )
+
+
+def _zeros(kind: Any) -> jax.Array:
+    # A sum of many small numbers in half precision would lose them.
+    return jnp.zeros(kind.shape, jnp.promote_types(kind.dtype, jnp.float32))
+
+
+@contextlib.contextmanager
+def _computing(part: MicroBatch) -> Iterator[None]:
+    before, _local.micro_batch = _local.micro_batch, part
+    try:
+        yield
+    finally:
+        _local.micro_batch = before
+
+
+def _check_op(program: core.ClosedJaxpr, count: int, op: str | None) -> None:
+    """Raises if nothing tells how the loss is made of those of the parts.
+
+    Raises:
+        ValueError: If so, or if two things do.
+    """
+    is_scaled = any(
+        equation.params.get("name") == DIVISOR
+        for jaxpr, _ in walk_programs(program)
+        for equation in jaxpr.eqns
+    )
+    if not is_scaled and op is None:
+        raise ValueError(
+            f"The loss of `value_and_grad` is accumulated over {count} parts of "
+            "`batch`, but `op` is not given, and `compute_average_loss` did not make "
+            'it. Pass `op="mean"` for a loss that is a mean over the examples that it '
+            'gets (`jnp.mean(losses)`), `op="sum"` for a sum of them, whatever that '
+            "is divided by."
+        )
+    if is_scaled and op == "sum":
+        raise ValueError(
+            '`op` of `value_and_grad` is "sum", but `compute_average_loss` made the '
+            "loss, and divides by the number of examples that it gets. Leave `op` out."
+        )
+
+
+def _part_size(batch: PyTree, count: int) -> int:
+    sizes = {jnp.shape(rows)[:1] for rows in jax.tree.leaves(batch)}
+    if len(sizes) != 1 or sizes == {()}:
+        shown = sorted(jnp.shape(rows) for rows in jax.tree.leaves(batch))
+        raise BatchSizeError(
+            f"`batch` has arrays of shapes {shown}, but to be taken in {count} parts, "
+            "they must be arrays with the same number of examples as first axis. Pass "
+            "what the function given to `strategy.run` gets, and let the loss close "
+            "over anything else."
+        )
+    ((size,),) = sizes
+    if size % count:
+        raise BatchSizeError(
+            f"`accumulate_steps` is {count}, but `batch` has {size} examples on each "
+            f"replica, which are no {count} equal parts. Use a divisor of {size}, or "
+            "a global batch size that both the replicas and the parts divide."
+        )
+    return size // count
+
+
+def _check_outputs(outputs: PyTree, size: int) -> None:
+    for leaf in jax.tree.leaves(outputs):
+        if leaf.shape[:1] != (size,):
+            raise ValueError(
+                f"The loss returned an array of shape {leaf.shape} beside the loss, "
+                f"for a part of {size} examples. Only values of each example can be "
+                f"joined to those of the whole batch, shape ({size}, ...): update a "
+                "metric of the trainer in the loss instead."
+            )
