@@ -62,7 +62,6 @@ if TYPE_CHECKING:
         MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
     )
     from armillary.distribute import OneDeviceStrategy as OneDeviceStrategy
-    from armillary.distribute import ParameterServerStrategy as ParameterServerStrategy
     from armillary.distribute import ReduceOp as ReduceOp
     from armillary.distribute import ShardedStrategy as ShardedStrategy
     from armillary.distribute import TPUStrategy as TPUStrategy
@@ -89,6 +88,9 @@ if TYPE_CHECKING:
     from armillary.distribute import set_strategy as set_strategy
     from armillary.distribute import value_and_grad as value_and_grad
     from armillary.distribute import weighted_mean as weighted_mean
+    from armillary.parameter_server import (
+        ParameterServerStrategy as ParameterServerStrategy,
+    )
     from armillary.state._summarize import summarize as summarize
     from armillary.trainer._contract import AbstractEvaluator as AbstractEvaluator
     from armillary.trainer._contract import AbstractTrainer as AbstractTrainer
@@ -183,6 +185,7 @@ _HOMES = (
     "state._summarize",
     "data",
     "distribute",
+    "parameter_server",
     "checkpoint",
     "trainer",
     "trainer._epoch_helper",

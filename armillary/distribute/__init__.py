@@ -22,12 +22,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from armillary._traceback import mark_public as _mark_public
-from armillary.distribute import partitioners as partitioners
 from armillary.distribute._strategy import Strategy as Strategy
 from armillary.distribute._strategy import ValueContext as ValueContext
-from armillary.distribute.parameter_server._strategy import (
-    ParameterServerStrategy as ParameterServerStrategy,
-)
 from armillary.distribute.program._function import function as function
 from armillary.distribute.replica._collectives import ReplicaContext as ReplicaContext
 from armillary.distribute.replica._context import (
@@ -99,6 +95,10 @@ from armillary.distribute.strategies._single import (
 
 if TYPE_CHECKING:
     from armillary.distribute import coordinator as coordinator
+    from armillary.distribute import partitioners as partitioners
+    from armillary.parameter_server import (
+        ParameterServerStrategy as ParameterServerStrategy,
+    )
 
 __all__ = [
     "CentralStorageStrategy",
@@ -144,11 +144,13 @@ _mark_public(globals())
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `coordinator` when it is first used, and Optax with it.
+    """Imports what is of parameter servers when it is first used, and Optax with it.
 
     Raises:
         AttributeError: For any other name.
     """
-    if name == "coordinator":
-        return importlib.import_module("armillary.distribute.coordinator")
+    if name in ("coordinator", "partitioners"):
+        return importlib.import_module(f"armillary.distribute.{name}")
+    if name == "ParameterServerStrategy":
+        return importlib.import_module("armillary.parameter_server").__dict__[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

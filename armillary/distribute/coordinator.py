@@ -1,18 +1,18 @@
 """Functions that are scheduled on workers (`tf.distribute.coordinator`)."""
 
 from armillary._traceback import mark_public as _mark_public
-from armillary.distribute.parameter_server._closures import RemoteValue as RemoteValue
-from armillary.distribute.parameter_server._coordinator import (
+from armillary.errors import PSUnavailableError as PSUnavailableError
+from armillary.parameter_server._closures import RemoteValue as RemoteValue
+from armillary.parameter_server._coordinator import (
     ClusterCoordinator as ClusterCoordinator,
 )
-from armillary.distribute.parameter_server._data import (
+from armillary.parameter_server._data import (
     PerWorkerDataset as PerWorkerDataset,
 )
-from armillary.distribute.parameter_server._data import (
+from armillary.parameter_server._data import (
     PerWorkerIterator as PerWorkerIterator,
 )
-from armillary.distribute.parameter_server._node import Server as Server
-from armillary.errors import PSUnavailableError as PSUnavailableError
+from armillary.parameter_server._node import Server as Server
 
 __all__ = [
     "ClusterCoordinator",

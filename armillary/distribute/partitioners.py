@@ -1,18 +1,13 @@
 """Into how many parts variables are cut (`tf.distribute.experimental.partitioners`)."""
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from armillary._checks import check_positive_int
 from armillary._traceback import mark_public as _mark_public
-from armillary.distribute.parameter_server._partitioners import (
-    FixedShardsPartitioner as FixedShardsPartitioner,
-)
-from armillary.distribute.parameter_server._partitioners import (
-    MaxSizePartitioner as MaxSizePartitioner,
-)
-from armillary.distribute.parameter_server._partitioners import (
-    MinSizePartitioner as MinSizePartitioner,
-)
-from armillary.distribute.parameter_server._partitioners import (
-    Partitioner as Partitioner,
-)
 
 __all__ = [
     "FixedShardsPartitioner",
@@ -20,5 +15,93 @@ __all__ = [
     "MinSizePartitioner",
     "Partitioner",
 ]
+
+
+class Partitioner:
+    """Decides how variables are cut along their first axis.
+
+    Any callable with these arguments and this result will do.
+    """
+
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """Returns into how many parts each axis is cut, such as `[2, 1]`.
+
+        Args:
+            shape: Shape of the variable.
+            dtype: Its dtype.
+            axis: The axis to cut, which must be 0.
+        """
+        counts = [1] * len(shape)
+        if shape:
+            counts[axis] = max(1, min(self._count(shape, dtype, axis), shape[axis]))
+        return counts
+
+    def _count(self, shape: Sequence[int], dtype: Any, axis: int) -> int:
+        raise NotImplementedError
+
+
+class FixedShardsPartitioner(Partitioner):
+    """Cuts every variable into the same number of parts.
+
+    As in `tf.distribute.experimental.partitioners`.
+
+    Args:
+        num_shards: How many; fewer for a variable with fewer rows.
+    """
+
+    def __init__(self, num_shards: int) -> None:
+        self._num_shards = check_positive_int("num_shards", num_shards)
+
+    def _count(self, shape: Sequence[int], dtype: Any, axis: int) -> int:
+        del shape, dtype, axis
+        return self._num_shards
+
+
+class MinSizePartitioner(Partitioner):
+    """Cuts a variable into as many parts as keep a least size.
+
+    As in `tf.distribute.experimental.partitioners`.
+
+    Args:
+        min_shard_bytes: Least bytes of a part; a smaller variable stays whole.
+        max_shards: Most parts.
+    """
+
+    def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1) -> None:
+        self._min_bytes = check_positive_int("min_shard_bytes", min_shard_bytes)
+        self._max_shards = check_positive_int("max_shards", max_shards)
+
+    def _count(self, shape: Sequence[int], dtype: Any, axis: int) -> int:
+        del axis
+        return min(self._max_shards, _count_bytes(shape, dtype) // self._min_bytes)
+
+
+class MaxSizePartitioner(Partitioner):
+    """Cuts a variable into as few parts as keep a most size.
+
+    As in `tf.distribute.experimental.partitioners`.
+
+    Args:
+        max_shard_bytes: Most bytes of a part, if its rows are not larger.
+        max_shards: Most parts, whatever their size; `None` for no limit.
+    """
+
+    def __init__(self, max_shard_bytes: int, max_shards: int | None = None) -> None:
+        self._max_bytes = check_positive_int("max_shard_bytes", max_shard_bytes)
+        if max_shards is not None:
+            check_positive_int("max_shards", max_shards)
+        self._max_shards = max_shards
+
+    def _count(self, shape: Sequence[int], dtype: Any, axis: int) -> int:
+        row_bytes = _count_bytes(shape, dtype) // max(shape[axis], 1)
+        rows = max(1, self._max_bytes // max(row_bytes, 1))
+        count = math.ceil(shape[axis] / rows)
+        return count if self._max_shards is None else min(count, self._max_shards)
+
+
+def _count_bytes(shape: Sequence[int], dtype: Any) -> int:
+    """Returns the bytes of an array."""
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
 
 _mark_public(globals())

@@ -148,7 +148,7 @@ _OPAQUE_PACKAGES = frozenset(sys.stdlib_module_names) | {
 # Classes of the standard library, and our own, that hold what a user puts into them. By
 # name, so that none is imported for it.
 _TRANSPARENT = {
-    "armillary.distribute.parameter_server._scheduled_fit.ScheduledSteps",
+    "armillary.parameter_server._scheduled_fit.ScheduledSteps",
     "armillary.keras._trainer.KerasEvaluator",
     "armillary.keras._trainer.KerasTrainer",
     "armillary.estimator._runners.EstimatorEvaluator",

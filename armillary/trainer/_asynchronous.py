@@ -13,11 +13,11 @@ import jax
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
 from armillary.distribute._strategy import Strategy
-from armillary.distribute.parameter_server._strategy import (
-    ParameterServerStrategy,
-)
 from armillary.distribute.replica._context import get_strategy
 from armillary.errors import BatchSizeError, OutOfRangeError
+from armillary.parameter_server._strategy import (
+    ParameterServerStrategy,
+)
 from armillary.trainer._loop import Data, Loop
 from armillary.trainer._options import StandardTrainerOptions
 from armillary.typing import Output, PyTree
@@ -38,7 +38,7 @@ class AsynchronousLoop:
         options: StandardTrainerOptions,
     ) -> None:
         # Optax and Ray are imported where they are used.
-        from armillary.distribute.parameter_server._coordinator import (
+        from armillary.parameter_server._coordinator import (
             ClusterCoordinator,
         )
 
@@ -83,7 +83,7 @@ class AsynchronousLoop:
         return {**(output or {}), "staleness": staleness}
 
     def _make_iterator(self, dataset: Any) -> Any:
-        from armillary.distribute.parameter_server._data import PerWorkerDataset
+        from armillary.parameter_server._data import PerWorkerDataset
 
         if isinstance(dataset, PerWorkerDataset):
             return iter(dataset)

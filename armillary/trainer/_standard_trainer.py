@@ -12,7 +12,7 @@ from typing import Any
 from armillary._checks import check_positive_int
 from armillary._traceback import hides_frames
 from armillary.distribute._strategy import Strategy
-from armillary.distribute.parameter_server._strategy import (
+from armillary.parameter_server._strategy import (
     ParameterServerStrategy,
 )
 from armillary.trainer._asynchronous import AsynchronousLoop

@@ -108,7 +108,7 @@ def test_restoring_never_unpickles(tmp_path: Path) -> None:
 
 
 # Functions that a program sends to its own workers, over an authenticated cluster.
-SENDS_FUNCTIONS = "armillary/distribute/parameter_server/"
+SENDS_FUNCTIONS = "armillary/parameter_server/"
 
 
 @pytest.mark.slow

@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from armillary.distribute.parameter_server._array_types import type_of
-from armillary.distribute.parameter_server._program import UpdateSpec
-from armillary.distribute.parameter_server._split_update import (
+from armillary.parameter_server._array_types import type_of
+from armillary.parameter_server._program import UpdateSpec
+from armillary.parameter_server._split_update import (
     SplitUpdate,
     call_update,
     make_local_update,

@@ -15,19 +15,19 @@ import numpy as np
 
 from armillary._optional import import_ray
 from armillary.data._dataset import DistributedDataset
-from armillary.distribute.parameter_server._array_types import ArrayType, to_host
-from armillary.distribute.parameter_server._data import (
+from armillary.distribute.program._flat_state import FlatState
+from armillary.distribute.program._trace import MoreBatches
+from armillary.parameter_server._array_types import ArrayType, to_host
+from armillary.parameter_server._data import (
     Batches,
     Datasets,
     WorkerStrategy,
     find_batches,
     offered,
 )
-from armillary.distribute.parameter_server._program import TaskProgram, TaskSpec
-from armillary.distribute.parameter_server._server import Part, Push, fetch
-from armillary.distribute.parameter_server._shipping import unship
-from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._trace import MoreBatches
+from armillary.parameter_server._program import TaskProgram, TaskSpec
+from armillary.parameter_server._server import Part, Push, fetch
+from armillary.parameter_server._shipping import unship
 from armillary.state._holders import is_claimed
 from armillary.state._lift import State
 from armillary.typing import PyTree

@@ -17,8 +17,8 @@ from flax import nnx
 
 import armillary
 from armillary.distribute.coordinator import ClusterCoordinator, PSUnavailableError
-from armillary.distribute.parameter_server import _calls
 from armillary.errors import ClosureCancelledError, OutOfRangeError
+from armillary.parameter_server import _calls
 
 pytestmark = [
     pytest.mark.slow,

@@ -14,16 +14,16 @@ from typing import Any
 
 from armillary._logging import logger
 from armillary._optional import import_ray
-from armillary.distribute.parameter_server._calls import Calls, WorkerState
-from armillary.distribute.parameter_server._closures import Closure, ScheduledTask
-from armillary.distribute.parameter_server._strategy import (
+from armillary.errors import PSUnavailableError
+from armillary.parameter_server._calls import Calls, WorkerState
+from armillary.parameter_server._closures import Closure, ScheduledTask
+from armillary.parameter_server._strategy import (
     Settings,
     make_server,
     make_worker,
 )
-from armillary.distribute.parameter_server._variables import Variables
-from armillary.distribute.parameter_server._worker import Done, Failed, NotKnown
-from armillary.errors import PSUnavailableError
+from armillary.parameter_server._variables import Variables
+from armillary.parameter_server._worker import Done, Failed, NotKnown
 
 _RETRY_SECONDS = 0.2
 _LOOK_SECONDS = 1.0

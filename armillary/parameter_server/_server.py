@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from armillary._optional import import_ray
-from armillary.distribute.parameter_server._array_types import ArrayType, to_host
-from armillary.distribute.parameter_server._program import Addition, UpdateSpec
-from armillary.distribute.parameter_server._shipping import load_transformation
-from armillary.distribute.parameter_server._split_update import make_local_update
+from armillary.parameter_server._array_types import ArrayType, to_host
+from armillary.parameter_server._program import Addition, UpdateSpec
+from armillary.parameter_server._shipping import load_transformation
+from armillary.parameter_server._split_update import make_local_update
 
 Part = tuple[int, int]
 """A variable and the number of one of its parts, from 0."""

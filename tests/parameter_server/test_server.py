@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from armillary.distribute.parameter_server._array_types import ArrayType
-from armillary.distribute.parameter_server._program import Addition
-from armillary.distribute.parameter_server._server import ParameterServer, Push, fetch
+from armillary.parameter_server._array_types import ArrayType
+from armillary.parameter_server._program import Addition
+from armillary.parameter_server._server import ParameterServer, Push, fetch
 
 TYPE = ArrayType((2,), np.dtype("float32"))
 PART = (0, 0)

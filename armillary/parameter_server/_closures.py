@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from armillary._optional import import_ray
-from armillary.distribute.parameter_server._array_types import type_of
-from armillary.distribute.parameter_server._program import TaskSpec
-from armillary.distribute.parameter_server._shipping import ship
-from armillary.distribute.parameter_server._worker import (
+from armillary.distribute.program._function import objects_of
+from armillary.errors import ClosureCancelledError
+from armillary.parameter_server._array_types import type_of
+from armillary.parameter_server._program import TaskSpec
+from armillary.parameter_server._shipping import ship
+from armillary.parameter_server._worker import (
     Dynamic,
     PlacedTask,
     ShippedTask,
 )
-from armillary.distribute.program._function import objects_of
-from armillary.errors import ClosureCancelledError
 from armillary.state._holders import is_claimed
 from armillary.state._lift import State, as_array
 from armillary.state._opaque import captured

@@ -19,8 +19,8 @@ from jax.interpreters import partial_eval
 
 from armillary._dataflow import find_dependencies
 from armillary._jaxpr import programs_in, walk_programs
-from armillary.distribute.parameter_server._array_types import ArrayType
-from armillary.distribute.parameter_server._program import UpdateSpec
+from armillary.parameter_server._array_types import ArrayType
+from armillary.parameter_server._program import UpdateSpec
 from armillary.typing import PyTree
 
 # Operations that compute each element from those at the same place.

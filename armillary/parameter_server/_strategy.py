@@ -28,16 +28,16 @@ from armillary._optional import import_ray
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
-from armillary.distribute.parameter_server._node import (
+from armillary.distribute.strategies._single import SingleStrategy
+from armillary.errors import ClusterError
+from armillary.parameter_server._node import (
     check_cluster,
     quiet_forks,
     start_head,
     use_one_machine,
 )
-from armillary.distribute.parameter_server._server import ParameterServer
-from armillary.distribute.parameter_server._worker import Worker
-from armillary.distribute.strategies._single import SingleStrategy
-from armillary.errors import ClusterError
+from armillary.parameter_server._server import ParameterServer
+from armillary.parameter_server._worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +227,7 @@ class ParameterServerStrategy(SingleStrategy):
         return dataset
 
     def _check_whole(self, function: str, leaf: Any) -> None:
-        from armillary.distribute.parameter_server._closures import RemoteValue
+        from armillary.parameter_server._closures import RemoteValue
 
         if isinstance(leaf, RemoteValue):
             raise ValueError(
@@ -246,7 +246,7 @@ class ParameterServerStrategy(SingleStrategy):
             ValueError: If workers wait for each other, or it is not known how many
                 steps an epoch has.
         """
-        from armillary.distribute.parameter_server._scheduled_fit import epochs_as_one
+        from armillary.parameter_server._scheduled_fit import epochs_as_one
 
         if self.settings.is_synchronous:
             raise ValueError(
@@ -260,7 +260,7 @@ class ParameterServerStrategy(SingleStrategy):
 
     def make_train_function(self, model: Any) -> Any:
         """Returns what schedules the training steps of a model."""
-        from armillary.distribute.parameter_server._scheduled_fit import ScheduledSteps
+        from armillary.parameter_server._scheduled_fit import ScheduledSteps
 
         known = model.train_function
         if not isinstance(known, ScheduledSteps) or known.strategy is not self:

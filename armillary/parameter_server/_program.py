@@ -28,7 +28,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import partial_eval
 
 from armillary._jaxpr import walk_programs
-from armillary.distribute.parameter_server._data import SENT, alone_message
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep, trace_step
 from armillary.distribute.replica._context import get_replica_context, lifted_state
@@ -46,6 +45,7 @@ from armillary.errors import (
     ReplicaMismatchError,
     StateStructureError,
 )
+from armillary.parameter_server._data import SENT, alone_message
 from armillary.state._lift import as_array
 from armillary.typing import PyTree
 from armillary.xla._compile import compile_step

@@ -6,27 +6,27 @@ calls (by a checkpoint, by hand) is sent before the next call.
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from armillary._checks import is_positive_int
 from armillary._logging import logger
 from armillary._optional import import_ray
-from armillary.distribute.parameter_server._array_types import (
+from armillary.errors import ReplicaMismatchError, StateStructureError
+from armillary.parameter_server._array_types import (
     ArrayType,
     to_host,
     type_of,
 )
-from armillary.distribute.parameter_server._partitioners import count_parts, cut
-from armillary.distribute.parameter_server._program import TaskSpec, UpdateSpec
-from armillary.distribute.parameter_server._server import LocalUpdate, Part, fetch
-from armillary.distribute.parameter_server._shipping import load_transformation
-from armillary.distribute.parameter_server._split_update import SplitUpdate
-from armillary.distribute.parameter_server._worker import PlacedTask
-from armillary.errors import ReplicaMismatchError, StateStructureError
+from armillary.parameter_server._program import TaskSpec, UpdateSpec
+from armillary.parameter_server._server import LocalUpdate, Part, fetch
+from armillary.parameter_server._shipping import load_transformation
+from armillary.parameter_server._split_update import SplitUpdate
+from armillary.parameter_server._worker import PlacedTask
 from armillary.state._lift import State, as_array
 from armillary.state._slots import Slot
 from armillary.typing import PyTree
@@ -372,3 +372,36 @@ def _late_message(path: str) -> str:
         "before the one that updates its variables. Schedule the function that calls "
         "the optimizer first."
     )
+
+
+def count_parts(
+    partitioner: Callable[..., Any] | None,
+    path: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+) -> int:
+    """Returns into how many parts a variable shall be cut.
+
+    Raises:
+        ValueError: If the partitioner returns something else than counts for it.
+    """
+    if partitioner is None or not shape:
+        return 1
+    found = partitioner(shape, dtype, axis=0)
+    counts = list(found) if isinstance(found, Iterable) else []
+    is_right = len(counts) == len(shape) and all(map(is_positive_int, counts))
+    if not is_right or any(count != 1 for count in counts[1:]):
+        raise ValueError(
+            f"`variable_partitioner` returned {found!r} for {path} of shape {shape}, "
+            "but it must return how many parts each axis is cut into, and variables "
+            f"are cut along their first axis only. Return {[1] * len(shape)} to leave "
+            "this one whole."
+        )
+    return max(1, min(int(counts[0]), shape[0]))
+
+
+def cut(num_rows: int, num_parts: int) -> list[tuple[int, int]]:
+    """Returns the ranges of rows of the parts, the first ones larger by at most 1."""
+    size, rest = divmod(num_rows, num_parts)
+    stops = [size * (i + 1) + min(i + 1, rest) for i in range(num_parts)]
+    return list(zip([0, *stops], stops, strict=False))

@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import armillary
-from armillary.distribute.parameter_server._partitioners import cut
-from armillary.distribute.parameter_server._variables import Variables
 from armillary.distribute.partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,
 )
+from armillary.parameter_server._variables import Variables, cut
 from armillary.state._lift import State
 from tests.mistakes import mistakes
 

@@ -19,8 +19,8 @@ from typing import Any
 import optax
 
 from armillary._optional import import_ray
-from armillary.distribute.parameter_server import _shipping
-from armillary.distribute.parameter_server._program import make_stand_in
+from armillary.parameter_server import _shipping
+from armillary.parameter_server._program import make_stand_in
 from armillary.state import _keras
 
 # Compiled functions and what `fit` keeps between steps; workers make their own.

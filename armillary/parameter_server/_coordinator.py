@@ -13,25 +13,25 @@ from armillary._checks import check_callable, check_instance
 from armillary._logging import logger
 from armillary._optional import import_ray
 from armillary.data.sources._source import as_source
-from armillary.distribute.parameter_server._closures import (
-    Closure,
-    RemoteValue,
-    ScheduledTask,
-    is_dynamic,
-)
-from armillary.distribute.parameter_server._data import PerWorkerDataset
-from armillary.distribute.parameter_server._dispatcher import Dispatcher, Statistics
-from armillary.distribute.parameter_server._shipping import ship
-from armillary.distribute.parameter_server._strategy import (
-    ParameterServerStrategy,
-    start_ray,
-)
-from armillary.distribute.parameter_server._variables import Variables
 from armillary.distribute.program._function import (
     code_of,
     identity_of,
     kind_of,
 )
+from armillary.parameter_server._closures import (
+    Closure,
+    RemoteValue,
+    ScheduledTask,
+    is_dynamic,
+)
+from armillary.parameter_server._data import PerWorkerDataset
+from armillary.parameter_server._dispatcher import Dispatcher, Statistics
+from armillary.parameter_server._shipping import ship
+from armillary.parameter_server._strategy import (
+    ParameterServerStrategy,
+    start_ray,
+)
+from armillary.parameter_server._variables import Variables
 from armillary.state._holders import is_claimed
 from armillary.state._opaque import captured
 from armillary.typing import PyTree

@@ -8,18 +8,18 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.distribute.parameter_server._data import WorkerStrategy
-from armillary.distribute.parameter_server._program import (
-    Addition,
-    TaskProgram,
-    make_stand_in,
-)
 from armillary.distribute.program._flat_state import FlatState
 from armillary.errors import (
     DoubleReductionError,
     ReplicaContextError,
     ReplicaMismatchError,
     StateStructureError,
+)
+from armillary.parameter_server._data import WorkerStrategy
+from armillary.parameter_server._program import (
+    Addition,
+    TaskProgram,
+    make_stand_in,
 )
 from armillary.state._lift import State
 from tests.releases import FLAX

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from armillary.distribute.parameter_server._closures import Closure, ScheduledTask
-from armillary.distribute.parameter_server._strategy import Settings
+from armillary.parameter_server._closures import Closure, ScheduledTask
+from armillary.parameter_server._strategy import Settings
 
 # Messages that a worker has at a time: it need not wait for the coordinator between.
 _DEPTH = 2

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from armillary.distribute.parameter_server._closures import RemoteValue
-from armillary.distribute.parameter_server._coordinator import ClusterCoordinator
+from armillary.parameter_server._closures import RemoteValue
+from armillary.parameter_server._coordinator import ClusterCoordinator
 from armillary.state import _keras
 
 # Batches that wait for each worker: it shall not wait for one, and they need memory.

@@ -1,3 +1,0 @@
-"""Asynchronous training: variables on parameter servers, steps on workers, over Ray."""
-
-__all__: list[str] = []

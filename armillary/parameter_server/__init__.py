@@ -1,0 +1,13 @@
+"""Asynchronous training: variables on parameter servers, steps on workers, over Ray.
+
+`armillary.distribute.coordinator` has what schedules functions on workers.
+"""
+
+from armillary._traceback import mark_public as _mark_public
+from armillary.parameter_server._strategy import (
+    ParameterServerStrategy as ParameterServerStrategy,
+)
+
+__all__ = ["ParameterServerStrategy"]
+
+_mark_public(globals())
