@@ -1,55 +1,28 @@
 """The command `armillary`: one subcommand for each thing done around a run.
 
-A subcommand is two functions: one adds its arguments to a parser, one checks their
-values and returns what to run. A wrong argument is a `ValueError` of the second one,
-which ends as one line on stderr and as `ExitCode.USAGE`.
+`_commands` says what a subcommand is. A wrong argument is a `ValueError` of its
+`prepare`, which ends as one line on stderr and as `ExitCode.USAGE`.
 """
 
 import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from armillary import __version__
 from armillary._process import ExitCode
 
-
-class _Command(NamedTuple):
-    summary: str
-    module: str  # It has `add_arguments` and `prepare`.
-
-
 _COMMANDS = {
-    "launch": _Command(
-        "start the workers of a job, here or on a Ray cluster, and restart it",
-        "armillary.launch._command",
-    ),
-    "goodput": _Command(
-        "show where the time of a run went, across restarts",
-        "armillary.goodput._command",
-    ),
-    "checkpoint": _Command(
-        "show what is inside checkpoints",
-        "armillary.checkpoint._command",
-    ),
-    "report": _Command(
-        "write a page with the curves of a run, or of several",
-        "armillary.report._command",
-    ),
-    "runs": _Command(
-        "list runs: how far they came, and how well",
-        "armillary.report._runs_command",
-    ),
-    "plan": _Command(
-        "compile a training step for devices that are not there",
-        "armillary.plan._command",
-    ),
-    "new": _Command(
-        "write a small project to begin with",
-        "armillary.project._command",
-    ),
+    "launch": "start the workers of a job, here or on a Ray cluster, and restart it",
+    "goodput": "show where the time of a run went, across restarts",
+    "checkpoint": "show what is inside checkpoints",
+    "report": "write a page with the curves of a run, or of several",
+    "runs": "list runs: how far they came, and how well",
+    "plan": "compile a training step for devices that are not there",
+    "new": "write a small project to begin with",
 }
+# Those that are not in the package of their name.
+_MODULES = {"runs": "report._runs_command", "new": "project._command"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,15 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     words = sys.argv[1:] if arguments is None else arguments
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, command in _COMMANDS.items():
+    for name, summary in _COMMANDS.items():
         subparser = commands.add_parser(
             name,
-            help=command.summary,
-            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
             allow_abbrev=False,
         )
         if name in words:  # The launcher does without the modules of the others.
-            module = importlib.import_module(command.module)
+            home = _MODULES.get(name, f"{name}._command")
+            module = importlib.import_module(f"armillary.{home}")
             module.add_arguments(subparser)
             subparser.set_defaults(prepare=module.prepare, subparser=subparser)
     namespace, unknown = parser.parse_known_args(words)

@@ -1,18 +1,27 @@
-"""Ray, if it is installed."""
+"""Packages that not every user has installed."""
 
 import importlib
 import os
 from typing import Any
 
 
+def import_optional(module: str, title: str, extra: str) -> Any:
+    """Returns a module of a package that may be missing, and then is named.
+
+    `extra` is that of Armillary which installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{title} is not installed. Install it with "
+            f'`pip install "armillary[{extra}]"`.'
+        ) from error
+
+
 def import_ray() -> Any:
     """Returns the package `ray`."""
     # Nothing is reported to its makers, unless the user asked for it.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise ImportError(
-            "Ray is not installed. Parameter servers and `armillary launch --ray` run "
-            'on it: install it with `pip install "armillary[ray]"`.'
-        ) from error
+    title = "Ray, on which parameter servers and `armillary launch --ray` run,"
+    return import_optional("ray", title, "ray")

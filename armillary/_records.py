@@ -1,17 +1,13 @@
-"""Writes files that a reader finds whole, or not at all.
-
-Files that attempts of a run append lines to, and nobody ever cuts.
-
-A process that is killed, or a full disk, may leave half a line at the end. Whoever
-appends next begins a line of its own, and readers skip the half.
-
-Numbers of an output by path, and values that JSON can hold.
+"""What is written into files: numbers of an output, values of JSON, lines, whole files.
 
 JSON knows no NaN and no infinity, so these are strings: `"NaN"`, `"Infinity"` and
-`"-Infinity"`.
+`"-Infinity"`. Attempts of a run append lines of JSON to one file, and nobody ever cuts
+it. A process that is killed, or a full disk, may leave half a line at its end: whoever
+appends next begins a line of its own, and readers skip the half.
 """
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -24,25 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-
-def append_lines(path: Path, lines: bytes) -> None:
-    """Appends whole lines; the file and its directory are made by the first ones."""
-    try:
-        _append(path, lines)
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _append(path, lines)
-
-
-def _append(path: Path, lines: bytes) -> None:
-    # Opened anew, as it is done rarely, and no file stays open in idle programs.
-    with open(path, "a+b") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                lines = b"\n" + lines
-        file.write(lines)
-
+from armillary._logging import logger
+from armillary._process import is_first
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # To look at abstract types takes most of the time of a record.
@@ -58,6 +37,19 @@ def find_numbers(output: Mapping[Any, Any], path: str = "") -> dict[str, int | f
         elif (number := _as_number(value)) is not None:
             found[f"{path}{name}"] = number
     return found
+
+
+def _as_number(value: Any) -> int | float | None:
+    if type(value) is float:
+        return value
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        kind = value.dtype
+        if value.shape or not (jnp.issubdtype(kind, jnp.number) or kind == np.bool_):
+            return None
+        value = np.asarray(value).item()
+    if isinstance(value, bool | Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else None
 
 
 def as_json(value: Any) -> Any:
@@ -99,25 +91,79 @@ def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _flatten(item, f"{path}/{name}" if path else name)
-    elif isinstance(value, bool | int | float | str):
-        yield path, value
     else:
-        yield path, str(value)
+        is_plain = isinstance(value, bool | int | float | str)
+        yield path, value if is_plain else str(value)
 
 
-def _as_number(value: Any) -> int | float | None:
-    if type(value) is float:
-        return value
-    if isinstance(value, jax.Array | np.ndarray | np.generic):
-        kind = value.dtype
-        if value.shape != () or not (
-            jnp.issubdtype(kind, jnp.number) or kind == np.bool_
-        ):
-            return None
-        value = np.asarray(value).item()
-    if isinstance(value, bool | Integral):
-        return int(value)
-    return float(value) if isinstance(value, Real) else None
+class LinesFile:
+    """A local file that the first process of a job appends lines to.
+
+    A failure is logged once and ends the recording, not the training.
+
+    Args:
+        path: The file; `None` writes nothing.
+        what: What is lost if it cannot be written: "metrics are".
+    """
+
+    def __init__(self, path: Path | None, what: str) -> None:
+        self._path, self._what = path, what
+
+    @property
+    def is_on(self) -> bool:
+        """Whether lines of this process are written."""
+        return self._path is not None and is_first()
+
+    def append(self, lines: str) -> None:
+        """Appends whole lines; the first ones make the file and its directory."""
+        if self._path is None or not is_first():
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _append(self._path, lines.encode())
+        except OSError as error:
+            logger.warning(
+                "cannot write %s, so %s not recorded from here on: %s",
+                self._path,
+                self._what,
+                error,
+            )
+            self._path = None
+
+
+def _append(path: Path, lines: bytes) -> None:
+    # Opened anew, as it is done rarely, and no file stays open in idle programs.
+    with open(path, "a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                lines = b"\n" + lines
+        file.write(lines)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yields the number and the value of each line of a `LinesFile` that is not empty.
+
+    The value of what a crash or a full disk left of a line is `...`.
+
+    Raises:
+        ValueError: If the file cannot be read.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ValueError(
+            f"`{path}` cannot be read ({error.strerror}), but it must be the record "
+            "that a `Controller` wrote. Change its rights, or use another run."
+        ) from error
+    for number, line in enumerate(lines, start=1):
+        if line:
+            try:
+                yield number, json.loads(line)
+            except ValueError:
+                yield number, ...
+            except RecursionError:  # No record is nested as deep.
+                yield number, None
 
 
 def write_whole(path: epath.Path, data: bytes | bytearray, temporary: str) -> None:

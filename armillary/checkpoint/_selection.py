@@ -12,7 +12,6 @@ The messages for a checkpoint that cannot be written, read or restored.
 import dataclasses
 import difflib
 import itertools
-import math
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ import numpy as np
 from etils import epath
 
 from armillary._checks import list_lines
+from armillary._format import format_bytes
 from armillary._logging import logger
 from armillary.checkpoint._leaf import LeafSpec
 from armillary.errors import CheckpointError, CheckpointMismatchError
@@ -185,15 +185,9 @@ def _describe_space(path: epath.Path, num_bytes: int | None) -> str:
         return ""
     free = shutil.disk_usage(place).free
     return (
-        f" Its arrays need about {_as_text(num_bytes)}, and `{place}` has "
-        f"{_as_text(free)} free."
+        f" Its arrays need about {format_bytes(num_bytes)}, and `{place}` has "
+        f"{format_bytes(free)} free."
     )
-
-
-def _as_text(num_bytes: int) -> str:
-    if num_bytes < 1e5:
-        return f"{math.ceil(num_bytes / 1e3)} kB"
-    return f"{num_bytes / 1e6:.1f} MB"
 
 
 Paths = str | Iterable[str]

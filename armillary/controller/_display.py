@@ -21,11 +21,12 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
+from armillary._format import format_seconds
 from armillary._logging import get_console, is_terminal, logger
 from armillary._process import get_process
 from armillary.controller._reports import format_scalar, log_line
 from armillary.goodput._journal import Recorder
-from armillary.goodput._stopwatch import LABELS, Category, PhaseClock
+from armillary.goodput._stopwatch import Category, PhaseClock
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -203,7 +204,7 @@ class Display:
             return
         self._thresholds[key] = 2 * threshold
         loop = "eval" if category is Category.EVALUATING else self._loop
-        text = f"{LABELS[category]} for {format_seconds(threshold)} ..."
+        text = f"{category.label} for {format_seconds(int(threshold))} ..."
         log_line(loop, self._step, text)
 
     def _describe(self, category: Category, seconds: float) -> "Text":
@@ -215,15 +216,15 @@ class Display:
         parts = [(step, "bold")]
         left = self._seconds_left()
         if left is not None:
-            parts.append((f"ETA {format_seconds(left)}", ""))
+            parts.append((f"ETA {format_seconds(int(left))}", ""))
         if self._speed is not None:
             parts.append((f"{self._speed:.1f} steps/sec", ""))
         if seconds >= _SHORT_SECONDS:
-            doing = f"{LABELS[category]} for {format_seconds(seconds)}"
+            doing = f"{category.label} for {format_seconds(int(seconds))}"
         elif category is Category.OTHER:
-            doing = LABELS[Category.STEPPING]
+            doing = Category.STEPPING.label
         else:
-            doing = LABELS[category]
+            doing = category.label
         parts.append((doing, "cyan"))
         name = _find_loss(self._scalars)
         if name is not None:
@@ -244,18 +245,6 @@ class Display:
         left = (self._target - last[1]) * seconds_per_step
         left -= time.perf_counter() - last[0]
         return left if left > 0 else None
-
-
-def format_seconds(seconds: float) -> str:
-    """Returns a duration such as `12 s`, `1 min 5 s` or `2 h 5 min`."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    large, small, units = whole // 60, whole % 60, ("min", "s")
-    if large >= 60:
-        large, small, units = large // 60, large % 60, ("h", "min")
-    rest = f" {small} {units[1]}" if small else ""
-    return f"{large} {units[0]}{rest}"
 
 
 def _has_terminal() -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 from jax._src import xla_bridge  # noqa: TID251
 
+from armillary._format import format_bytes
 from armillary._logging import logger
 from armillary._process import get_process
 from armillary.cluster.resolvers._tf_config import TFConfigClusterResolver
@@ -29,7 +30,7 @@ from armillary.data._dataset import DistributedDataset
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.errors import ClusterError
-from armillary.state._summarize import ModelSummary, format_bytes, summarize
+from armillary.state._summarize import ModelSummary, summarize
 from armillary.trainer._loop_data import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
 

@@ -1,15 +1,13 @@
 """The command line of `armillary goodput`."""
 
 import argparse
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from armillary._checks import counted
+from armillary._commands import add_json, make_table, print_json, print_out
 from armillary._process import ExitCode
 from armillary.goodput._goodput import Goodput, read_goodput
-from armillary.goodput._stopwatch import LABELS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,19 +18,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN_DIR",
         help="directory of the run's checkpoints, or the one above it",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON instead of a table"
-    )
+    add_json(parser)
 
 
 def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     """Reads the record and returns what prints it."""
     goodput = read_goodput(namespace.run_dir)
-    print_goodput = _print_json if namespace.json else _print_table
-    return lambda: print_goodput(goodput)
-
-
-def _print_json(goodput: Goodput) -> ExitCode:
+    if not namespace.json:
+        return lambda: _print(goodput)
     record = {
         "goodput": goodput.goodput,
         "total_seconds": goodput.total_seconds,
@@ -42,35 +35,23 @@ def _print_json(goodput: Goodput) -> ExitCode:
         "lost_steps": goodput.num_lost_steps,
         "unreadable_lines": goodput.unreadable_lines,
     }
-    sys.stdout.write(json.dumps(record, indent=2) + "\n")
-    return ExitCode.OK
+    return lambda: print_json(record)
 
 
-def _print_table(goodput: Goodput) -> ExitCode:
-    from rich.console import Console
-    from rich.table import Table
-
+def _print(goodput: Goodput) -> ExitCode:
     total = goodput.total_seconds
-    table = Table()
-    table.add_column("time")
-    table.add_column("seconds", justify="right")
-    table.add_column("share", justify="right")
-    for category, label in LABELS.items():
-        seconds = goodput.seconds[category]
-        table.add_row(label, f"{seconds:.1f}", f"{seconds / (total or 1):.1%}")
-    table.add_section()
-    table.add_row("total", f"{total:.1f}", f"{bool(total):.1%}")
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(
+    rows = [
+        (category.label, f"{seconds:.1f}", f"{seconds / (total or 1):.1%}")
+        for category, seconds in goodput.seconds.items()
+    ]
+    head = ["time", "seconds", "share"]
+    sums = [("total", f"{total:.1f}", f"{bool(total):.1%}")]
+    lines = [
         f"goodput {goodput.goodput:.1%}, {counted(goodput.num_attempts, 'attempt')}, "
         f"{counted(goodput.num_steps, 'step')}, "
         f"{counted(goodput.num_lost_steps, 'step')} lost"
-    )
+    ]
     if goodput.unreadable_lines:
         numbers = ", ".join(map(str, goodput.unreadable_lines))
-        console.print(
-            "Lines that could not be read, as a crash or a full disk leaves them: "
-            f"{numbers}."
-        )
-    return ExitCode.OK
+        lines.append(f"Lines that a crash or a full disk has spoilt: {numbers}.")
+    return print_out(make_table(head, rows, sums, numbers=head[1:]), *lines)

@@ -1,7 +1,5 @@
 """Adds up where the time of a run went, over all of its attempts.
 
-The stretches of time of a run, and which of them were lost.
-
 A run lost what it did again. So nothing has to be known about crashes: if steps were
 run from step 20 on, all that came earlier in the record and lies beyond step 20 was in
 vain, whether another attempt or the same one went back.

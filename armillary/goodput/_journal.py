@@ -1,9 +1,7 @@
-"""The file of a run that attempts append to: one line of JSON, one look at the clock.
+"""Records one attempt of a run, from the start of its process on.
 
-A line holds the totals of its attempt so far, so a line that is missing costs only
-detail.
-
-Records one attempt of a run, from the start of its process on.
+Attempts append to one file, `goodput.jsonl`: a line is one look at the clock. It holds
+the totals of its attempt so far, so a line that is missing costs only detail.
 """
 
 import contextlib
@@ -16,15 +14,17 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from armillary._logging import logger
-from armillary._process import is_first
-from armillary._records import append_lines
+from armillary._records import LinesFile, read_lines
 from armillary.goodput._stopwatch import Category, Stopwatch
 from armillary.lifeline._lifeline import Place
 
 FILE_NAME = "goodput.jsonl"
 _FORMAT = "armillary-goodput-1"
+_LONGEST_PAUSE_SECONDS = 10.0
+# Whether an attempt has accounted for the start of this process.
+_is_claimed = False
 
 
 @dataclass(frozen=True)
@@ -47,52 +47,24 @@ class Entry:
     is_done: bool
     seconds: dict[Category, float]
 
-
-class Journal:
-    """Appends lines to the file of a local directory, in the first process of a job.
-
-    A failure is logged once and ends the recording, not the training.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self._path = Path(directory) / FILE_NAME
-        self._is_on = True
-
-    def append(self, entry: Entry) -> None:
-        """Writes one line."""
-        if not self._is_on or not is_first():
-            return
-        try:
-            append_lines(self._path, _format(entry))
-        except OSError as error:
-            self._is_on = False
-            logger.warning(
-                "cannot write %s, so where the time goes is not recorded from here "
-                "on: %s",
-                self._path,
-                error,
-            )
+    def as_line(self) -> str:
+        """Returns the line, with its end."""
+        seconds = {
+            name: round(value, 6) for name, value in self.seconds.items() if value
+        }
+        record = {"format": _FORMAT, **vars(self), "seconds": seconds}
+        record["done"] = record.pop("is_done")
+        return json.dumps(record) + "\n"
 
 
 def read_entries(path: str | os.PathLike[str]) -> tuple[list[Entry], list[int]]:
-    """Reads a journal.
-
-    Returns its entries in order, and the numbers of the lines that are none, which is
-    what a crash or a full disk leaves of a line.
-    """
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise ValueError(
-            f"`{path}` cannot be read ({error.strerror}), but it must be the record "
-            "that a `Controller` wrote. Change its rights, or use another run."
-        ) from error
+    """Reads a journal: its entries in order, and the numbers of lines that are none."""
     entries, unreadable = [], []
-    for number, line in enumerate(lines, start=1):
-        entry = _parse(line)
+    for number, record in read_lines(Path(path)):
+        entry = _as_entry(record)
         if entry is not None:
             entries.append(entry)
-        elif line:
+        else:
             unreadable.append(number)
     if not entries:
         raise ValueError(
@@ -104,24 +76,16 @@ def read_entries(path: str | os.PathLike[str]) -> tuple[list[Entry], list[int]]:
     return entries, unreadable
 
 
-def _format(entry: Entry) -> bytes:
-    seconds = {name: round(value, 6) for name, value in entry.seconds.items() if value}
-    record = {"format": _FORMAT, **vars(entry), "seconds": seconds}
-    record["done"] = record.pop("is_done")
-    return json.dumps(record).encode() + b"\n"
-
-
-def _parse(line: bytes) -> Entry | None:
-    """Returns the entry of a line, or `None` if it is none."""
+def _as_entry(record: Any) -> Entry | None:
+    """Returns the entry that a line holds, or `None` if it is none."""
     try:
-        record = json.loads(line)
         if record.pop("format") != _FORMAT:
             return None
         record["is_done"] = record.pop("done")
         values = record.pop("seconds").items()
         seconds = {Category(name): float(value) for name, value in values}
         entry = Entry(**record, seconds=seconds)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+    except (ValueError, TypeError, LookupError, AttributeError):
         return None
     texts, numbers = (entry.attempt, entry.event), (entry.time, *seconds.values())
     is_one = type(entry.step) is int and all(isinstance(each, str) for each in texts)
@@ -129,21 +93,8 @@ def _parse(line: bytes) -> Entry | None:
     return entry if is_one and all(map(math.isfinite, numbers)) else None
 
 
-_PHASES = {
-    **{category: str(category) for category in Category},
-    Category.STEPPING: "step",
-    Category.SAVING: "save",
-    Category.RESTORING: "restore",
-    Category.EVALUATING: "evaluation",
-    Category.OTHER: "action",
-}
-_LONGEST_PAUSE_SECONDS = 10.0
-# Whether an attempt has accounted for the start of this process.
-_is_claimed = False
-
-
 class Recorder(Stopwatch):
-    """A stopwatch of what the controller does, with a journal of its totals, if any.
+    """A stopwatch of what the controller does, with a journal of its totals.
 
     Nothing is written before training begins, so a job that only evaluates the
     checkpoints of another one leaves its journal alone. Time between two calls of the
@@ -151,9 +102,10 @@ class Recorder(Stopwatch):
     to account for it, is `start_up_seconds`.
     """
 
-    def __init__(self, journal: Journal | None, start_up_seconds: float = 0.0) -> None:
+    def __init__(self, directory: Path | None, start_up_seconds: float = 0.0) -> None:
         super().__init__(Category.START_UP, elapsed=start_up_seconds)
-        self._journal = journal
+        path = None if directory is None else directory / FILE_NAME
+        self._file = LinesFile(path, "where the time goes is")
         self._attempt = uuid.uuid4().hex[:12]
         self._step = 0
         self._has_begun = self._is_done = False
@@ -170,9 +122,8 @@ class Recorder(Stopwatch):
 
     def find_place(self) -> Place:
         """Returns where the program is; other threads may ask, too."""
-        category = self.category
-        phase = "outside of loops" if category is None else _PHASES[category]
-        return Place(phase, self.moves)
+        names = {None: "outside of loops", Category.OTHER: "action"}
+        return Place(names.get(self.category, str(self.category)), self.moves)
 
     @contextlib.contextmanager
     def run(self, step: int, has_reached_goal: Callable[[], bool]) -> Iterator[None]:
@@ -202,7 +153,7 @@ class Recorder(Stopwatch):
         again.
         """
         self._step = step
-        if self._journal is None or not self._has_begun:
+        if not self._has_begun or not self._file.is_on:
             return
         seconds = self.seconds
         elapsed = sum(seconds.values())
@@ -210,23 +161,15 @@ class Recorder(Stopwatch):
         if event == "loop" and elapsed - self._written_at < pause:
             return
         self._written_at = elapsed
-        self._journal.append(
-            Entry(
-                attempt=self._attempt,
-                event=event,
-                time=time.time(),
-                step=step,
-                is_done=self._is_done,
-                seconds=seconds,
-            )
-        )
+        entry = Entry(self._attempt, event, time.time(), step, self._is_done, seconds)
+        self._file.append(entry.as_line())
 
 
 def make_recorder(directory: str | None) -> Recorder:
     """Returns what records a run; without a local directory, it writes nothing."""
     if directory is None or "://" in directory:
         return Recorder(None)
-    return Recorder(Journal(directory), _claim_start_up())
+    return Recorder(Path(directory), _claim_start_up())
 
 
 def _claim_start_up() -> float:

@@ -2,10 +2,6 @@
 
 JAX reports a compilation when it has ended. Its seconds are then taken out of the
 category that is running.
-
-What the time of a run is spent on.
-
-What a program does now, and for how long: for people who wait for it.
 """
 
 import contextlib
@@ -45,22 +41,19 @@ class Category(StrEnum):
     DOWN = "down"
     """From the last sign of one attempt to the start of the next."""
 
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        return _LABELS.get(self.value, self.value)
 
-LABELS = {
-    Category.STEPPING: "stepping",
-    Category.COMPILING: "compiling",
-    Category.DATA: "waiting for data",
-    Category.SAVING: "saving",
-    Category.RESTORING: "restoring",
-    Category.EVALUATING: "evaluating",
-    Category.START_UP: "start-up",
-    Category.OTHER: "actions, summaries, logging",
-    Category.LOST: "lost: work done again",
-    Category.DOWN: "lost: down between attempts",
+
+_LABELS = {
+    "data": "waiting for data",
+    "start_up": "start-up",
+    "other": "actions, summaries, logging",
+    "lost": "lost: work done again",
+    "down": "lost: down between attempts",
 }
-"""What people call the categories."""
-
-
 _COMPILE_EVENTS = "/jax/core/compile/"
 
 # What a traced step finds in `time` in its place warns of that.

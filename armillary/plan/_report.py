@@ -1,11 +1,13 @@
 """What a plan says, as a table and as JSON."""
 
+import functools
 import io
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from armillary._format import format_bytes, format_scaled
 from armillary.distribute.replica._values import AXIS_NAME
 from armillary.plan._targets import Estimate, Topology
 from armillary.plan._traffic import KINDS, Collective, count_rounds
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 _WIDTH = 88
 _UNKNOWN = "not known before a compiler divides the step"
+
+_time = functools.partial(format_scaled, unit="s")
 
 
 @dataclass(frozen=True)
@@ -187,11 +191,12 @@ class Plan:
 
     def _work(self) -> list[tuple[str, str]]:
         flops = ", ".join(
-            f"{_scaled(count)}FLOP {dtype}" for dtype, count in self.flops.items()
+            f"{format_scaled(count, 'FLOP')} {dtype}"
+            for dtype, count in self.flops.items()
         )
-        held = f"{_scaled(self.held_bytes)}B on each device"
+        held = f"{format_bytes(self.held_bytes)} on each device"
         if self.held_bytes < self.state_bytes:
-            held = f"{_scaled(self.state_bytes)}B, {held}"
+            held = f"{format_bytes(self.state_bytes)}, {held}"
         replicas = str(self.num_replicas)
         if self.is_divided:
             sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
@@ -211,13 +216,13 @@ class Plan:
         target, memory = self.topology.target, self.memory
         if self.is_abstract or target is None:
             return []
-        has = f"of {_scaled(target.memory_bytes)}B"
+        has = f"of {format_bytes(target.memory_bytes)}"
         if memory is None:
             return [("memory", f"[bold]does not fit[/]: the compiler needs more {has}")]
         verdict = "fits" if self.fits else "[bold]does not fit[/]"
-        rows = [("memory", f"{verdict}: {_scaled(memory.total)}B {has}")]
+        rows = [("memory", f"{verdict}: {format_bytes(memory.total)} {has}")]
         rows += [
-            (f"  {name.replace('_', ' ')}", f"{_scaled(size)}B")
+            (f"  {name.replace('_', ' ')}", format_bytes(size))
             for name, size in asdict(memory).items()
         ]
         if self.largest_batch is not None:
@@ -232,7 +237,7 @@ class Plan:
         ]
         for each in self.of_step():
             if each.is_asynchronous:
-                size = f"{_scaled(each.num_bytes)}B"
+                size = format_bytes(each.num_bytes)
                 rows.append((f"  {each.kind}, {size}", _describe_overlaps(each)))
         others = Counter(
             f"{each.kind} {'under a condition' if each.scope == 'step' else each.scope}"
@@ -254,11 +259,12 @@ class Plan:
         estimate, target = self.estimate, self.topology.target
         if estimate is None or target is None:
             return []
+        moved = format_bytes(self.step_bytes)
         low, high = _time(estimate.overlapped), _time(estimate.sequential)
         rows = [
             ("step, estimate", f"{low} if all overlaps, {high} if not"),
             ("  products", _time(estimate.compute)),
-            ("  memory", f"{_time(estimate.memory)} for {_scaled(self.step_bytes)}B"),
+            ("  memory", f"{_time(estimate.memory)} for {moved}"),
             ("  collectives", _time(estimate.communication)),
             ("  from figures of", target.source),
         ]
@@ -268,33 +274,16 @@ class Plan:
 
 
 def _describe(kind: str, found: list[Collective], is_abstract: bool) -> str:
-    size = _scaled(sum(each.times * each.num_bytes for each in found))
+    size = format_bytes(sum(each.times * each.num_bytes for each in found))
     count = sum(each.times for each in found)
     if is_abstract:
-        return f"{size}B a step, {count} before a compiler combines them"
+        return f"{size} a step, {count} before a compiler combines them"
     rounds = count_rounds(found, kind)
     beside = sum(each.is_asynchronous for each in found)
-    return (
-        f"{size}B a step in {count}, {rounds} after each other; {beside} asynchronous"
-    )
+    return f"{size} a step in {count}, {rounds} after each other; {beside} asynchronous"
 
 
 def _describe_overlaps(collective: Collective) -> str:
     name, count = max(collective.overlaps, key=lambda pair: pair[1])
     total = sum(count for _, count in collective.overlaps)
     return f"runs beside {total} operations, {count} of them {name}"
-
-
-def _scaled(number: float | None) -> str:
-    number = number or 0.0
-    for power, prefix in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if number >= 10**power:
-            return f"{number / 10**power:.3g} {prefix}"
-    return f"{number:.3g} "
-
-
-def _time(seconds: float) -> str:
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"

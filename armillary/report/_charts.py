@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from armillary.goodput._goodput import Span, find_spans
-from armillary.goodput._stopwatch import LABELS, Category
+from armillary.goodput._stopwatch import Category
 from armillary.report._run_files import SPEED, Run
 
 # After Okabe and Ito (https://jfly.uni-koeln.de/color), which all people tell apart;
@@ -68,7 +68,7 @@ def draw_time(run: Run, plotly: Any) -> Any | None:
             x=[(i + 0.5) * width / unit for i in range(count)],
             y=shares,
             width=width / unit,
-            name=LABELS[category],
+            name=category.label,
             marker={"color": _CATEGORY_COLORS[category], "line": {"width": 0}},
             hovertemplate="%{y:.0%}",
         )

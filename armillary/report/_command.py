@@ -1,12 +1,13 @@
 """The command line of `armillary report`."""
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from armillary._checks import printable
+from armillary._commands import print_out
 from armillary._process import ExitCode
+from armillary.report._page import make_page
+from armillary.report._run_files import read_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,13 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the page (default: report.html)",
     )
+    parser.add_argument(
+        "--with-command",
+        action="store_true",
+        help="show the command lines too, which may hold passwords",
+    )
 
 
 def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     """Reads the runs and returns what writes the page."""
-    from armillary.report._page import make_page
-    from armillary.report._run_files import read_runs
-
     output: Path = namespace.output
     if output.is_dir():
         raise ValueError(
@@ -40,15 +43,13 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         )
     runs = read_runs(namespace.run_dirs)
     try:
-        page = make_page(runs)
+        page = make_page(runs, with_command=namespace.with_command)
     except ImportError as error:
         raise ValueError(str(error)) from error
 
     def write() -> ExitCode:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(page, encoding="utf-8", errors="backslashreplace")
-        names = ", ".join(run.name for run in runs)
-        sys.stdout.write(printable(f"{output} shows {names}.") + "\n")
-        return ExitCode.OK
+        return print_out(f"{output} shows {', '.join(run.name for run in runs)}.")
 
     return write

@@ -4,7 +4,6 @@ The tables of the page, as HTML.
 """
 
 import bisect
-import datetime
 import html
 import json
 import math
@@ -12,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from armillary._format import format_bytes, format_seconds, format_time
+from armillary._optional import import_optional
 from armillary.report._charts import draw_curves, draw_speed, draw_time
 from armillary.report._run_files import SPEED, Run
-from armillary.state._summarize import format_bytes
 
 # Fields of the first record that stand elsewhere on the page.
 _ELSEWHERE = frozenset({"config", "folder", "parameters", "record", "step", "time"})
@@ -36,7 +36,7 @@ def overview(runs: Sequence[Run]) -> str:
         rows.append(
             [
                 text(run.name),
-                time_of_day(run.began),
+                format_time(run.began),
                 number(run.step),
                 run.state,
                 *goodput_cells(run),
@@ -54,7 +54,7 @@ def goodput_cells(run: Run) -> tuple[str, str, str]:
     goodput = run.goodput
     if goodput is None:
         return "", "", ""
-    time = duration(goodput.total_seconds)
+    time = format_seconds(goodput.total_seconds)
     return number(goodput.num_attempts), time, f"{goodput.goodput:.1%}"
 
 
@@ -67,7 +67,7 @@ def checkpoints(run: Run) -> str:
     measured = [_measured(run.curves[key], steps) for key in keys]
     rows = []
     for index, each in enumerate(run.checkpoints):
-        when = time_of_day(each.header.saved_at)
+        when = format_time(each.header.saved_at)
         folder = text(each.path.relative_to(run.path))
         cells = [column[index] for column in measured]
         rows.append([number(each.header.number), when, *cells, folder])
@@ -128,11 +128,6 @@ def side_by_side(runs: Sequence[Run], records: Sequence[Mapping[str, Any]]) -> s
     return table(head, rows, differing=differing)
 
 
-def record_of(run: Run) -> dict[str, Any]:
-    """Returns what an attempt has said of itself: versions, devices, command."""
-    return {k: v for k, v in run.record.items() if k not in _ELSEWHERE}
-
-
 def table(
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
@@ -156,24 +151,6 @@ def table(
         for number, line in enumerate(lines)
     )
     return f'<div class="scroll"><table>{body}</table></div>'
-
-
-def duration(seconds: float) -> str:
-    """Returns seconds as people say them."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s"
-
-
-def time_of_day(seconds: float | None) -> str:
-    """Returns a time, in seconds since the epoch, to the minute and of this place."""
-    if seconds is None:
-        return ""
-    moment = datetime.datetime.fromtimestamp(seconds).astimezone()
-    is_this_year = moment.year == datetime.datetime.now().astimezone().year
-    return f"{moment:%b %d %H:%M}" if is_this_year else f"{moment:%Y-%m-%d %H:%M}"
 
 
 def number(value: float) -> str:
@@ -208,15 +185,25 @@ _LAYOUT = {
 }
 
 
-def make_page(runs: Sequence[Run]) -> str:
-    """Returns the page of some runs, as HTML that needs no network."""
-    graphs, offline = _import_plotly()
+def make_page(runs: Sequence[Run], *, with_command: bool = False) -> str:
+    """Returns the page of some runs, as HTML that needs no network.
+
+    Command lines may hold passwords, so they are shown on request only.
+    """
+    title = "Plotly, with which `armillary report` draws,"
+    graphs = import_optional("plotly.graph_objects", title, "report")
+    offline = import_optional("plotly.offline", title, "report")
     names = ", ".join(text(run.name) for run in runs)
     curves = draw_curves(runs, graphs)
     speed = draw_speed(runs, graphs)
     figures = [*curves.values(), *([] if speed is None else [speed])]
     times = {run.name: draw_time(run, graphs) for run in runs}
     charts = [(name, figure) for name, figure in times.items() if figure is not None]
+    hidden = _ELSEWHERE if with_command else {*_ELSEWHERE, "command"}
+    records = [
+        {name: value for name, value in run.record.items() if name not in hidden}
+        for run in runs
+    ]
     configs = [run.record.get("config") or {} for run in runs]
     sections = {
         "Runs": overview(runs),
@@ -227,7 +214,7 @@ def make_page(runs: Sequence[Run]) -> str:
         "Checkpoints": _per_run(runs, checkpoints),
         "Model": _per_run(runs, model),
         "Hyperparameters": side_by_side(runs, configs) if any(configs) else "",
-        "Record": side_by_side(runs, [record_of(run) for run in runs]),
+        "Record": side_by_side(runs, records),
     }
     body = "".join(
         f"<h2>{title}</h2>{content}" for title, content in sections.items() if content
@@ -252,19 +239,6 @@ def make_page(runs: Sequence[Run]) -> str:
 </body>
 </html>
 """
-
-
-def _import_plotly() -> tuple[Any, Any]:
-    """Returns Plotly's figures, and what makes HTML of them."""
-    try:
-        import plotly.graph_objects
-        import plotly.offline
-    except ImportError as error:
-        raise ImportError(
-            "`armillary report` draws with Plotly, which is not installed. Install it "
-            'with `pip install "armillary[report]"`.'
-        ) from error
-    return plotly.graph_objects, plotly.offline
 
 
 def _grid(figures: Iterable[Any], offline: Any) -> str:

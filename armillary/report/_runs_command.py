@@ -1,16 +1,15 @@
 """The command line of `armillary runs`."""
 
 import argparse
-import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from armillary._checks import printable
+from armillary._commands import add_json, make_table, print_json, print_out
+from armillary._format import format_time
 from armillary._process import ExitCode
-from armillary._records import as_json
-from armillary.report._run_files import SPEED, Run
+from armillary.report._page import goodput_cells, number
+from armillary.report._run_files import SPEED, Run, read_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,25 +17,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory", type=Path, metavar="DIR", help="directory with runs below it"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON instead of a table"
-    )
+    add_json(parser)
 
 
 def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     """Reads the runs and returns what lists them."""
-    from armillary.report._run_files import read_runs
-
     runs = read_runs([namespace.directory])
-    show = _print_json if namespace.json else _print_table
-    return lambda: show(runs)
-
-
-def _print_json(runs: Sequence[Run]) -> ExitCode:
-    sys.stdout.write(
-        json.dumps(as_json([_describe(run) for run in runs]), indent=2) + "\n"
-    )
-    return ExitCode.OK
+    if namespace.json:
+        return lambda: print_json([_describe(run) for run in runs])
+    head = ["run", "began", "state", "step", "time", "goodput", "last values"]
+    table = make_table(head, map(_as_row, runs), numbers=["step", "time", "goodput"])
+    return lambda: print_out(table)
 
 
 def _describe(run: Run) -> dict[str, Any]:
@@ -58,36 +49,11 @@ def _describe(run: Run) -> dict[str, Any]:
     }
 
 
-def _print_table(runs: Sequence[Run]) -> ExitCode:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    from armillary.report._page import goodput_cells, number, time_of_day
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("run", overflow="fold", min_width=8)
-    for name in ("began", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("step", "time", "goodput"):
-        table.add_column(name, no_wrap=True, justify="right")
-    table.add_column("last values", overflow="fold")
-    for run in runs:
-        _, time, goodput = goodput_cells(run)
-        values = [
-            f"{source} {metric} {points[-1][1]:.4g}"
-            for (source, metric), points in run.curves.items()
-            if metric != SPEED
-        ]
-        cells = (
-            run.name,
-            time_of_day(run.began),
-            run.state,
-            number(run.step),
-            time,
-            goodput,
-            "\n".join(values),
-        )
-        table.add_row(*map(printable, cells))
-    Console(highlight=False, markup=False).print(table)
-    return ExitCode.OK
+def _as_row(run: Run) -> list[str]:
+    values = [
+        f"{source} {metric} {points[-1][1]:.4g}"
+        for (source, metric), points in run.curves.items()
+        if metric != SPEED
+    ]
+    began, (_, *spent) = format_time(run.began), goodput_cells(run)
+    return [run.name, began, run.state, number(run.step), *spent, "\n".join(values)]

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
+from armillary._format import format_bytes
 from armillary._traceback import hides_frames
 from armillary.state import _keras, _nnx
 from armillary.state._slots import Role, Slot, join_keys
@@ -201,15 +202,6 @@ def summarize(model: Any) -> ModelSummary:
             "once), or a pytree of arrays."
         )
     return ModelSummary(rows)
-
-
-def format_bytes(number: float) -> str:
-    """Returns a number of bytes with three digits, such as `1.24 MB`."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if number < 999.5 or unit == "TB":
-            break
-        number /= 1000
-    return f"{number:.3g} {unit}"
 
 
 def _find_rows(model: Any) -> list[ArrayRow]:

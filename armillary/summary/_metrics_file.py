@@ -19,8 +19,7 @@ from typing import Any, TypeGuard
 
 from armillary._checks import check_path
 from armillary._logging import logger
-from armillary._process import is_first
-from armillary._records import append_lines, as_json, from_json
+from armillary._records import LinesFile, as_json, from_json, read_lines
 
 FILE_NAME = "metrics.jsonl"
 _LAST_TIME = 2.0**37  # in the year 6325; Python knows none after 9999
@@ -48,7 +47,8 @@ class MetricsFile:
         is_of_training: bool = False,
     ) -> None:
         is_local = directory is not None and "://" not in os.fspath(directory)
-        self._path = Path(directory) / FILE_NAME if directory and is_local else None
+        path = Path(directory) / FILE_NAME if directory and is_local else None
+        self._file = LinesFile(path, "metrics are")
         self._lines: list[str] = []
         self._waits = is_of_training
         self.last_step = -1
@@ -56,7 +56,7 @@ class MetricsFile:
     @property
     def is_on(self) -> bool:
         """Whether records of this process are written."""
-        return self._path is not None and is_first()
+        return self._file.is_on
 
     def write(self, record: str, step: int, **fields: Any) -> None:
         """Takes a record, for the next `flush`."""
@@ -69,18 +69,9 @@ class MetricsFile:
 
     def flush(self) -> None:
         """Appends the records to the file, in one piece."""
-        if not self._lines or self._path is None:
-            return
-        lines, self._lines = self._lines, []
-        try:
-            append_lines(self._path, "".join(lines).encode())
-        except OSError as error:
-            logger.warning(
-                "cannot write %s, so metrics are not recorded there from here on: %s",
-                self._path,
-                error,
-            )
-            self._path = None
+        if self._lines:
+            lines, self._lines = self._lines, []
+            self._file.append("".join(lines))
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -150,21 +141,10 @@ def _find_files(run_dir: Path) -> list[Path]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ValueError(
-            f"`{path}` cannot be read ({error.strerror}), but it must be the record "
-            "that a `Controller` wrote. Change its rights, or use another run."
-        ) from error
     records, unknown = [], []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except ValueError:  # Empty, or what a crash or a full disk left of a line.
+    for number, record in read_lines(path):
+        if record is ...:
             continue
-        except RecursionError:
-            record = None
         if _is_record(record):
             values = record.get("values")
             if values is not None:

@@ -8,7 +8,6 @@ Summaries for MLflow.
 import abc
 import atexit
 import html
-import importlib
 import io
 import os
 import re
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from armillary._logging import logger
+from armillary._optional import import_optional
 from armillary.summary._kinds import as_png
 
 
@@ -102,17 +102,6 @@ def _find_prefix(run_dir: Path, directory: str) -> str:
     return "" if prefix == "." else f"{prefix}/"
 
 
-def import_service(module: str, title: str, extra: str) -> Any:
-    """Returns the package of a service."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"{title} is not installed. Install it with "
-            f'`pip install "armillary[{extra}]"`.'
-        ) from error
-
-
 MLFLOW_ID_FILE = "mlflow_run_id.txt"
 _BATCH = 1000  # Most metrics of one request.
 _PAUSE_SECONDS = 600.0
@@ -167,9 +156,9 @@ class MlflowWriter(Service):
         run_name: str | None = None,
     ) -> None:
         super().__init__(run_dir)
-        tracking = import_service("mlflow.tracking", "MLflow", "mlflow")
-        self._entities = import_service("mlflow.entities", "MLflow", "mlflow")
-        self._errors = import_service("mlflow.exceptions", "MLflow", "mlflow")
+        tracking = import_optional("mlflow.tracking", "MLflow", "mlflow")
+        self._entities = import_optional("mlflow.entities", "MLflow", "mlflow")
+        self._errors = import_optional("mlflow.exceptions", "MLflow", "mlflow")
         self._client = tracking.MlflowClient(tracking_uri=tracking_uri)
         self._experiment, self._run_name = experiment, run_name
         self._run_id: str | None = None
@@ -278,7 +267,7 @@ class _WandbWriter(ServiceWriter):
         self._log(tag, self._service.wandb.Histogram(np_histogram=bins), step)
 
     def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
-        image = import_service("PIL.Image", "Pillow", "wandb")
+        image = import_optional("PIL.Image", "Pillow", "wandb")
         opened = image.open(io.BytesIO(as_png(pixels)))
         self._log(tag, self._service.wandb.Image(opened), step)
 
@@ -316,7 +305,7 @@ class WandbWriter(Service):
 
     def __init__(self, run_dir: str | os.PathLike[str], **options: Any) -> None:
         super().__init__(run_dir)
-        self.wandb = import_service("wandb", "Weights & Biases", "wandb")
+        self.wandb = import_optional("wandb", "Weights & Biases", "wandb")
         for name in {"id", "resume", "dir"} & set(options):
             raise TypeError(
                 f"`{name}` is {options[name]!r}, but `WandbWriter` sets it, so that a "

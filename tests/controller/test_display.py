@@ -12,9 +12,10 @@ import time
 import pytest
 
 from armillary import _process
+from armillary._format import format_seconds
 from armillary.controller import _display
 from armillary.controller._controller import Controller
-from armillary.controller._display import Display, format_seconds
+from armillary.controller._display import Display
 from armillary.goodput import Category
 from armillary.goodput._journal import Recorder
 from armillary.trainer._contract import AbstractTrainer
@@ -97,8 +98,8 @@ def test_the_loss_is_what_is_called_so(display, scalars, shown):
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.9, "0 s"),
-        (59.9, "59 s"),
+        (0.91, "0.91 s"),
+        (59.9, "59.9 s"),
         (60, "1 min"),
         (65, "1 min 5 s"),
         (3600, "1 h"),

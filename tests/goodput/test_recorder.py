@@ -1,37 +1,37 @@
-"""What a recorder writes, and when."""
+"""What a recorder writes and when, and what can be read of its file."""
 
 import itertools
+import os
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
+import jax
 import pytest
 
 from armillary.goodput import Category
 from armillary.goodput._goodput import add_up
-from armillary.goodput._journal import Recorder, make_recorder
-
-
-class ListJournal:
-    """Keeps entries in a list."""
-
-    def __init__(self):
-        self.entries = []
-
-    def append(self, entry):
-        self.entries.append(entry)
-
-
-@pytest.fixture
-def journal():
-    return ListJournal()
+from armillary.goodput._journal import (
+    FILE_NAME,
+    Entry,
+    Recorder,
+    make_recorder,
+    read_entries,
+)
+from tests.goodput.conftest import write_entries
 
 
 def run(recorder, step=0, *, reached=True):
     return recorder.run(step, lambda: reached)
 
 
-def test_a_run_from_the_start_of_its_process(journal, clock):
-    recorder = Recorder(journal, start_up_seconds=3.0)
+def entries_of(directory):
+    return read_entries(directory / FILE_NAME)[0]
+
+
+def test_a_run_from_the_start_of_its_process(tmp_path, clock):
+    recorder = Recorder(tmp_path, start_up_seconds=3.0)
     with recorder.phase(Category.RESTORING):
         clock.now += 1
     clock.now += 2
@@ -41,23 +41,23 @@ def test_a_run_from_the_start_of_its_process(journal, clock):
         recorder.mark("loop", 15)
     clock.now += 1000
 
-    assert [(entry.event, entry.step) for entry in journal.entries] == [
-        ("start", 10),
-        ("loop", 15),
-        ("end", 15),
+    entries = entries_of(tmp_path)
+    assert [(entry.event, entry.step, entry.is_done) for entry in entries] == [
+        ("start", 10, False),
+        ("loop", 15, False),
+        ("end", 15, True),
     ]
-    assert [entry.is_done for entry in journal.entries] == [False, False, True]
-    goodput = add_up(journal.entries)
+    goodput = add_up(entries)
     assert goodput.seconds[Category.START_UP] == 5
     assert goodput.seconds[Category.RESTORING] == 1
     assert goodput.seconds[Category.STEPPING] == 20
     assert goodput.total_seconds == 26 == sum(recorder.seconds.values())
 
 
-def test_time_between_calls_is_not_counted(journal, clock):
-    recorder = Recorder(journal)
+def test_time_between_calls_is_not_counted(tmp_path, clock):
+    recorder = Recorder(tmp_path)
     recorder.mark("evaluation", 0)
-    assert journal.entries == []  # Nothing is written before training.
+    assert not list(tmp_path.iterdir())  # Nothing is written before training.
     with run(recorder):
         clock.now += 1
     clock.now += 1000
@@ -68,57 +68,44 @@ def test_time_between_calls_is_not_counted(journal, clock):
     with run(recorder):
         clock.now += 4
 
-    assert add_up(journal.entries).total_seconds == 7
-    assert [entry.is_done for entry in journal.entries] == [
-        False,
-        True,
-        True,
-        False,
-        True,
-    ]
+    entries = entries_of(tmp_path)
+    assert add_up(entries).total_seconds == 7
+    assert [entry.is_done for entry in entries] == [False, True, True, False, True]
 
 
-def test_a_run_that_stops_early_or_fails_is_not_done(journal, clock):
-    recorder = Recorder(journal)
+def test_a_run_that_stops_early_or_fails_is_not_done(tmp_path, clock):
+    recorder = Recorder(tmp_path)
     with run(recorder, reached=False):
         pass
     with pytest.raises(KeyError), run(recorder):
         raise KeyError("x")
 
-    ends = [entry.is_done for entry in journal.entries if entry.event == "end"]
+    entries = entries_of(tmp_path)
+    ends = [entry.is_done for entry in entries if entry.event == "end"]
     assert ends == [False, False]
     clock.now += 1000
     assert sum(recorder.seconds.values()) == 0
 
 
-def test_lines_of_loops_thin_out(journal, clock):
-    recorder = Recorder(journal)
+def test_lines_of_loops_thin_out_and_others_do_not(tmp_path, clock):
+    recorder = Recorder(tmp_path)
     with run(recorder):
         for step in range(1, 20_001):
             clock.now += 0.1
             recorder.mark("loop", step)
+        recorder.mark("save", step)
 
-    times = [entry.time - 1000 for entry in journal.entries]
+    *entries, save, _ = entries_of(tmp_path)
+    times = [entry.time - 1000 for entry in entries]
     gaps = [later - time for time, later in itertools.pairwise(times)]
     assert gaps[0] == pytest.approx(0.1)
     assert max(gaps) <= 10.2
     assert len(times) < 700
+    assert save.event == "save"
 
 
-def test_lines_of_saves_are_always_written(journal, clock):
-    recorder = Recorder(journal, start_up_seconds=100.0)
-    with run(recorder):
-        recorder.mark("loop", 1)
-        recorder.mark("save", 1)
-        recorder.mark("loop", 2)
-        recorder.mark("restore", 1)
-
-    events = [entry.event for entry in journal.entries]
-    assert events == ["start", "save", "restore", "end"]
-
-
-def test_all_that_was_done_before_going_back_is_lost(journal, clock):
-    recorder = Recorder(journal)
+def test_all_that_was_done_before_going_back_is_lost(tmp_path, clock):
+    recorder = Recorder(tmp_path)
 
     def train(seconds):
         with recorder.phase(Category.STEPPING):
@@ -137,7 +124,7 @@ def test_all_that_was_done_before_going_back_is_lost(journal, clock):
         train(3.0)
         recorder.mark("loop", 14)
 
-    goodput = add_up(journal.entries)
+    goodput = add_up(entries_of(tmp_path))
     assert goodput.seconds[Category.STEPPING] == pytest.approx(13.0)
     assert goodput.seconds[Category.LOST] == pytest.approx(5.1)
     assert goodput.seconds[Category.RESTORING] == pytest.approx(1.0)
@@ -172,3 +159,96 @@ def test_the_first_recorder_accounts_for_the_start_of_the_process(tmp_path):
     assert second < 0.1
     # At a prompt, time goes to thinking.
     assert next(measure("sys.ps1 = '>>> '\n")) < 0.1
+
+
+def make_entry(step=0, event="loop", is_done=False, seconds=1.25):
+    return Entry("a", event, 1.5e9, step, is_done, {Category.STEPPING: seconds})
+
+
+def test_entries_of_all_attempts_come_back_as_they_were(tmp_path):
+    entries = [make_entry(), make_entry(20, "end", True), make_entry(21)]
+    write_entries(tmp_path, *entries)
+
+    path = tmp_path / FILE_NAME
+    assert read_entries(path) == (entries, [])
+    assert len(path.read_bytes()) < 250 * 3
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60])
+def test_half_a_line_of_a_crash_is_skipped(tmp_path, cut):
+    write_entries(tmp_path, make_entry(1), make_entry(2))
+    path = tmp_path / FILE_NAME
+    path.write_bytes(path.read_bytes()[:-cut])
+    with run(Recorder(tmp_path), step=3):
+        pass
+
+    entries, unreadable = read_entries(path)
+
+    # Without its newline alone, a line is complete.
+    steps, bad = ([1, 2, 3, 3], []) if cut == 1 else ([1, 3, 3], [2])
+    assert ([entry.step for entry in entries], unreadable) == (steps, bad)
+
+
+def test_other_lines_are_reported_by_number(tmp_path):
+    write_entries(tmp_path, make_entry(1))
+    path = tmp_path / FILE_NAME
+    others = [b"\xff\x00\x80", b"{}", b"[1]", b"null", b'{"format": "something-1"}']
+    cut = b'{"format": "armillary-goodput-1", "attempt": "a"}\n'
+    path.write_bytes(b"\n".join([path.read_bytes(), *others, cut]))
+    write_entries(tmp_path, make_entry(2))
+
+    entries, unreadable = read_entries(path)
+
+    assert [entry.step for entry in entries] == [1, 2]
+    assert unreadable == [3, 4, 5, 6, 7, 8]
+
+
+def test_a_file_without_entries_of_this_version_is_an_error(tmp_path):
+    write_entries(tmp_path, make_entry(1))
+    path = tmp_path / FILE_NAME
+    path.write_bytes(path.read_bytes().replace(b"goodput-1", b"goodput-7"))
+
+    with pytest.raises(ValueError, match=r"1 lines .* 'armillary-goodput-1', which"):
+        read_entries(path)
+    with pytest.raises(ValueError, match=r"cannot be read \(Is a directory\), but it"):
+        read_entries(tmp_path)
+
+
+def test_the_file_has_the_rights_that_the_user_asks_for(tmp_path):
+    previous = os.umask(0o027)
+    try:
+        with run(Recorder(tmp_path / "a" / "b")):
+            pass
+    finally:
+        os.umask(previous)
+
+    assert stat.S_IMODE((tmp_path / "a" / "b" / FILE_NAME).stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [("/dev/full", "No space left on device"), ("{}/file/run", "File exists")],
+)
+def test_a_failure_is_logged_once_and_ends_the_recording(
+    path, problem, tmp_path, caplog
+):
+    (tmp_path / "file").touch()
+    recorder = Recorder(tmp_path)
+    recorder._file._path = Path(path.format(tmp_path))
+
+    with run(recorder):
+        recorder.mark("save", 1)
+
+    (record,) = caplog.records
+    assert problem in record.getMessage()
+    assert "where the time goes is not recorded from here on" in record.getMessage()
+
+
+def test_only_the_first_process_of_a_job_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+
+    with run(Recorder(tmp_path)):
+        pass
+
+    assert not list(tmp_path.iterdir())

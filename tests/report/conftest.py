@@ -5,7 +5,8 @@ import json
 import pytest
 
 from armillary.goodput import Category
-from armillary.goodput._journal import Entry, Journal
+from armillary.goodput._journal import Entry
+from tests.goodput.conftest import write_entries
 
 MODULES = [
     {"name": "Dense", "count": 30, "bytes": 120},
@@ -58,11 +59,11 @@ def make_checkpoint(folder, number):
 
 
 def write_journal(folder, lines, *, is_done):
-    journal = Journal(folder)
-    for index, (attempt, time, step, seconds) in enumerate(lines, start=1):
-        done = is_done and index == len(lines)
-        entry = Entry(attempt, "loop", time, step, done, seconds)
-        journal.append(entry)
+    entries = [
+        Entry(attempt, "loop", time, step, is_done and index == len(lines), seconds)
+        for index, (attempt, time, step, seconds) in enumerate(lines, start=1)
+    ]
+    write_entries(folder, *entries)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.state._summarize import format_bytes
+from armillary._format import format_bytes
 
 
 class Model(nnx.Module):

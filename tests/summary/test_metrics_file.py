@@ -160,7 +160,7 @@ def test_a_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     write_run(file, ("train", 2))
 
     (message,) = caplog.messages
-    assert "so metrics are not recorded there from here on: " in message
+    assert "so metrics are not recorded from here on: " in message
 
 
 def test_what_cannot_be_read_is_an_error(tmp_path):
