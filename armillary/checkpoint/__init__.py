@@ -28,7 +28,7 @@ So a crash at any moment, also during a save, costs at most the save in progress
 from armillary._traceback import mark_public as _mark_public
 from armillary.checkpoint._checkpoint import Checkpoint as Checkpoint
 from armillary.checkpoint._manager import CheckpointManager as CheckpointManager
-from armillary.checkpoint._reader import RestoreReport as RestoreReport
+from armillary.checkpoint._selection import RestoreReport as RestoreReport
 
 __all__ = ["Checkpoint", "CheckpointManager", "RestoreReport"]
 

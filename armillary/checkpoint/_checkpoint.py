@@ -11,16 +11,20 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Never, NoReturn
+from typing import Any
 
 import jax
 
 from armillary._checks import list_lines
 from armillary.checkpoint._folder import as_absolute
-from armillary.checkpoint._leaf import Content, describe_leaf
-from armillary.checkpoint._reader import RestoreReport, restore
-from armillary.checkpoint._selection import Paths, is_inside, make_selection
-from armillary.checkpoint._writer import merge_refusals
+from armillary.checkpoint._reader import merge_refusals, restore
+from armillary.checkpoint._selection import (
+    Paths,
+    RestoreReport,
+    is_inside,
+    make_selection,
+)
+from armillary.checkpoint._store import Content, describe_leaves
 from armillary.cluster._join import get_peers
 from armillary.errors import CheckpointError
 from armillary.state import _keras
@@ -28,13 +32,6 @@ from armillary.state._holders import is_frozen
 from armillary.state._lift import State, find_slots
 from armillary.state._slots import Slot
 from armillary.state._walk import Walk
-
-_OF_MANAGER = {
-    "save": "save()",
-    "write": "save()",
-    "restore": "restore(path)`; without one, `checkpoint.read(path)",
-    "sync": "sync()",
-}
 
 
 class Checkpoint:
@@ -59,18 +56,12 @@ class Checkpoint:
         **objects: The objects by name.
 
     Raises:
-        TypeError: If an object holds neither arrays nor a state, or has no name.
+        TypeError: If an object holds neither arrays nor a state.
         ValueError: If there is no object, or two arrays have the same path.
         DatasetStateError: If a data source cannot be repositioned.
     """
 
-    def __init__(self, *unnamed: Never, **objects: Any) -> None:
-        for value in unnamed:
-            raise TypeError(
-                f"`Checkpoint` got an object of type {type(value).__name__} without a "
-                "name, but the paths of what it holds begin with one. Use a keyword: "
-                "`Checkpoint(model=model)`."
-            )
+    def __init__(self, **objects: Any) -> None:
         if not objects:
             raise ValueError(
                 "`Checkpoint()` names no objects, but it must hold at least one. Use "
@@ -81,29 +72,11 @@ class Checkpoint:
             name: value for name, value in objects.items() if has_position(value)
         }
         for name, value in objects.items():
-            slots = find_slots(value, name)
-            if name not in self._states and not slots:
-                raise _no_state_error(name, value)
-            if is_frozen(value) and any(slot.holder == id(value) for slot in slots):
-                raise _frozen_error(name, value)
+            _check_holds_state(name, value, name in self._states)
         for value in self._states.values():
             if _has_method(value, "check_repositionable"):
                 value.check_repositionable()
-        self.read_leaves()
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Says who does what `tf.train.Checkpoint` does itself.
-
-        Raises:
-            AttributeError: Always.
-        """
-        call, fix = _OF_MANAGER.get(name), ""
-        if call is not None:
-            fix = (
-                " A manager saves and restores: `manager = CheckpointManager("
-                f"checkpoint, directory)`, and then `manager.{call}`."
-            )
-        raise AttributeError(f"`Checkpoint` has no attribute `{name}`.{fix}")
+        describe_leaves(self.read_leaves())
 
     @property
     def objects(self) -> Mapping[str, Any]:
@@ -166,13 +139,13 @@ class Checkpoint:
             names = (n for n in self._objects if any(is_inside(p, [n]) for p in found))
             selection = dataclasses.replace(selection, only=tuple(names))
         folder = as_absolute("path", path)
-        return restore(self, folder, folder.parent, selection)
+        return restore(self, folder, folder.parent, selection)[0]
 
     def read_content(self) -> Content:
         """Returns the values of all objects now, without copying arrays.
 
         Raises:
-            TypeError: If a state cannot be written as JSON.
+            TypeError: If a leaf is not numeric, or a state cannot be written as JSON.
             CheckpointError: If the memory of an array was given to a program.
         """
         leaves = self.read_leaves()
@@ -184,19 +157,17 @@ class Checkpoint:
         if donated:
             raise CheckpointError(
                 f"`Checkpoint` holds {len(donated)} arrays whose memory was donated to "
-                "a program or deleted, so there is nothing to save:\n"
-                f"{list_lines(donated)}\n"
+                f"a program or deleted:\n{list_lines(donated)}\n"
                 "Assign the results of a step before saving; after a step that failed, "
                 "restore a checkpoint (`manager.restore_or_initialize()`)."
             )
         states = {name: _read_state(name, obj) for name, obj in self._states.items()}
-        return Content(leaves, states)
+        return Content(leaves, describe_leaves(leaves), states)
 
     def read_leaves(self) -> dict[str, Any]:
         """Returns what the slots hold now, by path.
 
         Raises:
-            TypeError: If a slot holds a value that is not numeric.
             ValueError: If two places have the same path.
         """
         leaves: dict[str, Any] = {}
@@ -208,15 +179,17 @@ class Checkpoint:
                 leaves[path] = leaf
         if twice:
             raise ValueError(
-                f"`Checkpoint` finds {len(twice)} paths that name two arrays each, but "
-                f"a path must name one: {', '.join(sorted(twice))}. Rename a key of "
-                "the dictionaries on these paths, such as `1` beside `'1'`."
+                f"`Checkpoint` finds {len(twice)} paths that name two arrays each: "
+                f"{', '.join(sorted(twice))}. Rename a key of the dictionaries on "
+                "these paths, such as `1` beside `'1'`."
             )
-        _check_numeric(leaves)
         return leaves
 
-    def write_content(
-        self, content: Content, may_refuse: Collection[str] = ()
+    def write(
+        self,
+        leaves: Mapping[str, Any],
+        states: Mapping[str, Any],
+        may_refuse: Collection[str] = (),
     ) -> dict[str, str]:
         """Puts values into all objects; if one refuses, all get their old values back.
 
@@ -224,7 +197,8 @@ class Checkpoint:
         ones in `set_state`.
 
         Args:
-            content: A value for every leaf, and for the states that are to be set.
+            leaves: A value for every leaf.
+            states: Values for the states that are to be set.
             may_refuse: Names of objects that keep their state if they refuse the new
                 one, in all processes if it is refused in one.
 
@@ -234,18 +208,25 @@ class Checkpoint:
         Raises:
             ValueError: If another object refuses its state.
         """
-        before = self.read_leaves()
+        slots = self._find_slots()
+        before = [slot.read() for slot in slots]
         undo: dict[str, Any] = {}
         refused: dict[str, str] = {}
         try:
-            self._write_leaves(content.leaves)
-            for name, state in content.states.items():
+            for slot in slots:
+                slot.write([leaves[path] for path in slot.paths])
+            for name, state in states.items():
                 undo[name] = _read_state(name, self._states[name])
                 try:
                     self._states[name].set_state(state)
                 except ValueError as error:
                     if name not in may_refuse:
-                        error.add_note(_refused_note(name))
+                        error.add_note(
+                            f"That is `{name}`, which refused its part of the "
+                            "checkpoint, so nothing was restored. If it changed on "
+                            "purpose, it can stay as the program makes it: "
+                            f"`CheckpointManager(..., may_differ={name!r})`."
+                        )
                         raise
                     refused[name] = str(error)
             if may_refuse:
@@ -253,15 +234,12 @@ class Checkpoint:
             for name in refused:
                 self._states[name].set_state(undo[name])
         except BaseException:
-            self._write_leaves(before)
+            for slot, old in zip(slots, before, strict=True):
+                slot.write(old)
             for name, state in reversed(undo.items()):
                 self._states[name].set_state(state)
             raise
         return refused
-
-    def _write_leaves(self, leaves: Mapping[str, Any]) -> None:
-        for slot in self._find_slots():
-            slot.write([leaves[path] for path in slot.paths])
 
     @property
     def passing(self) -> list[str]:
@@ -279,14 +257,6 @@ class Checkpoint:
 
     def _find_slots(self) -> Sequence[Slot]:
         return State([(value, name) for name, value in self._objects.items()]).slots
-
-
-def _refused_note(name: str) -> str:
-    return (
-        f"That is `{name}`, which refused its part of the checkpoint, so nothing was "
-        "restored. If it changed on purpose, it can stay as the program makes it: "
-        f"`CheckpointManager(..., may_differ={name!r})`, or `skip={name!r}`."
-    )
 
 
 def has_position(value: Any) -> bool:
@@ -309,45 +279,26 @@ def _read_state(name: str, value: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"`{name}` of type {type(value).__name__} has a `get_state` whose result "
-            f"cannot be written as JSON ({error}), and a checkpoint needs one that "
-            "can. Return dictionaries, lists, strings and Python numbers "
-            "(`int(value)`), and keep arrays in attributes."
+            f"cannot be written as JSON ({error}). Return dictionaries, lists, strings "
+            "and Python numbers (`int(value)`), and keep arrays in attributes."
         ) from error
 
 
-def _check_numeric(leaves: Mapping[str, Any]) -> None:
-    bad: list[str] = []
-    for path, leaf in leaves.items():
-        try:
-            describe_leaf(leaf)
-        except TypeError as error:
-            bad.append(f"{path}: {error}")
-    if bad:
+def _check_holds_state(name: str, value: Any, has_state: bool) -> None:
+    slots = find_slots(value, name)
+    if not has_state and not slots:
+        is_class = isinstance(value, type)
+        shown = value.__name__ if is_class else type(value).__name__
         raise TypeError(
-            f"`Checkpoint` holds {len(bad)} values that are not numeric arrays, and "
-            f"only those can be saved:\n{list_lines(bad)}\n"
-            "Keep such values in plain attributes, outside variables."
+            f"`{name}` is of {'class' if is_class else 'type'} {shown}, in which there "
+            "is nothing to save: it must hold arrays in places that can be assigned, "
+            "or have `get_state()` and `set_state(state)`. Hold a bare array or pytree "
+            f"in a dictionary, as in `Checkpoint({name}={{'value': value}})`."
         )
-
-
-def _frozen_error(name: str, value: Any) -> TypeError:
-    return TypeError(
-        f"`{name}` is of type {type(value).__name__}, whose arrays cannot be assigned: "
-        "a step puts a new object in its place, and this one would be saved for ever. "
-        f"Give what refers to it: `Checkpoint(trainer=trainer)`, with `trainer.{name}`"
-        f", or a dictionary, `holder = {{'{name}': {name}}}` and `Checkpoint(run="
-        f"holder)`, and use `holder['{name}']` after restoring."
-    )
-
-
-def _no_state_error(name: str, value: Any) -> TypeError:
-    kind = "class" if isinstance(value, type) else "type"
-    shown = value.__name__ if isinstance(value, type) else type(value).__name__
-    return TypeError(
-        f"`{name}` is of {kind} {shown}, in which there is nothing to save: it must "
-        "hold arrays in places that can be assigned (an NNX module, optimizer or "
-        "metric, an object with arrays in its attributes, a dictionary or list of "
-        "arrays), or have `get_state()` and `set_state(state)`. Hold a bare array or "
-        "pytree in an attribute or a dictionary, as in "
-        f"`Checkpoint({name}={{'value': value}})`, or leave it out."
-    )
+    if is_frozen(value) and any(slot.holder == id(value) for slot in slots):
+        raise TypeError(
+            f"`{name}` is of type {type(value).__name__}, whose arrays cannot be "
+            "assigned: a step puts a new object in its place, and this one would be "
+            "saved for ever. Give what refers to it: `Checkpoint(trainer=trainer)`, "
+            f"with `trainer.{name}`, or a dictionary, `{{'{name}': {name}}}`."
+        )

@@ -14,12 +14,12 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from etils import epath
 
 from armillary._checks import check_path
-from armillary.checkpoint._checksums import (
+from armillary.checkpoint._disk import (
     CHECKSUM_FILE,
     compare,
     read_checksums,
@@ -31,8 +31,8 @@ FORMAT = "armillary-checkpoint"
 VERSION = 3
 _READABLE = (2, VERSION)
 HEADER_FILE = "header.json"
+_HEADER = f"header/{HEADER_FILE}"
 _NAME = re.compile(r"checkpoint_(\d+)(?:\.(\d+))?")
-_NUMBERS = ("number", "serial", "saved_at", "preserved_at")
 _REMOVED_SUFFIX = ".armillary-removed"
 _UNFINISHED = re.compile(rf"{_NAME.pattern}\.orbax-checkpoint-tmp.*")
 _LEFTOVER = re.compile(
@@ -72,75 +72,43 @@ class Saved:
     header: Header
 
 
-class Listing(NamedTuple):
-    """The entries of a directory that belong to checkpoints.
-
-    Attributes:
-        saved: The complete checkpoints, in the order of saving.
-        broken: What looks like a checkpoint of ours and is not complete, with reasons.
-            A folder of this name that holds none of our items belongs to someone else.
-        unfinished: What interrupted saves left, or a save in another process writes.
-    """
-
-    saved: list[Saved]
-    broken: dict[epath.Path, str]
-    unfinished: list[epath.Path]
-
-
 def as_absolute(name: str, path: str | os.PathLike[str]) -> epath.Path:
     """Returns a path that stays good when the working directory changes."""
-    if not isinstance(path, str | os.PathLike):
-        folder = f"/checkpoint_{path}" if isinstance(path, int) else ""
-        raise TypeError(
-            f"`{name}` is {path!r} of type {type(path).__name__}, but it must be a "
-            f'path. Use a string such as `"runs/digits{folder}"`, or a `pathlib.Path`.'
-        )
     text = check_path(name, path)
     return epath.Path(text if "://" in text else os.path.abspath(text))
 
 
-def find_problem(directory: epath.Path) -> str | None:
-    """Returns why nothing can be written to a directory, or `None` if it can."""
+def check_is_writable(directory: epath.Path) -> None:
+    """Raises if a local directory can neither be made nor written."""
     if "://" in str(directory):
-        return None
+        return
     place = directory
     while not place.exists():
         place = place.parent
     if not place.is_dir():
-        return (
-            f"`directory` is {str(directory)!r}, and {str(place)!r} is a file, but "
-            "checkpoints need a directory. Use the name of a directory, which is made "
-            "if it does not exist."
-        )
-    if not os.access(place, os.W_OK | os.X_OK):
-        return (
-            f"`directory` is {str(directory)!r}, and this user may not write to "
-            f"{str(place)!r}, but saving needs that. Use another directory, or change "
-            f"its rights (`chmod u+rwx {place}`)."
-        )
-    return None
+        problem = f"{str(place)!r} is a file"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        problem = f"this user may not write to {str(place)!r}"
+    else:
+        return
+    raise ValueError(
+        f"`directory` is {str(directory)!r}, and {problem}, but checkpoints need a "
+        "directory that can be made and written. Use another one, or change its rights "
+        f"(`chmod u+rwx {place}`)."
+    )
 
 
 def check_is_checkpoint(folder: epath.Path, directory: epath.Path) -> None:
     """Raises if `folder` is not a complete checkpoint."""
     if read_header(folder) is not None:
         return
-    if not folder.exists():
-        reason = "which does not exist"
-    elif not folder.is_dir():
-        reason = "which is a file"
-    else:
-        reason = "a folder that is not a complete checkpoint of this library"
     found = find_checkpoints(folder) or find_checkpoints(directory)
-    newest = ", ".join(repr(str(entry.path)) for entry in reversed(found[-3:]))
-    advice = (
-        f"Use one of these, newest first: {newest}."
-        if newest
-        else "Use the folder of a checkpoint, named `checkpoint_<number>`."
-    )
+    newest = [repr(str(entry.path)) for entry in reversed(found[-3:])]
+    what = "is no complete checkpoint" if folder.exists() else "does not exist"
     raise CheckpointError(
-        f"`path` is {str(folder)!r}, {reason}, and only a complete checkpoint can be "
-        f"restored. {advice}"
+        f"`path` is {str(folder)!r}, which {what}, but it must be the folder "
+        "`checkpoint_<number>` of one. Use "
+        f"{', '.join(newest) or 'one of `manager.checkpoints`'}."
     )
 
 
@@ -152,20 +120,20 @@ def read_header(path: epath.Path) -> Header | None:
 
 def _read_header(path: epath.Path) -> Header | str:
     """Returns the header, or why there is no complete checkpoint."""
-    name = f"`header/{HEADER_FILE}`"
     try:
-        value = read_json(path / "header" / HEADER_FILE)
+        value = read_json(path / _HEADER)
         if value.pop("format") != FORMAT or value.pop("version") not in _READABLE:
-            return f"{name} is of another version of Armillary, or of another library"
+            return f"`{_HEADER}` is of another version of Armillary, or another library"
         header = Header(**value)
-        if not all(math.isfinite(value[key]) for key in _NUMBERS):
-            return f"{name} is not what was written"
+        numbers = (header.number, header.serial, header.saved_at, header.preserved_at)
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError
     except FileNotFoundError:
-        return f"{name} is missing"
+        return f"`{_HEADER}` is missing"
     except OSError as error:
-        return f"{name} cannot be read ({type(error).__name__}: {error})"
+        return f"`{_HEADER}` cannot be read ({type(error).__name__}: {error})"
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-        return f"{name} is not what was written"
+        return f"`{_HEADER}` is not what was written"
     for item in ("manifest", "arrays") if header.has_arrays else ("manifest",):
         if not (path / item).is_dir():
             return f"`{item}` is missing"
@@ -177,41 +145,46 @@ def _find_mismatch(path: epath.Path, number: int, header: Header) -> str | None:
 
     The order of checkpoints depends on it.
     """
-    name = f"header/{HEADER_FILE}"
     # Unusable sums are damage too, which a restore finds and names.
     with contextlib.suppress(ValueError, KeyError):
-        damage = compare(path, name, read_checksums(path)[name])
+        damage = compare(path, _HEADER, read_checksums(path)[_HEADER])
         if damage is not None:
             return damage
     if header.number != number:
-        return (
-            f"`{name}` is that of checkpoint {header.number}, so another save was "
-            "copied here, or the folder has another name than it had"
-        )
+        return f"`{_HEADER}` is that of checkpoint {header.number}, copied or renamed"
     return None
 
 
 def find_checkpoints(directory: epath.Path) -> list[Saved]:
     """Returns the complete checkpoints below `directory`, in the order of saving."""
-    return list_directory(directory).saved
+    return list_directory(directory)[0]
 
 
-def list_directory(directory: epath.Path) -> Listing:
-    """Returns what belongs to checkpoints in a directory, which need not exist."""
-    listing = Listing([], {}, [])
+def list_directory(
+    directory: epath.Path,
+) -> tuple[list[Saved], dict[epath.Path, str], list[epath.Path]]:
+    """Returns what belongs to checkpoints in a directory, which need not exist.
+
+    These are the complete ones, in the order of saving; what looks like one of ours and
+    is not complete, with reasons; and what interrupted saves left, or a save in another
+    process writes.
+    """
+    saved: list[Saved] = []
+    broken: dict[epath.Path, str] = {}
+    unfinished: list[epath.Path] = []
     for path in directory.iterdir() if directory.is_dir() else ():
         if _UNFINISHED.fullmatch(path.name):
-            listing.unfinished.append(path)
+            unfinished.append(path)
         elif name := _NAME.fullmatch(path.name):
             header = _read_header(path)
             if isinstance(header, Header):
                 header = _find_mismatch(path, int(name[1]), header) or header
             if isinstance(header, Header):
-                listing.saved.append(Saved(path, header))
+                saved.append(Saved(path, header))
             elif _is_ours(path):
-                listing.broken[path] = header
-    listing.saved.sort(key=lambda entry: entry.header.serial)
-    return listing
+                broken[path] = header
+    saved.sort(key=lambda entry: entry.header.serial)
+    return saved, broken, unfinished
 
 
 def _is_ours(path: epath.Path) -> bool:
@@ -236,13 +209,12 @@ def choose_path(
     names = [_NAME.fullmatch(entry.path.name) for entry in saved]
     revisions = [int(name[2] or 0) for name in names if name and int(name[1]) == number]
     revision = max(revisions, default=-1) + 1
-    while (path := directory / _make_name(number, revision)).exists():
+    while True:
+        suffix = f".{revision}" if revision else ""
+        path = directory / f"checkpoint_{number}{suffix}"
+        if not path.exists():
+            return path
         revision += 1  # Something that is no complete checkpoint has this name.
-    return path
-
-
-def _make_name(number: int, revision: int) -> str:
-    return f"checkpoint_{number}.{revision}" if revision else f"checkpoint_{number}"
 
 
 def find_superseded(saved: Sequence[Saved]) -> list[Saved]:
@@ -279,15 +251,9 @@ def remove(path: epath.Path) -> None:
     renamed.rmtree()
 
 
-def remove_leftovers(directory: epath.Path) -> None:
-    """Removes what interrupted saves and removals left behind."""
+def remove_leftovers(directory: epath.Path, of: str = "checkpoint_") -> None:
+    """Removes what interrupted saves and removals left, of names that begin so."""
     for path in list(directory.iterdir()):
-        if _LEFTOVER.fullmatch(path.name) and path.is_dir():
+        is_ours = path.name.startswith(of) and _LEFTOVER.fullmatch(path.name)
+        if is_ours and path.is_dir():
             path.rmtree()
-
-
-def remove_unfinished(path: epath.Path) -> None:
-    """Removes what a save that failed has written for the checkpoint at `path`."""
-    for entry in list_directory(path.parent).unfinished:
-        if entry.name.startswith(f"{path.name}.orbax") and entry.is_dir():
-            entry.rmtree()

@@ -6,15 +6,13 @@ How a save runs in the background is in `_writer`, how one is read in `_reader`.
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from numbers import Integral
-from typing import Any, Literal, NoReturn
-
-from etils import epath
+from typing import Any, Literal
 
 from armillary._checks import (
-    answers_old_names,
     check_callable,
+    check_instance,
     check_not_negative,
+    check_not_negative_int,
     check_one_of,
     check_positive_int,
 )
@@ -23,22 +21,23 @@ from armillary._process import get_process
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._folder import (
     as_absolute,
+    check_is_writable,
     find_checkpoints,
-    find_problem,
     find_superseded,
 )
-from armillary.checkpoint._leaf import Content
-from armillary.checkpoint._reader import RestoreReport, restore, restore_latest
-from armillary.checkpoint._selection import Paths, as_paths, make_selection
-from armillary.checkpoint._store import read_evaluation
-from armillary.checkpoint._writer import announcing_errors, make_writer
+from armillary.checkpoint._reader import restore, restore_latest
+from armillary.checkpoint._selection import (
+    Paths,
+    RestoreReport,
+    as_paths,
+    make_selection,
+)
+from armillary.checkpoint._store import Content
+from armillary.checkpoint._writer import Writer, announcing_errors
 from armillary.errors import CheckpointError
 from armillary.state._summarize import as_step_counter
 
 
-@answers_old_names(
-    checkpoint_name="Leave it out: each checkpoint is a folder named for its step."
-)
 class CheckpointManager:
     """Saves and restores a `Checkpoint` below one directory.
 
@@ -82,8 +81,8 @@ class CheckpointManager:
         TypeError: If `checkpoint`, `directory`, `step_counter`, `init_fn` or
             `may_differ` is of the wrong type.
         ValueError: If a number is out of range, a path of `may_differ` is empty,
-            `on_write_error` is neither of the two, or `directory` is a file, or is in a
-            place where it cannot be made or written and holds no checkpoint to read.
+            `on_write_error` is neither of the two, or `directory` is in a place where
+            it cannot be made or written and holds no checkpoint to read.
     """
 
     def __init__(
@@ -99,25 +98,20 @@ class CheckpointManager:
         may_differ: Paths = (),
         on_write_error: Literal["raise", "warn"] = "raise",
     ) -> None:
-        if not isinstance(checkpoint, Checkpoint):
-            raise TypeError(
-                f"`checkpoint` is of type {type(checkpoint).__name__}, but it must be "
-                "a `Checkpoint`. Use `Checkpoint(model=model, optimizer=optimizer)`."
-            )
+        fix = "Use `Checkpoint(model=model, optimizer=optimizer)`."
+        check_instance("checkpoint", checkpoint, Checkpoint, fix)
         if max_to_keep is not None:
             max_to_keep = check_positive_int("max_to_keep", max_to_keep)
-        if keep_checkpoint_every_n_hours is not None:
-            check_not_negative(
-                "keep_checkpoint_every_n_hours", keep_checkpoint_every_n_hours
-            )
+        hours = keep_checkpoint_every_n_hours
+        if hours is not None:
+            check_not_negative("keep_checkpoint_every_n_hours", hours)
         if checkpoint_interval is not None:
             checkpoint_interval = check_positive_int(
                 "checkpoint_interval", checkpoint_interval
             )
         if init_fn is not None:
             check_callable("init_fn", init_fn)
-        fix = 'Use `on_write_error="warn"` to train on when a save fails.'
-        check_one_of("on_write_error", on_write_error, ("raise", "warn"), fix)
+        check_one_of("on_write_error", on_write_error, ("raise", "warn"))
         self._checkpoint = checkpoint
         self._directory = as_absolute("directory", directory)
         self._interval = checkpoint_interval
@@ -125,33 +119,21 @@ class CheckpointManager:
         self._may_differ = as_paths("may_differ", may_differ)
         self._step_counter: Any = None
         self._read_step: Callable[[], int] | None = None
-        self.step_counter = step_counter
+        if step_counter is not None:
+            self.step_counter = step_counter
         # The others only read. They hear of the error, or they would wait for this one.
         with announcing_errors():
-            problem = find_problem(self._directory) if get_process().is_chief else None
-            if problem is not None and not self.checkpoints:
-                raise ValueError(problem)
+            if get_process().is_chief and not self.checkpoints:
+                check_is_writable(self._directory)
         # Of the last save or restore. There is no number if an older one was restored.
         self._last_step: int | None = None
         self._last_number: int | None = None
         self._evaluation: Any = None
-        self._writer = make_writer(
+        self._writer = Writer(
             self._directory,
             max_to_keep=max_to_keep,
-            keep_every_hours=keep_checkpoint_every_n_hours,
+            keep_every_hours=hours,
             raise_errors=on_write_error == "raise",
-        )
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Says how a checkpoint is read.
-
-        Raises:
-            AttributeError: Always.
-        """
-        fix = " Use `manager.restore(path)`, or `manager.checkpoint.read(path)`."
-        raise AttributeError(
-            f"`CheckpointManager` has no attribute `{name}`."
-            f"{fix if name == 'read' else ''}"
         )
 
     @property
@@ -187,10 +169,7 @@ class CheckpointManager:
 
     @property
     def last_error(self) -> CheckpointError | None:
-        """What kept the last save from being written, or `None`.
-
-        It is known for certain once `sync` has returned.
-        """
+        """What kept the last save from being written, or `None`, once `sync` ended."""
         return self._writer.last_error
 
     @property
@@ -200,11 +179,7 @@ class CheckpointManager:
 
     @step_counter.setter
     def step_counter(self, step_counter: Any) -> None:
-        self._read_step = (
-            None
-            if step_counter is None
-            else as_step_counter(step_counter, "step_counter")
-        )
+        self._read_step = as_step_counter(step_counter, "step_counter")
         self._step_counter = step_counter
 
     def bind_step_counter(self, step_counter: Any) -> None:
@@ -253,7 +228,11 @@ class CheckpointManager:
         if check_interval and not self.is_due(step):
             return None
         self.sync()
-        number = self._choose_number(checkpoint_number, step)
+        number = step if checkpoint_number is None else checkpoint_number
+        if number is None:
+            saved = find_checkpoints(self._directory)
+            number = max((entry.header.number for entry in saved), default=0) + 1
+        number = check_not_negative_int("checkpoint_number", number)
         return self.save_content(number, self.read_content())
 
     def read_content(self) -> Content:
@@ -281,9 +260,7 @@ class CheckpointManager:
         """
         if self._interval is None or self._last_step is None or step is None:
             return True
-        if self._writer.has_failed:
-            return True
-        return step - self._last_step >= self._interval
+        return self._writer.has_failed or step - self._last_step >= self._interval
 
     def has_saved_step(self, checkpoint_number: int | None = None) -> bool:
         """Returns whether the latest checkpoint is that of the current step.
@@ -317,9 +294,9 @@ class CheckpointManager:
         """
         self.sync()
         selection = make_selection(may_differ=self._may_differ)
-        report = restore_latest(self._checkpoint, self._directory, selection)
-        if report is not None:
-            return self._note_restored(report, is_whole=True)
+        restored = restore_latest(self._checkpoint, self._directory, selection)
+        if restored is not None:
+            return self._note_restored(*restored)
         logger.info("found no checkpoint in %s.", self._directory)
         if self._init_fn is not None:
             with announcing_errors():
@@ -371,8 +348,10 @@ class CheckpointManager:
         )
         self.sync()
         folder = as_absolute("path", path)
-        report = restore(self._checkpoint, folder, self._directory, selection)
-        return self._note_restored(report, is_whole=selection.is_whole)
+        report, evaluation = restore(
+            self._checkpoint, folder, self._directory, selection
+        )
+        return self._note_restored(report, evaluation if selection.is_whole else None)
 
     def sync(self) -> None:
         """Waits until the last save is complete and old checkpoints are removed.
@@ -390,7 +369,7 @@ class CheckpointManager:
         """
         self._writer.close()
 
-    def _note_restored(self, report: RestoreReport, *, is_whole: bool) -> str:
+    def _note_restored(self, report: RestoreReport, evaluation: Any) -> str:
         # What was restored in part is on no disk, so that a save is due.
         self._last_number = None
         if self._read_step is not None and not (report.kept or report.unused):
@@ -398,31 +377,14 @@ class CheckpointManager:
             if report.path == self.latest_checkpoint:
                 self._last_number = self._last_step
         if self._evaluation is not None:
-            path = epath.Path(report.path)
-            self._evaluation.set_state(read_evaluation(path) if is_whole else None)
+            self._evaluation.set_state(evaluation)
         return report.path
 
     def _step(self) -> int | None:
-        if self._read_step is not None:
-            return self._read_step()
-        if self._interval is not None:
+        if self._read_step is None and self._interval is not None:
             raise ValueError(
                 f"`checkpoint_interval` is {self._interval}, but there is no "
                 "`step_counter` to measure it with. Use "
-                "`CheckpointManager(..., step_counter=optimizer.step)`, or give the "
-                "manager to a `Controller`, which binds its global step."
+                "`CheckpointManager(..., step_counter=optimizer.step)`."
             )
-        return None
-
-    def _choose_number(self, checkpoint_number: Any, step: int | None) -> int:
-        number = step if checkpoint_number is None else checkpoint_number
-        if number is None:
-            saved = find_checkpoints(self._directory)
-            return max((entry.header.number for entry in saved), default=0) + 1
-        if isinstance(number, bool) or not isinstance(number, Integral) or number < 0:
-            raise ValueError(
-                f"`checkpoint_number` is {number!r}, but it must be an integer that is "
-                "not negative. Use the step, such as `checkpoint_number=1000`, or "
-                "leave it out to use the step counter."
-            )
-        return int(number)
+        return None if self._read_step is None else self._read_step()

@@ -4,108 +4,48 @@ Damage is found by checksums alone, before anything is decoded. What fails after
 not the disk's doing, so an older checkpoint would not help: it is an error of the
 program or of the machine, and `restore_latest` lets it through.
 
-What restoring a checkpoint did.
+Of several processes, each judges whether a checkpoint is good, because each reads it: a
+cache or a disk may show one of them something else. What one refuses, nobody restores:
+processes that restored different ones would train a mixture.
 """
 
-import contextlib
 import dataclasses
+import hashlib
+import json
 import logging
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
-from armillary._checks import list_lines
 from armillary._logging import logger
-from armillary.checkpoint._folder import check_is_checkpoint, list_directory
-from armillary.checkpoint._leaf import Content, LeafSpec, as_restored, stored_sharding
-from armillary.checkpoint._selection import (
-    Selection,
-    describe_all_damaged,
-    describe_damage,
-    is_inside,
-    match,
-    read_error,
+from armillary.checkpoint._disk import CHECKSUM_FILE, find_damage
+from armillary.checkpoint._folder import (
+    Header,
+    check_is_checkpoint,
+    find_checkpoints,
+    list_directory,
+    read_header,
 )
-from armillary.checkpoint._store import read_arrays, read_description
-from armillary.checkpoint._writer import announcing_errors, decide, verify
+from armillary.checkpoint._selection import RestoreReport, Selection, is_inside, match
+from armillary.checkpoint._store import (
+    as_restored,
+    describe_leaves,
+    read_arrays,
+    read_description,
+    stored_sharding,
+)
+from armillary.checkpoint._writer import announcing_errors, decide
 from armillary.cluster._join import get_peers
-from armillary.errors import (
-    CheckpointDamageError,
-    CheckpointError,
-    CheckpointMismatchError,
-)
+from armillary.cluster._peers import Peers
+from armillary.errors import CheckpointDamageError, CheckpointError
 
 if TYPE_CHECKING:
     from armillary.checkpoint._checkpoint import Checkpoint
 
-
-class RestoreReport(NamedTuple):
-    """What restoring a checkpoint did; `print` shows it in full.
-
-    Attributes:
-        path: The checkpoint.
-        restored: Paths of the program that have the values of the checkpoint now.
-        kept: Paths of the program that are as they were.
-        unused: Paths of the checkpoint that went nowhere.
-        differences: A line for each difference in a part that `may_differ`, so that it
-            was left.
-    """
-
-    path: str
-    restored: tuple[str, ...]
-    kept: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    differences: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        sections = (
-            ("restored", self.restored),
-            ("of the program, left as they were", self.kept),
-            ("of the checkpoint, not used", self.unused),
-        )
-        is_whole = not (self.kept or self.unused)
-        lines = [f"{'All' if is_whole else 'A part'} of {self.path}:"]
-        for title, entries in sections:
-            lines.append(f"{len(entries)} {title}{':' if entries else '.'}")
-            if entries:
-                lines.append(list_lines(entries))
-        if self.differences:
-            lines += ["These may differ, and do:", list_lines(self.differences)]
-        return "\n".join(lines)
-
-    def expect_partial(self) -> Self:
-        """Returns this report, for programs that end a restore as TensorFlow's do."""
-        return self
-
-    def assert_existing_objects_matched(self) -> Self:
-        """Returns this report, if everything in the program was restored.
-
-        Raises:
-            CheckpointMismatchError: If something was not.
-        """
-        return self._assert_none(self.kept, "of the program were not restored")
-
-    def assert_consumed(self) -> Self:
-        """Returns this report, if all of the checkpoint is in all of the program.
-
-        Raises:
-            CheckpointMismatchError: If something in either was left.
-        """
-        self.assert_existing_objects_matched()
-        return self._assert_none(self.unused, "of the checkpoint were not used")
-
-    def _assert_none(self, paths: tuple[str, ...], what: str) -> Self:
-        if paths:
-            raise CheckpointMismatchError(
-                f"`path` is {self.path!r}, and {len(paths)} values {what}:\n"
-                f"{list_lines(paths)}\n"
-                "Restore more of it, or leave this assertion out."
-            )
-        return self
-
-
 _STATE = "saved state"
+_Restored = tuple[RestoreReport, Any]
+"""What was done, and what the checkpoint says of an evaluation."""
 
 
 def restore(
@@ -113,7 +53,7 @@ def restore(
     folder: epath.Path,
     directory: epath.Path,
     selection: Selection,
-) -> RestoreReport:
+) -> _Restored:
     """Puts values of a folder into the objects of `checkpoint`.
 
     An error names checkpoints of `directory` to take instead.
@@ -122,13 +62,17 @@ def restore(
     decide("a checkpoint", lambda: check_is_checkpoint(folder, directory), peers)
     damage = verify(folder, folder.parent, peers)
     if damage is not None:
-        raise CheckpointDamageError(describe_damage(folder, damage), damage=damage)
+        raise CheckpointDamageError(
+            f"`path` is {str(folder)!r}, a damaged checkpoint: {damage}. Nothing was "
+            "restored. Use another of `manager.checkpoints`.",
+            damage=damage,
+        )
     return _restore_intact(checkpoint, folder, selection)
 
 
 def restore_latest(
     checkpoint: "Checkpoint", directory: epath.Path, selection: Selection
-) -> RestoreReport | None:
+) -> _Restored | None:
     """Restores the newest checkpoint without damage; `None` if there is none at all."""
     peers = get_peers()
     damaged: dict[epath.Path, str] = {}
@@ -145,8 +89,14 @@ def restore_latest(
         if damage is None:
             break
         damaged[folder] = damage
-    if peers is None or not peers.index:
-        _warn_of_skipped(damaged, folder)
+    for path, problem in damaged.items() if peers is None or not peers.index else ():
+        logger.warning(
+            "`%s` is damaged and was skipped: %s. Taking `%s` instead; the steps after "
+            "it are trained again.",
+            path,
+            problem,
+            folder,
+        )
     try:
         return _restore_intact(checkpoint, folder, selection)
     except CheckpointError:
@@ -173,96 +123,139 @@ def _find_next(directory: epath.Path, damaged: dict[epath.Path, str]) -> str | N
     damaged.update(broken)
     names = [entry.path.name for entry in saved if entry.path not in damaged]
     if not names and damaged:
-        raise CheckpointError(describe_all_damaged(directory, damaged))
-    return names[-1] if names else None
-
-
-def _warn_of_skipped(damaged: Mapping[epath.Path, str], taken: epath.Path) -> None:
-    for path, problem in damaged.items():
-        logger.warning(
-            "`%s` is damaged and was skipped: %s. Taking `%s` instead; the steps after "
-            "it are trained again.",
-            path,
-            problem,
-            taken,
+        lines = "\n".join(f"  {path}: {damage}" for path, damage in damaged.items())
+        raise CheckpointError(
+            f"`directory` is {str(directory)!r}, and none of its {len(damaged)} "
+            f"checkpoints is as it was saved:\n{lines}\n"
+            "Bring the files back, or move these folders away to start afresh. Nothing "
+            "was restored."
         )
+    return names[-1] if names else None
 
 
 def _restore_intact(
     checkpoint: "Checkpoint", folder: epath.Path, selection: Selection
-) -> RestoreReport:
+) -> _Restored:
     with announcing_errors():
         leaves = checkpoint.read_leaves()
-        with _reading(folder):
-            saved, states = read_description(folder)
+        try:
+            saved, states, evaluation = read_description(folder)
+        except Exception as error:
+            raise _read_error(folder, error) from error
         program = {
             **dict.fromkeys(checkpoint.state_names, _STATE),
-            **Content(leaves, {}).specs,
+            **describe_leaves(leaves),
         }
         all_saved = {**dict.fromkeys(states, _STATE), **saved}
-        names = [*program, *all_saved]
-        passing = (
-            part
-            for part in checkpoint.passing
-            if any(is_inside(name, [part]) for name in names)
-        )
-        may_differ = (*selection.may_differ, *passing)
+        may_differ = (*selection.may_differ, *checkpoint.passing)
         selection = dataclasses.replace(selection, may_differ=may_differ)
-        found = match(str(folder), selection, saved=all_saved, program=program)
-        from_leaves = {new: old for new, old in found.sources.items() if new in leaves}
-        restored = _read_leaves(folder, leaves, saved, from_leaves)
-        new_states = {
-            new: states[old] for new, old in found.sources.items() if new not in leaves
-        }
-        refused = checkpoint.write_content(
-            Content({**leaves, **restored}, new_states),
-            may_refuse={
-                name for name in new_states if is_inside(name, selection.may_differ)
-            },
+        sources, differences = match(
+            str(folder), selection, saved=all_saved, program=program
         )
-    done = {new: old for new, old in found.sources.items() if new not in refused}
+        targets = {
+            new: leaves[new]
+            for new, old in sources.items()
+            if new in leaves and 0 not in saved[old].shape
+        }
+        shardings = {sources[new]: stored_sharding(targets[new]) for new in targets}
+        try:
+            stored = read_arrays(folder, shardings)
+        except Exception as error:
+            raise _read_error(folder, error) from error
+        restored = {
+            new: as_restored(stored[sources[new]], leaf)
+            for new, leaf in targets.items()
+        }
+        new_states = {
+            new: states[old] for new, old in sources.items() if new not in leaves
+        }
+        may_refuse = [n for n in new_states if is_inside(n, selection.may_differ)]
+        refused = checkpoint.write({**leaves, **restored}, new_states, may_refuse)
+    done = {new: old for new, old in sources.items() if new not in refused}
     report = RestoreReport(
         path=str(folder),
         restored=tuple(done),
         kept=tuple(sorted(program.keys() - done.keys())),
         unused=tuple(sorted(all_saved.keys() - set(done.values()))),
+        # The last line of a long message is what to do about it: nothing, here.
         differences=(
-            *found.differences,
-            *(_describe_refusal(*refusal) for refusal in sorted(refused.items())),
+            *differences,
+            *(
+                f"~ {name}: {text.rpartition(chr(10))[0] or text}"
+                for name, text in sorted(refused.items())
+            ),
         ),
     )
     if report.kept or report.unused:
         is_new = selection.is_whole and report.kept
         logger.log(logging.WARNING if is_new else logging.INFO, "%s", report)
-    return report
+    return report, evaluation
 
 
-def _describe_refusal(name: str, text: str) -> str:
-    # The last line of a long message is what to do about it: nothing, in this case.
-    return f"~ {name}: {text.rpartition(chr(10))[0] or text}"
+def _read_error(folder: epath.Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"Reading `{folder}` failed, though its files are as they were saved: "
+        f"{type(error).__name__}: {error}. Nothing was restored. Look at the memory of "
+        "the devices, or use another of `manager.checkpoints`."
+    )
 
 
-@contextlib.contextmanager
-def _reading(folder: epath.Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise read_error(folder, error) from error
+def merge_refusals(refused: dict[str, str], peers: Peers | None) -> dict[str, str]:
+    """Returns what any process says, by name. All processes must call it."""
+    if peers is None:
+        return refused
+    said = peers.gather("states that do not fit", json.dumps(refused))
+    return {name: text for each in said for name, text in json.loads(each).items()}
 
 
-def _read_leaves(
-    folder: epath.Path,
-    leaves: Mapping[str, Any],
-    saved: Mapping[str, LeafSpec],
-    sources: Mapping[str, str],
-) -> dict[str, Any]:
-    # `sources` has the path in the checkpoint of each leaf to read, by its path here.
-    targets = {
-        path: leaves[path] for path in sources if not saved[sources[path]].is_empty
-    }
-    shardings = {sources[path]: stored_sharding(leaf) for path, leaf in targets.items()}
-    with _reading(folder):
-        stored = read_arrays(folder, shardings)
-    return {
-        path: as_restored(stored[sources[path]], leaf) for path, leaf in targets.items()
-    }
+def verify(
+    chosen: epath.Path | None, directory: epath.Path, peers: Peers | None
+) -> str | None:
+    """Returns what is damaged of a checkpoint, for any process, or `None`.
+
+    Each process reads all of its files, as it is going to when it restores it. Raises,
+    in all processes, if they do not see the same one.
+    """
+    if peers is None:
+        return None if chosen is None else find_damage(chosen)
+    with peers.announcing_errors():
+        own = _look(chosen, directory)
+    said = peers.gather("the checkpoint to restore", json.dumps([*own, str(directory)]))
+    found = [json.loads(text) for text in said]
+    if len({text for text, is_damaged, _ in found if not is_damaged}) > 1:
+        shown = "\n".join(
+            f"  process {index} of {peers.count}: {text}, in {place}"
+            for index, (text, _, place) in enumerate(found)
+        )
+        raise CheckpointError(
+            f"The processes do not see the same checkpoint to restore:\n{shown}\n"
+            "Give `CheckpointManager` a directory that all of them see, such as one of "
+            "a shared file system. Nothing was restored."
+        )
+    damages = {i: text for i, (text, is_damaged, _) in enumerate(found) if is_damaged}
+    if len(damages) == peers.count and len(set(damages.values())) == 1:
+        return damages[0]
+    who = [f"in process {i} of {peers.count}, {text}" for i, text in damages.items()]
+    return "; ".join(who) or None
+
+
+def _look(chosen: epath.Path | None, directory: epath.Path) -> tuple[str, bool]:
+    """Returns what this process sees of a checkpoint, and whether that is damage."""
+    if chosen is None:
+        saved = find_checkpoints(directory)
+        newest = saved[-1] if saved else None
+        return (_describe(newest.path, newest.header) if newest else "nothing"), False
+    damage = find_damage(chosen) if chosen.exists() else None
+    if damage is not None:
+        return damage, True
+    header = read_header(chosen)
+    if header is None:
+        return "nothing", False
+    # All files are as they are listed there: the same list means the same content.
+    sums = hashlib.sha256((chosen / CHECKSUM_FILE).read_bytes()).hexdigest()[:12]
+    return f"{_describe(chosen, header)} (`{CHECKSUM_FILE}` #{sums})", False
+
+
+def _describe(path: epath.Path, header: Header) -> str:
+    time = datetime.fromtimestamp(header.saved_at, UTC)
+    return f"{path.name} of {time:%Y-%m-%d %H:%M:%S.%f}"

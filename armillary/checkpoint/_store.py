@@ -1,4 +1,4 @@
-"""Reads and writes one checkpoint folder. Only this file and `_handler` know Orbax.
+"""Reads and writes one checkpoint folder. Only this file knows Orbax.
 
 Three items make a folder: `arrays` (a flat dictionary from path to array), `manifest`
 and `header` (JSON). Orbax writes them under a temporary name, we add their checksums,
@@ -6,11 +6,12 @@ and Orbax renames the folder when all of it is on the disk. Before `write` retur
 Orbax has copied device memory, or, for CPU devices, holds a reference that keeps XLA
 from reusing the buffer of a donated array; the tests of the manager pin that.
 
-The handlers with which Orbax writes a folder, and what we add at the end.
-
-Imported inside functions only, because importing Orbax takes long.
+Orbax stores plain arrays. A typed random key is stored as its data, and unsigned
+integers of less than a byte as bytes. An array goes back to where the program's own
+array is: its sharding and memory kind, and whether it is bound to its devices at all.
 """
 
+import dataclasses
 import functools
 import logging
 import sys
@@ -20,75 +21,161 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 
+from armillary._checks import list_lines
 from armillary._process import get_process
-from armillary.checkpoint._checksums import read_json, sync_tree, write_checksums
+from armillary.checkpoint._disk import read_json, sync_tree, write_checksums
 from armillary.checkpoint._folder import HEADER_FILE, Header
-from armillary.checkpoint._leaf import LeafSpec
-
-
-class ItemsHandler(ocp.CompositeCheckpointHandler):
-    """Writes items, lists their checksums, and has all of it on the disk.
-
-    Attributes:
-        earlier: Threads that end first: the save of another directory that began
-            before this one, and that this one may speak of.
-    """
-
-    earlier: Sequence[threading.Thread] = ()
-
-    def finalize(self, directory: epath.Path) -> None:
-        """Ends a save, on the one process that gives the folder its name."""
-        super().finalize(directory)
-        # ORDER: after all processes have written, and before the folder is renamed.
-        write_checksums(directory)
-        sync_tree(directory)
-        for thread in self.earlier:
-            thread.join()
-
-
-# Orbax looks up what a handler takes by its type.
-@ocp.args.register_with_handler(ItemsHandler, for_save=True, for_restore=True)
-class ItemsArgs(ocp.args.Composite):
-    """The items by name."""
-
+from armillary.distribute._global_arrays import as_global, as_whole, is_key
 
 _MANIFEST_FILE = "manifest.json"
 
 
-@functools.cache
-def _quiet_failures() -> None:
-    """Drops what Orbax's threads and asyncio print, at any later time, of failed saves.
+@dataclasses.dataclass(frozen=True)
+class LeafSpec:
+    """What must be the same in a checkpoint and a program.
 
-    `Store.wait` raises that error. A hundred lines of it on stderr would hide the one
-    sentence that says what to do.
+    Attributes:
+        dtype: Name of the dtype, such as `bfloat16`, or `key<threefry2x32>`.
+        shape: The shape; without the axis of the data for a random key.
+        is_host: Whether it is a NumPy array or number, which becomes an array of JAX's
+            default width once a step has used it.
     """
 
-    def is_news(record: logging.LogRecord) -> bool:
-        frames = traceback.walk_tb(record.exc_info[2]) if record.exc_info else ()
-        return not any("orbax" in frame.f_code.co_filename for frame, _ in frames)
+    dtype: str
+    shape: tuple[int, ...]
+    is_host: bool = False
 
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(is_news)
-    show = sys.unraisablehook
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
 
-    def show_others(unraisable: Any) -> None:
-        # Orbax closes its event loop at the first array that fails.
-        if str(unraisable.exc_value) != "Event loop is closed":
-            show(unraisable)
+    @property
+    def is_key(self) -> bool:
+        """Whether it is a typed random key."""
+        return self.dtype.startswith("key<")
 
-    sys.unraisablehook = show_others
+    def matches(self, other: "LeafSpec") -> bool:
+        """Returns whether a value of one can be restored as the other."""
+        if self.shape != other.shape:
+            return False
+        if self.is_host or other.is_host:
+            return self._canonical == other._canonical
+        return self.dtype == other.dtype
+
+    @property
+    def _canonical(self) -> str:
+        if self.is_key:
+            return self.dtype
+        return jax.dtypes.canonicalize_dtype(jnp.dtype(self.dtype)).name
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """The values of a checkpoint at one moment.
+
+    Attributes:
+        leaves: The arrays by path, as the slots hold them.
+        specs: The description of each.
+        states: What each object's `get_state` returned, in the types of JSON.
+        evaluation: How far the evaluation of this moment is, for a controller.
+    """
+
+    leaves: dict[str, Any]
+    specs: dict[str, LeafSpec]
+    states: dict[str, Any]
+    evaluation: Any = None
+
+
+def describe_leaves(leaves: Mapping[str, Any]) -> dict[str, LeafSpec]:
+    """Returns the description of each leaf, or raises an error that names bad ones."""
+    specs, bad = {}, []
+    for path, leaf in leaves.items():
+        if is_key(leaf):
+            dtype = f"key<{jax.random.key_impl(leaf)}>"
+            specs[path] = LeafSpec(dtype, tuple(leaf.shape))
+            continue
+        is_host = not isinstance(leaf, jax.Array)
+        array = np.asarray(leaf) if is_host else leaf
+        # Of JAX, because NumPy does not count `bfloat16` and the like among numbers.
+        if any(jax.dtypes.issubdtype(array.dtype, k) for k in (np.bool_, np.number)):
+            specs[path] = LeafSpec(array.dtype.name, tuple(array.shape), is_host)
+        else:
+            bad.append(f"{path}: {type(leaf).__name__} {leaf!r}")
+    if bad:
+        raise TypeError(
+            f"`Checkpoint` holds {len(bad)} values that are not numeric arrays, and "
+            f"only those can be saved:\n{list_lines(bad)}\n"
+            "Keep such values in plain attributes, outside variables."
+        )
+    return specs
+
+
+def _is_widened(leaf: Any) -> bool:
+    """Returns whether a leaf is stored as bytes: TensorStore lacks its dtype."""
+    return hasattr(leaf, "dtype") and leaf.dtype.name in ("uint2", "uint4")
+
+
+def as_stored(leaf: Any) -> jax.Array | np.ndarray:
+    """Returns the plain array to store for a leaf."""
+    if is_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    if _is_widened(leaf):
+        leaf = leaf.astype(np.uint8)
+    return leaf if isinstance(leaf, jax.Array) else np.array(leaf)
+
+
+def as_stored_by_one(leaf: Any, *, is_writer: bool) -> np.ndarray | None:
+    """Returns what `as_stored` does, in the memory of the process that writes.
+
+    All processes must call it, since one of them has only a part of some arrays. Orbax
+    refuses arrays of devices where only one of several processes writes.
+    """
+    whole = as_whole(as_stored(leaf))
+    return np.array(whole) if is_writer else None
+
+
+def stored_sharding(target: Any) -> jax.sharding.Sharding | None:
+    """Returns where the stored array is read to, or `None` for host memory.
+
+    An array that is not bound to its device is read to host memory first: binding it
+    would forbid programs on other devices that could use it before.
+    """
+    if isinstance(target, jax.Array) and target.committed:
+        return target.sharding if target.is_fully_addressable else None
+    return None
+
+
+def as_restored(stored: Any, target: Any) -> Any:
+    """Returns a stored array as the kind of value that `target` is, in its place."""
+    if _is_widened(target):
+        stored = stored.astype(target.dtype)
+    if isinstance(target, np.ndarray) and target.dtype == stored.dtype:
+        return stored
+    if not isinstance(target, jax.Array):
+        return jnp.array(stored)
+    if not target.committed:
+        (device,) = target.devices()
+        with jax.default_device(device):
+            stored = jnp.array(stored)
+    if is_key(target):
+        data = jnp.asarray(stored)
+        stored = jax.random.wrap_key_data(data, impl=jax.random.key_impl(target))
+    if not target.is_fully_addressable:
+        return as_global(stored, target.sharding)
+    if target.committed and stored.sharding != target.sharding:
+        stored = jax.device_put(stored, target.sharding)
+    return stored
 
 
 class Store:
-    """Writes in the background, one folder at a time, and reads."""
+    """Writes in the background, one folder at a time."""
 
     def __init__(self) -> None:
         self._writer: Any = None
-        self._handler: Any = None
+        self._earlier: Sequence[threading.Thread] = ()
 
     def write(
         self,
@@ -101,26 +188,22 @@ class Store:
     ) -> None:
         """Starts writing a new folder; returns once the arrays may change again.
 
-        It gets its name only when `earlier` threads have ended.
+        It gets its name only when `earlier` threads have ended: saves of other
+        directories, of which this one may speak.
         """
         import orbax.checkpoint as ocp
 
         if self._writer is None:
-            # A directory that cannot be made must be an error of this call.
-            options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-            self._handler = _handler()
-            self._writer = ocp.AsyncCheckpointer(
-                self._handler, async_options=options, multiprocessing_options=_alone()
-            )
+            _quiet_failures()
+            self._writer = self._make_writer()
         items: dict[str, Any] = {
             "manifest": ocp.args.JsonSave(manifest),
             "header": ocp.args.JsonSave(header.as_json()),
         }
         if arrays:
             items["arrays"] = ocp.args.PyTreeSave(dict(arrays))
-        self._handler.earlier = earlier
-        _quiet_failures()
-        self._writer.save(path, args=ItemsArgs(**items))
+        self._earlier = earlier
+        self._writer.save(path, args=ocp.args.Composite(**items))
 
     def wait(self) -> None:
         """Waits until the folder is complete, or raises the error that prevented it."""
@@ -137,22 +220,53 @@ class Store:
         """Forgets a writer that failed. Its threads end by themselves."""
         self._writer = None
 
+    def _make_writer(self) -> Any:
+        import orbax.checkpoint as ocp
 
-def read_description(path: epath.Path) -> tuple[dict[str, LeafSpec], dict[str, Any]]:
-    """Returns the leaves of a folder, described, and the states of objects."""
+        alone = _alone()
+        handler: Any = ocp.CompositeCheckpointHandler(
+            # Compressing would take three quarters of a save's processor time, which
+            # steps on a CPU lack meanwhile, to make trained weights 7 % smaller.
+            arrays=ocp.PyTreeCheckpointHandler(
+                use_compression=False, multiprocessing_options=alone
+            ),
+            manifest=ocp.JsonCheckpointHandler(
+                _MANIFEST_FILE, multiprocessing_options=alone
+            ),
+            header=ocp.JsonCheckpointHandler(
+                HEADER_FILE, multiprocessing_options=alone
+            ),
+            composite_options=ocp.CompositeOptions(multiprocessing_options=alone),
+        )
+        finalize = handler.finalize
+
+        def finalize_durably(directory: epath.Path) -> None:
+            finalize(directory)
+            # ORDER: after everything is written, and before the folder is renamed.
+            write_checksums(directory)
+            sync_tree(directory)
+            for thread in self._earlier:
+                thread.join()
+
+        # No subclass: Orbax looks up what a handler takes by its exact type.
+        handler.finalize = finalize_durably
+        # A directory that cannot be made must be an error of `save`.
+        options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+        return ocp.AsyncCheckpointer(
+            handler, async_options=options, multiprocessing_options=alone
+        )
+
+
+def read_description(
+    path: epath.Path,
+) -> tuple[dict[str, LeafSpec], dict[str, Any], Any]:
+    """Returns the descriptions of leaves, the states, and how far an evaluation was."""
     manifest = read_json(path / "manifest" / _MANIFEST_FILE)
-    leaves = manifest["leaves"]
-    specs = {name: LeafSpec.from_json(spec) for name, spec in leaves.items()}
-    return specs, manifest["states"]
-
-
-def read_evaluation(path: epath.Path) -> Any:
-    """Returns how far the evaluation of the step was, for a controller."""
-    try:
-        manifest = read_json(path / "manifest" / _MANIFEST_FILE)
-    except FileNotFoundError:
-        return None  # The job that trains has removed it since it was restored.
-    return manifest.get("evaluation")
+    specs = {
+        name: LeafSpec(spec["dtype"], tuple(spec["shape"]), spec["is_host"])
+        for name, spec in manifest["leaves"].items()
+    }
+    return specs, manifest["states"], manifest.get("evaluation")
 
 
 def read_arrays(
@@ -179,30 +293,37 @@ def read_arrays(
         return reader.restore(path / "arrays", args=tree)
 
 
-def _handler() -> Any:
-    import orbax.checkpoint as ocp
-
-    return ItemsHandler(
-        # Compressing would take three quarters of a save's processor time, which steps
-        # on a CPU lack meanwhile, to make trained weights 7 % smaller.
-        arrays=ocp.PyTreeCheckpointHandler(
-            use_compression=False, multiprocessing_options=_alone()
-        ),
-        manifest=ocp.JsonCheckpointHandler(
-            _MANIFEST_FILE, multiprocessing_options=_alone()
-        ),
-        header=ocp.JsonCheckpointHandler(HEADER_FILE, multiprocessing_options=_alone()),
-        composite_options=ocp.CompositeOptions(multiprocessing_options=_alone()),
-    )
-
-
 def _alone() -> Any:
     """Returns options by which Orbax works alone: the processes agree above it."""
     import orbax.checkpoint as ocp
 
-    index = get_process().index
+    process = get_process()
     return ocp.options.MultiprocessingOptions(
-        primary_host=index,
-        active_processes={index} if get_process().count > 1 else None,
-        barrier_sync_key_prefix=f"armillary_{index}",
+        primary_host=process.index,
+        active_processes={process.index} if process.count > 1 else None,
+        barrier_sync_key_prefix=f"armillary_{process.index}",
     )
+
+
+@functools.cache
+def _quiet_failures() -> None:
+    """Drops what Orbax's threads and asyncio print, at any later time, of failed saves.
+
+    `Store.wait` raises that error. A hundred lines of it on stderr would hide the one
+    sentence that says what to do.
+    """
+
+    def is_news(record: logging.LogRecord) -> bool:
+        frames = traceback.walk_tb(record.exc_info[2]) if record.exc_info else ()
+        return not any("orbax" in frame.f_code.co_filename for frame, _ in frames)
+
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(is_news)
+    show = sys.unraisablehook
+
+    def show_others(unraisable: Any) -> None:
+        # Orbax closes its event loop at the first array that fails.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            show(unraisable)
+
+    sys.unraisablehook = show_others

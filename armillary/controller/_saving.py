@@ -25,7 +25,7 @@ from armillary.actions._conditions import NewBestMetric
 from armillary.actions._periodic import find_parts
 from armillary.actions._save_if_preempted import SaveCheckpointIfPreempted
 from armillary.checkpoint._checkpoint import has_position
-from armillary.checkpoint._leaf import Content
+from armillary.checkpoint._store import Content
 from armillary.checkpoint._writer import decide
 from armillary.cluster._join import get_peers
 from armillary.data._dataset import DistributedDataset

@@ -8,7 +8,6 @@ import pytest
 from flax import nnx
 
 from armillary.checkpoint import Checkpoint
-from armillary.checkpoint._leaf import Content
 from armillary.errors import DatasetStateError
 
 
@@ -117,7 +116,7 @@ def test_arrays_are_written_before_states() -> None:
             seen.append(float(holder.array[0]))
 
     checkpoint = Checkpoint(data=Watcher(), holder=holder)
-    checkpoint.write_content(Content({"holder/array": jnp.ones(1)}, {"data": 1}))
+    checkpoint.write({"holder/array": jnp.ones(1)}, {"data": 1})
 
     assert seen == [1.0]
 
@@ -129,8 +128,8 @@ def test_a_refused_state_puts_everything_back() -> None:
     before = holder.array
 
     with pytest.raises(DatasetStateError, match="does not fit"):
-        checkpoint.write_content(
-            Content({"holder/array": jnp.ones(1)}, {"first": 9, "second": "refused"})
+        checkpoint.write(
+            {"holder/array": jnp.ones(1)}, {"first": 9, "second": "refused"}
         )
 
     assert holder.array is before

@@ -146,13 +146,10 @@ def test_json(run_dir, capsys):
     [
         ([], "the following arguments are required: ACTION"),
         (["show"], "the following arguments are required: PATH"),
-        (["show", "nowhere"], "nowhere', which does not exist, but it must be a check"),
-        (["show", "file"], "file', a file, but it must be a checkpoint or a directory"),
-        (["show", "."], "', in which there is no checkpoint. Use one of '/"),
-        (
-            ["show", "empty"],
-            "no checkpoint. Use the directory of a `CheckpointManager`",
-        ),
+        (["show", "nowhere"], "nowhere', which is no folder, but it must be a check"),
+        (["show", "file"], "file', which is no folder, but it must be a checkpoint"),
+        (["show", "."], "or a directory of them. Use '/"),
+        (["show", "empty"], "of them. Use the directory of a `CheckpointManager`"),
         (
             ["show", "run/checkpoint_5"],
             "read: `manifest/manifest.json` is missing. Show",

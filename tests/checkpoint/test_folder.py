@@ -213,7 +213,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_not_broken(
 
     monkeypatch.setattr(_folder, "_read_header", read_and_remove)
 
-    assert _folder.list_directory(epath.Path(tmp_path)).broken == {}
+    assert _folder.list_directory(epath.Path(tmp_path))[1] == {}
     assert not path.exists()
 
 
@@ -238,7 +238,7 @@ def test_what_is_broken_has_a_reason(
     path = make(tmp_path, "checkpoint_1")
     damage(path)
 
-    assert reason in _folder.list_directory(epath.Path(tmp_path)).broken[path]
+    assert reason in _folder.list_directory(epath.Path(tmp_path))[1][path]
 
 
 @pytest.mark.parametrize("key", ["number", "serial", "saved_at", "preserved_at"])
@@ -252,4 +252,4 @@ def test_a_header_of_other_types_is_broken(
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
 
     assert names(_folder.find_checkpoints(epath.Path(tmp_path))) == ["checkpoint_1"]
-    assert list(_folder.list_directory(epath.Path(tmp_path)).broken) == [broken]
+    assert list(_folder.list_directory(epath.Path(tmp_path))[1]) == [broken]

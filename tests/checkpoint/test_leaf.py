@@ -8,13 +8,17 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from armillary.checkpoint import Checkpoint, CheckpointManager
-from armillary.checkpoint._leaf import (
+from armillary.checkpoint._store import (
     LeafSpec,
     as_restored,
     as_stored,
-    describe_leaf,
+    describe_leaves,
     stored_sharding,
 )
+
+
+def describe(leaf: object) -> LeafSpec:
+    return describe_leaves({"leaf": leaf})["leaf"]
 
 
 @pytest.mark.parametrize(
@@ -30,46 +34,40 @@ from armillary.checkpoint._leaf import (
     ],
 )
 def test_descriptions_name_dtype_and_shape(leaf: object, text: str) -> None:
-    spec = describe_leaf(leaf)
-
-    assert str(spec) == text
-    assert LeafSpec.from_json(spec.as_json()) == spec
+    assert str(describe(leaf)) == text
 
 
-@pytest.mark.parametrize("leaf", ["text", object(), np.asarray(["a"])])
-def test_values_without_numbers_are_an_error(leaf: object) -> None:
-    with pytest.raises(TypeError, match=type(leaf).__name__):
-        describe_leaf(leaf)
+def test_values_without_numbers_are_an_error_that_names_all() -> None:
+    leaves = {"a": "text", "b": object(), "c": np.asarray(["a"]), "d": 1.0}
+    with pytest.raises(
+        TypeError,
+        match=r"(?s)holds 3 values .*  a: str 'text'\n  b: object .*\n  c: ndarray",
+    ):
+        describe_leaves(leaves)
 
 
-def test_device_arrays_match_exactly() -> None:
-    assert describe_leaf(jnp.zeros(3)).matches(describe_leaf(jnp.ones(3)))
-    assert not describe_leaf(jnp.zeros(3)).matches(describe_leaf(jnp.zeros((3, 1))))
-    assert not describe_leaf(jnp.zeros(3)).matches(
-        describe_leaf(jnp.zeros(3, jnp.float16))
-    )
+@pytest.mark.parametrize(
+    ("one", "other", "fits"),
+    [
+        (jnp.zeros(3), jnp.ones(3), True),
+        (jnp.zeros(3), jnp.zeros((3, 1)), False),
+        (jnp.zeros(3), jnp.zeros(3, jnp.float16), False),
+        # Host arrays match what a step makes of them.
+        (np.zeros(3), jnp.zeros(3), True),
+        (0, jnp.asarray(0), True),
+        (0, jnp.asarray(0.0), False),
+        (0, jax.random.key(0), False),
+    ],
+)
+def test_what_can_be_restored_as_what(one: object, other: object, fits: bool) -> None:
+    assert describe(one).matches(describe(other)) == fits
     assert not LeafSpec("float64", ()).matches(LeafSpec("float32", ()))
 
 
-def test_host_arrays_match_what_a_step_makes_of_them() -> None:
-    assert describe_leaf(np.zeros(3)).matches(describe_leaf(jnp.asarray(np.zeros(3))))
-    assert describe_leaf(0).matches(describe_leaf(jnp.asarray(0)))
-    assert not describe_leaf(0).matches(describe_leaf(jnp.asarray(0.0)))
-
-
-def test_arrays_free_to_move_between_devices_stay_free() -> None:
-    target = jnp.zeros(3)
-    assert stored_sharding(target) is None
-
-    restored = as_restored(np.ones(3, np.float32), target)
-
-    assert not restored.committed
-    assert restored.sharding == target.sharding
-
-
-def test_free_arrays_stay_on_a_device_that_is_not_the_default() -> None:
+def test_free_arrays_stay_free_and_on_a_device_that_is_not_the_default() -> None:
     with jax.default_device(jax.devices()[3]):
         target = jnp.zeros(3)
+    assert stored_sharding(target) is None
 
     restored = as_restored(np.ones(3, np.float32), target)
 
@@ -91,18 +89,13 @@ def test_random_keys_come_back_typed_and_sharded() -> None:
     )
 
 
-def test_host_arrays_come_back_as_host_arrays() -> None:
-    restored = as_restored(np.ones(3), np.zeros(3))
-
-    assert isinstance(restored, np.ndarray)
-
-
-def test_stored_host_arrays_are_copies() -> None:
+def test_host_arrays_are_stored_as_copies_and_come_back_as_host_arrays() -> None:
     leaf = np.zeros(3)
     stored = as_stored(leaf)
     leaf += 1
 
     np.testing.assert_array_equal(stored, np.zeros(3))
+    assert isinstance(as_restored(stored, leaf), np.ndarray)
 
 
 @pytest.mark.slow

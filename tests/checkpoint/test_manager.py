@@ -233,10 +233,10 @@ def test_init_fn_runs_only_if_there_is_no_checkpoint(
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("none", "which does not exist"),
-        ("file", "which is a file"),
-        ("folder", "a folder that is not a complete checkpoint"),
-        (".", "a folder that is not a complete checkpoint"),
+        ("none", "does not exist"),
+        ("file", "is no complete checkpoint"),
+        ("folder", "is no complete checkpoint"),
+        (".", "is no complete checkpoint"),
     ],
 )
 def test_restoring_what_is_not_a_checkpoint_names_those_that_are(
@@ -250,7 +250,7 @@ def test_restoring_what_is_not_a_checkpoint_names_those_that_are(
     (directory / "folder").mkdir()
 
     with pytest.raises(
-        CheckpointError, match=rf"{reason}.*: '.*checkpoint_2', '.*checkpoint_1'\."
+        CheckpointError, match=rf"{reason}.*Use '.*checkpoint_2', '.*checkpoint_1'\."
     ):
         manager.restore(directory / name)
 
@@ -284,8 +284,6 @@ def test_a_directory_that_cannot_be_written_can_be_read(
     manager = make_manager(Checkpoint(counter=counter))
 
     assert manager.restore_or_initialize() is not None
-    with pytest.raises(CheckpointError, match="this user may not write to"):
-        manager.save(2)
 
 
 def test_a_failed_save_is_raised_by_sync_once(

@@ -24,8 +24,8 @@ import pytest
 from etils import epath
 
 from armillary.checkpoint import Checkpoint, CheckpointManager
-from armillary.checkpoint._checksums import find_damage
-from armillary.checkpoint._folder import list_directory
+from armillary.checkpoint._disk import find_damage
+from armillary.checkpoint._folder import find_checkpoints
 
 NUM_CUTS = 1000
 Image = tuple[tuple[str, bytes | None], ...]
@@ -188,7 +188,7 @@ def make_run(value: int) -> SimpleNamespace:
 
 def find_newest(directory: Path) -> int:
     """Returns the serial number of the newest checkpoint, which must be whole."""
-    saved = list_directory(epath.Path(directory)).saved
+    saved = find_checkpoints(epath.Path(directory))
     if not saved:
         return 0
     assert find_damage(saved[-1].path) is None

@@ -91,13 +91,7 @@ def test_a_model_alone_is_read_for_inference(saved, monkeypatch):
         "model/head/kernel",
     )
     assert (report.path, report.kept, report.differences) == (path, (), ())
-    # As the tutorials of Orbit and TensorFlow write it.
-    assert report.expect_partial().assert_existing_objects_matched() is report
-    assert report.unused[0] == "data"
-    with pytest.raises(
-        CheckpointMismatchError, match="6 values of the checkpoint were"
-    ):
-        report.assert_consumed()
+    assert len(report.unused) == 6
 
 
 def test_a_backbone_goes_into_a_model_with_another_head(saved, caplog):
@@ -122,12 +116,6 @@ def test_a_backbone_goes_into_a_model_with_another_head(saved, caplog):
     )
     assert f"{len(report.unused)} of the checkpoint, not used:\n  data\n" in text
     assert text.endswith("\n  optimizer/step")
-    with pytest.raises(
-        CheckpointMismatchError,
-        match=r"(?s)2 values of the program were not restored:\n  model/head/bias\n.*"
-        "leave this assertion out",
-    ):
-        report.assert_existing_objects_matched()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +144,7 @@ def test_a_part_that_may_differ_is_restored_if_it_does_not(saved):
     model = Net(1, num_classes=10)
     report = Checkpoint(model=model).read(path, may_differ="model/head")
     assert_same(read(model), read(pretrained))
-    assert report.assert_existing_objects_matched().differences == ()
+    assert (report.kept, report.differences) == ((), ())
 
 
 def test_a_part_that_may_differ_is_taken_whole_or_not_at_all(saved):
@@ -356,45 +344,39 @@ NO_BACKBONE = r"(?s)\+ model/backbone/bias: .* only in the program"
 @mistakes(
     {
         CheckpointMismatchError: {
-            r"(?s)2 leaves of what is to be restored differ from the program, which "
-            r"must hold the same ones there:\n  ~ model/head/bias: float32 \(10,\) in "
-            r"the checkpoint, float32 \(2,\) in the program\n  ~ model/head/kernel.*"
-            r"\(`may_differ='model/head'`\), what to restore \(`only`, `skip`\), or "
-            r"what has another path \(`rename`\). Nothing was restored": restore(),
+            r"(?s)2 leaves differ .*:\n  ~ model/head/bias: float32 \(10,\) in the "
+            r"checkpoint, float32 \(2,\) in the program\n  ~ model/head/kernel.*"
+            r"`may_differ='model/head'`. Nothing was restored": restore(),
             # Nothing fits, so that nothing can be left out either.
             r"(?s)~ model/backbone/bias: .*on purpose, name what to restore": restore(
                 num_classes=2, width=4
             ),
             r"(?s)nothing of it would be restored.* All of it differs:\n  ~ model/head/"
-            "bias.*Name what fits in `only`.*Nothing was restored": restore(
+            "bias.*Name what fits in `only`": restore(
                 "model/head", may_differ="model/head"
             ),
-            "nothing of it would be restored, but a restore must restore something. "
-            "Name what fits in": restore(skip="model"),
-            r"(?s)'model/bakbone' is to be restored, which the program does not have. "
+            "nothing of it would be restored. Name what": restore(skip="model"),
+            r"(?s)'model/bakbone' is to be restored, which is not in the program. "
             r"There is:\n  model/backbone\n  model/head\nUse one": restore(
                 "model/bakbone"
             ),
-            r"(?s)'data' is to be restored, which the program does not have. There is:"
+            r"(?s)'data' is to be restored, which is not in the program. There is:"
             r"\n  model\n": restore("data"),
-            r"(?s)'model/backbone' is to be restored, which the checkpoint does not "
-            r"have. There is:\n  data\n  encoder\n.*the checkpoint calls it "
-            r"otherwise, say so \(`rename=": restore(
+            r"(?s)'model/backbone' is to be restored, which is not in the checkpoint. "
+            r"There is:\n  data\n  encoder\n.*`rename`": restore(
                 "model/backbone", rename={"model": "encoder"}
             ),
-            r"(?s)`skip` names 'model/haed', which neither program nor checkpoint has. "
+            r"(?s)`skip` names 'model/haed', which is not in either of them. "
             r"There is:\n  model/backbone\n  model/head\n": restore(skip="model/haed"),
-            "`rename` names 'model/back', which the checkpoint does not": restore(
+            "`rename` names 'model/back', which is not in the checkpoint": restore(
                 rename={"model/back": "model/backbone"}
             ),
-            "names 'model/backbone/kernel/x', which the checkpoint": restore(
+            "names 'model/backbone/kernel/x', which is not in the checkpoint": restore(
                 rename={"model/backbone/kernel/x": "model"}
             ),
-            r"(?s)`rename` is {'optimizer/step': 'model/head/bias'}, with which "
-            r"'model/head/bias' and 'optimizer/step' of the checkpoint both have the "
-            "path 'model/head/bias'.*Rename the other one as well": restore(
-                rename={"optimizer/step": "model/head/bias"}
-            ),
+            r"(?s)`rename` is {'optimizer/step': 'model/head/bias'}, which gives "
+            r"'model/head/bias' and 'optimizer/step' of the checkpoint both the path "
+            "'model/head/bias'": restore(rename={"optimizer/step": "model/head/bias"}),
             r"(?s)~ model/head/bias: saved state in the checkpoint, float32 \(2,\) in "
             "the program": restore(
                 "model/head/bias",
@@ -407,15 +389,15 @@ NO_BACKBONE = r"(?s)\+ model/backbone/bias: .* only in the program"
             "`may_differ` is {'model': None} of type dict": restore(
                 may_differ={"model": None}
             ),
-            r"`rename` is 'model' of type str, but it must be a dictionary": restore(
+            r"`rename` is 'model' of type str, but it must be a `Mapping`": restore(
                 rename="model"
             ),
             r"`rename` is dict_values\(\[3\]\) of": restore(rename={"model": 3}),
         },
         ValueError: {
             r"`only` is \[\], which names nothing to restore": restore([]),
-            r"`only` is '/', in which a path is empty": restore("/"),
-            r"`may_differ` is '', in which a path is empty": restore(may_differ=""),
+            r"`only` is '/' .* none of them empty": restore("/"),
+            r"`may_differ` is '' .* none of them empty": restore(may_differ=""),
         },
     }
 )
@@ -429,7 +411,7 @@ def test_a_damaged_or_missing_checkpoint_is_an_error(saved, tmp_path):
     checkpoint = Checkpoint(model=Net(1, 10))
     with pytest.raises(CheckpointError, match="nowhere', which does not exist"):
         checkpoint.read(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"not a complete.*checkpoint_5'"):
+    with pytest.raises(CheckpointError, match=r"no complete.*checkpoint_5'"):
         checkpoint.read(tmp_path / "pretraining")
     (tmp_path / "pretraining" / "checkpoint_5" / "manifest" / "manifest.json").unlink()
     with pytest.raises(CheckpointDamageError, match=r"manifest\.json"):

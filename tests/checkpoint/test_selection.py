@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.checkpoint._leaf import LeafSpec
 from armillary.checkpoint._selection import Selection, make_selection, match
-from armillary.errors import CheckpointError, CheckpointMismatchError
+from armillary.checkpoint._store import LeafSpec
+from armillary.errors import CheckpointMismatchError
 
 KERNEL = LeafSpec("float32", (3, 3))
 BIAS = LeafSpec("float32", (3,))
@@ -25,47 +25,36 @@ def test_equal_leaves_pass():
 
 
 def test_the_diff_names_every_kind_of_difference_in_order_of_paths():
+    saved = {
+        "eval_dataset": "saved state",
+        "model/a": KERNEL,
+        "model/b": KERNEL,
+        "model/c": LeafSpec("int8", ()),
+        "model/same": KERNEL,
+    }
+    program = {
+        "train_dataset": "saved state",
+        "model/b": LeafSpec("float32", (4, 3)),
+        "model/c": KERNEL,
+        "model/d": LeafSpec("key<rbg>", ()),
+        "model/same": KERNEL,
+    }
     with pytest.raises(CheckpointMismatchError) as info:
-        run(
-            {
-                "eval_dataset": "saved state",
-                "model/a": KERNEL,
-                "model/b": KERNEL,
-                "model/c": LeafSpec("int8", ()),
-                "model/same": KERNEL,
-            },
-            {
-                "train_dataset": "saved state",
-                "model/b": LeafSpec("float32", (4, 3)),
-                "model/c": KERNEL,
-                "model/d": LeafSpec("key<rbg>", ()),
-                "model/same": KERNEL,
-            },
-        )
-
-    assert str(info.value) == (
-        "`path` is '/run/checkpoint_5', and 6 of its leaves differ from the program, "
-        "which must hold the same ones:\n"
-        "  - eval_dataset: saved state  only in the checkpoint\n"
+        run(saved, program)
+    assert (
+        "\n  - eval_dataset: saved state  only in the checkpoint\n"
         "  - model/a: float32 (3, 3)  only in the checkpoint\n"
         "  ~ model/b: float32 (3, 3) in the checkpoint, float32 (4, 3) in the program\n"
         "  ~ model/c: int8 () in the checkpoint, float32 (3, 3) in the program\n"
         "  + model/d: key<rbg> ()  only in the program\n"
         "  + train_dataset: saved state  only in the program\n"
-        "Build the objects as they were when this was saved, or use another "
-        "`directory` to start afresh. If they changed on purpose, name what may stay "
-        "as the program makes it (`may_differ=['eval_dataset', 'model/a', 'model/b', "
-        "'model/c', 'model/d', 'train_dataset']`), what to restore (`only`, `skip`), "
-        "or what has another path (`rename`). Nothing was restored."
-    )
+    ) in str(info.value)
 
 
 def test_a_long_diff_ends_with_a_count():
     saved = {f"a{i:02}": KERNEL for i in range(25)}
-    with pytest.raises(CheckpointError, match=r"\n  \.\.\. and 5 more\n") as info:
+    with pytest.raises(CheckpointMismatchError, match="and 5 more\n") as info:
         run({**saved, "b": KERNEL}, {"b": KERNEL})
-
-    assert str(info.value).count("only in the checkpoint") == 20
     # The names of the first few are enough to see how it is written.
     assert "'a07']`" in str(info.value)
 
@@ -90,44 +79,30 @@ ADAM = {
     ids=["another optimizer", "averages", "a shape", "one moment"],
 )
 def test_an_error_names_the_largest_parts_that_would_have_to_differ(program, part):
-    program = {
-        name: ADAM[name] for name in ("model/kernel", "optimizer/step")
-    } | program
-    with pytest.raises(CheckpointMismatchError) as info:
+    kept = {name: ADAM[name] for name in ("model/kernel", "optimizer/step")}
+    program = kept | program
+    with pytest.raises(CheckpointMismatchError, match=f"`may_differ='{part}'`"):
         run(ADAM, program)
-    assert f"(`may_differ={part!r}`)" in str(info.value)
     # What it says works.
-    found = run(ADAM, program, make_selection(may_differ=part))
-    assert found.differences
-    assert not any(name.startswith(part) for name in found.sources)
-    assert "optimizer/step" in found.sources
-
-
-def test_what_only_the_checkpoint_has_is_no_matter_for_read():
-    with pytest.raises(
-        CheckpointMismatchError, match=r"`checkpoint.read\(path\)` needs"
-    ):
-        run(ADAM, {"model/kernel": KERNEL})
+    sources, differences = run(ADAM, program, make_selection(may_differ=part))
+    assert differences
+    assert not any(name.startswith(part) for name in sources)
+    assert "optimizer/step" in sources
 
 
 def test_a_part_may_be_missing_in_either():
     new = make_selection(only=["model", "ema"], may_differ="ema")
-    assert run(ADAM, {"model/kernel": KERNEL, "ema/kernel": KERNEL}, new).sources == {
-        "model/kernel": "model/kernel"
-    }
+    both = {"model/kernel": KERNEL, "ema/kernel": KERNEL}
+    assert run(ADAM, both, new)[0] == {"model/kernel": "model/kernel"}
     gone = make_selection(may_differ=["optimizer"])
-    assert len(run(ADAM, {"model/kernel": KERNEL}, gone).differences) == 4
+    assert len(run(ADAM, {"model/kernel": KERNEL}, gone)[1]) == 4
 
 
 def test_the_longest_path_is_renamed():
     saved = {"a/b/x": KERNEL, "a/c/x": KERNEL, "ab/x": KERNEL}
     selection = make_selection(rename={"a/b": "z", "a": "y"})
-    program = {"z/x": KERNEL, "y/c/x": KERNEL, "ab/x": KERNEL}
-    assert run(saved, program, selection).sources == {
-        "ab/x": "ab/x",
-        "y/c/x": "a/c/x",
-        "z/x": "a/b/x",
-    }
+    expected = {"ab/x": "ab/x", "y/c/x": "a/c/x", "z/x": "a/b/x"}
+    assert run(saved, dict.fromkeys(expected, KERNEL), selection)[0] == expected
 
 
 NAMES = st.sampled_from(["a", "b", "ab", "*"])
@@ -165,16 +140,14 @@ def test_what_is_restored_is_what_the_arguments_say(
         if is_wanted(path) and not is_named(path, left)
     }
     try:
-        found = run(saved, program, selection)
+        sources, differences = run(saved, program, selection)
     except CheckpointMismatchError as error:
-        is_slip = "is to be restored, which" in str(error) or "`skip` names" in str(
-            error
-        )
+        is_slip = "which is not in" in str(error)
         is_bad = any(not is_named(path, may_differ) for path in differing)
         assert is_slip or is_bad or not expected
     else:
-        assert found.sources == {path: path for path in sorted(expected)}
-        assert len(found.differences) == len(differing)
+        assert sources == {path: path for path in sorted(expected)}
+        assert len(differences) == len(differing)
         assert all(is_named(path, may_differ) for path in differing)
 
 
@@ -192,5 +165,4 @@ def test_names_that_change_places_find_their_values(leaves, order):
         "/".join([rename[path.split("/")[0]], *path.split("/")[1:]]): path
         for path in leaves
     }
-    found = run(leaves, dict.fromkeys(program, KERNEL), selection)
-    assert found.sources == program
+    assert run(leaves, dict.fromkeys(program, KERNEL), selection)[0] == program

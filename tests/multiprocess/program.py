@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 
 import armillary
 from armillary.actions import _export_model
-from armillary.checkpoint import _writer
+from armillary.checkpoint import _reader
 from armillary.checkpoint._store import Store
 from armillary.cluster._preemption import PreemptionNotice
 from armillary.data import from_arrays
@@ -452,8 +452,8 @@ def saves(strategy: Any, run_dir: str) -> dict[str, Any]:
         return [manager.save(number), manager.sync(), len(manager.checkpoints)][::2]
 
     damaged = []
-    find_damage = _writer.find_damage
-    _writer.find_damage = lambda path: damaged.append(path.name) or find_damage(path)
+    find_damage = _reader.find_damage
+    _reader.find_damage = lambda path: damaged.append(path.name) or find_damage(path)
     found: dict[str, Any] = {}
     good, bad = make("good"), make("bad")
     for manager, number in ((good, 1), (good, 2), (bad, 1)):

@@ -1,17 +1,14 @@
-"""Finds files of a checkpoint that are not what was written.
-
-What TensorStore stores is only partly protected: its index has checksums, the numbers
-have none, so that a flipped bit would be loaded as another weight. Therefore the last
-file of a checkpoint, written before Orbax gives the folder its name, lists the sizes
-and CRC-32 sums of the others, and has a sum of its own. They are compared before
-anything is decoded. A CRC finds what disks and copies do to a file; it is no protection
-from someone who means it.
-
-What the disk must do for a checkpoint: keep it through a power cut, and never block.
+"""What a disk must do for a checkpoint: keep it, and give back what was written.
 
 A file outlasts a power cut once its content is on the disk, its name in the folder
 above is, and so on up to the root. Writing, closing and renaming promise none of that,
 only `fsync` does. An object store has on its disks what it has taken.
+
+The arrays that TensorStore stores have no checksums, so that a flipped bit would be
+loaded as another weight. So the last file of a checkpoint lists the sizes and CRC-32
+sums of the others, has a sum of its own, and is compared before anything is decoded. It
+finds what disks and copies do to a file, and is no protection from someone who means
+it.
 """
 
 import contextlib
@@ -20,15 +17,17 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from etils import epath
 
-NUM_THREADS = 8
-"""Several files at a time, because disks and network file systems answer slowly."""
+CHECKSUM_FILE = "checksums.json"
+_BLOCK_BYTES = 1 << 20
+# Several files at a time, because disks and network file systems answer slowly.
+_NUM_THREADS = 8
 
 
 def sync_tree(folder: epath.Path) -> None:
@@ -51,9 +50,8 @@ def sync_name(folder: epath.Path) -> None:
 
 
 def _sync_all(paths: Iterable[Path]) -> None:
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        for _ in pool.map(_sync, paths):
-            pass
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        list(pool.map(_sync, paths))
 
 
 def _sync(path: Path) -> None:
@@ -68,23 +66,19 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_is_regular(file: epath.Path) -> None:
-    """Raises an `OSError` for what may never end: a pipe, a socket or a device."""
-    if "://" not in str(file) and not stat.S_ISREG(os.stat(file).st_mode):
-        raise OSError("not a regular file")
-
-
 def read_json(file: epath.Path) -> Any:
     """Returns what a JSON file holds, or raises an `OSError` or a `ValueError`."""
-    check_is_regular(file)
+    _check_is_regular(file)
     try:
         return json.loads(file.read_bytes())
     except RecursionError:
         raise ValueError("JSON that is nested too deeply") from None
 
 
-CHECKSUM_FILE = "checksums.json"
-_BLOCK_BYTES = 1 << 20
+def _check_is_regular(file: epath.Path) -> None:
+    # A pipe, a socket or a device may never end.
+    if "://" not in str(file) and not stat.S_ISREG(os.stat(file).st_mode):
+        raise OSError("not a regular file")
 
 
 def write_checksums(folder: epath.Path) -> None:
@@ -111,7 +105,7 @@ def read_checksums(folder: epath.Path) -> dict[str, tuple[int, int]]:
         # Version 2 of the format had the sums of the files alone.
         return {name: (int(size), int(crc)) for name, (size, crc) in sums.items()}
     except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
-        reason = _describe(error)
+        reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"`{CHECKSUM_FILE}` cannot be used ({reason})") from error
 
 
@@ -123,19 +117,20 @@ def find_damage(folder: epath.Path) -> str | None:
     """Returns which file of a checkpoint is not as it was saved, or `None` if all are.
 
     A file that was added among the arrays counts too: Orbax would read one of the name
-    that an older format of its own had.
+    that an older format of its own had. Hidden ones do not: file systems make them.
     """
     try:
         expected = read_checksums(folder)
+        arrays = folder / "arrays"
+        for file in _find_files(arrays) if arrays.is_dir() else ():
+            name = file.relative_to(folder).as_posix()
+            if name not in expected and not file.name.startswith("."):
+                return f"`{name}` was added after it was saved"
     except ValueError as error:
         return str(error)
-    try:
-        added = _find_added(folder, expected)
     except (OSError, RecursionError) as error:
-        return f"its folders cannot be read ({_describe(error)})"
-    if added is not None:
-        return f"`{added}` was added after it was saved"
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        return f"its folders cannot be read ({type(error).__name__}: {error})"
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
         problems = pool.map(lambda item: compare(folder, *item), expected.items())
         return next((problem for problem in problems if problem is not None), None)
 
@@ -143,16 +138,15 @@ def find_damage(folder: epath.Path) -> str | None:
 def compare(folder: epath.Path, name: str, saved: tuple[int, int]) -> str | None:
     """Returns what is wrong with a file of this size and CRC-32, or `None`."""
     try:
-        check_is_regular(folder / name)
+        _check_is_regular(folder / name)
         size, crc = _measure(folder / name)
     except FileNotFoundError:
         return f"`{name}` is missing"
     except (OSError, ValueError) as error:
-        return f"`{name}` cannot be read ({_describe(error)})"
-    saved_size, saved_crc = saved
-    if size != saved_size:
-        return f"`{name}` has {size} bytes instead of {saved_size}"
-    if crc != saved_crc:
+        return f"`{name}` cannot be read ({type(error).__name__}: {error})"
+    if size != saved[0]:
+        return f"`{name}` has {size} bytes instead of {saved[0]}"
+    if crc != saved[1]:
         return f"the content of `{name}` has changed (its checksum differs)"
     return None
 
@@ -167,19 +161,6 @@ def _measure(file: epath.Path) -> tuple[int, int]:
     return size, crc
 
 
-def _find_added(folder: epath.Path, expected: Container[str]) -> str | None:
-    """Returns a file among the arrays that is not expected; hidden ones do not count.
-
-    File systems and desktops make hidden files of their own.
-    """
-    arrays = folder / "arrays"
-    for file in _find_files(arrays) if arrays.is_dir() else ():
-        name = file.relative_to(folder).as_posix()
-        if name not in expected and not file.name.startswith("."):
-            return name
-    return None
-
-
 def _find_files(folder: epath.Path) -> Iterator[epath.Path]:
     for path in folder.iterdir():
         # A link to a folder is none of ours, and might lead in a circle.
@@ -187,7 +168,3 @@ def _find_files(folder: epath.Path) -> Iterator[epath.Path]:
             yield from _find_files(path)
         else:
             yield path
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
