@@ -10,13 +10,10 @@ them and ends when all of them have ended; a restart is another attempt::
             if one failed: let the others end by themselves, then make them
         all ended well, or no restart is left: end with one exit code
 
-Places are on this machine, or on those of a Ray cluster (`_machines.py`).
-
-An *evaluator* may run beside the workers. It belongs to no attempt: it goes on while
-they are restarted, and is restarted alone.
-
-One event loop supervises and reads what processes say; one thread writes it. So a
-terminal that is paused cannot keep the launcher from passing on a signal.
+Places are on this machine (`_process.py`), or on those of a Ray cluster (`_ray.py`). An
+*evaluator* may run beside the workers: it goes on while they are restarted, and is
+restarted alone. One event loop supervises and reads what processes say; one thread
+writes it, so a paused terminal cannot keep the launcher from passing on a signal.
 """
 
 from armillary._process import ExitCode as ExitCode

@@ -17,11 +17,10 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary._process import ExitCode
-from armillary.launch._child import ThisMachine
-from armillary.launch._environment import check_environment, find_gpus, plan_devices
+from armillary.launch._environment import find_gpus, plan_devices
+from armillary.launch._process import ThisMachine
 from armillary.launch._supervisor import EVALUATOR, Job, run_job
 
-_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _MOST_WORKERS = _MOST_DEVICES = 2**16  # No machine has more ports.
 _MOST_RESTARTS = 10**9
 _EPILOG = """\
@@ -38,75 +37,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "       armillary launch [--workers N] [OPTIONS] -m MODULE ARGS..."
     )
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "--workers",
-        default="1",
-        metavar="N",
-        help="number of processes (default: 1); with `--ray`, MIN:MAX starts as many "
-        "as the cluster has room for",
-    )
-    parser.add_argument(
-        "--ray",
-        metavar="HOST:PORT",
-        help="start the workers on the machines of the Ray cluster with this head",
-    )
-    parser.add_argument(
-        "--devices-per-worker",
-        type=ascii_number(int),
-        metavar="K",
-        help="virtual CPU devices of each worker; with GPUs, GPUs of each worker "
-        "(default: one device, or an equal share of the GPUs)",
-    )
+
+    integer, number = ascii_number(int), ascii_number(float)
+
+    def add(
+        name: str, kind: Callable[[str], object], default: object, text: str
+    ) -> None:
+        option, metavar = name.split()
+        parser.add_argument(
+            option, metavar=metavar, type=kind, default=default, help=text
+        )
+
+    add("--workers N", str, "1", "processes; with `--ray`, MIN:MAX for what there is")
+    add("--ray HOST:PORT", str, None, "start them in the Ray cluster with this head")
+    devices = "GPUs of each worker, or virtual CPU devices (default: a share; one)"
+    add("--devices-per-worker K", integer, None, devices)
     parser.add_argument(
         "--evaluator",
         action="store_true",
-        help="start one more process, of the task type `evaluator`, that evaluates the "
-        "checkpoints of the workers",
+        help="start one more process, of the task type `evaluator`",
     )
+    restarts = "of the job after a failure, and of the evaluator alone (default: 0)"
+    add("--max-restarts N", integer, 0, restarts)
+    pause = "before a restart, doubled each time up to a minute (default: 1)"
+    add("--restart-pause SECONDS", number, 1.0, pause)
+    grace = "for workers to end after a failure or a signal (default: 30)"
+    add("--grace-period SECONDS", number, 30.0, grace)
+    add("--log-dir DIR", Path, None, "also write what each process says to DIR/*.log")
+    rest = argparse.REMAINDER
+    module, script = "run a module, as `python -m` does", "run a script, as `python`"
     parser.add_argument(
-        "--max-restarts",
-        type=ascii_number(int),
-        default=0,
-        metavar="N",
-        help="how often to restart the whole job after a failure, and the evaluator "
-        "alone after its own (default: 0)",
+        "-m", dest="module", nargs=rest, metavar="MODULE ARGS", help=module
     )
-    parser.add_argument(
-        "--restart-pause",
-        type=ascii_number(float),
-        default=1.0,
-        metavar="SECONDS",
-        help="pause before the first restart, doubled before each later one up to a "
-        "minute (default: 1)",
-    )
-    parser.add_argument(
-        "--grace-period",
-        type=ascii_number(float),
-        default=30.0,
-        metavar="SECONDS",
-        help="time for workers to end by themselves, after a failure of another one or "
-        "a signal (default: 30)",
-    )
-    parser.add_argument(
-        "--log-dir",
-        type=Path,
-        metavar="DIR",
-        help="also write what each process says to DIR/worker_<index>.log and "
-        "DIR/evaluator.log",
-    )
-    parser.add_argument(
-        "-m",
-        dest="module",
-        nargs=argparse.REMAINDER,
-        metavar="MODULE ARGS",
-        help="run a module, as `python -m` does",
-    )
-    parser.add_argument(
-        "script",
-        nargs=argparse.REMAINDER,
-        metavar="SCRIPT ARGS",
-        help="run a script, as `python` does",
-    )
+    parser.add_argument("script", nargs=rest, metavar="SCRIPT ARGS", help=script)
 
 
 def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
@@ -117,55 +80,56 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
             "which ends the workers if the launcher dies. Run `python train.py` here, "
             "or launch in a Linux container."
         )
+    if os.environ.get("TF_CONFIG", "").strip():
+        raise ValueError(
+            f"`TF_CONFIG` is {os.environ['TF_CONFIG']!r}, so this process is a worker "
+            "of a job already, but `armillary launch` sets it for workers of its own. "
+            "Run the script itself (`python train.py`), or `unset TF_CONFIG` first."
+        )
     min_workers, max_workers = _read_workers(namespace.workers)
-    devices_per_worker = namespace.devices_per_worker
-    if devices_per_worker is not None:
-        check_positive_int("--devices-per-worker", devices_per_worker, _MOST_DEVICES)
+    share = namespace.devices_per_worker
+    if share is not None:
+        check_positive_int("--devices-per-worker", share, _MOST_DEVICES)
     max_restarts = check_not_negative_int(
         "--max-restarts", namespace.max_restarts, _MOST_RESTARTS
     )
     pause_seconds = check_not_negative("--restart-pause", namespace.restart_pause)
     grace_seconds = check_not_negative("--grace-period", namespace.grace_period)
     arguments = _make_arguments(namespace.module, namespace.script)
-    check_environment(os.environ)
     if namespace.ray is not None:
         if namespace.evaluator:
             raise ValueError(
                 "`--evaluator` is given with `--ray`, which places workers alone. "
-                "Leave it out, and start the evaluator by itself where it sees the "
-                "checkpoints: "
+                "Start the evaluator by itself, where it sees the checkpoints: "
                 """`TF_CONFIG='{"task": {"type": "evaluator", "index": 0}}' """
                 "python train.py`."
             )
-    elif min_workers != max_workers:
-        raise ValueError(
-            f"`--workers` is {namespace.workers!r}, but on one machine the number is "
-            f"fixed: no machine is lost or comes back. Use `--workers={max_workers}`, "
-            "or a Ray cluster (`--ray HOST:PORT`)."
-        )
-    labels = [f"worker {index}" for index in range(max_workers)]
-    if namespace.evaluator:
-        labels.append(EVALUATOR)
-    if namespace.ray is not None:
         # Only Ray's part needs more than Python.
-        from armillary.launch._ray_machines import join_machines
+        from armillary.launch._ray import RayMachines, connect
 
-        paths = [] if namespace.module else [os.path.abspath(arguments[0])]
-        machines, devices = join_machines(
-            namespace.ray,
+        machines = RayMachines(
+            connect(namespace.ray),
             min_workers=min_workers,
             max_workers=max_workers,
-            devices_per_worker=devices_per_worker,
-            paths=paths,
+            devices_per_worker=share,
         )
+        devices = machines.devices
     else:
+        if min_workers != max_workers:
+            raise ValueError(
+                f"`--workers` is {namespace.workers!r}, but on one machine no machine "
+                f"is lost or comes back. Use `--workers={max_workers}`, or a Ray "
+                "cluster (`--ray HOST:PORT`)."
+            )
         machines = ThisMachine(max_workers)
         devices = plan_devices(
             find_gpus(os.environ),
             num_workers=max_workers,
-            devices_per_worker=devices_per_worker,
+            devices_per_worker=share,
             has_evaluator=namespace.evaluator,
         )
+    labels = [f"worker {index}" for index in range(max_workers)]
+    labels += [EVALUATOR] * namespace.evaluator
     job = Job(
         arguments=arguments,
         machines=machines,
@@ -182,14 +146,13 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
 def _read_workers(text: str) -> tuple[int, int]:
     """Returns the fewest and the most workers."""
     words = text.split(":")
-    numbers = [int(word) for word in words if _INTEGER.fullmatch(word)]
-    if len(numbers) != len(words) or len(words) > 2:
+    are_numbers = all(re.fullmatch(r"[+-]?[0-9]{1,18}", word) for word in words)
+    if not are_numbers or len(words) > 2:
         raise ValueError(
             f"`--workers` is {text!r}, but it must be a positive integer, or two of "
             "them as MIN:MAX. Use `--workers=2`, or `--workers=2:8` with `--ray`."
         )
-    for number in numbers:
-        check_positive_int("--workers", number, _MOST_WORKERS)
+    numbers = [check_positive_int("--workers", int(w), _MOST_WORKERS) for w in words]
     if numbers[0] > numbers[-1]:
         raise ValueError(
             f"`--workers` is {text!r}, but MIN must not be larger than MAX. "
@@ -215,8 +178,17 @@ def _open_logs(folder: Path | None, labels: list[str]) -> dict[str, FileIO]:
 
 
 def _make_arguments(module: list[str] | None, script: list[str]) -> list[str]:
+    """Returns what follows `python`, for a module or a script that exists."""
     if module:
-        _check_module(module[0])
+        # The top package only: to find a module inside it is to run the package.
+        top = module[0].partition(".")[0]
+        is_here = PathFinder.find_spec(top, [os.getcwd()]) is not None
+        if not top or not (is_here or find_spec(top)):
+            raise ValueError(
+                f"the module is {module[0]!r}, but there is no {top!r} in "
+                f"{os.getcwd()!r} or among the installed packages. Use the name of a "
+                "module, without `.py`."
+            )
         return ["-m", *module]
     if script[:1] == ["--"]:
         script = script[1:]
@@ -232,14 +204,3 @@ def _make_arguments(module: list[str] | None, script: list[str]) -> list[str]:
             "options of the launcher stand in front of it."
         )
     return script
-
-
-def _check_module(name: str) -> None:
-    # The top package only: to find a module inside it is to run the package.
-    top = name.partition(".")[0]
-    is_here = PathFinder.find_spec(top, [os.getcwd()]) is not None
-    if not top or not (is_here or find_spec(top)):
-        raise ValueError(
-            f"the module is {name!r}, but there is no {top!r} in {os.getcwd()!r} or "
-            "among the installed packages. Use the name of a module, without `.py`."
-        )

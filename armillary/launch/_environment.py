@@ -1,7 +1,4 @@
-"""The environment variables of a worker, and the addresses in them.
-
-Which devices of this machine each worker may use, found without touching one.
-"""
+"""What a worker finds: its devices, its place among the others, and its variables."""
 
 import contextlib
 import itertools
@@ -15,7 +12,9 @@ from pathlib import Path
 
 from armillary._checks import counted
 
-_GPU_FILE = re.compile(r"nvidia\d+")
+_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+_LOOPBACK = "127.0.0.1"
+_PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +22,9 @@ class DevicePlan:
     """The devices of each process.
 
     Args:
-        virtual_cpus: Number of virtual CPU devices of each one, or `None` to leave
-            it to the script.
-        gpus: The names of each one's GPUs, for `CUDA_VISIBLE_DEVICES`; empty on a
-            machine whose GPUs are not used.
+        virtual_cpus: Virtual CPU devices of each one; `None` leaves it to the script.
+        gpus: The names of each one's GPUs, for `CUDA_VISIBLE_DEVICES`; empty where none
+            are used.
         num_gpus: Number of GPUs of each one, where Ray chooses which ones.
     """
 
@@ -34,8 +32,7 @@ class DevicePlan:
     gpus: tuple[tuple[str, ...], ...] = ()
     num_gpus: int = 0
 
-    def describe(self) -> str:
-        """Returns what each worker has, for the first line of a job."""
+    def __str__(self) -> str:
         if num_gpus := self.num_gpus or (len(self.gpus[0]) if self.gpus else 0):
             return f"{counted(num_gpus, 'GPU')} each"
         if self.virtual_cpus is not None:
@@ -53,22 +50,18 @@ def plan_devices(
     """Shares the GPUs, or plans virtual CPU devices where there is none."""
     if not gpus:
         return DevicePlan(virtual_cpus=devices_per_worker)
-    num_processes = num_workers + has_evaluator
-    share = devices_per_worker or len(gpus) // num_processes or 1
-    if num_processes * share > len(gpus):
+    count = num_workers + has_evaluator
+    share = devices_per_worker or len(gpus) // count or 1
+    if count * share > len(gpus):
         beside = " with an `--evaluator`" if has_evaluator else ""
         raise ValueError(
             f"`--workers` is {num_workers}{beside} and `--devices-per-worker` is "
-            f"{share}, which takes {num_processes * share} GPUs, but this machine "
-            f"offers {len(gpus)} ({', '.join(gpus)}). Use fewer, or set "
-            "`JAX_PLATFORMS=cpu` to run on virtual CPU devices."
+            f"{share}, which takes {count * share} GPUs, but this machine offers "
+            f"{len(gpus)} ({', '.join(gpus)}). Use fewer, or set `JAX_PLATFORMS=cpu` "
+            "to run on virtual CPU devices."
         )
-    return DevicePlan(
-        gpus=tuple(
-            tuple(gpus[index * share : (index + 1) * share])
-            for index in range(num_processes)
-        )
-    )
+    starts = range(0, count * share, share)
+    return DevicePlan(gpus=tuple(tuple(gpus[i : i + share]) for i in starts))
 
 
 def can_use_gpus(environment: Mapping[str, str]) -> bool:
@@ -80,39 +73,16 @@ def can_use_gpus(environment: Mapping[str, str]) -> bool:
 
 
 def find_gpus(environment: Mapping[str, str]) -> list[str]:
-    """Returns the names of the NVIDIA GPUs that JAX would use in `environment`."""
+    """Returns the names of the NVIDIA GPUs that JAX would use, without touching one."""
     if not can_use_gpus(environment):
         return []
     if "CUDA_VISIBLE_DEVICES" in environment:
-        return read_visible_gpus(environment["CUDA_VISIBLE_DEVICES"])
-    files = [path.name for path in Path("/dev").glob("nvidia*")]
-    numbers = [name[len("nvidia") :] for name in files if _GPU_FILE.fullmatch(name)]
-    return sorted(numbers, key=int)
-
-
-def read_visible_gpus(value: str) -> list[str]:
-    """Returns the names in a value of `CUDA_VISIBLE_DEVICES`.
-
-    CUDA takes the names in front of the first one that is not valid, so `-1` ends the
-    list.
-    """
-    names = (name.strip() for name in value.split(","))
-    return list(itertools.takewhile(lambda name: name not in {"", "-1"}, names))
-
-
-_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-_LOOPBACK = "127.0.0.1"
-_PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
-
-
-def check_environment(environment: Mapping[str, str]) -> None:
-    """Raises if the launcher itself is a worker already."""
-    if environment.get("TF_CONFIG", "").strip():
-        raise ValueError(
-            f"`TF_CONFIG` is {environment['TF_CONFIG']!r}, so this process is a worker "
-            "of a job already, but `armillary launch` sets it for workers of its own. "
-            "Run the script itself (`python train.py`), or `unset TF_CONFIG` first."
-        )
+        # As CUDA reads it: a name that is none, such as -1, ends the list.
+        names = map(str.strip, environment["CUDA_VISIBLE_DEVICES"].split(","))
+        return list(itertools.takewhile(lambda name: name not in {"", "-1"}, names))
+    files = (path.name for path in Path("/dev").glob("nvidia*"))
+    found = (re.fullmatch(r"nvidia(\d+)", name) for name in files)
+    return sorted((match[1] for match in found if match), key=int)
 
 
 def find_addresses(count: int) -> list[str]:
@@ -137,10 +107,9 @@ def make_environment(
     devices: DevicePlan,
     num_restarts: int,
 ) -> dict[str, str]:
-    """Returns the environment of one worker, or of the evaluator."""
-    task = {"type": "worker", "index": index}
-    if index is None:
-        task = {"type": "evaluator", "index": 0}
+    """Returns the environment of one worker, or of the evaluator (index `None`)."""
+    is_worker = index is not None
+    task = {"type": "worker" if is_worker else "evaluator", "index": index or 0}
     changes = {
         "TF_CONFIG": json.dumps({"cluster": {"worker": [*addresses]}, "task": task}),
         "ARMILLARY_RESTART_COUNT": str(num_restarts),
@@ -154,19 +123,14 @@ def make_environment(
         direct = base.get("no_grpc_proxy") or base.get("no_proxy")
         hosts = dict.fromkeys(address.rpartition(":")[0] for address in addresses)
         changes["no_grpc_proxy"] = ",".join([*([direct] if direct else []), *hosts])
-    environment = {**base, **changes}
     if devices.gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(
-            devices.gpus[-1 if index is None else index]
-        )
+        gpus = devices.gpus[index if is_worker else -1]
+        changes["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     elif devices.virtual_cpus is not None:
-        flags = [
-            flag
-            for flag in base.get("XLA_FLAGS", "").split()
-            if flag.partition("=")[0] != _DEVICE_COUNT_FLAG
-        ]
-        flags.append(f"{_DEVICE_COUNT_FLAG}={devices.virtual_cpus}")
-        environment["XLA_FLAGS"] = " ".join(flags)
+        flags = base.get("XLA_FLAGS", "").split()
+        kept = [each for each in flags if not each.startswith(f"{_DEVICE_COUNT_FLAG}=")]
+        count = f"{_DEVICE_COUNT_FLAG}={devices.virtual_cpus}"
+        changes["XLA_FLAGS"] = " ".join([*kept, count])
         # JAX prefers this one to the flag.
-        environment.pop("JAX_NUM_CPU_DEVICES", None)
-    return environment
+        base = {key: base[key] for key in base if key != "JAX_NUM_CPU_DEVICES"}
+    return {**base, **changes}

@@ -1,13 +1,10 @@
 """Ties a worker's life to the launcher's, then becomes the worker.
 
 The launcher runs this file by its path, in the new process: nothing but the standard
-library is imported, and `exec` leaves nothing of it behind. So the script is `__main__`
-in every way, and the process that the launcher knows is the script's own.
-
-The kernel kills a process that asked for it (`prctl(2)`, `PR_SET_PDEATHSIG`) when the
-thread that started it ends, also if that one is killed and whatever the process itself
-is doing then. The request outlives `exec`. Asking between `fork` and `exec` inside the
-launcher would run Python in a copy of a program that has other threads.
+library is imported, and `exec` leaves nothing of it behind. The kernel kills a process
+that asked for it (`prctl(2)`, `PR_SET_PDEATHSIG`) when the thread that started it ends,
+and the request outlives `exec`. Asking between `fork` and `exec` inside the launcher
+would run Python in a copy of a program that has other threads.
 """
 
 import ctypes

@@ -5,23 +5,23 @@ import contextlib
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
+from typing import TYPE_CHECKING
 
+from armillary._checks import counted
 from armillary._process import ExitCode
-from armillary.launch._child import Machines, Process
 from armillary.launch._environment import DevicePlan, make_environment
-from armillary.launch._outcome import (
-    RestartPolicy,
-    describe_failure,
-    find_stop_code,
-    name_signal,
-)
 from armillary.launch._output import Output
+from armillary.launch._process import Process, ThisMachine, name_signal
+
+if TYPE_CHECKING:
+    from armillary.launch._ray import RayMachines
 
 EVALUATOR = "evaluator"
 """The label of the evaluator."""
+MAX_PAUSE_SECONDS = 60.0
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (*_STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
@@ -36,12 +36,11 @@ class Job:
 
     Args:
         arguments: What follows `python` on the command line of each process.
-        logs: A log file for each process by its label, or none at all. They are closed
-            at the end.
+        logs: A log file for each process by its label, or none at all.
     """
 
     arguments: Sequence[str]
-    machines: Machines
+    machines: "ThisMachine | RayMachines"
     has_evaluator: bool = False
     devices: DevicePlan
     max_restarts: int
@@ -55,35 +54,192 @@ def run_job(job: Job) -> ExitCode:
 
     It must be called in the main thread, where signals arrive.
     """
-    with contextlib.ExitStack() as stack:
-        output = stack.enter_context(Output(job.logs))
+    output = Output(job.logs)
+    with (
+        contextlib.closing(job.machines),
         # Ray prints pages about a lost machine, of which the supervisor says a line.
-        nothing = stack.enter_context(open(os.devnull, "w"))
-        stack.enter_context(contextlib.redirect_stdout(nothing))
-        stack.callback(job.machines.close)
+        open(os.devnull, "w") as nothing,
+        contextlib.redirect_stdout(nothing),
+    ):
         return asyncio.run(_Supervisor(job, output).run())
 
 
-class _Group:
-    """Processes that end together: the workers of one attempt, or the evaluator."""
+class RestartPolicy:
+    """Counts restarts, and says when there is another one and after which pause.
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    Every restart counts, whatever its cause, so an error that is there on each start
+    ends the job as well. Each pause is twice as long as the one before, up to a minute,
+    unless the first one is longer than that.
+    """
+
+    def __init__(self, max_restarts: int, pause_seconds: float) -> None:
+        self.max_restarts = max_restarts
+        self.num_restarts = 0
+        self._pause_seconds = pause_seconds
+
+    def find_exit_code(self, cause: ExitCode) -> ExitCode | None:
+        """Returns the exit code for a cause, or `None` if it leads to a restart."""
+        # The same command line will be as wrong the next time.
+        if cause in {ExitCode.OK, ExitCode.USAGE}:
+            return cause
+        if self.num_restarts < self.max_restarts:
+            return None
+        return ExitCode.TOO_MANY_RESTARTS if self.max_restarts else cause
+
+    def begin_restart(self) -> float:
+        """Counts one restart and returns the seconds to wait before it."""
+        # The bound of the exponent keeps the power a number that a float can hold.
+        pause = self._pause_seconds * 2 ** min(self.num_restarts, 30)
+        self.num_restarts += 1
+        return min(pause, max(MAX_PAUSE_SECONDS, self._pause_seconds))
+
+
+def find_stop_code(number: int, causes: Sequence[ExitCode]) -> ExitCode:
+    """Returns the exit code of a job that a signal stopped.
+
+    It depends on how each process ended; between two attempts there is none.
+    """
+    if causes and set(causes) <= {ExitCode.OK, ExitCode.PREEMPTED}:
+        return max(causes)
+    return ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED
+
+
+class _Supervisor:
+    """What the groups of a job share, and the signals that the launcher gets."""
+
+    def __init__(self, job: Job, output: Output) -> None:
+        self.job, self.output, self.say = job, output, output.say
+        self.addresses: list[str] = []
+        self.workers, self.evaluator = _Group(self), _Group(self, is_evaluator=True)
+        self.evaluation: asyncio.Task[ExitCode] | None = None
+        # The signal that stops the job, and when processes were first asked to end.
+        self.stop: int | None = None
+        self._asked_at: float | None = None
+        # Set when nothing is to be started any more.
+        self.is_ending = asyncio.Event()
+
+    async def run(self) -> ExitCode:
+        """Returns the exit code of the job."""
+        loop = asyncio.get_running_loop()
+        # What the launcher was started to ignore, as `nohup` does, stays ignored. Not
+        # so SIGCHLD, or the kernel would forget how a child ended.
+        heard = [n for n in _PASSED_ON if signal.getsignal(n) != signal.SIG_IGN]
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in heard:
+            loop.add_signal_handler(number, self._receive, number)
+        try:
+            code = await self.workers.run()
+            if self.evaluation is not None:
+                code = await self._end_evaluation(self.evaluation, code)
+            count = self.workers.policy.num_restarts
+            if code is not ExitCode.OK or count:
+                after = f" after {counted(count, 'restart')}" if count else ""
+                self.say(f"ends with exit code {code.value} ({code.name}){after}.")
+            return code
+        finally:
+            self.workers.kill()
+            self.evaluator.kill()
+            # From here on, a signal ends the launcher, whose terminal may be paused.
+            for number in heard:
+                loop.remove_signal_handler(number)
+            await self.output.finish()
+
+    async def _end_evaluation(
+        self, evaluation: "asyncio.Task[ExitCode]", code: ExitCode
+    ) -> ExitCode:
+        """Waits for the evaluator; returns the exit code of the job.
+
+        If the workers' `code` is good, it has all the time that it needs for the last
+        checkpoint. Otherwise it is made to end.
+        """
+        if code is ExitCode.OK and self.stop is None:
+            if not evaluation.done():
+                self.say("all workers have ended; waits for the evaluator.")
+            return await evaluation
+        self.is_ending.set()
+        if self._asked_at is None:
+            self._asked_at = asyncio.get_running_loop().time()
+            self.evaluator.send(signal.SIGTERM)
+        self.evaluator.end_after((_TERMINATE_SECONDS, signal.SIGKILL))
+        await evaluation
+        return code
+
+    def _receive(self, number: int) -> None:
+        """Passes a signal on; asks all processes to end if it is one of those."""
+        workers, evaluator = self.workers, self.evaluator
+        grace_seconds, now = self.job.grace_seconds, asyncio.get_running_loop().time()
+        if number not in _STOP_SIGNALS:
+            evaluator.pass_on(number)
+            workers.pass_on(number)
+        elif self._asked_at is None:
+            self.stop, self._asked_at = number, now
+            self.is_ending.set()
+            evaluator.pass_on(number)
+            more = f"; SIGKILL in {grace_seconds:g} s, or after a second signal"
+            workers.pass_on(number, more)
+            # Beside workers, the evaluator has as long as they have.
+            group = workers if workers.running else evaluator
+            group.end_after((grace_seconds, signal.SIGKILL))
+        # One request may arrive twice: `timeout` signals a process and its group.
+        elif now > self._asked_at + _REPEAT_SECONDS:
+            if workers.running:
+                self.say(f"{name_signal(number)} again: ends all workers now.")
+            workers.end_after((0.0, signal.SIGKILL))
+            evaluator.end_after((0.0, signal.SIGKILL))
+
+
+class _Group:
+    """Processes that start and end together: the workers, or the evaluator alone.
+
+    The evaluator reads checkpoints and takes part in nothing else, so the workers go on
+    when it fails, and it goes on when they are restarted.
+    """
+
+    def __init__(self, supervisor: _Supervisor, *, is_evaluator: bool = False) -> None:
+        self._supervisor, self._job = supervisor, supervisor.job
+        self._say, self._output = supervisor.say, supervisor.output
+        self._is_evaluator = is_evaluator
+        self.policy = RestartPolicy(self._job.max_restarts, self._job.pause_seconds)
         self.children: list[Process] = []
-        self._say = say
+        self._tails: dict[str, deque[str]] = {}
         self._ender: asyncio.Task[None] | None = None
+
+    async def run(self) -> ExitCode:
+        """Runs the processes, and again if they fail; returns what comes of it."""
+        is_ending = self._supervisor.is_ending
+        while True:
+            cause = await self._run_attempt()
+            if is_ending.is_set():
+                return cause
+            rest = " The workers go on." if self._supervisor.workers.running else ""
+            code = self.policy.find_exit_code(cause)
+            if code is not None:
+                if self._is_evaluator and code is not ExitCode.OK:
+                    self._say(f"the evaluator is not started again.{rest}")
+                return code
+            seconds = self.policy.begin_restart()
+            count = f"{self.policy.num_restarts} of {self.policy.max_restarts}"
+            alone = " of the evaluator alone" if self._is_evaluator else ""
+            self._say(f"restart {count}{alone} in {seconds:g} s.{rest}")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(is_ending.wait(), seconds)
+            if is_ending.is_set():
+                return find_stop_code(self._supervisor.stop or 0, [])
 
     @property
     def running(self) -> list[Process]:
+        """Those that have not ended."""
         return [child for child in self.children if not child.ended.done()]
 
     def pass_on(self, number: int, note: str = "") -> None:
         """Sends a signal that the launcher got to those that run, and says so."""
         if self.running:
-            self._say(f"{name_signal(number)}: passed on to {self._name()}{note}.")
+            self._say(f"{name_signal(number)}: passed on to {self}{note}.")
         # A worker has no terminal that could hang up.
         self.send(signal.SIGTERM if number == signal.SIGHUP else number)
 
     def send(self, number: int) -> None:
+        """Sends a signal to those that run."""
         for child in self.running:
             child.send_signal(number)
 
@@ -97,6 +253,7 @@ class _Group:
         self._ender = asyncio.create_task(self._follow(plan))
 
     def kill(self) -> None:
+        """Ends those that run at once."""
         for child in self.children:
             child.kill()
 
@@ -104,266 +261,123 @@ class _Group:
         for seconds, number in plan:
             await asyncio.sleep(seconds)
             if self.running:
-                self._say(f"{number.name}: sent to {self._name()}, which still ran.")
+                self._say(f"{number.name}: sent to {self}, which still ran.")
                 self.send(number)
 
-    def _name(self) -> str:
-        labels = [child.label for child in self.running]
-        if labels == [EVALUATOR]:
-            return "the evaluator"
-        return f"worker {', '.join(label.rpartition(' ')[2] for label in labels)}"
-
-
-class _Supervisor:
-    def __init__(self, job: Job, output: Output) -> None:
-        self._job = job
-        self._output, self._say = output, output.say
-        self._policy = RestartPolicy(job.max_restarts, job.pause_seconds)
-        self._addresses: list[str] = []
-        self._tails: dict[str, deque[str]] = {}
-        self._workers, self._evaluator = _Group(self._say), _Group(self._say)
-        self._has_trained = False
-        # The signal that stops the job, and when processes were first asked to end.
-        self._stop: int | None = None
-        self._asked_at: float | None = None
-        # Set when nothing is to be started any more.
-        self._is_ending = asyncio.Event()
-
-    async def run(self) -> ExitCode:
-        """Returns the exit code of the job."""
-        loop = asyncio.get_running_loop()
-        # What the launcher was started to ignore, as `nohup` does, stays ignored. Not
-        # so SIGCHLD, or the kernel would forget how a child ended.
-        numbers = [
-            number
-            for number in (*_PASSED_ON, signal.SIGCHLD)
-            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN
-        ]
-        for number in numbers:
-            loop.add_signal_handler(number, self._receive, number)
-        try:
-            return await self._run()
-        finally:
-            self._workers.kill()
-            self._evaluator.kill()
-            # From here on, a signal ends the launcher, whose terminal may be paused.
-            for number in numbers:
-                loop.remove_signal_handler(number)
-            await self._output.finish()
-
-    async def _run(self) -> ExitCode:
-        evaluation = None
-        if self._job.has_evaluator:
-            evaluation = asyncio.create_task(self._evaluate())
-        code = await self._train()
-        if evaluation is not None:
-            code = await self._end_evaluation(evaluation, code)
-        count = self._policy.num_restarts
-        if code is not ExitCode.OK or count:
-            after = f" after {count} restart{'s' if count > 1 else ''}" if count else ""
-            self._say(f"ends with exit code {code.value} ({code.name}){after}.")
-        return code
-
-    async def _train(self) -> ExitCode:
-        """Runs the workers, and again if they fail; returns what comes of it."""
-        while True:
-            cause = await self._run_attempt()
-            if self._stop is not None:
-                return cause
-            code = self._policy.find_exit_code(cause)
-            if code is not None:
-                return code
-            await self._pause(self._policy)
-            if self._stop is not None:
-                return find_stop_code(self._stop, [])
+    def __str__(self) -> str:
+        numbers = [child.label.rpartition(" ")[2] for child in self.running]
+        return "the evaluator" if self._is_evaluator else f"worker {', '.join(numbers)}"
 
     async def _run_attempt(self) -> ExitCode:
-        """Runs all workers once; returns what their end means for the job."""
-        group = self._workers = _Group(self._say)
+        """Runs all processes once; returns what their end means for the job."""
+        self.children, failure = [], None
         try:
-            try:
-                await self._start_workers()
-            except OSError as error:
-                index = len(group.children)
-                who = f"worker {index}" if index else "the workers"
-                self._say(f"cannot start {who}: {error}.")
-                return ExitCode.FAILED
-            failure = await self._find_failure(group)
+            await self._start()
+            failure = await self._find_failure()
+        except OSError as error:
+            who = "the evaluator" if self._is_evaluator else "the workers"
+            self._say(f"cannot start {who}: {error}.")
+            return ExitCode.FAILED
         finally:
-            group.kill()
-            await self._output.drain([child.label for child in group.children])
-            self._job.machines.release()
-        if failure is not None:
+            self.kill()
+            self.end_after()
+            await self._output.drain([child.label for child in self.children])
+            if not self._is_evaluator:
+                self._job.machines.release()
+        supervisor = self._supervisor
+        is_told = not (self._is_evaluator and supervisor.is_ending.is_set())
+        endings = [child.ended.result() for child in self.children]
+        if failure is not None and is_told:
             self._show_failure(failure)
-        causes = [child.ended.result().cause for child in group.children]
-        if self._stop is not None:
-            return find_stop_code(self._stop, causes)
+        elif is_told and supervisor.workers.running:
+            self._say(f"evaluator: {endings[0]}. The workers go on.")
+        if supervisor.stop is not None:
+            causes = [ending.cause for ending in endings]
+            return find_stop_code(supervisor.stop, causes)
         return ExitCode.OK if failure is None else failure.ended.result().cause
 
-    async def _start_workers(self) -> None:
-        machines, devices = self._job.machines, self._job.devices
-        self._addresses = await machines.reserve(self._say, self._is_ending)
-        if self._is_ending.is_set():
+    async def _start(self) -> None:
+        supervisor, machines = self._supervisor, self._job.machines
+        if self._is_evaluator:
+            self._say("starts the evaluator.")
+            self._start_process(EVALUATOR, None)
             return
-        count = len(self._addresses)
+        reserving = asyncio.create_task(machines.reserve(self._say))
+        ending = asyncio.create_task(supervisor.is_ending.wait())
+        await asyncio.wait({reserving, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if supervisor.is_ending.is_set():
+            reserving.cancel()
+            return
+        ending.cancel()
+        addresses = supervisor.addresses = reserving.result()
         self._say(
-            f"starts {count} worker{'s' if count > 1 else ''}{machines.describe()}, "
-            f"coordinator {self._addresses[0]}, {devices.describe()}."
+            f"starts {counted(len(addresses), 'worker')}{machines.describe()}, "
+            f"coordinator {addresses[0]}, {self._job.devices}."
         )
-        for index in range(count):
-            self._start(self._workers, index, self._policy.num_restarts)
+        for index in range(len(addresses)):
+            self._start_process(f"worker {index}", index)
+        if self._job.has_evaluator and supervisor.evaluation is None:
+            work = supervisor.evaluator.run()
+            supervisor.evaluation = asyncio.create_task(work)
 
-    def _start(self, group: _Group, index: int | None, num_restarts: int) -> Process:
+    def _start_process(self, label: str, index: int | None) -> None:
         environment = make_environment(
             os.environ,
-            addresses=self._addresses,
+            addresses=self._supervisor.addresses,
             index=index,
             devices=self._job.devices,
-            num_restarts=num_restarts,
+            num_restarts=self.policy.num_restarts,
         )
-        label = EVALUATOR if index is None else f"worker {index}"
-        machines = self._job.machines
-        child = machines.start(label, index, self._job.arguments, environment)
-        group.children.append(child)
+        machines, arguments = self._job.machines, self._job.arguments
+        child = machines.start(label, index, arguments, environment)
+        self.children.append(child)
         self._tails[label] = self._output.add(label, child.stdout, child.stderr)
-        return child
 
-    async def _find_failure(self, group: _Group) -> Process | None:
-        """Waits until every worker has ended; returns the one that failed first.
+    async def _find_failure(self) -> Process | None:
+        """Waits until every process has ended; returns the one that failed first.
 
         When one fails, the others get the grace period to notice and end by themselves,
         then SIGTERM, then SIGKILL.
         """
         failure = None
-        pending = {child.ended for child in group.children}
+        pending = {child.ended for child in self.children}
         while pending:
             done, pending = await asyncio.wait(
                 pending, return_when=asyncio.FIRST_COMPLETED
             )
             failed = [
                 child
-                for child in group.children
+                for child in self.children
                 if child.ended in done and child.ended.result().returncode != 0
             ]
-            if not failed or failure is not None or self._stop is not None:
+            if not failed or failure is not None or self._supervisor.stop is not None:
                 continue
             # Several may have ended at once: one that only reacted is not the first.
             failure = min(failed, key=lambda child: child.ended.result().is_reaction)
             if pending:
                 grace_seconds = self._job.grace_seconds
-                group.end_after(
+                self.end_after(
                     (grace_seconds, signal.SIGTERM),
                     (_TERMINATE_SECONDS, signal.SIGKILL),
                 )
                 # What a worker said before it ended comes first.
-                await self._output.wait(_LAST_WORDS_SECONDS, [failure.label])
+                await self._output.drain([failure.label], seconds=_LAST_WORDS_SECONDS)
                 self._say(
-                    f"{failure.label}: {failure.ended.result().describe()}. "
-                    f"{len(pending)} of {len(group.children)} still run, and have "
+                    f"{failure.label}: {failure.ended.result()}. "
+                    f"{len(pending)} of {len(self.children)} still run, and have "
                     f"{grace_seconds:g} s to end by themselves."
                 )
         return failure
 
     def _show_failure(self, child: Process) -> None:
-        ending, count = child.ended.result(), len(self._workers.children)
+        """Says which process failed, and how its stderr ended."""
+        ending, count, who = child.ended.result(), len(self.children), child.label
         is_failure = ending.cause is not ExitCode.PREEMPTED
-        who = f"{child.label} of {count}"
+        if not self._is_evaluator:
+            who += f" of {count}"
         if count > 1:
             who += " failed first" if is_failure else " ended first"
         tail = self._tails[child.label] if is_failure else ()
-        self._say(describe_failure(who, ending, tail))
-
-    async def _evaluate(self) -> ExitCode:
-        """Runs the evaluator beside the workers, and again if it fails.
-
-        It reads checkpoints and takes part in nothing else, so the workers go on when
-        it fails, and it goes on when they are restarted.
-        """
-        policy = RestartPolicy(self._job.max_restarts, self._job.pause_seconds)
-        cause = ExitCode.FAILED
-        while not self._is_ending.is_set():
-            self._say("starts the evaluator.")
-            try:
-                child = self._start(self._evaluator, None, policy.num_restarts)
-            except OSError as error:
-                self._say(f"cannot start the evaluator: {error}.")
-                return ExitCode.FAILED
-            await asyncio.wait([child.ended])
-            await self._output.drain([EVALUATOR])
-            ending = child.ended.result()
-            cause = ending.cause
-            if self._is_ending.is_set():
-                break
-            code = policy.find_exit_code(cause)
-            rest = "" if self._has_trained else " The workers go on."
-            if code is not ExitCode.OK:
-                tail = self._tails[EVALUATOR]
-                self._say(describe_failure(EVALUATOR, ending, tail))
-            elif rest:
-                self._say(f"evaluator: {ending.describe()}.{rest}")
-            if code not in {ExitCode.OK, None}:
-                self._say(f"the evaluator is not started again.{rest}")
-            if code is not None:
-                return code
-            await self._pause(policy, " of the evaluator alone", rest)
-        return cause
-
-    async def _end_evaluation(
-        self, evaluation: "asyncio.Task[ExitCode]", code: ExitCode
-    ) -> ExitCode:
-        """Waits for the evaluator; returns the exit code of the job.
-
-        If the workers' `code` is good, it has all the time that it needs for the last
-        checkpoint. Otherwise it is made to end.
-        """
-        if code is ExitCode.OK and self._stop is None:
-            self._has_trained = True
-            if not evaluation.done():
-                self._say("all workers have ended; waits for the evaluator.")
-            code = await evaluation
-            return code if self._stop is None else find_stop_code(self._stop, [code])
-        self._is_ending.set()
-        if self._asked_at is None:
-            self._asked_at = asyncio.get_running_loop().time()
-            self._evaluator.send(signal.SIGTERM)
-        self._evaluator.end_after((_TERMINATE_SECONDS, signal.SIGKILL))
-        await evaluation
-        return code
-
-    async def _pause(
-        self, policy: RestartPolicy, what: str = "", rest: str = ""
-    ) -> None:
-        """Waits before a restart, unless nothing is to be started any more."""
-        seconds = policy.begin_restart()
-        self._say(
-            f"restart {policy.num_restarts} of {policy.max_restarts}{what} "
-            f"in {seconds:g} s.{rest}"
-        )
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._is_ending.wait(), seconds)
-
-    def _receive(self, number: int) -> None:
-        """Passes a signal on; asks all processes to end if it is one of those."""
-        workers, evaluator = self._workers, self._evaluator
-        grace_seconds, now = self._job.grace_seconds, asyncio.get_running_loop().time()
-        if number == signal.SIGCHLD:
-            for child in (*workers.children, *evaluator.children):
-                child.look()
-        elif number not in _STOP_SIGNALS:
-            evaluator.pass_on(number)
-            workers.pass_on(number)
-        elif self._asked_at is None:
-            self._stop, self._asked_at = number, now
-            self._is_ending.set()
-            evaluator.pass_on(number)
-            more = f"; SIGKILL in {grace_seconds:g} s, or after a second signal"
-            workers.pass_on(number, more)
-            # Beside workers, the evaluator has as long as they have.
-            group = workers if workers.running else evaluator
-            group.end_after((grace_seconds, signal.SIGKILL))
-        # One request may arrive twice: `timeout` signals a process and its group.
-        elif now > self._asked_at + _REPEAT_SECONDS:
-            if workers.running:
-                self._say(f"{name_signal(number)} again: ends all workers now.")
-            workers.end_after((0.0, signal.SIGKILL))
-            evaluator.end_after((0.0, signal.SIGKILL))
+        lines = [f"  | {line}" for line in tail if line.strip()]
+        before = [f"{who}: {ending}.{' Its stderr ended with:' if lines else ''}"]
+        self._say("\n".join(before + lines))

@@ -29,7 +29,7 @@ def jobs(monkeypatch):
 
 
 def count_workers(job):
-    return len(asyncio.run(job.machines.reserve(print, asyncio.Event())))
+    return len(asyncio.run(job.machines.reserve(print)))
 
 
 def test_defaults(jobs):
@@ -85,7 +85,7 @@ def test_all_options_arrive(jobs, folder, monkeypatch):
         ("--workers 1:2:3 train.py", "Use `--workers=2`, or `--workers=2:8` with `--r"),
         ("--workers 0:3 train.py", "`--workers` is 0, but it must be a positive integ"),
         ("--workers 3:2 train.py", "'3:2', but MIN must not be larger than MAX. Use `"),
-        ("--workers 2:3 train.py", "`--workers` is '2:3', but on one machine the numb"),
+        ("--workers 2:3 train.py", "`--workers` is '2:3', but on one machine no"),
         (
             "--ray x:1 --evaluator train.py",
             "`--evaluator` is given with `--ray`, which",
@@ -98,7 +98,7 @@ def test_all_options_arrive(jobs, folder, monkeypatch):
             "--ray ray://x:1 train.py",
             "`--ray` is 'ray://x:1', but it must be HOST:PORT",
         ),
-        ("--ray 127.0.0.1:1 train.py", "`--ray` is '127.0.0.1:1', but nothing answers"),
+        ("--ray 127.0.0.1:1 train.py", "`--ray` is '127.0.0.1:1', but the launcher ca"),
         (f"--workers {10**20} train.py", f"`--workers` is '{10**20}', but it must be"),
         (
             "--workers 65537 train.py",

@@ -4,10 +4,7 @@ import signal
 
 import pytest
 
-from armillary.launch import ExitCode, _child
-from armillary.launch._child import Child, ThisMachine
-from armillary.launch._environment import DevicePlan
-from armillary.launch._supervisor import Job, run_job
+from armillary.launch import ExitCode
 from tests.launch.conftest import is_running, wait_for
 
 # Each starts a launcher, which imports the library.
@@ -258,26 +255,3 @@ def test_killing_the_launcher_kills_the_evaluator(launcher):
     launcher.process.kill()
     wait_for(lambda: not is_running(pid), "the evaluator's end")
     launcher.finish()
-
-
-def test_an_evaluator_that_cannot_start_ends_no_worker(monkeypatch, capfd):
-    def start(label, arguments, environment):
-        if label == "evaluator":
-            raise OSError("no more processes")
-        return Child(label, arguments, environment)
-
-    monkeypatch.setattr(_child, "Child", start)
-    job = Job(
-        arguments=["-c", "print('trained')"],
-        machines=ThisMachine(1),
-        has_evaluator=True,
-        devices=DevicePlan(),
-        max_restarts=0,
-        pause_seconds=0.0,
-        grace_seconds=30.0,
-        logs={},
-    )
-    assert run_job(job) == ExitCode.FAILED
-    captured = capfd.readouterr()
-    assert captured.out == "[worker 0] trained\n"
-    assert "cannot start the evaluator: no more processes." in captured.err

@@ -4,6 +4,7 @@ A fixture checks after each test that no process is left.
 """
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -13,10 +14,9 @@ import time
 
 import pytest
 
-from armillary.launch import ExitCode, _child, _exec
-from armillary.launch._child import Child, ThisMachine
+from armillary.launch import ExitCode, _exec, _process
 from armillary.launch._environment import DevicePlan
-from armillary.launch._outcome import Ending
+from armillary.launch._process import Child, Ending, ThisMachine
 from armillary.launch._supervisor import Job, run_job
 from tests.launch.conftest import is_running, wait_for
 
@@ -385,9 +385,10 @@ def test_a_process_that_the_system_does_not_start_is_an_error(monkeypatch):
         asyncio.run(start())
 
 
-def make_job(arguments, **options):
+def make_job(arguments, num_workers=2, **options):
     return Job(
         arguments=arguments,
+        machines=ThisMachine(num_workers),
         devices=DevicePlan(),
         max_restarts=0,
         pause_seconds=0.0,
@@ -397,19 +398,35 @@ def make_job(arguments, **options):
     )
 
 
-def test_a_worker_that_cannot_start_ends_the_others(monkeypatch, capfd):
-    started = []
+@pytest.mark.parametrize(
+    ("missing", "num_workers", "said"),
+    [
+        ("worker 1", 2, "cannot start the workers: no more processes."),
+        ("evaluator", 1, "cannot start the evaluator: no more processes."),
+    ],
+)
+def test_a_process_that_cannot_start_is_a_failure(
+    monkeypatch, capfd, missing, num_workers, said
+):
+    started = {}
 
     def start(label, arguments, environment):
-        if label == "worker 1":
+        if label == missing:
             raise OSError("no more processes")
-        started.append(Child(label, arguments, environment))
-        return started[-1]
+        started[label] = Child(label, arguments, environment)
+        return started[label]
 
-    monkeypatch.setattr(_child, "Child", start)
-    assert run_job(make_job(["-c", SLEEP], machines=ThisMachine(2))) == ExitCode.FAILED
-    assert started[0].ended.result().returncode == -signal.SIGKILL
-    assert "cannot start worker 1: no more processes." in capfd.readouterr().err
+    monkeypatch.setattr(_process, "Child", start)
+    is_worker = missing != "evaluator"
+    program = SLEEP if is_worker else "print('trained')"
+    job = make_job(["-c", program], num_workers, has_evaluator=not is_worker)
+    assert run_job(job) == ExitCode.FAILED
+    # Without all workers there is no job; without an evaluator there is.
+    code = -signal.SIGKILL if is_worker else 0
+    assert started["worker 0"].ended.result().returncode == code
+    captured = capfd.readouterr()
+    assert captured.out == ("" if is_worker else "[worker 0] trained\n")
+    assert said in captured.err
 
 
 @pytest.mark.parametrize("stop", [None, signal.SIGTERM])
@@ -422,7 +439,7 @@ def test_no_failure_is_missed_whenever_a_worker_ends(monkeypatch, num_looks, sto
             del arguments, environment
             self.label, is_first = label, label == "worker 0"
             self.ended = asyncio.get_running_loop().create_future()
-            (self.stdout, _), (self.stderr, _) = map(open_ended, range(2))
+            self.stdout, self.stderr = io.BytesIO(), io.BytesIO()
             code = (77 if stop else 0) if is_first else 3
             self._ending = Ending(returncode=code, seconds=1.0)
             self._end(2 if is_first else num_looks)
@@ -435,16 +452,8 @@ def test_no_failure_is_missed_whenever_a_worker_ends(monkeypatch, num_looks, sto
             else:
                 asyncio.get_running_loop().call_soon(self._end, num_looks - 1)
 
-        def look(self):
-            pass
-
         kill = send_signal = lambda self, *_: None
 
-    def open_ended(_):
-        reader, writer = os.pipe()
-        os.close(writer)
-        return os.fdopen(reader, "rb", 0), None
-
-    monkeypatch.setattr(_child, "Child", Scripted)
-    code = run_job(make_job([], machines=ThisMachine(2)))
+    monkeypatch.setattr(_process, "Child", Scripted)
+    code = run_job(make_job([]))
     assert code is (ExitCode.TERMINATED if stop else ExitCode.FAILED)

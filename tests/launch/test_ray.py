@@ -160,16 +160,6 @@ def test_more_workers_than_there_is_room_for_are_waited_for(start, machines):
     assert stdout == ""
 
 
-def test_a_program_that_a_machine_does_not_have_is_named(start, launcher):
-    # The launcher finds it below its own working directory.
-    (launcher.folder / "script.py").touch()
-    start("", "--workers 1 /proc/self/cwd/script.py")
-    code, _, stderr = launcher.finish()
-    assert code == ExitCode.FAILED
-    assert "[launcher] cannot start the workers: the machine " in stderr
-    assert "(127.0.0.1) has no '/proc/self/cwd/script.py'. Programs, data" in stderr
-
-
 TRAIN = """
 import pathlib
 import armillary

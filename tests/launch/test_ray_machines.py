@@ -8,46 +8,31 @@ import types
 
 import pytest
 
-from armillary.launch import _ray_cluster, _ray_machines
-from armillary.launch._outcome import Ending
-from armillary.launch._ray_cluster import Bundle, connect, plan_bundle
-from armillary.launch._ray_machines import RayMachines
+from armillary.launch import _ray
+from armillary.launch._ray import RayMachines, connect
 
 GPUS = [{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 4}, {"CPU": 1}]
 
 
-def test_workers_with_gpus_are_packed_and_others_spread():
-    bundle = Bundle(num_gpus=4)
-    assert (bundle.resources, bundle.strategy) == ({"CPU": 1, "GPU": 4}, "PACK")
-    assert (bundle.count_in(GPUS), str(bundle)) == (3, "1 CPU and 4 GPUs")
-    bundle = Bundle()
-    assert (bundle.resources, bundle.strategy) == ({"CPU": 1}, "SPREAD")
-    assert (bundle.count_in(GPUS), str(bundle)) == (129, "1 CPU")
-    assert str(Bundle(num_gpus=1)) == "1 CPU and 1 GPU"
-
-
 @pytest.mark.parametrize(
-    ("machines", "is_usable", "devices", "num_gpus", "said"),
+    ("machines", "is_usable", "share", "room", "needs", "said"),
     [
-        (GPUS, True, None, 1, "1 GPU each"),
-        (GPUS, True, 8, 8, "8 GPUs each"),
-        (GPUS, False, 8, 0, "8 virtual CPU devices each"),
-        (GPUS[2:], True, None, 0, "devices as the script finds them"),
+        (GPUS, True, None, 12, {"CPU": 1, "GPU": 1}, "1 GPU each"),
+        (GPUS, True, 4, 3, {"CPU": 1, "GPU": 4}, "4 GPUs each"),
+        (GPUS, True, 8, 1, {"CPU": 1, "GPU": 8}, "8 GPUs each"),
+        (GPUS, False, 8, 129, {"CPU": 1}, "8 virtual CPU devices each"),
+        (GPUS[2:], True, None, 1, {"CPU": 1}, "devices as the script finds them"),
     ],
 )
 def test_gpus_are_taken_where_jax_can_use_them(
-    monkeypatch, machines, is_usable, devices, num_gpus, said
+    monkeypatch, machines, is_usable, share, room, needs, said
 ):
-    monkeypatch.setattr(_ray_cluster, "can_use_gpus", lambda environment: is_usable)
-    bundle, plan = plan_bundle(machines, devices)
-    assert bundle.num_gpus == num_gpus
-    assert plan.describe() == said
-
-
-def test_a_lost_worker_is_a_failure_that_says_where():
-    ending = Ending(returncode=-9, seconds=3.0, loss="on vm (10.0.0.1): no answer.")
-    assert ending.describe() == "lost after 3.0 s, on vm (10.0.0.1): no answer"
-    assert not ending.is_reaction
+    monkeypatch.setattr(_ray, "can_use_gpus", lambda environment: is_usable)
+    ray = FakeRay(0)
+    ray.nodes = lambda: [{"Alive": True, "Resources": each} for each in machines]
+    found = RayMachines(ray, min_workers=1, max_workers=99, devices_per_worker=share)
+    assert (found._needs, found._count_room(machines)) == (needs, room)
+    assert str(found.devices) == said
 
 
 class FakeRay:
@@ -79,36 +64,38 @@ class FakeRay:
         self.open -= 1
 
 
-def reserve(monkeypatch, ray, min_workers, max_workers, *, happen=lambda said: None):
-    """Reserves places until there are, or `happen` returns that the job ends."""
-    monkeypatch.setattr(_ray_machines, "_PLACE_SECONDS", 0.0)
-    machines = RayMachines(
-        ray, Bundle(), min_workers=min_workers, max_workers=max_workers, paths=[]
-    )
+def reserve(monkeypatch, ray, min_workers, max_workers, happen=lambda text: None):
+    """Reserves places, unless `happen` cancels that; returns what was said."""
+    monkeypatch.setattr(_ray, "_PLACE_SECONDS", 0.0)
+    machines = RayMachines(ray, min_workers=min_workers, max_workers=max_workers)
 
     async def run():
-        is_ending, said = asyncio.Event(), []
+        said = []
 
         def say(text):
             said.append(text)
             if happen(text):
-                is_ending.set()
+                task.cancel()
 
-        return await machines._reserve_group(say, is_ending), said
+        task = asyncio.create_task(machines._reserve_group(say))
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return said
 
-    return asyncio.run(run())
+    said = asyncio.run(run())
+    return machines, said
 
 
 def test_as_many_workers_start_as_there_is_room_for(monkeypatch):
     ray = FakeRay(5)
-    assert reserve(monkeypatch, ray, 2, 8) == (True, [])
-    assert reserve(monkeypatch, ray, 2, 3) == (True, [])
+    assert reserve(monkeypatch, ray, 2, 8)[1] == []
+    assert reserve(monkeypatch, ray, 2, 3)[1] == []
     assert ray.asked == [5, 3]
 
 
 def test_room_that_others_use_is_done_without(monkeypatch):
     ray = FakeRay(6, in_use=3)
-    assert reserve(monkeypatch, ray, 2, 8) == (True, [])
+    assert reserve(monkeypatch, ray, 2, 8)[1] == []
     assert ray.asked == [6, 3]
     assert ray.open == 1
 
@@ -119,10 +106,9 @@ def test_machines_that_come_are_waited_for_and_taken(monkeypatch):
     def come(text):
         ray.num_machines = 4
 
-    is_reserved, said = reserve(monkeypatch, ray, 2, 3, happen=come)
-    assert is_reserved
+    _, said = reserve(monkeypatch, ray, 2, 3, happen=come)
     assert said == [
-        "waits for room for 2 workers with 1 CPU each: the 1 machines of the cluster "
+        "waits for room for 2 workers with 1 CPU each: the 1 machine of the cluster "
         "have room for 1 in all."
     ]
     assert ray.asked == [2, 3]
@@ -131,9 +117,9 @@ def test_machines_that_come_are_waited_for_and_taken(monkeypatch):
 
 def test_a_wait_ends_with_the_job(monkeypatch):
     ray = FakeRay(4, in_use=2)
-    is_reserved, said = reserve(monkeypatch, ray, 3, 3, happen=lambda text: True)
-    assert not is_reserved
+    machines, said = reserve(monkeypatch, ray, 3, 3, happen=lambda text: True)
     assert said[0].endswith("have room for 4, but it is in use.")
+    machines.release()
     assert ray.open == 0
 
 
@@ -141,8 +127,8 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch):
     def import_ray():
         raise ImportError("Ray is not installed. Install it.")
 
-    monkeypatch.setattr(_ray_cluster, "import_ray", import_ray)
-    message = "`--ray` is 'h:1', but Ray is not installed. Install it."
+    monkeypatch.setattr(_ray, "import_ray", import_ray)
+    message = "cannot join a cluster there: Ray is not installed. Install it. Use"
     with pytest.raises(ValueError, match=message):
         connect("h:1")
 
@@ -158,11 +144,11 @@ def test_a_server_that_is_not_ray_is_an_error(monkeypatch, is_slow):
                 time.sleep(60)
 
     ray = types.SimpleNamespace(init=init)
-    monkeypatch.setattr(_ray_cluster, "import_ray", lambda: ray)
-    monkeypatch.setattr(_ray_cluster, "_CONNECT_SECONDS", 0.1)
-    reason = "nothing that speaks as Ray does in 0.1 s" if is_slow else "Version mism"
+    monkeypatch.setattr(_ray, "import_ray", lambda: ray)
+    monkeypatch.setattr(_ray, "_CONNECT_SECONDS", 0.1)
+    reason = "Nothing speaks as Ray does in 0.1 s" if is_slow else "Version mism"
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        message = f"cannot join a cluster there: {reason}.* Use the address of Ray's "
+        message = f"cannot join a cluster there: {reason}.* Use the address that "
         with pytest.raises(ValueError, match=message):
             connect(address)

@@ -1,0 +1,329 @@
+"""The machines of a Ray cluster. Ray finds the places, and tells of lost ones."""
+
+import asyncio
+import io
+import os
+import re
+import signal
+import socket
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from armillary._checks import counted
+from armillary._optional import import_ray
+from armillary.launch import _exec, _process
+from armillary.launch._environment import DevicePlan, can_use_gpus
+from armillary.launch._process import Process, Say, end_group, start_tied
+
+_PROBE_SECONDS = 10.0
+_CONNECT_SECONDS = 20.0
+_POLL_SECONDS = 1  # Ray takes whole ones only.
+_PLACE_SECONDS = 5.0
+_START_SECONDS = 120.0
+_OF_THE_MACHINE = ("CUDA_VISIBLE_DEVICES", "HOSTNAME")
+
+
+class _TooLateError(BaseException):
+    """The time is over. Ray catches every `Exception`, and tries again."""
+
+
+def connect(address: str) -> Any:
+    """Connects to a cluster and returns the package `ray`."""
+    host, _, port = address.rpartition(":")
+    if not re.fullmatch(r"[^/]+:[0-9]{1,5}", address):
+        raise ValueError(
+            f"`--ray` is {address!r}, but it must be HOST:PORT of the head of a Ray "
+            "cluster, as `ray start --head` prints it. Use, for example, "
+            "`--ray 10.0.0.1:6379`, on a machine of the cluster."
+        )
+
+    def end(*_: Any) -> None:
+        raise _TooLateError(f"Nothing speaks as Ray does in {_CONNECT_SECONDS:g} s.")
+
+    try:
+        ray = import_ray()
+        socket.create_connection((host, int(port)), _PROBE_SECONDS).close()
+        # Ray itself would try for a quarter of an hour.
+        signal.signal(signal.SIGALRM, end)
+        signal.setitimer(signal.ITIMER_REAL, _CONNECT_SECONDS)
+        ray.init(address=address, log_to_driver=False, logging_level="WARNING")
+    except (_TooLateError, Exception) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"`--ray` is {address!r}, but the launcher cannot join a cluster there: "
+            f"{reason or type(error).__name__} Use the address that `ray start --head` "
+            "printed, not of its dashboard, on a machine of the cluster, with its "
+            "versions of Ray and Python, and its token (`RAY_AUTH_TOKEN`)."
+        ) from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return ray
+
+
+class _Actor:
+    """The parent of a worker on its machine, where Ray sends this class as a value.
+
+    Its methods run in one thread, that of its event loop, which lives as long as the
+    actor does. So the kernel ends the worker with the actor: see `_exec.py`.
+    """
+
+    async def look(self) -> tuple[str, str, int]:
+        """Returns an address, the name and a free port of the machine."""
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        # Open until the worker starts, or another could get the same port.
+        self._socket = socket.socket()
+        self._socket.bind((address, 0))
+        return address, socket.gethostname(), self._socket.getsockname()[1]
+
+    async def start(
+        self,
+        exec_path: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: str,
+    ) -> None:
+        """Starts the worker; a few of its variables are the machine's own."""
+        kept = {k: v for k, v in environment.items() if k not in _OF_THE_MACHINE}
+        own = {name: os.environ[name] for name in _OF_THE_MACHINE if name in os.environ}
+        self._socket.close()
+        self._since = time.monotonic()
+        self._process = start_tied(exec_path, command, {**kept, **own}, folder)
+
+    async def read(self, name: str, size: int) -> bytes:
+        """Returns what comes next on `stdout` or `stderr`; nothing at the end."""
+        descriptor = getattr(self._process, name).fileno()
+        return await asyncio.to_thread(os.read, descriptor, size)
+
+    async def wait(self) -> tuple[int, float]:
+        """Returns the exit code of the worker, as Python has it, and its seconds."""
+        flags = os.WEXITED | os.WNOWAIT
+        await asyncio.to_thread(os.waitid, os.P_PID, self._process.pid, flags)
+        return end_group(self._process), time.monotonic() - self._since
+
+    async def send_signal(self, number: int) -> None:
+        """Sends a signal to the worker alone, if it runs."""
+        if self._process.returncode is None:
+            os.kill(self._process.pid, number)
+
+
+class _Place(NamedTuple):
+    """Where a worker will run."""
+
+    address: str
+    machine: str
+    port: int
+    actor: Any
+
+
+class _Worker(Process):
+    """A worker on a machine of the cluster, as the launcher sees it."""
+
+    def __init__(
+        self,
+        ray: Any,
+        label: str,
+        place: _Place,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+    ) -> None:
+        super().__init__(label)
+        self._ray, self._place, actor = ray, place, place.actor
+        command = [sys.executable, *arguments]
+        started = actor.start.remote(_exec.__file__, command, environment, os.getcwd())
+        self.stdout = io.BufferedReader(_Stream(ray, actor, started, "stdout"))
+        self.stderr = io.BufferedReader(_Stream(ray, actor, started, "stderr"))
+        self._watching = asyncio.create_task(self._watch(started))
+
+    def kill(self) -> None:
+        if not self.ended.done():
+            self._ray.kill(self._place.actor)
+            self._end(-signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        # `_watch` tells of a worker that is lost.
+        self._place.actor.send_signal.remote(number)
+
+    async def _watch(self, started: Any) -> None:
+        try:
+            await started
+            code, seconds = await self._place.actor.wait.remote()
+        except self._ray.exceptions.RayError as error:
+            where = f"on {self._place.machine} ({self._place.address})"
+            self._end(-signal.SIGKILL, f"{where}: {_shorten(error)}")
+        else:
+            self._end(code, seconds=seconds)
+
+
+class _Stream(io.RawIOBase):
+    """What a worker writes to one of its streams, read by a thread."""
+
+    def __init__(self, ray: Any, actor: Any, started: Any, name: str) -> None:
+        self._ray, self._actor, self._started, self._name = ray, actor, started, name
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            self._ray.get(self._started)  # Ray may begin a call before an earlier one.
+            data = self._ray.get(self._actor.read.remote(self._name, len(buffer)))
+        except self._ray.exceptions.RayError:
+            return 0
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class RayMachines:
+    """The machines of a Ray cluster, of which every attempt takes what there is.
+
+    Args:
+        ray: The package, connected to the cluster.
+        min_workers: Workers without which there is no attempt.
+        max_workers: Workers of an attempt at most.
+        devices_per_worker: GPUs of each worker, or virtual CPUs if there are none.
+
+    Attributes:
+        devices: Those of each worker.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        *,
+        min_workers: int,
+        max_workers: int,
+        devices_per_worker: int | None = None,
+    ) -> None:
+        # Or the machines would have to import this library to find the class.
+        for module in (_process, sys.modules[__name__]):
+            ray.cloudpickle.register_pickle_by_value(module)
+        self._ray = ray
+        self._min_workers, self._max_workers = min_workers, max_workers
+        self._group: Any = None
+        self._places: list[_Place] = []
+        self._needs, self.devices = {"CPU": 1}, DevicePlan()
+        has_gpus = any(machine.get("GPU") for machine in self._find_machines())
+        if has_gpus and can_use_gpus(os.environ):
+            self._needs["GPU"] = devices_per_worker or 1
+            self.devices = DevicePlan(num_gpus=self._needs["GPU"])
+        elif devices_per_worker:
+            self.devices = DevicePlan(virtual_cpus=devices_per_worker)
+
+    async def reserve(self, say: Say) -> list[str]:
+        """Reserves as many places as there are; waits for the fewest allowed."""
+        while True:
+            await self._reserve_group(say)
+            try:
+                work = self._start_actors()
+                self._places = await asyncio.wait_for(work, _START_SECONDS)
+            except (self._ray.exceptions.RayError, TimeoutError) as error:
+                self.release()
+                why = _shorten(error)
+                say(f"a machine was lost before it started a worker: {why}")
+            else:
+                return [f"{place.address}:{place.port}" for place in self._places]
+
+    def describe(self) -> str:
+        """Returns how many workers each machine has."""
+        counts = Counter(place.machine for place in self._places)
+        return f" on {', '.join(f'{name} ({n})' for name, n in counts.items())}"
+
+    def start(
+        self,
+        label: str,
+        index: int | None,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+    ) -> Process:
+        """Starts a worker at its place."""
+        assert index is not None
+        return _Worker(self._ray, label, self._places[index], arguments, environment)
+
+    def release(self) -> None:
+        """Gives the places back; Ray kills what runs there."""
+        if self._group is not None:
+            self._ray.util.remove_placement_group(self._group)
+        self._group, self._places = None, []
+
+    def close(self) -> None:
+        """Leaves the cluster."""
+        self._ray.shutdown()
+
+    async def _reserve_group(self, say: Say) -> None:
+        # With GPUs on few machines, which are connected best. Else on many: every
+        # worker computes on all cores of its machine.
+        strategy = "PACK" if "GPU" in self._needs else "SPREAD"
+        wanted, said = self._count_places(self._find_machines()), ""
+        count, since = 0, 0.0
+        while True:
+            if count != wanted:
+                self.release()
+                count, since = wanted, time.monotonic()
+                self._group = self._ray.util.placement_group(
+                    [self._needs] * count, strategy=strategy
+                )
+            if await asyncio.to_thread(self._group.wait, _POLL_SECONDS):
+                return
+            if time.monotonic() < since + _PLACE_SECONDS:
+                continue
+            if count > self._min_workers:
+                free = self._count_places([self._ray.available_resources()])
+                wanted = max(self._min_workers, min(count - 1, free))
+                continue
+            # The group is kept meanwhile, so that Ray may start machines for it.
+            if said != (said := self._explain_wait()):
+                say(said)
+            wanted = self._count_places(self._find_machines())
+
+    def _explain_wait(self) -> str:
+        machines, need = self._find_machines(), self._min_workers
+        room, gpus = self._count_room(machines), self._needs.get("GPU", 0)
+        each = f"1 CPU and {counted(gpus, 'GPU')}" if gpus else "1 CPU"
+        return (
+            f"waits for room for {counted(need, 'worker')} with {each} each: the "
+            f"{counted(len(machines), 'machine')} of the cluster have room for {room}"
+            + (", but it is in use." if room >= need else " in all.")
+        )
+
+    def _find_machines(self) -> list[dict[str, float]]:
+        """Returns the resources of each machine that lives, whoever uses them."""
+        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+
+    def _count_room(self, machines: Iterable[Mapping[str, float]]) -> int:
+        needs = self._needs.items()
+        return sum(
+            int(min(have.get(name, 0) // need for name, need in needs))
+            for have in machines
+        )
+
+    def _count_places(self, machines: Iterable[Mapping[str, float]]) -> int:
+        """Returns how many workers to try."""
+        room = self._count_room(machines)
+        return min(self._max_workers, max(self._min_workers, room))
+
+    async def _start_actors(self) -> list[_Place]:
+        """Starts an actor at each place, and looks at its machine."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        actor_class, actors = self._ray.remote(_Actor), []
+        for index in range(self._group.bundle_count):
+            where = PlacementGroupSchedulingStrategy(self._group, index)
+            gpus = self._needs.get("GPU", 0)
+            options = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": where}
+            actors.append(actor_class.options(**options).remote())
+        found = await asyncio.gather(*(actor.look.remote() for actor in actors))
+        places = [_Place(*look, actor) for look, actor in zip(found, actors, strict=True)]
+        return sorted(places, key=lambda place: place[:2])
+
+
+def _shorten(error: BaseException) -> str:
+    """Returns what Ray says of an error, in a line."""
+    # In front of the last line stand the names that Ray gave to the actor.
+    last = str(error).strip().rpartition("\n")[2]
+    return f"Ray says: {textwrap.shorten(last, 240)}" if last else "no answer."
