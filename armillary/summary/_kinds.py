@@ -4,12 +4,8 @@ Each stands in an output where a number may stand, and is a pytree, so that arra
 are kept and fetched as all others are::
 
     {"loss": 0.7, "kernel": Histogram(kernel), "first": Image(images[:4])}
-
-Images as PNG files.
 """
 
-import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -18,30 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from armillary._checks import check_instance
 from armillary._logging import logger
 from armillary.distribute.replica._values import PerReplica
 from armillary.typing import PyTree
-
-
-def as_png(pixels: np.ndarray) -> bytes:
-    """Returns the file of an image."""
-    height, width, channels = pixels.shape
-    color_type = {1: 0, 3: 2, 4: 6}[channels]
-    # Each row begins with the number of its filter: 0 for none.
-    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))
-    chunks = {
-        b"IHDR": struct.pack(">2I5B", width, height, 8, color_type, 0, 0, 0),
-        b"IDAT": zlib.compress(rows.tobytes()),
-        b"IEND": b"",
-    }
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data))
-        + kind
-        + data
-        + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks.items()
-    )
-
 
 # A bucket is what floats of 32 bits share in their first 12: the sign, the exponent and
 # three bits of the fraction. So its ends are an eighth of a power of two apart.
@@ -62,16 +38,10 @@ def count_values(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 class Summary:
-    """A value that is written by a method of its own; see the subclasses.
-
-    Attributes:
-        method: The method of a `SummaryWriter` that writes it.
-    """
-
-    method: str
+    """A value that a method of a `SummaryWriter` writes, once its arrays are known."""
 
     def write(self, writer: Any, tag: str, step: int) -> None:
-        """Writes the value, once its arrays are known."""
+        """Writes the value."""
         raise NotImplementedError
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
@@ -101,8 +71,6 @@ class Histogram(Summary):
         ValueError: If there is nothing to count.
     """
 
-    method = "histogram"
-
     def __init__(self, values: PyTree) -> None:
         self.counts: Any = count_values(as_arrays("values", values))
 
@@ -113,18 +81,12 @@ class Histogram(Summary):
 
     def write(self, writer: Any, tag: str, step: int) -> None:
         """Writes the buckets that are not empty."""
-        counts = np.asarray(self.counts, np.int64)
-        positive, negative = counts.reshape(2, -1)
+        positive, negative = np.asarray(self.counts, np.int64).reshape(2, -1)
         finite = np.concatenate([negative[:_NUM_FINITE][::-1], positive[:_NUM_FINITE]])
-        if num_left_out := counts.sum() - finite.sum():
-            logger.warning(
-                "%s | step: %d | %d of %d values are not finite, and are left out of "
-                "the histogram.",
-                tag,
-                step,
-                num_left_out,
-                counts.sum(),
-            )
+        count = positive.sum() + negative.sum()
+        if num_left_out := count - finite.sum():
+            text = "%s | step: %d | %d of %d values are not finite, and are left out."
+            logger.warning(text, tag, step, num_left_out, count)
         ends = np.arange(_NUM_FINITE + 1, dtype=np.uint32) << _SHIFT
         sizes = ends.view(np.float32).astype(np.float64)
         sizes[-1] = np.finfo(np.float32).max
@@ -156,23 +118,19 @@ class Image(Summary):
         ValueError: If its shape is another.
     """
 
-    method = "image"
-
     def __init__(self, pixels: Any) -> None:
         pixels = _as_array("pixels", pixels)
         shape = tuple(pixels.shape)
         if not jnp.issubdtype(pixels.dtype, jnp.floating) and pixels.dtype != np.uint8:
             raise TypeError(
                 f"`pixels` has the dtype {pixels.dtype}, but images are floats from 0 "
-                "to 1, or `uint8` from 0 to 255. Convert them: "
-                "`pixels.astype('uint8')`, or `pixels / pixels.max()`."
+                "to 1, or `uint8` from 0 to 255. Use `pixels.astype('uint8')`."
             )
         if len(shape) not in (2, 3, 4) or 0 in shape or shape[2:][-1:] not in _CHANNELS:
             raise ValueError(
                 f"`pixels` has the shape {shape}, but images have (height, width), "
                 "(height, width, channels) or (images, height, width, channels), with "
-                "1, 3 or 4 channels and at least one pixel. Write "
-                "`pixels[..., None]` for several gray images."
+                "1, 3 or 4 channels. Use `pixels[..., None]` for several gray images."
             )
         self.pixels = pixels
 
@@ -182,13 +140,11 @@ class Image(Summary):
         if pixels.dtype != np.uint8:
             pixels = pixels.astype(np.float32)
             if not ((pixels >= 0) & (pixels <= 1)).all():
-                logger.warning(
-                    "%s | step: %d | Pixels from %.4g to %.4g are cut off at 0 and 1.",
-                    tag,
-                    step,
-                    np.fmin.reduce(pixels, axis=None),
-                    np.fmax.reduce(pixels, axis=None),
+                ends = (np.fmin.reduce(pixels, None), np.fmax.reduce(pixels, None))
+                text = (
+                    "%s | step: %d | Pixels from %.4g to %.4g are cut off at 0 and 1."
                 )
+                logger.warning(text, tag, step, *ends)
             pixels = (np.clip(np.nan_to_num(pixels), 0, 1) * 255).round()
             pixels = pixels.astype(np.uint8)
         if pixels.ndim < 4:
@@ -218,14 +174,8 @@ class Text(Summary):
 
     text: str
 
-    method = "text"
-
     def __post_init__(self) -> None:
-        if not isinstance(self.text, str):
-            raise TypeError(
-                f"`text` is {self.text!r} of type {type(self.text).__name__}, but it "
-                "must be a string. Write `Text(str(value))`."
-            )
+        check_instance("text", self.text, str, "Use `Text(str(value))`.")
 
     def write(self, writer: Any, tag: str, step: int) -> None:
         """Writes the text."""
@@ -233,18 +183,12 @@ class Text(Summary):
 
 
 def as_arrays(name: str, values: PyTree) -> list[Any]:
-    """Returns the arrays of a pytree of arrays, or of variables that hold them.
-
-    Raises:
-        TypeError: If a leaf is something else, or holds no real numbers.
-        ValueError: If the arrays have no elements.
-    """
+    """Returns the arrays of a pytree of arrays, or of variables that hold them."""
     leaves = jax.tree.leaves(values, is_leaf=lambda leaf: isinstance(leaf, PerReplica))
     arrays = [_as_array(name, leaf) for leaf in leaves]
     if not any(array.size for array in arrays):
         raise ValueError(
-            f"`{name}` is {values!r}, which has no elements. Pass an array that has "
-            "some, or a pytree of such arrays."
+            f"`{name}` is {values!r}, which has no elements. Use arrays with some."
         )
     return arrays
 

@@ -1,12 +1,12 @@
-"""Summaries for Weights & Biases.
+"""Summaries for Weights & Biases and for MLflow.
 
-What writers to services share: one run for all, which goes on when it is resumed.
-
-Summaries for MLflow.
+All writers of a service write to one run, which is kept by name in the directory of the
+run, so that a program that resumes goes on with it.
 """
 
 import abc
 import atexit
+import functools
 import html
 import io
 import os
@@ -19,32 +19,60 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 from armillary._logging import logger
 from armillary._optional import import_optional
-from armillary.summary._kinds import as_png
+from armillary._records import write_whole
+from armillary.summary._tensorboard import as_png
+
+_STEP = "global_step"
+_MOST_BINS = 512  # that Weights & Biases takes
+_BATCH = 1000  # Most metrics of one request to MLflow.
+_PAUSE_SECONDS = 600.0
 
 
-class Service(abc.ABC):
-    """Makes writers to one run of a service, which ends with the last of them."""
+class _Writer:
+    """Hands what one directory is told to a service, with the directory in names."""
 
-    _writer_type: "type[ServiceWriter]"
+    def __init__(self, service: "_Service", prefix: str) -> None:
+        self.flush, self.close = service.flush, service.close
+        self.hyperparameters = service._configure
+        for kind in ("scalar", "histogram", "image", "text"):
+            write = getattr(service, f"_{kind}", None)
+            if write is not None:
+                vars(self)[kind] = functools.partial(_write, write, prefix)
 
-    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+
+def _write(write: Any, prefix: str, tag: str, *arguments: Any) -> None:
+    write(prefix + tag, *arguments)
+
+
+class _Service(abc.ABC):
+    """Makes writers to one run of a service, which ends with the last of them.
+
+    A subclass has `_scalar`, and of `_histogram`, `_image` and `_text` what it can.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], id_file: str) -> None:
         self._run_dir = Path(os.path.abspath(run_dir))
+        self._id_file = self._run_dir / id_file
         self._num_writers = 0
 
-    def __call__(self, directory: str) -> "ServiceWriter":
+    def __call__(self, directory: str) -> Any:
         """Returns the writer of one directory."""
-        prefix = _find_prefix(self._run_dir, directory)
+        own = Path(os.path.abspath(directory))
+        if not own.is_relative_to(self._run_dir):
+            raise ValueError(
+                f"`run_dir` is {str(self._run_dir)!r}, but summaries are written to "
+                f"{directory!r}, which is not in it. Use a directory above all "
+                "summaries of the run as `run_dir`."
+            )
         if not self._num_writers:
             self._begin()
         self._num_writers += 1
-        return self._writer_type(self, prefix)
-
-    @abc.abstractmethod
-    def flush(self) -> None:
-        """Sends the values."""
+        below = own.relative_to(self._run_dir).as_posix()
+        return _Writer(self, "" if below == "." else f"{below}/")
 
     def close(self) -> None:
         """Ends the run with the last of its writers."""
@@ -54,229 +82,29 @@ class Service(abc.ABC):
             self._end()
 
     @abc.abstractmethod
+    def flush(self) -> None:
+        """Sends the values."""
+
+    @abc.abstractmethod
+    def _configure(self, values: Mapping[str, Any]) -> None: ...
+
+    @abc.abstractmethod
     def _begin(self) -> None: ...
 
     @abc.abstractmethod
     def _end(self) -> None: ...
 
+    def _read_id(self) -> str | None:
+        file = self._id_file
+        return file.read_text().strip() or None if file.is_file() else None
 
-class ServiceWriter:
-    """Writes the summaries of one directory."""
-
-    def __init__(self, service: Any, prefix: str) -> None:
-        self._service, self._prefix = service, prefix
-        self.flush, self.close = service.flush, service.close
-        self.hyperparameters = service.configure
-
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        """Writes one value."""
-        self._log(tag, value, step)
-
-    def _log(self, tag: str, value: Any, step: int) -> None:
-        self._service.log(self._prefix + tag, value, step)
+    def _keep_id(self, run_id: str) -> None:
+        # The next attempt finds it whole or not at all.
+        path, data = epath.Path(self._id_file), f"{run_id}\n".encode()
+        write_whole(path, data, f".{path.name}.{uuid.uuid4().hex}")
 
 
-def read_id(path: Path) -> str | None:
-    """Returns what an earlier attempt has kept, or `None`."""
-    return path.read_text().strip() or None if path.is_file() else None
-
-
-def keep_id(path: Path, run_id: str) -> None:
-    """Keeps a name for the next attempt, which finds it whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    unfinished.write_text(run_id + "\n")
-    unfinished.replace(path)
-
-
-def _find_prefix(run_dir: Path, directory: str) -> str:
-    # What the names of a directory of summaries begin with.
-    own = Path(os.path.abspath(directory))
-    if not own.is_relative_to(run_dir):
-        raise ValueError(
-            f"`run_dir` is {str(run_dir)!r}, but summaries are written to "
-            f"{directory!r}, which is not in it. Use the directory of the run, above "
-            "all of its summaries, as `run_dir`."
-        )
-    prefix = own.relative_to(run_dir).as_posix()
-    return "" if prefix == "." else f"{prefix}/"
-
-
-MLFLOW_ID_FILE = "mlflow_run_id.txt"
-_BATCH = 1000  # Most metrics of one request.
-_PAUSE_SECONDS = 600.0
-
-
-class _MlflowWriter(ServiceWriter):
-    def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
-        name = f"images/{self._prefix}{tag}/{step}.png"
-        self._service.write_file(name, as_png(pixels))
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        name = f"texts/{self._prefix}{tag}/{step}.md"
-        self._service.write_file(name, text.encode())
-
-
-class MlflowWriter(Service):
-    """Makes writers to one run of MLflow; a `writer_fn`.
-
-    All managers that it is given to write to the same run. Its identity is kept in the
-    directory of the run, so a program that resumes goes on with it::
-
-        mlflow_writer = armillary.summary.MlflowWriter(
-            run_dir, "digits", tracking_uri="http://mlflow.example:5000")
-        controller = armillary.Controller(
-            ..., summary_manager=armillary.summary.SummaryManager(
-                run_dir / "train",
-                writer_fn=[armillary.summary.TensorBoardWriter, mlflow_writer]))
-
-    A nested directory begins the name: the loss above is `train/loss`. Images and text
-    are artifacts of the run; MLflow has no histograms. Numbers that a server does not
-    take, because it cannot be reached, wait for ten minutes, and training goes on.
-
-    Args:
-        run_dir: The directory of the run, at or above all summaries.
-        experiment: The name of the experiment, which is made if there is none.
-        tracking_uri: Where runs are kept; `None` asks MLflow's settings.
-        run_name: The name of the run; `None` takes one from MLflow.
-
-    Raises:
-        ImportError: If MLflow is not installed.
-        ValueError: When a manager writes outside of `run_dir`.
-    """
-
-    _writer_type = _MlflowWriter
-
-    def __init__(
-        self,
-        run_dir: str | os.PathLike[str],
-        experiment: str = "Default",
-        *,
-        tracking_uri: str | None = None,
-        run_name: str | None = None,
-    ) -> None:
-        super().__init__(run_dir)
-        tracking = import_optional("mlflow.tracking", "MLflow", "mlflow")
-        self._entities = import_optional("mlflow.entities", "MLflow", "mlflow")
-        self._errors = import_optional("mlflow.exceptions", "MLflow", "mlflow")
-        self._client = tracking.MlflowClient(tracking_uri=tracking_uri)
-        self._experiment, self._run_name = experiment, run_name
-        self._run_id: str | None = None
-        self._metrics: list[Any] = []
-        self._next_try = 0.0
-
-    def log(self, name: str, value: float, step: int) -> None:
-        """Takes a number."""
-        milliseconds = int(time.time() * 1000)
-        metric = self._entities.Metric(_as_name(name), value, milliseconds, step)
-        self._metrics.append(metric)
-
-    def flush(self) -> None:
-        """Sends the numbers; what cannot be sent now waits."""
-        # MLflow's own retries take minutes, in which nothing trains.
-        if time.monotonic() >= self._next_try:
-            self._send()
-
-    def write_file(self, name: str, data: bytes) -> None:
-        """Keeps a file with the run."""
-        folder, _, file = _as_name(name).rpartition("/")
-        with tempfile.TemporaryDirectory() as temporary:
-            path = Path(temporary) / file
-            path.write_bytes(data)
-            self._client.log_artifact(self._run_id, str(path), folder)
-
-    def configure(self, values: Mapping[str, Any]) -> None:
-        """Sets hyperparameters; MLflow keeps those that are there."""
-        known = self._client.get_run(self._run_id).data.params
-        new = {_as_name(name): str(value) for name, value in values.items()}
-        changed = sorted(
-            name for name in new if known.get(name, new[name]) != new[name]
-        )
-        if changed:
-            logger.warning(
-                "MLflow keeps the hyperparameters that a run began with: %s.",
-                ", ".join(f"`{name}` is {known[name]} there" for name in changed),
-            )
-        params = [
-            self._entities.Param(name, value)
-            for name, value in new.items()
-            if name not in known
-        ]
-        self._client.log_batch(self._run_id, params=params)
-
-    def _send(self) -> None:
-        try:
-            while self._metrics:
-                self._client.log_batch(self._run_id, metrics=self._metrics[:_BATCH])
-                del self._metrics[:_BATCH]
-        except self._errors.MlflowException as error:
-            self._next_try = time.monotonic() + _PAUSE_SECONDS
-            logger.warning(
-                "MLflow has not taken %d values, which wait: %s",
-                len(self._metrics),
-                error,
-            )
-
-    def _begin(self) -> None:
-        path, client = self._run_dir / MLFLOW_ID_FILE, self._client
-        self._run_id = read_id(path)
-        if self._run_id is not None:
-            client.update_run(self._run_id, status="RUNNING")
-        else:
-            found = client.get_experiment_by_name(self._experiment)
-            experiment_id = (
-                found.experiment_id
-                if found
-                else client.create_experiment(self._experiment)
-            )
-            run = client.create_run(experiment_id, run_name=self._run_name)
-            self._run_id = run.info.run_id
-            keep_id(path, run.info.run_id)
-        # Nobody closes the manager of a program that simply ends.
-        atexit.register(self._end)
-
-    def _end(self) -> None:
-        if self._run_id is not None:
-            atexit.unregister(self._end)
-            self._send()
-            try:
-                self._client.set_terminated(self._run_id)
-            except self._errors.MlflowException as error:
-                logger.warning("MLflow does not know that the run has ended: %s", error)
-            self._run_id = None
-
-
-def _as_name(name: str) -> str:
-    """Returns a name of signs that MLflow allows."""
-    return re.sub(r"[^\w\-. :/]", "_", name)
-
-
-WANDB_ID_FILE = "wandb_run_id.txt"
-_STEP = "global_step"
-_MOST_BINS = 512
-
-
-class _WandbWriter(ServiceWriter):
-    def histogram(
-        self, tag: str, edges: np.ndarray, counts: np.ndarray, step: int
-    ) -> None:
-        # Of bins, so many are allowed there.
-        width = -(-len(counts) // _MOST_BINS)
-        starts = np.arange(0, len(counts), width)
-        bins = np.add.reduceat(counts, starts), [*edges[starts], edges[-1]]
-        self._log(tag, self._service.wandb.Histogram(np_histogram=bins), step)
-
-    def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
-        image = import_optional("PIL.Image", "Pillow", "wandb")
-        opened = image.open(io.BytesIO(as_png(pixels)))
-        self._log(tag, self._service.wandb.Image(opened), step)
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        shown = f"<pre>{html.escape(text)}</pre>"
-        self._log(tag, self._service.wandb.Html(shown), step)
-
-
-class WandbWriter(Service):
+class WandbWriter(_Service):
     """Makes writers to one run of Weights & Biases; a `writer_fn`.
 
     All managers that it is given to write to the same run. Its identity is kept in the
@@ -301,16 +129,13 @@ class WandbWriter(Service):
         ValueError: When a manager writes outside of `run_dir`.
     """
 
-    _writer_type = _WandbWriter
-
     def __init__(self, run_dir: str | os.PathLike[str], **options: Any) -> None:
-        super().__init__(run_dir)
-        self.wandb = import_optional("wandb", "Weights & Biases", "wandb")
+        super().__init__(run_dir, "wandb_run_id.txt")
+        self._wandb = import_optional("wandb", "Weights & Biases", "wandb")
         for name in {"id", "resume", "dir"} & set(options):
             raise TypeError(
                 f"`{name}` is {options[name]!r}, but `WandbWriter` sets it, so that a "
-                "run goes on where it was. Leave it out, and use the `run_dir` of the "
-                "run to go on with."
+                "run goes on where it was. Use the `run_dir` of that run instead."
             )
         self._options = options
         self._run: Any = None
@@ -318,31 +143,46 @@ class WandbWriter(Service):
         self._values: dict[str, Any] = {}
         self._step = 0
 
-    def log(self, name: str, value: Any, step: int) -> None:
-        """Takes a value."""
-        if step != self._step:
-            self.flush()
-        self._step = step
-        self._values[name] = value
-
     def flush(self) -> None:
         """Sends the values."""
         if self._values:
             self._run.log({**self._values, _STEP: self._step})
             self._values = {}
 
-    def configure(self, values: Mapping[str, Any]) -> None:
-        """Sets hyperparameters, also those that have changed since the run began."""
+    def _scalar(self, name: str, value: Any, step: int) -> None:
+        if step != self._step:
+            self.flush()
+        self._step = step
+        self._values[name] = value
+
+    def _histogram(
+        self, name: str, edges: np.ndarray, counts: np.ndarray, step: int
+    ) -> None:
+        width = -(-len(counts) // _MOST_BINS)
+        starts = np.arange(0, len(counts), width)
+        bins = np.add.reduceat(counts, starts), [*edges[starts], edges[-1]]
+        self._scalar(name, self._wandb.Histogram(np_histogram=bins), step)
+
+    def _image(self, name: str, pixels: np.ndarray, step: int) -> None:
+        # Of an array, it would guess how bright it is.
+        pillow = import_optional("PIL.Image", "Pillow", "wandb")
+        image = pillow.open(io.BytesIO(as_png(pixels)))
+        self._scalar(name, self._wandb.Image(image), step)
+
+    def _text(self, name: str, text: str, step: int) -> None:
+        shown = f"<pre>{html.escape(text)}</pre>"
+        self._scalar(name, self._wandb.Html(shown), step)
+
+    def _configure(self, values: Mapping[str, Any]) -> None:
         self._run.config.update(dict(values), allow_val_change=True)
 
     def _begin(self) -> None:
-        path = self._run_dir / WANDB_ID_FILE
-        run_id = read_id(path)
+        run_id = self._read_id()
         if run_id is None:
             # Kept first: if the program is killed now, the next attempt uses it.
             run_id = uuid.uuid4().hex[:12]
-            keep_id(path, run_id)
-        self._run = self.wandb.init(
+            self._keep_id(run_id)
+        self._run = self._wandb.init(
             id=run_id, resume="allow", dir=str(self._run_dir), **self._options
         )
         self._run.define_metric(_STEP)
@@ -350,3 +190,126 @@ class WandbWriter(Service):
 
     def _end(self) -> None:
         self._run.finish()
+
+
+class MlflowWriter(_Service):
+    """Makes writers to one run of MLflow; a `writer_fn`.
+
+    It is used like `WandbWriter`, and keeps the identity of the run in the same way::
+
+        mlflow_writer = armillary.summary.MlflowWriter(
+            run_dir, "digits", tracking_uri="http://mlflow.example:5000")
+
+    A nested directory begins the name, as in `train/loss`. Images and text are
+    artifacts of the run; MLflow has no histograms. Numbers that a server does not take,
+    because it cannot be reached, wait for ten minutes, and training goes on.
+
+    Args:
+        run_dir: The directory of the run, at or above all summaries.
+        experiment: The name of the experiment, which is made if there is none.
+        tracking_uri: Where runs are kept; `None` asks MLflow's settings.
+        run_name: The name of the run; `None` takes one from MLflow.
+
+    Raises:
+        ImportError: If MLflow is not installed.
+        ValueError: When a manager writes outside of `run_dir`.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        experiment: str = "Default",
+        *,
+        tracking_uri: str | None = None,
+        run_name: str | None = None,
+    ) -> None:
+        super().__init__(run_dir, "mlflow_run_id.txt")
+        tracking, self._entities, self._errors = (
+            import_optional(f"mlflow.{name}", "MLflow", "mlflow")
+            for name in ("tracking", "entities", "exceptions")
+        )
+        self._client = tracking.MlflowClient(tracking_uri=tracking_uri)
+        self._experiment, self._run_name = experiment, run_name
+        self._run_id: str | None = None
+        self._metrics: list[Any] = []
+        self._next_try = 0.0
+
+    def flush(self) -> None:
+        """Sends the numbers; what cannot be sent now waits."""
+        # MLflow's own retries take minutes, in which nothing trains.
+        if time.monotonic() >= self._next_try:
+            self._send()
+
+    def _scalar(self, name: str, value: float, step: int) -> None:
+        milliseconds = int(time.time() * 1000)
+        metric = self._entities.Metric(_as_name(name), value, milliseconds, step)
+        self._metrics.append(metric)
+
+    def _image(self, name: str, pixels: np.ndarray, step: int) -> None:
+        self._write_file(f"images/{name}/{step}.png", as_png(pixels))
+
+    def _text(self, name: str, text: str, step: int) -> None:
+        self._write_file(f"texts/{name}/{step}.md", text.encode())
+
+    def _write_file(self, name: str, data: bytes) -> None:
+        folder, _, file = _as_name(name).rpartition("/")
+        with tempfile.TemporaryDirectory() as temporary:
+            path = Path(temporary) / file
+            path.write_bytes(data)
+            self._client.log_artifact(self._run_id, str(path), folder)
+
+    def _configure(self, values: Mapping[str, Any]) -> None:
+        known = self._client.get_run(self._run_id).data.params
+        new = {_as_name(name): str(value) for name, value in values.items()}
+        changed = [n for n in sorted(new) if known.get(n, new[n]) != new[n]]
+        if changed:
+            logger.warning(
+                "MLflow keeps the hyperparameters that a run began with: %s.",
+                ", ".join(f"`{name}` is {known[name]} there" for name in changed),
+            )
+        params = [self._entities.Param(n, new[n]) for n in new if n not in known]
+        self._client.log_batch(self._run_id, params=params)
+
+    def _send(self) -> None:
+        try:
+            while self._metrics:
+                self._client.log_batch(self._run_id, metrics=self._metrics[:_BATCH])
+                del self._metrics[:_BATCH]
+        except self._errors.MlflowException as error:
+            self._next_try = time.monotonic() + _PAUSE_SECONDS
+            count = len(self._metrics)
+            logger.warning(
+                "MLflow has not taken %d values, which wait: %s", count, error
+            )
+
+    def _begin(self) -> None:
+        client, self._run_id = self._client, self._read_id()
+        if self._run_id is not None:
+            client.update_run(self._run_id, status="RUNNING")
+        else:
+            found = client.get_experiment_by_name(self._experiment)
+            experiment = (
+                found.experiment_id
+                if found
+                else client.create_experiment(self._experiment)
+            )
+            run = client.create_run(experiment, run_name=self._run_name)
+            self._run_id = run.info.run_id
+            self._keep_id(run.info.run_id)
+        # Nobody closes the manager of a program that simply ends.
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        if self._run_id is not None:
+            atexit.unregister(self._end)
+            self._send()
+            try:
+                self._client.set_terminated(self._run_id)
+            except self._errors.MlflowException as error:
+                logger.warning("MLflow does not know that the run has ended: %s", error)
+            self._run_id = None
+
+
+def _as_name(name: str) -> str:
+    """Returns a name of signs that MLflow allows."""
+    return re.sub(r"[^\w\-. :/]", "_", name)

@@ -7,13 +7,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 from armillary._checks import (
-    answers_old_names,
     check_callable,
     check_instance,
     check_path,
+    list_lines,
 )
 from armillary._process import get_process
 from armillary._records import flatten
@@ -26,10 +25,6 @@ from armillary.typing import Output
 _NUMBERS = (np.bool_, np.integer, np.floating)
 
 
-@answers_old_names(
-    summary_fn="Use `writer_fn`, which makes the writer of each directory.",
-    global_step="Leave it out: `write_summaries(output, step=...)` takes the step.",
-)
 class SummaryManager:
     """Writes summaries below one directory.
 
@@ -57,19 +52,17 @@ class SummaryManager:
         if Path(self._summary_dir).is_file():
             raise ValueError(
                 f"`summary_dir` is {self._summary_dir!r}, which is a file, but "
-                "summaries need a directory. Use the name of a directory, which is "
-                "made if it does not exist."
+                "summaries need a directory. Use another name."
             )
-        if isinstance(writer_fn, Sequence) and not isinstance(writer_fn, str | bytes):
+        if isinstance(writer_fn, list | tuple):
             for index, each in enumerate(writer_fn):
                 check_callable(f"writer_fn[{index}]", each)
         elif writer_fn is not None:
             check_callable("writer_fn", writer_fn)
         if writer_fn is None and "://" in self._summary_dir:
             raise ValueError(
-                f"`summary_dir` is {self._summary_dir!r}, but event files are written "
-                "to local directories only. Use a local directory, or a `writer_fn` "
-                "whose writers reach that place."
+                f"`summary_dir` is {self._summary_dir!r}, but event files are local. "
+                "Use a local directory, or a `writer_fn` that reaches that place."
             )
         self._writer_fn = TensorBoardWriter if writer_fn is None else writer_fn
         self._writers: dict[str, Any] = {}
@@ -91,31 +84,35 @@ class SummaryManager:
             step: The step that the values belong to.
 
         Raises:
-            TypeError: If a key is not a string or a value is not numeric, if this is
-                called in a step, or if a writer has no method for a kind of value.
-            ValueError: If an array has no elements, a key is empty, or the name of a
-                nested dictionary leaves `summary_dir`. All bad values are listed, and
-                then none is written.
+            TypeError: If a key is no name, or leaves `summary_dir`, or if a value is
+                not numeric or has no elements. All are listed, and none is written.
+            AttributeError: If a writer has no method for a kind of value.
         """
         fix = 'Use a dictionary, such as `{"loss": loss}`.'
         check_instance("values", values, Mapping | None, fix)
-        entries = list(_find_values(values or {}, ()))
-        _check_known([step, *(value for *_, value, _ in entries)])
-        _check([problem for *_, problem in entries if problem is not None])
+        problems: list[str] = []
+        entries = list(_find_values(values or {}, (), problems))
+        if problems:
+            raise TypeError(
+                f"{len(problems)} values cannot be written as summaries. Keys must be "
+                "names, and values numbers, arrays of numbers that are not empty, or "
+                f"each a `Histogram`, an `Image` or a `Text`:\n{list_lines(problems)}\n"
+                "Convert the value, reduce per-replica values (`strategy.reduce`), or "
+                "leave the entry out."
+            )
         # On all processes: each may have a part of an array.
-        known = jax.tree.map(as_local, [value for *_, value, _ in entries])
+        known = jax.tree.map(as_local, [value for *_, value in entries])
         if not get_process().is_chief:
             return
-        for (parents, tag, *_), value in zip(entries, known, strict=True):
-            writer = self._writer(parents)
+        for (parents, tag, _), value in zip(entries, known, strict=True):
             if not isinstance(value, Summary) and np.shape(value):
                 # A copy on the host: of several processes, only this one counts.
                 value = Histogram(np.asarray(value))
             if isinstance(value, Summary):
-                _check_writer(writer, tag, value)
-                value.write(writer, tag, int(step))
+                value.write(self._writer(parents), tag, int(step))
             else:
-                writer.scalar(tag, float(np.asarray(value)), int(step))
+                number = float(np.asarray(value))
+                self._writer(parents).scalar(tag, number, int(step))
 
     def write_hyperparameters(self, values: Mapping[str, Any]) -> None:
         """Writes what makes this run another than the next one.
@@ -172,81 +169,34 @@ class NoopSummaryManager:
         """Returns at once."""
 
 
-_Problem = tuple[type[Exception], str]
-_Entry = tuple[tuple[str, ...], str, Any, _Problem | None]
-
-
 def _find_values(
-    values: Mapping[Any, Any], parents: tuple[str, ...]
-) -> Iterator[_Entry]:
-    """Yields each value with its directory, its tag and what is wrong with it."""
+    values: Mapping[Any, Any], parents: tuple[str, ...], problems: list[str]
+) -> Iterator[tuple[tuple[str, ...], str, Any]]:
+    """Yields each value with its directory and tag, and notes what is wrong."""
     for key, value in values.items():
         path = "/".join((*parents, str(key)))
-        if not isinstance(key, str):
-            kind = type(key).__name__
-            problem = (TypeError, f"{path}: the key {key!r} is of type {kind}")
-            yield parents, path, value, problem
-        elif not key and not isinstance(value, Mapping):
-            yield parents, path, value, (ValueError, f"{path}: the key is empty")
+        if not isinstance(key, str) or not key:
+            problems.append(f"{path}: the key {key!r} is no name")
         elif not isinstance(value, Mapping):
-            yield parents, key, value, _find_problem(path, value)
-        elif key.startswith("/") or not key or ".." in key.split("/"):
-            problem = (ValueError, f"{path}: {key!r} cannot name a subdirectory")
-            yield parents, key, value, problem
+            problem = _find_problem(value)
+            if problem is not None:
+                problems.append(f"{path}: {problem}")
+            yield parents, key, value
+        elif key.startswith("/") or ".." in key.split("/"):
+            problems.append(f"{path}: {key!r} cannot name a subdirectory")
         else:
-            yield from _find_values(value, (*parents, key))
+            yield from _find_values(value, (*parents, key), problems)
 
 
-def _find_problem(path: str, value: Any) -> _Problem | None:
+def _find_problem(value: Any) -> str | None:
     if isinstance(value, int | float | Summary):
         return None
     if isinstance(value, PerReplica):
-        return TypeError, f"{path}: {value!r}"
+        return repr(value)
     if not isinstance(value, jax.Array) and hasattr(value, "__array__"):
         value = np.asarray(value)
     if not hasattr(value, "dtype"):
-        return TypeError, f"{path}: {value!r} of type {type(value).__name__}"
-    shape = tuple(value.shape)
-    if not any(jax.dtypes.issubdtype(value.dtype, kind) for kind in _NUMBERS):
-        return TypeError, f"{path}: {value.dtype} {shape}"
-    if 0 in shape:
-        return ValueError, f"{path}: {value.dtype} {shape}"
-    return None
-
-
-def _check(problems: list[_Problem]) -> None:
-    if not problems:
-        return
-    kind = TypeError if any(kind is TypeError for kind, _ in problems) else ValueError
-    lines = "\n".join(f"  {line}" for _, line in problems)
-    raise kind(
-        f"{len(problems)} values cannot be written as summaries. What a loop or an "
-        "evaluation returns, or `write_summaries` is given, must have strings as keys, "
-        "and as values numbers, arrays of numbers that are not empty, or each a "
-        f"`Histogram`, an `Image` or a `Text`:\n{lines}\n"
-        "Convert the value, reduce per-replica values (`strategy.reduce`), or leave "
-        "the entry out."
-    )
-
-
-def _check_known(values: list[Any]) -> None:
-    leaves = [leaf for value in values for leaf in jax.tree.leaves(value)]
-    if any(isinstance(leaf, Tracer) for leaf in leaves):
-        raise TypeError(
-            "`write_summaries` was called in a function that JAX traces, such as a "
-            "step, in which values are not known yet. Keep them in a metric or an "
-            "attribute of the trainer, and return them from `train_loop_end` or "
-            "`eval_end`, which run in Python."
-        )
-
-
-def _check_writer(writer: SummaryWriter, tag: str, value: Summary) -> None:
-    if not hasattr(writer, value.method):
-        name = (
-            repr(writer) if isinstance(writer, WriterGroup) else type(writer).__name__
-        )
-        raise TypeError(
-            f"{tag!r} is {value!r}, but `{name}`, which `writer_fn` returned, has no "
-            f"method `{value.method}` to write it. Give it one, as "
-            "`armillary.summary.TensorBoardWriter` has, or leave the entry out."
-        )
+        return f"{value!r} of type {type(value).__name__}"
+    is_number = any(jax.dtypes.issubdtype(value.dtype, kind) for kind in _NUMBERS)
+    is_fine = is_number and 0 not in value.shape
+    return None if is_fine else f"{value.dtype} {tuple(value.shape)}"

@@ -4,14 +4,14 @@ tensorboardX provides the record format and the protocol buffers. Its own writer
 is not used: it hands events to a thread whose queue `flush` does not drain, and it
 names files by the second, so a quick restart would overwrite the file of the run that
 it resumes.
-
-The protocol between a summary manager and a file format; several as one.
 """
 
 import importlib
 import itertools
 import os
+import struct
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -19,7 +19,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from armillary._checks import check_path
-from armillary.summary._kinds import as_png
 
 
 @runtime_checkable
@@ -61,12 +60,8 @@ class WriterGroup:
 
         return write
 
-    def __repr__(self) -> str:
-        return ", ".join(type(writer).__name__ for writer in self._writers)
-
 
 _file_numbers = itertools.count()
-_HPARAMS_TAG = "_hparams_/session_start_info"
 
 
 class TensorBoardWriter:
@@ -141,25 +136,22 @@ class TensorBoardWriter:
 
     def hyperparameters(self, values: Mapping[str, bool | int | float | str]) -> None:
         """Writes what TensorBoard's page of hyperparameters shows for the directory."""
-        hparams = _proto("plugin_hparams")
-        start = hparams.SessionStartInfo(start_time_secs=time.time())
-        for name, value in values.items():
-            kind = "string_value" if isinstance(value, str) else "number_value"
-            kind = "bool_value" if isinstance(value, bool) else kind
-            setattr(start.hparams[name], kind, value)
-        content = hparams.HParamsPluginData(session_start_info=start)
-        plugin = {"plugin_name": "hparams", "content": content.SerializeToString()}
-        metadata = _proto("summary").SummaryMetadata(plugin_data=plugin)
-        # Its reader looks at values only.
+        from tensorboardX.summary import hparams
+
+        _, start, _ = hparams(dict(values), {})
+        # TensorBoard's reader looks at values only.
         tensor = _proto("tensor").TensorProto(dtype="DT_FLOAT", float_val=[0.0])
-        self._write(_HPARAMS_TAG, 0, metadata=metadata, tensor=tensor)
+        start.value[0].tensor.CopyFrom(tensor)
+        self._write_summary(start, 0)
 
     def _write(self, tag: str, step: int, **content: Any) -> None:
         summaries = _proto("summary")
-        summary = summaries.Summary(value=[summaries.Summary.Value(tag=tag, **content)])
-        self._events.write_event(
-            _proto("event").Event(wall_time=time.time(), step=step, summary=summary)
-        )
+        value = summaries.Summary.Value(tag=tag, **content)
+        self._write_summary(summaries.Summary(value=[value]), step)
+
+    def _write_summary(self, summary: Any, step: int) -> None:
+        event = _proto("event").Event(wall_time=time.time(), step=step, summary=summary)
+        self._events.write_event(event)
 
     def flush(self) -> None:
         """Brings everything written so far onto the disk."""
@@ -168,6 +160,26 @@ class TensorBoardWriter:
     def close(self) -> None:
         """Flushes and closes the file."""
         self._events.close()
+
+
+def as_png(pixels: np.ndarray) -> bytes:
+    """Returns the file of an image."""
+    height, width, channels = pixels.shape
+    color_type = {1: 0, 3: 2, 4: 6}[channels]
+    # Each row begins with the number of its filter: 0 for none.
+    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))
+    chunks = {
+        b"IHDR": struct.pack(">2I5B", width, height, 8, color_type, 0, 0, 0),
+        b"IDAT": zlib.compress(rows.tobytes()),
+        b"IEND": b"",
+    }
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data))
+        + kind
+        + data
+        + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks.items()
+    )
 
 
 def _proto(name: str) -> Any:

@@ -140,7 +140,7 @@ def test_empty_arrays_are_an_error_with_path_and_shape_and_write_nothing(
     recorder = Recorder()
     manager = SummaryManager(tmp_path, writer_fn=recorder)
 
-    with pytest.raises(ValueError, match=r"(?s)^2 values cannot be.*not empty") as info:
+    with pytest.raises(TypeError, match=r"(?s)^2 values cannot be.*not empty") as info:
         manager.write_summaries(
             {"ok": 1, "train": {"loss": jnp.zeros((0, 3))}, "no": np.zeros(0)}, step=0
         )
@@ -189,7 +189,7 @@ def test_values_that_are_not_numeric_are_an_error(
 def test_keys_that_are_not_strings_are_an_error(tmp_path: Path) -> None:
     manager = SummaryManager(tmp_path, writer_fn=Recorder())
 
-    with pytest.raises(TypeError, match="train/3: the key 3 is of type int"):
+    with pytest.raises(TypeError, match="train/3: the key 3 is no name"):
         manager.write_summaries({"train": {3: 1.0}}, step=0)
 
 
@@ -197,7 +197,7 @@ def test_keys_that_are_not_strings_are_an_error(tmp_path: Path) -> None:
 def test_nested_names_cannot_leave_the_directory(tmp_path: Path, name: str) -> None:
     manager = SummaryManager(tmp_path, writer_fn=Recorder())
 
-    with pytest.raises(ValueError, match="cannot name a subdirectory"):
+    with pytest.raises(TypeError, match=r"cannot name a subdirectory|is no name"):
         manager.write_summaries({name: {"loss": 1.0}}, step=0)
 
 
@@ -250,7 +250,7 @@ def test_processes_that_are_not_the_chief_write_nothing(
     manager = SummaryManager(tmp_path, writer_fn=Recorder())
 
     manager.write_summaries({"x": 1.0, "h": Histogram(np.ones(2))}, step=0)
-    with pytest.raises(ValueError, match="x: float64"):
+    with pytest.raises(TypeError, match="x: float64"):
         manager.write_summaries({"x": np.ones(0)}, step=0)
 
     assert not manager._writers
