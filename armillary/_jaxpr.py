@@ -1,6 +1,5 @@
 """Walks a traced program and the programs nested in it; tells when one is traced."""
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,13 +7,9 @@ import jax
 from jax.extend import core, source_info_util
 from jax.extend.core.primitives import jit_p
 
+from armillary._frames import is_library_file
 from armillary._jax_compat import get_trace_state
 
-# Lines in these packages are not the user's.
-_LIBRARIES = (
-    *("armillary", "contextlib", "equinox", "flax", "functools", "jax", "jaxlib"),
-    *("keras", "optax"),
-)
 _NO_TRACE = get_trace_state()
 
 
@@ -63,33 +58,20 @@ def mark(value: Any, name: str) -> Any:
 def source_line(equation: Any) -> str:
     """Returns the user's line that an equation comes from, or the closest known one."""
     traceback = equation.source_info.traceback
-    libraries = _library_folders()
-    frames = [
-        frame
-        for frame in (() if traceback is None else traceback.frames)
-        if not frame.file_name.startswith((*libraries, "<frozen"))
-    ]
-    # Code that a library has written has no file; nor has a program from a terminal.
-    frames.sort(key=lambda frame: frame.file_name.startswith("<"))
-    if not frames:
-        return source_info_util.summarize(equation.source_info)
-    name = frames[0].function_name.rpartition(".")[2]
-    return f"{frames[0].file_name}:{frames[0].line_num} ({name})"
+    for frame in () if traceback is None else traceback.frames:
+        if not is_library_file(frame.file_name):
+            name = frame.function_name.rpartition(".")[2]
+            return f"{frame.file_name}:{frame.line_num} ({name})"
+    return source_info_util.summarize(equation.source_info)
 
 
 def is_made_by(equation: Any, *functions: str) -> bool:
     """Returns whether an equation was made in one of these functions of libraries."""
-    traceback, libraries = equation.source_info.traceback, _library_folders()
+    traceback = equation.source_info.traceback
     return traceback is not None and any(
-        frame.function_name in functions and frame.file_name.startswith(libraries)
+        frame.function_name in functions and is_library_file(frame.file_name)
         for frame in traceback.frames
     )
-
-
-def _library_folders() -> tuple[str, ...]:
-    modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
-    files = [str(module.__file__) for module in modules]
-    return tuple(file.removesuffix("__init__.py") for file in files)
 
 
 def _is_program(value: Any) -> bool:

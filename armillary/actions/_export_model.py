@@ -31,7 +31,6 @@ from armillary.checkpoint._writer import announcing_errors
 from armillary.distribute._global_arrays import as_local, is_key
 from armillary.state._lift import State
 from armillary.state._summarize import as_step_counter
-from armillary.state._walk import Walk
 from armillary.typing import Output, PyTree
 
 
@@ -250,13 +249,10 @@ class ExportModel:
                 raise ValueError(_changed_message(changed))
             return result
 
-        before = Walk(state.roots)
-        try:
+        with state.attributes_kept():
             exported = export.export(jax.jit(program), platforms=self._platforms)(
                 *self._specs
             )
-        finally:
-            before.restore(before.reached_from(None))
         if exported.nr_devices > 1:
             raise ValueError(
                 f"`model` became a program for {exported.nr_devices} devices, but an "

@@ -8,7 +8,6 @@ Which line of the user's program a thread is at.
 import atexit
 import contextlib
 import ctypes
-import functools
 import linecache
 import os
 import signal
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
+from armillary._frames import is_library_file
 from armillary._process import READER_THREADS, ExitCode, get_process
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -77,28 +77,14 @@ def _is_in(files: tuple[str, ...], thread: int | None) -> bool:
 
 
 def _find_users(frame: FrameType) -> FrameType | None:
-    return next((each for each in _outward(frame) if _is_users(each)), None)
+    frames = _outward(frame)
+    return next((f for f in frames if not is_library_file(f.f_code.co_filename)), None)
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _is_users(frame: FrameType) -> bool:
-    return _is_users_file(frame.f_code.co_filename)
-
-
-@functools.cache
-def _is_users_file(name: str) -> bool:
-    if name.startswith("<"):
-        return False
-    parts = set(name.split(os.sep))
-    return not (
-        name.startswith((_PACKAGE + os.sep, sysconfig.get_path("stdlib") + os.sep))
-        or parts & {"site-packages", "dist-packages"}
-    )
 
 
 def _describe(frame: FrameType) -> str:

@@ -1,17 +1,16 @@
-"""Finds variables that a traced step baked in as constants.
+"""Looks into a traced program: which variables it baked in, and which program it is.
 
 A variable that the trainer does not reach is not lifted: a step that reads it through a
 closure or a global sees the value it had while tracing, for ever. After tracing, the
-constants of the program are compared, by identity, with every live variable.
-
-Tells whether two traced programs are the same, down to their constants.
+constants of the program are compared, by identity, with every live variable. Two traced
+programs are the same if they are so down to their constants.
 """
 
 import gc
 import itertools
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -30,28 +29,28 @@ if TYPE_CHECKING:
     import keras
     from flax import nnx
 
+Variable: TypeAlias = "nnx.Variable | keras.Variable"
+
 
 class Fingerprint:
     """What a program is, kept for comparison with one that is traced later."""
 
     def __init__(self, program: core.ClosedJaxpr) -> None:
         self._program = program
-        self._constants = [_frozen(constant) for constant in find_constants(program)]
+        # NumPy arrays are copied, since others may write into them.
+        self._constants = [
+            each if isinstance(each, jax.Array) else np.array(each)
+            for each in find_constants(program)
+        ]
 
     def is_same(self, other: "Fingerprint") -> bool:
         """Returns whether two programs do the same, given the same arrays."""
         a, b = self._program, other._program
         return (
             _print(a) == _print(b)
-            and _are_all(_is_same_constant, self._constants, other._constants)
-            and _are_all(_is_same_callback, _find_callbacks(a), _find_callbacks(b))
+            and _is_same(self._constants, other._constants)
+            and _is_same(_find_callbacks(a), _find_callbacks(b))
         )
-
-
-def _frozen(constant: Any) -> Any:
-    """Returns what others cannot write into, as they may into a NumPy array."""
-    is_array = hasattr(constant, "__array__") and not isinstance(constant, jax.Array)
-    return np.array(constant) if is_array else constant
 
 
 def find_constants(program: core.ClosedJaxpr) -> Iterator[Any]:
@@ -64,48 +63,35 @@ def find_constants(program: core.ClosedJaxpr) -> Iterator[Any]:
                     yield operand.val
 
 
-def _find_callbacks(program: core.ClosedJaxpr) -> Iterator[Any]:
-    for jaxpr, _ in walk_programs(program):
-        for equation in jaxpr.eqns:
-            if "callback" in equation.primitive.name:
-                yield equation.params.get("callback", equation)
+def _find_callbacks(program: core.ClosedJaxpr) -> list[Any]:
+    return [
+        equation.params.get("callback", equation)
+        for jaxpr, _ in walk_programs(program)
+        for equation in jaxpr.eqns
+        if "callback" in equation.primitive.name
+    ]
 
 
-def _are_all(
-    is_same: Callable[[Any, Any], bool], a: Iterable[Any], b: Iterable[Any]
-) -> bool:
-    first, second = list(a), list(b)
-    return len(first) == len(second) and all(map(is_same, first, second))
+def _is_same(a: Any, b: Any) -> bool:
+    """Returns whether two constants are equal, or two functions down to what they hold.
 
-
-def _is_same_constant(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if isinstance(a, jax.Array) and jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended):
-        return a.dtype == getattr(b, "dtype", None) and _is_same_constant(
-            jax.random.key_data(a), jax.random.key_data(b)
-        )
-    return is_equal(np.asarray(a), np.asarray(b))
-
-
-def _is_same_callback(a: Any, b: Any) -> bool:
-    """Returns whether two functions have the same code, and hold equal values.
-
-    What they look up in an object is looked up when they run.
+    What functions look up in an object is looked up when they run.
     """
     if is_equal(a, b):
         return True
+    if isinstance(a, jax.Array) and isinstance(b, jax.Array):
+        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended):
+            return a.dtype == b.dtype and _is_same(*map(jax.random.key_data, (a, b)))
+        return is_equal(np.asarray(a), np.asarray(b))
     if type(a) is not type(b):
         return False
-    if isinstance(a, jax.Array):
-        return _is_same_constant(a, b)
     if isinstance(a, tuple | list):
-        return _are_all(_is_same_callback, a, b)
+        return len(a) == len(b) and all(map(_is_same, a, b))
     first, second = _held_by(a), _held_by(b)
     return (
         (bool(first) or isinstance(a, dict))
         and first.keys() == second.keys()
-        and all(_is_same_callback(first[name], second[name]) for name in first)
+        and all(_is_same(first[name], second[name]) for name in first)
     )
 
 
@@ -113,7 +99,7 @@ def _held_by(callback: Any) -> dict[Any, Any]:
     if isinstance(callback, dict):
         return callback
     if is_function(callback):
-        return {name: entry.value for name, entry in entries_of(callback).items()}
+        return entries_of(callback)
     if hasattr(callback, "__code__"):  # one of JAX, around the user's
         cells = [cell.cell_contents for cell in callback.__closure__ or ()]
         return {"code": callback.__code__, "cells": cells}
@@ -126,14 +112,16 @@ def _print(program: core.ClosedJaxpr) -> str:
     return re.sub(r"0x[0-9a-f]+", "", str(program))
 
 
-Variable: TypeAlias = "nnx.Variable | keras.Variable"
-
-
 def check_captured(
     program: core.ClosedJaxpr, state: State, fn: Callable[..., Any], owner: str
 ) -> None:
     """Raises if a traced program holds an unlifted variable as a constant."""
-    constants = set(map(id, filter(_may_be_held, find_constants(program))))
+    # JAX makes a NumPy array of a type of its own from each number in the user's code.
+    constants = {
+        id(each)
+        for each in find_constants(program)
+        if isinstance(each, jax.Array) or type(each) is np.ndarray
+    }
     if not constants:
         return
     lifted = {slot.key for slot in state.slots}
@@ -163,7 +151,7 @@ def write_error(
 
 
 def keras_write_error(
-    fn: Callable[..., Any], state: State, owner: str, variable: "keras.Variable"
+    fn: Callable[..., Any], owner: str, variable: "keras.Variable"
 ) -> Exception:
     """Returns the error for a step that writes to a Keras variable out of its reach."""
     if not _keras.is_unset(variable):
@@ -178,14 +166,6 @@ def keras_write_error(
     )
 
 
-def _may_be_held(constant: Any) -> bool:
-    """Returns whether a variable may hold a constant: not one that JAX has made.
-
-    JAX makes a NumPy array of a type of its own from each number in the user's code.
-    """
-    return isinstance(constant, jax.Array) or type(constant) is np.ndarray
-
-
 def _live_variables() -> Iterator[Variable]:
     objects = gc.get_objects()
     # `type`, not `isinstance`: proxies among live objects may run code on access.
@@ -198,22 +178,20 @@ def _live_variables() -> Iterator[Variable]:
     return itertools.compress(objects, map(kinds.__contains__, types_))
 
 
-def _variables_by_name(
-    fn: Callable[..., Any],
-) -> dict[int, tuple[str, Variable]]:
-    # The step may call other methods, and those may use globals of their own.
-    owner = getattr(fn, "__self__", None)
-    methods = [
-        (method, "")
-        for kind in (type(owner).__mro__ if owner is not None else ())
-        for method in vars(kind).values()
-        if isinstance(method, types.FunctionType)
-    ]
+def _variables_by_name(fn: Callable[..., Any]) -> dict[int, tuple[str, Variable]]:
+    roots = [(fn, ""), *((method, "") for method in methods_of(fn))]
     return {
         id(slot.variable): (slot.path, slot.variable)
-        for slot in Walk([(fn, ""), *methods]).slots.values()
+        for slot in Walk(roots).slots.values()
         if isinstance(slot, _nnx.NnxSlot | _keras.KerasSlot)
     }
+
+
+def methods_of(fn: Callable[..., Any]) -> list[types.FunctionType]:
+    """Returns the methods that a step may call, which may use globals of their own."""
+    kinds = type(getattr(fn, "__self__", None)).__mro__
+    held = (value for kind in kinds for value in vars(kind).values())
+    return [value for value in held if isinstance(value, types.FunctionType)]
 
 
 def _value_of(variable: Any) -> Any:
@@ -229,23 +207,22 @@ def _message(
     verb: str,
 ) -> str:
     name = getattr(fn, "__name__", "the step")
-    lines, roots = [], []
+    lines, example = [], ""
     for variable in variables:
         library = "keras" if _keras.is_variable(variable) else "nnx"
         kind = f"{library}.{type(variable).__name__}"
-        value = _value_of(variable)
-        shape = getattr(value, "shape", ())
-        if id(variable) in named:
-            path = named[id(variable)][0]
-            roots.append(path.partition("/")[0])
-            lines.append(f"{path} ({kind} {tuple(shape)})")
-        else:
-            lines.append(f"a {kind} {tuple(shape)} that no name in `{name}` leads to")
-    example = roots[0] if roots else "model"
-    count = counted(len(variables), "variable")
+        shape = tuple(getattr(_value_of(variable), "shape", ()))
+        path, _ = named.get(id(variable), ("", None))
+        example = example or path.partition("/")[0]
+        lines.append(
+            f"{path} ({kind} {shape})"
+            if path
+            else f"a {kind} {shape} that no name in `{name}` leads to"
+        )
+    example = example or "model"
     return (
-        f"`{name}` {verb} {count} that {owner} does not reach, "
-        "so they would be frozen into the compiled program:\n"
+        f"`{name}` {verb} {counted(len(variables), 'variable')} that {owner} does not "
+        "reach, so they would be frozen into the compiled program:\n"
         f"{list_lines(lines, most=10)}\n"
         f"Assign what holds them to {owner} (`self.{example} = {example}` in "
         "`__init__`), or take their value as a constant on purpose "

@@ -1,9 +1,7 @@
 """What may hold what: the kinds of objects that a walk looks into.
 
-A *holder* is an object that others can be put into: an object with attributes, a
-dictionary, a list, a function with its closure, a NumPy array. It has one `Part` for
-each way of holding, which remembers what it held when it was looked at, and can put
-that back.
+A *holder* is an object that others can be put into: one with attributes, a dictionary,
+a list, a function with its closure. It has one part for each way of holding.
 """
 
 import collections
@@ -13,7 +11,7 @@ import inspect
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,281 +19,127 @@ from jax.core import Tracer
 
 from armillary.state import _keras, _nnx
 from armillary.state._opaque import (
+    ABSENT,
     FUNCTION_TYPES,
     PLAIN,
     entries_of,
     is_array,
     is_function,
     is_opaque,
-    is_same_array,
     join_captured,
 )
 from armillary.state._slots import join, join_keys
 
-_MANY_BYTES = 1 << 20
-ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()
-"""What a place holds that is not there."""
+
+class Kind(NamedTuple):
+    """One way in which objects hold others.
+
+    Attributes:
+        look: Returns the names of all places, and what they hold.
+        get: Returns what one place holds.
+        put: Makes a place hold a value; without it, an array there is a constant.
+        join: Returns the path of a place, from that of the holder.
+        is_ordered: Whether the names have an order that the user made.
+    """
+
+    look: Callable[[Any], tuple[list[Any], list[Any]]]
+    get: Callable[[Any, Any], Any] = operator.getitem
+    put: Callable[[Any, Any, Any], None] | None = None
+    join: Callable[[str, Any], str] = join
+    is_ordered: bool = False
 
 
-class Part:
-    """One way in which an object holds others, and what it held when looked at.
-
-    This one is that of tuples: only what they hold themselves can change.
+class Part(NamedTuple):
+    """What an object held in one way when it was looked at.
 
     Attributes:
         source: What holds: a container, the `__dict__` of an object, a function.
+        kind: How.
         names: The names of the places, in order.
         values: What they held.
-        has_places: Whether an array in it is state, rather than a constant.
-        is_ordered: Whether the order of the names means something.
-        has_views: Whether `views` shows all that can change.
     """
 
-    has_places = False
-    is_ordered = True
-    has_views = True
+    source: Any
+    kind: Kind
+    names: list[Any]
+    values: list[Any]
 
-    def __init__(self, source: Any) -> None:
-        self.source = source
-        self.names, self.values = self.look()
-
-    def look(self) -> tuple[list[Any], list[Any]]:
-        """Returns names and values as they are now."""
-        names = getattr(self.source, "_fields", range(len(self.source)))
-        return list(names), list(self.source)
-
-    def get(self, name: Any) -> Any:
-        """Returns what a place holds, or `ABSENT`."""
-        return dict(zip(*self.look(), strict=True)).get(name, ABSENT)
+    @property
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """Names, and what the places held."""
+        return list(zip(self.names, self.values, strict=True))
 
     @property
     def held(self) -> dict[Any, Any]:
         """What the places held, by name."""
-        return dict(zip(self.names, self.values, strict=True))
+        return dict(self.pairs)
 
-    def put(self, name: Any, value: Any) -> None:
-        """Makes a place hold `value`."""
-        self.source[name] = value
 
-    def is_as_found(self) -> bool:
-        """Returns whether the same names hold the same objects."""
-        names, values = self.look()
-        return names == self.names and all(map(operator.is_, values, self.values))
+def _look_at_items(source: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
+    while True:
+        names, values = list(source), list(source.values())
+        if len(names) == len(values):  # else another thread was at it
+            return names, values
 
-    def restore(self) -> None:
-        """Makes the part hold what it held."""
 
-    def views(self) -> list[tuple[Iterable[Any], list[Any]]]:
-        """Returns live views of what can change, each with what it showed.
+def _look_at_sequence(source: Any) -> tuple[list[Any], list[Any]]:
+    values = list(source)
+    return list(getattr(source, "_fields", range(len(values)))), values
 
-        Python compares them in C. Without `has_views`, `look` is all there is.
-        """
-        return []
 
-    def path(self, path: str, name: Any) -> str:
-        """Returns the path of a place, from that of the holder."""
-        return join(path, name)
+def _look_at_children(source: Any) -> tuple[list[Any], list[Any]]:
+    entries, _ = jax.tree_util.tree_flatten_with_path(
+        source, is_leaf=lambda part: part is not source
+    )
+    return [join_keys("", keys) for keys, _ in entries], [v for _, v in entries]
 
 
-class Children(Part):
-    """What JAX takes an object of a registered class to be made of."""
+def _look_at_keras(source: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    names = _keras.visible_names(source)
+    return names, [source[name] for name in names]
 
-    def look(self) -> tuple[list[Any], list[Any]]:
-        entries, _ = jax.tree_util.tree_flatten_with_path(
-            self.source, is_leaf=lambda part: part is not self.source
-        )
-        return [join_keys("", keys) for keys, _ in entries], [v for _, v in entries]
 
+def _look_at_members(source: Any) -> tuple[list[Any], list[Any]]:
+    held = {name: _get_member(source, name) for name in _slot_names(type(source))}
+    held = {name: value for name, value in held.items() if value is not ABSENT}
+    return list(held), list(held.values())
 
-class Items(Part):
-    """The items of a dictionary."""
 
-    has_places = True
+def _get_member(source: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(source, name)  # runs no code of the user's
+    except AttributeError:  # a name that is assigned only later
+        return ABSENT
 
-    def look(self) -> tuple[list[Any], list[Any]]:
-        while True:
-            names, values = list(self.source), list(self.source.values())
-            if len(names) == len(values):  # else another thread was at it
-                return names, values
 
-    def get(self, name: Any) -> Any:
-        return self.source.get(name, ABSENT)
-
-    def restore(self) -> None:
-        kind = _keras.untracked_type(type(self.source))
-        kind.clear(self.source)
-        kind.update(self.source, self.held)
-
-    def views(self) -> list[tuple[Iterable[Any], list[Any]]]:
-        return [(self.source, self.names), (self.source.values(), self.values)]
-
-
-class Attributes(Items):
-    """The attributes that the `__dict__` of an object holds."""
-
-    is_ordered = False
-
-    def restore(self) -> None:
-        # One by one: other threads may be looking at the object.
-        for name in set(self.look()[0]).difference(self.names):
-            del self.source[name]
-        self.source.update(self.held)
-
-
-class NodeAttributes(Attributes):
-    """The attributes of an NNX object, which keeps a record of their names in one."""
-
-    def views(self) -> list[tuple[Iterable[Any], list[Any]]]:
-        return [(self.source.values(), self.values)]
-
-
-class Metadata(Attributes):
-    """What was set on an NNX variable."""
-
-    has_places = False
-
-
-class KerasAttributes(Attributes):
-    """The attributes of a Keras object, but for what Keras keeps for itself."""
-
-    has_views = False
-
-    def look(self) -> tuple[list[Any], list[Any]]:
-        names = _keras.visible_names(self.source)
-        return names, [self.source[name] for name in names]
-
-    def path(self, path: str, name: Any) -> str:
-        return join(path, _keras.public_name(name))
-
-
-class KerasVariable(Part):
-    """What decides how a Keras variable is used."""
-
-    has_views = False
-    is_ordered = False
-
-    def look(self) -> tuple[list[Any], list[Any]]:
-        held = _keras.variable_attributes(self.source)
-        return list(held), list(held.values())
-
-    def restore(self) -> None:
-        for name, value in self.held.items():
-            setattr(self.source, name, value)
-
-
-class Sequence(Part):
-    """The items of a list or deque."""
-
-    has_places = True
-
-    def get(self, name: Any) -> Any:
-        return self.source[name] if name < len(self.source) else ABSENT
-
-    def restore(self) -> None:
-        kind = _keras.untracked_type(type(self.source))
-        kind.clear(self.source)
-        kind.extend(self.source, self.values)
-
-    def views(self) -> list[tuple[Iterable[Any], list[Any]]]:
-        return [(self.source, self.values)]
-
-
-class Elements(Part):
-    """The elements of a set, which are names that hold nothing.
-
-    What they hold themselves is not looked into: they are in no order.
-    """
-
-    is_ordered = False
-
-    def look(self) -> tuple[list[Any], list[Any]]:
-        return list(self.source), [None] * len(self.source)
-
-    def restore(self) -> None:
-        if isinstance(self.source, set):
-            kind = _keras.untracked_type(type(self.source))
-            kind.clear(self.source)
-            kind.update(self.source, self.names)
-
-    def views(self) -> list[tuple[Iterable[Any], list[Any]]]:
-        return [(self.source, self.names)]
-
-
-class Members(Part):
-    """The attributes of an object that its class has in `__slots__`."""
-
-    has_views = False
-    has_places = True
-    is_ordered = False
-
-    def look(self) -> tuple[list[Any], list[Any]]:
-        names = [n for n in slot_names(type(self.source)) if self.get(n) is not ABSENT]
-        return names, [self.get(name) for name in names]
-
-    def get(self, name: Any) -> Any:
-        try:
-            # Not `getattr`, which may run the user's code.
-            return object.__getattribute__(self.source, name)
-        except AttributeError:  # a name that is assigned only later
-            return ABSENT
-
-    def put(self, name: Any, value: Any) -> None:
-        object.__setattr__(self.source, name, value)
-
-    def restore(self) -> None:
-        for name in set(self.look()[0]).difference(self.names):
-            object.__delattr__(self.source, name)
-        for name, value in self.held.items():
-            self.put(name, value)
-
-
-class Captured(Part):
-    """What a function reaches by name."""
-
-    has_views = False
-    is_ordered = False
-
-    def look(self) -> tuple[list[Any], list[Any]]:
-        entries = entries_of(self.source)
-        return list(entries), [entry.value for entry in entries.values()]
-
-    def restore(self) -> None:
-        before = self.held
-        for name, entry in entries_of(self.source).items():
-            if entry.put and name in before and entry.value is not before[name]:
-                entry.put(before[name])
-
-    def path(self, path: str, name: Any) -> str:
-        return join_captured(path, name)
-
-
-class Numbers(Part):
-    """The numbers in a NumPy array, as one value, once they are copied."""
-
-    copy: np.ndarray | None = None
-
-    def look(self) -> tuple[list[Any], list[Any]]:
-        return [], []
-
-    def keep(self, is_read: bool) -> None:
-        """Copies the numbers, so that a change can be told and undone."""
-        if self.copy is None and (is_read or self.source.nbytes <= _MANY_BYTES):
-            self.copy = self.source.copy()
-
-    def is_as_found(self) -> bool:
-        return self.copy is None or is_same_array(self.source, self.copy)
-
-    def restore(self) -> None:
-        if self.copy is not None:
-            np.copyto(self.source, self.copy)
-
-
-_CONTAINERS: tuple[tuple[Any, type[Part]], ...] = (
-    (dict, Items),
-    (list | collections.deque, Sequence),
-    (tuple, Part),
-    (set | frozenset, Elements),
+ITEMS = Kind(_look_at_items, put=operator.setitem, is_ordered=True)
+ATTRIBUTES = Kind(_look_at_items, put=operator.setitem)
+METADATA = Kind(_look_at_items)
+SEQUENCE = Kind(_look_at_sequence, put=operator.setitem)
+_TUPLE = Kind(_look_at_sequence)
+_CHILDREN = Kind(_look_at_children)
+_KERAS_ATTRIBUTES = Kind(
+    _look_at_keras,
+    put=operator.setitem,
+    join=lambda path, name: join(path, _keras.public_name(name)),
 )
+_KERAS_VARIABLE = Kind(
+    lambda variable: _look_at_items(_keras.variable_attributes(variable))
+)
+_MEMBERS = Kind(_look_at_members, _get_member, object.__setattr__)
+_CAPTURED = Kind(
+    lambda function: _look_at_items(entries_of(function)), join=join_captured
+)
+_CONTAINERS: tuple[tuple[Any, Kind], ...] = (
+    (dict, ITEMS),
+    (list | collections.deque, SEQUENCE),
+    (tuple, _TUPLE),
+)
+
+
+def part_of(source: Any, kind: Kind) -> Part:
+    """Returns what an object holds in one way."""
+    return Part(source, kind, *kind.look(source))
 
 
 def parts_of(value: Any) -> list[Part]:
@@ -306,47 +150,53 @@ def parts_of(value: Any) -> list[Part]:
 @functools.lru_cache(maxsize=4096)
 def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
     """Returns `parts_of` for values of one type."""
-    if kind in PLAIN or issubclass(kind, jax.Array | Tracer | np.generic | type):
+    if kind in PLAIN or issubclass(kind, _LEAVES):
         return lambda _: []
-    if issubclass(kind, np.ndarray):
-        return lambda value: [Numbers(value)] if value.flags["W"] else []
     if _nnx.is_variable_type(kind):
-        return lambda value: [Metadata(_nnx.metadata(value))]
+        return lambda value: [part_of(_nnx.metadata(value), METADATA)]
     if _keras.is_variable_type(kind):
-        return lambda value: [KerasVariable(value)]
+        return lambda value: [part_of(value, _KERAS_VARIABLE)]
     if issubclass(kind, FUNCTION_TYPES):
-        return lambda value: [Captured(value)] if is_function(value) else []
-    containers = [part for kinds, part in _CONTAINERS if issubclass(kind, kinds)]
+        return lambda value: [part_of(value, _CAPTURED)] if is_function(value) else []
+    ways = [way for kinds, way in _CONTAINERS if issubclass(kind, kinds)]
     is_node, is_keras = _nnx.is_node_type(kind), _keras.is_node_type(kind)
     # The metrics of this library are objects of NNX like any other.
     if is_opaque(kind) and not (is_node or is_keras):
-        return lambda value: [part(value) for part in containers]
-    attributes = KerasAttributes if is_keras else Attributes
-    attributes = NodeAttributes if is_node else attributes
-    has_slots = bool(slot_names(kind))
+        return lambda value: [part_of(value, way) for way in ways]
+    attributes = _KERAS_ATTRIBUTES if is_keras else ATTRIBUTES
 
     def parts_of_object(value: Any) -> list[Part]:
-        parts = [part(value) for part in containers]
+        parts = [part_of(value, way) for way in ways]
         held = attributes_of(value)
         if not (parts or is_node or jax.tree_util.all_leaves([value])):
-            children = Children(value)
+            children = part_of(value, _CHILDREN)
             # First, as its names are those of paths; and not twice.
             own, pairs = held or {}, children.held.items()
             if not all(own.get(name, ABSENT) is child for name, child in pairs):
                 parts.append(children)
         if held is not None and held is not value:
-            parts.append(attributes(held))
-        if has_slots:
-            parts.append(Members(value))
+            parts.append(part_of(held, attributes))
+        if _slot_names(kind):
+            parts.append(part_of(value, _MEMBERS))
         return parts
 
     return parts_of_object
 
 
+_LEAVES = jax.Array | Tracer | np.ndarray | np.generic | set | frozenset | type
+
+
 def held_by(holder: Any) -> Iterator[tuple[Any, Any]]:
     """Yields what a holder holds, by name."""
     for part in parts_of(holder):
-        yield from zip(part.names, part.values, strict=True)
+        yield from part.pairs
+
+
+def is_mutable_leaf(value: Any) -> bool:
+    """Returns whether a value can change, but holds nothing that is looked into."""
+    return isinstance(value, set) or (
+        isinstance(value, np.ndarray) and bool(value.flags["W"])
+    )
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
@@ -359,7 +209,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def slot_names(kind: type) -> tuple[str, ...]:
+def _slot_names(kind: type) -> tuple[str, ...]:
     """Returns the attributes that instances of a class hold in `__slots__`."""
     return tuple(
         name
@@ -412,8 +262,3 @@ def is_frozen(value: Any) -> bool:
     except dataclasses.FrozenInstanceError:
         return True
     return False
-
-
-def are_plain(values: Iterable[Any]) -> bool:
-    """Returns whether none of many values is a holder or an array."""
-    return PLAIN.issuperset(map(type, values))

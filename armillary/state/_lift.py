@@ -3,7 +3,8 @@
 `State` is every slot that some roots reach, seen as one flat list of arrays. Lifting a
 function is four steps: put other arrays (tracers) into the slots, run the function,
 collect what the slots hold now, put the old arrays back. The objects themselves never
-change hands, so every reference a user holds stays good.
+change hands, so every reference a user holds stays good. What else Python has done to
+them stays done, as under `jax.jit`.
 """
 
 import contextlib
@@ -14,15 +15,38 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
+from armillary._checks import list_lines
 from armillary._jax_compat import warn_if_untested
 from armillary.errors import StateStructureError
 from armillary.state import _nnx
-from armillary.state._holders import ABSENT, Numbers
-from armillary.state._slots import Slot, describe
-from armillary.state._step_changes import changed_message, find_new_places
+from armillary.state._holders import ATTRIBUTES
+from armillary.state._opaque import ABSENT
+from armillary.state._slots import PlaceSlot, Slot, describe
 from armillary.state._walk import Walk
-from armillary.state._watch import Watch, compare
+from armillary.state._watch import Watch, find_differences, find_facts
+
+_MADE = "made by the step, so nothing carries it to the next one"
+_MADE_ANEW = (
+    "in a new object that the step made, while the loop carries what the old one "
+    "holds: assign to that (`variable[...] = value`, `setattr`), or make its class a "
+    "pytree (`jax.tree_util.register_dataclass`), so that a new value takes its place"
+)
+_LOST = (
+    "the step put an array into a name, a tuple or a function, which nothing carries "
+    "to the next step: hold it in an attribute or a variable"
+)
+_FINAL = (
+    "Make every place in the constructor with its final shape and dtype (an array, "
+    "`jnp.zeros(...)`, where it counts), and cast before assigning "
+    "(`value.astype(jnp.float32)`)."
+)
+_ONE_VALUE = (
+    "A `PerReplica` holds a value for each replica, as `strategy.run` returns them. "
+    'Reduce it in the step (`armillary.all_reduce("mean", gradients)`), so that all '
+    'have the same, and take that one: `strategy.reduce("mean", value)`.'
+)
 
 
 class State:
@@ -53,10 +77,6 @@ class State:
         self.roots, self._reads = tuple(roots), reads
         self._has_constants = has_constants
         self._walk = Walk(self.roots)
-        # What the objects held when the code began that runs on other arrays now, and
-        # when the last such code had ended: a walk takes long.
-        self._before: list[Walk] = []
-        self._after: Walk | None = None
         self.slots: tuple[Slot, ...] = tuple(
             sorted(self._walk.slots.values(), key=lambda slot: slot.path)
         )
@@ -114,7 +134,34 @@ class State:
 
     def changes_since(self, old: "State") -> dict[str, str]:
         """Returns, by path, what is another than in `old`, but for arrays."""
-        return compare(old._walk, self._walk, self._names, but=old._constants)
+        before = find_facts(old._walk, self._names, old._constants)
+        now = find_facts(self._walk, self._names, self._constants)
+        return find_differences(before, now)
+
+    def note_read(self, name: str) -> None:
+        """Hears that a step is about to look at an attribute of the first root."""
+        if self._reads is not None:
+            self._reads.add(name)
+
+    def look(self) -> Walk:
+        """Returns all that the roots lead to now, for `changes_between`."""
+        walk = Walk(self.roots)
+        walk.copy(walk.nodes.keys(), is_read=False)
+        return walk
+
+    def changes_between(self, before: Walk, after: Walk) -> dict[str, str]:
+        """Returns, by path, the plain values that a step changed while it was traced.
+
+        Of those that no step has looked at, only what it has rebound.
+        """
+        names = self._names
+        if names is not None:
+            old, new = _held_by_first(before), _held_by_first(after)
+            every = {*old, *new}
+            kept = {n for n in every if old.get(n, ABSENT) is new.get(n, ABSENT)}
+            names = names | (every - kept)
+        old, new = (find_facts(walk, names, ()) for walk in (before, after))
+        return find_differences(old, new, before.holding_slots())
 
     def read(self) -> list[Any]:
         """Returns the arrays that the slots hold."""
@@ -127,63 +174,35 @@ class State:
                 slot.write(list(leaves[start:stop]))
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[Callable[[], dict[str, str]]]:
-        """Makes the objects hold what they held, if the code inside raises."""
-        before = Walk(self.roots)
-        self._before.append(before)
-        if self._reads is None:
-            self._keep_numbers(None)
-
-        def changes() -> dict[str, str]:
-            names = self._names
-            if names is not None:
-                names = names.union(_rebound(before))
-            fixed = before.holding_slots()
-            now, self._after = self._after or Walk(self.roots), None
-            return compare(before, now, names, fixed)
-
-        try:
-            yield changes
-        except BaseException:
-            before.restore(before.reached_from(self._names))
-            raise
-        finally:
-            self._before.pop()
-            self._after = None
-
-    def note_read(self, name: str) -> None:
-        """Hears that a step is about to look at an attribute of the first root."""
-        if self._reads is not None and name not in self._reads:
-            self._reads.add(name)
-            self._keep_numbers({name})
-
-    def _keep_numbers(self, names: set[str] | None) -> None:
-        for before in self._before:
-            for holder in before.reached_from(names):
-                for part in before.nodes[holder].parts:
-                    if isinstance(part, Numbers):
-                        part.keep(is_read=names is not None)
-
-    @contextlib.contextmanager
-    def swapped(
-        self, leaves: Sequence[Any], *, is_kept: bool = False
-    ) -> Iterator[None]:
+    def swapped(self, leaves: Sequence[Any]) -> Iterator[None]:
         """Holds `leaves`, in the order of `paths`, in the slots for a while.
 
         They are held in the current trace. Plain values that change meanwhile stay
-        changed, unless the code inside raises. Inside `kept`, its walk may serve here
-        too (`is_kept`), where nobody goes on after an error.
+        changed.
         """
         undo: list[Callable[[], None]] = []
-        with contextlib.nullcontext() if is_kept else self.kept():
-            try:
-                for slot, part in self._parts(leaves):
-                    undo.append(slot.swap(part))
-                undo.extend(_nnx.swap_node(node) for node in self._nodes)
-                yield
-            finally:
-                for restore in reversed(undo):
-                    restore()
+        try:
+            for slot, start, stop in self.ranges:
+                undo.append(slot.swap(list(leaves[start:stop])))
+            undo.extend(_nnx.swap_node(node) for node in self._nodes)
+            yield
+        finally:
+            for restore in reversed(undo):
+                restore()
+
+    @contextlib.contextmanager
+    def attributes_kept(self) -> Iterator[None]:
+        """Gives objects their attributes back in the end, as to a model in training."""
+        nodes = Walk(self.roots).nodes.values()
+        parts = [part for node in nodes for part in node.parts]
+        try:
+            yield
+        finally:
+            for part in parts:
+                if part.kind is ATTRIBUTES:
+                    for name in part.source.keys() - part.held.keys():
+                        del part.source[name]
+                    part.source.update(part.held)
 
     @contextlib.contextmanager
     def moved(self) -> Iterator[Callable[[], None]]:
@@ -224,38 +243,101 @@ class State:
                 _nnx.swap_node(node)
 
     def collect(
-        self, before: Sequence[Any], step_name: str, *, is_end: bool = True
+        self, before: Sequence[Any], step_name: str, new_places: Sequence[str] = ()
     ) -> list[Any]:
         """Returns what the slots hold after a step that began with `before`.
 
-        Called inside `swapped`.
+        Called inside `swapped`. Raises if they hold other arrays than a loop can carry,
+        or if there are `new_places`.
         """
         changes: list[str] = []
         leaves: list[Any] = []
-        for slot, old in self._parts(before):
+        for slot, start, stop in self.ranges:
             try:
                 new = slot.read()
             except StateStructureError as error:
                 changes.extend(str(error).splitlines())
                 continue
-            for path, a, b in zip(slot.paths, old, new, strict=True):
+            for path, a, b in zip(slot.paths, before[start:stop], new, strict=True):
                 b = as_array(b)
                 if (a.shape, a.dtype) != (b.shape, b.dtype):
                     changes.append(f"{path}: {describe(a)} became {describe(b)}")
-            leaves.extend(strong(leaf) for leaf in new)
-        new_places: list[str] = []
-        if is_end:
-            self._after = Walk(self.roots)
-            new_places = find_new_places(self.slots, self._after, self._before[-1])
-        if changes or new_places:
-            num_places = len(self.paths) + len(new_places)
-            changes.extend(new_places)
-            raise StateStructureError(changed_message(step_name, changes, num_places))
-        return leaves
+            leaves.extend(map(strong, new))
+        changes += new_places
+        if not changes:
+            return leaves
+        lines = "\n".join(f"  {change}" for change in changes)
+        raise StateStructureError(
+            f"`{step_name}` changed {len(changes)} of "
+            f"{len(self.paths) + len(new_places)} slots, and a compiled loop needs the "
+            "same places with the same shape and dtype after every step:\n"
+            f"{lines}\n{_ONE_VALUE if 'PerReplica' in lines else _FINAL}"
+        )
 
-    def _parts(self, leaves: Sequence[Any]) -> Iterator[tuple[Slot, list[Any]]]:
-        for slot, start, stop in self.ranges:
-            yield slot, list(leaves[start:stop])
+    def find_new_places(self, before: Walk, after: Walk) -> list[str]:
+        """Returns what is wrong with places that a step put arrays into."""
+        keys = {slot.key for slot in self.slots}
+        paths = {slot.path for slot in self.slots}
+        made = [slot for key, slot in after.slots.items() if key not in keys]
+        texts = [
+            f"{slot.path}: "
+            f"{_MADE_ANEW if slot.path in paths else _describe_new(slot, before)}"
+            for slot in made
+        ]
+        lost = [path for path, array in after.constants if isinstance(array, Tracer)]
+        return texts + [f"{path}: {_LOST}" for path in lost]
+
+
+def _held_by_first(walk: Walk) -> dict[str, Any]:
+    """Returns what the first root held, by name."""
+    parts = walk.nodes[id(walk.roots[0][0])].parts
+    return {name: value for part in parts for name, value in part.pairs}
+
+
+def _describe_new(slot: Slot, walk: Walk) -> str:
+    """Returns what a step did to make a slot."""
+    if not isinstance(slot, PlaceSlot):
+        return _MADE
+    parts = (part for node in walk.nodes.values() for part in node.parts)
+    held = (part.held for part in parts if part.source is slot.source)
+    before = next(held, {}).get(slot.name, ABSENT)
+    if before is ABSENT:
+        return _MADE
+    if before is slot.get():
+        kind = type(before).__name__
+        return f"the step put an array into this {kind}, which held none before"
+    arrays = slot.read()
+    is_one = slot.paths == (slot.path,)
+    became = describe(arrays[0]) if is_one else "a nest of arrays"
+    return f"held `{before!r:.60}` before the step, and {became} after it"
+
+
+def unsettled_message(step_name: str, changes: dict[str, str]) -> str:
+    """Returns what is wrong with a step that would not do the same a second time."""
+    lines = [
+        f"{path}: {change}, once, while the step was traced"
+        for path, change in sorted(changes.items())
+    ]
+    return (
+        f"`{step_name}` changed plain values, so that the next step would be another "
+        f"one, and a compiled loop runs Python only once:\n"
+        f"{list_lines(lines, most=10)}\n"
+        "Hold what a step counts or decides by in an array (`jnp.zeros(...)`, "
+        "`jnp.where`), and set what is set once in `__init__` or `train_loop_begin`."
+    )
+
+
+def take_tracers(roots: Sequence[tuple[Any, str]]) -> list[PlaceSlot]:
+    """Takes arrays of a trace out of plain places that hold some; returns these."""
+    left = [
+        slot
+        for slot in Walk(roots).slots.values()
+        if isinstance(slot, PlaceSlot)
+        if any(isinstance(leaf, Tracer) for leaf in slot.read())
+    ]
+    for slot in left:
+        slot.write([None] * len(slot.paths))
+    return left
 
 
 def find_slots(root: Any, path: str = "") -> list[Slot]:
@@ -274,14 +356,3 @@ def strong(leaf: Any) -> jax.Array:
 def as_array(leaf: Any) -> jax.Array:
     """Returns `leaf` itself if it is a JAX array, so that identity tells changes."""
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-
-
-def _rebound(before: Walk) -> Iterator[str]:
-    """Yields the attributes of the first root that hold another object by now."""
-    for part in before.nodes[id(before.roots[0][0])].parts:
-        names, values = part.look()
-        now = dict(zip(names, values, strict=True))
-        for name, value in part.held.items():
-            if now.pop(name, ABSENT) is not value:
-                yield name
-        yield from now

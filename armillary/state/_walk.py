@@ -2,35 +2,35 @@
 
 The walk follows attributes (those in `__slots__`, too), items and pytrees, and for
 functions their closures and the globals their code names. It is a loop over a stack, so
-that neither depth nor cycles end it.
-
-What it leaves is a graph of `Node`s, each with what it held, by name. Two walks can be
-compared: `compare` tells what a program that was traced after the first would not know.
+that neither depth nor cycles end it. What it leaves is a graph of `Node`s, each with
+what it held, by name: `facts` of two walks tell what a program that was traced after
+the first would not know.
 """
 
 import collections
+import copy
 import functools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from armillary.state import _keras, _nnx
 from armillary.state._holders import (
     Part,
-    are_plain,
     children_of,
     is_claimed,
+    is_mutable_leaf,
     parts_of,
 )
-from armillary.state._opaque import PLAIN, global_names, is_array
-from armillary.state._place import PlaceSlot
-from armillary.state._slots import Role, Slot
+from armillary.state._opaque import PLAIN, are_plain, global_names, is_array
+from armillary.state._slots import PlaceSlot, Role, Slot
 
 # Of nests that are deeper (or reach themselves), JAX can make no tree.
 _MAX_TREE_DEPTH = 100
+_MANY_BYTES = 1 << 20
 
 
 class Node(NamedTuple):
-    """A holder that was found."""
+    """A holder that was found; without parts, a value that can change in itself."""
 
     value: Any
     path: str
@@ -64,6 +64,7 @@ class Walk:
         self.slots: dict[Any, Slot] = {}
         self.edges: dict[int, list[tuple[Any, int]]] = collections.defaultdict(list)
         self.constants: list[tuple[str, Any]] = []
+        self._copies: dict[int, Any] = {}
         self._unsummed: set[int] = set()
         self._averaged: set[int] = set()
         self._tasks = [_Task(*root) for root in reversed(self.roots)]
@@ -78,8 +79,9 @@ class Walk:
         value, path, part, name, above = task
         if type(value) in PLAIN:
             return
+        is_place = part is not None and part.kind.put is not None
         if is_array(value):
-            if part and part.has_places:
+            if part and is_place:
                 self._add(PlaceSlot(part, name, path, is_claimed), above)
             else:
                 self.constants.append((path, value))
@@ -89,13 +91,14 @@ class Walk:
         elif _keras.is_variable(value) and id(value) not in self.slots:
             if not _keras.is_unset(value):
                 self._add(_keras.KerasSlot(value, path), None)
-        elif (
-            part and part.has_places and not is_claimed(value) and self._add_tree(task)
-        ):
+        elif is_place and not is_claimed(value) and self._add_tree(task):
             return
         if above is not None:
             self.edges[above[0]].append((above[1], id(value)))
-        if id(value) not in self.nodes and (parts := parts_of(value)):
+        if id(value) in self.nodes:
+            return
+        parts = parts_of(value)
+        if parts or is_mutable_leaf(value):
             self.nodes[id(value)] = Node(value, path, parts)
             self._push(value, path, parts)
 
@@ -107,24 +110,21 @@ class Walk:
         for part in reversed(parts):
             if are_plain(part.values):
                 continue
-            for name, held in zip(
-                reversed(part.names), reversed(part.values), strict=True
-            ):
+            for name, held in reversed(part.pairs):
                 if type(held) not in PLAIN and not (is_node and _nnx.is_internal(name)):
-                    place = part.path(path, name)
-                    self._tasks.append(
-                        _Task(held, place, part, name, (id(value), name))
-                    )
+                    place = part.kind.join(path, name)
+                    above = (id(value), name)
+                    self._tasks.append(_Task(held, place, part, name, above))
 
     def _add_tree(self, task: _Task) -> bool:
         """Adds the place of a pytree with arrays; returns whether it is one."""
         value, path, part, name, above = task
-        if part is None or not _holds_arrays(value):
-            return False
         try:
+            if part is None or not _holds_arrays(value):
+                return False
             slot = PlaceSlot(part, name, path, is_claimed)
-        except (TypeError, ValueError):
-            # JAX cannot order it, such as a dict with mixed keys.
+        except (RecursionError, TypeError, ValueError):
+            # JAX makes no tree of it, such as of a dict with mixed keys.
             return False
         self._add(slot, above)
         self._tasks.extend(
@@ -137,11 +137,6 @@ class Walk:
         slot.holder = above and above[0]
         self.slots.setdefault(slot.key, slot)
 
-    def part_of(self, source: Any) -> Part | None:
-        """Returns the part that a container was found as."""
-        parts = (part for node in self.nodes.values() for part in node.parts)
-        return next((part for part in parts if part.source is source), None)
-
     def reached_from(
         self,
         names: Collection[str] | None,
@@ -152,85 +147,95 @@ class Walk:
         `None` stands for all, and for all roots. Places in `but` lead to nothing.
         """
         first = None if names is None else id(self.roots[0][0])
-        pending = [id(root) for root, _ in self.roots]
-        reached: set[int] = set()
-        while pending:
-            current = pending.pop()
-            if current not in reached:
-                reached.add(current)
-                pending += [
-                    child
-                    for name, child in self.edges.get(current, ())
-                    if (current != first or name in (names or ()))
-                    and (current, name) not in but
-                ]
-        return reached & self.nodes.keys()
+
+        def below(holder: int) -> list[int]:
+            return [
+                child
+                for name, child in self.edges.get(holder, ())
+                if (holder != first or name in (names or ()))
+                and (holder, name) not in but
+            ]
+
+        return _spread((id(root) for root, _ in self.roots), below) & self.nodes.keys()
 
     @functools.cached_property
-    def globals(self) -> set[tuple[int, Any]]:
-        """The globals of functions that lead to no state: they are constants."""
-        leading = self.leading_to_slots()
-        return {
-            (holder, name)
-            for holder, node in self.nodes.items()
-            for name in global_names(node.value)
-            if id(node.parts[0].held.get(name)) not in leading
-        }
+    def leading_to_slots(self) -> set[int]:
+        """The holders that lead to a slot, or hold one."""
+        parents: dict[int, list[int]] = collections.defaultdict(list)
+        for parent, children in self.edges.items():
+            for _, child in children:
+                parents[child].append(parent)
+        found = _spread(self.holding_slots(), lambda child: parents[child])
+        return found & self.nodes.keys()
 
     def holding_slots(self) -> set[int]:
         """Returns the holders that are a slot, or hold one."""
         slots = self.slots.items()
         return {key if slot.holder is None else slot.holder for key, slot in slots}
 
-    def leading_to_slots(self) -> set[int]:
-        """Returns the holders that lead to a slot, or hold one."""
-        parents: dict[int, list[int]] = collections.defaultdict(list)
-        for parent, children in self.edges.items():
-            for _, child in children:
-                parents[child].append(parent)
-        pending = list(self.holding_slots())
-        found: set[int] = set()
-        while pending:
-            current = pending.pop()
-            if current not in found:
-                found.add(current)
-                pending += parents[current]
-        return found & self.nodes.keys()
+    @functools.cached_property
+    def globals(self) -> set[tuple[int, Any]]:
+        """The globals of functions that lead to no state: they are constants."""
+        return {
+            (holder, name)
+            for holder, node in self.nodes.items()
+            for name in global_names(node.value)
+            if id(node.parts[0].held.get(name)) not in self.leading_to_slots
+        }
 
-    def restore(self, holders: Collection[int]) -> None:
-        """Makes some of the holders hold what they held."""
+    def copy(self, holders: Collection[int], *, is_read: bool) -> list[tuple[Any, Any]]:
+        """Copies what can change in itself; returns pairs of such values and copies.
+
+        Large NumPy arrays are copied only if steps read them (`is_read`).
+        """
         for holder in holders:
-            for part in self.nodes[holder].parts:
-                if not part.is_as_found():
-                    part.restore()
+            value = self.nodes[holder].value
+            if self.nodes[holder].parts or holder in self._copies:
+                continue
+            if is_read or getattr(value, "nbytes", 0) <= _MANY_BYTES:
+                self._copies[holder] = copy.copy(value)
+        reached = self._copies.keys() & holders
+        return [(self.nodes[each].value, self._copies[each]) for each in reached]
+
+    def fact(self, value: Any) -> Any:
+        """Returns what a place held, to be compared with what it holds elsewhere."""
+        node = self.nodes.get(id(value))
+        if node is None:
+            return value
+        if node.parts:
+            return Found(value, node.path)
+        return self._copies.get(id(value), value)
 
 
-def _holds_arrays(value: Any) -> bool:
+class Found(NamedTuple):
+    """A holder, with the first path that leads to it."""
+
+    value: Any
+    path: str
+
+
+def _spread(start: Iterable[int], further: Callable[[int], Iterable[int]]) -> set[int]:
+    """Returns all that can be reached."""
+    pending, reached = list(start), set[int]()
+    while pending:
+        current = pending.pop()
+        if current not in reached:
+            reached.add(current)
+            pending += further(current)
+    return reached
+
+
+def _holds_arrays(value: Any, above: tuple[int, ...] = ()) -> bool:
     """Returns whether `value` is a tree, as JAX knows them, with arrays in it."""
+    if len(above) > _MAX_TREE_DEPTH or id(value) in above:
+        raise RecursionError("no tree")
     children = children_of(value)
     if are_plain(children):  # as most values have none
         return False
-    has_arrays = False
-    trail: list[tuple[Any, Iterator[Any]]] = [(value, iter(children))]
-    # By `id`; kept, since a flattened object may have made them for the occasion.
-    above: dict[int, Any] = {id(value): value}
-    done: dict[int, Any] = {}
-    while trail:
-        if len(trail) > _MAX_TREE_DEPTH:
-            return False
-        for part in trail[-1][1]:
-            has_arrays = has_arrays or is_array(part)
-            if id(part) in above:
-                return False
-            if type(part) in PLAIN or id(part) in done:
-                continue
-            children = children_of(part)
-            if not are_plain(children):
-                above[id(part)] = part
-                trail.append((part, iter(children)))
-                break
-        else:
-            part, _ = trail.pop()
-            above.pop(id(part), None)
-            done[id(part)] = part
-    return has_arrays
+    above = (*above, id(value))
+    found = [
+        is_array(child) or _holds_arrays(child, above)
+        for child in children
+        if type(child) not in PLAIN
+    ]
+    return any(found)

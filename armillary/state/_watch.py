@@ -1,159 +1,33 @@
-"""Notices, between two loops, that the user's objects hold something new.
+"""Notices that the user's objects hold something new, and tells what.
 
 A walk takes long, and hardly ever finds anything that the last one did not. So what
 every holder held is remembered, and compared by identity, in passes that Python makes
 in C. Only holders that a step may have looked at matter, and those that lead to state.
 
-Tells two walks apart: what would make a step do something else.
-
-Two walks are alike if they go over objects of the same types, connected in the same
-way, with equal plain values. That they are other objects does not matter: a program
-knows none. So a metric that is made anew for every loop changes nothing, and a number
-anywhere in a nest of containers does.
+What another walk found is told by the difference of two dictionaries of plain values,
+by path. In them, objects are alike if they have the same type and the same place: that
+they are others does not matter, since a program knows none. So a metric that is made
+anew for every loop changes nothing, and a number anywhere in a nest does.
 """
 
 import collections
-import functools
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from armillary.state import _nnx
 from armillary.state._holders import (
-    ABSENT,
-    Metadata,
-    Numbers,
+    ATTRIBUTES,
+    ITEMS,
+    METADATA,
+    SEQUENCE,
     Part,
-    Sequence,
-    are_plain,
+    part_of,
 )
-from armillary.state._opaque import PLAIN, is_equal, is_same_array
-from armillary.state._place import PlaceSlot
-from armillary.state._slots import describe
-from armillary.state._walk import Node, Walk
-
-_Pair = tuple[Any, Any, str]
-
-
-def compare(
-    old: Walk,
-    new: Walk,
-    names: Collection[str] | None = None,
-    fixed: Collection[int] = (),
-    but: Collection[tuple[int, Any]] = (),
-) -> dict[str, str]:
-    """Returns what differs between two walks from the same roots, by path.
-
-    Arrays in slots, and what the places `but` hold, are none of its business.
-    """
-    return dict(_Comparison(old, new, names, fixed, but).differences())
-
-
-class _Comparison:
-    def __init__(
-        self,
-        old: Walk,
-        new: Walk,
-        names: Collection[str] | None,
-        fixed: Collection[int],
-        but: Collection[tuple[int, Any]],
-    ) -> None:
-        self._old, self._new = old, new
-        self._names, self._fixed, self._but = names, fixed, but
-        self._root = id(old.roots[0][0]) if old.roots else None
-        # Which holder stands in for which, both ways.
-        self._new_of: dict[int, int] = {}
-        self._old_of: dict[int, int] = {}
-        self._pending: list[_Pair] = [
-            (a, b, path) for (a, path), (b, _) in zip(old.roots, new.roots, strict=True)
-        ]
-
-    def differences(self) -> Iterator[tuple[str, str]]:
-        """Yields paths and what differs there."""
-        while self._pending:
-            a, b, path = self._pending.pop()
-            old, new = self._old.nodes.get(id(a)), self._new.nodes.get(id(b))
-            if old is None or new is None:
-                if not is_equal(a, b):
-                    yield path, became(a, b)
-            elif self._stands_in(a, b):
-                yield from self._compare_nodes(old, new, path)
-            elif self._new_of.get(id(a)) != id(b):
-                yield path, became(a, b)
-
-    def _stands_in(self, a: Any, b: Any) -> bool:
-        """Notes that `b` stands in for `a`; returns whether that is new and may be."""
-        if id(a) in self._new_of or id(b) in self._old_of or type(a) is not type(b):
-            return False
-        if a is not b and id(a) in self._fixed:
-            return False
-        self._new_of[id(a)], self._old_of[id(b)] = id(b), id(a)
-        return True
-
-    def _compare_nodes(
-        self, old: Node, new: Node, path: str
-    ) -> Iterator[tuple[str, str]]:
-        for a, b in zip(old.parts, new.parts, strict=True):
-            if isinstance(a, Numbers):
-                kept = a.source if a.copy is None else a.copy
-                if kept is not b.source and not is_same_array(kept, b.source):
-                    yield path, "its numbers changed"
-            elif id(old.value) == self._root and self._names is not None:
-                yield from self._compare_parts(a, b, path, sorted(self._names))
-            elif not (_is_same(a, b) and are_plain(a.values)):
-                names = dict.fromkeys([*a.names, *b.names])
-                yield from self._compare_parts(a, b, path, names)
-                if a.is_ordered and a.names != b.names and len(a.names) == len(b.names):
-                    yield path, "the order of its keys changed"
-
-    def _compare_parts(
-        self, a: Part, b: Part, path: str, names: Collection[Any]
-    ) -> Iterator[tuple[str, str]]:
-        before, now = a.held, b.held
-        below: list[_Pair] = []
-        for name in names:
-            was, is_now = before.get(name, ABSENT), now.get(name, ABSENT)
-            if was is is_now and (type(was) in PLAIN or was is ABSENT):
-                continue
-            if _nnx.is_internal(name) or (id(a.source), name) in self._but:
-                continue
-            place = a.path(path, name)
-            old = self._old.slots.get((id(a.source), name))
-            new = self._new.slots.get((id(b.source), name))
-            if isinstance(old, PlaceSlot) and isinstance(new, PlaceSlot):
-                yield from self._compare_slots(old, new, place)
-            elif (old is None) != (new is None) or was is ABSENT or is_now is ABSENT:
-                yield place, became(was, is_now)
-            else:
-                below.append((was, is_now, place))
-        self._pending += reversed(below)  # the first name of an object is its name
-
-    def _compare_slots(
-        self, old: PlaceSlot, new: PlaceSlot, path: str
-    ) -> Iterator[tuple[str, str]]:
-        if old.treedef != new.treedef or old.is_dynamic != new.is_dynamic:
-            yield path, f"tree structure {old.treedef} became {new.treedef}"
-            return
-        for leaf_path, a, b in zip(old.leaf_paths, old.static, new.static, strict=True):
-            if a is not b or type(a) not in PLAIN:
-                self._pending.append((a, b, leaf_path))
-
-
-def became(old: Any, new: Any) -> str:
-    """Returns a sentence on what a place held and holds."""
-    if old is ABSENT:
-        return f"{describe(new)} was put there"
-    if new is ABSENT:
-        return f"{describe(old)} was removed"
-    is_alike = type(old) is type(new) and type(old) in PLAIN
-    return f"{describe(old)} became {repr(new)[:60] if is_alike else describe(new)}"
-
-
-def _is_same(a: Part, b: Part) -> bool:
-    """Returns whether two parts hold the same objects under the same names."""
-    return a.names == b.names and all(map(operator.is_, a.values, b.values))
-
+from armillary.state._opaque import ABSENT, PLAIN, is_equal
+from armillary.state._slots import PlaceSlot, describe
+from armillary.state._walk import Found, Walk
 
 _END = object()
 
@@ -171,74 +45,151 @@ class Watch:
         names: Collection[str] | None,
         but: Collection[tuple[int, Any]],
     ) -> None:
-        reached, leading = walk.reached_from(names, but), walk.leading_to_slots()
+        reached, leading = walk.reached_from(names, but), walk.leading_to_slots
         root = 0 if names is None else id(walk.roots[0][0])
-        slots: dict[int, set[Any]] = collections.defaultdict(set)
+        without: dict[int, set[Any]] = collections.defaultdict(set)
         for key in (*walk.slots, *but):
             if isinstance(key, tuple):
-                slots[key[0]].add(key[1])
-        # Live views of what parts without slots hold, and what they held.
+                without[key[0]].add(key[1])
+        # What is iterated over to see what is held; and parts to look at again.
         self._views: list[Iterable[Any]] = []
+        self._looks: list[tuple[Part, Collection[Any], list[str] | None]] = []
+        self._metadata: list[tuple[Any, Any]] = []
         held: list[Any] = []
-        # What looks at the other parts, and what it saw.
-        self._rest: list[Callable[[], list[Any]]] = []
-        rest: list[Any] = []
-        self._numbers: list[Numbers] = []
-        metadata: list[Metadata] = []
         for holder in reached | leading:
             for part in walk.nodes[holder].parts:
-                without = slots.get(id(part.source), ())
+                left_out = without.get(id(part.source), ())
                 if holder == root:
                     leads = {n for n, child in walk.edges[root] if child in leading}
-                    only = {*leads, *(names or ())}.difference(without)
-                    self._rest.append(functools.partial(_look_at, part, sorted(only)))
-                    rest += [part.held.get(name, ABSENT) for name in sorted(only)]
-                elif isinstance(part, Numbers):
-                    part.keep(is_read=names is not None)
-                    self._numbers.append(part)
-                elif isinstance(part, Metadata):
-                    metadata.append(part)
-                elif without or not part.has_views:
-                    self._rest.append(functools.partial(_look, part, without))
-                    rest += _pick(part, without, part.names, part.values)
+                    only = sorted({*leads, *(names or ())}.difference(left_out))
+                    self._looks.append((part, (), only))
+                elif part.kind is METADATA:
+                    self._metadata.append((part.source, part.held))
+                elif left_out or part.kind not in (ITEMS, ATTRIBUTES, SEQUENCE):
+                    self._looks.append((part, left_out, None))
+                elif part.kind is SEQUENCE:
+                    self._views.append(part.source)
+                    held += part.values
                 else:
-                    for live, found in part.views():
-                        self._views.append(live)
-                        held += found
+                    self._views += [part.source, part.source.values()]
+                    held += [*part.names, *part.values]
+        rest = itertools.chain.from_iterable(_pick(*look) for look in self._looks)
         self._held = [*held, *rest, _END]
-        self._metadata = [part.source for part in metadata]
-        self._held_metadata = [part.held for part in metadata]
+        self._copies = walk.copy(reached | leading, is_read=names is not None)
 
     def is_current(self) -> bool:
         """Returns whether the holders hold what they held at first."""
+        looks = (
+            _pick(part_of(part.source, part.kind), left_out, only)
+            for part, left_out, only in self._looks
+        )
+        # `_END` comes last, and no value before it is that.
+        now = itertools.chain.from_iterable([*self._views, *looks, (_END,)])
         return (
-            all(map(operator.is_, self._hold(), self._held))
-            and self._metadata == self._held_metadata
-            and all(part.is_as_found() for part in self._numbers)
-        )
-
-    def _hold(self) -> Iterator[Any]:
-        """Yields what is held, and then `_END`, which no value before it is."""
-        return itertools.chain(
-            itertools.chain.from_iterable(self._views),
-            itertools.chain.from_iterable(look() for look in self._rest),
-            (_END,),
+            all(map(operator.is_, now, self._held))
+            and all(now == before for now, before in self._metadata)
+            and all(is_equal(now, before) for now, before in self._copies)
         )
 
 
-def _look(part: Part, without: Collection[Any]) -> list[Any]:
-    return _pick(part, without, *part.look())
-
-
-def _pick(
-    part: Part, without: Collection[Any], names: list[Any], values: list[Any]
-) -> list[Any]:
-    """Returns names and what they hold, but for slots."""
-    held = zip(names, values, strict=True)
-    kept = [value for name, value in held if name not in without]
+def _pick(part: Part, left_out: Collection[Any], only: list[str] | None) -> list[Any]:
+    """Returns names and what they hold, or only what some of them hold."""
+    if only is not None:
+        held = part.held
+        return [held.get(name, ABSENT) for name in only]
+    kept = [value for name, value in part.pairs if name not in left_out]
     # Numbers are the names in a list, and have no identity.
-    return kept if isinstance(part, Sequence) else [*names, *kept]
+    return kept if part.kind is SEQUENCE else [*part.names, *kept]
 
 
-def _look_at(part: Part, names: list[Any]) -> list[Any]:
-    return list(map(part.get, names))
+def find_facts(
+    walk: Walk,
+    names: Collection[str] | None,
+    but: Collection[tuple[int, Any]],
+) -> dict[tuple[str, Any], Any]:
+    """Returns all plain values that a walk found, by path and name."""
+    root = 0 if names is None else id(walk.roots[0][0])
+    facts: dict[tuple[str, Any], Any] = {
+        (path, None): walk.fact(value) for value, path in walk.roots
+    }
+    for holder in walk.reached_from(names, but):
+        for part in walk.nodes[holder].parts:
+            path = walk.nodes[holder].path
+            if part.kind.is_ordered:
+                facts[path, _Order] = _Order(part.names)
+            for name, value in part.pairs:
+                is_other = holder == root and name not in (names or ())
+                if is_other or (holder, name) in but or _nnx.is_internal(name):
+                    continue
+                place = part.kind.join(path, name)
+                slot = walk.slots.get((id(part.source), name))
+                if not isinstance(slot, PlaceSlot):
+                    facts[place, name] = walk.fact(value)
+                    continue
+                facts[place, name] = _Tree(value, slot.treedef, slot.is_dynamic)
+                for leaf_path, leaf in slot.others:
+                    facts[leaf_path, None] = walk.fact(leaf)
+    return facts
+
+
+class _Order(tuple[Any, ...]):
+    """The names of items, in the order that the user made."""
+
+    __slots__ = ()
+
+
+class _Tree(NamedTuple):
+    """A pytree with arrays."""
+
+    value: Any
+    treedef: Any
+    is_dynamic: list[bool]
+
+
+def find_differences(
+    old: Mapping[tuple[str, Any], Any],
+    new: Mapping[tuple[str, Any], Any],
+    fixed: Collection[int] = (),
+) -> dict[str, str]:
+    """Returns what differs between the facts of two walks, by path.
+
+    Objects in `fixed`, by `id`, have none to stand in for them.
+    """
+    found = {}
+    for key in {**old, **new}:
+        before, now = old.get(key, ABSENT), new.get(key, ABSENT)
+        if not _is_alike(before, now, fixed):
+            found[key[0]] = _became(before, now)
+    # What holds others says enough.
+    return {p: text for p, text in found.items() if p.rpartition("/")[0] not in found}
+
+
+def _is_alike(old: Any, new: Any, fixed: Collection[int]) -> bool:
+    if isinstance(old, _Order) or isinstance(new, _Order):
+        return old == new or old is ABSENT or new is ABSENT or set(old) != set(new)
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, _Tree):
+        return old[1:] == new[1:]
+    if isinstance(old, Found):
+        is_same = old.value is new.value or id(old.value) not in fixed
+        return is_same and old.path == new.path and type(old.value) is type(new.value)
+    return is_equal(old, new)
+
+
+def _became(old: Any, new: Any) -> str:
+    """Returns a sentence on what a place held and holds."""
+    if isinstance(old, _Order):
+        return "the order of its keys changed"
+    if isinstance(old, _Tree) and isinstance(new, _Tree):
+        return f"tree structure {old.treedef} became {new.treedef}"
+    old = old.value if isinstance(old, Found | _Tree) else old
+    new = new.value if isinstance(new, Found | _Tree) else new
+    if old is ABSENT:
+        return f"{describe(new)} was put there"
+    if new is ABSENT:
+        return f"{describe(old)} was removed"
+    if describe(old) == describe(new):
+        return f"{describe(old)} has changed"
+    is_alike = type(old) is type(new) and type(old) in PLAIN
+    return f"{describe(old)} became {repr(new)[:60] if is_alike else describe(new)}"

@@ -205,39 +205,31 @@ class StepTracer:
         return self._traces[key].trace
 
     def _trace_new(self, batches: list[PyTree], active: tuple[Active, ...]) -> Trace:
-        name, counts = self._method.name, [1] * len(batches)
-        while True:
-            try:
-                step, taken = self._trace_with(batches, counts, active)
-            except MoreBatches as more:
-                if counts[more.index] < _MAX_BATCHES_PER_STEP:
-                    # Doubled, since each try is a trace of the whole step.
-                    doubled = 2 * counts[more.index]
-                    counts[more.index] = min(doubled, _MAX_BATCHES_PER_STEP)
-                    continue
-                raise RetraceError(
-                    f"`{name}` took over {_MAX_BATCHES_PER_STEP} batches in one "
-                    "step, so it seems to loop over the whole data set. Take a fixed "
-                    "number with `next(iterator)`; the library calls the step until "
-                    "the data ends."
-                ) from None
-            check_taken(name, taken)
-            if taken == counts:
-                return Trace(step, tuple(counts))
-            counts = taken
+        name = self._method.name
+        try:
+            step, taken = self._trace_with(batches, active)
+        except MoreBatches:
+            raise RetraceError(
+                f"`{name}` took over {_MAX_BATCHES_PER_STEP} batches in one "
+                "step, so it seems to loop over the whole data set. Take a fixed "
+                "number with `next(iterator)`; the library calls the step until "
+                "the data ends."
+            ) from None
+        check_taken(name, taken)
+        return Trace(step, tuple(taken))
 
     def _trace_with(
-        self, batches: list[PyTree], counts: list[int], active: tuple[Active, ...]
+        self, batches: list[PyTree], active: tuple[Active, ...]
     ) -> tuple[TracedStep, list[int]]:
-        """Traces the step with so many batches to take; returns how many it took."""
+        """Traces the step with many batches to take; returns how many it took."""
         method, flat = self._method, self.flat
         assert flat is not None
-        taken: list[int] = []
+        taken = [0] * len(batches)
 
         def fn(*arguments: Any) -> PyTree:
             iterators = [
                 StepIterator(
-                    i, [self._layouts[i].wrap(batch, active[i]) for batch in offered]
+                    i, (self._layouts[i].wrap(batch, active[i]) for batch in offered)
                 )
                 for i, offered in enumerate(arguments)
             ]
@@ -245,15 +237,15 @@ class StepTracer:
             taken[:] = [iterator.num_taken for iterator in iterators]
             return result
 
-        offered = zip(batches, counts, strict=True)
         was_current = flat.state.is_current()
         with recorded_reads(method.owner, flat.state.note_read):
             step = trace_step(
                 fn,
                 flat,
-                tuple([batch] * count for batch, count in offered),
+                tuple([batch] * _MAX_BATCHES_PER_STEP for batch in batches),
                 user_fn=method.fn,
                 owner=method.owner_name,
+                taken=taken,
             )
         flat.state.watch()
         if was_current and not flat.state.is_current():

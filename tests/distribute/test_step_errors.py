@@ -154,7 +154,7 @@ START = (
 TRAINER_NOTE = START.format("train_step") + (
     "hold it in an array of the trainer, made in the constructor, and return that from "
     "`train_loop_end`. On one device, `StandardTrainerOptions(compile_step=False)` "
-    "runs the step line by line, with values."
+    "runs the step line by line."
 )
 
 
@@ -186,8 +186,7 @@ def test_the_note_of_an_evaluator_speaks_of_its_methods():
         Evaluator().evaluate(1)
     assert START.format("eval_step") + (
         "return it from `eval_step`, for `eval_reduce`. On one device, "
-        "`StandardEvaluatorOptions(compile_step=False)` runs the step line by line, "
-        "with values."
+        "`StandardEvaluatorOptions(compile_step=False)` runs the step line by line."
     ) in (caught.value.__notes__)
 
 

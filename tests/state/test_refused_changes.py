@@ -1,21 +1,21 @@
-"""What a step may not do to its state: it is refused, and everything is put back."""
+"""What a step may not do to its state: it is refused, and arrays are put back."""
 
 import argparse
 import collections
-import contextlib
 import copy
 import dataclasses
 import re
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.core import Tracer
 
-import armillary
 from armillary.errors import StateStructureError
+from armillary.state._lift import State
+from armillary.state._slots import PlaceSlot
 from tests.problems import Holder
 
 
@@ -89,18 +89,19 @@ PUT = "history: the step put an array into this %s, which held none before"
         ),
     ],
 )
-def test_a_change_that_no_loop_can_carry_is_named_and_undone(
-    run_lifted, before, call, message
-):
-    root = Holder(**before)
-    for _ in range(2):
-        with pytest.raises(StateStructureError, match=message):
-            run_lifted(lambda: call(root), root)
-        assert vars(root).keys() == before.keys()
-        assert all(vars(root)[name] is value for name, value in before.items())
+def test_a_change_that_no_loop_can_carry_is_named(run_lifted, before, call, message):
+    root = Holder(**copy.deepcopy(before))
+    state = State([(root, "")])
+    arrays = state.read()
+    with pytest.raises(StateStructureError, match=message):
+        run_lifted(lambda: call(root), root)
+    assert all(old is new for old, new in zip(arrays, state.read(), strict=True))
+    slots = State([(root, "")]).slots
+    left = [slot.read() for slot in slots if isinstance(slot, PlaceSlot)]
+    assert not any(isinstance(leaf, Tracer) for leaves in left for leaf in leaves)
 
 
-def test_everything_is_restored_when_a_step_raises(run_lifted):
+def test_arrays_are_put_back_when_a_step_raises(run_lifted):
     model = linear()
     root = Holder(model=model, params={"w": jnp.ones(2)}, count=jnp.asarray(1))
     before = (model.kernel[...], root.params, root.count)
@@ -165,9 +166,7 @@ def test_all_changes_are_reported_at_once(run_lifted):
 
 
 @pytest.mark.parametrize("before", [None, [], 0.0, np.zeros(3)])
-def test_a_place_that_held_no_array_says_what_it_held_and_holds_it_again(
-    run_lifted, before
-):
+def test_a_place_that_held_no_array_says_what_it_held(run_lifted, before):
     root = Holder(history=before, weight=jnp.ones(3))
 
     def step():
@@ -179,67 +178,29 @@ def test_a_place_that_held_no_array_says_what_it_held_and_holds_it_again(
         f"  history: held `{before!r}` before the step, and float32 (3,) after it\n"
         "Make every place in the constructor with its final shape and dtype"
     )
-    for _ in range(2):
-        with pytest.raises(StateStructureError, match=re.escape(message)):
-            run_lifted(step, root)
-        assert root.history is before
+    with pytest.raises(StateStructureError, match=re.escape(message)):
+        run_lifted(step, root)
+    assert root.history is None and root.weight.shape == (3,)
 
 
-def test_a_step_that_fails_leaves_nothing_behind_in_any_container(run_lifted):
-    root = Holder(
-        last=None,
-        queue=collections.deque([1]),
-        space=argparse.Namespace(items=[{"a": 1}]),
-        user=collections.UserDict(a=1),
-        names={"a"},
-        table=np.zeros(2),
-        weight=jnp.ones(2),
-        model=linear(),
-    )
+def test_what_a_step_that_fails_did_to_python_stays_without_its_arrays(run_lifted):
+    root = Holder(last=None, names={"a"}, queue=collections.deque([1]), w=jnp.ones(2))
 
     def step():
-        root.last = root.weight.sum()
-        root.queue.append(root.weight)
-        root.space.items[0]["b"] = root.weight
-        root.space.items.append("more")
-        root.user["a"] = root.weight
+        root.last = root.w.sum()
+        root.queue.append(root.w)
         root.names.add("b")
-        root.table[0] = 5
-        root.model.extra = nnx.Param(root.weight)
-        root.model.kernel.set_metadata(frozen=True)
-        del root.weight
+        del root.w
         raise RuntimeError("half way")
 
     with pytest.raises(RuntimeError, match="half way"):
         run_lifted(step, root)
-    assert root.last is None and list(root.queue) == [1] and root.names == {"a"}
-    assert root.space.items == [{"a": 1}] and root.user == {"a": 1}
-    assert root.table.tolist() == [0, 0] and root.weight.tolist() == [1, 1]
-    assert not hasattr(root.model, "extra")
-    assert "frozen" not in root.model.kernel.get_metadata()
-    root.model.extra = nnx.Param(jnp.ones(1))
+    assert root.last is None and list(root.queue) == [1, None]
+    assert root.names == {"a", "b"} and root.w.tolist() == [1, 1]
 
 
-def test_an_error_in_run_that_the_step_handles_leaves_no_tracers(run_lifted):
-    strategy = armillary.MirroredStrategy(jax.devices("cpu")[:2])
-    root = Holder(last=None, weight=jnp.ones(2))
-
-    def fail():
-        root.last = root.weight * 2
-        raise KeyError("handled")
-
-    def step():
-        with contextlib.suppress(KeyError):
-            strategy.run(fail)
-        assert root.last is None
-        root.weight = root.weight + 1
-
-    run_lifted(step, root)
-    assert root.weight.tolist() == [2, 2]
-
-
-def test_a_name_that_a_step_rebinds_to_an_array_is_named_and_bound_again(run_lifted):
-    weight = before = jnp.ones(2)
+def test_a_name_that_a_step_rebinds_to_an_array_is_named(run_lifted):
+    weight = jnp.ones(2)
 
     def step():
         nonlocal weight
@@ -249,7 +210,6 @@ def test_a_name_that_a_step_rebinds_to_an_array_is_named_and_bound_again(run_lif
         StateStructureError, match=r"weight: the step put an array into a name.*hold it"
     ):
         run_lifted(step, step)
-    assert weight is before
 
 
 def test_a_flag_that_makes_the_next_step_another_one_is_refused(run_lifted):
@@ -267,7 +227,7 @@ def test_a_flag_that_makes_the_next_step_another_one_is_refused(run_lifted):
         r"Hold what a step counts or decides by in an array",
     ):
         run_lifted(step, root)
-    assert root.started is False and float(root.total) == 100
+    assert float(root.total) == 100
 
 
 @pytest.mark.parametrize(
@@ -286,15 +246,7 @@ def test_a_flag_that_makes_the_next_step_another_one_is_refused(run_lifted):
 def test_a_plain_value_that_a_step_counts_is_refused_anywhere(
     run_lifted, before, change
 ):
-    untouched = copy.deepcopy(before)
     root = Holder(held=before, w=jnp.ones(1))
 
-    def step():
-        change(root)
-
     with pytest.raises(StateStructureError, match=r"\n  held.*, once, while the step"):
-        run_lifted(step, root)
-    assert root.held is before
-    np.testing.assert_array_equal(
-        *[vars(x) if hasattr(x, "n") else x for x in (root.held, untouched)]
-    )
+        run_lifted(lambda: change(root), root)

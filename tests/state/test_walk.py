@@ -435,7 +435,7 @@ def test_a_module_that_two_attributes_lead_to_is_reached_from_both():
     for name in ("first", "second"):
         assert {id(model), id(model.kernel)} <= walk.reached_from({name})
     assert id(model) not in walk.reached_from({"third"})
-    assert {id(root), id(root.second)} <= walk.leading_to_slots()
+    assert {id(root), id(root.second)} <= walk.leading_to_slots
 
 
 @pytest.mark.parametrize("value", [None, (), {}, optax.MaskedNode()])

@@ -1,13 +1,10 @@
 """Adds notes to errors of a user's step that JAX, Flax and Optax cannot write.
 
-A note gives the shapes of the batch that the step was traced with, or the difference
-between a model and an optimizer that was made for another one.
-
-Explains JAX's errors for Python code that needs a value which is not there.
-
-In a traced step `if loss > 0:`, `float(loss)` and `numpy.log(loss)` need one. JAX names
-the function that it traces, which is the library's; the note names the user's, and what
-to do. Outside, an array may be divided between processes.
+A note gives the shapes of the batch that the step was traced with, the difference
+between a model and an optimizer that was made for another one, or what to do where
+Python needs the value of an array. In a traced step `if loss > 0:`, `float(loss)` and
+`numpy.log(loss)` need one: JAX names the function that it traces, which is the
+library's; the note names the user's.
 """
 
 import types
@@ -15,39 +12,33 @@ from collections.abc import Iterator
 
 import jax
 
+from armillary._jaxpr import is_in_trace
 from armillary.distribute.replica._context import get_strategy
 from armillary.distribute.replica._values import AXIS_NAME
+from armillary.errors import ArmillaryError
 from armillary.state._slots import describe
 from armillary.typing import PyTree
 
-VALUE_ERRORS = (
+INSTEAD_OF_JIT = (
+    "Decorate the function that calls `strategy.run` with `@armillary.function` in "
+    "place of `jax.jit`; inside the function that `strategy.run` gets, `nnx.jit` and "
+    "the others work."
+)
+_VALUE_ERRORS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-_COMPILE_STEP = (
-    " On one device, `Standard{}Options(compile_step=False)` runs the step line by "
-    "line, with values."
-)
 _READING = {
     "the trainer": "hold it in an array of the trainer, made in the constructor, and "
-    "return that from `train_loop_end`." + _COMPILE_STEP.format("Trainer"),
-    "the evaluator": "return it from `eval_step`, for `eval_reduce`."
-    + _COMPILE_STEP.format("Evaluator"),
+    "return that from `train_loop_end`. On one device, "
+    "`StandardTrainerOptions(compile_step=False)` runs the step line by line.",
+    "the evaluator": "return it from `eval_step`, for `eval_reduce`. On one device, "
+    "`StandardEvaluatorOptions(compile_step=False)` runs the step line by line.",
     "the function": "return it, and read it after the call.",
 }
-
-
-def add_value_note(error: Exception, step_name: str, owner: str) -> None:
-    """Adds a note to an error, if it is one for the value of a traced array."""
-    if isinstance(error, VALUE_ERRORS):
-        error.add_note(
-            f"`{step_name}` uses the value of an array in Python, but in a compiled "
-            "step, and on several replicas, an array has no value for Python. To "
-            "choose by it, use `jnp.where` or `jax.lax.cond`; to print it, use "
-            f"`jax.debug.print`; to read it, {_READING[owner]}"
-        )
+_MOST_ARRAYS = 20
 
 
 def add_part_note(error: RuntimeError) -> None:
@@ -59,38 +50,40 @@ def add_part_note(error: RuntimeError) -> None:
         )
 
 
-_MOST_ARRAYS = 20
+def add_trace_note(error: Exception) -> None:
+    """Adds a note to Flax's error for variables from outside of a transformation."""
+    if is_in_trace() and "different trace level" in str(error):
+        error.add_note(INSTEAD_OF_JIT)
 
 
-def add_step_notes(
+def add_notes(
     error: Exception, step_name: str, owner: str, arguments: tuple[PyTree, ...]
 ) -> None:
     """Adds notes to what a step raised, if there is something to say."""
-    notes = (
-        _axis_note(error),
-        _optimizer_note(error),
-        _batch_note(step_name, owner, arguments),
-    )
-    for note in filter(None, notes):
+    if isinstance(error, ArmillaryError):
+        return
+    if isinstance(error, _VALUE_ERRORS):
+        error.add_note(
+            f"`{step_name}` uses the value of an array in Python, but in a compiled "
+            "step, and on several replicas, an array has no value for Python. To "
+            "choose by it, use `jnp.where` or `jax.lax.cond`; to print it, use "
+            f"`jax.debug.print`; to read it, {_READING[owner]}"
+        )
+        return
+    if "unbound axis name" in str(error):
+        error.add_note(
+            f"The axis of replicas is called {AXIS_NAME!r}, and is there inside "
+            "`strategy.run`, under every strategy: put the code into a function, and "
+            "call it with `strategy.run(replica_fn, args=(batch,))`."
+        )
+    if note := _optimizer_note(error):
         error.add_note(note)
+    if arguments and owner != "the function":
+        error.add_note(_batch_note(step_name, arguments))
 
 
-def _axis_note(error: Exception) -> str | None:
-    if "unbound axis name" not in str(error):
-        return None
-    return (
-        f"The axis of replicas is called {AXIS_NAME!r}, and is there inside "
-        "`strategy.run`, under every strategy: put the code into a function, and call "
-        "it with `strategy.run(replica_fn, args=(batch,))`."
-    )
-
-
-def _batch_note(
-    step_name: str, owner: str, arguments: tuple[PyTree, ...]
-) -> str | None:
+def _batch_note(step_name: str, arguments: tuple[PyTree, ...]) -> str:
     """Returns what a step of a trainer or evaluator was traced with."""
-    if owner == "the function" or not arguments:
-        return None
     is_stacked = get_strategy().layout.stacked
     shown = []
     for dataset, batches in enumerate(arguments):
@@ -110,8 +103,7 @@ def _batch_note(
 def _optimizer_note(error: Exception) -> str | None:
     """Returns what does not fit, if an optimizer was made for another model."""
     for frame in _frames(error):
-        optimizer = frame.f_locals.get("self")
-        state = getattr(optimizer, "opt_state", None)
+        state = getattr(frame.f_locals.get("self"), "opt_state", None)
         if frame.f_code.co_name != "update" or state is None:
             continue
         held = _shapes(state)
@@ -123,11 +115,11 @@ def _optimizer_note(error: Exception) -> str | None:
             if there != shape
         ]
         if changes:
+            shown = "\n".join(changes[:_MOST_ARRAYS])
             return (
                 "The optimizer was made for another model than the one it was to "
-                "update:\n" + "\n".join(changes[:_MOST_ARRAYS]) + "\nMake it of the "
-                "model that is trained: `nnx.Optimizer(model, transform, "
-                "wrt=nnx.Param)`."
+                f"update:\n{shown}\nMake it of the model that is trained: "
+                "`nnx.Optimizer(model, transform, wrt=nnx.Param)`."
             )
     return None
 

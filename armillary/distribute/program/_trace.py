@@ -3,41 +3,28 @@
 The program takes the arrays of every slot and the step's arguments; it returns the
 slots that the step changed, and the step's results. Whatever JAX can only prove while
 tracing is checked here: state that was captured as a constant, slots that changed
-shape. What replicas must not do is found where they run (`replica/_run.py`).
-
-The iterators that a step gets while it is traced.
-
-Keeps values of a trace from getting where they outlive it, or are not expected.
-
-An array of a trace that is left in a list or dictionary fails later, far from the line
-that put it there. State that is written under a `jax.jit` of the user would hold such
-arrays when that is done.
+shape, arrays that are left where they outlive the trace. What replicas must not do is
+found where they run (`replica/_run.py`).
 """
 
 import contextlib
 import functools
+import itertools
+import pickle
+import random
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
-from jax.core import Tracer
+import numpy as np
 from jax.extend import core
 
 from armillary._jaxpr import call_program, is_in_trace
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._host_values import (
-    guarded_host_values,
-    taken_message,
-)
-from armillary.distribute.program._notes import (
-    VALUE_ERRORS,
-    add_step_notes,
-    add_value_note,
-)
+from armillary.distribute.program._notes import INSTEAD_OF_JIT, add_notes
 from armillary.distribute.replica._context import lifted
 from armillary.errors import (
-    ArmillaryError,
     CapturedStateError,
     ReplicaContextError,
     RetraceError,
@@ -47,12 +34,14 @@ from armillary.state._captured import (
     Fingerprint,
     check_captured,
     keras_write_error,
+    methods_of,
     write_error,
 )
+from armillary.state._holders import held_by
 from armillary.state._keras import guarded_writes
-from armillary.state._lift import State
-from armillary.state._place import PlaceSlot
-from armillary.state._step_changes import unsettled_message
+from armillary.state._lift import State, take_tracers, unsettled_message
+from armillary.state._opaque import captured
+from armillary.state._walk import Walk
 from armillary.typing import PyTree
 
 
@@ -69,20 +58,19 @@ class MoreBatches(BaseException):
 class StepIterator:
     """Hands out the batches of one step, and counts how many it takes."""
 
-    def __init__(self, index: int, batches: Sequence[PyTree]) -> None:
-        self.index = index
-        self.num_taken = 0
-        self._batches = batches
+    def __init__(self, index: int, batches: Iterable[PyTree]) -> None:
+        self.index, self.num_taken = index, 0
+        self._batches = iter(batches)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
         """Returns the next batch of the step."""
-        if self.num_taken == len(self._batches):
-            raise MoreBatches(self.index)
-        self.num_taken += 1
-        return self._batches[self.num_taken - 1]
+        for batch in self._batches:
+            self.num_taken += 1
+            return batch
+        raise MoreBatches(self.index)
 
     get_next = __next__
 
@@ -104,60 +92,8 @@ def check_taken(step_name: str, taken: Sequence[int]) -> None:
         )
 
 
-_INSTEAD = (
-    "Decorate the function that calls `strategy.run` with `@armillary.function` in "
-    "place of `jax.jit`; inside the function that `strategy.run` gets, `nnx.jit` and "
-    "the others work."
-)
-
-
-def check_no_trace(fn: Callable[..., Any], state: State) -> None:
-    """Raises if a function with state is called under a transformation of JAX."""
-    if not (is_in_trace() and state.slots):
-        return
-    name = getattr(fn, "__name__", "the function")
-    paths = ", ".join(state.paths[:3])
-    more = f" and {len(state.paths) - 3} more" if len(state.paths) > 3 else ""
-    raise ReplicaContextError(
-        f"`{name}` reads or writes variables ({paths}{more}), and was called inside "
-        "`jax.jit`, `nnx.jit` or another transformation of JAX, which would leave its "
-        f"own values in them. {_INSTEAD}"
-    )
-
-
-def add_trace_note(error: Exception) -> None:
-    """Adds a note to Flax's error for variables from outside of a transformation."""
-    if is_in_trace() and "different trace level" in str(error):
-        error.add_note(_INSTEAD)
-
-
-def check_nothing_left(fn: Callable[..., Any], owner: str) -> None:
-    """Raises if a step, which was just traced, left an array where it stays."""
-    # The step may call other methods, and those may use globals of their own.
-    kinds = type(getattr(fn, "__self__", None)).__mro__
-    methods = [value for kind in kinds for value in vars(kind).values()]
-    python = [value for value in methods if isinstance(value, types.FunctionType)]
-    # Not the object of a method, which is the state that was traced.
-    functions = [getattr(fn, "__func__", fn), *python]
-    left = [
-        slot
-        for slot in State([(function, "") for function in functions]).slots
-        if isinstance(slot, PlaceSlot)
-        if any(isinstance(leaf, Tracer) for leaf in slot.read())
-    ]
-    if not left:
-        return
-    for slot in left:
-        slot.put(None)
-    name = getattr(fn, "__name__", "the step")
-    paths = sorted({slot.path.rpartition("/")[0] or slot.path for slot in left})
-    shown = ", ".join(f"`{path}`" for path in paths)
-    raise CapturedStateError(
-        f"`{name}` put an array into {shown}, which {owner} does not carry from step "
-        "to step: it would hold a value of the trace, once. Hold it in an array or a "
-        f"metric of {owner}, and read that between loops; to print values, use "
-        "`jax.debug.print`."
-    )
+ARRAY = object()
+"""Stands for an array among results that are not."""
 
 
 class TracedStep(NamedTuple):
@@ -192,12 +128,7 @@ class TracedStep(NamedTuple):
 
     def is_same(self, other: "TracedStep") -> bool:
         """Returns whether two traces are the same program."""
-        return (
-            self.changed == other.changed
-            and self.result_tree == other.result_tree
-            and self.static_results == other.static_results
-            and self.fingerprint.is_same(other.fingerprint)
-        )
+        return self[1:4] == other[1:4] and self.fingerprint.is_same(other.fingerprint)
 
     def results(self, arrays: Sequence[Any]) -> PyTree:
         """Returns the step's results as the user's function returned them."""
@@ -205,13 +136,6 @@ class TracedStep(NamedTuple):
         return self.result_tree.unflatten(
             next(rest) if value is ARRAY else value for value in self.static_results
         )
-
-
-# What `nnx.grad` says of a module that belongs to another trace.
-_FLAX_MESSAGE = "from different trace level"
-
-ARRAY = object()
-"""Stands for an array among results that are not."""
 
 
 def trace_step(
@@ -222,21 +146,37 @@ def trace_step(
     user_fn: Callable[..., Any],
     owner: str,
     refusal: Callable[[str, dict[str, str]], str] | None = None,
+    taken: Sequence[int] | None = None,
 ) -> TracedStep:
-    """Traces `fn(*arguments)` with the state lifted."""
-    tracing = _Tracing(fn, flat, arguments, user_fn, owner)
-    with flat.state.kept() as changes:
-        step, places = tracing.trace()
-        first = changes()
-        if places and not tracing.repeats(step):
-            raise CapturedStateError(taken_message(tracing.name, places[0]))
-        if first and refusal is not None:
-            raise StateStructureError(refusal(tracing.name, first))
-        if first:
-            # A flag that is set in each step, or a value that is cached, does no harm.
-            with flat.state.kept() as more_changes:
-                if not tracing.repeats(step) or more_changes():
-                    raise StateStructureError(unsettled_message(tracing.name, first))
+    """Traces `fn(*arguments)` with the state lifted.
+
+    The program takes all arguments or, if each is a list of batches, as many of each as
+    `taken` says afterwards.
+
+    A step that changed plain values, or drew random numbers, is traced again. Flags
+    that are set in each step, and values that are cached, do no harm: the second trace
+    changes no more, and gives the same program.
+    """
+    tracing = _Tracing(fn, flat, arguments, user_fn, owner, taken)
+    generators = _find_generators(user_fn)
+    states = {name: _state_of(each) for name, each in generators.items()}
+    step, changes = tracing.trace()
+    drawn = [n for n, each in generators.items() if _state_of(each) != states[n]]
+    if changes and refusal is not None:
+        raise StateStructureError(refusal(tracing.name, changes))
+    if changes or drawn:
+        again, more_changes = tracing.trace()
+        is_same = again.is_same(step)
+        if drawn and not is_same:
+            raise CapturedStateError(
+                f"`{tracing.name}` draws from `{drawn[0]}` while it is traced, so the "
+                "same numbers would be a constant of the compiled program in every "
+                f"step. Draw from an `nnx.Rngs` that {owner} reaches "
+                "(`jax.random.normal(rngs(), shape)`), or put random numbers into the "
+                "batches."
+            )
+        if changes and (more_changes or not is_same):
+            raise StateStructureError(unsettled_message(tracing.name, changes))
     return step
 
 
@@ -248,56 +188,72 @@ class _Tracing(NamedTuple):
     arguments: tuple[PyTree, ...]
     user_fn: Callable[..., Any]
     owner: str
+    taken: Sequence[int] | None
 
     @property
     def name(self) -> str:
         return getattr(self.user_fn, "__name__", "the step")
 
-    def repeats(self, step: TracedStep) -> bool:
-        """Returns whether to trace again gives the same program."""
-        try:
-            return self.trace()[0].is_same(step)
-        except StopIteration:  # from an iterator that the first trace has used up
-            return False
+    def trace(self) -> tuple[TracedStep, dict[str, str]]:
+        """Traces the step once; returns what plain values it changed as well.
 
-    def trace(self) -> tuple[TracedStep, list[str]]:
-        """Traces the step once; returns where it called `next` as well."""
-        state, arguments = self.flat.state, self.arguments
-        user_fn, owner = self.user_fn, self.owner
+        After an error, the slots hold what they held, and no place an array of it.
+        """
+        state = self.flat.state
+        before = state.look()
+        try:
+            step, after = self._trace(before)
+        except BaseException:
+            if not is_in_trace():
+                take_tracers(state.roots)
+            raise
+        return step, state.changes_between(before, after)
+
+    def _trace(self, before: Walk) -> tuple[TracedStep, Walk]:
+        state, user_fn, owner = self.flat.state, self.user_fn, self.owner
         changed: list[int] = []
         results: list[Any] = []
 
         def pure(slots: list[Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-            with (
-                state.swapped(slots, is_kept=True),
-                lifted(state, self.flat.strategy),
-            ):
+            with state.swapped(slots), lifted(state, self.flat.strategy):
                 result = self.fn(*arguments)
-                after = state.collect(slots, self.name)
+                walk = state.look()
+                new_places = state.find_new_places(before, walk)
+                after = state.collect(slots, self.name, new_places)
             pairs = zip(slots, after, strict=True)
             changed[:] = [i for i, (old, new) in enumerate(pairs) if old is not new]
             values, tree = jax.tree.flatten(result)
             static = [ARRAY if isinstance(v, jax.Array) else v for v in values]
-            results[:] = [tree, tuple(static)]
+            results[:] = [walk, tree, tuple(static)]
             arrays = [value for value in values if isinstance(value, jax.Array)]
             return [after[i] for i in changed], arrays
 
         with (
-            explained(user_fn, state, owner, arguments),
-            guarded_host_values(user_fn, owner) as places,
+            explained(user_fn, state, owner, self.arguments),
             guarded_writes(
                 {slot.key for slot in state.slots},
-                functools.partial(keras_write_error, user_fn, state, owner),
+                functools.partial(keras_write_error, user_fn, owner),
             ),
         ):
-            traced = jax.jit(pure).trace(self.flat.types, arguments)
+            traced = jax.jit(pure).trace(self.flat.types, self.arguments)
         if not is_in_trace():
-            check_nothing_left(user_fn, owner)
+            _check_nothing_left(user_fn, owner)
         check_captured(traced.jaxpr, state, user_fn, owner)
-        tree, static = results
-        fingerprint = Fingerprint(traced.jaxpr)
-        step = TracedStep(traced.jaxpr, tuple(changed), tree, static, fingerprint)
-        return step, places
+        walk, tree, static = results
+        program = self._without_unused(traced.jaxpr)
+        step = TracedStep(program, tuple(changed), tree, static, Fingerprint(program))
+        return step, walk
+
+    def _without_unused(self, program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+        """Returns a program that takes no batches that the step did not take."""
+        if self.taken is None:
+            return program
+        is_used = [True] * len(self.flat.types)
+        for batches, count in zip(self.arguments, self.taken, strict=True):
+            for index, batch in enumerate(batches):
+                is_used += [index < count] * len(jax.tree.leaves(batch))
+        invars = list(itertools.compress(program.jaxpr.invars, is_used))
+        return core.ClosedJaxpr(program.jaxpr.replace(invars=invars), program.consts)
 
 
 @contextlib.contextmanager
@@ -309,23 +265,89 @@ def explained(
 ) -> Iterator[None]:
     """Turns Flax's error for writing to an unlifted variable into ours.
 
-    Errors of JAX for the value of a traced array get a note that names the step, other
-    ones a note on the batches that a step was traced with.
+    Other errors get notes on what JAX, Flax and Optax cannot know.
     """
     try:
         yield
     except Exception as error:
-        name = getattr(user_fn, "__name__", "the step")
-        add_value_note(error, name, owner)
-        if not isinstance(error, (ArmillaryError, *VALUE_ERRORS)):
-            add_step_notes(error, name, owner, arguments)
+        add_notes(error, getattr(user_fn, "__name__", "the step"), owner, arguments)
         # Not above: to import Flax takes a fifth of the time of this library's import.
         from flax.errors import TraceContextError
 
+        # What `nnx.grad` says of a module that belongs to another trace.
         is_flax = isinstance(error, TraceContextError) or (
-            isinstance(error, ValueError) and _FLAX_MESSAGE in str(error)
+            isinstance(error, ValueError) and "from different trace level" in str(error)
         )
         explanation = write_error(user_fn, state, owner) if is_flax else None
         if explanation is None:
             raise
         raise explanation from error
+
+
+def check_no_trace(fn: Callable[..., Any], state: State) -> None:
+    """Raises if a function with state is called under a transformation of JAX."""
+    if not (is_in_trace() and state.slots):
+        return
+    name = getattr(fn, "__name__", "the function")
+    paths = ", ".join(state.paths[:3])
+    more = f" and {len(state.paths) - 3} more" if len(state.paths) > 3 else ""
+    raise ReplicaContextError(
+        f"`{name}` reads or writes variables ({paths}{more}), and was called inside "
+        "`jax.jit`, `nnx.jit` or another transformation of JAX, which would leave its "
+        f"own values in them. {INSTEAD_OF_JIT}"
+    )
+
+
+def _check_nothing_left(fn: Callable[..., Any], owner: str) -> None:
+    """Raises if a step, which was just traced, left an array where it stays.
+
+    It would fail later, far from the line that put it there. Not searched is the object
+    of a method, which is the state that was traced.
+    """
+    functions = [getattr(fn, "__func__", fn), *methods_of(fn)]
+    left = take_tracers([(function, "") for function in functions])
+    if not left:
+        return
+    name = getattr(fn, "__name__", "the step")
+    paths = sorted({slot.path.rpartition("/")[0] or slot.path for slot in left})
+    shown = ", ".join(f"`{path}`" for path in paths)
+    raise CapturedStateError(
+        f"`{name}` put an array into {shown}, which {owner} does not carry from step "
+        "to step: it would hold a value of the trace, once. Hold it in an array or a "
+        f"metric of {owner}, and read that between loops; to print values, use "
+        "`jax.debug.print`."
+    )
+
+
+def _find_generators(fn: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the generators that a function, and what it calls, know by name."""
+    found: dict[str, Any] = {}
+    pending, seen = [fn], set[int]()
+    while pending:
+        current = pending.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        pending += methods_of(current)
+        for name, value in captured(current):
+            own = {name: value}
+            if name == "self":
+                own = {f"self.{key}": item for key, item in held_by(value)}
+            for path, item in own.items():
+                if isinstance(item, types.FunctionType):
+                    pending.append(item)
+                elif isinstance(item, _GENERATORS) or any(item is m for m in _MODULES):
+                    found[path] = item
+    return found
+
+
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+_MODULES = (random, np, np.random)
+
+
+def _state_of(generator: Any) -> bytes:
+    source: Any = np.random if generator is np else generator
+    for name in ("getstate", "get_state"):
+        if hasattr(source, name):
+            return pickle.dumps(getattr(source, name)())
+    return pickle.dumps(source.bit_generator.state)

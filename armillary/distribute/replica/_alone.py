@@ -49,7 +49,7 @@ def run_traced(
             returned = fn(*args, **kwargs)
             # Not a copy of an object that holds state.
             values, treedef = jax.tree.flatten(returned, is_leaf=state.holds)
-            after = state.collect(slots, name, is_end=False)
+            after = state.collect(slots, name)
         pairs = enumerate(zip(slots, after, strict=True))
         changed[:] = [i for i, (old, new) in pairs if old is not new]
         result[:] = [values, treedef]

@@ -287,7 +287,7 @@ class _Call:
         with state.swapped(start), entered(self._strategy, context):
             with aggregated_writes(state, context):
                 result = self._fn(*args, **kwargs)
-            after = state.collect(start, self._name, is_end=False)
+            after = state.collect(start, self._name)
         pairs = enumerate(zip(start, after, strict=True))
         self._changed = [i for i, (old, new) in pairs if old is not new]
         self._result = values, _ = jax.tree.flatten(result)

@@ -22,7 +22,7 @@ from armillary.distribute._global_arrays import everywhere
 from armillary.distribute._keras_fit import follow_keras
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import Functions
-from armillary.distribute.program._trace import add_trace_note
+from armillary.distribute.program._notes import add_trace_note
 from armillary.distribute.replica._alone import run_in_place, run_traced
 from armillary.distribute.replica._collectives import ReplicaContext, check_wire_dtype
 from armillary.distribute.replica._context import (
