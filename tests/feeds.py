@@ -3,9 +3,9 @@
 from typing import Any
 
 from armillary.data import DistributedDataset
-from armillary.data.feed._batch_reader import BatchReader
-from armillary.data.feed._chunk_builder import Chunk, ChunkBuilder
+from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._feed import Feed
+from armillary.data.feed._reader import BatchReader
 
 
 def open_feed(
@@ -17,7 +17,10 @@ def open_feed(
 
 def open_reader(dataset: DistributedDataset, *, exact: bool = False) -> BatchReader:
     """Returns what reads the next pass over a dataset."""
-    return open_feed(dataset, exact=exact).readers[0]
+    feed = open_feed(dataset, exact=exact)
+    (reader,) = feed.readers
+    vars(reader)["its_feed"] = feed  # With the feed, its readers are closed.
+    return reader
 
 
 def open_chunks(

@@ -1,44 +1,30 @@
 """Datasets that yield batches spread over replicas, from a position that can be saved.
 
-`BatchStream` reads the source, `Splitter` shares batches between replicas, `Gather`
-makes of them what a step receives. A `Feed` owns what reads, and knows what was used; a
-dataset has the recipe, and remembers where the next reader begins.
+A `BatchReader` reads the source and shares batches between replicas, a `Gather` makes
+of them what a step receives, and a `Feed` says what was used of them. A dataset has the
+recipe, and remembers where the next reader begins.
 """
 
-import dataclasses
 import json
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
 from armillary.data._iterator import DistributedIterator
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
-from armillary.data.feed._batch_reader import BatchReader
-from armillary.data.feed._feed import Feed, Progress
 from armillary.data.feed._gather import make_gather
-from armillary.data.feed._lockstep import Lockstep
 from armillary.data.feed._position import (
-    BatchStream,
     Position,
     check_same_order,
     decode_position,
     encode_position,
 )
+from armillary.data.feed._reader import BatchReader, BatchStream
 from armillary.data.feed._split import Splitter
-from armillary.data.sources._batch import as_array, as_device_values
 from armillary.data.sources._source import as_source
 from armillary.errors import DatasetStateError
 from armillary.typing import Batch, PyTree
 
 _PIPELINES, _ORDER = "pipelines", "order"
-_EXACT_NEEDS_ONE_DATASET = (
-    '`remainder` is "exact", but each process reads data of its own, and rows that '
-    "replicas share anew would have to travel between processes. Distribute one data "
-    "set over all of them (`strategy.distribute_dataset`), or use "
-    '`InputOptions(remainder="drop")` or `InputOptions(remainder="pad")`.'
-)
 
 
 class DistributedDataset:
@@ -85,19 +71,19 @@ class DistributedDataset:
         self.per_replica_batches = per_replica_batches
         self.ignores_state = False
         """Whether `set_state` changes nothing, for a process that does not train."""
-        self.source = self._source = as_source(source)
+        self.source = as_source(source)
         self.dataset_fn: Callable[[InputContext], Any] | None = None
         """What made the source, for those who need one like it elsewhere."""
-        self.is_endless = getattr(self._source, "is_endless", False)
+        self.is_endless = getattr(self.source, "is_endless", False)
         """Whether it is known to repeat its data for ever."""
         self.is_agreed = per_replica_batches and layout.peers is not None
         """Whether processes that read data of their own agree on each batch."""
-        self._source, self.gather = make_gather(self._source, layout, self.options)
-        self._progress = Progress(Position())
+        self._source, self.gather = make_gather(self.source, layout, self.options)
+        self._reader: BatchReader | None = None
         # A stream that was opened, to peek or at a restored position, and not yet used.
         self._waiting: BatchStream | None = None
+        self._position = Position()
         self._next_epoch = 0
-        self._feed: weakref.ref[Feed] | None = None
         self._element_spec: PyTree | None = None
 
     def __iter__(self) -> DistributedIterator:
@@ -113,62 +99,19 @@ class DistributedDataset:
         """How far to place batches ahead; processes that must agree only read ahead."""
         return 0 if self.is_agreed else self.options.prefetch
 
-    def begin(self, *, exact: bool, begins_anew: bool) -> BatchStream:
-        """Returns the stream that the next feed begins with.
-
-        After `set_state` without a living feed, it continues the pass that was saved;
-        otherwise it is the next pass. The arguments are those of `Feed`.
-
-        Raises:
-            ValueError: If rows would have to travel between processes.
-        """
-        if self.is_agreed and self.options.remainder == "exact" and not exact:
-            raise ValueError(_EXACT_NEEDS_ONE_DATASET)
-        stream, self._waiting = self._waiting, None
-        if stream is not None and stream.position.is_exhausted and begins_anew:
-            stream = None
-        if stream is None:
-            stream = self.open_stream(Position(epoch=self._next_epoch))
+    def open_reader(self, *, exact: bool, begins_anew: bool) -> BatchReader:
+        """Returns what a feed reads; its arguments are the feed's."""
+        stream = self._waiting
+        if stream is None or (stream.position.is_exhausted and begins_anew):
+            stream = self._open_next()
+        self._reader = BatchReader(self, stream, exact=exact)
+        self._waiting = None
         self._next_epoch = stream.position.epoch + 1
-        return stream
-
-    def attach(self, feed: Feed, progress: Progress) -> None:
-        """Names what reads this dataset from now on, and where it notes its progress.
-
-        The feed is held weakly.
-        """
-        self._feed, self._progress = weakref.ref(feed), progress
+        return self._reader
 
     def open_stream(self, position: Position) -> BatchStream:
-        """Returns the batches of the source, on from a position.
-
-        Raises:
-            DatasetStateError: If the source does not accept the position.
-        """
+        """Returns the batches of the source, on from a position."""
         return BatchStream(self._source, position)
-
-    def make_reader(self, stream: BatchStream, *, exact: bool) -> BatchReader:
-        """Returns what shares the batches of a stream between the replicas.
-
-        Args:
-            stream: From `begin` or `open_stream`.
-            exact: Whether batches that replicas cannot share equally are split into
-                smaller pieces, so that every example is used once. Without it they are
-                treated as `options.remainder` says.
-        """
-        splitter, lockstep = self._make_splitter(exact), None
-        if self.is_agreed:
-            peers, num_own = self.layout.peers, len(self.layout.local_replicas)
-            assert peers is not None
-            splitter = dataclasses.replace(splitter, num_replicas=num_own, local=None)
-            lockstep = Lockstep(peers, num_own, exact)
-        return BatchReader(
-            stream,
-            splitter,
-            self.gather,
-            lockstep,
-            reads_ahead=self.options.prefetch > 0,
-        )
 
     @property
     def num_global_batches(self) -> int | None:
@@ -177,31 +120,8 @@ class DistributedDataset:
 
     def global_batches(self, epoch: int) -> Iterator[Batch]:
         """Yields the batches of one pass over the source, on the host, undivided."""
-        iterator = self._source.make_iterator(epoch)
-        while True:
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
-            batch = jax.tree.map(as_array, self.gather.on_host(batch))
-            yield as_device_values(batch, lambda: f"A batch of the {self.source_name}")
-
-    def _make_splitter(self, exact: bool) -> Splitter:
-        layout = self.layout
-        return Splitter(
-            num_replicas=layout.num_replicas,
-            stacked=layout.stacked,
-            per_replica_batches=self.per_replica_batches,
-            remainder=self.options.remainder,
-            exact=exact,
-            local=layout.local_replicas if layout.peers and layout.stacked else None,
-            has_peers=self.is_agreed,
-        )
-
-    @property
-    def _current_feed(self) -> Feed | None:
-        feed = self._feed() if self._feed is not None else None
-        return None if feed is None or feed.is_closed else feed
+        for batch in self.open_stream(Position(epoch=epoch)):
+            yield self.gather.on_host(batch)
 
     @property
     def element_spec(self) -> PyTree:
@@ -213,25 +133,31 @@ class DistributedDataset:
             ValueError: If the source has no batch.
         """
         if self._element_spec is None:
-            feed = self._current_feed
-            stream = self._waiting if feed is None else feed.stream_of(self._progress)
+            stream = None if self._reader is None else self._reader.stream
+            stream = stream or self._waiting
             if stream is None or stream.position.is_exhausted:
-                stream = self.open_stream(Position(epoch=self._next_epoch))
-                self._waiting = stream
+                stream = self._waiting = self._open_next()
             has_none = stream.element_spec is None and stream.peek() is None
             if has_none and stream.position.source is not None:
                 # The pass was saved behind its last batch; another one has some.
-                stream = self.open_stream(Position(epoch=self._next_epoch))
+                stream = self._open_next()
             if stream.element_spec is None and stream.peek() is None:
                 raise ValueError(
-                    f"The source ({self._source.name}) has no batches, so there is no "
+                    f"The source ({self.source_name}) has no batches, so there is no "
                     "`element_spec`. Pass a data set with at least one example."
                 )
-            spec = self._make_splitter(exact=False).get_global_spec(
-                stream.element_spec, stream.full_size or 0
+            splitter = Splitter(
+                self.layout,
+                self.options.remainder,
+                per_replica_batches=self.per_replica_batches,
+                exact=False,
             )
+            spec = splitter.describe(stream.element_spec, stream.full_size or 0)
             self._element_spec = self.gather.rows(spec)
         return self._element_spec
+
+    def _open_next(self) -> BatchStream:
+        return self.open_stream(Position(epoch=self._next_epoch))
 
     @property
     def source_name(self) -> str:
@@ -251,7 +177,7 @@ class DistributedDataset:
         """
         if not self.is_repositionable:
             raise DatasetStateError(
-                f"The source ({self._source.name}) cannot be repositioned, so a "
+                f"The source ({self.source_name}) cannot be repositioned, so a "
                 "checkpoint cannot hold its position. Use "
                 "`armillary.data.from_arrays`, `from_tfrecords` or a Grain dataset, "
                 "return iterators with `get_state` and `set_state`, or leave the "
@@ -268,15 +194,13 @@ class DistributedDataset:
             DatasetStateError: If the source cannot be repositioned.
         """
         self.check_repositionable()
-        position = self._progress.position
-        state = encode_position(position, self._source.name)
+        position = self._position if self._reader is None else self._reader.used
+        state = encode_position(position, self.source_name)
         if not position.is_between_passes and (order := self._order):
             state[_ORDER] = order
-        if not self.is_agreed:
+        if not self.is_agreed or self.layout.peers is None:
             return state
-        peers = self.layout.peers
-        assert peers is not None
-        states = peers.gather("the position in the data", json.dumps(state))
+        states = self.layout.peers.gather("the position in the data", json.dumps(state))
         return {_PIPELINES: [json.loads(text) for text in states]}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -294,16 +218,14 @@ class DistributedDataset:
         if self.ignores_state:
             return
         state = self._select(state)
-        position = decode_position(state, self._source.name)
+        position = decode_position(state, self.source_name)
         if not position.is_between_passes:
             check_same_order(state.get(_ORDER, {}), self._order)
-        feed = self._current_feed
-        if feed is None:
-            self._waiting = self.open_stream(position)
-            self._progress = Progress(position)
-        else:
-            feed.move(self._progress, position)
+        if self._reader is not None and self._reader.move(position):
             self._waiting = None
+        else:
+            self._waiting = self.open_stream(position)
+            self._reader, self._position = None, position
         self._next_epoch = position.epoch + 1
 
     @property
@@ -312,7 +234,7 @@ class DistributedDataset:
         return getattr(self.source, "order_of_examples", {})
 
     def _select(self, state: dict[str, Any]) -> dict[str, Any]:
-        # The part for this process, of as many as there were.
+        """Returns the part for this process, of as many as there were."""
         states = state.get(_PIPELINES) if isinstance(state, dict) else None
         peers = self.layout.peers if self.is_agreed else None
         if states is None and peers is None:
@@ -324,7 +246,6 @@ class DistributedDataset:
                 f"`state` holds the positions of {saved} input pipelines, but the "
                 f"program has {count}, one for each process that reads data of its "
                 "own. Restore on as many processes, or distribute one data set over "
-                "all of them (`strategy.distribute_dataset`): its position fits any "
-                "number."
+                "all of them (`strategy.distribute_dataset`)."
             )
         return states[peers.index]

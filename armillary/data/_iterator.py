@@ -6,22 +6,14 @@ from typing import TYPE_CHECKING
 
 from armillary._jaxpr import is_in_trace
 from armillary.data._layout import Active
-from armillary.data.feed._batch_reader import BatchReader
 from armillary.data.feed._feed import Feed
 from armillary.data.feed._position import Position
+from armillary.data.feed._reader import BatchReader
 from armillary.errors import CapturedStateError
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
     from armillary.data._dataset import DistributedDataset
-
-_IN_TRACE = (
-    "A batch was taken from a distributed dataset while a function is traced. Python "
-    "runs once there, so that every call of the program would use this same batch. "
-    "Take the batch outside and pass it in (`for batch in dataset: step(batch)`), or "
-    "let a `StandardTrainer` run the loop: the iterator that `train_step` gets has a "
-    "new batch in every step."
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +61,12 @@ class DistributedIterator:
                 batch a constant of its program.
         """
         if is_in_trace():
-            raise CapturedStateError(_IN_TRACE)
+            raise CapturedStateError(
+                "A batch was taken from a distributed dataset while a function is "
+                "traced, so that every call of the program would use this same batch. "
+                "Take it outside and pass it in (`for batch in dataset: step(batch)`), "
+                "or let a `StandardTrainer` run the loop."
+            )
         batch = self._feed.next_chunk()
         if batch is None:
             raise StopIteration
@@ -87,48 +84,9 @@ class DistributedIterator:
         """
         return next(self)
 
-    def get_next_as_optional(self) -> "OptionalBatch":
-        """Returns the next batch, or that there is none, for a loop without `for`."""
-        return OptionalBatch(next(self, None))
-
     def close(self) -> None:
         """Ends the pass and its thread; the dataset keeps the position reached."""
         self._feed.close()
-
-
-class OptionalBatch:
-    """The next batch, if there is one (`tf.experimental.Optional`).
-
-    Use it in a loop without `for`::
-
-        optional = iterator.get_next_as_optional()
-        while optional.has_value():
-            strategy.run(step_fn, args=(optional.get_value(),))
-            optional = iterator.get_next_as_optional()
-
-    Args:
-        batch: The batch; `None` if the data has ended.
-    """
-
-    def __init__(self, batch: PyTree) -> None:
-        self._batch = batch
-
-    def has_value(self) -> bool:
-        """Returns whether there is a batch."""
-        return self._batch is not None
-
-    def get_value(self) -> PyTree:
-        """Returns the batch.
-
-        Raises:
-            ValueError: If the data has ended.
-        """
-        if self._batch is None:
-            raise ValueError(
-                "`get_value` was called, but the data has ended and there is no batch. "
-                "Ask `has_value()` first."
-            )
-        return self._batch
 
 
 def place_batches(readers: Sequence[BatchReader]) -> Iterator[PlacedBatch]:

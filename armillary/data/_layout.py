@@ -1,21 +1,15 @@
-"""What data must know about a strategy: how many replicas, and where arrays go.
+"""Options of distributed data, and what it must know about a strategy."""
 
-Which share of the data this process reads.
-
-How batches become distributed batches.
-"""
-
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 from armillary._checks import (
-    answers_old_names,
     check_not_negative_int,
     check_one_of,
     check_positive_int,
 )
+from armillary.cluster._peers import Peers
 from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
 
@@ -95,13 +89,6 @@ def name_fitting_sizes(size: int, num_replicas: int, prefix: str = "") -> str:
 Remainder: TypeAlias = Literal["exact", "drop", "pad"] | None
 
 
-@answers_old_names(
-    experimental_fetch_to_device="Leave it out: batches are always on the devices.",
-    experimental_per_replica_buffer_size="It is called `prefetch` here.",
-    experimental_place_dataset_on_device="It is called `place_on_device` here.",
-    experimental_replication_mode="Leave it out: a function with an `input_context` "
-    "makes one data set for each process.",
-)
 @dataclass(frozen=True, kw_only=True)
 class InputOptions:
     """Options of a distributed dataset.
@@ -158,41 +145,6 @@ class InputOptions:
 
 Active: TypeAlias = int | tuple[int, ...]
 """Which replicas have data: so many, the first ones, or those of these numbers."""
-
-
-class Boundary(Protocol):
-    """What processes tell each other between two loops."""
-
-    def take(self, say: Callable[[], Any]) -> list[Any] | None:
-        """Returns, once, what each process said by the method `say`."""
-        ...
-
-
-class Peers(Protocol):
-    """The processes that train together, where there are several."""
-
-    @property
-    def boundary(self) -> Boundary:
-        """What they tell each other between two loops."""
-        ...
-
-    @property
-    def index(self) -> int:
-        """The number of this process."""
-        ...
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        ...
-
-    def gather(self, topic: str, value: str) -> list[str]:
-        """Returns the values of all processes; all must call it at the same points."""
-        ...
-
-    def announcing_errors(self) -> AbstractContextManager[None]:
-        """Returns a context that sends its errors to the other processes."""
-        ...
 
 
 class BatchLayout(Protocol):

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import BatchLayout
-from armillary.data.feed._chunk_builder import Chunk, ChunkBuilder
+from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._gather import Gather
 from armillary.distribute._global_arrays import everywhere
 from armillary.trainer._guard import Health, LoopGuard

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 
 from armillary._logging import logger
-from armillary.data.feed._chunk_builder import Chunk
+from armillary.data.feed._chunks import Chunk
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._flat_state import FlatState

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import Active
-from armillary.data.feed._chunk_builder import Chunk, ChunkBuilder
+from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._feed import Feed
 from armillary.data.feed._position import Position
 from armillary.data.sources._source import Source

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from armillary.data.feed._batch_reader import BatchReader
+from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import HostBatch
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep, check_taken, explained

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from armillary._logging import logger
 from armillary.data._layout import Active, BatchLayout
-from armillary.data.feed._chunk_builder import Chunk
+from armillary.data.feed._chunks import Chunk
 from armillary.distribute.program._compare import check_same_program
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._hardly_meant import (

@@ -110,7 +110,7 @@ def topics(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def wait_and_look(prefetcher: Prefetcher[Any]) -> Any:
         # How fast a thread reads is not what is tested.
         end = time.monotonic() + 30.0
-        has_thread = prefetcher._channel.thread is not None
+        has_thread = prefetcher._thread is not None
         while has_thread and not prefetcher.is_ready and time.monotonic() < end:
             prefetcher.read_on()
             time.sleep(0.001)

@@ -47,8 +47,7 @@ def test_leaves_that_are_not_arrays_are_all_named():
 
 @pytest.mark.parametrize("scalar", [np.float32(1), np.array(1), jnp.array(1)])
 def test_leaves_without_an_axis_are_named(scalar):
-    message = "A batch has leaves without a batch axis: weight/0."
-    with pytest.raises(BatchSizeError, match=re.escape(message)):
+    with pytest.raises(BatchSizeError, match=r"(?s)without a batch axis.*  weight/0\n"):
         check_batch({"x": np.zeros(3), "weight": [scalar]}, lambda: "A batch")
 
 
@@ -110,7 +109,7 @@ def test_arrays_of_other_libraries_become_numpy():
     assert arrays["x"].tolist() == [1, 2]
     with pytest.raises(TypeError, match=r"x: Tensor of dtype lib.float32 \(It is els"):
         check_batch({"x": Tensor([1.0], is_on_host=False)}, lambda: "A batch")
-    with pytest.raises(BatchSizeError, match="leaves without a batch axis: x"):
+    with pytest.raises(BatchSizeError, match=r"(?s)leaves without a batch axis.*  x\n"):
         check_batch({"x": Tensor(1.0), "y": np.zeros(1)}, lambda: "A batch")
 
 

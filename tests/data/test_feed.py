@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.data import DistributedDataset, InputOptions, from_arrays
-from armillary.data.feed._chunk_builder import ChunkBuilder
+from armillary.data.feed._chunks import ChunkBuilder
 from armillary.errors import BatchSizeError
 from tests.feeds import open_chunks, read_chunks
 

@@ -135,8 +135,8 @@ def test_a_source_that_cannot_go_back_is_an_error(make, name, index, compile_ste
         trainer.train(6)
     message = (
         rf"The source \({name}\) was interrupted \(Ctrl-C\) while it was read, and "
-        "cannot go back.*Make the dataset anew, or use a source that can go back: "
-        "`armillary.data.from_arrays`"
+        "cannot go back.*Make the dataset anew, or use a source that can go back, "
+        "such as `armillary.data.from_arrays`"
     )
     for _ in range(2):
         with pytest.raises(DatasetStateError, match=message):

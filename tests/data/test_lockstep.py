@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from armillary.data import DistributedDataset, InputOptions
-from armillary.data.feed._chunk_builder import ChunkBuilder
+from armillary.data.feed._chunks import ChunkBuilder
 from armillary.errors import BatchSizeError, PeerError
 from tests.feeds import open_feed, open_reader, read_chunks
 from tests.peers import run_together

@@ -9,6 +9,13 @@ import pytest
 from armillary.data.feed._prefetch import Prefetcher
 
 
+class Owner:
+    pass
+
+
+OWNER = Owner()
+
+
 def count_threads():
     return sum(thread.name == "armillary-prefetch" for thread in threading.enumerate())
 
@@ -34,7 +41,7 @@ def note_numbers(count, read):
 
 @pytest.mark.parametrize("size", [0, 1, 2, 100])
 def test_items_come_in_order_and_the_end_stays(size):
-    prefetcher = Prefetcher(iter(range(20)), size)
+    prefetcher = Prefetcher(iter(range(20)), size, OWNER)
     assert list(prefetcher) == list(range(20))
     for _ in range(2):
         with pytest.raises(StopIteration):
@@ -43,7 +50,7 @@ def test_items_come_in_order_and_the_end_stays(size):
 
 def test_reads_no_further_than_size():
     read = []
-    prefetcher = Prefetcher(note_numbers(10, read), 3)
+    prefetcher = Prefetcher(note_numbers(10, read), 3, OWNER)
     assert read == []
     next(prefetcher)
     wait_for(lambda: len(read) == 4)
@@ -53,7 +60,7 @@ def test_reads_no_further_than_size():
 
 
 def test_size_zero_reads_in_the_callers_thread():
-    prefetcher = Prefetcher((threading.current_thread() for _ in range(2)), 0)
+    prefetcher = Prefetcher((threading.current_thread() for _ in range(2)), 0, OWNER)
     assert list(prefetcher) == [threading.current_thread()] * 2
 
 
@@ -67,7 +74,7 @@ def test_errors_come_in_their_place_with_their_traceback(size):
         yield 2
         fail_here()
 
-    prefetcher = Prefetcher(items(), size)
+    prefetcher = Prefetcher(items(), size, OWNER)
     assert [next(prefetcher), next(prefetcher)] == [1, 2]
     for _ in range(2):
         with pytest.raises(OSError, match="the disk is gone") as caught:
@@ -76,7 +83,7 @@ def test_errors_come_in_their_place_with_their_traceback(size):
 
 
 def test_close_ends_the_thread_and_the_items():
-    prefetcher = Prefetcher(iter(range(1000)), 2)
+    prefetcher = Prefetcher(iter(range(1000)), 2, OWNER)
     next(prefetcher)
     prefetcher.close()
     assert count_threads() == 0
@@ -85,18 +92,19 @@ def test_close_ends_the_thread_and_the_items():
 
 
 def test_close_before_the_first_item_starts_nothing():
-    prefetcher = Prefetcher(iter(range(3)), 2)
+    prefetcher = Prefetcher(iter(range(3)), 2, OWNER)
     prefetcher.close()
     with pytest.raises(StopIteration):
         next(prefetcher)
     assert count_threads() == 0
 
 
-def test_a_dropped_prefetcher_ends_its_thread():
-    prefetcher = Prefetcher(iter(range(1000)), 2)
+def test_the_thread_ends_with_its_owner():
+    owner = Owner()
+    prefetcher = Prefetcher(iter(range(1000)), 2, owner)
     next(prefetcher)
     assert count_threads() == 1
-    del prefetcher
+    del owner
     wait_for(lambda: count_threads() == 0)
 
 
@@ -108,7 +116,7 @@ def test_close_does_not_wait_longer_than_told():
         release.wait(10)
         yield 2
 
-    prefetcher = Prefetcher(items(), 1)
+    prefetcher = Prefetcher(items(), 1, OWNER)
     next(prefetcher)
     start = time.monotonic()
     prefetcher.close(timeout_seconds=0.01)
@@ -124,7 +132,7 @@ def test_tells_whether_the_next_item_is_there():
         assert go_on.wait(60)
         yield 2
 
-    prefetcher = Prefetcher(read(), 1)
+    prefetcher = Prefetcher(read(), 1, OWNER)
     assert not prefetcher.is_ready
     assert next(prefetcher) == 1
     assert not prefetcher.is_ready
@@ -137,7 +145,7 @@ def test_tells_whether_the_next_item_is_there():
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_the_head_stays_until_it_is_popped(size):
-    prefetcher = Prefetcher(iter("ab"), size)
+    prefetcher = Prefetcher(iter("ab"), size, OWNER)
     assert prefetcher.current is None
     assert [prefetcher.head(), prefetcher.head(), prefetcher.current] == ["a"] * 3
     prefetcher.pop()
@@ -148,7 +156,7 @@ def test_the_head_stays_until_it_is_popped(size):
 
 def test_the_thread_is_asleep_until_it_is_to_read_on():
     read = []
-    prefetcher = Prefetcher(note_numbers(4, read), 1)
+    prefetcher = Prefetcher(note_numbers(4, read), 1, OWNER)
     assert prefetcher.head() == 0
     prefetcher.read_on()
     wait_for(lambda: len(read) == 2)
@@ -172,7 +180,7 @@ def test_the_thread_is_asleep_until_it_is_to_read_on():
 def test_jax_settings_of_the_caller_hold_while_items_are_read(size):
     device = jax.devices()[1]
     items = (jnp.asarray([2**40 + number]) for number in range(3))
-    prefetcher = Prefetcher(items, size)
+    prefetcher = Prefetcher(items, size, OWNER)
     with jax.enable_x64(True), jax.default_device(device):
         arrays = list(prefetcher)
     assert [int(array[0]) - 2**40 for array in arrays] == [0, 1, 2]

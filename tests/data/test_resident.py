@@ -332,11 +332,7 @@ def test_arrays_leave_the_device_with_the_last_dataset_that_uses_them():
     ids=["function", "list", "iterator", "grain"],
 )
 def test_a_source_that_is_not_in_memory_is_an_error(source, name):
-    message = (
-        rf"`place_on_device` is True, but the source \({name}\) makes its batches as "
-        r"it goes, and only whole arrays.*`armillary.data.from_arrays\(arrays, "
-        r"batch_size=...\)`, or leave `place_on_device` out"
-    )
+    message = rf"`place_on_device` is True, but the source \({name}\) .*`from_arrays`"
     with pytest.raises(TypeError, match=message):
         armillary.DefaultStrategy().distribute_dataset(source, OPTIONS)
     with pytest.raises(TypeError, match=message):
@@ -348,59 +344,8 @@ def test_a_source_that_is_not_in_memory_is_an_error(source, name):
 def test_more_rows_than_32_bits_count_are_an_error():
     array = np.broadcast_to(np.zeros(1, np.int8), (2**31,))
     source = from_arrays(array, batch_size=8)
-    with pytest.raises(
-        ValueError,
-        match=r"`place_on_device` is True, but the arrays have 2147483648 examples, "
-        r"and devices count rows in 32 bits: up to 2147483647\. Use fewer "
-        r"examples, or leave `place_on_device` out",
-    ):
+    with pytest.raises(ValueError, match="have 2147483648 examples, and devices"):
         armillary.DefaultStrategy().distribute_dataset(source, OPTIONS)
-
-
-class FakeDevice:
-    def __init__(self, memory):
-        self._memory = memory
-
-    def memory_stats(self):
-        return self._memory
-
-    def __repr__(self):
-        return "device 7"
-
-
-class SmallLayout(Counting):
-    """The layout of a device that says how much memory it has."""
-
-    def __init__(self, memory):
-        super().__init__(armillary.DefaultStrategy().layout)
-        self.devices = [FakeDevice(None), FakeDevice(memory)]
-
-
-def make_reader(memory):
-    # In float32 the arrays take 4,000 bytes.
-    source = from_arrays(np.zeros((100, 10)), batch_size=8)
-    dataset = DistributedDataset(source, SmallLayout(memory), options=OPTIONS)
-    return open_reader(dataset)
-
-
-def test_arrays_that_a_device_has_no_room_for_are_an_error():
-    reader = make_reader({"bytes_limit": 5000, "bytes_in_use": 1001})
-    with pytest.raises(
-        ValueError,
-        match=r"`place_on_device` is True, but the arrays take 4000 bytes on each "
-        r"device, and device 7 has 3999 of 5000 bytes free\. Use smaller arrays or "
-        "dtypes, or leave `place_on_device` out",
-    ):
-        reader.gather.place(next(reader))
-    assert reader.gather.layout.num_replicated == 0
-
-
-@pytest.mark.parametrize(
-    "memory", [{"bytes_limit": 5000, "bytes_in_use": 1000}, {"num_allocs": 3}]
-)
-def test_arrays_that_fit_are_placed(memory):
-    reader = make_reader(memory)
-    assert reader.gather.resident.shape == (100, 10)
 
 
 def test_layouts_name_the_devices_whose_memory_counts(strategy):

@@ -2,7 +2,6 @@ import base64
 import glob
 import gzip
 import itertools
-import struct
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 import armillary
 from armillary.data import FixedLenFeature, InputContext, from_tfrecords
-from armillary.data.sources._tfrecord import _checksum
 from armillary.errors import BatchSizeError, DatasetStateError, TFRecordError
 from tests.mistakes import mistakes
 from tests.records import make_record, write_records
@@ -104,7 +102,7 @@ def test_a_position_goes_on_in_the_middle_of_an_epoch(ten):
 def test_a_position_of_other_files_shows_both_sizes(ten):
     state = from_tfrecords(ten, {"x": INT}, batch_size=1).make_iterator(0).get_state()
     other = from_tfrecords(ten[1], {"x": INT}, batch_size=1).make_iterator(0)
-    with pytest.raises(DatasetStateError, match=r"(?s)state:   10 .*program: 6 "):
+    with pytest.raises(DatasetStateError, match="no place in 6 examples"):
         other.set_state(state)
 
 
@@ -217,9 +215,7 @@ def test_records_without_the_features_are_errors(tmp_path):
 
 
 BAD_FEATURES = {
-    r"has no feature 'name'.*It has 'b' \(bytes\), 'f' \(floats\), 'i' \(integers\)": {
-        "name": INT
-    },
+    "has no feature 'name'.*It has 'b', 'f', 'i'": {"name": INT},
     "holds integers in the feature 'i', but `features` says float32.*np.int64": {
         "i": FLOAT
     },
@@ -235,7 +231,7 @@ BAD_FEATURES = {
     "holds -1 in the feature 'i', which uint64 cannot hold": {
         "i": FixedLenFeature((3,), np.uint64)
     },
-    r"holds 1 byte strings in the feature 'b' \(5 bytes\), but float32 of shape \(2,\)"
+    r"holds byte strings of \[5\] bytes in the feature 'b', but float32 of shape \(2,\)"
     " is one of 8 bytes": {"b": FixedLenFeature((2,), np.float32)},
     "holds integers in the feature 'i', but `features` says object.*np.int64": {
         "i": FixedLenFeature((3,), bytes)
@@ -255,7 +251,7 @@ def test_a_record_that_is_no_example_is_an_error(tmp_path):
     with pytest.raises(TFRecordError, match=r"Record 0 .* is no `tf.train.Example`"):
         read_one(path, x=INT)
     path = write_records(tmp_path / "a", [b""])
-    with pytest.raises(TFRecordError, match=r"Record 0 .* 'x'.*It has none\."):
+    with pytest.raises(TFRecordError, match=r"Record 0 .* 'x'.*It has none:"):
         read_one(path, x=INT)
 
 
@@ -285,18 +281,6 @@ def test_a_file_that_is_cut_off_later_is_an_error(ten):
         next(iter(source))
 
 
-def test_a_record_beyond_all_messages_is_not_read(tmp_path):
-    path = write(tmp_path)
-    length = struct.pack("<Q", 40 * 10**9)
-    with path.open("wb") as file:
-        file.write(length + struct.pack("<I", _checksum(length)))
-        file.truncate(16 + 40 * 10**9)  # A sparse file: it takes no space.
-    with pytest.raises(
-        TFRecordError, match=r"Record 0 of .* has 40000000000 bytes, and"
-    ):
-        make(path)
-
-
 def test_compressed_files_say_how_to_unpack_them(tmp_path):
     path = tmp_path / "a.tfrecord"
     path.write_bytes(gzip.compress(WRITTEN_BY_TENSORFLOW))
@@ -315,12 +299,10 @@ def test_wrong_paths_are_errors(tmp_path, ten):
         FileNotFoundError, match=r"record`, which is no file.*sorted\(glob"
     ):
         make([ten[0], missing])
-    with pytest.raises(FileNotFoundError, match="and 1 more, which is no file"):
-        make([missing, tmp_path])
     with pytest.raises(ValueError, match=r"`paths` is \[\], but there must be"):
         make(glob.glob(missing))
     empty = write(tmp_path)
-    with pytest.raises(ValueError, match="hold 0 records, but a data set needs"):
+    with pytest.raises(ValueError, match="`paths` has 0 examples, but"):
         make(empty)
 
 
@@ -351,7 +333,7 @@ def test_wrong_options_are_errors(ten):
             r"`default_value` is \[\[1\], 2\], but": lambda: FixedLenFeature(
                 (2,), float, [[1], 2]
             ),
-            r"`default_value` has 3 values, but the shape \(2,\) takes 2": (
+            r"`default_value` is \[1, 2, 3\], but .* shape \(2,\)": (
                 lambda: FixedLenFeature((2,), int, [1, 2, 3])
             ),
         },

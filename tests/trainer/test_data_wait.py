@@ -18,6 +18,13 @@ from armillary.trainer._options import LoopOptions
 from armillary.trainer._step_checks import StepMethod
 
 
+class Owner:
+    """What holds a `Prefetcher`."""
+
+
+OWNER = Owner()
+
+
 class Program:
     """A program that runs for some time."""
 
@@ -36,7 +43,7 @@ def measure(data_seconds, device_seconds, prefetch):
         time.sleep(data_seconds)
         yield "second"
 
-    data: Any = Prefetcher(read(), prefetch)
+    data: Any = Prefetcher(read(), prefetch, OWNER)
     assert next(data) == "first"
     strategy = DefaultStrategy()
     for seconds in (60.0, device_seconds):  # Only the newest program counts.
@@ -67,7 +74,7 @@ def test_only_an_idle_device_waits(
 
 
 def test_a_chunk_that_is_there_is_no_wait():
-    data: Any = Prefetcher(iter("ab"), 1)
+    data: Any = Prefetcher(iter("ab"), 1, OWNER)
     data.head()
     stopwatch = Stopwatch()
     with stopwatch.phase(Category.STEPPING), waiting_for_data(data, DefaultStrategy()):
@@ -77,7 +84,7 @@ def test_a_chunk_that_is_there_is_no_wait():
 
 
 def test_without_a_stopwatch_nothing_is_counted():
-    data: Any = Prefetcher(iter("ab"), 0)
+    data: Any = Prefetcher(iter("ab"), 0, OWNER)
     with waiting_for_data(data, DefaultStrategy()):
         assert data.head() == "a"
 

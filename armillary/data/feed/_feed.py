@@ -9,14 +9,15 @@ on the way, the feed drops all that it has read and reads it again from there::
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from armillary.data.feed._batch_reader import BatchReader
 from armillary.data.feed._lockstep import check_same_chunk, describe_chunk
-from armillary.data.feed._position import BatchStream, Position
+from armillary.data.feed._position import Position
 from armillary.data.feed._prefetch import Prefetcher
+from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import HostBatch
 from armillary.errors import DatasetStateError
 
@@ -38,13 +39,6 @@ class Item(Protocol):
 T = TypeVar("T", bound=Item)
 
 
-class Progress:
-    """Holds the position after the last batch of a dataset that a feed has used."""
-
-    def __init__(self, position: Position) -> None:
-        self.position = position
-
-
 class Feed(Generic[T]):
     """Reads the batches of a loop, from sources to devices.
 
@@ -64,15 +58,14 @@ class Feed(Generic[T]):
     Args:
         datasets: What to read, in the order in which steps take it. Each goes on where
             it was saved, or with its next pass.
-        exact: Whether every example is used, as for `DistributedDataset.make_reader`.
+        exact: Whether every example is used, as in `Splitter`.
         begins_anew: Whether a pass that was saved at its end is followed by the next
             one. Without it, there is no data then.
         name: How messages call the step. With a name, processes make sure that each
             chunk is like those of the others.
 
     Attributes:
-        datasets: As given.
-        readers: What reads each of them now; not for use while a thread reads.
+        readers: What reads each of them; not for use while a thread reads.
         offset: How many steps of the current chunk were used.
         is_closed: Whether `close` was called.
     """
@@ -85,22 +78,17 @@ class Feed(Generic[T]):
         begins_anew: bool = False,
         name: str | None = None,
     ) -> None:
-        self.datasets = tuple(datasets)
-        self._exact = exact
+        self._datasets = tuple(datasets)
         self._name = name or ""
-        self._peers = None if name is None else self.datasets[0].layout.peers
+        self._peers = None if name is None else datasets[0].layout.peers
         self._is_alike = False
-        streams = [
-            dataset.begin(exact=exact, begins_anew=begins_anew)
-            for dataset in self.datasets
-        ]
-        self._progress = [Progress(stream.position) for stream in streams]
-        for dataset, progress in zip(self.datasets, self._progress, strict=True):
-            dataset.attach(self, progress)
         self.readers = [
-            dataset.make_reader(stream, exact=exact)
-            for dataset, stream in zip(self.datasets, streams, strict=True)
+            dataset.open_reader(exact=exact, begins_anew=begins_anew)
+            for dataset in datasets
         ]
+        for reader in self.readers:
+            reader.feed = weakref.ref(self)
+        weakref.finalize(self, _close, tuple(self.readers), 0.0)
         self._build: Callable[[Sequence[BatchReader]], Iterator[T]] | None = None
         self._prefetch = 0
         self._queue: Prefetcher[T] | None = None
@@ -122,12 +110,12 @@ class Feed(Generic[T]):
     @property
     def positions(self) -> tuple[Position, ...]:
         """The position of each dataset after what was committed."""
-        return tuple(progress.position for progress in self._progress)
+        return tuple(reader.used for reader in self.readers)
 
     @property
     def is_repositionable(self) -> bool:
         """Whether all datasets can go back."""
-        return all(dataset.is_repositionable for dataset in self.datasets)
+        return all(dataset.is_repositionable for dataset in self._datasets)
 
     @property
     def chunk(self) -> T | None:
@@ -150,7 +138,7 @@ class Feed(Generic[T]):
     def peek(self) -> list[HostBatch | None]:
         """Returns the next batch of each dataset, None at the end; before `start`."""
         if self.is_closed:
-            return [None] * len(self.datasets)
+            return [None] * len(self._datasets)
         with self._announcing(), self.reading():
             batches = [reader.peek() for reader in self.readers]
         self._note_ends()
@@ -168,11 +156,11 @@ class Feed(Generic[T]):
             chunk = self._read()
         if self._peers is not None and not self._is_alike:
             texts = self._peers.boundary.take(self._say) or self._peers.gather(
-                f"the data of {self._name}", describe_chunk(chunk, self.datasets)
+                f"the data of {self._name}", describe_chunk(chunk, self._datasets)
             )
             check_same_chunk(self._name, texts)
             # Batches that are agreed on make equal chunks, if the first ones are equal.
-            self._is_alike = all(dataset.is_agreed for dataset in self.datasets)
+            self._is_alike = all(dataset.is_agreed for dataset in self._datasets)
         return chunk
 
     def _say(self) -> str | None:
@@ -183,13 +171,13 @@ class Feed(Generic[T]):
         ahead = queue.ahead
         if ahead is None and not queue.has_ended:
             return None
-        return describe_chunk(ahead, self.datasets)
+        return describe_chunk(ahead, self._datasets)
 
     def _read(self) -> T | None:
         self._recover()
         if self._queue is None:
             assert self._build is not None
-            self._queue = Prefetcher(self._build(self.readers), self._prefetch)
+            self._queue = Prefetcher(self._build(self.readers), self._prefetch, self)
         # A thread of its own is out of reach of Ctrl-C, and loses nothing.
         with contextlib.nullcontext() if self._prefetch else self.reading():
             try:
@@ -205,19 +193,17 @@ class Feed(Generic[T]):
 
     def commit(self, num_steps: int) -> None:
         """Marks the next steps of the current chunk as used."""
-        queue, stop = self._queue, self.offset + num_steps
-        chunk = None if queue is None else queue.current
+        queue, chunk, stop = self._queue, self.chunk, self.offset + num_steps
         count = 0 if chunk is None else len(chunk.positions)
         if queue is None or chunk is None or not self.offset < stop <= count:
             raise ValueError(
                 f"`num_steps` is {num_steps}, but the current chunk has "
-                f"{count - self.offset} steps left. Take one with `next_chunk`, and "
-                "commit between 1 and all of its steps."
+                f"{count - self.offset} steps left. Commit between 1 and all of them."
             )
-        for progress, position in zip(
-            self._progress, chunk.positions[stop - 1], strict=True
+        for reader, position in zip(
+            self.readers, chunk.positions[stop - 1], strict=True
         ):
-            progress.position = position
+            reader.used = position
         if stop < count:
             self.offset = stop
         else:
@@ -226,8 +212,8 @@ class Feed(Generic[T]):
 
     def commit_taken(self) -> None:
         """Marks all that was taken from `readers` as used."""
-        for progress, reader in zip(self._progress, self.readers, strict=True):
-            progress.position = reader.position
+        for reader in self.readers:
+            reader.used = reader.position
 
     def seek(self, positions: Sequence[Position]) -> None:
         """Goes to other positions; what was read ahead is dropped.
@@ -242,40 +228,30 @@ class Feed(Generic[T]):
             self._queue.close()
         self._queue, self.offset = None, 0
         if self._peers is not None:
-            self._peers.boundary.take(self._say)  # It was said of another chunk.
+            self._peers.boundary.take(self._say)  # What was said was of another chunk.
         try:
-            self._open_readers(positions)
+            self._reopen(positions)
         except Exception:
-            self._open_readers(self.positions)
+            self._reopen(self.positions)
             self._is_cut_off = is_broken
             raise
-        for progress, position in zip(self._progress, positions, strict=True):
-            progress.position = position
+        for reader, position in zip(self.readers, positions, strict=True):
+            reader.used = position
         self._is_cut_off = is_broken
 
-    def _open_readers(self, positions: Sequence[Position]) -> None:
-        for index, dataset in enumerate(self.datasets):
-            if dataset.is_repositionable:
-                self.readers[index].close()
-                stream = dataset.open_stream(positions[index])
-                self.readers[index] = dataset.make_reader(stream, exact=self._exact)
-
-    def move(self, progress: Progress, position: Position) -> None:
-        """Goes to another position of one dataset, known by its progress."""
-        self.seek([position if p is progress else p.position for p in self._progress])
-
-    def stream_of(self, progress: Progress) -> BatchStream:
-        """Returns what reads the source of one dataset, known by its progress."""
-        return self.readers[self._progress.index(progress)].stream
+    def _reopen(self, positions: Sequence[Position]) -> None:
+        for reader, position in zip(self.readers, positions, strict=True):
+            if reader.dataset.is_repositionable:
+                reader.close()
+                reader.open(reader.dataset.open_stream(position))
 
     def close(self) -> None:
         """Lets go of the data; the positions reached stay."""
         self.is_closed = True
         if self._queue is not None:
             self._queue.close(_CLOSE_TIMEOUT_SECONDS)
-        for reader in self.readers:
-            reader.close(_CLOSE_TIMEOUT_SECONDS)
-        self._queue, self.readers = None, []
+        self._queue = None
+        _close(self.readers, _CLOSE_TIMEOUT_SECONDS)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -293,30 +269,32 @@ class Feed(Generic[T]):
         self._is_cut_off = False
 
     def _recover(self) -> None:
-        # What was lost to Ctrl-C is read anew.
+        """Reads anew what was lost to Ctrl-C."""
         if not self._is_cut_off:
             return
-        for dataset in self.datasets:
+        for dataset in self._datasets:
             if not dataset.is_repositionable:
                 raise DatasetStateError(
                     f"The source ({dataset.source_name}) was interrupted (Ctrl-C) "
                     "while it was read, and cannot go back to the batches that were "
-                    "lost. Make the dataset anew, or use a source that can go back: "
-                    "`armillary.data.from_arrays`, a Grain dataset, or iterators with "
-                    "`get_state` and `set_state`."
+                    "lost. Make the dataset anew, or use a source that can go back, "
+                    "such as `armillary.data.from_arrays`."
                 )
         self.seek(self.positions)
 
     def _note_ends(self) -> None:
         """Marks the passes as finished of which all was used."""
-        for progress, reader in zip(self._progress, self.readers, strict=True):
-            if reader.has_ended and progress.position is reader.position:
+        for reader in self.readers:
+            if reader.has_ended and reader.used is reader.position:
                 reader.position = replace(reader.position, is_exhausted=True)
-                progress.position = reader.position
+                reader.used = reader.position
 
     def _announcing(self) -> contextlib.AbstractContextManager[Any]:
-        return (
-            contextlib.nullcontext()
-            if self._peers is None
-            else self._peers.announcing_errors()
-        )
+        if self._peers is None:
+            return contextlib.nullcontext()
+        return self._peers.announcing_errors()
+
+
+def _close(readers: Sequence[BatchReader], timeout_seconds: float) -> None:
+    for reader in readers:
+        reader.close(timeout_seconds)

@@ -8,16 +8,12 @@ of replicas, chunks) their numbers do, and they are taken once, where they are g
 
 The host draws the order and shares out batches in both cases. So the examples of every
 batch and the saved positions are the same.
-
-Host memory that a CPU device can use as it is.
-
-XLA's CPU client takes an array over without a copy if it begins where it wants arrays
-to begin; other devices copy in any case.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,66 +22,31 @@ import numpy as np
 from armillary.data._layout import BatchLayout, InputOptions
 from armillary.data.feed._split import MASK, HostBatch, add_mask, get_mask
 from armillary.data.sources._arrays import ArrayDataset
-from armillary.data.sources._batch import as_device_values, canonical_dtype
+from armillary.data.sources._batch import as_device_values, canonical_dtype, show_path
 from armillary.data.sources._source import Source
 from armillary.typing import Batch, PyTree
-
-_ALIGNMENT_BYTES = 64
-
-
-def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Returns a new array like `np.empty`, which must not be written to once placed."""
-    dtype = np.dtype(dtype)
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    memory = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT_BYTES
-    return memory[start : start + num_bytes].view(dtype).reshape(shape)
-
 
 _ROWS = "rows"
 _MOST_ROWS = np.iinfo(np.int32).max
 """How many the 32-bit numbers of a device can tell apart."""
-_FIX = "leave `place_on_device` out, so that batches are sent from the host"
+_ALIGNMENT_BYTES = 64
 
 
-class PlacedArrays:
-    """The arrays of one data set on the devices of one layout.
-
-    They are placed when they are first asked for, and stay as long as this object.
-    """
+class _PlacedArrays:
+    """Arrays on the devices of a layout, from when they are first asked for."""
 
     def __init__(self, arrays: PyTree, layout: BatchLayout) -> None:
-        self._host_arrays = arrays
-        self._layout = layout
+        self._arrays, self._layout = arrays, layout
         self._placed: PyTree = None
         self._lock = threading.Lock()
 
     def get(self) -> PyTree:
-        """Returns the arrays on the devices."""
         # Background threads of several iterators may ask at the same time.
         with self._lock:
             if self._placed is None:
-                _check_room(self._host_arrays, self._layout)
-                self._placed = self._layout.replicate(
-                    as_device_values(self._host_arrays, _name_arrays)
-                )
+                arrays = as_device_values(self._arrays, _name_arrays)
+                self._placed = self._layout.replicate(arrays)
             return self._placed
-
-
-class _Rows:
-    """Rows of an array, of which those are taken that a process sends to its devices.
-
-    Their numbers are of any shape.
-    """
-
-    def __init__(self, path: Any, array: np.ndarray, numbers: np.ndarray) -> None:
-        self._path, self._array, self._numbers = path, array, numbers
-        self.shape = (*numbers.shape, *array.shape[1:])
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Returns a part; of each row all, since nothing else is split."""
-        numbers = self._numbers[index[: self._numbers.ndim]]
-        return _take({self._path: self._array}, numbers)[self._path]
 
 
 class Gather:
@@ -102,25 +63,32 @@ class Gather:
         self,
         layout: BatchLayout,
         arrays: PyTree | None = None,
-        placed: PlacedArrays | None = None,
+        placed: _PlacedArrays | None = None,
     ) -> None:
         self.layout = layout
-        self._arrays = arrays
-        self._placed = placed
+        self._arrays, self._placed = arrays, placed
+
+    def on(self, layout: BatchLayout) -> "Gather":
+        """Returns the same for another layout, to be traced only."""
+        return Gather(layout, self._arrays, self._placed)
 
     @property
     def resident(self) -> PyTree:
         """The arrays that stay on the devices, an input of `on_device`; or `None`."""
         return None if self._placed is None else self._placed.get()
 
-    def on_host(self, batch: Batch) -> Batch:
+    def on_host(self, batch: Batch, *, later: bool = False) -> Batch:
         """Returns a host batch, or a chunk of them, as it travels to the device."""
-        return self._take(_take, batch)
-
-    def _take(self, take: Callable[[PyTree, np.ndarray], Any], batch: Batch) -> Any:
         if self._arrays is None or self._placed is not None:
             return batch
-        return _with_mask(take(self._arrays, batch[_ROWS]), batch)
+        numbers = batch[_ROWS]
+        if later:
+            rows = jax.tree_util.tree_map_with_path(
+                lambda path, array: _Rows(show_path(path), array, numbers), self._arrays
+            )
+        else:
+            rows = _take(self._arrays, numbers)
+        return _with_mask(rows, batch)
 
     def send(self, batch: Batch, leading_axes: int, num_replicas: int) -> Batch:
         """Places a host batch, or a chunk of them; the arguments are those of `place`.
@@ -129,14 +97,12 @@ class Gather:
         """
         layout = self.layout
         has_all = layout.peers is not None and not layout.stacked
-        sent = self._take(_take_later if has_all else _take, batch)
+        sent = self.on_host(batch, later=has_all)
         return layout.place(sent, leading_axes, num_replicas)
 
     def on_device(self, resident: PyTree, batch: Batch) -> Batch:
         """Returns a placed batch as a step receives it; may be traced."""
-        if self._placed is None:
-            return batch
-        return _gather(self.layout, resident, batch)
+        return batch if self._placed is None else _gather(self.layout, resident, batch)
 
     def place(self, batch: HostBatch) -> Batch:
         """Returns a host batch on the devices, as a step receives it."""
@@ -149,27 +115,34 @@ class Gather:
         """Returns the types of what a program takes for one batch; places nothing."""
         if self._placed is None:
             return types, None
-        rows = jax.ShapeDtypeStruct(jax.tree.leaves(types)[0].shape[:1], np.int32)
-        resident = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(array.shape, canonical_dtype(array)),
+        num_rows = jax.tree.leaves(types)[0].shape[:1]
+        sent = {_ROWS: jax.ShapeDtypeStruct(num_rows, np.int32)}
+        if len(jax.tree.leaves(types)) > len(jax.tree.leaves(self._arrays)):
+            sent[MASK] = get_mask(types)
+        return sent, jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, canonical_dtype(leaf)),
             self._arrays,
         )
-        num_arrays = len(jax.tree.leaves(self._arrays))
-        has_mask = len(jax.tree.leaves(types)) > num_arrays
-        return {_ROWS: rows, **({MASK: get_mask(types)} if has_mask else {})}, resident
 
-    def on(self, layout: BatchLayout) -> "Gather":
-        """Returns the same for another layout, to be traced only."""
-        return Gather(layout, self._arrays, self._placed)
+    def types(self, batch: HostBatch) -> Batch:
+        """Returns the types of what a step receives; nothing is placed for it."""
+        return self.rows(self._types_of_all(batch))
 
     def sent_types(self, batch: HostBatch) -> Batch:
         """Returns the types of what travels to the devices, with the rows of all."""
         types = self._types_of_all(batch)
         return types if self._placed is not None else self.rows(types)
 
-    def types(self, batch: HostBatch) -> Batch:
-        """Returns the types of what a step receives; nothing is placed for it."""
-        return self.rows(self._types_of_all(batch))
+    def _types_of_all(self, batch: HostBatch) -> Batch:
+        """Returns the types of a host batch with the rows of all processes."""
+        has_some = self.layout.peers is not None and self.layout.stacked
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                (batch.num_replicas, *leaf.shape[1:]) if has_some else leaf.shape,
+                canonical_dtype(leaf),
+            ),
+            batch.arrays,
+        )
 
     def rows(self, types: Batch) -> Batch:
         """Returns the types of rows for those of the source's batches."""
@@ -184,17 +157,6 @@ class Gather:
         )
         return _with_mask(rows, types)
 
-    def _types_of_all(self, batch: HostBatch) -> Batch:
-        """Returns the types of a host batch with the rows of all processes."""
-        has_some = self.layout.peers is not None and self.layout.stacked
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                (batch.num_replicas, *leaf.shape[1:]) if has_some else leaf.shape,
-                canonical_dtype(leaf),
-            ),
-            batch.arrays,
-        )
-
 
 def make_gather(
     source: Source, layout: BatchLayout, options: InputOptions
@@ -204,55 +166,63 @@ def make_gather(
     Nothing is placed yet. Datasets of one source on one layout share the arrays that
     stay on devices.
     """
-    if options.place_on_device:
-        source = _check_placeable(source, options)
-        placed = _get_placed(source, layout)
-        return _number_rows(source), Gather(layout, source.arrays, placed)
-    if not isinstance(source, ArrayDataset) or source.num_examples > _MOST_ROWS:
-        return source, Gather(layout)
-    return _number_rows(source), Gather(layout, source.arrays)
-
-
-def _number_rows(dataset: ArrayDataset) -> ArrayDataset:
-    """Returns a data set that gives row numbers where `dataset` gives rows."""
-    return ArrayDataset(
-        {_ROWS: np.arange(dataset.num_examples, dtype=np.int32)},
-        batch_size=dataset.batch_size,
-        shuffle_seed=dataset.shuffle_seed,
-        repeat=dataset.repeat,
-        drop_remainder=dataset.drop_remainder,
-    )
-
-
-def _check_placeable(source: Source, options: InputOptions) -> ArrayDataset:
+    fix = "Leave `place_on_device` out, so that batches are sent from the host."
     if not isinstance(source, ArrayDataset):
-        raise TypeError(
-            f"`place_on_device` is True, but the source ({source.name}) makes its "
-            "batches as it goes, and only whole arrays can stay on a device. Use "
-            f"`armillary.data.from_arrays(arrays, batch_size=...)`, or {_FIX}."
-        )
+        if options.place_on_device:
+            raise TypeError(
+                f"`place_on_device` is True, but the source ({source.name}) makes its "
+                "batches as it goes, and only the whole arrays of `from_arrays` can "
+                f"stay on a device. {fix}"
+            )
+        return source, Gather(layout)
     if source.num_examples > _MOST_ROWS:
-        raise ValueError(
-            f"`place_on_device` is True, but the arrays have {source.num_examples} "
-            f"examples, and devices count rows in 32 bits: up to {_MOST_ROWS}. Use "
-            f"fewer examples, or {_FIX}."
-        )
-    if options.remainder == "pad":
-        add_mask(source.arrays, None)
-    return source
+        if options.place_on_device:
+            raise ValueError(
+                f"`place_on_device` is True, but the arrays have {source.num_examples} "
+                f"examples, and devices count up to {_MOST_ROWS} rows. {fix}"
+            )
+        return source, Gather(layout)
+    placed = None
+    if options.place_on_device:
+        if options.remainder == "pad":
+            add_mask(source.arrays, None)
+        with _placed_lock:
+            by_layout = _placed.setdefault(source, weakref.WeakValueDictionary())
+            placed = by_layout.get(layout) or _PlacedArrays(source.arrays, layout)
+            by_layout[layout] = placed
+    numbers = ArrayDataset(
+        {_ROWS: np.arange(source.num_examples, dtype=np.int32)},
+        batch_size=source.batch_size,
+        shuffle_seed=source.shuffle_seed,
+        repeat=source.repeat,
+        drop_remainder=source.drop_remainder,
+    )
+    return numbers, Gather(layout, source.arrays, placed)
 
 
 _placed: weakref.WeakKeyDictionary[ArrayDataset, Any] = weakref.WeakKeyDictionary()
 _placed_lock = threading.Lock()
 
 
-def _get_placed(source: ArrayDataset, layout: BatchLayout) -> PlacedArrays:
-    with _placed_lock:
-        by_layout = _placed.setdefault(source, weakref.WeakValueDictionary())
-        arrays = by_layout.get(layout)
-        if arrays is None:
-            arrays = by_layout[layout] = PlacedArrays(source.arrays, layout)
-        return arrays
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows of an array, of which those are taken that a process sends to its devices.
+
+    Their numbers are of any shape.
+    """
+
+    path: str
+    array: np.ndarray
+    numbers: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.numbers.shape, *self.array.shape[1:])
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns a part; of each row all, since nothing else is split."""
+        numbers = self.numbers[index[: self.numbers.ndim]]
+        return _take({self.path: self.array}, numbers)[self.path]
 
 
 def _take(arrays: PyTree, numbers: np.ndarray) -> PyTree:
@@ -264,14 +234,17 @@ def _take(arrays: PyTree, numbers: np.ndarray) -> PyTree:
     return as_device_values(jax.tree.map(take, arrays), _name_arrays, numbers)
 
 
-def _take_later(arrays: PyTree, numbers: np.ndarray) -> PyTree:
-    return jax.tree_util.tree_map_with_path(
-        lambda path, array: _Rows(_show_path(path), array, numbers), arrays
-    )
+def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Returns a new array like `np.empty`, which must not be written to once placed.
 
-
-def _show_path(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    XLA's CPU client takes an array over without a copy if it begins where it wants
+    arrays to begin; other devices copy in any case.
+    """
+    dtype = np.dtype(dtype)
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT_BYTES
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def _name_arrays() -> str:
@@ -288,22 +261,3 @@ _compiled_gather = jax.jit(_gather, static_argnums=0)
 
 def _with_mask(rows: Batch, batch: Batch) -> Batch:
     return add_mask(rows, batch[MASK]) if MASK in batch else rows
-
-
-def _check_room(arrays: PyTree, layout: BatchLayout) -> None:
-    # Not every device knows its memory.
-    num_bytes = sum(
-        leaf.size * canonical_dtype(leaf).itemsize for leaf in jax.tree.leaves(arrays)
-    )
-    for device in layout.devices:
-        memory = device.memory_stats() or {}
-        limit = memory.get("bytes_limit")
-        if limit is None:
-            continue
-        num_free = limit - memory.get("bytes_in_use", 0)
-        if num_bytes > num_free:
-            raise ValueError(
-                f"`place_on_device` is True, but the arrays take {num_bytes} bytes on "
-                f"each device, and {device} has {num_free} of {limit} bytes free. Use "
-                f"smaller arrays or dtypes, or {_FIX}."
-            )

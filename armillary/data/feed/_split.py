@@ -14,9 +14,9 @@ several devices; in an evaluation, where steps add up, it is several smaller pie
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -24,20 +24,20 @@ import numpy as np
 from armillary._logging import logger
 from armillary.data._layout import (
     Active,
+    BatchLayout,
     Remainder,
     hosted_replicas,
     name_fitting_sizes,
 )
-from armillary.data.feed._position import BatchStream, Position, SourceBatch
+from armillary.data.feed._position import Position
+from armillary.data.sources._batch import get_signature
 from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
 
+if TYPE_CHECKING:
+    from armillary.data.feed._reader import BatchStream
+
 MASK = "mask"
-_EXACT_FIX = '`InputOptions(remainder="exact")` to run it on fewer replicas, '
-_OTHER_FIXES = (
-    '`InputOptions(remainder="drop")` to leave examples out, or '
-    '`InputOptions(remainder="pad")` to fill up and get a `mask`'
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,44 +61,55 @@ class HostBatch:
     position: Position
     is_last: bool
 
+    @property
+    def signature(self) -> Hashable:
+        """Equal for batches which one program can take."""
+        return get_signature(self.arrays), self.num_active, self.num_replicas
 
-@dataclass(frozen=True)
+
 class Splitter:
-    """Splits the batches of a stream between replicas.
+    """Splits the batches of a stream between the replicas of a layout.
 
     Args:
-        num_replicas: Replicas that share a batch.
-        stacked: Whether pieces get a replica axis. Without one, any size fits.
-        per_replica_batches: Whether a source batch is one replica's, not a global one.
+        layout: Where the replicas are.
         remainder: As in `InputOptions`.
+        per_replica_batches: Whether a source batch is one replica's, not a global one.
+            Of several processes, each splits what it reads between its own replicas.
         exact: Whether groups that do not fit become several pieces, unless `remainder`
             is `"drop"` or `"pad"`.
-        local: The replicas whose rows are wanted, `None` for all.
-        has_peers: Whether other processes give the rows of other replicas.
     """
 
-    num_replicas: int
-    stacked: bool
-    per_replica_batches: bool
-    remainder: Remainder
-    exact: bool
-    local: range | None = None
-    has_peers: bool = False
+    def __init__(
+        self,
+        layout: BatchLayout,
+        remainder: Remainder,
+        *,
+        per_replica_batches: bool,
+        exact: bool,
+    ) -> None:
+        self._stacked, self._remainder = layout.stacked, remainder
+        self._of_replicas, self._exact = per_replica_batches, exact
+        self._num_all = self._num_replicas = layout.num_replicas
+        self._local: range | None = None
+        if layout.peers is not None and layout.stacked:
+            if per_replica_batches:
+                self._num_replicas = len(layout.local_replicas)
+            else:
+                self._local = layout.local_replicas
+        self._num_shares = self._num_replicas if layout.stacked else 1
+        self._group_size = self._num_shares if per_replica_batches else 1
+        # Whether a group that does not fit is one piece for fewer replicas.
+        self._narrows = layout.stacked and remainder == "exact" and not exact
+        fixes = [
+            '`InputOptions(remainder="exact")` to run it on fewer replicas',
+            '`InputOptions(remainder="drop")` to leave examples out, or '
+            '`InputOptions(remainder="pad")` to fill up and get a `mask`',
+        ]
+        # Rows would have to travel where processes read data of their own.
+        is_alone = per_replica_batches and layout.peers is not None
+        self._fixes = ", ".join(fixes[1:] if is_alone else fixes)
 
-    @property
-    def _num_shares(self) -> int:
-        return self.num_replicas if self.stacked else 1
-
-    @property
-    def _narrows(self) -> bool:
-        """Whether a group that does not fit is one piece for fewer replicas."""
-        return self.stacked and self.remainder == "exact" and not self.exact
-
-    @property
-    def _group_size(self) -> int:
-        return self._num_shares if self.per_replica_batches else 1
-
-    def split(self, stream: BatchStream) -> Iterator[HostBatch]:
+    def split(self, stream: "BatchStream") -> Iterator[HostBatch]:
         """Yields all pieces of `stream`.
 
         The position of a piece that is not the last of its group is the one before the
@@ -107,100 +118,121 @@ class Splitter:
         before, is_first = stream.position, True
         for group in self._read_groups(stream):
             pieces = self._split_group(group, stream)
-            if is_first and self._narrows:
-                self._warn_of_waste(group, pieces, stream)
+            is_wasted = self._narrows and pieces[0][1] < self._num_replicas
+            # A last batch that is short may be so; a full one says that all are.
+            if is_first and is_wasted and count_rows(group[0]) == stream.full_size:
+                logger.warning(
+                    "Batches of %d examples run on %d of %d replicas, and the other "
+                    "devices do the same work again. With a multiple of the replicas "
+                    "as the batch size, all would share it.",
+                    *(stream.full_size, pieces[0][1], self._num_replicas),
+                )
             is_first = False
             for index, (arrays, num_active) in enumerate(pieces, start=1):
                 is_last = index == len(pieces)
-                count = _num_rows(arrays) if self.stacked else self.num_replicas
-                if self.local is not None:
-                    own = hosted_replicas(self.local, self.num_replicas, count)
+                count = count_rows(arrays) if self._stacked else self._num_replicas
+                if self._local is not None:
+                    own = hosted_replicas(self._local, self._num_replicas, count)
                     arrays = _take_rows(arrays, own.start, own.stop)
                 position = stream.position if is_last else before
                 yield HostBatch(arrays, num_active, count, position, is_last)
             before = stream.position
 
-    def get_global_spec(self, spec: PyTree, full_size: int) -> PyTree:
-        """Returns `spec`, of one source batch, as that of a distributed batch."""
-        first = jax.tree.leaves(spec)[0].shape[0]
-        if self.remainder == "pad":
-            first = self._round_up(max(first, full_size))
-            mask = jax.ShapeDtypeStruct((first,), np.dtype(bool))
-            spec = add_mask(spec, mask)
-        elif self.remainder == "drop":
-            first = self._round_down(first, full_size)
-        num_rows = first * self._num_shares if self.per_replica_batches else first
+    def describe(self, spec: PyTree, full_size: int) -> PyTree:
+        """Returns the types of a distributed batch, given those of a source batch."""
+        num_rows = count_rows(spec)
+        if self._remainder == "pad":
+            num_rows = self._round_up(max(num_rows, full_size))
+            spec = add_mask(spec, jax.ShapeDtypeStruct((num_rows,), np.dtype(bool)))
+        elif self._remainder == "drop":
+            num_rows = self._round_down(num_rows, full_size)
+        if self._of_replicas and self._stacked:
+            num_rows *= self._num_all
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype),
             spec,
         )
 
-    def _read_groups(self, stream: BatchStream) -> Iterator[list[SourceBatch]]:
-        group: list[SourceBatch] = []
+    def _read_groups(self, stream: "BatchStream") -> Iterator[list[PyTree]]:
+        group: list[PyTree] = []
         for batch in stream:
-            full_size = stream.full_size or batch.num_rows
-            if self.remainder == "drop":
-                if batch.num_rows < full_size:
+            if self._remainder == "drop":
+                num_rows, full_size = count_rows(batch), stream.full_size or 0
+                if num_rows < full_size:
                     continue
-                num_rows = self._round_down(batch.num_rows, full_size)
-                batch = SourceBatch(_take_rows(batch.arrays, 0, num_rows), num_rows)
+                batch = _take_rows(batch, 0, self._round_down(num_rows, full_size))
             group.append(batch)
             if len(group) == self._group_size:
                 yield group
                 group = []
-        if group and self.remainder != "drop":
+        if group and self._remainder != "drop":
             yield group
 
     def _round_down(self, num_rows: int, full_size: int) -> int:
-        # So many rows of a batch `"drop"` keeps.
-        if self.per_replica_batches:
+        """Returns how many rows of a batch `"drop"` keeps."""
+        if self._of_replicas:
             return full_size
         if num_rows < self._num_shares:
             raise BatchSizeError(
                 f"A batch has {num_rows} examples, fewer than the {self._num_shares} "
                 'replicas, so that `InputOptions(remainder="drop")` would drop it '
-                f"whole. Use a batch size of at least {self._num_shares}, or "
-                '`InputOptions(remainder="pad")`.'
+                f"whole. Use a batch size of at least {self._num_shares}."
             )
         return num_rows - num_rows % self._num_shares
 
     def _round_up(self, num_rows: int) -> int:
         """Returns the size to which `"pad"` fills a batch."""
-        if self.per_replica_batches:
-            return num_rows
-        return -(-num_rows // self._num_shares) * self._num_shares
+        shares = 1 if self._of_replicas else self._num_shares
+        return -(-num_rows // shares) * shares
 
     def _split_group(
-        self, group: list[SourceBatch], stream: BatchStream
+        self, group: list[PyTree], stream: "BatchStream"
     ) -> list[tuple[PyTree, int]]:
         """Returns the pieces of one group, each with its number of active replicas."""
-        full_size = stream.full_size or group[0].num_rows
-        if self.remainder == "pad":
-            size = self._round_up(max(full_size, *(batch.num_rows for batch in group)))
-            num_missing = self._group_size - len(group)
-            empty = [_pad(group[-1], size, 0)] * num_missing
-            group = [_pad(batch, size, batch.num_rows) for batch in group] + empty
-        if not self.stacked:
-            return [(group[0].arrays, self.num_replicas)]
+        if self._remainder == "pad":
+            sizes = [count_rows(batch) for batch in group]
+            size = self._round_up(max(stream.full_size or 0, *sizes))
+            empty = [_pad(group[-1], size, 0)] * (self._group_size - len(group))
+            group = [_pad(batch, size, count_rows(batch)) for batch in group] + empty
+        if not self._stacked:
+            return [(group[0], self._num_replicas)]
         if self._narrows:
-            return [self._share(group)]
-        if self.per_replica_batches:
+            arrays = group[0]
+            if len(group) > 1:
+                arrays = jax.tree.map(lambda *leaves: np.concatenate(leaves), *group)
+            num_sharing = math.gcd(count_rows(arrays), self._num_replicas)
+            return [(_add_replica_axis(arrays, num_sharing), num_sharing)]
+        if self._of_replicas:
             return self._split_replica_batches(group)
-        if not self.exact and group[0].num_rows % self.num_replicas:
-            raise self._unequal_shares(group[0].num_rows, full_size, stream)
-        return self._split_global_batch(group[0])
+        return self._split_global_batch(group[0], stream)
 
-    def _unequal_shares(
-        self, num_rows: int, full_size: int, stream: BatchStream
-    ) -> BatchSizeError:
+    def _split_global_batch(
+        self, arrays: PyTree, stream: "BatchStream"
+    ) -> list[tuple[PyTree, int]]:
+        count, num_rows = self._num_replicas, count_rows(arrays)
+        num_left = num_rows % count
+        if num_left and not self._exact:
+            raise self._unequal_shares(num_rows, stream)
+        pieces: list[tuple[PyTree, int]] = []
+        whole = num_rows - num_left
+        if whole:
+            rows = _take_rows(arrays, 0, whole)
+            pieces.append((_add_replica_axis(rows, count), count))
+        if num_left:
+            rows = range(whole, num_rows)
+            shares = [_take_rows(arrays, row, row + 1) for row in rows]
+            pieces.append((_stack(shares, count), num_left))
+        return pieces
+
+    def _unequal_shares(self, num_rows: int, stream: "BatchStream") -> BatchSizeError:
         """Returns the error for a batch that the replicas cannot share equally."""
-        num_replicas = self.num_replicas
+        count, full_size = self._num_replicas, stream.full_size or num_rows
         rule = (
-            f"which {num_replicas} replicas cannot share equally ({num_rows} % "
-            f"{num_replicas} = {num_rows % num_replicas})"
+            f"which {count} replicas cannot share equally ({num_rows} % {count} = "
+            f"{num_rows % count})"
         )
         # A short batch says nothing against a batch size that fits.
-        if full_size % num_replicas == 0 and stream.peek() is None:
+        if full_size % count == 0 and stream.peek() is None:
             return BatchSizeError(
                 f"The last batch of the data has the {num_rows} examples that were "
                 f"left, {rule}; the batches before it have {full_size}. Use "
@@ -208,91 +240,39 @@ class Splitter:
             )
         return BatchSizeError(
             f"A batch has {num_rows} examples, {rule}. Use a batch size that is a "
-            f"multiple of {num_replicas}, such as "
-            f"{name_fitting_sizes(num_rows, num_replicas)}, or {self._fixes}."
+            f"multiple of {count}, such as {name_fitting_sizes(num_rows, count)}, or "
+            f"{self._fixes}."
         )
 
-    @property
-    def _fixes(self) -> str:
-        return _OTHER_FIXES if self.has_peers else f"{_EXACT_FIX}{_OTHER_FIXES}"
-
-    def _share(self, group: list[SourceBatch]) -> tuple[PyTree, int]:
-        """Returns all rows of a group as one piece, for the most replicas that fit."""
-        arrays = group[0].arrays
-        if len(group) > 1:
-            parts = [batch.arrays for batch in group]
-            arrays = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-        num_sharing = math.gcd(_num_rows(arrays), self.num_replicas)
-        return _add_replica_axis(arrays, num_sharing), num_sharing
-
-    def _warn_of_waste(
-        self,
-        group: list[SourceBatch],
-        pieces: list[tuple[PyTree, int]],
-        stream: BatchStream,
-    ) -> None:
-        """Tells if not the last batches, but all, run on fewer replicas."""
-        num_rows, num_sharing = group[0].num_rows, pieces[0][1]
-        if num_sharing < self.num_replicas and num_rows == stream.full_size:
-            logger.warning(
-                "Batches of %d examples run on %d of %d replicas, and the other "
-                "devices do the same work again. With a batch size that is a multiple "
-                "of %d, all would share it.",
-                num_rows,
-                num_sharing,
-                self.num_replicas,
-                self.num_replicas,
-            )
-
-    def _split_global_batch(self, batch: SourceBatch) -> list[tuple[PyTree, int]]:
-        num_replicas = self.num_replicas
-        share, num_left = divmod(batch.num_rows, num_replicas)
-        pieces: list[tuple[PyTree, int]] = []
-        if share:
-            rows = _take_rows(batch.arrays, 0, share * num_replicas)
-            pieces.append((_add_replica_axis(rows, num_replicas), num_replicas))
-        if num_left:
-            rows = _take_rows(batch.arrays, share * num_replicas, batch.num_rows)
-            shares = [_take_rows(rows, index, index + 1) for index in range(num_left)]
-            pieces.append((_stack(shares, num_replicas), num_left))
-        return pieces
-
-    def _split_replica_batches(
-        self, group: list[SourceBatch]
-    ) -> list[tuple[PyTree, int]]:
-        num_replicas = self.num_replicas
+    def _split_replica_batches(self, group: list[PyTree]) -> list[tuple[PyTree, int]]:
+        count = self._num_replicas
         by_size: dict[int, list[PyTree]] = {}
         for batch in group:
-            by_size.setdefault(batch.num_rows, []).append(batch.arrays)
-        if not self.exact and (len(by_size) > 1 or len(group) < num_replicas):
-            sizes = ", ".join(str(batch.num_rows) for batch in group)
+            by_size.setdefault(count_rows(batch), []).append(batch)
+        if not self._exact and (len(by_size) > 1 or len(group) < count):
+            sizes = ", ".join(str(count_rows(batch)) for batch in group)
             raise BatchSizeError(
-                f"{num_replicas} replicas take one batch each, of one size, but the "
-                f"batches have {sizes} examples"
-                f"{' and the data ends there' if len(group) < num_replicas else ''}. "
+                f"{count} replicas take one batch each, of one size, but the batches "
+                f"have {sizes} examples"
+                f"{' and the data ends there' if len(group) < count else ''}. "
                 "Batch the data with `drop_remainder=True` and a number of batches "
-                f"that is a multiple of {num_replicas}, or use {self._fixes}."
+                f"that is a multiple of {count}, or use {self._fixes}."
             )
-        return [
-            (_stack(batches, num_replicas), len(batches))
-            for batches in by_size.values()
-        ]
+        return [(_stack(batches, count), len(batches)) for batches in by_size.values()]
 
 
-def _num_rows(arrays: PyTree) -> int:
-    return len(jax.tree.leaves(arrays)[0])
+def count_rows(arrays: PyTree) -> int:
+    """Returns the size of the first axis of a pytree of arrays or types."""
+    return jax.tree.leaves(arrays)[0].shape[0]
 
 
 def _take_rows(arrays: PyTree, start: int, stop: int) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[start:stop], arrays)
 
 
-def _add_replica_axis(arrays: PyTree, num_replicas: int) -> PyTree:
+def _add_replica_axis(arrays: PyTree, count: int) -> PyTree:
     return jax.tree.map(
-        lambda leaf: leaf.reshape(
-            num_replicas, len(leaf) // num_replicas, *leaf.shape[1:]
-        ),
-        arrays,
+        lambda leaf: leaf.reshape(count, len(leaf) // count, *leaf.shape[1:]), arrays
     )
 
 
@@ -302,13 +282,13 @@ def _stack(batches: Sequence[PyTree], num_replicas: int) -> PyTree:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *filled)
 
 
-def _pad(batch: SourceBatch, size: int, num_seen: int) -> SourceBatch:
-    """Fills `batch` with copies of its last row; the mask shows `num_seen` rows."""
-    arrays = batch.arrays
-    if batch.num_rows < size:
-        rows = np.minimum(np.arange(size), batch.num_rows - 1)
+def _pad(arrays: PyTree, size: int, num_seen: int) -> PyTree:
+    """Fills a batch with copies of its last row; the mask shows `num_seen` rows."""
+    num_rows = count_rows(arrays)
+    if num_rows < size:
+        rows = np.minimum(np.arange(size), num_rows - 1)
         arrays = jax.tree.map(lambda leaf: np.take(leaf, rows, axis=0), arrays)
-    return SourceBatch(add_mask(arrays, np.arange(size) < num_seen), size)
+    return add_mask(arrays, np.arange(size) < num_seen)
 
 
 def get_mask(batch: PyTree) -> Any:
@@ -330,7 +310,6 @@ def add_mask(batch: PyTree, mask: object) -> PyTree:
     if MASK in batch:
         raise ValueError(
             f"The batches have a leaf `{MASK}` already, which `InputOptions(remainder="
-            '"pad")` adds to each. Rename it in the data set, or use '
-            '`remainder="exact"` or `"drop"`.'
+            '"pad")` adds to each. Rename it in the data set.'
         )
     return {**batch, MASK: mask}

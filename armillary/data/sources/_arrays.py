@@ -1,6 +1,4 @@
-"""Arrays in memory as a source.
-
-Examples that can be read by number, in batches, with seeded shuffling.
+"""Examples that can be read by number, such as rows of arrays, with seeded shuffling.
 
 The order of an epoch depends on the seed and the epoch alone, so a position is two
 numbers: the epoch, and how many of its examples were used.
@@ -26,20 +24,11 @@ from armillary.typing import Batch, PyTree
 
 
 class IndexedDataset(abc.ABC):
-    """Examples in batches; each pass over them is the next epoch.
+    """Examples in batches, with the options of `from_arrays`.
 
     Args:
-        num_examples: How many there are, at least 1.
-        batch_size: As in `from_arrays`, like all that follow.
-        shuffle_seed: Seed of the order.
-        repeat: Whether it never ends.
-        drop_remainder: Whether to leave out a last batch that is not full.
-
-    Raises:
-        TypeError: If `repeat` or `drop_remainder` is neither True nor False.
-        ValueError: If `batch_size` is not a positive integer, or `shuffle_seed` is
-            negative.
-        BatchSizeError: If `drop_remainder` leaves no batch.
+        argument: What messages call the examples.
+        num_examples: How many there are.
     """
 
     name: str
@@ -47,6 +36,7 @@ class IndexedDataset(abc.ABC):
 
     def __init__(
         self,
+        argument: str,
         num_examples: int,
         *,
         batch_size: int,
@@ -54,6 +44,11 @@ class IndexedDataset(abc.ABC):
         repeat: bool = False,
         drop_remainder: bool = False,
     ) -> None:
+        if not num_examples:
+            raise ValueError(
+                f"`{argument}` has 0 examples, but a data set needs at least one. Pass "
+                "some."
+            )
         self.num_examples = num_examples
         self.batch_size = check_positive_int("batch_size", batch_size)
         if shuffle_seed is not None:
@@ -65,10 +60,10 @@ class IndexedDataset(abc.ABC):
             raise BatchSizeError(
                 f"`batch_size` is {self.batch_size}, but there are {num_examples} "
                 "examples, and `drop_remainder=True` leaves no batch of them. Use "
-                f"`batch_size={num_examples}` or less, or `drop_remainder=False`."
+                f"`batch_size={num_examples}` or less."
             )
         self.shuffle_seed = shuffle_seed
-        self.repeat = repeat
+        self.repeat = self.is_endless = bool(repeat)
         self.drop_remainder = drop_remainder
         self._num_passes = 0
 
@@ -105,11 +100,6 @@ class IndexedDataset(abc.ABC):
         return min(self.batch_size, self.num_examples)
 
     @property
-    def is_endless(self) -> bool:
-        """Whether a pass never ends."""
-        return self.repeat
-
-    @property
     def num_batches(self) -> int | None:
         """Batches in one pass; None if the data set never ends."""
         if self.repeat:
@@ -142,24 +132,33 @@ class IndexedIterator:
 
     def __init__(self, dataset: IndexedDataset, epoch: int) -> None:
         self._dataset = dataset
-        self._epoch = epoch
-        self._index = 0
-        self._order = self._make_order()
+        self._begin(epoch)
+
+    def _begin(self, epoch: int, index: int = 0) -> None:
+        self._epoch, self._index = epoch, index
+        count, seed = self._dataset.num_examples, self._dataset.shuffle_seed
+        self._order = np.arange(count)
+        if seed is not None:
+            bits = np.random.PCG64([seed, epoch])
+            self._order = np.random.Generator(bits).permutation(count)
 
     def __iter__(self) -> "IndexedIterator":
         return self
 
     def __next__(self) -> Batch:
-        dataset = self._dataset
-        num_left = dataset.num_examples - self._index
+        dataset, size = self._dataset, self._dataset.batch_size
+        rows = self._order[self._index : self._index + size]
         if dataset.repeat:
-            rows = self._take_repeated()
-        elif num_left <= 0 or (
-            dataset.drop_remainder and num_left < dataset.batch_size
-        ):
+            self._index += len(rows)
+            while len(rows) < size:
+                self._begin(self._epoch + 1)
+                part = self._order[: size - len(rows)]
+                self._index = len(part)
+                rows = np.concatenate([rows, part])
+        elif len(rows) < (size if dataset.drop_remainder else 1):
             raise StopIteration
         else:
-            rows = self._take(dataset.batch_size)
+            self._index += len(rows)
         return dataset.read_rows(rows)
 
     def get_state(self) -> dict[str, int]:
@@ -172,48 +171,15 @@ class IndexedIterator:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to a position, also one of another batch size."""
-        num_examples = self._dataset.num_examples
-        if state["num_examples"] != num_examples:
+        count, epoch, index = self._dataset.num_examples, state["epoch"], state["index"]
+        if state["num_examples"] != count or epoch < 0 or not 0 <= index <= count:
             raise DatasetStateError(
-                "`state` was saved from a data set of another size.\n"
-                f"  in the state:   {state['num_examples']} examples\n"
-                f"  in the program: {num_examples} examples\n"
-                "Pass the data that the state was saved with. To go on in a checkpoint "
-                "with other data, from their beginning, name them in its manager: "
+                f"`state` is {state!r}, which is no place in {count} examples. Pass "
+                "the data that it was saved with. To go on in a checkpoint with other "
+                "data, from their beginning, name them in its manager: "
                 '`CheckpointManager(..., may_differ="train_dataset")`.'
             )
-        if not 0 <= state["index"] <= num_examples or state["epoch"] < 0:
-            raise DatasetStateError(
-                f"`state` is {state!r}, but the epoch must not be negative and the "
-                f"index must lie between 0 and {num_examples}. Pass what `get_state` "
-                "returned."
-            )
-        self._epoch, self._index = state["epoch"], state["index"]
-        self._order = self._make_order()
-
-    def _make_order(self) -> np.ndarray:
-        """Returns the rows of this epoch in order; called once per epoch."""
-        num_examples, seed = self._dataset.num_examples, self._dataset.shuffle_seed
-        if seed is None:
-            return np.arange(num_examples)
-        bits = np.random.PCG64([seed, self._epoch])
-        return np.random.Generator(bits).permutation(num_examples)
-
-    def _take(self, count: int) -> np.ndarray:
-        rows = self._order[self._index : self._index + count]
-        self._index += len(rows)
-        return rows
-
-    def _take_repeated(self) -> np.ndarray:
-        parts: list[np.ndarray] = []
-        num_missing = self._dataset.batch_size
-        while num_missing:
-            if self._index == self._dataset.num_examples:
-                self._epoch, self._index = self._epoch + 1, 0
-                self._order = self._make_order()
-            parts.append(self._take(num_missing))
-            num_missing -= len(parts[-1])
-        return np.concatenate(parts)
+        self._begin(epoch, index)
 
 
 _MOST_BYTES = 2**28
@@ -271,28 +237,19 @@ class ArrayDataset(IndexedDataset):
 
     def __init__(self, arrays: PyTree, **options: Any) -> None:
         self.arrays, num_examples = check_batch(arrays, lambda: "`arrays`")
-        if not num_examples:
-            raise ValueError(
-                "`arrays` has 0 examples, but a data set needs at least one. Pass "
-                "arrays with rows."
-            )
-        super().__init__(num_examples, **options)
+        super().__init__("arrays", num_examples, **options)
 
     def read_rows(self, rows: np.ndarray) -> Batch:
         """Returns these rows of all arrays, copied."""
         return jax.tree.map(lambda array: np.take(array, rows, axis=0), self.arrays)
 
     def fingerprints(self) -> dict[str, str]:
-        """Returns the dtype, shape and checksum of each array, by its path.
-
-        Of large arrays, some rows are seen.
-        """
+        """Returns dtype, shape and checksum of each array (of large ones, of rows)."""
         found: dict[str, str] = {}
         for path, array in jax.tree_util.tree_leaves_with_path(self.arrays):
             name = f"array {jax.tree_util.keystr(path, simple=True, separator='/')}"
             rows = array
             if array.nbytes > _MOST_BYTES:
                 rows = np.take(array, self.spaced_rows(_MOST_ROWS), axis=0)
-            shown = f"{array.dtype} {array.shape} {fingerprint(rows)}"
-            found[name.strip()] = shown
+            found[name.strip()] = f"{array.dtype} {array.shape} {fingerprint(rows)}"
         return found

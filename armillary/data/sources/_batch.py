@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from armillary._checks import list_lines
 from armillary.errors import BatchSizeError
 from armillary.typing import Batch, PyTree
 
@@ -16,22 +17,24 @@ _MOST_LISTED = 10
 def check_batch(batch: Batch, get_name: Callable[[], str]) -> tuple[PyTree, int]:
     """Returns `batch` with NumPy leaves, and its number of examples."""
     leaves, treedef = jax.tree.flatten(batch)
-    leaves = [as_array(leaf) for leaf in leaves]
+    leaves = [as_numpy(leaf) for leaf in leaves]
     num_rows = -1
     # One pass, since this runs for every batch: what is wrong is found out later.
     for leaf in leaves:
-        shape = leaf.shape if _is_numeric_array(leaf) else ()
+        shape = leaf.shape if _is_numeric(leaf) else ()
         if not shape or num_rows not in (-1, shape[0]):
-            error = _find_problem(treedef.unflatten(leaves), leaves, get_name())
+            error = _find_problem(treedef.unflatten(leaves), get_name())
             raise error
         num_rows = shape[0]
     if not leaves:
-        error = _find_problem(batch, leaves, get_name())
-        raise error
+        raise TypeError(
+            f"{get_name()} is {batch!r}, which holds no array, but it must be a pytree "
+            "of arrays. Return a dictionary or a tuple of NumPy arrays."
+        )
     return treedef.unflatten(np.asarray(leaf) for leaf in leaves), num_rows
 
 
-def as_array(leaf: Any) -> Any:
+def as_numpy(leaf: Any) -> Any:
     """Returns an array of another library as a NumPy array, and anything else as is."""
     is_foreign = not isinstance(leaf, np.ndarray | np.generic | jax.Array)
     if is_foreign and hasattr(leaf, "__array__"):
@@ -42,34 +45,35 @@ def as_array(leaf: Any) -> Any:
     return leaf
 
 
-def _find_problem(batch: Batch, leaves: list[Any], name: str) -> Exception:
+def _find_problem(batch: Batch, name: str) -> Exception:
     """Returns the error that says why something is not a batch."""
-    if not leaves:
-        return TypeError(
-            f"{name} is {batch!r}, which holds no array, but it must be a pytree of "
-            "arrays. Return a dictionary or a tuple of NumPy arrays."
-        )
-    if not all(_is_numeric_array(leaf) for leaf in leaves):
-        return TypeError(_describe_non_arrays(batch, name))
-    if not all(np.ndim(leaf) for leaf in leaves):
-        paths = [path for path, leaf in _named_leaves(batch) if not np.ndim(leaf)]
-        return BatchSizeError(
-            f"{name} has leaves without a batch axis: {', '.join(_first(paths))}. "
-            "Every leaf needs the examples on its first axis. Batch the data set, or "
-            "repeat the value for every example, as in `np.full(batch_size, value)`."
-        )
-    counts = Counter(leaf.shape[0] for leaf in leaves)
-    sizes = [
-        f"  {path}: {leaf.shape[0]} examples, shape {leaf.shape}"
-        # Of many leaves, those of a rare size are the ones to see.
-        for path, leaf in sorted(
-            _named_leaves(batch), key=lambda named: counts[named[1].shape[0]]
-        )
+    named = _named_leaves(batch)
+    wrong = [
+        f"{path}: {_describe(leaf)}" for path, leaf in named if not _is_numeric(leaf)
     ]
-    shown = "\n".join(_first(sizes))
+    if wrong:
+        return TypeError(
+            f"{name} has leaves that are not arrays of numbers, but every leaf must be "
+            f"an array with the examples on its first axis:\n{_list(wrong)}\n"
+            "Convert them in the data set, as in `np.asarray(values)`, or leave them "
+            "out."
+        )
+    flat = [path for path, leaf in named if not np.ndim(leaf)]
+    if flat:
+        return BatchSizeError(
+            f"{name} has leaves without a batch axis, but the first axis of all must "
+            f"count the examples:\n{_list(flat)}\nBatch the data set, or repeat the "
+            "value for every example, as in `np.full(batch_size, value)`."
+        )
+    counts = Counter(leaf.shape[0] for _, leaf in named)
+    # Of many leaves, those of a rare size are the ones to see.
+    named.sort(key=lambda each: counts[each[1].shape[0]])
+    sizes = [
+        f"{path}: {leaf.shape[0]} examples, shape {leaf.shape}" for path, leaf in named
+    ]
     return BatchSizeError(
         f"{name} has leaves of different leading sizes, but the first axis of all "
-        f"must count the same examples:\n{shown}\nGive all leaves one size."
+        f"must count the same examples:\n{_list(sizes)}\nGive all leaves one size."
     )
 
 
@@ -83,19 +87,19 @@ def as_device_values(
 ) -> PyTree:
     """Returns NumPy arrays with the dtypes that they have on a device.
 
-    Args:
-        arrays: The arrays; whatever else is among them stays as it is.
-        get_name: Returns what a message calls them.
-        numbers: The numbers of their examples, in the shape of the first axes; without
-            them they are counted from 0.
-
-    Raises:
-        ValueError: If a value does not fit.
+    A value that does not fit is an error, which names its example: one of `numbers`, in
+    the shape of the first axes, or counted from 0. What is no NumPy array stays.
     """
     try:
         return jax.tree.map(_narrow, arrays)
     except (OverflowError, FloatingPointError):
-        raise ValueError(_describe_misfits(arrays, get_name(), numbers)) from None
+        lines = _list(_find_misfits(arrays, numbers))
+        raise ValueError(
+            f"{get_name()} has numbers of 64 bits that do not fit into the 32 bits "
+            f"which they have on a device:\n{lines}\nKeep them on the host and give "
+            "the step what fits, such as the number of the row in place of an id, or "
+            'let devices have 64 bits: `jax.config.update("jax_enable_x64", True)`.'
+        ) from None
 
 
 def _narrow(leaf: Any) -> Any:
@@ -113,7 +117,7 @@ def _narrow(leaf: Any) -> Any:
     return leaf.astype(dtype)
 
 
-def _describe_misfits(arrays: PyTree, name: str, numbers: np.ndarray | None) -> str:
+def _find_misfits(arrays: PyTree, numbers: np.ndarray | None) -> list[str]:
     lines: list[str] = []
     for path, leaf in _named_leaves(arrays):
         if not isinstance(leaf, np.ndarray):
@@ -127,16 +131,10 @@ def _describe_misfits(arrays: PyTree, name: str, numbers: np.ndarray | None) -> 
             place = tuple(wrong[0])
             example = place[0] if numbers is None else numbers[place[: numbers.ndim]]
             lines.append(
-                f"  {path}: {leaf[place]} in example {example}, {leaf.dtype} that "
+                f"{path}: {leaf[place]} in example {example}, {leaf.dtype} that "
                 f"becomes {dtype}"
             )
-    shown = "\n".join(_first(lines))
-    return (
-        f"{name} has numbers of 64 bits that do not fit into the 32 bits which they "
-        f"have on a device:\n{shown}\nKeep them on the host and give the step what "
-        "fits, such as the number of the row in place of an id, or let devices have "
-        '64 bits: `jax.config.update("jax_enable_x64", True)`.'
-    )
+    return lines
 
 
 def get_signature(arrays: PyTree) -> Hashable:
@@ -151,10 +149,10 @@ def describe_shapes(arrays: PyTree) -> str:
         f"{path}: {canonical_dtype(leaf)} {leaf.shape}"
         for path, leaf in _named_leaves(arrays)
     ]
-    return ", ".join(_first(shapes))
+    return ", ".join(map(str.strip, _list(shapes).splitlines()))
 
 
-def _is_numeric_array(leaf: Any) -> bool:
+def _is_numeric(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray | np.generic):
         # Kind "V" holds structured types, and also bfloat16 and its relatives.
         return leaf.dtype.kind in "biufc" or jax.dtypes.issubdtype(
@@ -165,13 +163,15 @@ def _is_numeric_array(leaf: Any) -> bool:
     )
 
 
+def show_path(path: Any) -> str:
+    """Returns where in a batch a leaf is, as messages show it."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
+
+
 def _named_leaves(batch: PyTree) -> list[tuple[str, Any]]:
     """Returns the leaves with their paths; a list of numbers is shown as one."""
-    leaves = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_list_of_numbers)
-    return [
-        (jax.tree_util.keystr(path, simple=True, separator="/") or "(root)", leaf)
-        for path, leaf in leaves[0]
-    ]
+    leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_list_of_numbers)
+    return [(show_path(path), leaf) for path, leaf in leaves]
 
 
 def _is_list_of_numbers(value: Any) -> bool:
@@ -179,42 +179,21 @@ def _is_list_of_numbers(value: Any) -> bool:
     return bool(leaves) and all(isinstance(leaf, int | float) for leaf in leaves)
 
 
-def _first(items: list[str]) -> list[str]:
-    """Returns the first items, and one that says how many there are besides."""
-    num_hidden = len(items) - _MOST_LISTED
-    return items if num_hidden < 1 else [*items[:-num_hidden], f"and {num_hidden} more"]
+def _list(lines: list[str]) -> str:
+    return list_lines(lines, _MOST_LISTED)
 
 
-def _describe_non_arrays(batch: PyTree, name: str) -> str:
-    found = [
-        f"  {path}: {_describe_type(leaf)}"
-        for path, leaf in _named_leaves(batch)
-        if not _is_numeric_array(leaf)
-    ]
-    shown = "\n".join(_first(found))
-    return (
-        f"{name} has leaves that are not arrays of numbers, but every leaf must be an "
-        f"array with the examples on its first axis:\n{shown}\n"
-        "Convert them in the data set, as in `np.asarray(values)`, or leave them out."
-    )
-
-
-def _describe_type(leaf: Any) -> str:
+def _describe(leaf: Any) -> str:
+    """Returns what a leaf is, and why NumPy cannot take it."""
     if isinstance(leaf, list):
         kinds = sorted({type(item).__name__ for item in leaf})
         return f"list of {len(leaf)} x {' or '.join(kinds)}"
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is not None:
-        return f"{type(leaf).__name__} of dtype {dtype}{_find_reason(leaf)}"
-    return f"{type(leaf).__name__} {leaf!r:.40}"
-
-
-def _find_reason(leaf: Any) -> str:
-    """Returns why NumPy cannot take an array of another library, or nothing."""
-    if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
-        return ""
-    try:
-        np.asarray(leaf)
-    except (TypeError, ValueError, RuntimeError) as error:
-        return f" ({error})"
-    return ""
+    if not hasattr(leaf, "dtype"):
+        return f"{type(leaf).__name__} {leaf!r:.40}"
+    reason = ""
+    if hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array):
+        try:
+            np.asarray(leaf)
+        except (TypeError, ValueError, RuntimeError) as error:
+            reason = f" ({error})"
+    return f"{type(leaf).__name__} of dtype {leaf.dtype}{reason}"

@@ -1,7 +1,4 @@
-"""`tf.train.Example` without TensorFlow: records to batches of arrays.
-
-The messages are built when they are first used, from what their `.proto` file says.
-"""
+"""`tf.train.Example` without TensorFlow: records to batches of arrays."""
 
 import functools
 import math
@@ -15,13 +12,15 @@ import numpy as np
 from armillary._checks import is_positive_int
 from armillary.errors import TFRecordError
 
-# What the three lists of values are called in messages, and dtypes that fit them.
-# In the order of their numbers in the message.
-_KINDS = {"bytes_list": "bytes", "float_list": "floats", "int64_list": "integers"}
-_WRITTEN = {"float_list": np.float32, "int64_list": np.int64}
+# The lists of values in the order of their numbers in the message, each with what its
+# values are called, and dtypes that fit them.
+_KINDS = {
+    "bytes_list": ("bytes", "bytes"),
+    "float_list": ("floats", "np.float32"),
+    "int64_list": ("integers", "np.int64"),
+}
 # As many values are taken one by one in the time that an array of them costs at least.
 _FEW = 64
-_DTYPES = {"bytes_list": "bytes", "float_list": "np.float32", "int64_list": "np.int64"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,68 +70,47 @@ class FixedLenFeature:
     def _make_default(self) -> np.ndarray:
         try:
             value = np.asarray(self.default_value, self.dtype)
+            return np.broadcast_to(
+                value.reshape(self.shape if value.size > 1 else ()), self.shape
+            )
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"`default_value` is {self.default_value!r:.80}, but the feature has "
-                f"the dtype {self.dtype}. Pass values of that dtype, or another "
-                "`dtype`."
+                f"the dtype {self.dtype} and the shape {self.shape}. Pass one value of "
+                "that dtype, or as many as the shape takes."
             ) from error
-        if value.size not in (1, math.prod(self.shape)):
-            raise ValueError(
-                f"`default_value` has {value.size} values, but the shape "
-                f"{self.shape} takes {math.prod(self.shape)}. Pass one value, or as "
-                "many as the shape takes."
-            )
-        return np.broadcast_to(
-            value.reshape(self.shape) if value.size > 1 else value.reshape(()),
-            self.shape,
-        )
 
 
-class ExampleParser:
-    """Makes batches of records."""
+def parse_examples(
+    features: Mapping[str, FixedLenFeature],
+    records: Sequence[bytes],
+    get_name: Callable[[int], str],
+) -> dict[str, np.ndarray]:
+    """Returns the features of serialized messages, each of shape `(records, *shape)`.
 
-    def __init__(self, features: Mapping[str, FixedLenFeature]) -> None:
-        self._features = features
-        self._message = example_class()
+    `get_name` returns what messages call a record, given its place.
+    """
+    from google.protobuf.message import DecodeError
 
-    def parse(
-        self, records: Sequence[bytes], get_name: Callable[[int], str]
-    ) -> dict[str, np.ndarray]:
-        """Returns the features of records, each of shape `(records, *shape)`.
-
-        Args:
-            records: Serialized messages.
-            get_name: Returns what messages call a record, given its place.
-
-        Raises:
-            TFRecordError: If a record is no `tf.train.Example`, or does not hold the
-                features.
-        """
-        batch = {
-            name: np.empty((len(records), *feature.shape), feature.dtype)
-            for name, feature in self._features.items()
-        }
-        for place, record in enumerate(records):
-            stored = self._decode(record, place, get_name)
-            for name, feature in self._features.items():
-                try:
-                    # With `...`, or an array of objects would hold an array.
-                    batch[name][place, ...] = _read_values(stored, name, feature)
-                except TFRecordError as error:
-                    raise TFRecordError(f"{get_name(place)} {error}") from None
-        return batch
-
-    def _decode(self, record: bytes, place: int, get_name: Callable[[int], str]) -> Any:
-        from google.protobuf.message import DecodeError
-
+    batch = {
+        name: np.empty((len(records), *feature.shape), feature.dtype)
+        for name, feature in features.items()
+    }
+    message = example_class()
+    for place, record in enumerate(records):
         try:
-            return self._message.FromString(record).features.feature
+            stored = message.FromString(record).features.feature
+            for name, feature in features.items():
+                # With `...`, or an array of objects would hold an array.
+                batch[name][place, ...] = _read_values(stored, name, feature)
         except DecodeError as error:
             raise TFRecordError(
                 f"{get_name(place)} is no `tf.train.Example`: {error}. Write the file "
                 "with `example.SerializeToString()`."
             ) from error
+        except TFRecordError as error:
+            raise TFRecordError(f"{get_name(place)} {error}") from None
+    return batch
 
 
 def _read_values(
@@ -141,15 +119,20 @@ def _read_values(
     kind = stored[name].WhichOneof("kind") if name in stored else None
     if kind is None:
         if feature.default_value is None:
-            raise TFRecordError(_describe_missing(stored, name))
+            held = ", ".join(map(repr, sorted(stored)))
+            raise TFRecordError(
+                f"has no feature {name!r}. It has {held or 'none'}: name one of these, "
+                "or give a `default_value`."
+            )
         return feature.default_value
-    values = getattr(stored[name], kind).value
-    if kind == "bytes_list" and feature.dtype != object:
+    values, dtype = getattr(stored[name], kind).value, feature.dtype
+    if kind == "bytes_list" and dtype.kind != "O":
         return _read_raw(values, name, feature)
-    if kind != _kind_of(feature.dtype):
+    if kind != _kind_of(dtype):
+        called, fitting = _KINDS[kind]
         raise TFRecordError(
-            f"holds {_KINDS[kind]} in the feature {name!r}, but `features` says "
-            f"{feature.dtype}. Use a dtype such as `{_DTYPES[kind]}`."
+            f"holds {called} in the feature {name!r}, but `features` says {dtype}. Use "
+            f"a dtype such as `{fitting}`."
         )
     if len(values) != math.prod(feature.shape):
         raise TFRecordError(
@@ -158,25 +141,23 @@ def _read_values(
             f"`shape=({len(values)},)` if all records hold as many; otherwise pad the "
             "values where the file is written."
         )
-    if feature.dtype == object:
+    if dtype.kind == "O":
         # Not `asarray`, which would look into the byte strings.
         return np.fromiter(values, object, len(values)).reshape(feature.shape)
-    written = _as_array(values, kind)
-    read = written.astype(feature.dtype)
-    if kind == "int64_list" and feature.dtype != written.dtype:
+    if len(values) > _FEW:
+        written = np.asarray(values)
+    else:
+        wide = np.float32 if kind == "float_list" else np.int64
+        written = np.fromiter(values, wide, len(values))
+    read = written.astype(dtype)
+    if kind == "int64_list" and dtype != written.dtype:
         wrong = written[read != written]
         if wrong.size:
             raise TFRecordError(
-                f"holds {wrong[0]} in the feature {name!r}, which {feature.dtype} "
-                "cannot hold. Use a wider dtype, such as `np.int64`."
+                f"holds {wrong[0]} in the feature {name!r}, which {dtype} cannot hold. "
+                "Use a wider dtype, such as `np.int64`."
             )
     return read.reshape(feature.shape)
-
-
-def _as_array(values: Sequence[Any], kind: str) -> np.ndarray:
-    if len(values) > _FEW:
-        return np.asarray(values)
-    return np.fromiter(values, _WRITTEN[kind], len(values))
 
 
 def _read_raw(
@@ -185,26 +166,14 @@ def _read_raw(
     # They were written as the bytes of an array.
     size = math.prod(feature.shape) * feature.dtype.itemsize
     if len(values) != 1 or len(values[0]) != size:
-        found = " + ".join(str(len(value)) for value in values[:3]) or "0"
         raise TFRecordError(
-            f"holds {len(values)} byte strings in the feature {name!r} ({found} "
-            f"bytes), but {feature.dtype} of shape {feature.shape} is one of {size} "
-            "bytes. Use the shape and dtype of the array that was written, or "
-            "`dtype=bytes` to decode them in the program."
+            f"holds byte strings of {[len(value) for value in values[:3]]} bytes in "
+            f"the feature {name!r}, but {feature.dtype} of shape {feature.shape} is "
+            f"one of {size} bytes. Use the shape and dtype of the array that was "
+            "written, or `dtype=bytes` to decode them in the program."
         )
     written = np.frombuffer(values[0], feature.dtype.newbyteorder("<"))
     return written.reshape(feature.shape)
-
-
-def _describe_missing(stored: Mapping[str, Any], name: str) -> str:
-    held = ", ".join(
-        f"{key!r} ({_KINDS.get(value.WhichOneof('kind'), 'empty')})"
-        for key, value in sorted(stored.items())
-    )
-    return (
-        f"has no feature {name!r}, and no `default_value` is given for it. It has "
-        f"{held or 'none'}. Name one of these, or give a `default_value`."
-    )
 
 
 def _kind_of(dtype: np.dtype) -> str | None:
@@ -220,49 +189,39 @@ def _kind_of(dtype: np.dtype) -> str | None:
 @functools.cache
 def example_class() -> Any:
     """Returns the class of messages, in a pool of its own beside TensorFlow's."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, json_format
+    from google.protobuf import descriptor_pb2, descriptor_pool
     from google.protobuf import message_factory as factory
 
-    lists = {
-        "BytesList": [_field(1, "value", "TYPE_BYTES", is_list=True)],
-        "FloatList": [_field(1, "value", "TYPE_FLOAT", is_list=True)],
-        "Int64List": [_field(1, "value", "TYPE_INT64", is_list=True)],
-    }
-    kinds = [
-        _field(number, name, message) | {"oneofIndex": 0}
-        for number, (name, message) in enumerate(zip(_KINDS, lists, strict=True), 1)
-    ]
-    entry = {
-        "name": "FeatureEntry",
-        "field": [_field(1, "key", "TYPE_STRING"), _field(2, "value", "Feature")],
-        "options": {"mapEntry": True},
-    }
-    messages = [{"name": name, "field": fields} for name, fields in lists.items()]
-    messages += [
-        {"name": "Feature", "field": kinds, "oneofDecl": [{"name": "kind"}]},
-        {
-            "name": "Features",
-            "field": [_field(1, "feature", "Features.FeatureEntry", is_list=True)],
-            "nestedType": [entry],
-        },
-        {"name": "Example", "field": [_field(1, "features", "Features")]},
-    ]
-    file = {
-        "name": "armillary/example.proto",
-        "package": "armillary",
-        "syntax": "proto3",
-        "messageType": messages,
-    }
+    file = descriptor_pb2.FileDescriptorProto(
+        name="armillary/example.proto", package="armillary", syntax="proto3"
+    )
+    types = descriptor_pb2.FieldDescriptorProto
+
+    def add(messages: Any, name: str, *fields: tuple[str, Any], **how: Any) -> Any:
+        """Adds a message; the kind of a field is a plain type, or a message's name."""
+        message = messages.add(name=name)
+        for number, (field, kind) in enumerate(fields, 1):
+            is_plain = isinstance(kind, int)
+            message.field.add(
+                name=field,
+                number=number,
+                label=how.get("label", types.LABEL_OPTIONAL),
+                oneof_index=how.get("oneof_index"),
+                **({"type": kind} if is_plain else {"type_name": f".armillary.{kind}"}),
+            )
+        return message
+
+    messages, repeated = file.message_type, {"label": types.LABEL_REPEATED}
+    add(messages, "BytesList", ("value", types.TYPE_BYTES), **repeated)
+    add(messages, "FloatList", ("value", types.TYPE_FLOAT), **repeated)
+    add(messages, "Int64List", ("value", types.TYPE_INT64), **repeated)
+    lists = zip(_KINDS, ("BytesList", "FloatList", "Int64List"), strict=True)
+    add(messages, "Feature", *lists, oneof_index=0).oneof_decl.add(name="kind")
+    entries = ("feature", "Features.FeatureEntry")
+    features = add(messages, "Features", entries, **repeated)
+    entry = [("key", types.TYPE_STRING), ("value", "Feature")]
+    add(features.nested_type, "FeatureEntry", *entry).options.map_entry = True
+    add(messages, "Example", ("features", "Features"))
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(json_format.ParseDict(file, descriptor_pb2.FileDescriptorProto()))
+    pool.Add(file)
     return factory.GetMessageClass(pool.FindMessageTypeByName("armillary.Example"))
-
-
-def _field(
-    number: int, name: str, kind: str, *, is_list: bool = False
-) -> dict[str, Any]:
-    """Returns the description of a field, of a plain type or of a message."""
-    is_plain = kind.startswith("TYPE_")
-    types = {"type": kind} if is_plain else {"typeName": f".armillary.{kind}"}
-    label = "LABEL_REPEATED" if is_list else "LABEL_OPTIONAL"
-    return {"name": name, "number": number, "label": label} | types

@@ -1,12 +1,4 @@
-"""Iterables, generator functions and single iterators as sources.
-
-They can be repositioned if their iterators have `get_state` and `set_state`.
-
-Loaders that have their position themselves: `state_dict` and `load_state_dict`.
-
-`IterableDataset` of Hugging Face and `StatefulDataLoader` of PyTorch do, while what
-`iter` makes of them has no state. So only one pass over a loader goes on at a time.
-"""
+"""Iterables, functions, single iterators and loaders with a position as sources."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -15,167 +7,71 @@ from typing import Any
 import jax
 import numpy as np
 
-from armillary.data.sources._batch import as_array
+from armillary.data.sources._batch import as_numpy
 from armillary.errors import DatasetStateError
 from armillary.typing import Batch
 
 
-class StatefulSource:
-    """Makes passes over a loader that can be repositioned.
+class IterableSource:
+    """Makes a new iterator for every pass.
+
+    It can be repositioned if its iterators have `get_state` and `set_state`.
 
     Args:
-        loader: Has `state_dict` and `load_state_dict`, and can be iterated over.
+        make: Returns a new iterator, given the number of the pass.
         name: The kind of source, as messages and saved positions call it.
-        convert: Makes what a source gives of what the loader gives.
-        begin: Takes the loader to the start of a pass, given its number.
-        pack: Makes of a state what a position can hold.
-        unpack: Makes a state of that.
-        is_repositionable: Whether the state is all of the position.
+        copies: Whether to copy batches, which may be one buffer that is filled again.
+        is_repositionable: Whether states are all of a position; `None` finds out.
+
+    Attributes:
+        is_endless: Whether it is known that a pass never ends.
+        num_batches: Batches in one pass, if that is known.
+        order_of_examples: What a position depends on, where that is known.
     """
 
     full_size = None
 
     def __init__(
         self,
-        loader: Any,
+        make: Callable[[int], Any],
         name: str,
-        convert: Callable[[Any], Batch],
         *,
-        begin: Callable[[int], None] = lambda epoch: None,
-        pack: Callable[[Any], Any] = copy.deepcopy,
-        unpack: Callable[[Any], Any] = copy.deepcopy,
-        is_repositionable: bool = True,
-    ) -> None:
-        self.is_repositionable = is_repositionable
-        self.loader, self.name, self.convert = loader, name, convert
-        self.begin, self.pack, self.unpack = begin, pack, unpack
-
-    def make_iterator(self, epoch: int) -> "StatefulIterator":
-        """Returns an iterator over a new pass."""
-        return StatefulIterator(self, epoch)
-
-
-class StatefulIterator:
-    """One pass over a loader, which begins when it is first asked for something."""
-
-    def __init__(self, source: StatefulSource, epoch: int) -> None:
-        self._source, self._epoch = source, epoch
-        self._iterator: Iterator[Any] | None = None
-
-    def __next__(self) -> Batch:
-        return self._source.convert(next(self._open()))
-
-    def get_state(self) -> Any:
-        """Returns a copy of the loader's state."""
-        self._open()
-        return self._source.pack(self._source.loader.state_dict())
-
-    def set_state(self, state: Any) -> None:
-        """Goes to a position, in the pass that it belongs to."""
-        self._source.begin(self._epoch)
-        self._source.loader.load_state_dict(self._source.unpack(state))
-        self._iterator = iter(self._source.loader)
-
-    def _open(self) -> Iterator[Any]:
-        if self._iterator is None:
-            self._source.begin(self._epoch)
-            self._iterator = iter(self._source.loader)
-        return self._iterator
-
-
-def has_state_dict(loader: Any) -> bool:
-    """Returns whether a loader has a position itself."""
-    return isinstance(loader, Iterable) and all(
-        callable(getattr(loader, name, None))
-        for name in ("state_dict", "load_state_dict")
-    )
-
-
-class IterableSource:
-    """Makes a new iterator for every pass.
-
-    Args:
-        make: Function that returns a new iterator.
-        name: The kind of source, as messages and saved positions call it.
-        copies: Whether to copy batches, which may be one buffer that is filled again.
-    """
-
-    full_size = None
-    is_endless = False
-    """Whether it is known that a pass never ends."""
-    num_batches: int | None = None
-    """Batches in one pass, if that is known."""
-
-    def __init__(
-        self, make: Callable[[], Iterator[Batch]], name: str, *, copies: bool = True
+        copies: bool = True,
+        is_repositionable: bool | None = None,
     ) -> None:
         self.name = name
-        self._make, self._copies = make, copies
+        self.is_endless = False
+        self.num_batches: int | None = None
         self.order_of_examples: dict[str, Any] = {}
-        """What a position depends on, where that is known; must not change."""
-        self._unused: Iterator[Batch] | None = None
-        self._is_repositionable: bool | None = None
+        self._make, self._copies = make, copies
+        self._is_repositionable = is_repositionable
+        self._unused: Any = None
 
     @property
     def is_repositionable(self) -> bool:
         """Whether the iterators have a state; makes one to find out."""
         if self._is_repositionable is None:
-            self._unused = self._make_iterator()
-        return bool(self._is_repositionable)
+            self._unused = self._make(0)
+            self._is_repositionable = has_position(self._unused)
+        return self._is_repositionable
 
     def make_iterator(self, epoch: int) -> "OwnIterator":
-        """Returns an iterator over a new pass, whatever the epoch is."""
+        """Returns an iterator over a new pass."""
         iterator, self._unused = self._unused, None
         if iterator is None:
-            iterator = self._make_iterator()
+            iterator = self._make(epoch)
         return OwnIterator(iterator, self._copies)
-
-    def _make_iterator(self) -> Iterator[Batch]:
-        iterator = self._make()
-        self._is_repositionable = has_position(iterator)
-        return iterator
-
-
-class IteratorSource:
-    """Gives one iterator: for a single pass, unless it can be repositioned."""
-
-    name = "iterator"
-    full_size = None
-
-    def __init__(self, iterator: Iterator[Batch]) -> None:
-        self._iterator = iterator
-        self._is_used = False
-        self.is_repositionable = has_position(iterator)
-        # An iterator with a position can be taken back to where it was given to us.
-        can_go_back = self.is_repositionable
-        self._start = OwnIterator(iterator).get_state() if can_go_back else None
-
-    def make_iterator(self, epoch: int) -> "OwnIterator":
-        """Returns the iterator, at its start."""
-        if self._is_used and not self.is_repositionable:
-            raise DatasetStateError(
-                f"The data set is an iterator of type {type(self._iterator).__name__}, "
-                "which gives its batches once, and a second pass was asked for. Pass "
-                "the function that makes it (`make_batches`, not `make_batches()`), "
-                "or an object that can be iterated over again."
-            )
-        iterator = OwnIterator(self._iterator)
-        if self._is_used:
-            iterator.set_state(copy.deepcopy(self._start))
-        self._is_used = True
-        return iterator
 
 
 class OwnIterator:
     """One pass: batches, and states, that nobody changes afterwards."""
 
-    def __init__(self, iterator: Iterator[Batch], copies: bool = True) -> None:
-        self._iterator: Any = iterator
-        self._copies = copies
+    def __init__(self, iterator: Any, copies: bool) -> None:
+        self._iterator, self._copies = iterator, copies
 
     def __next__(self) -> Batch:
         batch = next(self._iterator)
-        return copy_batch(batch) if self._copies else batch
+        return jax.tree.map(_copy, batch) if self._copies else batch
 
     def get_state(self) -> Any:
         """Returns a copy of the state, since many iterators return the live object."""
@@ -183,30 +79,90 @@ class OwnIterator:
 
     def set_state(self, state: Any) -> None:
         """Goes to a position."""
-        self._iterator.set_state(state)
+        self._iterator.set_state(copy.deepcopy(state))
 
 
-def copy_batch(batch: Batch) -> Batch:
-    """Returns a batch whose arrays nobody else has."""
-    return jax.tree.map(_copy, batch)
+class LoaderIterator:
+    """One pass over a loader that has its position itself, as `state_dict`.
+
+    What `iter` makes of such a loader has no state. So only one pass over it goes on at
+    a time, and begins when it is first asked for something.
+
+    Args:
+        loader: The loader.
+        convert: Makes a batch of what the loader gives.
+        begin: Takes the loader to the start of the pass.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        convert: Callable[[Any], Batch] = lambda batch: batch,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.loader, self._convert, self._begin = loader, convert, begin
+        self._iterator: Iterator[Any] | None = None
+
+    def __next__(self) -> Batch:
+        return self._convert(next(self._open()))
+
+    def get_state(self) -> Any:
+        """Returns the loader's state."""
+        self._open()
+        return self.loader.state_dict()
+
+    def set_state(self, state: Any) -> None:
+        """Goes to a position, in the pass that it belongs to."""
+        self._begin()
+        self.loader.load_state_dict(state)
+        self._iterator = iter(self.loader)
+
+    def _open(self) -> Iterator[Any]:
+        if self._iterator is None:
+            self._begin()
+            self._iterator = iter(self.loader)
+        return self._iterator
 
 
-def _copy(leaf: Any) -> Any:
-    array = as_array(leaf)
-    return array.copy() if isinstance(array, np.ndarray) else array
+def has_state_dict(loader: Any) -> bool:
+    """Returns whether a loader has a position itself."""
+    names = ("state_dict", "load_state_dict")
+    return isinstance(loader, Iterable) and all(
+        callable(getattr(loader, name, None)) for name in names
+    )
 
 
 def has_position(iterator: Any) -> bool:
     """Returns whether `iterator` has `get_state` and `set_state`."""
-    return callable(getattr(iterator, "get_state", None)) and callable(
-        getattr(iterator, "set_state", None)
-    )
+    names = ("get_state", "set_state")
+    return all(callable(getattr(iterator, name, None)) for name in names)
+
+
+def from_iterator(iterator: Any) -> IterableSource:
+    """Returns a source of a single pass, unless the iterator can be taken back."""
+    has_begun, can_go_back = False, has_position(iterator)
+    start = copy.deepcopy(iterator.get_state()) if can_go_back else None
+
+    def begin(epoch: int) -> Any:
+        nonlocal has_begun
+        if has_begun and not can_go_back:
+            raise DatasetStateError(
+                f"The data set is an iterator of type {type(iterator).__name__}, which "
+                "gives its batches once, and a second pass was asked for. Pass the "
+                "function that makes it (`make_batches`, not `make_batches()`)."
+            )
+        if has_begun:
+            iterator.set_state(copy.deepcopy(start))
+        has_begun = True
+        return iterator
+
+    return IterableSource(begin, "iterator", is_repositionable=can_go_back)
 
 
 def from_function(function: Callable[[], Any]) -> IterableSource:
     """Returns a source that calls `function` for every pass."""
 
-    def make() -> Iterator[Batch]:
+    def make(epoch: int) -> Iterator[Any]:
         made = function()
         if not isinstance(made, Iterable):
             raise TypeError(
@@ -217,3 +173,8 @@ def from_function(function: Callable[[], Any]) -> IterableSource:
         return iter(made)
 
     return IterableSource(make, "generator function")
+
+
+def _copy(leaf: Any) -> Any:
+    array = as_numpy(leaf)
+    return array.copy() if isinstance(array, np.ndarray) else array

@@ -1,29 +1,10 @@
-"""Data sets of Hugging Face's `datasets` as sources.
+"""Data sets of Grain, TensorFlow, PyTorch and Hugging Face as sources.
 
-A `Dataset` can be read by number: `from_huggingface` gives it the order and the
-positions of arrays. An `IterableDataset` has its own order, and gives its batches as
-they are. Nothing here imports `datasets`.
-
-Grain datasets and loaders as sources.
-
-A `MapDataset` must be batched (`dataset.batch(size)`). Every pass gives what the
-dataset gives: an order that changes with the epoch is made in Grain, with `shuffle` and
-`repeat`.
-
-Nothing here imports Grain: an object can only be one of its classes if the program has
-imported it already.
-
-`tf.data.Dataset` as a source.
-
-It has no positions: TensorFlow saves an iterator as files, with all that its buffers
-hold, and that after each batch. Nothing here imports TensorFlow.
-
-`DataLoader` of PyTorch as a source.
-
-`StatefulDataLoader` of torchdata is one, and can be repositioned. Tensors become NumPy
-arrays that share their memory. Nothing here imports PyTorch.
+None of these libraries is imported here: an object can only be of one of their classes
+if the program has imported it already.
 """
 
+import functools
 import io
 import sys
 from typing import Any
@@ -33,32 +14,55 @@ import numpy as np
 
 from armillary._checks import list_lines
 from armillary.data.sources._arrays import IndexedDataset, fingerprint
+from armillary.data.sources._batch import check_batch, show_path
 from armillary.data.sources._iterables import (
     IterableSource,
-    StatefulSource,
-    copy_batch,
+    LoaderIterator,
     has_state_dict,
 )
 from armillary.typing import Batch
 
-_KINDS = ("MapDataset", "IterDataset", "DataLoader")
+_MOST_READ = 16
+"""How many examples of a `datasets.Dataset` a fingerprint reads."""
 
 
-def as_grain_source(source: Any) -> IterableSource | None:
-    """Returns a source if `source` belongs to Grain, or None."""
-    grain = sys.modules.get("grain")
-    for kind in _KINDS:
-        if grain is not None and isinstance(source, getattr(grain, kind)):
-            # Each batch of Grain is a new one.
-            name = f"grain.{kind}"
-            made = IterableSource(lambda: iter(source), name, copies=False)
-            if kind != "DataLoader":  # Its positions have it, and Grain compares.
-                made.order_of_examples = _find_order(source, grain)
-            return made
+def as_library_source(source: Any) -> IterableSource | None:
+    """Returns a source if `source` is a data set of one of the libraries, or None."""
+    for kind in ("MapDataset", "IterDataset", "DataLoader"):
+        if _is_kind(source, "grain", kind):
+            return _from_grain(source, kind)
+    if _is_kind(source, "tensorflow", "data.Dataset"):
+        return _from_tf_data(source)
+    if _is_kind(source, "torch", "utils.data.DataLoader"):
+        return _from_torch(source)
+    for kind in ("Dataset", "DatasetDict"):
+        if _is_kind(source, "datasets", kind):
+            raise TypeError(
+                f"The data set is a `datasets.{kind}`, but it must give batches. Use "
+                "`armillary.data.from_huggingface(dataset, batch_size=...)` with one "
+                "split."
+            )
+    if _is_kind(source, "datasets", "IterableDataset"):
+        return _from_huggingface_stream(source)
     return None
 
 
-def _find_order(dataset: Any, grain: Any) -> dict[str, list[int]]:
+def _is_kind(value: Any, library: str, path: str) -> bool:
+    found: Any = sys.modules.get(library)
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return isinstance(found, type) and isinstance(value, found)
+
+
+def _from_grain(dataset: Any, kind: str) -> IterableSource:
+    # Each batch of Grain is a new one.
+    made = IterableSource(lambda epoch: iter(dataset), f"grain.{kind}", copies=False)
+    if kind != "DataLoader":  # Its positions have it, and Grain compares.
+        made.order_of_examples = _find_grain_order(dataset)
+    return made
+
+
+def _find_grain_order(dataset: Any) -> dict[str, list[int]]:
     """Returns what the meaning of a position depends on, which Grain does not save.
 
     A `MapDataset` counts what it gives, so batches of another size are other places.
@@ -68,7 +72,7 @@ def _find_order(dataset: Any, grain: Any) -> dict[str, list[int]]:
     for node in nodes:
         parents = getattr(node, "parents", ())
         nodes.extend(parents)
-        is_map = isinstance(node, grain.MapDataset)
+        is_map = _is_kind(node, "grain", "MapDataset")
         found = {
             "shuffle seed": "Shuffle" in type(node).__name__ and node._seed,
             "batch size": is_map and getattr(node, "_batch_size", False),
@@ -80,88 +84,69 @@ def _find_order(dataset: Any, grain: Any) -> dict[str, list[int]]:
     return order
 
 
-_FIXES = {
-    "RaggedTensorSpec": "ragged; pad it with `padded_batch` or `to_tensor`",
-    "SparseTensorSpec": "sparse; use `tf.sparse.to_dense`",
-    "string": "strings; decode or remove them",
-}
-
-
-def as_tf_data_source(source: Any) -> IterableSource | None:
-    """Returns a source if `source` is a `tf.data.Dataset`, or None."""
-    data = getattr(sys.modules.get("tensorflow"), "data", None)
-    if data is None or not isinstance(source, data.Dataset):
-        return None
-    _check_elements(source.element_spec)
+def _from_tf_data(dataset: Any) -> IterableSource:
+    # It has no positions: TensorFlow saves an iterator as files, with all that its
+    # buffers hold, and that after each batch.
+    specs = jax.tree_util.tree_leaves_with_path(dataset.element_spec)
+    wrong = [
+        f"{show_path(path)}: {type(spec).__name__}"
+        for path, spec in specs
+        # JAX leaves out what is `None`, too.
+        if type(spec).__name__ not in ("TensorSpec", "NoneTensorSpec")
+    ]
+    if wrong:
+        raise TypeError(
+            "The `tf.data.Dataset` has elements that are no dense tensors:\n"
+            f"{list_lines(wrong)}\n"
+            "Change them with `map`, such as by `to_tensor` or `tf.sparse.to_dense`."
+        )
     # Its arrays share the memory of tensors, which nobody writes to.
-    made = IterableSource(source.as_numpy_iterator, "tf.data.Dataset", copies=False)
-    count = int(source.cardinality())
-    made.is_endless = count == data.INFINITE_CARDINALITY
+    made = IterableSource(
+        lambda epoch: dataset.as_numpy_iterator(), "tf.data.Dataset", copies=False
+    )
+    count = int(dataset.cardinality())
+    made.is_endless = count == sys.modules["tensorflow"].data.INFINITE_CARDINALITY
     made.num_batches = count if count >= 0 else None
     return made
 
 
-def _check_elements(spec: Any) -> None:
-    wrong = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
-        problem = _find_tf_data_problem(leaf)
-        if problem is not None:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            wrong.append(f"{name or '(root)'}: {problem}")
-    if wrong:
-        raise TypeError(
-            "The `tf.data.Dataset` gives elements that are no batches of numbers:\n"
-            f"{list_lines(wrong)}\nChange them in the data set, with `map` or `batch`."
-        )
-
-
-def _find_tf_data_problem(spec: Any) -> str | None:
-    kind = type(spec).__name__
-    dtype = getattr(getattr(spec, "dtype", None), "name", "")
-    if kind in _FIXES or dtype in _FIXES:
-        return _FIXES.get(kind) or _FIXES[dtype]
-    if kind == "NoneTensorSpec":
-        return None  # JAX leaves it out, too.
-    if kind != "TensorSpec":
-        return f"{kind}; use tensors"
-    if spec.shape.rank == 0:
-        return "one value without a batch axis; use `dataset.batch(batch_size)`"
-    return None
-
-
-def as_torch_source(source: Any) -> IterableSource | StatefulSource | None:
-    """Returns a source if `source` is a `DataLoader` of PyTorch, or None."""
-    data = sys.modules.get("torch.utils.data")
-    if data is None or not isinstance(source, data.DataLoader):
-        return None
-    name = f"torch {type(source).__name__}"
+def _from_torch(loader: Any) -> IterableSource:
+    name = f"torch {type(loader).__name__}"
     # Without a batch size, a loader gives what the data set gives, perhaps a buffer.
-    copies = source.batch_size is None and source.batch_sampler is None
-    if has_state_dict(source):
-        return StatefulSource(
-            source,
-            name,
-            (lambda batch: copy_batch(as_numpy(batch))) if copies else as_numpy,
-            pack=_pack,
-            unpack=_unpack,
+    copies = loader.batch_size is None and loader.batch_sampler is None
+    if not has_state_dict(loader):
+        return IterableSource(
+            lambda epoch: map(_as_arrays_of_torch, loader), name, copies=copies
         )
-    return IterableSource(lambda: map(as_numpy, source), name, copies=copies)
+    return IterableSource(
+        lambda epoch: _TorchIterator(loader, _as_arrays_of_torch),
+        name,
+        copies=copies,
+        is_repositionable=True,
+    )
 
 
-def as_numpy(batch: Any) -> Batch:
-    """Returns a batch with NumPy arrays in place of tensors."""
+class _TorchIterator(LoaderIterator):
+    """One pass over a loader, whose states hold tensors and are packed as bytes."""
+
+    def get_state(self) -> bytes:
+        buffer = io.BytesIO()
+        sys.modules["torch"].save(super().get_state(), buffer)
+        return buffer.getvalue()
+
+    def set_state(self, state: bytes) -> None:
+        # Nothing but tensors and plain values: a checkpoint may come from anywhere.
+        load = sys.modules["torch"].load
+        super().set_state(load(io.BytesIO(state), weights_only=True))
+
+
+def _as_arrays_of_torch(batch: Any) -> Batch:
+    """Returns a batch with arrays that share the memory of its tensors."""
     torch: Any = sys.modules["torch"]
 
     def convert(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if leaf.device.type != "cpu" or leaf.layout != torch.strided:
-            raise TypeError(
-                f"A batch of the `DataLoader` has a tensor on {leaf.device} "
-                f"({leaf.layout}), but data must be dense and in the memory of the "
-                "host. Return `tensor.cpu()` (`tensor.to_dense()`) from the data set "
-                "or its `collate_fn`; the strategy moves batches to its devices."
-            )
         leaf = leaf.detach().resolve_conj().resolve_neg()
         if leaf.dtype == torch.bfloat16:
             return leaf.view(torch.int16).numpy().view(jax.numpy.bfloat16)
@@ -170,24 +155,44 @@ def as_numpy(batch: Any) -> Batch:
     return jax.tree.map(convert, batch)
 
 
-def _pack(state: Any) -> bytes:
-    """Returns a state as bytes, since it holds tensors."""
-    torch: Any = sys.modules["torch"]
+def _from_huggingface_stream(dataset: Any) -> IterableSource:
+    has_buffer = _has_buffer(dataset._ex_iterable)
+    start = dataset.state_dict()
 
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
+    def begin(epoch: int) -> None:
+        dataset.set_epoch(epoch)
+        dataset.load_state_dict(start)  # Not the position of an earlier pass.
+
+    return IterableSource(
+        lambda epoch: LoaderIterator(
+            dataset, _as_columns, functools.partial(begin, epoch)
+        ),
+        "Hugging Face IterableDataset"
+        + (" with a shuffle buffer" if has_buffer else ""),
+        copies=False,
+        is_repositionable=not has_buffer,
+    )
 
 
-def _unpack(state: bytes) -> Any:
-    torch: Any = sys.modules["torch"]
+def _has_buffer(examples: Any) -> bool:
+    """Returns whether examples come from a buffer, which a position does not hold."""
+    if type(examples).__name__ == "BufferShuffledExamplesIterable":
+        return True
+    inner = [getattr(examples, "ex_iterable", None)]
+    inner += getattr(examples, "ex_iterables", [])
+    return any(_has_buffer(each) for each in inner if each is not None)
 
-    # Nothing but tensors and plain values: a checkpoint may come from anywhere.
-    return torch.load(io.BytesIO(state), weights_only=True)
 
+def _as_columns(batch: Any) -> dict[str, Any]:
+    """Returns a batch with an array for each column that can be one."""
 
-_MOST_READ = 16
-"""How many examples a fingerprint reads."""
+    def convert(column: Any) -> Any:
+        try:
+            return np.asarray(column)
+        except ValueError:  # Lists of several lengths, which `check_batch` names.
+            return column
+
+    return {name: convert(column) for name, column in batch.items()}
 
 
 def from_huggingface(
@@ -241,136 +246,29 @@ class HuggingFaceDataset(IndexedDataset):
     name = "Hugging Face Dataset"
 
     def __init__(self, dataset: Any, **options: Any) -> None:
-        if not _is_kind(dataset, "Dataset"):
-            raise TypeError(_describe_other(dataset))
-        if not len(dataset):
-            raise ValueError(
-                "`dataset` has 0 examples, but a data set needs at least one. Pass one "
-                "with rows."
+        if not _is_kind(dataset, "datasets", "Dataset"):
+            raise TypeError(
+                f"`dataset` is of type {type(dataset).__name__}, but it must be a "
+                "`datasets.Dataset`. Pass one split, such as `dataset['train']`; a "
+                "stream is used as it is, with `dataset.batch(batch_size)`."
             )
-        super().__init__(len(dataset), **options)
-        kept = dataset.format["type"] == "custom"
-        self._dataset = dataset if kept else _with_numpy(dataset)
+        super().__init__("dataset", len(dataset), **options)
+        form = dataset.format
+        if form["type"] != "custom":
+            dataset = dataset.with_format(
+                "numpy",
+                columns=form["columns"],
+                output_all_columns=form["output_all_columns"],
+            )
+        self._dataset = dataset
         # What no device can hold shows here, and not in the middle of a program.
         self.read_rows(np.zeros(1, np.int64))
 
     def read_rows(self, rows: np.ndarray) -> Batch:
-        """Returns these examples.
-
-        Raises:
-            TypeError: If columns hold something else than numbers.
-        """
-        return as_arrays(self._dataset[rows])
+        """Returns these examples."""
+        return check_batch(_as_columns(self._dataset[rows]), lambda: "`dataset`")[0]
 
     def fingerprints(self) -> dict[str, str]:
         """Returns a checksum of some examples as they are stored: no transform runs."""
         some = self._dataset.with_format("arrow")[self.spaced_rows(_MOST_READ)]
         return {"rows": fingerprint(repr(some.to_pylist()).encode())}
-
-
-def as_huggingface_source(source: Any) -> StatefulSource | None:
-    """Returns a source if `source` is an `IterableDataset`, or None.
-
-    Raises:
-        TypeError: If it is a `Dataset`, whose elements are examples.
-    """
-    if _is_kind(source, "Dataset") or _is_kind(source, "DatasetDict"):
-        raise TypeError(
-            f"The data set is a `datasets.{type(source).__name__}`, but it must give "
-            "batches. Use `armillary.data.from_huggingface(dataset, batch_size=...)` "
-            "with one split."
-        )
-    if not _is_kind(source, "IterableDataset"):
-        return None
-    name, has_buffer = "Hugging Face IterableDataset", _has_buffer(source._ex_iterable)
-    start = source.state_dict()
-
-    def begin(epoch: int) -> None:
-        source.set_epoch(epoch)
-        source.load_state_dict(start)  # Not the position of an earlier pass.
-
-    return StatefulSource(
-        source,
-        f"{name} with a shuffle buffer" if has_buffer else name,
-        as_arrays,
-        begin=begin,
-        is_repositionable=not has_buffer,
-    )
-
-
-def as_arrays(batch: Any) -> dict[str, np.ndarray]:
-    """Returns a batch with an array for each column.
-
-    Raises:
-        TypeError: If a column holds no numbers, or lists of several lengths.
-    """
-    arrays = {name: _as_array(column) for name, column in batch.items()}
-    wrong = {
-        name: _find_huggingface_problem(array, batch[name])
-        for name, array in arrays.items()
-        if array.dtype.kind in "OUSMm" or not array.ndim
-    }
-    if wrong:
-        lines = [f"{name}: {problem}" for name, problem in wrong.items()]
-        raise TypeError(
-            "The data set of Hugging Face has columns that are no arrays of numbers:\n"
-            f"{list_lines(lines)}\n"
-            "Change them with `dataset.map`, or leave them out: "
-            f"`dataset.remove_columns({list(wrong)})`."
-        )
-    return arrays
-
-
-def _as_array(column: Any) -> np.ndarray:
-    try:
-        return np.asarray(column)
-    except ValueError:  # Lists of several lengths.
-        return np.asarray([None])
-
-
-def _find_huggingface_problem(array: np.ndarray, column: Any) -> str:
-    if not array.ndim:
-        return "one value without a batch axis; use `dataset.batch(batch_size)`"
-    if array.dtype.kind in "US" or isinstance(column[0], str | bytes):
-        return "strings; tokenize or remove them"
-    if array.dtype.kind in "Mm":
-        return "times; make numbers of them"
-    if isinstance(column[0], list | np.ndarray):
-        return "lists of several lengths; pad them to one length"
-    return f"objects such as {column[0]!r:.40}"
-
-
-def _with_numpy(dataset: Any) -> Any:
-    format = dataset.format
-    return dataset.with_format(
-        "numpy",
-        columns=format["columns"],
-        output_all_columns=format["output_all_columns"],
-    )
-
-
-def _is_kind(value: Any, kind: str) -> bool:
-    """Returns whether `value` is of a class of `datasets`."""
-    found = getattr(sys.modules.get("datasets"), kind, None)
-    return found is not None and isinstance(value, found)
-
-
-def _describe_other(dataset: Any) -> str:
-    if _is_kind(dataset, "IterableDataset"):
-        return (
-            "`dataset` is an `IterableDataset`, whose examples have no numbers. Use it "
-            "as it is, with batches: `dataset.batch(batch_size)`."
-        )
-    return (
-        f"`dataset` is of type {type(dataset).__name__}, but it must be a "
-        "`datasets.Dataset`. Pass one split, such as `dataset['train']`."
-    )
-
-
-def _has_buffer(examples: Any) -> bool:
-    """Returns whether examples come from a buffer, which a position does not hold."""
-    if type(examples).__name__ == "BufferShuffledExamplesIterable":
-        return True
-    inner = [getattr(examples, "ex_iterable", None)]
-    inner += getattr(examples, "ex_iterables", [])
-    return any(_has_buffer(each) for each in inner if each is not None)

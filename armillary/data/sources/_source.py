@@ -8,26 +8,13 @@ import numpy as np
 
 from armillary.data.sources._iterables import (
     IterableSource,
-    IteratorSource,
-    StatefulSource,
-    copy_batch,
+    LoaderIterator,
     from_function,
+    from_iterator,
     has_state_dict,
 )
-from armillary.data.sources._libraries import (
-    as_grain_source,
-    as_huggingface_source,
-    as_tf_data_source,
-    as_torch_source,
-)
+from armillary.data.sources._libraries import as_library_source
 from armillary.typing import Batch
-
-_LIBRARIES = (
-    as_grain_source,
-    as_tf_data_source,
-    as_torch_source,
-    as_huggingface_source,
-)
 
 
 class SourceIterator(Protocol):
@@ -88,27 +75,28 @@ def as_source(source: Any) -> Source:
     """
     if isinstance(source, Source):
         return source
-    for as_own_source in _LIBRARIES:
-        made = as_own_source(source)
-        if made is not None:
-            return made
+    made = as_library_source(source)
+    if made is not None:
+        return made
     if _is_arrays(source):
         raise TypeError(
             f"The data set is a {type(source).__name__} of arrays, but it must give "
             "batches. Use `armillary.data.from_arrays(arrays, batch_size=...)`."
         )
-    if hasattr(source, "make_reader"):
+    if hasattr(source, "element_spec"):
         raise TypeError(
             "The data set is a distributed dataset already. Pass the data set that it "
             "was made from, or use it as it is."
         )
     if isinstance(source, Iterator):
-        return IteratorSource(source)
+        return from_iterator(source)
+    name = f"iterable {type(source).__name__}"
     if has_state_dict(source):
-        name = f"iterable {type(source).__name__}"
-        return StatefulSource(source, name, copy_batch)
+        return IterableSource(
+            lambda epoch: LoaderIterator(source), name, is_repositionable=True
+        )
     if isinstance(source, Iterable) and not isinstance(source, str | bytes | type):
-        return IterableSource(lambda: iter(source), f"iterable {type(source).__name__}")
+        return IterableSource(lambda epoch: iter(source), name)
     if isinstance(source, Callable):
         return from_function(source)
     raise TypeError(
