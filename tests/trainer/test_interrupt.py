@@ -11,11 +11,12 @@ import pytest
 import armillary
 from armillary.data import from_arrays
 from armillary.data.feed import (
-    _batch_reader,
-    _chunk_builder,
+    _chunks,
     _feed,
     _gather,
     _position,
+    _prefetch,
+    _reader,
     _split,
 )
 from armillary.data.sources import _arrays
@@ -27,10 +28,11 @@ READING = {
     module.__file__
     for module in (
         _arrays,
-        _chunk_builder,
+        _chunks,
         _feed,
         _gather,
-        _batch_reader,
+        _prefetch,
+        _reader,
         _split,
         _position,
     )
