@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from armillary.checkpoint import Checkpoint as Checkpoint
     from armillary.checkpoint import CheckpointManager as CheckpointManager
     from armillary.controller._controller import Controller as Controller
-    from armillary.controller._reports import History as History
-    from armillary.controller._reports import RunOutput as RunOutput
+    from armillary.controller._outputs import History as History
+    from armillary.controller._outputs import RunOutput as RunOutput
     from armillary.data import InputContext as InputContext
     from armillary.data import InputOptions as InputOptions
     from armillary.distribute import CentralStorageStrategy as CentralStorageStrategy

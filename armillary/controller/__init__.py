@@ -6,8 +6,8 @@ what it calls, one idea each.
 
 from armillary._traceback import mark_public as _mark_public
 from armillary.controller._controller import Controller as Controller
-from armillary.controller._reports import History as History
-from armillary.controller._reports import RunOutput as RunOutput
+from armillary.controller._outputs import History as History
+from armillary.controller._outputs import RunOutput as RunOutput
 
 __all__ = ["Controller", "History", "RunOutput"]
 

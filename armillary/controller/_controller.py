@@ -2,7 +2,7 @@
 
 Read `Controller.train_and_evaluate` first: everything else is what it calls. A *loop*
 is one call of `trainer.train`; whatever happens between steps happens at the boundary
-of two loops, in the order of `Training.train_until` and `TrainLoops.run`.
+of two loops, in the order of `Loops.train_until`.
 """
 
 import contextlib
@@ -20,7 +20,6 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary._logging import ensure_visible
-from armillary._records import find_numbers
 from armillary._traceback import hides_frames
 from armillary.actions._periodic import begin_training as begin_actions
 from armillary.actions._periodic import resume_at
@@ -28,33 +27,24 @@ from armillary.actions._step_action import bind_step_counter
 from armillary.actions._step_action import end_training as end_actions
 from armillary.controller._arguments import (
     as_actions,
-    check_hyperparameters,
-    check_intervals,
-    check_managers,
-    check_runners,
-    check_summaries,
+    check_arguments,
     check_target,
-    check_watching,
     require,
 )
 from armillary.controller._display import Display
-from armillary.controller._evaluation import (
+from armillary.controller._loops import Loops
+from armillary.controller._outputs import History, RunOutput
+from armillary.controller._reports import Curves, LoopReports, run_evaluations
+from armillary.controller._run import Run, finishing
+from armillary.controller._saving import Saving, warn_of_unsaved
+from armillary.controller._start import Start
+from armillary.controller._watching import (
     begin_training,
     end_training,
     read_end,
     restore_if_good,
-    run_evaluations,
     watch_checkpoints,
 )
-from armillary.controller._reports import Curves, History, RunOutput, add_record
-from armillary.controller._run_record import RunRecord
-from armillary.controller._saving import (
-    EvaluationMark,
-    Saving,
-    finishing,
-    warn_of_unsaved,
-)
-from armillary.controller._training import StopRequest, Training, TrainLoops
 from armillary.goodput._journal import make_recorder
 from armillary.lifeline._lifeline import get_lifeline
 from armillary.state._summarize import as_step_counter
@@ -175,24 +165,7 @@ class Controller:
         hang_timeout_seconds: float | None = None,
         progress: bool | None = None,
     ) -> None:
-        self._read_step = as_step_counter(global_step)
-        check_runners(trainer, evaluator)
-        check_intervals(
-            trainer,
-            steps_per_loop,
-            log_interval=log_interval,
-            summary_interval=summary_interval,
-        )
-        check_managers(strategy, checkpoint_manager)
-        check_summaries(
-            summary_dir=summary_dir,
-            eval_summary_dir=eval_summary_dir,
-            summary_manager=summary_manager,
-            eval_summary_manager=eval_summary_manager,
-        )
-        check_watching(hang_timeout_seconds, progress)
-        hyperparameters = check_hyperparameters(hyperparameters)
-
+        check_arguments(locals())
         self.global_step = global_step
         self.trainer = trainer
         self.evaluator = evaluator
@@ -202,68 +175,55 @@ class Controller:
         self.checkpoint_manager = checkpoint_manager
         self.summary_interval, self.log_interval = summary_interval, log_interval
         self.hang_timeout_seconds, self.progress = hang_timeout_seconds, progress
-        self.hyperparameters = hyperparameters
-        if eval_summary_manager is None and eval_summary_dir not in (None, summary_dir):
-            eval_summary_manager = self._make_summary_manager(eval_summary_dir)
-        if summary_manager is None and summary_dir is not None:
-            summary_manager = self._make_summary_manager(summary_dir)
-        self.summary_manager = summary_manager or NoopSummaryManager()
-        self.eval_summary_manager = eval_summary_manager or self.summary_manager
+        self.hyperparameters = dict(hyperparameters or {})
         self._steps_per_loop = steps_per_loop
-        self._scope = contextlib.nullcontext if strategy is None else strategy.scope
-        self._directory = getattr(checkpoint_manager, "directory", None)
-        self._goodput = make_recorder(None if trainer is None else self._directory)
-        self._display = Display(self._goodput, progress)
-        self._history = History()
-        self._curves = self._eval_curves = Curves(self.summary_manager, self._directory)
+        step_counter = as_step_counter(global_step)
+        self.summary_manager = summary_manager or self._make_manager(summary_dir)
+        self.eval_summary_manager = eval_summary_manager or self.summary_manager
+        is_own = eval_summary_dir is not None and not _are_same(
+            summary_dir, eval_summary_dir
+        )
+        if eval_summary_manager is None and is_own:
+            self.eval_summary_manager = self._make_manager(eval_summary_dir)
+
+        directory = getattr(checkpoint_manager, "directory", None)
+        goodput = make_recorder(None if trainer is None else directory)
+        scope = contextlib.nullcontext if strategy is None else strategy.scope
+        self._run = run = Run(trainer, directory, step_counter, scope, goodput)
+        self._curves = self._eval_curves = Curves(self.summary_manager, directory)
         if self.eval_summary_manager is not self.summary_manager:
-            self._eval_curves = Curves(self.eval_summary_manager, self._directory)
-        self._run_record = RunRecord(self._curves, trainer, strategy, hyperparameters)
-        self._stop = StopRequest()
-        shared = (self._read_step, self._scope, self._goodput)
-        self._mark = EvaluationMark(self._read_step, trainer)
-        self._saving = Saving(checkpoint_manager, trainer, *shared, self._mark)
-        self._loops = TrainLoops(
-            trainer,
-            *shared,
-            curves=self._curves,
+            self._eval_curves = Curves(self.eval_summary_manager, directory)
+        self._display = Display(goodput, progress)
+        self._saving = Saving(run, checkpoint_manager)
+        self._start = Start(run, self._curves, strategy, self.hyperparameters)
+        reports = LoopReports(
+            run,
+            self._curves,
+            self._display.note,
             summary_interval=summary_interval,
             log_interval=log_interval,
-            note=self._note_loop,
             actions=self.train_actions,
         )
-        self._training = Training(
-            trainer,
-            steps_per_loop,
-            self._read_step,
-            self._loops,
-            saving=self._saving,
-            stop=self._stop,
-            strategy=strategy,
-            directories={
-                "checkpoints": self._directory,
-                "summaries": self._curves.summary_dir,
-            },
-        )
+        self._loops = Loops(run, self._saving, reports, self._start, steps_per_loop)
 
         ensure_visible()
         is_resumed = False
         if checkpoint_manager is not None:
             checkpoint_manager.bind_step_counter(global_step)
             if trainer is not None:
-                checkpoint_manager.bind_evaluation(self._mark)
+                checkpoint_manager.bind_evaluation(self._saving.mark)
                 warn_of_unsaved(self._actions, checkpoint_manager.checkpoint.objects)
             is_resumed = self.restore_checkpoint() is not None
         bind_step_counter(self._actions, global_step)
         if is_resumed and trainer is not None:
-            resume_at(self._mark.evaluated or 0, self.eval_actions)
+            resume_at(self._saving.mark.evaluated or 0, self.eval_actions)
 
     @property
     def steps_per_loop(self) -> int | None:
         """Steps in the next loop, or `None` for a controller without a trainer."""
         if self._steps_per_loop is None:
             return None
-        return self._training.num_steps_at(self._read_step())
+        return self._loops.num_steps_at(self._run.read_step())
 
     @hides_frames
     def train(
@@ -299,18 +259,18 @@ class Controller:
                 of the state that differ.
         """
         require(self, "trainer", for_method="train")
-        check_target("steps", steps, self._read_step(), epochs)
+        check_target("steps", steps, self._run.read_step(), epochs)
         name = "checkpoint_at_completion"
         check_one_of(name, checkpoint_at_completion, (True, False))
-        self._mark.expect(None)
-        with self._run(steps):
-            goes_on = self._training.begin_epoch(epochs)
+        self._saving.mark.expect(None)
+        with self._training(steps):
+            goes_on = self._loops.begin_epoch(epochs)
             while goes_on:
-                goes_on = self._training.train_until(steps, epochs)
-                goes_on = goes_on and self._read_step() != steps
-            if checkpoint_at_completion or self._stop.is_agreed():
+                goes_on = self._loops.train_until(steps, epochs)
+                goes_on = goes_on and self._run.read_step() != steps
+            if checkpoint_at_completion or self._run.stop.is_agreed():
                 self._saving.finish()
-        return self._take_history()
+        return self._run.take_history()
 
     @hides_frames
     def plan(self, topology: str | int, **options: Any) -> "Plan":
@@ -335,7 +295,7 @@ class Controller:
         from armillary.plan._plan import plan
 
         require(self, "trainer", for_method="plan")
-        with self._scope():
+        with self._run.scope():
             trainer: Any = self.trainer
             options = {"steps_per_loop": self.steps_per_loop, **options}
             return plan(trainer, topology, **options)
@@ -399,36 +359,36 @@ class Controller:
         """
         require(self, "trainer", for_method="train_and_evaluate")
         require(self, "evaluator", for_method="train_and_evaluate")
-        check_target("train_steps", train_steps, self._read_step(), epochs)
+        check_target("train_steps", train_steps, self._run.read_step(), epochs)
         check_num_steps("eval_steps", eval_steps)
         if eval_interval is not None:
             check_positive_int("eval_interval", eval_interval)
         output: Output = None
-        with self._run(train_steps):
-            goes_on = self._training.begin_epoch(epochs)
+        with self._training(train_steps):
+            goes_on = self._loops.begin_epoch(epochs)
             # A checkpoint may have been saved before the evaluation of its step.
-            is_left = self._mark.is_due
+            is_left = self._saving.mark.is_due
             while True:
                 if goes_on and not is_left:
                     target = self._next_stop(train_steps, eval_interval)
-                    self._mark.expect(target)
-                    goes_on = self._training.train_until(target, epochs)
-                is_left, step = False, self._read_step()
+                    self._saving.mark.expect(target)
+                    goes_on = self._loops.train_until(target, epochs)
+                is_left, step = False, self._run.read_step()
                 goes_on = goes_on and step != train_steps
-                if step != self._mark.evaluated:
-                    self._mark.expect(step)
+                if step != self._saving.mark.evaluated:
+                    self._saving.mark.expect(step)
                     self._saving.begin_evaluation(is_last=not goes_on)
-                    actions = self._mark.take(self.eval_actions)
+                    actions = self._saving.mark.take(self.eval_actions)
                     output = self._evaluate(eval_steps, actions)
                     self._saving.end_evaluation()
                 elif output is None:
                     # Training was over when it began, and only the output is missing.
                     output = self._evaluate(eval_steps, ())
-                if not goes_on or self._stop.is_agreed():
+                if not goes_on or self._run.stop.is_agreed():
                     break
             # An action of the evaluation may have asked to stop.
             self._saving.finish()
-        return RunOutput(output or {}, self._take_history())
+        return RunOutput(output or {}, self._run.take_history())
 
     @hides_frames
     def evaluate_continuously(
@@ -479,21 +439,21 @@ class Controller:
             check_callable("timeout_fn", timeout_fn)
         if until_step is not None:
             check_positive_int("until_step", until_step)
-        self._stop.clear()
+        self._run.stop.clear()
         output: Output = None
         for path in watch_checkpoints(
             lambda: manager.checkpoints,
-            lambda: read_end(self._directory),
+            lambda: read_end(self._run.directory),
             timeout=timeout,
             timeout_fn=timeout_fn,
-            should_stop=lambda: self._stop.reason is not None,
+            should_stop=lambda: self._run.stop.reason is not None,
         ):
             if not restore_if_good(self.restore_checkpoint, path):
                 continue
             output = self.evaluate(steps)
-            if until_step is not None and self._read_step() >= until_step:
+            if until_step is not None and self._run.read_step() >= until_step:
                 break
-        self._stop.log(self._read_step)
+        self._run.log_stop()
         return output
 
     @hides_frames
@@ -508,7 +468,7 @@ class Controller:
             CheckpointError: If the checkpoint cannot be written.
         """
         require(self, "checkpoint_manager", for_method="save_checkpoint")
-        with self._display.on("train", self._read_step()):
+        with self._display.on("train", self._run.read_step()):
             return self._saving.save_and_wait()
 
     @hides_frames
@@ -528,7 +488,7 @@ class Controller:
             ValueError: If there is no checkpoint manager.
         """
         require(self, "checkpoint_manager", for_method="restore_checkpoint")
-        with self._display.on("train", self._read_step()):
+        with self._display.on("train", self._run.read_step()):
             return self._saving.restore(path)
 
     def request_stop(self, reason: str) -> None:
@@ -545,78 +505,61 @@ class Controller:
         Raises:
             TypeError: If `reason` is not a string.
         """
-        self._stop.make(reason)
+        self._run.stop.make(reason)
 
     @property
     def _actions(self) -> tuple[Action, ...]:
         return *self.train_actions, *self.eval_actions
 
-    def _evaluate(self, steps: int, actions: Iterable[Action]) -> dict[str, Any]:
-        step = self._read_step()
-        with self._display.on("eval", step), self._watch():
-            output = run_evaluations(
-                self.evaluator,
-                steps,
-                step=step,
-                scope=self._scope,
-                goodput=self._goodput,
-                curves=self._eval_curves,
-                actions=actions,
-            )
-        add_record(self._history.eval, step, find_numbers(output))
-        return output
-
-    def _make_summary_manager(
-        self, directory: str | os.PathLike[str]
-    ) -> SummaryManager:
+    def _make_manager(self, directory: Any) -> SummaryManager | NoopSummaryManager:
+        if directory is None:
+            return NoopSummaryManager()
         manager = SummaryManager(directory)
         # Its files stay open between calls, and nobody else closes them.
         weakref.finalize(self, manager.close)
         return manager
 
+    def _evaluate(self, steps: int, actions: Iterable[Action]) -> dict[str, Any]:
+        with self._display.on("eval", self._run.read_step()), self._watch():
+            return run_evaluations(
+                self._run, self._eval_curves, self.evaluator, steps, actions
+            )
+
     def _watch(self) -> contextlib.AbstractContextManager[None]:
         """Ends the process, from another thread, if it is stuck."""
-        find_place = self._goodput.find_place
+        find_place = self._run.goodput.find_place
         return get_lifeline().watching(self.hang_timeout_seconds, find_place)
 
     @contextlib.contextmanager
-    def _run(self, target: int) -> Iterator[None]:
-        """Starts a run without a stop request, and leaves nothing unwritten."""
-        step = self._read_step()
+    def _training(self, target: int) -> Iterator[None]:
+        """Begins a call that trains, and leaves nothing unwritten at its end."""
+        run = self._run
+        step = run.read_step()
         with (
-            self._goodput.run(step, lambda: self._stop.reason is None),
+            run.goodput.run(step, lambda: run.stop.reason is None),
             self._display.on("train", step, target),
         ):
-            self._stop.clear()
-            self._history = History()
-            begin_training(self._directory)
-            self._run_record.begin(step)
+            run.stop.clear()
+            run.history = History()
+            begin_training(run.directory)
+            self._start.record(step)
             finishes = self._end_actions, self._finish_writes
             with finishing(self._loops.report, *finishes), self._watch():
-                with self._scope():
+                with run.scope():
                     begin_actions(self._actions)
                 yield
-            end_training(self._directory, self._read_step())
-        self._stop.log(self._read_step)
-
-    def _note_loop(self, step: int, speed: float, scalars: dict[str, float]) -> None:
-        self._display.note(step, speed, scalars)
-        add_record(self._history, step, scalars)
-
-    def _take_history(self) -> History:
-        """Returns the history of a run; what follows is none of it."""
-        history, self._history = self._history, History()
-        return history
+            end_training(run.directory, run.read_step())
+        run.log_stop()
 
     def _next_stop(self, train_steps: int, eval_interval: int | None) -> int:
         """Returns the global step of the next evaluation, or -1 for an open end."""
         if eval_interval is None:
             return train_steps
-        next_eval = (self._read_step() // eval_interval + 1) * eval_interval
+        next_eval = (self._run.read_step() // eval_interval + 1) * eval_interval
         return next_eval if train_steps == -1 else min(next_eval, train_steps)
 
     def _end_actions(self) -> None:
-        with self._scope():
+        with self._run.scope():
             end_actions(self._actions)
 
     def _finish_writes(self) -> None:
@@ -624,3 +567,8 @@ class Controller:
         self._eval_curves.flush()
         self._saving.save_unevaluated()
         self._saving.sync()
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Returns whether two paths are one, however they are written."""
+    return one is not None and os.path.abspath(one) == os.path.abspath(other)

@@ -4,12 +4,11 @@ A thread looks at the phase that the goodput recorder is in. In a terminal it ke
 line up to date. Elsewhere it logs one line when a phase takes long. It reads attributes
 that the training thread sets, and never touches a device.
 
-One line at the bottom of a terminal, which steps aside for all that is written.
-
-Whatever Python writes to the terminal, log lines among it, passes through `write` of
-the stream. There the line is wiped before and, once what was written ends a line, drawn
-again by the next `show`. The cursor stays visible, at the start of the line: what other
-code writes past Python, such as XLA, lands on it, and the next `show` is below.
+The line is no `Live` of Rich: that hides the cursor, and log handlers that were made
+before it write past it. Here whatever Python writes passes through `write` of the
+stream, where the line is wiped before and, once what was written ends a line, drawn
+again by the next `show`. What XLA writes past Python lands on the line, and the next
+`show` is below.
 """
 
 import contextlib
@@ -24,105 +23,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 from armillary._format import format_seconds
 from armillary._logging import get_console, is_terminal, logger
 from armillary._process import get_process
-from armillary.controller._reports import format_scalar, log_line
+from armillary.controller._outputs import ShortFloat, log_line
 from armillary.goodput._journal import Recorder
 from armillary.goodput._stopwatch import Category, PhaseClock
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-
 _TO_END = "\x1b[K"
-
-
-def can_draw(stream: Any) -> bool:
-    """Returns whether the line could step aside for what is written to a stream."""
-    return hasattr(stream, "__dict__") and callable(getattr(stream, "write", None))
-
-
-class LiveLine:
-    """Draws on stderr until `close`. `show` may be called from any thread."""
-
-    def __init__(self) -> None:
-        self._console, self._pid = get_console(), os.getpid()
-        # One that holds it may be interrupted by a signal whose handler prints.
-        self._lock = threading.RLock()
-        self._stream = sys.stderr
-        self._write: Callable[[str], Any] = sys.stderr.write
-        self._is_shown, self._is_at_start, self._is_closed = False, True, False
-        streams = {id(each): each for each in (sys.stderr, sys.stdout)}
-        self._undo = [
-            self._divert(stream)
-            for stream in streams.values()
-            if can_draw(stream) and (stream is self._stream or is_terminal(stream))
-        ]
-
-    def show(self, text: "Text") -> None:
-        """Draws `text` in place of what was shown, cut off at the edge."""
-        text.truncate(self._console.width - 1, overflow="ellipsis")
-        with self._console.capture() as capture:
-            self._console.print(text, end="", highlight=False, no_wrap=True)
-        line = capture.get()
-        with self._lock:
-            is_free = self._is_at_start and not self._is_closed
-            if is_free and self._is_in_foreground():
-                self._put(f"\r{line}{_TO_END}\r")
-                self._is_shown = True
-
-    def close(self) -> None:
-        """Wipes the line, and leaves the streams as they were."""
-        with self._lock:
-            self._wipe()
-            self._is_closed = True
-            for undo in self._undo:
-                undo()
-
-    def _divert(self, stream: TextIO) -> Callable[[], None]:
-        """Lets the line step aside for a stream; returns a function that undoes it."""
-        write, had_own = stream.write, "write" in vars(stream)
-
-        def write_beside(text: str) -> int:
-            # A process that was forked has a copy of the lock, perhaps held for ever.
-            if self._is_closed or not text or os.getpid() != self._pid:
-                return write(text)
-            with self._lock:
-                self._wipe()
-                self._is_at_start = text.endswith("\n")
-                return write(text)
-
-        def undo() -> None:
-            # Somebody may have put a function of his own over this one.
-            if vars(stream).get("write") is not write_beside:
-                return
-            if had_own:
-                vars(stream)["write"] = write
-            else:
-                del vars(stream)["write"]
-
-        vars(stream)["write"] = write_beside
-        return undo
-
-    def _wipe(self) -> None:
-        if self._is_shown:
-            self._is_shown = False
-            self._put(f"\r{_TO_END}")
-
-    def _put(self, text: str) -> None:
-        try:
-            self._write(text)
-            self._stream.flush()
-        except (OSError, ValueError, AttributeError):
-            # The terminal is gone, or the stream is closed. Training goes on.
-            self._is_closed = True
-
-    def _is_in_foreground(self) -> bool:
-        """Returns whether the terminal is this job's, and not that of a shell again."""
-        try:
-            return os.tcgetpgrp(self._stream.fileno()) == os.getpgrp()
-        except (OSError, ValueError, AttributeError):
-            return True  # It is not the terminal that this session belongs to.
-
-
 _REFRESH_SECONDS = 0.25
 _LOOK_SECONDS = 1.0
 _LONG_SECONDS = 30.0
@@ -138,12 +46,15 @@ class Display:
     def __init__(self, recorder: Recorder, progress: bool | None) -> None:
         self._recorder, self._progress = recorder, progress
         self._is_on = False
-        self._loop, self._target, self._step = "train", -1, -1
+        self._thresholds: dict[Hashable, float] = {}
+        self._reset("train", -1, -1)
+
+    def _reset(self, loop: str, step: int, target: int) -> None:
+        self._loop, self._step, self._target = loop, step, target
         self._first: tuple[float, int] | None = None
         self._last: tuple[float, int] | None = None
         self._speed: float | None = None
         self._scalars: Mapping[str, float] = {}
-        self._thresholds: dict[Hashable, float] = {}
 
     @contextlib.contextmanager
     def on(self, loop: str, step: int, target: int = -1) -> Iterator[None]:
@@ -152,18 +63,13 @@ class Display:
             yield
             return
         self._is_on = True
-        self._loop, self._step, self._target = loop, step, target
-        self._first = self._last = self._speed = None
-        self._scalars = {}
+        self._reset(loop, step, target)
         is_shown = self._progress or _has_terminal()
-        line = LiveLine() if is_shown and can_draw(sys.stderr) else None
-        is_over = threading.Event()
-        clock = PhaseClock(self._recorder)
+        line = LiveLine() if is_shown and _can_draw(sys.stderr) else None
+        is_over, clock = threading.Event(), PhaseClock(self._recorder)
+        look = (clock, line, is_over)
         thread = threading.Thread(
-            target=self._look,
-            args=(clock, line, is_over),
-            name="armillary-display",
-            daemon=True,
+            target=self._look, args=look, name="armillary-display", daemon=True
         )
         try:
             thread.start()
@@ -177,13 +83,13 @@ class Display:
             thread.join()
 
     def note(self, step: int, speed: float, scalars: Mapping[str, float]) -> None:
-        """Hears of a loop of training that has ended."""
+        """Takes what the line shows of a loop of training that has ended."""
         self._last = (time.perf_counter(), step)
         self._first = self._first or self._last
         self._step, self._speed, self._scalars = step, speed, scalars
 
     def _look(
-        self, clock: PhaseClock, line: LiveLine | None, is_over: threading.Event
+        self, clock: PhaseClock, line: "LiveLine | None", is_over: threading.Event
     ) -> None:
         pause = _LOOK_SECONDS if line is None else _REFRESH_SECONDS
         while not is_over.wait(pause):
@@ -200,12 +106,11 @@ class Display:
         """Logs that a phase takes long: after 30 seconds, and each time twice that."""
         key = category if category in _REGULAR else (category, began)
         threshold = self._thresholds.get(key, _LONG_SECONDS)
-        if seconds < threshold:
-            return
-        self._thresholds[key] = 2 * threshold
-        loop = "eval" if category is Category.EVALUATING else self._loop
-        text = f"{category.label} for {format_seconds(int(threshold))} ..."
-        log_line(loop, self._step, text)
+        if seconds >= threshold:
+            self._thresholds[key] = 2 * threshold
+            loop = "eval" if category is Category.EVALUATING else self._loop
+            said = f"{category.label} for {format_seconds(int(threshold))} ..."
+            log_line(loop, self._step, said)
 
     def _describe(self, category: Category, seconds: float) -> "Text":
         from rich.text import Text
@@ -219,16 +124,16 @@ class Display:
             parts.append((f"ETA {format_seconds(int(left))}", ""))
         if self._speed is not None:
             parts.append((f"{self._speed:.1f} steps/sec", ""))
+        doing = category.label
         if seconds >= _SHORT_SECONDS:
-            doing = f"{category.label} for {format_seconds(int(seconds))}"
+            doing += f" for {format_seconds(int(seconds))}"
         elif category is Category.OTHER:
             doing = Category.STEPPING.label
-        else:
-            doing = category.label
         parts.append((doing, "cyan"))
-        name = _find_loss(self._scalars)
-        if name is not None:
-            parts.append((f"{name} {format_scalar(self._scalars[name])}", ""))
+        names = [name for name in self._scalars if name.endswith("loss")]
+        names = ["loss"] if "loss" in names else names or list(self._scalars)
+        for name in names[:1]:
+            parts.append((f"{name} {ShortFloat(self._scalars[name])!r}", ""))
         return Text(" | ").join(Text(*part) for part in parts)
 
     def _seconds_left(self) -> float | None:
@@ -255,7 +160,85 @@ def _has_terminal() -> bool:
     return not (is_plain or is_silenced) and is_terminal(sys.stderr)
 
 
-def _find_loss(scalars: Mapping[str, float]) -> str | None:
-    """Returns the name of the loss, or of what comes first."""
-    names = [name for name in scalars if name.endswith("loss")]
-    return next(iter(["loss"] if "loss" in scalars else names or scalars), None)
+def _can_draw(stream: Any) -> bool:
+    """Returns whether the line could step aside for what is written to a stream."""
+    return hasattr(stream, "__dict__") and callable(getattr(stream, "write", None))
+
+
+class LiveLine:
+    """Draws on stderr until `close`. `show` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._console, self._pid = get_console(), os.getpid()
+        # One that holds it may be interrupted by a signal whose handler prints.
+        self._lock = threading.RLock()
+        self._stream = sys.stderr
+        self._write: Callable[[str], Any] = sys.stderr.write
+        self._is_shown, self._is_at_start, self._is_closed = False, True, False
+        streams = {id(each): each for each in (sys.stderr, sys.stdout)}
+        self._undo = [
+            self._divert(stream)
+            for stream in streams.values()
+            if _can_draw(stream) and (stream is self._stream or is_terminal(stream))
+        ]
+
+    def show(self, text: "Text") -> None:
+        """Draws `text` in place of what was shown, cut off at the edge."""
+        text.truncate(self._console.width - 1, overflow="ellipsis")
+        with self._console.capture() as capture:
+            self._console.print(text, end="", highlight=False, no_wrap=True)
+        with self._lock:
+            is_free = self._is_at_start and not self._is_closed
+            if is_free and self._is_in_foreground():
+                self._put(f"\r{capture.get()}{_TO_END}\r")
+                self._is_shown = True
+
+    def close(self) -> None:
+        """Wipes the line, and leaves the streams as they were."""
+        with self._lock:
+            self._wipe()
+            self._is_closed = True
+            for undo in self._undo:
+                undo()
+
+    def _divert(self, stream: TextIO) -> Callable[[], None]:
+        """Lets the line step aside for a stream; returns a function that undoes it."""
+        write, own = stream.write, vars(stream)
+
+        def write_beside(text: str) -> int:
+            # A process that was forked has a copy of the lock, perhaps held for ever.
+            if self._is_closed or not text or os.getpid() != self._pid:
+                return write(text)
+            with self._lock:
+                self._wipe()
+                self._is_at_start = text.endswith("\n")
+                return write(text)
+
+        def undo() -> None:
+            # Somebody may have put a function of his own over this one.
+            if own.get("write") is write_beside:
+                own.update(before) if before else own.pop("write")
+
+        before = {"write": write} if "write" in own else {}
+        own["write"] = write_beside
+        return undo
+
+    def _wipe(self) -> None:
+        if self._is_shown:
+            self._is_shown = False
+            self._put(f"\r{_TO_END}")
+
+    def _put(self, text: str) -> None:
+        try:
+            self._write(text)
+            self._stream.flush()
+        except (OSError, ValueError, AttributeError):
+            # The terminal is gone, or the stream is closed. Training goes on.
+            self._is_closed = True
+
+    def _is_in_foreground(self) -> bool:
+        """Returns whether the terminal is this job's, and not that of a shell again."""
+        try:
+            return os.tcgetpgrp(self._stream.fileno()) == os.getpgrp()
+        except (OSError, ValueError, AttributeError):
+            return True  # It is not the terminal that this session belongs to.

@@ -1,21 +1,13 @@
 """Saves and restores the checkpoints of a controller, and knows what is saved.
 
-How far the evaluation of a step is: what each checkpoint says of it.
-
 A checkpoint may be saved before the evaluation that follows its step, or within it.
 What the evaluation and its actions change is not in it then. It says so, and a run that
 resumes there does what is left first, before it trains on.
-
-Warns of what a restored checkpoint lacks, where a run would not go on as it was.
-
-What follows a run, also one that fails: its first error is the one to be told.
 """
 
-import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,12 +20,11 @@ from armillary.checkpoint._checkpoint import has_position
 from armillary.checkpoint._store import Content
 from armillary.checkpoint._writer import decide
 from armillary.cluster._join import get_peers
+from armillary.controller._run import Run
 from armillary.data._dataset import DistributedDataset
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.errors import CheckpointError
-from armillary.goodput._journal import Recorder
 from armillary.goodput._stopwatch import Category
-from armillary.trainer._contract import AbstractTrainer
 from armillary.trainer._loop_data import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.typing import Action
@@ -43,49 +34,40 @@ if TYPE_CHECKING:
 
 
 class EvaluationMark:
-    """The evaluations of one controller that belong to its training.
+    """How far the evaluation of a step is; checkpoints hold this state.
 
     Attributes:
         evaluated: The step that was evaluated last, with all actions, or `None`.
+        due: The step at which an evaluation follows, -1 for where the data ends.
     """
 
-    def __init__(self, read_step: Callable[[], int], trainer: Any) -> None:
-        self._read_step, self._trainer = read_step, trainer
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self.evaluated: int | None = None
-        # The step at which an evaluation follows, -1 for where the data ends.
-        self._due: int | None = None
+        self.due: int | None = None
         # Actions that have had the output of the evaluation that is due.
         self._num_actions = 0
 
     def expect(self, step: int | None) -> None:
-        """Says where the next evaluation is to be: -1 where the data ends, or nowhere.
-
-        If data ends before, it is there.
-        """
-        if step != self._due:
-            self._due, self._num_actions = step, 0
-
-    @property
-    def is_expecting(self) -> bool:
-        """Whether an evaluation follows at all."""
-        return self._due is not None
+        """Says where the next evaluation is to be, or where the data ends before."""
+        if step != self.due:
+            self.due, self._num_actions = step, 0
 
     @property
     def is_due(self) -> bool:
         """Whether an evaluation follows at this step, as far as is known."""
-        step = self._read_step()
-        if self._due is None or step == self.evaluated:
+        step = self._run.read_step()
+        if self.due is None or step == self.evaluated:
             return False
-        return step == self._due or bool(
-            getattr(self._trainer, "data_exhausted", False)
-        )
+        has_ended = bool(getattr(self._run.trainer, "data_exhausted", False))
+        return step == self.due or has_ended
 
     def take(self, actions: Sequence[Action]) -> Iterator[Action]:
         """Yields the actions that lack the output of this evaluation, and counts them.
 
         A save within an action finds that one to be done again, and nothing before it.
         """
-        step = self._read_step()
+        step = self._run.read_step()
         for index in range(self._num_actions, len(actions)):
             action = actions[index]
             # What only saves has nothing left to do.
@@ -105,107 +87,21 @@ class EvaluationMark:
         """Takes over what a checkpoint says; nothing, if it was saved without."""
         state = state or {"evaluated": None, "actions_done": None}
         self.evaluated, num_actions = state["evaluated"], state["actions_done"]
-        self._due = None if num_actions is None else self._read_step()
+        self.due = None if num_actions is None else self._run.read_step()
         self._num_actions = num_actions or 0
-
-
-def warn_of_missing(
-    trainer: Any, objects: Mapping[str, Any], restored: str, step: int
-) -> None:
-    """Warns if a restored checkpoint lets steps or data begin anew."""
-    if not isinstance(trainer, StandardTrainer):
-        return
-    if step == 0 and not restored.rstrip("/").endswith("checkpoint_0"):
-        logger.warning(
-            "%s was restored, but the global step is still 0: what counts the steps is "
-            "not in the checkpoint, so all of them are trained again. Save it as well: "
-            "`Checkpoint(model=model, optimizer=optimizer)`.",
-            restored,
-        )
-    datasets, _ = flatten_datasets(trainer.train_dataset)
-    for dataset in datasets:
-        # What saves the position for it, as an estimator does, has it as `dataset`.
-        is_saved = any(
-            dataset is getattr(value, "dataset", value) for value in objects.values()
-        )
-        if _can_be_saved(dataset) and not is_saved:
-            logger.warning(
-                "%s was restored, but the position of the training data is not in it, "
-                "so the first batches are read again. Save it as well: "
-                "`dataset = strategy.distribute_dataset(source)`, give that to the "
-                "trainer, and `train_dataset=dataset` to the `Checkpoint`.",
-                restored,
-            )
-            return
-
-
-def warn_of_unsaved(actions: Iterable[Any], objects: Mapping[str, Any]) -> None:
-    """Warns of actions with a state that checkpoints of these objects do not hold."""
-    saved = [id(value) for value in objects.values()]
-    for part in find_parts(actions):
-        if id(part) in saved or not has_position(part):
-            continue
-        if isinstance(part, NewBestMetric) and part.file is not None:
-            continue  # It keeps its state by itself.
-        saved.append(id(part))
-        logger.warning(
-            "An action of type `%s` is not in the `Checkpoint`, so a restart forgets "
-            "what it has seen. Name it there: `Checkpoint(..., action=action)`.",
-            type(part).__name__,
-        )
-
-
-def _can_be_saved(dataset: Any) -> bool:
-    is_ours = isinstance(dataset, IndexedDataset | DistributedDataset)
-    return is_ours and dataset.is_repositionable
-
-
-@contextlib.contextmanager
-def finishing(
-    report: Callable[[], None], *finishes: Callable[[], None]
-) -> Iterator[None]:
-    """Calls `finishes` after a block; after an error, `report` and all of them."""
-    try:
-        yield
-    except BaseException as error:
-        peers = get_peers()
-        cause = None if peers is None else peers.explain(error)
-        for finish in (report, *finishes):
-            try:
-                finish()
-            except Exception as later_error:
-                if str(later_error) == str(error):
-                    continue  # It is the same one: what failed says so again.
-                # The first error is the cause; the second must not replace it.
-                error.add_note(f"Pending writes failed as well: {later_error!r}")
-                logger.warning("Pending writes failed as well: %r", later_error)
-        if cause is not None:
-            raise cause from error
-        raise
-    for finish in finishes:
-        finish()
 
 
 class Saving:
     """The checkpoints of one controller; without a manager, nothing happens."""
 
-    def __init__(
-        self,
-        manager: "CheckpointManager | None",
-        trainer: AbstractTrainer | None,
-        read_step: Callable[[], int],
-        scope: Callable[[], AbstractContextManager[Any]],
-        goodput: Recorder,
-        mark: EvaluationMark,
-    ) -> None:
-        self.manager, self.read_step = manager, read_step
-        self._scope, self._goodput, self._mark = scope, goodput, mark
+    def __init__(self, run: Run, manager: "CheckpointManager | None") -> None:
+        self.manager, self._run, self.mark = manager, run, EvaluationMark(run)
         # What a save would have written before the evaluation that runs.
         self._before: Content | None = None
         # Whether an evaluation has changed what was saved at its step.
         self._is_outdated = False
-        # Whether to say what checkpoints lack; once, because all hold the same.
-        self._untold = trainer
+        # Whether somebody was told what checkpoints lack: all hold the same.
+        self._has_warned = False
 
     def is_due(self, step: int) -> bool:
         """Returns whether the manager's interval asks for a save at `step`."""
@@ -214,19 +110,19 @@ class Saving:
             return False
         return manager.is_due(step)
 
-    def follows_evaluation(self, *, is_stop: bool) -> bool:
-        """Returns whether a save at this step waits for an evaluation.
+    def save_between(self, *, is_stop: bool) -> None:
+        """Saves between two loops, unless that waits for an evaluation of this step.
 
         It must not where processes train together: if one of them failed meanwhile,
         they could not save any more.
         """
-        if get_peers() is not None or not self._mark.is_expecting:
-            return False
-        return is_stop or self._mark.is_due
+        waits = get_peers() is None and self.mark.due is not None
+        if not (waits and (is_stop or self.mark.is_due)):
+            self.save()
 
     def begin_evaluation(self, *, is_last: bool) -> None:
         """Notes what is lost if the evaluation of this step fails, if a save is due."""
-        if self.manager is None or not (is_last or self.is_due(self.read_step())):
+        if self.manager is None or not (is_last or self.is_due(self._run.read_step())):
             return
         if get_peers() is not None:
             self.save_if_needed()
@@ -237,7 +133,7 @@ class Saving:
         before, self._before = self._before, None
         if self.manager is None or before is None:
             return
-        if not self.manager.has_saved_step(self.read_step()):
+        if not self.manager.has_saved_step(self._run.read_step()):
             self.save()
             return
         now = self.manager.read_content()
@@ -249,40 +145,36 @@ class Saving:
         before, self._before = self._before, None
         if self.manager is None or before is None or get_peers() is not None:
             return
-        step = self.read_step()
-        if not self.manager.has_saved_step(step):
+        if not self.manager.has_saved_step(self._run.read_step()):
             # What the evaluation has taken the memory of, it makes anew.
             now = self.manager.checkpoint.read_leaves()
             leaves = {
                 path: now[path] if _is_deleted(leaf) else leaf
                 for path, leaf in before.leaves.items()
             }
-            self._save(step, dataclasses.replace(before, leaves=leaves))
+            self.save(dataclasses.replace(before, leaves=leaves))
 
-    def save(self) -> str | None:
+    def save(self, content: Content | None = None) -> str | None:
         """Saves; returns the path, or `None` if nothing is written."""
-        return self._save(self.read_step(), None)
-
-    def _save(self, step: int, content: Content | None) -> str | None:
         if self.manager is None:
             return None
-        self._is_outdated = False
-        with self._goodput.phase(Category.SAVING):
+        step, self._is_outdated = self._run.read_step(), False
+        with self._run.goodput.phase(Category.SAVING):
             if content is None:
                 path = self.manager.save(checkpoint_number=step)
             else:
                 self.manager.sync()
                 path = self.manager.save_content(step, content)
         if path is not None:
-            self._goodput.mark("save", step)
+            self._run.goodput.mark("save", step)
             logger.info("saving checkpoint to %s.", path)
         return path
 
     def save_if_needed(self) -> None:
         """Saves, unless the latest checkpoint is that of this step as it is now."""
-        if self.manager is None:
-            return
-        if self._is_outdated or not self.manager.has_saved_step(self.read_step()):
+        if self.manager is not None and (
+            self._is_outdated or not self.manager.has_saved_step(self._run.read_step())
+        ):
             self.save()
 
     def finish(self) -> None:
@@ -301,27 +193,24 @@ class Saving:
             raise error
         if path is None:
             raise CheckpointError(
-                f"`checkpoint_manager.save` wrote nothing at step {self.read_step()}, "
-                "but it must return the path of the checkpoint. Use an "
-                "`armillary.CheckpointManager`."
+                "`checkpoint_manager.save` wrote nothing at step "
+                f"{self._run.read_step()}, but it must return the path of the "
+                "checkpoint. Use an `armillary.CheckpointManager`."
             )
         return path
 
     def sync(self) -> None:
         """Waits for the saves that are still being written."""
         if self.manager is not None:
-            with self._goodput.phase(Category.SAVING):
+            with self._run.goodput.phase(Category.SAVING):
                 self.manager.sync()
 
     def restore(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Restores a checkpoint, by default the latest one; returns its path.
-
-        Without one, there is nothing to restore, and no path.
-        """
-        manager = self.manager
+        """Restores a checkpoint, by default the latest; returns its path, if any."""
+        manager, run = self.manager, self._run
         if manager is None:
             return None
-        with self._goodput.phase(Category.RESTORING), self._scope():
+        with run.goodput.phase(Category.RESTORING), run.scope():
             if path is not None:
                 restored = manager.restore(path)
             else:
@@ -329,10 +218,11 @@ class Saving:
         if restored is None:
             return None
         logger.info("restored from checkpoint: %s", restored)
-        step = self.read_step()
-        self._goodput.mark("restore", step)
-        warn_of_missing(self._untold, manager.checkpoint.objects, restored, step)
-        self._untold = None
+        step = run.read_step()
+        run.goodput.mark("restore", step)
+        if not self._has_warned:
+            self._has_warned = True
+            _warn_of_missing(run.trainer, manager.checkpoint.objects, restored, step)
         return restored
 
 
@@ -345,3 +235,46 @@ def _differs(before: Content, now: Content) -> bool:
 
 def _is_deleted(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
+
+
+def _warn_of_missing(
+    trainer: Any, objects: Mapping[str, Any], restored: str, step: int
+) -> None:
+    """Warns if a restored checkpoint lets steps or data begin anew."""
+    if not isinstance(trainer, StandardTrainer):
+        return
+    if step == 0 and not restored.rstrip("/").endswith("checkpoint_0"):
+        logger.warning(
+            "%s was restored, but the global step is still 0: what counts the steps is "
+            "not in the checkpoint, so all of them are trained again. Save it as well: "
+            "`Checkpoint(model=model, optimizer=optimizer)`.",
+            restored,
+        )
+    # What saves the position for it, as an estimator does, has it as `dataset`.
+    saved = [getattr(value, "dataset", value) for value in objects.values()]
+    for dataset in flatten_datasets(trainer.train_dataset)[0]:
+        is_ours = isinstance(dataset, IndexedDataset | DistributedDataset)
+        if is_ours and dataset.is_repositionable and id(dataset) not in map(id, saved):
+            logger.warning(
+                "%s was restored, but the position of the training data is not in it, "
+                "so the first batches are read again. Save it as well: "
+                "`dataset = strategy.distribute_dataset(source)`, give that to the "
+                "trainer, and `train_dataset=dataset` to the `Checkpoint`.",
+                restored,
+            )
+            return
+
+
+def warn_of_unsaved(actions: Iterable[Any], objects: Mapping[str, Any]) -> None:
+    """Warns of actions with a state that checkpoints of these objects do not hold."""
+    saved = [id(value) for value in objects.values()]
+    for part in find_parts(actions):
+        if id(part) in saved or not has_position(part):
+            continue
+        if isinstance(part, NewBestMetric) and part.file is not None:
+            continue  # It keeps its state by itself.
+        logger.warning(
+            "An action of type `%s` is not in the `Checkpoint`, so a restart forgets "
+            "what it has seen. Name it there: `Checkpoint(..., action=action)`.",
+            type(part).__name__,
+        )

@@ -4,14 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 import armillary
-from armillary.controller import _run_record
-from armillary.controller._run_record import find_program_folder, read_git
+from armillary.controller import _start
+from armillary.controller._start import read_git
 from armillary.summary import NoopSummaryManager, read_metrics
 
 
@@ -96,6 +97,15 @@ def test_evaluations_are_recorded_beside_their_summaries(tmp_path):
         ("train", 10),
         ("train", 20),
     ]
+
+
+@pytest.mark.parametrize("as_path", [str, Path, lambda path: f"{path}/../run"])
+def test_one_directory_in_two_spellings_is_one(tmp_path, as_path):
+    folder = tmp_path / "run"
+    controller = make_controller(
+        Loops(), summary_dir=str(folder), eval_summary_dir=as_path(folder)
+    )
+    assert controller.eval_summary_manager is controller.summary_manager
 
 
 def test_without_summaries_the_record_is_beside_the_checkpoints(tmp_path):
@@ -228,10 +238,10 @@ def run_git(folder, *arguments):
 
 
 def test_the_commit_and_whether_files_have_changed(tmp_path, fresh_git):
-    assert read_git(str(tmp_path)) is None
+    assert read_git(tmp_path) is None
     run_git(tmp_path, "init", "--quiet")
     read_git.cache_clear()
-    assert read_git(str(tmp_path)) is None
+    assert read_git(tmp_path) is None
     (tmp_path / "train.py").write_text("1")
     run_git(tmp_path, "add", ".")
     run_git(tmp_path, "commit", "--quiet", "--message", "first")
@@ -239,11 +249,11 @@ def test_the_commit_and_whether_files_have_changed(tmp_path, fresh_git):
 
     (tmp_path / "notes").touch()  # Git does not know it.
     read_git.cache_clear()
-    assert read_git(str(tmp_path)) == {"commit": commit, "dirty": False}
+    assert read_git(tmp_path) == {"commit": commit, "dirty": False}
 
     (tmp_path / "train.py").write_text("2")
     read_git.cache_clear()
-    assert read_git(str(tmp_path)) == {"commit": commit, "dirty": True}
+    assert read_git(tmp_path) == {"commit": commit, "dirty": True}
 
 
 def test_a_git_that_hangs_or_is_missing_is_no_obstacle(
@@ -252,18 +262,18 @@ def test_a_git_that_hangs_or_is_missing_is_no_obstacle(
     slow = tmp_path / "git"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
-    monkeypatch.setattr(_run_record, "_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(_start, "_GIT_SECONDS", 0.1)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert read_git(str(tmp_path)) is None
+    assert read_git(tmp_path) is None
     slow.unlink()
     read_git.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert read_git(str(tmp_path)) is None
+    assert read_git(tmp_path) is None
 
 
 def test_the_program_is_where_its_main_file_is(monkeypatch, tmp_path):
-    main = sys.modules["__main__"]
-    monkeypatch.setattr(main, "__file__", str(tmp_path / "a.py"), raising=False)
-    assert find_program_folder() == str(tmp_path)
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
-    assert find_program_folder() == os.getcwd()
+    monkeypatch.setattr(_start, "read_git", str)
+    for file, folder in ((str(tmp_path / "a.py"), str(tmp_path)), (None, os.getcwd())):
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", file, raising=False)
+        make_controller(Loops(), summary_dir=tmp_path / str(file)).train(10)
+        assert read_metrics(tmp_path / str(file))[0]["git"] == folder

@@ -3,8 +3,8 @@
 import threading
 import time
 
-from armillary.controller import _evaluation as _watch
-from armillary.controller._evaluation import watch_checkpoints
+from armillary.controller import _watching as _watch
+from armillary.controller._watching import watch_checkpoints
 
 
 def watch(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import armillary
-from armillary.controller._reports import History, add_record
+from armillary.controller._outputs import History, add_record
 
 
 class Loops(armillary.AbstractTrainer, armillary.AbstractEvaluator):

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.controller._run_record import find_parameters
+from armillary.controller._start import find_parameters
 
 ARRAYS = {"x": np.ones((64, 3), "float32")}
 

@@ -9,8 +9,8 @@ from etils import epath
 
 from armillary import _process
 from armillary._process import Process
-from armillary.controller import _evaluation
-from armillary.controller._evaluation import (
+from armillary.controller import _watching
+from armillary.controller._watching import (
     announce_ends,
     begin_training,
     end_training,
@@ -20,7 +20,7 @@ from armillary.controller._evaluation import (
 
 @pytest.fixture(autouse=True)
 def texts(monkeypatch):
-    monkeypatch.setattr(_evaluation, "_texts", texts := {})
+    monkeypatch.setattr(_watching, "_ends", texts := {})
     return texts
 
 
@@ -82,7 +82,7 @@ def test_a_file_that_cannot_be_changed_ends_nothing(tmp_path, caplog, monkeypatc
 def test_the_interpreter_says_it_at_its_end(tmp_path):
     code = (
         "import sys; "
-        "from armillary.controller._evaluation import end_training, read_end; "
+        "from armillary.controller._watching import end_training, read_end; "
         "end_training(sys.argv[1], 7); assert read_end(sys.argv[1]) is None"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)

@@ -1,0 +1,313 @@
+"""Trains from loop to loop, past saves and epochs, up to a step or the data's end.
+
+A trainer starts its programs and returns before the device has run them. To look at the
+loss of a loop is to wait for it, so the next loops are started first, where that can
+be: the device always has work. A thread waits from the start, and so knows when loops
+have ended: that gives the steps per second.
+
+Where nothing has to happen between loops, the trainer is asked for several at once, so
+many that they take a moment. How many, no result depends on.
+"""
+
+import functools
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from armillary._checks import check_positive_int, is_positive_int
+from armillary.cluster._join import expire_boundary, get_peers
+from armillary.controller._outputs import fetch_output, log_line
+from armillary.controller._reports import LoopReports
+from armillary.controller._run import Run
+from armillary.controller._saving import Saving
+from armillary.controller._start import Start, repeats_for_ever
+from armillary.errors import GlobalStepError
+from armillary.goodput._stopwatch import Category
+from armillary.trainer._contract import AbstractTrainer, PendingLoops
+
+# How long the device runs loops that are started together. As long as nobody minds
+# that a log line or a request to stop waits.
+_SECONDS_AHEAD = 0.25
+_MOST_AHEAD = 100
+_DATA_ENDED_BEFORE = (
+    "the data had ended before, and without `epochs` it is gone through once. Write "
+    "how many epochs to train in all: `controller.train(epochs=3)`, or "
+    "`controller.train(epochs=epoch + 1)` in a loop over them. For other data, assign "
+    "it to `trainer.train_dataset`."
+)
+
+
+class Loops:
+    """What one controller trains between two evaluations."""
+
+    def __init__(
+        self,
+        run: Run,
+        saving: Saving,
+        reports: LoopReports,
+        start: Start,
+        steps_per_loop: int | Callable[[int], int] | None,
+    ) -> None:
+        self._run, self._saving, self._reports = run, saving, reports
+        self._start_lines, self._steps_per_loop = start, steps_per_loop
+        # Loops that were started, and outputs that came of them, not yet reported.
+        self._pending: deque[StartedLoops] = deque()
+        self._outputs: deque[tuple[int, int, dict[str, Any], float]] = deque()
+        self._last_end, self._seconds_per_loop = 0.0, float("inf")
+        self._executor = ThreadPoolExecutor(1, "armillary-report")
+        weakref.finalize(self, self._executor.shutdown, wait=False)
+
+    def begin_epoch(self, epochs: int | None) -> bool:
+        """Begins the next pass over the data; returns whether there is one to train."""
+        if epochs is None:
+            return True
+        with self._run.scope():
+            epoch = self._method("begin_epoch")(epochs)
+        if epoch:
+            self._start_lines.log()
+        said = f"epoch {epoch} of {epochs}"
+        done = f"{epochs} of {epochs} epochs are done."
+        log_line("train", self._run.read_step(), said if epoch else done)
+        return epoch > 0
+
+    def train_until(self, target: int, epochs: int | None = None) -> bool:
+        """Trains up to step `target`, or to the end of the data if that is -1.
+
+        Where one of several epochs ends, the next one is begun. Returns whether
+        training may go on after it.
+        """
+        stop = self._run.stop
+        start = step = self._run.read_step()
+        if step == target:
+            log_line("train", step, f"already at step {target}, nothing to train.")
+        else:
+            self._start_lines.log()
+            log_line("train", step, f"training until {self._describe(target)}...")
+            with self._run.scope():
+                self._method("prepare")(self.num_steps_at(step))
+        while step != target and not stop.is_agreed():
+            num_steps = self.num_steps_at(step)
+            if target != -1:
+                num_steps = min(num_steps, target - step)
+            reached = self._start(
+                step, num_steps, self._num_loops_at(step, num_steps, target)
+            )
+            has_ended = reached == step or (reached - step) % num_steps != 0
+            if reached > step and self._saving.is_due(reached):
+                self.report()
+                self._saving.save_between(is_stop=has_ended or stop.reason is not None)
+            if has_ended:
+                self._finish()
+                if epochs is not None:
+                    return not stop.is_agreed() and self.begin_epoch(epochs)
+                ended = "the data ended, training ends here."
+                log_line(
+                    "train", reached, ended if reached > start else _DATA_ENDED_BEFORE
+                )
+                return False
+            step = reached
+        self._finish()
+        return not stop.is_agreed()
+
+    def num_steps_at(self, step: int) -> int:
+        """Returns how many steps the loop has that begins at a step."""
+        if not callable(self._steps_per_loop):
+            return check_positive_int("steps_per_loop", self._steps_per_loop)
+        num_steps = self._steps_per_loop(step)
+        if not is_positive_int(num_steps):
+            raise ValueError(
+                f"The function `steps_per_loop` returned {num_steps!r} at global step "
+                f"{step}, but it must return how many steps the next loop has, a "
+                "positive integer. Return at least 1 at every step, such as "
+                "`max(1, int(num_steps))`."
+            )
+        return int(num_steps)
+
+    def _num_loops_at(self, step: int, num_steps: int, target: int) -> int:
+        """Returns how many loops of as many steps have nothing to do between them.
+
+        All processes would have to know as much of the time, and an action may look at
+        the state.
+        """
+        is_alone = not self._reports.actions and get_peers() is None
+        if callable(self._steps_per_loop) or not is_alone:
+            return 1
+        seconds = max(self._seconds_per_loop, _SECONDS_AHEAD / _MOST_AHEAD)
+        most = max(1, int(_SECONDS_AHEAD / seconds))
+        for count in range(1, most):
+            reached = step + count * num_steps
+            ends = target != -1 and reached + num_steps > target
+            if ends or self._saving.is_due(reached):
+                return count
+        return most
+
+    def _start(self, step: int, num_steps: int, num_loops: int) -> int:
+        """Starts one to `num_loops` loops; returns the global step that they reach."""
+        goodput = self._run.goodput
+        with goodput.phase(Category.STEPPING):
+            start, compiled = time.perf_counter(), goodput.compile_seconds
+            # Traces show the loops by this name, and the step at which each begins.
+            with (
+                self._run.scope(),
+                jax.profiler.StepTraceAnnotation("train", step_num=step),
+            ):
+                started = self._method("start")(num_steps, num_loops)
+            # The device waited for its program.
+            start += goodput.compile_seconds - compiled
+            loops = StartedLoops(
+                self._run,
+                started,
+                step,
+                num_steps,
+                start=min(start, time.perf_counter()),
+                executor=self._executor,
+            )
+            self._pending.append(loops)
+            expire_boundary()
+            # The first loop is looked at before a second one runs, and so is every
+            # loop if actions need its output.
+            is_first = self._last_end == 0 or self._reports.actions
+            self.report(but=0 if is_first or not started.may_overlap else 1)
+        return loops.reached
+
+    def report(self, but: int = 0) -> None:
+        """Reports all but the last `but` of the loops that were not; waits for them."""
+        self._report_outputs()
+        while len(self._pending) > but:
+            self._fetch_first()
+            self._report_outputs()
+
+    def _report_outputs(self) -> None:
+        while self._outputs:
+            # What begins while the device runs steps hides behind them.
+            is_hidden = self._pending and self._pending[-1].is_running
+            category = Category.STEPPING if is_hidden else Category.OTHER
+            with self._run.goodput.phase(category):
+                self._reports.add(*self._outputs.popleft())
+                if not self._outputs:
+                    self._reports.curves.flush()
+
+    def _fetch_first(self) -> None:
+        loops = self._pending[0]
+        try:
+            with self._run.goodput.phase(Category.STEPPING):
+                outputs, seconds, self._last_end = loops.fetch(self._last_end)
+        except Exception:
+            self._pending.clear()  # What was started after it has no effect.
+            raise
+        reached = outputs[-1][1]
+        self._seconds_per_loop = seconds / len(outputs)
+        self._run.goodput.mark("loop", reached)
+        speed = (reached - loops.step) / seconds
+        # At the same step, the data had ended before: there is nothing to report.
+        self._outputs.extend((*each, speed) for each in outputs if each[1] > each[0])
+        # Not before: Ctrl-C leaves it to be reported.
+        self._pending.popleft()
+
+    def _finish(self) -> None:
+        self.report()
+        self._reports.finish()
+
+    def _describe(self, target: int) -> str:
+        if target != -1:
+            return f"step {target}"
+        if repeats_for_ever(self._run.trainer):
+            return "a stop is requested: the data never ends, and `steps` is not given"
+        return "the data ends"
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        """Returns a method that has a default, for a trainer of whatever class."""
+        trainer = self._run.trainer
+        default = functools.partial(getattr(AbstractTrainer, name), trainer)
+        return getattr(trainer, name, default)
+
+
+class StartedLoops:
+    """Loops that were started together at a `step`, from the outside.
+
+    Attributes:
+        step: The global step before them.
+        reached: The global step after them, as far as is known without waiting.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        started: PendingLoops,
+        step: int,
+        num_steps: int,
+        *,
+        start: float,
+        executor: ThreadPoolExecutor,
+    ) -> None:
+        self.step, self._num_steps = step, num_steps
+        self._start, self._started = start, started
+        self._data_ended = bool(getattr(run.trainer, "data_exhausted", False))
+        read_step = run.read_step.snapshot()
+
+        def wait() -> tuple[list[dict[str, Any]], int, float]:
+            fetched = [fetch_output(each, "trainer.train") for each in started.fetch()]
+            return fetched, read_step(), time.perf_counter()
+
+        self._outcome = executor.submit(wait)
+        if started.num_steps is not None:
+            self.reached = step + started.num_steps
+        else:
+            self.reached = read_step() if self._data_ended else step + num_steps
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the device still runs them."""
+        return not self._outcome.done()
+
+    def fetch(
+        self, last_end: float
+    ) -> tuple[list[tuple[int, int, dict[str, Any]]], float, float]:
+        """Waits for the loops, and raises what went wrong in them.
+
+        Returns the steps before and after each loop with its output, the seconds that
+        they took in all, and when they ended.
+        """
+        outputs, reached, end = self._outcome.result()
+        self._started.check(self.step)
+        self._check_step(reached, self._num_steps * len(outputs))
+        steps = [self.step + n * self._num_steps for n in range(len(outputs))]
+        pairs = zip(steps, [*steps[1:], reached], outputs, strict=True)
+        return list(pairs), end - max(self._start, last_end), end
+
+    def _check_step(self, reached: int, num_asked: int) -> None:
+        """Raises if the global step is not where the steps that ran have taken it."""
+        num_run, early = self._started.num_steps, ""
+        if num_run is None:
+            early = (
+                "; a trainer whose data ended early must set `self.data_exhausted = "
+                "True`"
+            )
+            num_run = num_asked
+            if self._data_ended:
+                num_run = min(max(0, reached - self.step), num_asked)
+        if reached == self.step + num_run:
+            return
+        reason = "its data ended, and it must" if num_run < num_asked else "it must"
+        fix = (
+            "Pass what every step advances by one, such as "
+            f"`global_step=optimizer.step`{early}."
+        )
+        times, rest = divmod(reached - self.step, num_run) if num_run else (0, 1)
+        if times > 1 and not rest:
+            fix = (
+                f"Each step advances it {times} times, as {times} updates with one "
+                "optimizer do. Count the steps apart from them: "
+                "`self.step = armillary.create_global_step()` in the trainer, "
+                "`self.step[...] += 1` in `train_step`, and `global_step=trainer.step`."
+            )
+        raise GlobalStepError(
+            f"`trainer.train({num_asked})` advanced `global_step` from "
+            f"{self.step} to {reached}, but {reason} advance it by {num_run}, to "
+            f"{self.step + num_run}. {fix}"
+        )

@@ -1,0 +1,191 @@
+"""Outputs of loops: fetched from the device, in log lines, and in the history of a run.
+
+Every log line starts with the loop and the global step, in the form of Orbit's::
+
+    train | step:    100 | steps/sec:   52.1 | output: {'loss': 0.41237}
+     eval | step:    100 | eval time:    1.3 sec | output: {'accuracy': 0.91406}
+"""
+
+import math
+import pprint
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+from armillary._logging import logger
+
+_NUM_DIGITS = 5
+_WIDTH = 80
+
+
+class Records(Mapping[str, list[float]]):
+    """Scalars by name: for each name a list, with one number for each step.
+
+    A number is NaN where its name was missing. Nested outputs have names such as
+    `"train/loss"`; what is no scalar is left out.
+    """
+
+    def __init__(self) -> None:
+        self._steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """The global step of each record."""
+        return self._steps.tolist()
+
+    def __getitem__(self, name: str) -> list[float]:
+        if name not in self._columns:
+            known = ", ".join(map(repr, self._columns)) or "nothing"
+            raise KeyError(f"{name!r} was not recorded, but {known}")
+        column = self._columns[name].tolist()
+        return column + [math.nan] * (len(self._steps) - len(column))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def __repr__(self) -> str:
+        names = ", ".join(self._columns) or "no scalars"
+        return f"{type(self).__name__}({len(self._steps)} records: {names})"
+
+
+class History(Records):
+    """What one call of `train` or `train_and_evaluate` has seen, for reading only.
+
+    ::
+
+        history = controller.train(steps=1000)
+        history["loss"]             # one number for each loop ...
+        history.steps               # ... at these global steps
+        history.eval["accuracy"]    # one number for each evaluation ...
+        history.eval.steps          # ... at these
+
+    Attributes:
+        eval: The evaluations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eval = Records()
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}; eval: {self.eval!r})"
+
+
+def add_record(records: Records, step: int, scalars: Mapping[str, float]) -> None:
+    """Adds the scalars of a step."""
+    num_before = len(records._steps)
+    records._steps.append(step)
+    for name, number in scalars.items():
+        column = records._columns.setdefault(name, array("d"))
+        column.extend([math.nan] * (num_before - len(column)))
+        column.append(number)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class RunOutput(dict[str, Any]):
+    """The output of the last evaluation of a run, with the history of the run.
+
+    It is the dictionary that Orbit returns, and equal to one without a history.
+
+    Args:
+        output: What the evaluator returned.
+        history: What the run has seen.
+
+    Attributes:
+        history: As given.
+    """
+
+    def __init__(self, output: Mapping[str, Any], history: History) -> None:
+        super().__init__(output)
+        self.history = history
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        """Returns what a dictionary does: a tree of results holds no history."""
+        names = tuple(sorted(self))
+        return [(jax.tree_util.DictKey(name), self[name]) for name in names], names
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], values: Any) -> dict[str, Any]:
+        """Returns a plain dictionary."""
+        return dict(zip(names, values, strict=True))
+
+
+def log_line(loop: str, step: int, *parts: str) -> None:
+    """Logs one line about a loop, `"train"` or `"eval"`, at a global step."""
+    logger.info("%s", " | ".join((f"{loop:>5}", f"step: {step: 6d}", *parts)))
+
+
+def fetch_output(output: Any, source: str) -> dict[str, Any]:
+    """Returns what a loop returned as plain dictionaries of NumPy values."""
+    if output is None:
+        return {}
+    if not isinstance(output, Mapping):
+        raise TypeError(
+            f"`{source}` returned {output!r} of type {type(output).__name__}, but it "
+            "must return a dictionary of scalars or `None`. Return the value under a "
+            'name, such as `{"loss": loss}`.'
+        )
+    _check_computed(output, source)
+    for leaf in jax.tree.leaves(output):
+        if isinstance(leaf, jax.Array):
+            # All copies start before the first one is waited for.
+            leaf.copy_to_host_async()
+    return _as_numpy(output)
+
+
+def _check_computed(output: Mapping[str, Any], source: str) -> None:
+    for name, value in output.items():
+        if isinstance(value, Mapping):
+            _check_computed(value, source)
+        elif callable(value) or callable(getattr(value, "compute", None)):
+            raise TypeError(
+                f"`{source}` returned an object of type {type(value).__name__} as "
+                f"{name!r}, but it must return scalars. Call what computes it, such as "
+                f'`{{"{name}": self.{name}.compute()}}`.'
+            )
+
+
+def _as_numpy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _as_numpy(item) for name, item in value.items()}
+    return jax.tree.map(_fetch_leaf, value)
+
+
+def _fetch_leaf(leaf: Any) -> Any:
+    # Indexing with `()` turns an array without axes into a NumPy scalar.
+    return np.asarray(leaf)[()] if isinstance(leaf, jax.Array | np.ndarray) else leaf
+
+
+def format_output(output: Mapping[str, Any]) -> str:
+    """Returns `output` on one line, or indented on several if it does not fit."""
+    rounded = _rounded(output)
+    text = repr(rounded)
+    if len(text) <= _WIDTH and "\n" not in text:
+        return text  # As `pprint` would, which takes ten times as long.
+    lines = pprint.pformat(rounded, width=_WIDTH, sort_dicts=False).splitlines()
+    return "".join(f"\n    {line}" for line in lines)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _rounded(item) for name, item in value.items()}
+    dtype = getattr(value, "dtype", object)
+    if isinstance(value, float) or jnp.issubdtype(dtype, jnp.floating):
+        return ShortFloat(value) if np.ndim(value) == 0 else value
+    return value.item() if isinstance(value, np.generic) else value
+
+
+class ShortFloat(float):
+    """A float that prints with few digits."""
+
+    def __repr__(self) -> str:
+        text = f"{float(self):.{_NUM_DIGITS}g}"
+        return f"{text}.0" if text.lstrip("-").isdigit() else text
