@@ -13,36 +13,26 @@ The classes and their names are those of `tf.distribute.cluster_resolver`. Nothi
 uses a device, opens a connection or changes a setting of JAX.
 """
 
-from armillary._process import ExitCode as ExitCode
+from armillary._process import ExitCode
 from armillary._traceback import mark_public as _mark_public
 from armillary.cluster._communication import (
-    CommunicationImplementation as CommunicationImplementation,
+    CommunicationImplementation,
+    CommunicationOptions,
+    JaxSettings,
 )
-from armillary.cluster._communication import (
-    CommunicationOptions as CommunicationOptions,
-)
-from armillary.cluster._communication import JaxSettings as JaxSettings
-from armillary.cluster._preemption import TerminationConfig as TerminationConfig
-from armillary.cluster.resolvers._resolve import resolve_cluster as resolve_cluster
-from armillary.cluster.resolvers._resolver import ClusterResolver as ClusterResolver
+from armillary.cluster._preemption import TerminationConfig
+from armillary.cluster.resolvers._resolve import TPUClusterResolver, resolve_cluster
 from armillary.cluster.resolvers._resolver import (
-    SimpleClusterResolver as SimpleClusterResolver,
+    ClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
 )
 from armillary.cluster.resolvers._schedulers import (
-    KubernetesClusterResolver as KubernetesClusterResolver,
+    KubernetesClusterResolver,
+    SlurmClusterResolver,
+    TorchrunClusterResolver,
 )
-from armillary.cluster.resolvers._schedulers import (
-    SlurmClusterResolver as SlurmClusterResolver,
-)
-from armillary.cluster.resolvers._schedulers import (
-    TorchrunClusterResolver as TorchrunClusterResolver,
-)
-from armillary.cluster.resolvers._spec import ClusterSpec as ClusterSpec
-from armillary.cluster.resolvers._spec import ProcessPlan as ProcessPlan
-from armillary.cluster.resolvers._tf_config import (
-    TFConfigClusterResolver as TFConfigClusterResolver,
-)
-from armillary.cluster.resolvers._tpu import TPUClusterResolver as TPUClusterResolver
+from armillary.cluster.resolvers._spec import ClusterSpec, ProcessPlan
 
 __all__ = [
     "ClusterResolver",

@@ -19,7 +19,7 @@ from jax._src import xla_bridge  # noqa: TID251
 from armillary._format import format_bytes
 from armillary._logging import logger
 from armillary._process import get_process
-from armillary.cluster.resolvers._tf_config import TFConfigClusterResolver
+from armillary.cluster.resolvers._resolver import TFConfigClusterResolver
 from armillary.controller._reports import Curves
 from armillary.controller._run import Run
 from armillary.data._dataset import DistributedDataset

@@ -18,9 +18,12 @@ from armillary._checks import (
 )
 from armillary._logging import ensure_visible, logger
 from armillary.checkpoint._folder import as_absolute
-from armillary.cluster.resolvers._resolver import ClusterResolver, SimpleClusterResolver
+from armillary.cluster.resolvers._resolver import (
+    ClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+)
 from armillary.cluster.resolvers._spec import ClusterSpec, ProcessPlan
-from armillary.cluster.resolvers._tf_config import TFConfigClusterResolver
 from armillary.distribute._strategy import Strategy
 from armillary.errors import EstimatorError
 

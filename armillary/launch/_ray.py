@@ -318,7 +318,10 @@ class RayMachines:
             options = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": where}
             actors.append(actor_class.options(**options).remote())
         found = await asyncio.gather(*(actor.look.remote() for actor in actors))
-        places = [_Place(*look, actor) for look, actor in zip(found, actors, strict=True)]
+        places = [
+            _Place(address, machine, port, actor)
+            for (address, machine, port), actor in zip(found, actors, strict=True)
+        ]
         return sorted(places, key=lambda place: place[:2])
 
 

@@ -1,13 +1,24 @@
+"""Which tasks a cluster has, and what each of them needs to join the others."""
+
 import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.cluster import ClusterSpec
+from armillary.cluster import (
+    ClusterResolver,
+    ClusterSpec,
+    ProcessPlan,
+    SimpleClusterResolver,
+)
 from armillary.cluster.resolvers._spec import split_address
 
 ADDRESSES = ["10.0.0.1:2222", "10.0.0.2:2222", "10.0.0.3:2222"]
+WORKERS = {"worker": ADDRESSES[:2]}
+CLUSTER = ClusterSpec(
+    {"worker": ADDRESSES[1:], "ps": ["10.0.0.4:2222"], "chief": ADDRESSES[:1]}
+)
 
 hosts = st.from_regex(r"[a-z][a-z0-9.-]{0,10}", fullmatch=True)
 addresses = st.builds("{}:{}".format, hosts, st.integers(1, 65_535))
@@ -21,17 +32,11 @@ def clusters(draw):
     return {job: pool[number :: len(jobs)] for number, job in enumerate(jobs)}
 
 
+def plan(task_type, task_id, cluster=CLUSTER):
+    return SimpleClusterResolver(cluster, task_type, task_id).process_plan()
+
+
 @pytest.mark.slow
-@settings(deadline=None, max_examples=50)
-@given(clusters())
-def test_a_spec_survives_the_round_trip_through_a_dict(cluster):
-    spec = ClusterSpec(cluster)
-    again = ClusterSpec(spec.as_dict())
-    assert again == spec == ClusterSpec(spec)
-    assert hash(again) == hash(spec)
-    assert again.as_dict() == spec.as_dict()
-
-
 @settings(deadline=None, max_examples=50)
 @given(clusters())
 def test_a_spec_tells_what_it_was_given(cluster):
@@ -42,46 +47,41 @@ def test_a_spec_tells_what_it_was_given(cluster):
         indices = spec.task_indices(job)
         assert indices == list(range(len(tasks)))
         assert [spec.task_address(job, index) for index in indices] == tasks
+    again = ClusterSpec(spec.as_dict())
+    assert again == spec == ClusterSpec(spec)
+    assert hash(again) == hash(spec)
 
 
-def test_jobs_without_tasks_are_left_out():
+def test_specs_are_compared_shown_and_may_be_empty():
     assert ClusterSpec({"chief": ADDRESSES[:1], "worker": []}).jobs == ["chief"]
     assert not ClusterSpec({"worker": []})
-    assert ClusterSpec({"chief": ADDRESSES[:1]})
-
-
-def test_specs_differ_by_any_address_and_from_other_types():
-    spec = ClusterSpec({"worker": ADDRESSES[:2]})
-    assert spec != ClusterSpec({"worker": ADDRESSES[1:]})
-    assert spec != ClusterSpec({"chief": ADDRESSES[:2]})
-    assert spec != {"worker": ADDRESSES[:2]}
-
-
-def test_the_text_of_a_spec_can_be_pasted():
     spec = ClusterSpec({"worker": ADDRESSES[:1]})
+    assert spec
+    assert spec != ClusterSpec({"worker": ADDRESSES[1:]})
+    assert spec != ClusterSpec({"chief": ADDRESSES[:1]})
+    assert spec != {"worker": ADDRESSES[:1]}
     assert repr(spec) == "ClusterSpec({'worker': ['10.0.0.1:2222']})"
 
 
 @pytest.mark.parametrize(
-    "address", ["localhost:1", "[::1]:65535", "[fe80::1%eth0]:22", "a-1.b_c:80"]
+    ("address", "parts"),
+    [
+        ("localhost:1", ("localhost", 1)),
+        ("[::1]:65535", ("::1", 65535)),
+        ("[fe80::1%eth0]:22", ("fe80::1%eth0", 22)),
+        ("a-1.b_c:80", ("a-1.b_c", 80)),
+    ],
 )
-def test_hosts_have_many_forms(address):
+def test_hosts_have_many_forms_and_are_told_as_a_socket_takes_them(address, parts):
     assert ClusterSpec({"worker": [address]}).task_address("worker", 0) == address
+    assert split_address(address) == parts
 
 
 @pytest.mark.parametrize(
     "address",
     [
-        "",
-        "10.0.0.1",
-        "10.0.0.1:",
-        ":2222",
-        "10.0.0.1:0",
-        "10.0.0.1:65536",
-        "10.0.0.1:port",
-        "grpc://10.0.0.1:2222",
-        "::1:2222",
-        "10.0.0.1:2222 ",
+        *("", "10.0.0.1", "10.0.0.1:", ":2222", "10.0.0.1:0", "10.0.0.1:65536"),
+        *("10.0.0.1:port", "grpc://10.0.0.1:2222", "::1:2222", "10.0.0.1:2222 "),
         "10.0.0.1:2222\n",
     ],
 )
@@ -91,53 +91,165 @@ def test_a_malformed_address_is_an_error(address):
         ClusterSpec({"worker": ["10.0.0.1:2222", address]})
 
 
-def test_a_host_is_told_as_a_socket_takes_it():
-    assert split_address("[fe80::1%eth0]:22") == ("fe80::1%eth0", 22)
-    assert split_address("localhost:1") == ("localhost", 1)
-
-
-def test_an_address_that_is_no_string_is_an_error():
-    with pytest.raises(TypeError, match=r'`cluster\["worker"\]\[0\]` is 2222 of type'):
-        ClusterSpec({"worker": [2222]})
-
-
-@pytest.mark.parametrize("tasks", ["10.0.0.1:2222", {0: "10.0.0.1:2222"}, 3, None])
-def test_a_job_that_is_no_list_is_an_error(tasks):
-    with pytest.raises(TypeError, match=r"it must be a list of addresses\. Use"):
-        ClusterSpec({"worker": tasks})
-
-
-@pytest.mark.parametrize("cluster", [["10.0.0.1:2222"], "worker", None])
-def test_a_cluster_that_is_no_mapping_is_an_error(cluster):
-    with pytest.raises(TypeError, match=r"`cluster` is .*it must be a mapping from"):
+@pytest.mark.parametrize(
+    ("cluster", "error", "message"),
+    [
+        *[
+            (value, TypeError, r"`cluster` is .*it must be a `Mapping`\. Use")
+            for value in (["10.0.0.1:2222"], "worker", None)
+        ],
+        *[
+            ({"worker": tasks}, TypeError, r'`cluster\["worker"\]` is .* list of addr')
+            for tasks in ("10.0.0.1:2222", {0: "10.0.0.1:2222"}, 3, None)
+        ],
+        ({"worker": [2222]}, TypeError, r'`cluster\["worker"\]\[0\]` is 2222 of type'),
+        *[
+            ({job: ADDRESSES}, ValueError, "a job is named by a string that is not")
+            for job in ("", 3, None)
+        ],
+        (
+            {"chief": ADDRESSES[:1], "worker": [ADDRESSES[1], ADDRESSES[0]]},
+            ValueError,
+            "gives '10.0.0.1:2222' to both chief 0 and worker 1, but each task is a",
+        ),
+    ],
+)
+def test_what_is_no_cluster_is_an_error(cluster, error, message):
+    with pytest.raises(error, match=message):
         ClusterSpec(cluster)
+    with pytest.raises(error, match=message):
+        SimpleClusterResolver(cluster)
 
 
-@pytest.mark.parametrize("job", ["", 3, None])
-def test_a_job_without_a_name_is_an_error(job):
-    with pytest.raises(ValueError, match=r"a job is named by a string that is not"):
-        ClusterSpec({job: ADDRESSES})
-
-
-def test_two_tasks_with_one_address_are_an_error():
-    message = r"gives '10.0.0.1:2222' to both chief 0 and worker 1, but each task is a"
-    with pytest.raises(ValueError, match=message):
-        ClusterSpec({"chief": ADDRESSES[:1], "worker": [ADDRESSES[1], ADDRESSES[0]]})
-
-
-def test_a_job_that_is_not_there_is_an_error():
-    spec = ClusterSpec({"worker": ADDRESSES})
-    message = r"`job_name` is 'ps', but the jobs of this cluster are 'worker'\. Use"
-    with pytest.raises(ValueError, match=message):
+def test_a_job_or_a_task_that_is_not_there_is_an_error():
+    spec = ClusterSpec(WORKERS)
+    with pytest.raises(ValueError, match=r"`job_name` is 'ps', .* one of 'worker'"):
         spec.task_indices("ps")
-    with pytest.raises(ValueError, match=r"jobs of this cluster are none at all\. Use"):
-        ClusterSpec({}).task_indices("ps")
-
-
-def test_a_task_that_is_not_there_is_an_error():
-    spec = ClusterSpec({"worker": ADDRESSES[:2]})
-    message = r"`task_index` is 2, but the tasks of job 'worker' are 0, 1\. Use one"
-    with pytest.raises(ValueError, match=message):
-        spec.task_address("worker", 2)
-    with pytest.raises(ValueError, match=r"`job_name` is 'ps'"):
+    with pytest.raises(ValueError, match="`job_name` is 'ps'"):
         spec.task_address("ps", 0)
+    with pytest.raises(ValueError, match=r"`task_index` is 2, .* one of 0, 1"):
+        spec.task_address("worker", 2)
+
+
+@pytest.mark.parametrize(
+    ("task_type", "task_id", "process_id"),
+    [("chief", 0, 0), ("worker", 0, 1), ("worker", 1, 2)],
+)
+def test_the_chief_comes_first_then_the_workers(task_type, task_id, process_id):
+    assert plan(task_type, task_id) == ProcessPlan(
+        task_type=task_type,
+        task_id=task_id,
+        num_processes=3,
+        process_id=process_id,
+        coordinator_address="10.0.0.1:2222",
+    )
+    assert plan(task_type, task_id).is_chief == (task_type == "chief")
+
+
+@pytest.mark.parametrize("task_type", ["ps", "evaluator"])
+def test_other_jobs_are_no_training_processes(task_type):
+    result = plan(task_type, 0)
+    assert result == ProcessPlan(task_type=task_type, task_id=0)
+    assert (result.num_processes, result.process_id) == (1, 0)
+    assert not result.is_distributed
+    assert not result.is_training
+    assert result.is_chief is False
+
+
+def test_an_empty_cluster_is_a_single_process():
+    result = SimpleClusterResolver(ClusterSpec({})).process_plan()
+    assert result == ProcessPlan()
+    assert result.is_chief
+    assert not result.is_distributed
+    assert plan("worker", 3, ClusterSpec({})) == ProcessPlan(task_id=3)
+
+
+def test_jax_gets_what_it_needs_and_detects_nothing_by_itself():
+    assert plan("worker", 1).initialize_arguments() == {
+        "coordinator_address": "10.0.0.1:2222",
+        "num_processes": 3,
+        "process_id": 2,
+        "local_device_ids": None,
+        "cluster_detection_method": "deactivate",
+    }
+    result = ProcessPlan(num_processes=None, process_id=None)
+    assert result.initialize_arguments() == {}
+    assert result.is_chief is None
+    assert result.is_distributed
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback"),
+    [
+        *[(host, True) for host in ("127.0.0.1", "127.1.2.3", "localhost", "[::1]")],
+        *[(host, False) for host in ("10.0.0.1", "localhost.net", "[2001:db8::1]")],
+    ],
+)
+def test_a_service_with_a_loopback_address_listens_there_only(host, is_loopback):
+    addresses = [f"{host}:1234", f"{host}:1235"]
+    arguments = plan("worker", 1, {"worker": addresses}).initialize_arguments()
+    expected = addresses[0] if is_loopback else None
+    assert arguments.get("coordinator_bind_address") == expected
+
+
+class OwnResolver(ClusterResolver):
+    """The least that a resolver of a user's own can be."""
+
+    task_type, task_id = "worker", 1
+
+    def cluster_spec(self):
+        return ClusterSpec(WORKERS)
+
+
+class Empty(ClusterResolver):
+    def cluster_spec(self):
+        return ClusterSpec({})
+
+
+def test_a_resolver_of_your_own_makes_a_plan():
+    assert OwnResolver().process_plan().process_id == 1
+    assert (Empty().task_type, Empty().task_id) == (None, None)
+    assert not Empty().process_plan().is_distributed
+    resolver = SimpleClusterResolver(WORKERS, "worker", 0)
+    assert resolver.cluster_spec() == ClusterSpec(WORKERS)
+    assert (resolver.task_type, resolver.task_id) == ("worker", 0)
+
+
+ONE_OF_TYPES = r"`task_type` is .* must be one of 'chief', 'worker', 'ps', 'evaluator'"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "task_type", "task_id", "message"),
+    [
+        *[(WORKERS, kind, 0, ONE_OF_TYPES) for kind in ("master", "", 3)],
+        (WORKERS, None, None, ONE_OF_TYPES),
+        *[
+            (WORKERS, "worker", index, "`task_id` is .* integer that is not negative")
+            for index in (-1, 0.0, "0", True, None)
+        ],
+        (WORKERS, "worker", 2, r"`task_id` is 2, .* one of 0, 1\. .* or add the add"),
+        (WORKERS, "ps", 0, r"`task_type` is 'ps', .* one of 'worker'\. .* or add the"),
+        (WORKERS, "evaluator", 1, "`task_id` is 1, .* There is one evaluator"),
+        ({}, "evaluator", 1, "`task_id` is 1, .* There is one evaluator"),
+        (
+            {**WORKERS, "evaluator": ADDRESSES[2:]},
+            *("evaluator", 1),
+            r"`task_id` is 1, .* one of 0\.",
+        ),
+        ({**WORKERS, "chief": ["c:1", "d:1"]}, "worker", 0, "`chief` has 2 tasks, but"),
+        (
+            {**WORKERS, "evaluator": ["c:1", "d:1"]},
+            "worker",
+            0,
+            "`evaluator` has 2 tasks",
+        ),
+        (
+            {**WORKERS, "master": ["c:1"]},
+            *("worker", 0),
+            "`cluster_spec` is 'master', .* must be one of 'chief'",
+        ),
+    ],
+)
+def test_a_task_without_a_meaning_is_an_error(cluster, task_type, task_id, message):
+    with pytest.raises(ValueError, match=message):
+        SimpleClusterResolver(cluster, task_type, task_id).process_plan()

@@ -114,15 +114,15 @@ class OwnResolver(ClusterResolver):
             "without a ps": lambda: armillary.ParameterServerStrategy(
                 resolve("chief", {"chief": ["h:1"], "worker": ["h:2"]})
             ),
-            "cannot train. `cluster_spec` has 2 'chief' tasks": lambda: (
+            "cannot train. `chief` has 2 tasks": lambda: (
                 armillary.ParameterServerStrategy(
                     resolve("chief", {**CLUSTER, "chief": ["h:1", "h:5"]})
                 )
             ),
-            "cannot train. `cluster_spec` has the job 'stranger'": lambda: Server(
+            "cannot train. `cluster_spec` is 'stranger', but": lambda: Server(
                 resolve("worker", {**CLUSTER, "stranger": ["h:5"]})
             ),
-            "cannot train. `task_id` is 2, but the 'worker' tasks": lambda: Server(
+            "cannot train. `task_id` is 2, but it must be one of": lambda: Server(
                 OwnResolver()
             ),
             "without a chief": lambda: Server(

@@ -1,22 +1,40 @@
-"""The interface of every resolver, and the resolvers that are given all answers.
+"""The interface of every resolver, and those that are told all addresses."""
 
-The common part of the resolvers that read the variables of a scheduler.
-"""
-
+import json
 import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from armillary._checks import check_instance
 from armillary.cluster.resolvers._spec import (
     ClusterSpec,
     ProcessPlan,
-    check_address,
     check_task,
     plan_process,
+    read_tasks,
 )
 from armillary.errors import ClusterError
+
+Environ = Mapping[str, str]
+_EXAMPLE = (
+    "A correct value is, for example:\n"
+    'TF_CONFIG=\'{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, '
+    '"task": {"type": "worker", "index": 0}}\''
+)
+
+
+def find_environ(environ: Environ | None) -> Environ:
+    """Returns `environ`, or the environment of this process."""
+    fix = "Use a dictionary of strings, or leave it out."
+    check_instance("environ", environ, Mapping | None, fix)
+    return os.environ if environ is None else environ
+
+
+def has_variables(environ: Environ, *names: str) -> bool:
+    """Returns whether all the variables are set and not empty."""
+    return all(environ.get(name, "").strip() for name in names)
 
 
 class ClusterResolver(ABC):
@@ -91,105 +109,96 @@ class SimpleClusterResolver(ClusterResolver):
         return self._task_id
 
 
-Environ = Mapping[str, str]
+class TFConfigClusterResolver(SimpleClusterResolver):
+    """Reads the JSON of `TF_CONFIG`, as `tf.distribute` does.
 
-
-class ScheduledResolver(ClusterResolver):
-    """Holds the plan that the variables gave when the resolver was made.
+    `cluster` maps each job to the addresses of its tasks, and `task` says which of them
+    this process is. The jobs with a meaning are `chief`, `worker`, `ps` and
+    `evaluator`; an evaluator need not be listed in the cluster. Without `cluster`, the
+    process is on its own. Keys that other programs put there are left alone.
 
     Args:
-        plan: What this process needs to join the others.
-        chief_job: The job of process 0.
+        task_type: The job of this process, instead of what `TF_CONFIG` says.
+        task_id: The index of this process in its job, likewise.
+        environ: The environment to read, by default that of this process.
+
+    Raises:
+        ClusterError: If `TF_CONFIG` is not set, or is malformed. The message names the
+            key and shows a correct example.
     """
 
-    def __init__(self, plan: ProcessPlan, chief_job: str = "worker") -> None:
-        self._plan = plan
-        address = plan.coordinator_address
-        self._cluster_spec = ClusterSpec({chief_job: [address]} if address else {})
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        *,
+        environ: Environ | None = None,
+    ) -> None:
+        environ = find_environ(environ)
+        try:
+            tasks, task_type, task_id = _read_config(environ, task_type, task_id)
+        except (TypeError, ValueError) as error:
+            raise ClusterError(f"{error} {_EXAMPLE}") from error
+        super().__init__(tasks, task_type, task_id)
 
     @classmethod
-    @abstractmethod
     def is_present(cls, environ: Environ) -> bool:
-        """Returns whether this process seems to have been started this way."""
-
-    def cluster_spec(self) -> ClusterSpec:
-        """Returns the one task whose address is known: process 0."""
-        return self._cluster_spec
-
-    @property
-    def task_type(self) -> str | None:
-        """The job of this process, or None if JAX finds out."""
-        return None if self._plan.process_id is None else self._plan.task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The index of this process in its job, or None if JAX finds out."""
-        return None if self._plan.process_id is None else self._plan.task_id
+        """Returns whether `TF_CONFIG` is set."""
+        return has_variables(environ, "TF_CONFIG")
 
     def process_plan(self) -> ProcessPlan:
-        """Returns what this process needs to join the others."""
-        return self._plan
+        """Returns what this process needs to join the others.
+
+        Raises:
+            ClusterError: If the cluster is not fit for training.
+        """
+        try:
+            return super().process_plan()
+        except ValueError as error:
+            raise ClusterError(
+                f"`TF_CONFIG` describes a cluster that cannot train: {error} {_EXAMPLE}"
+            ) from error
 
 
-def take_share(index: int, size: int) -> tuple[int, ...]:
-    """Returns the device ids of the process number `index` on its machine."""
-    return tuple(range(index * size, (index + 1) * size))
-
-
-def find_environ(environ: Environ | None) -> Environ:
-    """Returns `environ`, or the environment of this process."""
-    fix = "Use a dictionary of strings, or leave it out."
-    check_instance("environ", environ, Mapping | None, fix)
-    return os.environ if environ is None else environ
-
-
-def has_variables(environ: Environ, *names: str) -> bool:
-    """Returns whether all the variables are set and not empty."""
-    return all(environ.get(name, "").strip() for name in names)
-
-
-def find_name(environ: Environ, names: Sequence[str], purpose: str) -> str:
-    """Returns the first of `names` that is set: they hold the same, the best first."""
-    for name in names:
-        if has_variables(environ, name):
-            return name
-    listed = " and ".join(f"`{name}`" for name in names)
-    are = "is" if len(names) == 1 else "are"
-    raise ClusterError(f"{listed} {are} not set. {purpose}")
-
-
-def read_text(environ: Environ, name: str, purpose: str) -> str:
-    """Returns the value of a variable that must be set."""
-    return environ[find_name(environ, [name], purpose)].strip()
-
-
-def read_int(environ: Environ, name: str, purpose: str, *, minimum: int = 0) -> int:
-    """Returns the value of a variable that must be an integer."""
-    text = read_text(environ, name, purpose)
-    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < minimum:
-        raise ClusterError(
-            f"`{name}` is {text!r}, but it must be an integer of at least {minimum}. "
-            f"{purpose}"
-        )
-    return int(text)
-
-
-def check_below(name: str, value: int, limit: int, what: str) -> None:
-    """Raises if an index is not below the number of what it counts, which is `what`."""
-    if value >= limit:
-        raise ClusterError(
-            f"`{name}` is {value}, but it must be below {limit}, {what}. Set it to an "
-            f"index from 0 to {limit - 1}, or correct the number."
-        )
-
-
-def make_address(host: str, port: int, variables: str, fix: str) -> str:
-    """Returns the address of process 0; an IPv6 address may lack its brackets."""
-    if ":" in host and not host.startswith("["):
-        host = f"[{host}]"
+def _read_config(environ: Environ, task_type: Any, task_id: Any) -> tuple[Any, ...]:
+    """Returns the tasks of the cluster, and which of them this process is."""
+    if not has_variables(environ, "TF_CONFIG"):
+        raise ValueError("`TF_CONFIG` is not set. It describes the cluster as JSON.")
+    text, names = environ["TF_CONFIG"], {}
     try:
-        return check_address("coordinator_address", f"{host}:{port}")
-    except ValueError as error:
-        raise ClusterError(
-            f"{variables} cannot be used to reach process 0. {error} {fix}"
-        ) from error
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        near = text[max(error.pos - 15, 0) : error.pos + 15]
+        raise ValueError(
+            f"`TF_CONFIG` is not valid JSON: {error}, near {near!r}."
+        ) from (error)
+    check_instance("TF_CONFIG", config, dict, "Use a JSON object, in braces.")
+    if config.get("rpc_layer") not in (None, "", "grpc"):
+        raise ValueError(
+            f'`TF_CONFIG["rpc_layer"]` is {config["rpc_layer"]!r}, but JAX\'s '
+            "coordination service speaks gRPC only. Leave the key out."
+        )
+    tasks = read_tasks('TF_CONFIG["cluster"]', config.get("cluster", {}))
+    if tasks or "task" in config:
+        name, task = 'TF_CONFIG["task"]', config.get("task")
+        fix = "It says which task of the cluster this process is."
+        check_instance(name, task, dict, fix)
+        for key in {"type", "index"} - task.keys():
+            raise ValueError(f"`{name}` is {task!r}, but it must have `{key}`. {fix}")
+        if task_type is None:
+            task_type, names["type_name"] = task["type"], f'{name}["type"]'
+        if task_id is None:
+            # Shell scripts often quote the number.
+            index, names["id_name"] = task["index"], f'{name}["index"]'
+            is_quoted = isinstance(index, str) and re.fullmatch(r"[0-9]{1,18}", index)
+            task_id = int(index) if is_quoted else index
+    if task_type is not None or task_id is not None:
+        check_task(ClusterSpec(tasks), task_type, task_id, **names)
+        alone = (("worker", 0), ("evaluator", 0))
+        if not tasks and (task_type, task_id) not in alone:
+            raise ValueError(
+                f"`TF_CONFIG` says that this process is {task_type} {task_id}, but not "
+                "where the others are: it has no `cluster`. Give the addresses of all "
+                "tasks, or leave `task` out: a process alone is worker 0."
+            )
+    return tasks, task_type, task_id

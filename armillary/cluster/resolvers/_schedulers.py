@@ -1,44 +1,120 @@
-"""torchrun, and the schedulers that set the same variables.
-
-Slurm: the variables that `srun` gives to each task of a step.
-
-Kubernetes: an indexed Job whose pods find each other by name.
-"""
+"""What Slurm, Kubernetes and torchrun tell a process."""
 
 import dataclasses
 import re
+from abc import abstractmethod
 from collections.abc import Mapping
 
-from armillary._checks import check_instance, check_one_of, check_positive_int
+from armillary._checks import (
+    check_instance,
+    check_one_of,
+    check_positive_int,
+)
 from armillary.cluster.resolvers._resolver import (
+    ClusterResolver,
     Environ,
-    ScheduledResolver,
-    check_below,
     find_environ,
-    find_name,
     has_variables,
-    make_address,
-    read_int,
-    read_text,
-    take_share,
 )
 from armillary.cluster.resolvers._spec import (
     HIGHEST_PORT,
-    SINGLE_TASK_TYPES,
     TASK_TYPES,
     TRAINING_TASK_TYPES,
+    ClusterSpec,
     ProcessPlan,
+    check_address,
     check_port,
+    check_single,
 )
 from armillary.errors import ClusterError
 
-SLURM_FIX = "Start the program with `srun`, which sets it for each task."
-NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-
 # Above the ports that Linux hands out by itself (32768 to 60999).
-FIRST_PORT = 61_440
-NUM_PORTS = 4_096
+_FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 61_440, 4_096
+_KUBERNETES_PORT = 2222
+
+
+class ScheduledResolver(ClusterResolver):
+    """Holds the plan that the variables gave when the resolver was made.
+
+    Args:
+        plan: What this process needs to join the others.
+        chief_job: The job of process 0, the one task whose address is known.
+    """
+
+    def __init__(self, plan: ProcessPlan, chief_job: str = "worker") -> None:
+        self._plan = plan
+        address = plan.coordinator_address
+        self._cluster_spec = ClusterSpec({chief_job: [address]} if address else {})
+
+    @classmethod
+    @abstractmethod
+    def is_present(cls, environ: Environ) -> bool:
+        """Returns whether this process seems to have been started this way."""
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the one task whose address is known: process 0."""
+        return self._cluster_spec
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of this process, or None if JAX finds out."""
+        return None if self._plan.process_id is None else self._plan.task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process in its job, or None if JAX finds out."""
+        return None if self._plan.process_id is None else self._plan.task_id
+
+    def process_plan(self) -> ProcessPlan:
+        """Returns what this process needs to join the others."""
+        return self._plan
+
+
+class Variables:
+    """Reads the variables of a scheduler; `fix` says who sets them."""
+
+    def __init__(self, environ: Environ, fix: str) -> None:
+        self.environ, self._fix = environ, fix
+
+    def find(self, *names: str) -> str:
+        """Returns the first of some names that is set: they mean the same."""
+        for name in names:
+            if has_variables(self.environ, name):
+                return name
+        raise ClusterError(f"`{'` or `'.join(names)}` is not set. {self._fix}")
+
+    def text(self, name: str) -> str:
+        """Returns the value of a variable that must be set."""
+        return self.environ[self.find(name)].strip()
+
+    def number(self, name: str, *, least: int = 0, below: int | None = None) -> int:
+        """Returns the value of a variable that must be an integer in a range."""
+        text = self.text(name)
+        is_number = re.fullmatch(r"[0-9]{1,18}", text) is not None
+        if not is_number or int(text) < least or int(text) >= (below or int(text) + 1):
+            limit = "" if below is None else f" and below {below}"
+            raise ClusterError(
+                f"`{name}` is {text!r}, but it must be an integer of at least "
+                f"{least}{limit}. {self._fix}"
+            )
+        return int(text)
+
+    def address(self, host: str, port: int, *names: str) -> str:
+        """Returns the address of process 0; an IPv6 address may lack its brackets."""
+        if ":" in host and not host.startswith("["):
+            host = f"[{host}]"
+        try:
+            return check_address("coordinator_address", f"{host}:{port}")
+        except ValueError as error:
+            raise ClusterError(
+                f"`{'` and `'.join(names)}` cannot be used to reach process 0. {error} "
+                f"{self._fix}"
+            ) from error
+
+
+def _take_share(index: int, size: int) -> tuple[int, ...]:
+    """Returns the device ids of the process number `index` on its machine."""
+    return tuple(range(index * size, (index + 1) * size))
 
 
 class SlurmClusterResolver(ScheduledResolver):
@@ -87,17 +163,16 @@ class SlurmClusterResolver(ScheduledResolver):
             check_port("port_base", port_base)
         if gpus_per_task is not None:
             check_positive_int("gpus_per_task", gpus_per_task)
-        environ = find_environ(environ)
-        num_name = find_name(environ, NUM_TASKS, SLURM_FIX)
-        num_tasks = read_int(environ, num_name, SLURM_FIX, minimum=1)
-        rank = read_int(environ, "SLURM_PROCID", SLURM_FIX)
-        check_below("SLURM_PROCID", rank, num_tasks, f"the value of `{num_name}`")
+        fix = "Start the program with `srun`, which sets it for each task."
+        variables = Variables(find_environ(environ), fix)
+        name = variables.find("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        num_tasks = variables.number(name, least=1)
+        rank = variables.number("SLURM_PROCID", below=num_tasks)
         tasks = _list_tasks(jobs or {"worker": num_tasks}, num_tasks)
         task_type, task_id = tasks[rank]
         devices = None
         if gpus_per_task is not None:
-            local_rank = read_int(environ, "SLURM_LOCALID", SLURM_FIX)
-            devices = take_share(local_rank, gpus_per_task)
+            devices = _take_share(variables.number("SLURM_LOCALID"), gpus_per_task)
         plan = ProcessPlan(
             task_type=task_type, task_id=task_id, local_device_ids=devices
         )
@@ -106,7 +181,7 @@ class SlurmClusterResolver(ScheduledResolver):
                 plan,
                 num_processes=sum(job in TRAINING_TASK_TYPES for job, _ in tasks),
                 process_id=rank,
-                coordinator_address=_find_coordinator(environ, port_base),
+                coordinator_address=_find_first_node(variables, port_base),
             )
         super().__init__(plan, chief_job=tasks[0][0])
 
@@ -117,61 +192,38 @@ class SlurmClusterResolver(ScheduledResolver):
         A script in a batch job has some of the variables as well, without the other
         tasks; and those of `srun torchrun` are about torchrun's processes, not ours.
         """
-        return has_variables(
-            environ, "SLURM_STEP_NODELIST", "SLURM_PROCID"
-        ) and not has_variables(environ, "TORCHELASTIC_RUN_ID")
+        is_step = has_variables(environ, "SLURM_STEP_NODELIST", "SLURM_PROCID")
+        return is_step and not has_variables(environ, "TORCHELASTIC_RUN_ID")
 
 
 def _list_tasks(jobs: Mapping[str, int], num_tasks: int) -> list[tuple[str, int]]:
-    """Returns the job and the index of each of Slurm's tasks.
-
-    Raises:
-        ClusterError: If the jobs have another number of tasks, or there are two chiefs
-            or two evaluators.
-    """
+    """Returns the job and the index of each of Slurm's tasks."""
     if sum(jobs.values()) != num_tasks:
         raise ClusterError(
             f"`jobs` is {dict(jobs)!r}, which is {sum(jobs.values())} tasks, but Slurm "
             f"started {num_tasks}. Change `jobs`, or start the program with "
             f"`srun --ntasks={sum(jobs.values())}`."
         )
-    for job, why in SINGLE_TASK_TYPES.items():
-        if jobs.get(job, 1) > 1:
-            raise ClusterError(f"`jobs` has {jobs[job]} {job!r} tasks, but {why}")
+    for job, count in jobs.items():
+        try:
+            check_single(job, count)
+        except ValueError as error:
+            raise ClusterError(f"`jobs` is {dict(jobs)!r}, but {error}") from error
     return [(job, index) for job in TASK_TYPES for index in range(jobs.get(job, 0))]
 
 
-def _find_coordinator(environ: Environ, port: int | None) -> str:
-    """Returns the address of task 0, at a port that other jobs there do not choose.
-
-    Raises:
-        ClusterError: If a variable is missing or malformed.
-    """
+def _find_first_node(variables: Variables, port: int | None) -> str:
+    """Returns the address of task 0, at a port that other jobs there do not choose."""
     if port is None:
-        job_id = read_int(environ, "SLURM_JOB_ID", SLURM_FIX)
-        has_step = has_variables(environ, "SLURM_STEP_ID")
-        step_id = read_int(environ, "SLURM_STEP_ID", SLURM_FIX) if has_step else 0
-        port = FIRST_PORT + (31 * job_id + step_id) % NUM_PORTS
-    name = find_name(environ, NODES, SLURM_FIX)
+        job_id, step_id = variables.number("SLURM_JOB_ID"), 0
+        if has_variables(variables.environ, "SLURM_STEP_ID"):
+            step_id = variables.number("SLURM_STEP_ID")
+        port = _FIRST_SLURM_PORT + (31 * job_id + step_id) % _NUM_SLURM_PORTS
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    name = variables.find(*names)
     # The first of `node[001-003,7],other` is node001.
-    nodes = re.sub(r"\[([0-9]+)[0-9,-]*\]", r"\1", environ[name].strip())
-    return make_address(nodes.partition(",")[0], port, f"`{name}`", SLURM_FIX)
-
-
-DEFAULT_PORT = 2222
-NUM_NAME = "ARMILLARY_NUM_PROCESSES"
-INDEX_FIX = (
-    "Kubernetes sets it in the pods of a Job with `completionMode: Indexed`. Use that "
-    "mode."
-)
-NUM_FIX = (
-    "It is the number of pods that train together. Set it in the pod template to the "
-    "Job's `completions`."
-)
-SERVICE_FIX = (
-    "It is the name of a headless Service, through which the pods find each other. Set "
-    "it in the pod template to the pods' `subdomain`."
-)
+    nodes = re.sub(r"\[([0-9]+)[0-9,-]*\]", r"\1", variables.text(name))
+    return variables.address(nodes.partition(",")[0], port, name)
 
 
 class KubernetesClusterResolver(ScheduledResolver):
@@ -193,24 +245,32 @@ class KubernetesClusterResolver(ScheduledResolver):
     """
 
     def __init__(self, *, environ: Environ | None = None) -> None:
-        environ = find_environ(environ)
-        num_processes = read_int(environ, NUM_NAME, NUM_FIX, minimum=1)
-        index = read_int(environ, "JOB_COMPLETION_INDEX", INDEX_FIX)
-        what = f"the value of `{NUM_NAME}`"
-        check_below("JOB_COMPLETION_INDEX", index, num_processes, what)
-        service = read_text(environ, "ARMILLARY_SERVICE_NAME", SERVICE_FIX)
-        address = make_address(
-            f"{_read_job_name(environ, index)}-0.{service}",
-            _read_port(environ),
-            "`HOSTNAME` and `ARMILLARY_SERVICE_NAME`",
-            "Set the second to the name of the headless Service.",
+        fix = (
+            "The pods of a Job with `completionMode: Indexed` have it, or their "
+            "template sets it: see `KubernetesClusterResolver`."
         )
+        variables = Variables(find_environ(environ), fix)
+        num_pods = variables.number("ARMILLARY_NUM_PROCESSES", least=1)
+        index = variables.number("JOB_COMPLETION_INDEX", below=num_pods)
+        service, hostname = "ARMILLARY_SERVICE_NAME", variables.text("HOSTNAME")
+        port = _KUBERNETES_PORT
+        if has_variables(variables.environ, "ARMILLARY_PORT"):
+            port = variables.number("ARMILLARY_PORT", least=1, below=HIGHEST_PORT + 1)
+        # The name of a pod may include the domain.
+        job, _, number = hostname.partition(".")[0].rpartition("-")
+        if not job or number != str(index):
+            raise ClusterError(
+                f"`HOSTNAME` is {hostname!r}, but pod {index} of an indexed Job is "
+                f"called by the Job's name and `-{index}`. Leave the pods' `hostname` "
+                "to Kubernetes."
+            )
+        first = f"{job}-0.{variables.text(service)}"
         super().__init__(
             ProcessPlan(
                 task_id=index,
-                num_processes=num_processes,
+                num_processes=num_pods,
                 process_id=index,
-                coordinator_address=address,
+                coordinator_address=variables.address(first, port, service),
             )
         )
 
@@ -221,35 +281,9 @@ class KubernetesClusterResolver(ScheduledResolver):
         The index alone says nothing: the pods may be independent runs. And where
         torchrun started this process in a pod, its variables tell more.
         """
-        return has_variables(
-            environ, "JOB_COMPLETION_INDEX", NUM_NAME
-        ) and not has_variables(environ, "TORCHELASTIC_RUN_ID")
-
-
-def _read_port(environ: Environ) -> int:
-    if not has_variables(environ, "ARMILLARY_PORT"):
-        return DEFAULT_PORT
-    fix = "Set it to a free port of the pods from 1 to 65535, such as 2222."
-    port = read_int(environ, "ARMILLARY_PORT", fix, minimum=1)
-    check_below("ARMILLARY_PORT", port, HIGHEST_PORT + 1, "the number of ports")
-    return port
-
-
-def _read_job_name(environ: Environ, index: int) -> str:
-    fix = "It is the name of this pod, which Kubernetes sets."
-    hostname = read_text(environ, "HOSTNAME", fix)
-    # The name of a pod may include the domain.
-    job, _, number = hostname.partition(".")[0].rpartition("-")
-    if not job or number != str(index):
-        raise ClusterError(
-            f"`HOSTNAME` is {hostname!r}, but pod {index} of an indexed Job is called "
-            f"by the Job's name and `-{index}`. Leave the pods' `hostname` to "
-            "Kubernetes."
-        )
-    return job
-
-
-TORCHRUN_FIX = "Start the program with `torchrun`, which sets it for each process."
+        names = ("JOB_COMPLETION_INDEX", "ARMILLARY_NUM_PROCESSES")
+        is_torchrun = has_variables(environ, "TORCHELASTIC_RUN_ID")
+        return has_variables(environ, *names) and not is_torchrun
 
 
 class TorchrunClusterResolver(ScheduledResolver):
@@ -288,16 +322,29 @@ class TorchrunClusterResolver(ScheduledResolver):
         if gpus_per_task is not None:
             check_positive_int("gpus_per_task", gpus_per_task)
         environ = find_environ(environ)
-        rank = read_int(environ, "RANK", TORCHRUN_FIX)
-        num_processes = read_int(environ, "WORLD_SIZE", TORCHRUN_FIX, minimum=1)
-        check_below("RANK", rank, num_processes, "the value of `WORLD_SIZE`")
+        fix = "Start the program with `torchrun`, which sets it for each process."
+        variables = Variables(environ, fix)
+        num_processes = variables.number("WORLD_SIZE", least=1)
+        rank = variables.number("RANK", below=num_processes)
+        host = variables.text("MASTER_ADDR")
+        if port is None:
+            port = variables.number("MASTER_PORT", least=1)
+            port += environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        devices, num_local = None, None
+        if has_variables(environ, "LOCAL_WORLD_SIZE"):
+            num_local = variables.number("LOCAL_WORLD_SIZE", least=1)
+        is_one_of_several = has_variables(environ, "LOCAL_RANK") and num_local != 1
+        if is_one_of_several or gpus_per_task is not None:
+            local_rank = variables.number("LOCAL_RANK", below=num_local)
+            devices = _take_share(local_rank, gpus_per_task or 1)
+        address = variables.address(host, port, "MASTER_ADDR", "MASTER_PORT")
         super().__init__(
             ProcessPlan(
                 task_id=rank,
                 num_processes=num_processes,
                 process_id=rank,
-                coordinator_address=_read_address(environ, port),
-                local_device_ids=_read_devices(environ, gpus_per_task),
+                coordinator_address=address,
+                local_device_ids=devices,
             )
         )
 
@@ -305,38 +352,3 @@ class TorchrunClusterResolver(ScheduledResolver):
     def is_present(cls, environ: Environ) -> bool:
         """Returns whether the rank and the number of processes are set."""
         return has_variables(environ, "RANK", "WORLD_SIZE")
-
-
-def _read_address(environ: Environ, port: int | None) -> str:
-    host = read_text(environ, "MASTER_ADDR", TORCHRUN_FIX)
-    if port is None:
-        port = read_int(environ, "MASTER_PORT", TORCHRUN_FIX, minimum=1)
-        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            port += 1
-    return make_address(
-        host,
-        port,
-        "`MASTER_ADDR` and `MASTER_PORT`",
-        "Set them to a host and a free port of the process with `RANK` 0.",
-    )
-
-
-def _read_devices(
-    environ: Environ, gpus_per_task: int | None
-) -> tuple[int, ...] | None:
-    if not has_variables(environ, "LOCAL_RANK"):
-        if gpus_per_task is None:
-            return None
-        raise ClusterError(
-            f"`gpus_per_task` is {gpus_per_task}, but `LOCAL_RANK` is not set, so the "
-            "processes of a machine cannot share its GPUs out. Leave `gpus_per_task` "
-            "out, or start the program with `torchrun`."
-        )
-    local_rank = read_int(environ, "LOCAL_RANK", TORCHRUN_FIX)
-    if has_variables(environ, "LOCAL_WORLD_SIZE"):
-        num_local = read_int(environ, "LOCAL_WORLD_SIZE", TORCHRUN_FIX, minimum=1)
-        what = "the value of `LOCAL_WORLD_SIZE`"
-        check_below("LOCAL_RANK", local_rank, num_local, what)
-        if num_local == 1 and gpus_per_task is None:
-            return None
-    return take_share(local_rank, gpus_per_task or 1)

@@ -1,9 +1,4 @@
-"""Which tasks a cluster has, by job, and where each one is reached.
-
-What a process is in its cluster: the job it belongs to and its number there.
-
-What one process needs to join the others, whatever described the cluster.
-"""
+"""Which tasks a cluster has, by job, where each is reached, and how one joins them."""
 
 import ipaddress
 import re
@@ -11,12 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from armillary._checks import check_not_negative_int, check_one_of, check_positive_int
+from armillary._checks import (
+    check_instance,
+    check_not_negative_int,
+    check_one_of,
+    check_positive_int,
+)
 
-ADDRESS = re.compile(
+TASK_TYPES = ("chief", "worker", "ps", "evaluator")
+"""The jobs of `tf.distribute`; no other one has a meaning."""
+TRAINING_TASK_TYPES = ("chief", "worker")
+"""The jobs whose processes train together, in the order of their process ids."""
+SINGLE_TASK_TYPES = ("chief", "evaluator")
+"""The jobs of one task: two chiefs would both write, two evaluators as well."""
+HIGHEST_PORT = 65_535
+
+_ADDRESS = re.compile(
     r"(?P<host>\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})"
 )
-HIGHEST_PORT = 65_535
 
 
 class ClusterSpec:
@@ -62,7 +69,8 @@ class ClusterSpec:
         Raises:
             ValueError: If the cluster has no job of that name.
         """
-        return list(range(len(self._get_tasks(job_name))))
+        check_one_of("job_name", job_name, self.jobs)
+        return list(range(len(self._tasks[job_name])))
 
     def task_address(self, job_name: str, task_index: int) -> str:
         """Returns the address of one task.
@@ -70,22 +78,9 @@ class ClusterSpec:
         Raises:
             ValueError: If the cluster has no such job, or the job no such task.
         """
-        tasks = self._get_tasks(job_name)
-        if task_index not in range(len(tasks)):
-            raise ValueError(
-                f"`task_index` is {task_index!r}, but the tasks of job {job_name!r} "
-                f"are {_list_values(range(len(tasks)))}. Use one of these."
-            )
-        return tasks[task_index]
-
-    def _get_tasks(self, job_name: str) -> list[str]:
-        if job_name not in self._tasks:
-            known = _list_values(self._tasks) if self._tasks else "none at all"
-            raise ValueError(
-                f"`job_name` is {job_name!r}, but the jobs of this cluster are "
-                f"{known}. Use one of `cluster_spec.jobs`."
-            )
-        return self._tasks[job_name]
+        index = check_not_negative_int("task_index", task_index)
+        check_one_of("task_index", index, self.task_indices(job_name))
+        return self._tasks[job_name][index]
 
     def __bool__(self) -> bool:
         return bool(self._tasks)
@@ -100,175 +95,6 @@ class ClusterSpec:
 
     def __repr__(self) -> str:
         return f"ClusterSpec({self.as_dict()!r})"
-
-
-def read_tasks(name: str, cluster: Any) -> dict[str, list[str]]:
-    """Returns the addresses of the tasks of each job, after checking them.
-
-    Messages call the cluster `name`.
-
-    Raises:
-        TypeError: If something has the wrong type.
-        ValueError: If something has the right type and cannot be used.
-    """
-    if not isinstance(cluster, Mapping):
-        raise TypeError(
-            f"`{name}` is {cluster!r} of type {type(cluster).__name__}, but it must be "
-            "a mapping from jobs to addresses. "
-            'Use, for example, `{"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}`.'
-        )
-    tasks = {job: _read_job(name, job, value) for job, value in cluster.items()}
-    tasks = {job: addresses for job, addresses in tasks.items() if addresses}
-    owners: dict[str, str] = {}
-    for job, addresses in tasks.items():
-        for index, address in enumerate(addresses):
-            if address in owners:
-                raise ValueError(
-                    f"`{name}` gives {address!r} to both {owners[address]} and "
-                    f"{job} {index}, but each task is a process with an address of its "
-                    "own. Give one of them another host or another port."
-                )
-            owners[address] = f"{job} {index}"
-    return tasks
-
-
-def _read_job(name: str, job: Any, value: Any) -> list[str]:
-    if not isinstance(job, str) or not job:
-        raise ValueError(
-            f"`{name}` has the job {job!r}, but a job is named by a string that is not "
-            'empty. Use a name such as `"worker"`.'
-        )
-    name = f'{name}["{job}"]'
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise TypeError(
-            f"`{name}` is {value!r} of type {type(value).__name__}, but it must be a "
-            "list of addresses. "
-            'Use, for example, `["10.0.0.1:2222", "10.0.0.2:2222"]`.'
-        )
-    return [check_address(f"{name}[{index}]", task) for index, task in enumerate(value)]
-
-
-def check_address(name: str, value: Any) -> str:
-    """Returns `value`, or raises if it is not the address of a task.
-
-    Raises:
-        TypeError: If `value` is not a string.
-        ValueError: If it is not a host, a colon and a port.
-    """
-    if not isinstance(value, str):
-        raise TypeError(
-            f"`{name}` is {value!r} of type {type(value).__name__}, but it must be a "
-            'string that holds a host and a port. Use, for example, `"10.0.0.1:2222"`.'
-        )
-    match = ADDRESS.fullmatch(value)
-    if match is None or not 1 <= int(match["port"]) <= HIGHEST_PORT:
-        raise ValueError(
-            f"`{name}` is {value!r}, but it must be a host, a colon and a port from 1 "
-            f"to {HIGHEST_PORT}, with IPv6 addresses in brackets. "
-            'Use, for example, `"10.0.0.1:2222"`.'
-        )
-    return value
-
-
-def check_port(name: str, value: Any) -> int:
-    """Returns `value`, or raises if it is not the number of a port.
-
-    Raises:
-        ValueError: If `value` is not an integer from 1 to 65535.
-    """
-    if check_positive_int(name, value) > HIGHEST_PORT:
-        raise ValueError(
-            f"`{name}` is {value!r}, but ports go up to {HIGHEST_PORT}. Use, for "
-            f"example, `{name}=2222`."
-        )
-    return int(value)
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Returns the host, an IPv6 address without its brackets, and the port."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def _list_values(values: Any) -> str:
-    return ", ".join(repr(value) for value in values)
-
-
-TASK_TYPES = ("chief", "worker", "ps", "evaluator")
-"""The jobs of `tf.distribute`; no other one has a meaning."""
-
-TRAINING_TASK_TYPES = ("chief", "worker")
-"""The jobs whose processes train together, in the order of their process ids."""
-
-
-SINGLE_TASK_TYPES = {
-    "chief": (
-        "only one process may write checkpoints and summaries. Keep one and call the "
-        "others 'worker'."
-    ),
-    "evaluator": (
-        "one process evaluates every checkpoint, and two would write the same "
-        "summaries. Keep one."
-    ),
-}
-"""The jobs of one task, and why."""
-
-
-def check_jobs(cluster_spec: ClusterSpec) -> None:
-    """Raises if a job of the cluster has no meaning, or more tasks than it may have."""
-    for job, tasks in cluster_spec.as_dict().items():
-        if job not in TASK_TYPES:
-            raise ValueError(
-                f"`cluster_spec` has the job {job!r}, but the jobs with a meaning are "
-                f"{', '.join(map(repr, TASK_TYPES))}. Give its tasks one of these "
-                "names, or leave it out."
-            )
-        why = SINGLE_TASK_TYPES.get(job)
-        if why is not None and len(tasks) > 1:
-            raise ValueError(
-                f"`cluster_spec` has {len(tasks)} {job!r} tasks, but {why}"
-            )
-
-
-def check_task(
-    cluster_spec: ClusterSpec,
-    task_type: Any,
-    task_id: Any,
-    *,
-    type_name: str = "task_type",
-    id_name: str = "task_id",
-) -> None:
-    """Raises if no task of the cluster has this type and number.
-
-    An evaluator need not be in the cluster: nobody connects to it. A cluster without
-    any job is a single process, which may call itself anything else.
-
-    Messages call the two `type_name` and `id_name`.
-    """
-    check_one_of(type_name, task_type, TASK_TYPES)
-    check_not_negative_int(id_name, task_id)
-    if task_type not in cluster_spec.jobs:
-        if task_type == "evaluator" and task_id > 0:
-            raise ValueError(
-                f"`{id_name}` is {task_id}, but there is one evaluator, which is "
-                f"number 0: {SINGLE_TASK_TYPES['evaluator']}"
-            )
-        if task_type == "evaluator" or not cluster_spec:
-            return
-        jobs = ", ".join(repr(job) for job in cluster_spec.jobs)
-        raise ValueError(
-            f"`{type_name}` is {task_type!r}, but the cluster has no such job: its "
-            f"jobs are {jobs}. Use one of these, or add the addresses of the "
-            f"{task_type!r} tasks to the cluster."
-        )
-    indices = cluster_spec.task_indices(task_type)
-    if task_id not in indices:
-        listed = ", ".join(str(index) for index in indices)
-        raise ValueError(
-            f"`{id_name}` is {task_id}, but the {task_type!r} tasks of the cluster are "
-            f"{listed}. Use one of these, or add the address of {task_type} {task_id} "
-            "to the cluster."
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,15 +166,12 @@ class ProcessPlan:
 def plan_process(
     cluster_spec: ClusterSpec, task_type: str | None, task_id: int | None
 ) -> ProcessPlan:
-    """Returns the plan of one task of a cluster whose addresses are all known.
-
-    Raises:
-        ValueError: If the task is not one of the cluster's, or the cluster has two
-            chiefs, two evaluators or a job without a meaning.
-    """
+    """Returns the plan of one task of a cluster whose addresses are all known."""
     if not cluster_spec and task_type is None and task_id is None:
         return ProcessPlan()
-    check_jobs(cluster_spec)
+    for job, addresses in cluster_spec.as_dict().items():
+        check_one_of("cluster_spec", job, TASK_TYPES)
+        check_single(job, len(addresses))
     check_task(cluster_spec, task_type, task_id)
     assert task_type is not None and task_id is not None
     alone = ProcessPlan(task_type=task_type, task_id=task_id)
@@ -367,6 +190,94 @@ def plan_process(
         process_id=tasks.index((task_type, task_id)),
         coordinator_address=cluster_spec.task_address(*tasks[0]),
     )
+
+
+def check_single(job: str, count: int) -> None:
+    """Raises if a job that may have one task has more."""
+    if job in SINGLE_TASK_TYPES and count > 1:
+        raise ValueError(
+            f"`{job}` has {count} tasks, but one process writes what it writes. "
+            "Keep one, and call the others 'worker'."
+        )
+
+
+def check_task(
+    cluster_spec: ClusterSpec,
+    task_type: Any,
+    task_id: Any,
+    *,
+    type_name: str = "task_type",
+    id_name: str = "task_id",
+) -> None:
+    """Raises if no task of the cluster has this type and number.
+
+    An evaluator need not be in the cluster: nobody connects to it. A cluster without
+    any job is a single process, which may call itself anything else.
+    """
+    check_one_of(type_name, task_type, TASK_TYPES)
+    index = check_not_negative_int(id_name, task_id)
+    fix = "Use one of these, or add the address of the task to the cluster."
+    if task_type in cluster_spec.jobs:
+        check_one_of(id_name, index, cluster_spec.task_indices(task_type), fix)
+    elif task_type == "evaluator":
+        check_one_of(id_name, index, [0], "There is one evaluator.")
+    elif cluster_spec:
+        check_one_of(type_name, task_type, cluster_spec.jobs, fix)
+
+
+def read_tasks(name: str, cluster: Any) -> dict[str, list[str]]:
+    """Returns the addresses of the tasks of each job, after checking them."""
+    fix = 'Use, for example, `{"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}`.'
+    check_instance(name, cluster, Mapping, fix)
+    tasks: dict[str, list[str]] = {}
+    owners: dict[str, str] = {}
+    for job, addresses in cluster.items():
+        if not isinstance(job, str) or not job:
+            raise ValueError(
+                f"`{name}` has the job {job!r}, but a job is named by a string that is "
+                'not empty. Use a name such as `"worker"`.'
+            )
+        if not isinstance(addresses, Sequence) or isinstance(addresses, str | bytes):
+            raise TypeError(
+                f'`{name}["{job}"]` is {addresses!r} of type '
+                f"{type(addresses).__name__}, but it must be a list of addresses. {fix}"
+            )
+        for index, address in enumerate(addresses):
+            check_address(f'{name}["{job}"][{index}]', address)
+            if address in owners:
+                raise ValueError(
+                    f"`{name}` gives {address!r} to both {owners[address]} and {job} "
+                    f"{index}, but each task is a process with an address of its own. "
+                    "Give one of them another host or another port."
+                )
+            owners[address] = f"{job} {index}"
+        if addresses:
+            tasks[job] = list(addresses)
+    return tasks
+
+
+def check_address(name: str, value: Any) -> str:
+    """Returns `value`, or raises if it is not the address of a task."""
+    fix = 'Use, for example, `"10.0.0.1:2222"`.'
+    check_instance(name, value, str, fix)
+    match = _ADDRESS.fullmatch(value)
+    if match is None or not 1 <= int(match["port"]) <= HIGHEST_PORT:
+        raise ValueError(
+            f"`{name}` is {value!r}, but it must be a host, a colon and a port from 1 "
+            f"to {HIGHEST_PORT}, with IPv6 addresses in brackets. {fix}"
+        )
+    return value
+
+
+def check_port(name: str, value: Any) -> int:
+    """Returns `value`, or raises if it is not the number of a port."""
+    return check_positive_int(name, value, HIGHEST_PORT)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Returns the host, an IPv6 address without its brackets, and the port."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def is_loopback(address: str) -> bool:
