@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=1)
-    parser.add_argument("--max-staleness", type=int, help="0 for synchronous training")
+    parser.add_argument("--max-staleness", type=int, help="default: any number")
     options = parser.parse_args()
 
     strategy = make_strategy(options)

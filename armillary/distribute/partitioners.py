@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from armillary._checks import check_positive_int
-from armillary._traceback import mark_public as _mark_public
+from armillary import _checks, _traceback
 
 __all__ = [
     "FixedShardsPartitioner",
@@ -50,7 +49,7 @@ class FixedShardsPartitioner(Partitioner):
     """
 
     def __init__(self, num_shards: int) -> None:
-        self._num_shards = check_positive_int("num_shards", num_shards)
+        self._num_shards = _checks.check_positive_int("num_shards", num_shards)
 
     def _count(self, shape: Sequence[int], dtype: Any, axis: int) -> int:
         del shape, dtype, axis
@@ -68,8 +67,8 @@ class MinSizePartitioner(Partitioner):
     """
 
     def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1) -> None:
-        self._min_bytes = check_positive_int("min_shard_bytes", min_shard_bytes)
-        self._max_shards = check_positive_int("max_shards", max_shards)
+        self._min_bytes = _checks.check_positive_int("min_shard_bytes", min_shard_bytes)
+        self._max_shards = _checks.check_positive_int("max_shards", max_shards)
 
     def _count(self, shape: Sequence[int], dtype: Any, axis: int) -> int:
         del axis
@@ -87,9 +86,9 @@ class MaxSizePartitioner(Partitioner):
     """
 
     def __init__(self, max_shard_bytes: int, max_shards: int | None = None) -> None:
-        self._max_bytes = check_positive_int("max_shard_bytes", max_shard_bytes)
+        self._max_bytes = _checks.check_positive_int("max_shard_bytes", max_shard_bytes)
         if max_shards is not None:
-            check_positive_int("max_shards", max_shards)
+            _checks.check_positive_int("max_shards", max_shards)
         self._max_shards = max_shards
 
     def _count(self, shape: Sequence[int], dtype: Any, axis: int) -> int:
@@ -104,4 +103,4 @@ def _count_bytes(shape: Sequence[int], dtype: Any) -> int:
     return math.prod(shape) * np.dtype(dtype).itemsize
 
 
-_mark_public(globals())
+_traceback.mark_public(globals())

@@ -1,9 +1,8 @@
-"""Scheduled calls, and their results."""
+"""Functions that calls are scheduled of, the calls, and their results."""
 
 import math
-import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +12,10 @@ import jax.numpy as jnp
 from armillary._optional import import_ray
 from armillary.distribute.program._function import objects_of
 from armillary.errors import ClosureCancelledError
-from armillary.parameter_server._array_types import type_of
 from armillary.parameter_server._program import TaskSpec
+from armillary.parameter_server._server import type_of
 from armillary.parameter_server._shipping import ship
-from armillary.parameter_server._worker import (
-    Dynamic,
-    PlacedTask,
-    ShippedTask,
-)
+from armillary.parameter_server._worker import Dynamic, PlacedTask, ShippedTask
 from armillary.state._holders import is_claimed
 from armillary.state._lift import State, as_array
 from armillary.state._opaque import captured
@@ -34,11 +29,8 @@ class RemoteValue:
     """
 
     def __init__(self) -> None:
-        self._ended = threading.Event()
-        self._reference: Any = None
-        self._error: BaseException | None = None
-        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Tells the dispatcher that somebody waits."""
+        # Of the reference by which Ray finds the result.
+        self._future: Future[Any] = Future()
 
     def get(self) -> PyTree:
         """Returns what the function returned, with JAX arrays; waits for it.
@@ -48,9 +40,9 @@ class RemoteValue:
         Raises:
             ClosureCancelledError: If it did not run, because another call failed.
         """
-        host = self.fetch()
         return jax.tree.map(
-            lambda leaf: jnp.asarray(leaf) if hasattr(leaf, "dtype") else leaf, host
+            lambda leaf: jnp.asarray(leaf) if hasattr(leaf, "dtype") else leaf,
+            self.fetch(),
         )
 
     def fetch(self) -> PyTree:
@@ -61,51 +53,46 @@ class RemoteValue:
         Raises:
             ClosureCancelledError: If it did not run, because another call failed.
         """
-        self.wait()
-        if self._error is not None:
-            raise self._error
-        return import_ray().get(self._reference)
+        return import_ray().get(self.reference)
 
     def wait(self) -> None:
         """Returns when the call has ended, well or badly."""
-        with self.waiting():
-            self._ended.wait()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the call has ended well."""
-        return self._ended.is_set() and self._error is None
+        wait([self._future])
 
     @property
     def has_ended(self) -> bool:
         """Whether the call has ended, well or badly, or was cancelled."""
-        return self._ended.is_set()
+        return self._future.done()
 
     @property
     def has_failed(self) -> bool:
         """Whether the call has ended badly, or did not run."""
-        return self._ended.is_set() and self._error is not None
+        return self.has_ended and self.error is not None
 
     @property
-    def error(self) -> BaseException:
-        """Why the call has ended badly."""
-        assert self._error is not None, "the call has not failed"
-        return self._error
+    def is_ready(self) -> bool:
+        """Whether the call has ended well."""
+        return self.has_ended and self.error is None
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the call has ended badly, if it has; waits for its end."""
+        return self._future.exception()
 
     @property
     def reference(self) -> Any:
-        """Where Ray keeps the result of a call that has ended well."""
-        return self._reference
+        """Where Ray keeps the result; waits for it."""
+        return self._future.result()
 
     def set(self, reference: Any) -> None:
-        """Hears where the result is."""
-        self._reference = reference
-        self._ended.set()
+        """Tells where the result is."""
+        if not self.has_ended:
+            self._future.set_result(reference)
 
     def fail(self, error: BaseException) -> None:
-        """Hears that there will be none."""
-        self._error = error
-        self._ended.set()
+        """Tells that there will be none."""
+        if not self.has_ended:
+            self._future.set_exception(error)
 
 
 class ScheduledTask:
@@ -120,11 +107,11 @@ class ScheduledTask:
 
     Attributes:
         state: The variables that it reaches.
-        reference: Where Ray keeps what workers get; `None` before the first call.
+        reference: Where Ray keeps what workers get.
         transformations: Its optimizers, pickled.
-        placed: Where its variables live; `None` before a worker has traced it.
-        spec: What it does to them; likewise.
         numbers: The numbers of its variables.
+        spec: What it does to them; `None` before a worker has traced it.
+        placed: Where its variables live; likewise.
         seconds: How long its last call took; infinite before the first has ended.
     """
 
@@ -136,36 +123,33 @@ class ScheduledTask:
         tree: Any,
         named: dict[int, str],
     ) -> None:
-        self.number, self.fn = number, fn
-        self.name = getattr(fn, "__name__", "the function")
-        objects = objects_of(leaves)
-        self.state = State([(fn, ""), *((leaf, "") for leaf in objects)])
-        count = iter(range(len(leaves)))
+        self.number, self.name = number, getattr(fn, "__name__", "the function")
+        self.state = State([(fn, ""), *((leaf, "") for leaf in objects_of(leaves))])
         args, kwargs = tree.unflatten(
-            Dynamic(next(count)) if is_dynamic(leaf) else leaf for leaf in leaves
+            Dynamic() if is_dynamic(leaf) else leaf for leaf in leaves
         )
         # What tells this function from others must not be freed: others would get its
         # place in memory.
         self._kept = leaves, tuple(value for _, value in captured(fn))
-        types = tuple(type_of(as_array(array)) for array in self.state.read())
+        self._types = self._read_types()
         # An object for each place: what a variable holds may stand elsewhere, too, and
         # is a constant there.
-        stand_ins = [jnp.zeros(()) for _ in types]
+        stand_ins = [jnp.zeros(()) for _ in self._types]
         with self.state.swapped(stand_ins):
             payload, self.transformations = ship((fn, args, kwargs), stand_ins, named)
-        self.shipped = ShippedTask(payload, types)
         self.state.watch()
-        self.reference: Any = None
-        self.placed: PlacedTask | None = None
-        self.spec: TaskSpec | None = None
+        self.reference = import_ray().put(ShippedTask(payload, self._types))
         self.numbers: list[int] = []
+        self.spec: TaskSpec | None = None
+        self.placed: PlacedTask | None = None
         self.seconds = math.inf
 
     def is_current(self) -> bool:
         """Returns whether nothing that the function reaches was replaced."""
-        return self.state.is_current() and self.shipped.types == tuple(
-            type_of(as_array(array)) for array in self.state.read()
-        )
+        return self.state.is_current() and self._types == self._read_types()
+
+    def _read_types(self) -> tuple[Any, ...]:
+        return tuple(type_of(as_array(array)) for array in self.state.read())
 
 
 @dataclass(eq=False)
@@ -189,25 +173,16 @@ class Closure:
     num_losses: int = 0
 
     @property
-    def is_ready(self) -> bool:
-        """Whether all results that it takes are there."""
-        return all(v.is_ready for v in self.inputs if isinstance(v, RemoteValue))
-
-    @property
-    def failed_input(self) -> RemoteValue | None:
-        """A result that it takes and that will not come, if there is one."""
-        values = (v for v in self.inputs if isinstance(v, RemoteValue))
-        return next((value for value in values if value.has_failed), None)
+    def awaited(self) -> list[RemoteValue]:
+        """The results that it takes."""
+        return [value for value in self.inputs if isinstance(value, RemoteValue)]
 
     def arguments(self) -> list[Any]:
         """Returns its inputs for Ray, which fetches references on the worker."""
         return [v.reference if isinstance(v, RemoteValue) else v for v in self.inputs]
 
-    def cancel(self, why: str = "") -> None:
+    def cancel(self, why: str) -> None:
         """Ends it before it has run."""
-        why = why or (
-            "another scheduled call failed. `schedule` and `join` raise its error"
-        )
         message = f"This call of `{self.task.name}` did not run, because {why}."
         self.value.fail(ClosureCancelledError(message))
 

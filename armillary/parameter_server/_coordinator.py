@@ -1,10 +1,8 @@
-"""Schedules functions on workers, and hears how they end."""
+"""Schedules functions on workers."""
 
-import contextlib
 import itertools
 import types
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,35 +11,23 @@ from armillary._checks import check_callable, check_instance
 from armillary._logging import logger
 from armillary._optional import import_ray
 from armillary.data.sources._source import as_source
-from armillary.distribute.program._function import (
-    code_of,
-    identity_of,
-    kind_of,
-)
+from armillary.distribute.program._function import code_of, identity_of, kind_of
 from armillary.parameter_server._closures import (
-    Closure,
     RemoteValue,
     ScheduledTask,
     is_dynamic,
 )
 from armillary.parameter_server._data import PerWorkerDataset
-from armillary.parameter_server._dispatcher import Dispatcher, Statistics
+from armillary.parameter_server._node import start_ray
+from armillary.parameter_server._scheduler import Scheduler, Statistics
 from armillary.parameter_server._shipping import ship
-from armillary.parameter_server._strategy import (
-    ParameterServerStrategy,
-    start_ray,
-)
+from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.parameter_server._variables import Variables
 from armillary.state._holders import is_claimed
 from armillary.state._opaque import captured
 from armillary.typing import PyTree
 
 _MANY_TASKS = 16
-_MANY_TASKS_MESSAGE = (
-    "`%s` was sent to workers %d times. Each new value of an argument that is not an "
-    "array, and each new object that it captures, is another function: pass arrays, "
-    "and define the function once."
-)
 
 
 class ClusterCoordinator:
@@ -95,10 +81,9 @@ class ClusterCoordinator:
     def _begin(self, strategy: ParameterServerStrategy) -> None:
         start_ray(strategy.cluster_resolver)
         self._strategy = strategy
-        settings = strategy.settings
-        self._variables = Variables(settings.num_ps, strategy.variable_partitioner)
-        self._dispatcher = Dispatcher(settings, self._variables)
-        self._tasks: OrderedDict[Any, ScheduledTask] = OrderedDict()
+        self._variables = Variables(strategy.num_ps, strategy.variable_partitioner)
+        self._scheduler = Scheduler(strategy, self._variables)
+        self._tasks: dict[Any, ScheduledTask] = {}
         self._counts: dict[Any, int] = {}
         self._left_out: list[Any] = []
         self._named = {id(strategy): "strategy", id(self): "coordinator"}
@@ -140,20 +125,16 @@ class ClusterCoordinator:
                 "tuple of arguments. Write `schedule(fn, args=(iterator,))`, with the "
                 "comma."
             )
-        dispatcher, calls = self._dispatcher, self._dispatcher.calls
-        calls.raise_error()
+        self._scheduler.raise_error()
         leaves, tree = jax.tree.flatten(
             (tuple(args or ()), dict(kwargs or {})), is_leaf=is_claimed
         )
         task = self._get_task(fn, leaves, tree)
-        with self._needing_servers():
-            dispatcher.revive()
-            self._variables.put_changed(dispatcher.servers)
+        with self._scheduler.needing_servers():
+            self._scheduler.revive()
+            self._variables.put_changed(self._scheduler.servers)
         inputs = [leaf for leaf in leaves if is_dynamic(leaf)]
-        closure = Closure(next(self._numbers), task, inputs)
-        closure.value.waiting = calls.waiting
-        calls.add(closure)
-        return closure.value
+        return self._scheduler.add(task, inputs)
 
     def join(self) -> None:
         """Waits until every scheduled call has ended, and reads all variables.
@@ -163,23 +144,23 @@ class ClusterCoordinator:
         Raises:
             PSUnavailableError: If a parameter server was lost.
         """
-        dispatcher = self._dispatcher
-        dispatcher.calls.wait()
-        if dispatcher.calls.is_stopped:
+        scheduler = self._scheduler
+        scheduler.wait()
+        if scheduler.is_stopped:
             return
-        with self._needing_servers():
-            dispatcher.revive()
-            self._variables.put_changed(dispatcher.servers)
-            self._variables.fetch(dispatcher.servers)
+        with scheduler.needing_servers():
+            scheduler.revive()
+            self._variables.put_changed(scheduler.servers)
+            self._variables.fetch(scheduler.servers)
 
     def done(self) -> bool:
         """Returns whether every scheduled call has ended.
 
         Raises what a call has raised, once all have ended.
         """
-        if not self._dispatcher.calls.is_done():
+        if not self._scheduler.is_done():
             return False
-        self._dispatcher.calls.raise_error()
+        self._scheduler.raise_error()
         return True
 
     def fetch(self, values: PyTree) -> PyTree:
@@ -219,32 +200,20 @@ class ClusterCoordinator:
 
         def build() -> int:
             number = next(self._numbers)
-            self._dispatcher.add_dataset(number, reference)
+            self._scheduler.add_dataset(number, reference)
             return number
 
         return PerWorkerDataset(build)
 
-    @contextlib.contextmanager
-    def _needing_servers(self) -> Iterator[None]:
-        """Tells of a server that was lost while nothing ran.
-
-        Raises:
-            PSUnavailableError: If one is gone.
-        """
-        try:
-            yield
-        except import_ray().exceptions.RayActorError as error:
-            raise self._dispatcher.break_(error) from error
-
     @property
     def statistics(self) -> Statistics:
         """What was counted since `take_statistics`."""
-        return self._dispatcher.statistics
+        return self._scheduler.statistics
 
     def take_statistics(self) -> Statistics:
         """Returns what was counted since this was last called."""
-        statistics = self._dispatcher.statistics
-        self._dispatcher.statistics = Statistics()
+        statistics = self._scheduler.statistics
+        self._scheduler.statistics = Statistics()
         return statistics
 
     def leave_out(self, objects: Sequence[Any]) -> None:
@@ -254,7 +223,7 @@ class ClusterCoordinator:
 
     def shutdown(self) -> None:
         """Ends workers and parameter servers; the variables keep what they held."""
-        self._dispatcher.stop()
+        self._scheduler.stop()
         self._strategy.coordinator = None
 
     def _get_task(
@@ -275,7 +244,13 @@ class ClusterCoordinator:
             self._tasks[key] = task
             count = self._counts[code_of(fn)] = self._counts.get(code_of(fn), 0) + 1
             if count == _MANY_TASKS:
-                logger.warning(_MANY_TASKS_MESSAGE, task.name, count)
+                logger.warning(
+                    "`%s` was sent to workers %d times. Each new value of an argument "
+                    "that is not an array, and each new object that it captures, is "
+                    "another function: pass arrays, and define the function once.",
+                    task.name,
+                    count,
+                )
         return task
 
 

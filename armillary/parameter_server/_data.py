@@ -1,108 +1,20 @@
-"""Data sets of which each worker has its own.
-
-The strategy that a scheduled function finds on its worker.
-"""
+"""Data sets of which each worker has its own, and the strategy that it runs under."""
 
 import collections
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import jax
-
-from armillary._jaxpr import mark
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext
 from armillary.distribute.program._trace import StepIterator
 from armillary.distribute.replica._alone import run_in_place
 from armillary.distribute.replica._collectives import ReplicaContext
-from armillary.distribute.replica._context import entered
-from armillary.distribute.replica._differences import BY_OPS
-from armillary.distribute.replica._values import ReduceOp
 from armillary.distribute.strategies._single import SingleStrategy
-from armillary.errors import OutOfRangeError, ReplicaContextError
+from armillary.errors import OutOfRangeError
 from armillary.state._lift import State
 from armillary.typing import PyTree
-
-
-class WorkerStrategy(SingleStrategy):
-    """One replica: on its own, or of as many as there are workers."""
-
-    def __init__(self, index: int, num_workers: int, *, is_synchronous: bool) -> None:
-        super().__init__()
-        self._index, self._num_workers = index, num_workers
-        if is_synchronous:
-            self._num_replicas = num_workers
-
-    def _run(
-        self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> PyTree:
-        del state
-        # Not as a call of its own: what it does to each variable is looked at.
-        if self._num_replicas == 1:
-            context = ReplicaContext(self, None, active=1)
-            return run_in_place(self, context, fn, args, kwargs)
-        with entered(self, _WorkerContext(self, self._index)):
-            try:
-                return fn(*args, **kwargs)
-            except NameError as error:
-                if "unbound axis name" not in str(error):
-                    raise
-                raise ReplicaContextError(alone_message("a collective")) from error
-
-    @property
-    def input_context(self) -> InputContext:
-        """Which worker reads the data, of how many."""
-        return InputContext(self._num_workers, self._index, self.num_replicas_in_sync)
-
-
-SENT = {ReduceOp.SUM: BY_OPS % "sum", ReduceOp.MEAN: BY_OPS % "mean"}
-"""Names what the servers are to add up, and nothing else may use."""
-
-
-class _WorkerContext(ReplicaContext):
-    """A replica whose gradients are summed on the parameter servers."""
-
-    def __init__(self, strategy: WorkerStrategy, index: int) -> None:
-        super().__init__(strategy, None, active=strategy.num_replicas_in_sync)
-        self._index = index
-
-    @property
-    def replica_id_in_sync_group(self) -> Any:
-        return self._index
-
-    def all_reduce(
-        self, reduce_op: ReduceOp | str, value: PyTree, *, dtype: Any = None
-    ) -> PyTree:
-        """Returns gradients as the servers are to add them up."""
-        del dtype
-        op = ReduceOp.of(reduce_op)
-        if op not in SENT:
-            raise ReplicaContextError(alone_message("all_reduce"))
-        count = self.num_replicas_in_sync if op is ReduceOp.MEAN else 1
-
-        def send(leaf: Any) -> Any:
-            return mark(leaf if count == 1 else leaf / count, SENT[op])
-
-        return jax.tree.map(send, value)
-
-    def all_gather(self, *_: Any, **__: Any) -> PyTree:
-        raise ReplicaContextError(alone_message("all_gather"))
-
-    def merge_call(self, *_: Any, **__: Any) -> PyTree:
-        raise ReplicaContextError(alone_message("merge_call"))
-
-
-def alone_message(method: str) -> str:
-    """Returns the message for what needs to hear from the other workers."""
-    return (
-        f"`{method}` was called under `ParameterServerStrategy(max_staleness=0)`. Its "
-        "workers hear nothing from each other within a step: gradients, metrics and "
-        "batch statistics are summed on the parameter servers. Give what `all_reduce` "
-        "returns to the optimizer as it is (no `all_reduce_gradients` in its chain), "
-        "return other values, or add them to a metric."
-    )
-
 
 # What the function that is traced on this worker may take, by data set.
 _offered: list[dict[int, StepIterator]] = []
@@ -166,10 +78,37 @@ def offered(batches: dict[int, list[PyTree]]) -> Iterator[None]:
         _offered.pop()
 
 
+class WorkerStrategy(SingleStrategy):
+    """One replica, which knows what share of the data is its worker's."""
+
+    def __init__(self, index: int, num_workers: int) -> None:
+        super().__init__()
+        self._context = InputContext(num_workers, index, 1)
+
+    @property
+    def input_context(self) -> InputContext:
+        """Which worker reads the data, of how many."""
+        return self._context
+
+    def _run(
+        self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> PyTree:
+        del state
+        # Not as a call of its own: what it does to each variable is looked at.
+        context = ReplicaContext(self, None, active=1)
+        return run_in_place(self, context, fn, args, kwargs)
+
+
 class Batches:
     """The data set of one worker, with a look ahead."""
 
-    def __init__(self, dataset: DistributedDataset) -> None:
+    def __init__(self, dataset_fn: Any, strategy: WorkerStrategy) -> None:
+        with strategy.scope():
+            # As in TensorFlow, it may do without.
+            takes_context = bool(inspect.signature(dataset_fn).parameters)
+            dataset = dataset_fn(*[strategy.input_context] * takes_context)
+        if not isinstance(dataset, DistributedDataset):
+            dataset = strategy.distribute_dataset(dataset)
         self._name = dataset.source_name
         self._iterator = iter(dataset)
         self._held: collections.deque[Any] = collections.deque()
@@ -198,19 +137,39 @@ class Batches:
             self._held.popleft()
 
 
-Datasets = dict[int, Batches | Exception]
-"""A worker's data sets by number, or why one could not be built."""
+class Datasets:
+    """The data sets of one worker, by number."""
 
+    def __init__(self, strategy: WorkerStrategy) -> None:
+        self._strategy = strategy
+        self._found: dict[int, Batches | Exception] = {}
 
-def find_batches(datasets: Datasets, number: int) -> Batches:
-    """Returns a data set of a worker, or raises why there is none."""
-    found = datasets.get(number)
-    if found is None:
-        raise RuntimeError(
-            "A per-worker iterator was scheduled by another `ClusterCoordinator` than "
-            "the one that made it, whose workers do not have its data. Make the data "
-            "set anew, by `create_per_worker_dataset` of the one that schedules."
-        )
-    if isinstance(found, Exception):
-        raise found
-    return found
+    def make(self, number: int, find_dataset_fn: Callable[[], Any]) -> None:
+        """Builds a data set; what is wrong is told when it is used."""
+        try:
+            self._found[number] = Batches(find_dataset_fn(), self._strategy)
+        except Exception as error:
+            self._found[number] = error
+
+    def __getitem__(self, number: int) -> Batches:
+        found = self._found.get(number)
+        if found is None:
+            raise RuntimeError(
+                "A per-worker iterator was scheduled by another `ClusterCoordinator` "
+                "than the one that made it. Make the data set anew, by "
+                "`create_per_worker_dataset` of the one that schedules."
+            )
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def peek(self, counts: dict[int, int]) -> dict[int, list[PyTree]]:
+        """Returns the next batches, as many as are asked for of each data set."""
+        return {number: self[number].peek(count) for number, count in counts.items()}
+
+    def take(self, counts: dict[int, int]) -> dict[int, list[PyTree]]:
+        """Returns the next batches, and goes on behind them."""
+        batches = self.peek(counts)
+        for number, count in counts.items():
+            self[number].drop(count)
+        return batches

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import ipaddress
 import os
+import secrets
 import socket
 import tempfile
 import time
@@ -126,6 +127,38 @@ def check_cluster(resolver: ClusterResolver) -> dict[str, list[str]]:
             f"`cluster_resolver` describes a cluster that cannot train. {error}"
         ) from error
     return spec
+
+
+def start_ray(resolver: ClusterResolver | None) -> None:
+    """Joins or starts the Ray cluster of a program.
+
+    A program that has called `ray.init` keeps its cluster, and `RAY_ADDRESS` names one
+    to join. With a resolver, the chief starts one for all its tasks. Otherwise one
+    starts on loopback, without a dashboard, that lives as long as this program.
+    """
+    # Before Ray is imported, which reads both.
+    address = os.environ.get("RAY_ADDRESS")
+    if resolver is None and not address and "RAY_AUTH_MODE" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    ray = import_ray()
+    if ray.is_initialized():
+        return
+    if resolver is not None:
+        start_head(check_cluster(resolver)["chief"][0])
+    elif address:
+        ray.init(address=address)
+    else:
+        use_one_machine(is_local=True)
+        with quiet_forks():
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                logging_level="ERROR",
+                object_store_memory=2**31,
+                _node_ip_address="127.0.0.1",
+            )
+        atexit.register(ray.shutdown)
+        logger.info("ray | started on this machine, for as long as the program runs.")
 
 
 def start_head(address: str) -> None:

@@ -1,24 +1,101 @@
-"""A parameter server: holds variables, and applies what workers send, as it arrives."""
+"""A parameter server: holds variables, and applies what workers send, as it arrives.
+
+Also how arrays travel between processes: as NumPy's, and random keys as their words.
+"""
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from armillary._optional import import_ray
-from armillary.parameter_server._array_types import ArrayType, to_host
-from armillary.parameter_server._program import Addition, UpdateSpec
-from armillary.parameter_server._shipping import load_transformation
-from armillary.parameter_server._split_update import make_local_update
 
 Part = tuple[int, int]
 """A variable and the number of one of its parts, from 0."""
 
 # Larger answers go through the object store, where all readers share them.
 _INLINE_BYTES = 100_000
+
+
+class ArrayType(NamedTuple):
+    """Shape and dtype of an array.
+
+    Attributes:
+        shape: The shape, without the words of random keys.
+        dtype: The dtype; of random keys, that of their words.
+        impl: Name of the random generator, of random keys.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    impl: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the array."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+    def zeros(self) -> jax.Array:
+        """Returns an array of the type."""
+        if self.impl is None:
+            return jnp.zeros(self.shape, self.dtype)
+        word = jax.random.key_data(jax.random.key(0, impl=self.impl))
+        words = jnp.zeros((*self.shape, *word.shape), self.dtype)
+        return jax.random.wrap_key_data(words, impl=self.impl)
+
+    def from_host(self, array: Any) -> jax.Array:
+        """Returns what `to_host` was given."""
+        if self.impl is None:
+            return jnp.asarray(array)
+        return jax.random.wrap_key_data(jnp.asarray(array), impl=self.impl)
+
+
+def type_of(array: jax.Array) -> ArrayType:
+    """Returns the type of an array."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        dtype = jax.random.key_data(array).dtype
+        return ArrayType(array.shape, np.dtype(dtype), str(jax.random.key_impl(array)))
+    return ArrayType(array.shape, np.dtype(array.dtype))
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """Returns an array that can be sent."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return np.asarray(array)
+
+
+class Place(NamedTuple):
+    """Where one part of a variable lives.
+
+    Attributes:
+        server: The number of the parameter server.
+        part: The variable and the part's number.
+        rows: Its rows; `None` for a whole variable.
+    """
+
+    server: int
+    part: Part
+    rows: tuple[int, int] | None = None
+
+    def cut(self, array: np.ndarray) -> np.ndarray:
+        """Returns this part of an array that is as large as the variable."""
+        return array if self.rows is None else array[slice(*self.rows)]
+
+
+def places_to_read(places: Sequence[Place]) -> Sequence[Place]:
+    """Returns the places that together hold a variable once."""
+    return places[:1] if places[0].rows is None else places
+
+
+def join(places: Sequence[Place], found: Mapping[Part, np.ndarray]) -> np.ndarray:
+    """Returns a variable, from its parts."""
+    rows = [found[place.part] for place in places_to_read(places)]
+    return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
 class Push(NamedTuple):
@@ -29,36 +106,15 @@ class Push(NamedTuple):
         oldest: The smallest number of a call that has not ended; what was applied for
             older ones may be forgotten.
         version: The server's version that the call has read.
-        round: The calls that are applied together as one, by `commit`; `None` if each
-            is applied as it arrives.
-        updates: For each update, its key and the gradients by part.
-        additions: What is added, by part, and how.
+        updates: For the key of each optimizer, gradients by part.
+        additions: What is added, by part.
     """
 
     call: int
     oldest: int
     version: int
-    round: int | None
-    updates: Sequence[tuple[Any, dict[Part, np.ndarray]]]
-    additions: dict[Part, tuple[Addition, np.ndarray]]
-
-
-class LocalUpdate(NamedTuple):
-    """What a server needs to know of an optimizer.
-
-    Attributes:
-        transformation: The pickled optimizer.
-        spec: How it is called, by variable.
-        owners: `SplitUpdate.owners`, by variable.
-        types: Shape and dtype of each variable.
-        parts: The parts of variables that are here: variable, number, rows or -1.
-    """
-
-    transformation: bytes
-    spec: UpdateSpec
-    owners: dict[int, int | None]
-    types: dict[int, ArrayType]
-    parts: tuple[tuple[int, int, int], ...]
+    updates: Mapping[Any, dict[Part, np.ndarray]]
+    additions: Mapping[Part, np.ndarray]
 
 
 class ParameterServer:
@@ -67,9 +123,9 @@ class ParameterServer:
     def __init__(self) -> None:
         self._values: dict[Part, jax.Array] = {}
         self._types: dict[int, ArrayType] = {}
+        # By key: an optimizer's compiled update, and the parts that it needs.
         self._updates: dict[Any, Any] = {}
         self._applied: OrderedDict[int, int] = OrderedDict()
-        self._round: dict[int, Push] = {}
         self._version = 0
         self._snapshots: dict[tuple[Part, ...], tuple[int, Any]] = {}
 
@@ -85,23 +141,11 @@ class ParameterServer:
             self._values[part] = self._types[part[0]].from_host(np.array(value))
         self._snapshots.clear()
 
-    def define(self, key: Any, update: LocalUpdate) -> None:
-        """Hears of an optimizer, before the first gradients for it."""
+    def define(self, key: Any, update: Any) -> None:
+        """Takes an optimizer (`LocalUpdate`), before the first gradients for it."""
         if key not in self._updates:
-            run = make_local_update(
-                load_transformation(update.transformation),
-                update.spec,
-                update.owners,
-                update.types,
-                update.parts,
-            )
-            parts = [
-                part
-                for part in self._values
-                if part[0] in update.owners
-                or part[0] in jax.tree.leaves(update.spec.params)
-            ]
-            self._updates[key] = jax.jit(run, donate_argnums=1), parts
+            parts = [part for part in self._values if part[0] in update.types]
+            self._updates[key] = jax.jit(update.make(), donate_argnums=1), parts
 
     def read(self, parts: tuple[Part, ...]) -> tuple[int, Any]:
         """Returns the version, and the values of some parts or a reference to them."""
@@ -120,11 +164,15 @@ class ParameterServer:
         """Applies what a call sends; returns how many versions came since it read."""
         if push.call in self._applied:
             return self._applied[push.call]
-        if push.round is not None:
-            self._round[push.call] = push
-            return 0
         staleness = self._version - push.version
-        self._apply(push.updates, {p: [v] for p, v in push.additions.items()}, 1)
+        for key, gradients in push.updates.items():
+            update, parts = self._updates[key]
+            held = {part: self._values[part] for part in parts}
+            self._values.update(update(gradients, held))
+        for part, change in push.additions.items():
+            old = self._values[part]
+            self._values[part] = (old + change).astype(old.dtype)
+        self._version += 1
         while self._applied and next(iter(self._applied)) < push.oldest:
             self._applied.popitem(last=False)
         self._applied[push.call] = staleness
@@ -133,53 +181,6 @@ class ParameterServer:
     def push_and_read(self, push: Push, parts: tuple[Part, ...]) -> tuple[Any, ...]:
         """Applies what a call sends, and reads for the next; `push`, then `read`."""
         return self.push(push), *self.read(parts)
-
-    def commit(self, calls: Sequence[int]) -> list[int]:
-        """Applies calls that ran together as one update."""
-        pushes = [self._round[call] for call in calls if call in self._round]
-        self._round.clear()
-        if not pushes:
-            return []
-        sums: dict[Any, dict[Part, Any]] = {}
-        additions: dict[Part, list[Any]] = {}
-        for push in pushes:
-            for key, gradients in push.updates:
-                known = sums.setdefault(key, {})
-                for part, gradient in gradients.items():
-                    known[part] = known[part] + gradient if part in known else gradient
-            for part, addition in push.additions.items():
-                additions.setdefault(part, []).append(addition)
-        different = {
-            part[0]
-            for part, ((how, first), *others) in additions.items()
-            if how is Addition.EQUAL
-            and not all(np.array_equal(first, other) for _, other in others)
-        }
-        if different:
-            return sorted(different)
-        self._apply(list(sums.items()), additions, len(pushes))
-        return []
-
-    def _apply(
-        self,
-        updates: Sequence[tuple[Any, dict[Part, Any]]],
-        additions: dict[Part, list[tuple[Addition, Any]]],
-        count: int,
-    ) -> None:
-        for key, gradients in updates:
-            if gradients:
-                run, parts = self._updates[key]
-                self._values.update(run(gradients, {p: self._values[p] for p in parts}))
-        for part, all_ in additions.items():
-            how = all_[0][0]
-            is_sum = how in {Addition.SUM, Addition.MEAN}
-            values = [value for _, value in all_[: None if is_sum else 1]]
-            change = sum(values[1:], start=values[0])
-            if how is Addition.MEAN:
-                change = change / count
-            old = self._values[part]
-            self._values[part] = (old + change).astype(old.dtype)
-        self._version += 1
 
 
 class _Reference(NamedTuple):

@@ -1,14 +1,12 @@
-"""Scheduled functions on their way to workers.
+"""Scheduled functions on their way to workers, and optimizers to parameter servers.
 
 A function is pickled with all that it reaches, but three kinds of things are named and
 not sent: the arrays of variables, which workers read from parameter servers;
 optimizers, which run there; and the strategy, of which each worker has its own.
 
-Keras models and optimizers on their way to workers and parameter servers.
-
 Keras pickles a model by saving it, without what makes variables the same in two places.
-Here its objects are sent as any Python object is. An optimizer is one more Optax
-transformation: its own update runs where the variables live.
+Here its objects are sent as any Python object is. Its optimizers are transformations of
+Optax, whose update is their own, where the variables live.
 """
 
 import io
@@ -19,33 +17,91 @@ from typing import Any
 import optax
 
 from armillary._optional import import_ray
-from armillary.parameter_server import _shipping
-from armillary.parameter_server._program import make_stand_in
+from armillary.parameter_server._optimizers import make_stand_in
 from armillary.state import _keras
 
 # Compiled functions and what `fit` keeps between steps; workers make their own.
 _LOCAL = frozenset(
-    {
-        "_eval_epoch_iterator",
-        "_jax_state",
-        "history",
-        "predict_function",
-        "test_function",
-        "train_function",
-    }
+    """
+    _eval_epoch_iterator _jax_state history predict_function test_function
+    train_function
+    """.split()  # noqa: SIM905
 )
-# Tables of an optimizer by the identity of a variable.
-_INDICES = "_trainable_variables_indices"
-_DECAYED = "_exclude_from_weight_decay_cache"
 
 
-def is_optimizer(obj: Any) -> bool:
-    """Returns whether `obj` is an optimizer of Keras."""
-    keras = _keras.keras_module()
-    return keras is not None and isinstance(obj, keras.Optimizer)
+def ship(
+    task: Any, arrays: Sequence[Any], named: dict[int, str]
+) -> tuple[bytes, list[bytes]]:
+    """Returns a pickled task, and the optimizers that it reaches."""
+    cloudpickle = import_ray().cloudpickle
+    places = {id(array): ("array", i) for i, array in enumerate(arrays)}
+    places |= {key: ("named", name) for key, name in named.items()}
+    # By identity: optimizers, held so that they stay what they are, and their updates.
+    optimizers: dict[int, tuple[Any, Any]] = {}
+
+    def number(optimizer: Any, make: Callable[[Any], Any]) -> int:
+        if id(optimizer) not in optimizers:
+            optimizers[id(optimizer)] = optimizer, make(optimizer)
+        return [*optimizers].index(id(optimizer))
+
+    class Pickler(cloudpickle.CloudPickler):
+        def persistent_id(self, obj: Any) -> Any:
+            return places.get(id(obj))
+
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, optax.GradientTransformation):
+                return make_stand_in, (number(obj, lambda own: own),)
+            reduced = _reduce_keras(obj)
+            if reduced is NotImplemented:
+                return super().reducer_override(obj)
+            if isinstance(obj, _keras.keras_module().Optimizer) and obj.built:
+                index = number(obj, _as_transformation)
+                return make_optimizer, (type(obj), index), *reduced[2:]
+            return reduced
+
+    buffer = io.BytesIO()
+    try:
+        Pickler(buffer, protocol=5).dump(task)
+    except (TypeError, pickle.PicklingError, AttributeError) as error:
+        raise TypeError(
+            "A scheduled function cannot be sent to workers, since something that it "
+            f"reaches cannot be pickled ({error}). Hold files, locks, threads, devices "
+            "and their like elsewhere, or make them inside the function."
+        ) from error
+    made = [_dump_transformation(each, cloudpickle) for _, each in optimizers.values()]
+    return buffer.getvalue(), made
 
 
-def reduce_keras(obj: Any) -> Any:
+def unship(payload: bytes, arrays: Sequence[Any], find: Callable[[str], Any]) -> Any:
+    """Returns a task on a worker."""
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: Any) -> Any:
+            kind, value = pid
+            return arrays[value] if kind == "array" else find(value)
+
+    return Unpickler(io.BytesIO(payload)).load()
+
+
+def _dump_transformation(transformation: Any, cloudpickle: Any) -> bytes:
+    """Returns an optimizer for parameter servers, without the values of variables."""
+
+    class Pickler(cloudpickle.CloudPickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if _keras.is_variable(obj):
+                held = {**vars(obj), "_value": None}
+                return _make_blank, (type(obj),), held, None, None, _fill
+            reduced = _reduce_keras(obj)
+            if reduced is not NotImplemented:
+                return reduced
+            return super().reducer_override(obj)
+
+    buffer = io.BytesIO()
+    Pickler(buffer, protocol=5).dump(tuple(transformation))
+    return buffer.getvalue()
+
+
+def _reduce_keras(obj: Any) -> Any:
     """Returns how to pickle an object of Keras, or `NotImplemented` for any other."""
     if _keras.keras_module() is None:
         return NotImplemented
@@ -65,136 +121,6 @@ def reduce_keras(obj: Any) -> Any:
     return NotImplemented
 
 
-def as_transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns the update of an optimizer as Optax has it.
-
-    Its state and parameters are lists, in the order of `optimizer.variables` and of the
-    variables that it was built for.
-    """
-    update = KerasUpdate(optimizer)
-    return optax.GradientTransformationExtraArgs(update.init, update)
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    """Raises if an optimizer cannot run on parameter servers."""
-    name, rate = type(optimizer).__name__, vars(optimizer).get("_learning_rate")
-    if hasattr(optimizer, "inner_optimizer"):
-        raise ValueError(
-            f"The optimizer is a `{name}`, which looks at all gradients before any "
-            "variable changes, but these live on several parameter servers. Use the "
-            'optimizer inside it: with `mixed_bfloat16` in place of `"mixed_float16"`, '
-            "losses need no scale."
-        )
-    if optimizer.global_clipnorm is not None:
-        raise ValueError(
-            f"`global_clipnorm` of the optimizer is {optimizer.global_clipnorm}, but "
-            "the gradients that it is a norm of go to several parameter servers. Use "
-            "`clipnorm`, which is of each variable alone."
-        )
-    if callable(rate) and not _keras.is_variable(rate):
-        keras: Any = _keras.keras_module()
-        if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
-            raise ValueError(
-                f"The learning rate of the optimizer is {rate!r}, a function of this "
-                "process, but the optimizer runs on parameter servers. Use a number, "
-                "or a schedule of `keras.optimizers.schedules`."
-            )
-
-
-class KerasUpdate:
-    """The update of a Keras optimizer."""
-
-    def __init__(self, optimizer: Any) -> None:
-        _check_optimizer(optimizer)
-        self.optimizer = optimizer
-        # By number: identities are others in another process.
-        before = set(vars(optimizer))
-        variables = optimizer._trainable_variables
-        self._decayed = [optimizer._use_weight_decay(v) for v in variables]
-        # It has made tables, by which a task that reaches it would count as changed.
-        for name in set(vars(optimizer)) - before:
-            del vars(optimizer)[name]
-
-    def init(self, params: Any) -> Any:
-        """Is not called: Keras has made the state."""
-        raise NotImplementedError
-
-    def __call__(
-        self, updates: Any, state: Any, params: Any = None
-    ) -> tuple[list[Any], list[Any]]:
-        """Returns what to add to the parameters, and the new state."""
-        optimizer = self.optimizer
-        variables = optimizer._trainable_variables
-        everything = [*variables, *optimizer.variables]
-        for variable, array in zip(everything, [*params, *state], strict=True):
-            variable._shape = array.shape  # A server may have a part of it.
-        keys = [optimizer._var_key(variable) for variable in variables]
-        setattr(optimizer, _INDICES, dict(zip(keys, range(len(keys)), strict=True)))
-        setattr(optimizer, _DECAYED, dict(zip(keys, self._decayed, strict=True)))
-        new, own = optimizer.stateless_apply(list(state), list(updates), list(params))
-        return [after - before for after, before in zip(new, params, strict=True)], own
-
-
-def dump_transformation(transformation: Any, cloudpickle: Any) -> bytes:
-    """Returns an optimizer for parameter servers, without the values of variables."""
-
-    class Pickler(cloudpickle.CloudPickler):
-        def reducer_override(self, obj: Any) -> Any:
-            if _keras.is_variable(obj):
-                held = {**vars(obj), "_value": None}
-                return _make_blank, (type(obj),), held, None, None, _fill
-            reduced = reduce_keras(obj)
-            if reduced is not NotImplemented:
-                return reduced
-            return super().reducer_override(obj)
-
-    buffer = io.BytesIO()
-    Pickler(buffer, protocol=5).dump(tuple(transformation))
-    return buffer.getvalue()
-
-
-def make_optimizer(kind: type, index: int) -> Any:
-    """Returns what stands for an optimizer on a worker, without its attributes."""
-    transformation = make_stand_in(index)
-
-    def check(self: Any, grads: Any, variables: Any) -> None:
-        own = self._trainable_variables
-        if list(map(id, variables)) != list(map(id, own)) or len(grads) != len(own):
-            raise ValueError(
-                f"The optimizer {self.name!r} was given {len(variables)} variables in "
-                f"a scheduled function, and was built for {len(own)}. Pass all of "
-                "them, in the order in which it was built."
-            )
-        missing = [v.path for v, g in zip(own, grads, strict=True) if g is None]
-        if missing:
-            raise ValueError(
-                f"The optimizer {self.name!r} was given no gradient for "
-                f"{', '.join(missing)} in a scheduled function. Build it for the "
-                "variables that the loss depends on."
-            )
-
-    def stateless_apply(
-        self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
-    ) -> tuple[list[Any], list[Any]]:
-        check(self, grads, self._trainable_variables)
-        state, values = list(optimizer_variables), list(trainable_variables)
-        updates: Any
-        updates, _ = transformation.update(list(grads), state, values)
-        return [a + b for a, b in zip(values, updates, strict=True)], state
-
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        variables = list(trainable_variables or self._trainable_variables)
-        check(self, grads, variables)
-        state = [variable.value for variable in self.variables]
-        values = [variable.value for variable in variables]
-        new, _ = stateless_apply(self, state, grads, values)
-        for variable, value in zip(variables, new, strict=True):
-            variable.assign(value)
-
-    methods = {"apply": apply, "stateless_apply": stateless_apply}
-    return _make_blank(type(kind.__name__, (kind,), methods))
-
-
 def _make_blank(kind: type) -> Any:
     base: Any = next((b for b in (list, dict, set) if issubclass(kind, b)), object)
     return base.__new__(kind)
@@ -211,66 +137,121 @@ def _refill(container: Any, held: tuple[dict[str, Any], Any]) -> None:
     vars(container).update(attributes)
 
 
-def ship(
-    task: Any, arrays: Sequence[Any], named: dict[int, str]
-) -> tuple[bytes, list[bytes]]:
-    """Returns a pickled task, and the optimizers that it reaches."""
-    cloudpickle = import_ray().cloudpickle
-    places = {id(array): ("array", i) for i, array in enumerate(arrays)}
-    places |= {key: ("named", name) for key, name in named.items()}
-    # Keras' optimizers beside what stands for their updates.
-    optimizers: list[Any] = []
-    transformations: list[Any] = []
+def _as_transformation(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    """Returns the update of an optimizer of Keras as Optax has it.
 
-    def number(optimizer: Any, make: Callable[[Any], Any]) -> int:
-        index = next((i for i, o in enumerate(optimizers) if o is optimizer), None)
-        if index is None:
-            index = len(optimizers)
-            optimizers.append(optimizer)
-            transformations.append(make(optimizer))
-        return index
-
-    class Pickler(cloudpickle.CloudPickler):
-        def persistent_id(self, obj: Any) -> Any:
-            return places.get(id(obj))
-
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, optax.GradientTransformation):
-                return make_stand_in, (number(obj, lambda own: own),)
-            reduced = _shipping.reduce_keras(obj)
-            if reduced is NotImplemented:
-                return super().reducer_override(obj)
-            if _shipping.is_optimizer(obj) and obj.built:
-                index = number(obj, _shipping.as_transformation)
-                make = _shipping.make_optimizer
-                return make, (type(obj), index), *reduced[2:]
-            return reduced
-
-    buffer = io.BytesIO()
-    try:
-        Pickler(buffer, protocol=5).dump(task)
-    except (TypeError, pickle.PicklingError, AttributeError) as error:
-        raise TypeError(
-            "A scheduled function cannot be sent to workers, since something that it "
-            f"reaches cannot be pickled ({error}). Hold files, locks, threads, devices "
-            "and their like elsewhere, or make them inside the function."
-        ) from error
-    dump = _shipping.dump_transformation
-    return buffer.getvalue(), [dump(t, cloudpickle) for t in transformations]
+    Its state and parameters are lists, in the order of `optimizer.variables` and of the
+    variables that it was built for.
+    """
+    update = _KerasUpdate(optimizer)
+    return optax.GradientTransformationExtraArgs(update.init, update)
 
 
-def unship(payload: bytes, arrays: Sequence[Any], find: Callable[[str], Any]) -> Any:
-    """Returns a task on a worker."""
+class _KerasUpdate:
+    """The update of a Keras optimizer."""
 
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, pid: Any) -> Any:
-            kind, value = pid
-            return arrays[value] if kind == "array" else find(value)
+    def __init__(self, optimizer: Any) -> None:
+        _check_optimizer(optimizer)
+        self.optimizer = optimizer
+        # By number: identities are others in another process.
+        before = set(vars(optimizer))
+        variables = optimizer._trainable_variables
+        self._decayed = [optimizer._use_weight_decay(v) for v in variables]
+        # It has made tables, by which a task that reaches it would count as changed.
+        for name in set(vars(optimizer)) - before:
+            del vars(optimizer)[name]
 
-    return Unpickler(io.BytesIO(payload)).load()
+    def init(self, params: Any) -> Any:
+        raise NotImplementedError  # Keras has made the state.
+
+    def __call__(
+        self, updates: Any, state: Any, params: Any = None
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns what to add to the parameters, and the new state."""
+        optimizer = self.optimizer
+        variables = optimizer._trainable_variables
+        everything = [*variables, *optimizer.variables]
+        for variable, array in zip(everything, [*params, *state], strict=True):
+            variable._shape = array.shape  # A server may have a part of it.
+        keys = [optimizer._var_key(variable) for variable in variables]
+        numbers = dict(zip(keys, range(len(keys)), strict=True))
+        decayed = dict(zip(keys, self._decayed, strict=True))
+        # Its tables by the identity of a variable.
+        optimizer._trainable_variables_indices = numbers
+        optimizer._exclude_from_weight_decay_cache = decayed
+        new, own = optimizer.stateless_apply(list(state), list(updates), list(params))
+        return [after - before for after, before in zip(new, params, strict=True)], own
 
 
-def load_transformation(dumped: bytes) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer, on the coordinator or a parameter server."""
-    init, update = import_ray().cloudpickle.loads(dumped)
-    return optax.with_extra_args_support(optax.GradientTransformation(init, update))
+def _check_optimizer(optimizer: Any) -> None:
+    """Raises if an optimizer of Keras cannot run on parameter servers."""
+    name, rate = type(optimizer).__name__, vars(optimizer).get("_learning_rate")
+    keras: Any = _keras.keras_module()
+    schedule = keras.optimizers.schedules.LearningRateSchedule
+    if hasattr(optimizer, "inner_optimizer"):
+        problem = (
+            f"The optimizer is a `{name}`, which looks at all gradients before any "
+            "variable changes. Use the optimizer inside it: with `mixed_bfloat16` in "
+            'place of `"mixed_float16"`, losses need no scale.'
+        )
+    elif optimizer.global_clipnorm is not None:
+        problem = (
+            f"`global_clipnorm` of the optimizer is {optimizer.global_clipnorm}, but "
+            "its gradients go to several parameter servers. Use `clipnorm`, which is "
+            "of each variable alone."
+        )
+    elif (
+        callable(rate)
+        and not _keras.is_variable(rate)
+        and not isinstance(rate, schedule)
+    ):
+        problem = (
+            f"The learning rate of the optimizer is {rate!r}, a function of this "
+            "process. Use a number, or a schedule of `keras.optimizers.schedules`."
+        )
+    else:
+        return
+    raise ValueError(problem)
+
+
+def make_optimizer(kind: type, index: int) -> Any:
+    """Returns what stands for an optimizer of Keras on a worker, without attributes."""
+    transformation = make_stand_in(index)
+
+    def stateless_apply(
+        self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> tuple[list[Any], list[Any]]:
+        _check_given(self, grads, self._trainable_variables)
+        state, values = list(optimizer_variables), list(trainable_variables)
+        updates: Any
+        updates, _ = transformation.update(list(grads), state, values)
+        return [a + b for a, b in zip(values, updates, strict=True)], state
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        variables = list(trainable_variables or self._trainable_variables)
+        _check_given(self, grads, variables)
+        state = [variable.value for variable in self.variables]
+        values = [variable.value for variable in variables]
+        new, _ = stateless_apply(self, state, grads, values)
+        for variable, value in zip(variables, new, strict=True):
+            variable.assign(value)
+
+    methods = {"apply": apply, "stateless_apply": stateless_apply}
+    return _make_blank(type(kind.__name__, (kind,), methods))
+
+
+def _check_given(optimizer: Any, gradients: Any, variables: Any) -> None:
+    own = optimizer._trainable_variables
+    if list(map(id, variables)) != list(map(id, own)) or len(gradients) != len(own):
+        raise ValueError(
+            f"The optimizer {optimizer.name!r} was given {len(variables)} variables in "
+            f"a scheduled function, and was built for {len(own)}. Pass all of them, in "
+            "the order in which it was built."
+        )
+    missing = [v.path for v, g in zip(own, gradients, strict=True) if g is None]
+    if missing:
+        raise ValueError(
+            f"The optimizer {optimizer.name!r} was given no gradient for "
+            f"{', '.join(missing)} in a scheduled function. Build it for the variables "
+            "that the loss depends on."
+        )

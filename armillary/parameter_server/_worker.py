@@ -1,12 +1,11 @@
 """A worker: runs scheduled functions, between reading variables and sending changes."""
 
-import inspect
+import collections
 import os
 import pickle
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -14,19 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from armillary._optional import import_ray
-from armillary.data._dataset import DistributedDataset
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import MoreBatches
-from armillary.parameter_server._array_types import ArrayType, to_host
-from armillary.parameter_server._data import (
-    Batches,
-    Datasets,
-    WorkerStrategy,
-    find_batches,
-    offered,
-)
+from armillary.parameter_server._data import Datasets, WorkerStrategy, offered
 from armillary.parameter_server._program import TaskProgram, TaskSpec
-from armillary.parameter_server._server import Part, Push, fetch
+from armillary.parameter_server._server import (
+    ArrayType,
+    Part,
+    Place,
+    Push,
+    fetch,
+    join,
+    places_to_read,
+    to_host,
+)
 from armillary.parameter_server._shipping import unship
 from armillary.state._holders import is_claimed
 from armillary.state._lift import State
@@ -45,27 +45,19 @@ class ShippedTask(NamedTuple):
     types: tuple[ArrayType, ...]
 
 
-@dataclass(frozen=True)
 class Dynamic:
-    """Stands for an argument that each call has of its own: an array.
-
-    Attributes:
-        number: Which of them.
-    """
-
-    number: int
+    """Stands for an argument that each call has of its own: an array."""
 
 
 class PlacedTask(NamedTuple):
     """Where the variables of a scheduled function live.
 
     Attributes:
-        parts: For each array of its state that calls read or change: the server, the
-            part, and the rows (or `None`) of each part, in order.
+        places: The places of each array of its state that calls read or change.
         updates: For each update, its key.
     """
 
-    parts: dict[int, tuple[tuple[int, Part, tuple[int, int] | None], ...]]
+    places: dict[int, tuple[Place, ...]]
     updates: tuple[Any, ...]
 
 
@@ -87,6 +79,12 @@ class NotKnown(NamedTuple):
     """A worker was asked that was started anew since the coordinator greeted it."""
 
 
+class _ServerLostError(Exception):
+    def __init__(self, server: int, error: BaseException) -> None:
+        super().__init__(f"parameter server {server} is gone: {error}")
+        self.server = server
+
+
 Ahead = dict[int, tuple[tuple[Part, ...], tuple[int, Any]]]
 """What was read before its call began: by server, the parts and the answer."""
 
@@ -94,39 +92,25 @@ Ahead = dict[int, tuple[tuple[Part, ...], tuple[int, Any]]]
 class Worker:
     """The actor."""
 
-    def __init__(self, index: int, num_workers: int, is_synchronous: bool) -> None:
-        self._strategy = WorkerStrategy(
-            index, num_workers, is_synchronous=is_synchronous
-        )
-        self._is_synchronous = is_synchronous
+    def __init__(self, index: int, num_workers: int) -> None:
+        self._strategy = WorkerStrategy(index, num_workers)
+        self._datasets = Datasets(self._strategy)
         self._servers: list[Any] = []
         self._tasks: dict[int, _Task] = {}
-        self._datasets: Datasets = {}
 
     def greet(self) -> tuple[int, str]:
         """Returns the process number and the address of the machine."""
         return os.getpid(), import_ray().util.get_node_ip_address()
 
     def connect(self, servers: list[Any]) -> None:
-        """Hears of the parameter servers, which forgets what was placed before."""
+        """Takes the parameter servers, which forgets what was placed before."""
         self._servers = servers
         for task in self._tasks.values():
             task.placed = None
 
     def make_dataset(self, number: int, payload: bytes) -> None:
-        """Builds this worker's data set; what is wrong is told when it is used."""
-        try:
-            dataset_fn = unship(payload, (), self._find)
-            with self._strategy.scope():
-                # As in TensorFlow, it may do without.
-                needs_context = bool(inspect.signature(dataset_fn).parameters)
-                args = (self._strategy.input_context,) if needs_context else ()
-                dataset = dataset_fn(*args)
-            if not isinstance(dataset, DistributedDataset):
-                dataset = self._strategy.distribute_dataset(dataset)
-            self._datasets[number] = Batches(dataset)
-        except Exception as error:
-            self._datasets[number] = error
+        """Builds this worker's data set."""
+        self._datasets.make(number, lambda: unship(payload, (), self._find))
 
     def prepare(
         self, pid: int, number: int, shipped: ShippedTask, *arrays: Any
@@ -136,13 +120,15 @@ class Worker:
             return NotKnown()
         try:
             if number not in self._tasks:
-                self._tasks[number] = _Task(shipped, self._find, self._strategy)
-            return self._tasks[number].trace(arrays, self._datasets).spec
+                held = [type_.zeros() for type_ in shipped.types]
+                call = unship(shipped.payload, held, self._find)
+                self._tasks[number] = _Task(call, shipped.types, self._strategy)
+            return self._tasks[number].trace(arrays, self._datasets)[0].spec
         except Exception as error:
             return _failed(error)
 
     def place(self, number: int, placed: PlacedTask) -> None:
-        """Hears where the variables of a function live."""
+        """Takes where the variables of a function live."""
         self._tasks[number].placed = placed
 
     def run(
@@ -156,14 +142,19 @@ class Worker:
         results: list[Any] = [None] * len(calls)
         ahead: Ahead = {}
         for i, call in enumerate(calls):
-            own = arrays[i * size : (i + 1) * size]
+            start, own = time.perf_counter(), arrays[i * size : (i + 1) * size]
             is_last = i + 1 == len(calls)
-            status, results[i], ahead = self._run(
-                number, call, oldest, own, ahead, is_last
-            )
-            ended.append(status)
-            if isinstance(status, Failed):
+            try:
+                staleness, results[i], ahead = self._run(
+                    number, call, oldest, own, ahead, is_last
+                )
+            except _ServerLostError as error:
+                ended.append(Failed(RuntimeError(str(error)), error.server))
                 break
+            except Exception as error:
+                ended.append(_failed(error))
+                break
+            ended.append(Done(staleness, time.perf_counter() - start))
         return [ended, *results]
 
     def _run(
@@ -174,76 +165,62 @@ class Worker:
         arrays: Sequence[Any],
         ahead: Ahead,
         is_last: bool,
-    ) -> tuple[Done | Failed, Any, Ahead]:
-        """Runs one call; returns how it ended, its result, and what it read ahead.
+    ) -> tuple[int, Any, Ahead]:
+        """Runs one call; returns its staleness, its result, and what it read ahead.
 
         Unless it is the last one, servers answer to what it sends with what the next
         call is to read: a message less for each of them.
         """
-        start = time.perf_counter()
-        try:
-            task = self._tasks[number]
-            program = task.trace(arrays, self._datasets)
-            reads = task.reads(program)
-            known = {
-                s: held for s, (parts, held) in ahead.items() if parts == reads.get(s)
-            }
-            asked = [
-                (server, self._servers[server].read.remote(parts))
-                for server, parts in reads.items()
-                if server not in known
-            ]
-            batches = task.take(arrays, self._datasets)
-            answers = [*known.items(), *self._wait(asked)]
-            values, versions = task.join(program, reads, answers)
-            result, gradients, additions = program(values, (batches, arrays), call)
-            result = jax.tree.map(_to_host, result)
-            asked = []
-            for server, (updates, added) in task.divide(
-                program, gradients, additions
-            ).items():
-                actor, version = self._servers[server], versions.get(server, 0)
-                in_round = call if self._is_synchronous else None
-                push = Push(call, oldest, version, in_round, updates, added)
-                reference = (
-                    actor.push.remote(push)
-                    if is_last
-                    else actor.push_and_read.remote(push, reads[server])
-                )
-                asked.append((server, reference))
-            staleness, ahead = 0, {}
-            for server, answer in self._wait(asked):
-                if not is_last:
-                    answer, *read = answer
-                    ahead[server] = reads[server], tuple(read)
-                staleness = max(staleness, answer)
-        except _ServerLostError as error:
-            return Failed(RuntimeError(str(error)), error.server), None, {}
-        except Exception as error:
-            return _failed(error), None, {}
-        return Done(staleness, time.perf_counter() - start), result, ahead
+        task = self._tasks[number]
+        program, counts = task.trace(arrays, self._datasets)
+        reads = task.reads(program.spec)
+        known = {s: held for s, (parts, held) in ahead.items() if parts == reads.get(s)}
+        asked = {
+            server: self._servers[server].read.remote(parts)
+            for server, parts in reads.items()
+            if server not in known
+        }
+        batches = self._datasets.take(counts)
+        answers = known | self._wait(asked)
+        values = task.join(program.spec, reads, answers)
+        result, gradients, additions = program(values, (batches, arrays), call)
+        result = jax.tree.map(_to_host, result)
+        asked = {}
+        for server, (updates, added) in task.divide(
+            program.spec, gradients, additions
+        ).items():
+            push = Push(call, oldest, answers[server][0], updates, added)
+            actor = self._servers[server]
+            if is_last:
+                asked[server] = actor.push.remote(push)
+            else:
+                asked[server] = actor.push_and_read.remote(push, reads[server])
+        staleness, ahead = 0, {}
+        for server, answer in self._wait(asked).items():
+            if not is_last:
+                answer, *read = answer
+                ahead[server] = reads[server], tuple(read)
+            staleness = max(staleness, answer)
+        return staleness, result, ahead
 
-    def _wait(self, asked: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    def _wait(self, asked: dict[int, Any]) -> dict[int, Any]:
         """Returns what servers answered."""
         ray = import_ray()
-        answers: list[tuple[int, Any]] = []
-        for server, reference in asked:
+        answers: dict[int, Any] = {}
+        for server, reference in asked.items():
             try:
                 answer = ray.get(reference)
-                if isinstance(answer, tuple):
-                    answer = fetch(answer)
+                answers[server] = fetch(answer) if isinstance(answer, tuple) else answer
             except (
                 ray.exceptions.RayActorError,
                 ray.exceptions.ObjectLostError,
             ) as error:
                 raise _ServerLostError(server, error) from error
-            answers.append((server, answer))
         return answers
 
     def _find(self, name: str) -> Any:
-        if name == "strategy":
-            return self._strategy
-        return None if name == "nothing" else _Coordinator()
+        found = {"strategy": self._strategy, "nothing": None}
+        return found[name] if name in found else _Coordinator()
 
 
 def _failed(error: Exception) -> Failed:
@@ -257,22 +234,14 @@ def _failed(error: Exception) -> Failed:
     return Failed(error.with_traceback(None))
 
 
-_COORDINATOR_NAMES = (
-    "schedule",
-    "join",
-    "done",
-    "fetch",
-    "create_per_worker_dataset",
-    "shutdown",
-    "strategy",
-)
-
-
 class _Coordinator:
     """Stands for the coordinator in a function that was scheduled."""
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _COORDINATOR_NAMES:
+        if name not in {
+            *("schedule", "join", "done", "fetch", "create_per_worker_dataset"),
+            *("shutdown", "strategy"),
+        }:
             raise AttributeError(name)
         raise RuntimeError(
             f"`{name}` of the `ClusterCoordinator` was used on a worker. Functions are "
@@ -280,158 +249,116 @@ class _Coordinator:
         )
 
 
-class _ServerLostError(Exception):
-    def __init__(self, server: int, error: BaseException) -> None:
-        super().__init__(f"parameter server {server} is gone: {error}")
-        self.server = server
-
-
 class _Task:
     """One function on this worker, with a program for each kind of arguments."""
 
     def __init__(
-        self, shipped: ShippedTask, find: Callable[[str], Any], strategy: Any
+        self,
+        call: tuple[Callable[..., Any], Any, Any],
+        types: tuple[ArrayType, ...],
+        strategy: WorkerStrategy,
     ) -> None:
-        arrays = [type_.zeros() for type_ in shipped.types]
-        self._fn, args, kwargs = unship(shipped.payload, arrays, find)
-        self._leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=_is_whole)
+        self._fn, args, kwargs = call
+        self._leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=is_claimed)
         objects = [leaf for leaf in self._leaves if is_claimed(leaf)]
         state = State([(self._fn, ""), *((leaf, "") for leaf in objects)])
-        self._strategy, self._types = strategy, shipped.types
+        self._strategy, self._types = strategy, types
         self._flat = FlatState(state, strategy)
         # How many batches a call takes from each data set, by kind of its arguments.
         self._counts: dict[Any, dict[int, int]] = {}
         self._programs: dict[Any, TaskProgram] = {}
         self.placed: PlacedTask | None = None
 
-    def trace(self, arrays: Sequence[Any], datasets: Datasets) -> TaskProgram:
-        """Returns the program for arrays, and for the next batches, such as these."""
+    def trace(
+        self, arrays: Sequence[Any], datasets: Datasets
+    ) -> tuple[TaskProgram, dict[int, int]]:
+        """Returns the program for arrays, and for the next batches, such as these.
+
+        And how many batches it takes of each data set.
+        """
+        counts = self._counts.setdefault(_kinds(list(arrays)), {})
         while True:
-            batches = self._peek(arrays, datasets)
-            leaves, tree = jax.tree.flatten((batches, list(arrays)))
-            key = tree, tuple(map(_kind, leaves))
-            program = self._programs.get(key)
-            if program is not None:
-                return program
-            types = [jax.ShapeDtypeStruct(*_kind(leaf)) for leaf in leaves]
+            arguments = datasets.peek(counts), list(arrays)
+            key = _kinds(arguments)
+            if (program := self._programs.get(key)) is not None:
+                return program, counts
+            types = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(*_kind(leaf)), arguments
+            )
             try:
                 with self._strategy.scope():
-                    program = TaskProgram(
-                        self._call, self._flat, tree.unflatten(types), self._fn
-                    )
+                    program = TaskProgram(self._call, self._flat, types, self._fn)
             except MoreBatches as more:
-                counts = self._counts_of(arrays)
                 counts[more.index] = counts.get(more.index, 0) + 1
-                continue
-            self._programs[key] = program
-            return program
-
-    def take(
-        self, arrays: Sequence[Any], datasets: Datasets
-    ) -> dict[int, list[PyTree]]:
-        """Returns the batches of a call, and goes on in the data."""
-        batches = self._peek(arrays, datasets)
-        for number, count in self._counts_of(arrays).items():
-            find_batches(datasets, number).drop(count)
-        return batches
-
-    def _peek(
-        self, arrays: Sequence[Any], datasets: Datasets
-    ) -> dict[int, list[PyTree]]:
-        return {
-            number: find_batches(datasets, number).peek(count)
-            for number, count in self._counts_of(arrays).items()
-        }
-
-    def _counts_of(self, arrays: Sequence[Any]) -> dict[int, int]:
-        leaves, tree = jax.tree.flatten(list(arrays))
-        return self._counts.setdefault((tree, tuple(map(_kind, leaves))), {})
+            else:
+                self._programs[key] = program
 
     def _call(self, batches: dict[int, list[PyTree]], arrays: list[Any]) -> PyTree:
+        given = iter(arrays)
         args, kwargs = self._tree.unflatten(
-            arrays[leaf.number] if isinstance(leaf, Dynamic) else leaf
-            for leaf in self._leaves
+            next(given) if isinstance(leaf, Dynamic) else leaf for leaf in self._leaves
         )
         with offered(batches):
             return self._fn(*args, **kwargs)
 
-    def reads(self, program: TaskProgram) -> dict[int, tuple[Part, ...]]:
+    def reads(self, spec: TaskSpec) -> dict[int, tuple[Part, ...]]:
         """Returns the parts to read from each server."""
-        reads: dict[int, list[Part]] = {}
-        for slot in program.spec.reads:
-            for server, part, _ in self._parts(slot):
-                reads.setdefault(server, []).append(part)
+        reads: dict[int, list[Part]] = collections.defaultdict(list)
+        for slot in spec.reads:
+            for place in places_to_read(self._places[slot]):
+                reads[place.server].append(place.part)
         # To send anything, a call must know at which version it began.
-        for slot in (*self._changed(program), *program.spec.additions):
-            for server, _, _ in self._parts(slot):
-                reads.setdefault(server, [])
+        for slot in (*spec.updated, *spec.additions):
+            for place in self._places[slot]:
+                reads[place.server] += ()
         return {server: tuple(parts) for server, parts in reads.items()}
 
     def join(
         self,
-        program: TaskProgram,
+        spec: TaskSpec,
         reads: dict[int, tuple[Part, ...]],
-        answers: list[tuple[int, Any]],
-    ) -> tuple[dict[int, Any], dict[int, int]]:
-        """Returns the variables that a call reads, and the servers' versions."""
+        answers: dict[int, tuple[int, Any]],
+    ) -> dict[int, Any]:
+        """Returns the variables that a call reads."""
         found: dict[Part, np.ndarray] = {}
-        for server, (_, arrays) in answers:
+        for server, (_, arrays) in answers.items():
             found.update(zip(reads[server], arrays, strict=True))
         values: dict[int, Any] = {}
-        for slot in program.spec.reads:
-            rows = [found[part] for _, part, _ in self._parts(slot)]
-            whole = rows[0] if len(rows) == 1 else np.concatenate(rows)
-            type_ = self._types[slot]
+        for slot in spec.reads:
+            whole, type_ = join(self._places[slot], found), self._types[slot]
             # The program uses an array where it lies; to make one of JAX would copy.
             values[slot] = whole if type_.impl is None else type_.from_host(whole)
-        return values, {server: version for server, (version, _) in answers}
+        return values
 
     def divide(
-        self,
-        program: TaskProgram,
-        gradients: list[list[Any]],
-        additions: dict[int, Any],
-    ) -> dict[int, tuple[list[Any], dict[Part, Any]]]:
+        self, spec: TaskSpec, gradients: list[list[Any]], additions: list[Any]
+    ) -> dict[int, tuple[dict[Any, dict[Part, Any]], dict[Part, Any]]]:
         """Returns what is to be sent to each server: updates and additions."""
-        placed = self._placed
-        sent: dict[int, tuple[list[Any], dict[Part, Any]]] = {}
-        for spec, key, leaves in zip(
-            program.spec.updates, placed.updates, gradients, strict=True
+        sent: Any = collections.defaultdict(lambda: (collections.defaultdict(dict), {}))
+        assert self.placed is not None
+        for update, key, leaves in zip(
+            spec.updates, self.placed.updates, gradients, strict=True
         ):
-            shares: dict[int, dict[Part, np.ndarray]] = {}
-            for slot, leaf in zip(jax.tree.leaves(spec.params), leaves, strict=True):
-                gradient = np.asarray(leaf)
-                for server, part, rows in self._parts(slot):
-                    share = gradient if rows is None else gradient[slice(*rows)]
-                    shares.setdefault(server, {})[part] = share
-            for server, share in shares.items():
-                sent.setdefault(server, ([], {}))[0].append((key, share))
-        for slot, addition in additions.items():
-            how = program.spec.additions[slot]
-            for server, part, rows in self._parts(slot):
-                change = np.asarray(addition)
-                share = change if rows is None else change[slice(*rows)]
-                sent.setdefault(server, ([], {}))[1][part] = how, share
-        return sent
-
-    @property
-    def _placed(self) -> PlacedTask:
-        assert self.placed is not None, "a function runs before it is placed"
-        return self.placed
-
-    def _parts(self, slot: int) -> Any:
-        return self._placed.parts[slot]
-
-    def _changed(self, program: TaskProgram) -> set[int]:
+            for slot, leaf in zip(update.param_slots, leaves, strict=True):
+                for place in self._places[slot]:
+                    cut = place.cut(np.asarray(leaf))
+                    sent[place.server][0][key][place.part] = cut
+        for slot, leaf in zip(spec.additions, additions, strict=True):
+            for place in self._places[slot]:
+                sent[place.server][1][place.part] = place.cut(np.asarray(leaf))
         return {
-            slot
-            for spec in program.spec.updates
-            for slot in jax.tree.leaves(spec.params)
+            server: (dict(updates), added) for server, (updates, added) in sent.items()
         }
 
+    @property
+    def _places(self) -> dict[int, tuple[Place, ...]]:
+        assert self.placed is not None, "a function runs before it is placed"
+        return self.placed.places
 
-def _is_whole(leaf: Any) -> bool:
-    return isinstance(leaf, Dynamic) or is_claimed(leaf)
+
+def _kinds(tree: PyTree) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple(map(_kind, leaves))
 
 
 def _kind(leaf: Any) -> tuple[tuple[int, ...], Any]:

@@ -19,7 +19,7 @@ from armillary._frames import is_library
 # Classes of libraries that hold what a user puts into them. By name, so that none is
 # imported for it.
 _TRANSPARENT = {
-    "armillary.parameter_server._scheduled_fit.ScheduledSteps",
+    "armillary.parameter_server._fit.ScheduledSteps",
     "armillary.keras._trainer.KerasEvaluator",
     "armillary.keras._trainer.KerasTrainer",
     "armillary.estimator._runners.EstimatorEvaluator",

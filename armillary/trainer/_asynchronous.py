@@ -4,6 +4,7 @@ The same trainer as under any strategy: each step is scheduled on whichever work
 free, and a loop ends when all its steps have.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext, InputOptions
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
-from armillary.errors import BatchSizeError, OutOfRangeError
+from armillary.errors import OutOfRangeError
 from armillary.parameter_server._strategy import (
     ParameterServerStrategy,
 )
@@ -60,21 +61,18 @@ class AsynchronousLoop:
         """Runs steps; returns how many there was data for."""
         coordinator = self._coordinator
         coordinator.take_statistics()
-        per_step = self._strategy.num_calls_in_sync
         try:
-            for _ in range(num_steps * per_step):
+            for _ in range(num_steps):
                 coordinator.schedule(self._step, args=(self._iterators,))
             coordinator.join()
         except OutOfRangeError:
             coordinator.join()
-        return coordinator.statistics.num_calls // per_step
+        return coordinator.statistics.num_calls
 
     def add_staleness(self, output: Output) -> Output:
         """Returns the output of a loop, with how stale its steps were, in updates."""
         counts = self._coordinator.statistics
-        if self._strategy.num_calls_in_sync > 1 or not counts.num_calls:
-            return output
-        if output is not None and not isinstance(output, Mapping):
+        if not counts.num_calls or not isinstance(output, Mapping | None):
             return output
         staleness = {
             "mean": counts.total_staleness / counts.num_calls,
@@ -92,8 +90,7 @@ class AsynchronousLoop:
         if dataset.dataset_fn is not None:
             make = partial(_from_function, dataset.dataset_fn, dataset.options)
         else:
-            in_rounds = self._strategy.settings.is_synchronous
-            make = partial(_from_source, dataset.source, dataset.options, in_rounds)
+            make = partial(_from_source, dataset.source, dataset.options)
         return iter(self._coordinator.create_per_worker_dataset(make))
 
 
@@ -102,47 +99,26 @@ def _from_function(dataset_fn: Any, options: InputOptions) -> DistributedDataset
 
 
 def _from_source(
-    source: Any, options: InputOptions, in_rounds: bool, context: InputContext
+    source: Any, options: InputOptions, context: InputContext
 ) -> DistributedDataset:
     strategy = get_strategy()
-    share = Share(strategy.distribute_dataset(source), context, in_rounds=in_rounds)
+    share = Share(strategy.distribute_dataset(source), context)
     return strategy.distribute_dataset(share, options)
 
 
 class Share:
     """A worker's share of batches that are the same on all workers.
 
-    Args:
-        dataset: All of them.
-        context: Which worker this is.
-        in_rounds: Whether it takes its rows of each batch. If not, it takes each batch
-            whose number, modulo the number of workers, is its own.
+    It takes each batch whose number, modulo the number of workers, is its own.
     """
 
-    def __init__(
-        self, dataset: DistributedDataset, context: InputContext, *, in_rounds: bool
-    ) -> None:
-        self._dataset, self._in_rounds = dataset, in_rounds
-        self._index = context.input_pipeline_id
-        self._count = context.num_input_pipelines
+    def __init__(self, dataset: DistributedDataset, context: InputContext) -> None:
+        self._dataset, self._context = dataset, context
 
     def __iter__(self) -> Iterator[PyTree]:
-        """Yields the batches of one pass."""
-        for number, batch in enumerate(self._dataset.global_batches(0)):
-            if self._in_rounds:
-                yield jax.tree.map(self._take_rows, batch)
-            elif number % self._count == self._index:
-                yield batch
-
-    def _take_rows(self, leaf: Any) -> Any:
-        size, rest = divmod(len(leaf), self._count)
-        if rest:
-            raise BatchSizeError(
-                f"A batch has {len(leaf)} examples for {self._count} workers, which "
-                "cannot share it equally. With `max_staleness=0`, use a batch size "
-                "that is a multiple of the number of workers."
-            )
-        return leaf[self._index * size : (self._index + 1) * size]
+        """Returns the batches of one pass."""
+        start, step = self._context.input_pipeline_id, self._context.num_input_pipelines
+        return itertools.islice(self._dataset.global_batches(0), start, None, step)
 
 
 def _check_options(options: StandardTrainerOptions) -> None:

@@ -30,7 +30,7 @@ def make_coordinator():
 
     yield make
     for coordinator in made:
-        if not coordinator._dispatcher.calls.is_stopped:
+        if not coordinator._scheduler.is_stopped:
             coordinator.shutdown()
     import ray
 
@@ -49,15 +49,17 @@ def shared_coordinator(make_coordinator):
 
 
 @pytest.fixture(scope="package")
-def synchronous(make_coordinator):
-    return make_coordinator(num_workers=2, num_ps=1, max_staleness=0).strategy
+def alone(make_coordinator):
+    """Returns a coordinator of one worker, which no update of others makes stale."""
+    return make_coordinator(
+        num_workers=1, num_ps=2, variable_partitioner=FixedShardsPartitioner(2)
+    )
 
 
 @pytest.fixture
 def coordinator(shared_coordinator):
     """Returns the coordinator of two workers and two servers, which are up."""
-    workers = shared_coordinator._dispatcher._workers
-    while not all(worker.is_up for worker in workers):
+    while not all(worker.pid for worker in shared_coordinator._scheduler.workers):
         time.sleep(0.05)
     yield shared_coordinator
     assert shared_coordinator.done()

@@ -4,8 +4,6 @@ The cases of losses are those of TensorFlow's tests of fault tolerance
 (`coordinator/fault_tolerance_test_base.py`).
 """
 
-import contextlib
-import dataclasses
 import os
 import threading
 import time
@@ -18,7 +16,7 @@ from flax import nnx
 import armillary
 from armillary.distribute.coordinator import ClusterCoordinator, PSUnavailableError
 from armillary.errors import ClosureCancelledError, OutOfRangeError
-from armillary.parameter_server import _calls
+from armillary.parameter_server import _scheduler
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,7 +44,7 @@ def test_a_model_is_trained_by_two_workers_on_two_servers(coordinator, problem):
     with pytest.raises(ValueError, match=r"`strategy.local_results` was given the"):
         strategy.local_results(remote)
     assert strategy.reduce("sum", coordinator.fetch(remote))["loss"] == first
-    servers = coordinator._dispatcher.servers
+    servers = coordinator._scheduler.servers
     assert len(servers) == 2
     kernel = next(
         v for v in coordinator._variables._variables if v.path.endswith("kernel")
@@ -128,15 +126,15 @@ def test_an_error_cancels_the_rest_and_is_raised_once(coordinator, problem):
 @pytest.fixture
 def messages(coordinator, monkeypatch):
     """Returns how many calls went in each message, when calls of any length share."""
-    dispatcher, sizes = coordinator._dispatcher, []
-    start = dispatcher._start
+    scheduler, sizes = coordinator._scheduler, []
+    send = scheduler._send
 
-    def note(worker, closures):
-        sizes.append(len(closures))
-        start(worker, closures)
+    def note(worker, message):
+        sizes.append(len(message.closures))
+        send(worker, message)
 
-    monkeypatch.setattr(_calls, "_MESSAGE_SECONDS", 10.0)
-    monkeypatch.setattr(dispatcher, "_start", note)
+    monkeypatch.setattr(_scheduler, "_MESSAGE_SECONDS", 10.0)
+    monkeypatch.setattr(scheduler, "_send", note)
     return sizes
 
 
@@ -185,37 +183,15 @@ def test_the_end_of_data_is_an_error(coordinator, problem):
     assert 8 <= problem.num_steps <= 16
 
 
-@pytest.fixture
-def late(coordinator):
-    """Returns a context in which the dispatcher comes late to what it is told.
-
-    Before all that happens there, it will look for calls that may begin.
-    """
-    value = coordinator.schedule(lambda: 1)
-    coordinator.join()
-
-    @contextlib.contextmanager
-    def late():
-        gate = threading.Event()
-        coordinator._dispatcher._events.put(gate.wait)
-        value.fetch()  # Leaves an event: somebody might have waited for calls.
-        try:
-            yield
-        finally:
-            gate.set()
-
-    return late
-
-
-def test_a_call_comes_after_the_data_set_that_it_takes(coordinator, late):
+def test_a_call_comes_after_the_data_set_that_it_takes(coordinator):
     dataset = coordinator.create_per_worker_dataset(lambda: [np.float32([7])])
-    with late():
+    with coordinator._scheduler._changed:  # Its threads wait.
         values = [coordinator.schedule(next, (iter(dataset),)) for _ in range(4)]
     assert coordinator.fetch(values) == [[7]] * 4
     coordinator.join()
 
 
-def test_a_call_comes_after_the_server_that_it_needs(coordinator, late, kill):
+def test_a_call_comes_after_the_server_that_it_needs(coordinator, kill):
     total = nnx.Variable(jnp.zeros(()))
 
     def add():
@@ -223,14 +199,14 @@ def test_a_call_comes_after_the_server_that_it_needs(coordinator, late, kill):
 
     coordinator.schedule(add)
     coordinator.join()
-    for server in coordinator._dispatcher.servers:
+    for server in coordinator._scheduler.servers:
         kill(server)
     with pytest.raises(PSUnavailableError):
         for _ in range(100):
             coordinator.schedule(add)
             coordinator.join()
     total[...] = jnp.zeros(())
-    with late():
+    with coordinator._scheduler._changed:  # Its threads wait.
         # More than two for each worker, so that some share a message.
         for _ in range(50):
             coordinator.schedule(add)
@@ -238,13 +214,11 @@ def test_a_call_comes_after_the_server_that_it_needs(coordinator, late, kill):
     assert total[...] == 50
 
 
-def test_an_iterator_of_another_coordinator_is_an_error(coordinator, synchronous):
+def test_an_iterator_of_another_coordinator_is_an_error(coordinator, alone):
     iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.ones(1)]))
-    other = ClusterCoordinator(synchronous)
-    for _ in range(2):
-        other.schedule(next, (iterator,))
+    alone.schedule(next, (iterator,))
     with pytest.raises(RuntimeError, match="by another `ClusterCoordinator` than"):
-        other.join()
+        alone.join()
 
 
 def test_a_data_set_that_cannot_be_built_is_an_error(coordinator):
@@ -268,19 +242,6 @@ def test_a_slow_worker_is_reported_by_name(coordinator, caplog):
         r.getMessage() for r in caplog.records if "no progress" in r.getMessage()
     ]
     assert "worker " in line and "(process " in line and "`sleep`" in line
-
-
-def test_what_a_lost_call_has_sent_is_remembered_until_it_has_run_again(coordinator):
-    """Or a server would apply it again: it forgets calls older than this number."""
-    calls = coordinator._dispatcher.calls
-    worker = calls.workers[0]
-    worker.running[9] = None
-    calls._retried.add(4)
-    try:
-        assert calls.oldest() == 4
-    finally:
-        calls._retried.clear()
-        worker.running.clear()
 
 
 def test_mistakes_are_errors_before_anything_is_sent(coordinator, problem):
@@ -317,8 +278,8 @@ def test_calls_of_lost_workers_run_again_and_none_twice(
     coordinator.schedule(step, args=(iterator,))
     coordinator.join()
     coordinator.take_statistics()
-    workers = coordinator._dispatcher._workers
-    while not all(worker.is_up for worker in workers):
+    workers = coordinator._scheduler.workers
+    while not all(worker.pid for worker in workers):
         time.sleep(0.1)  # Another test has killed one.
     for _ in range(600):
         coordinator.schedule(step, args=(iterator,))
@@ -339,7 +300,7 @@ def test_a_worker_that_keeps_failing_does_not_stop_the_others(
 
     def keep_killing():
         for _ in range(3):
-            kill(coordinator._dispatcher._workers[0].actor)
+            kill(coordinator._scheduler.workers[0].actor)
             ended.wait(0.5)
 
     thread = threading.Thread(target=keep_killing)
@@ -353,7 +314,7 @@ def test_a_worker_that_keeps_failing_does_not_stop_the_others(
 
 
 def test_a_call_that_ends_its_worker_is_not_run_for_ever(coordinator, monkeypatch):
-    monkeypatch.setattr(_calls, "_MOST_LOSSES", 2)
+    monkeypatch.setattr(_scheduler, "_MOST_LOSSES", 2)
     value = coordinator.schedule(lambda: os._exit(1))
     after = coordinator.schedule(lambda: 1)
     with pytest.raises(RuntimeError, match=r"lost its worker 2 times .* not run again"):
@@ -361,16 +322,6 @@ def test_a_call_that_ends_its_worker_is_not_run_for_ever(coordinator, monkeypatc
     with pytest.raises(RuntimeError, match="run the function in this process"):
         value.get()
     assert after.has_ended
-
-
-def test_a_round_of_calls_that_end_their_workers_ends(synchronous, monkeypatch):
-    monkeypatch.setattr(_calls, "_MOST_LOSSES", 2)
-    coordinator = ClusterCoordinator(synchronous)
-    for _ in range(2):
-        coordinator.schedule(lambda: os._exit(1))
-    with pytest.raises(RuntimeError, match=r"lost its worker 2 times .* not run again"):
-        coordinator.join()
-    assert coordinator.schedule(lambda: 1).fetch() == 1
 
 
 def test_a_lost_server_is_an_error_after_which_training_resumes(
@@ -390,8 +341,8 @@ def test_a_lost_server_is_an_error_after_which_training_resumes(
     for _ in range(600):
         coordinator.schedule(step, args=(iterator,))
     # While a worker recovers.
-    kill(coordinator._dispatcher._workers[1].actor)
-    kill(coordinator._dispatcher.servers[0])
+    kill(coordinator._scheduler.workers[1].actor)
+    kill(coordinator._scheduler.servers[0])
     with pytest.raises(PSUnavailableError, match="Parameter server 0 is gone"):
         coordinator.join()
     manager.restore_or_initialize()
@@ -404,9 +355,7 @@ def test_a_lost_server_is_an_error_after_which_training_resumes(
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_staleness_is_measured_and_bounded(coordinator, problem, monkeypatch, most):
-    calls = coordinator._dispatcher.calls
-    settings = dataclasses.replace(calls._settings, max_staleness=most)
-    monkeypatch.setattr(calls, "_settings", settings)
+    monkeypatch.setattr(coordinator._scheduler, "max_staleness", most)
     step, iterator = problem.start(coordinator)
     coordinator.take_statistics()
     for _ in range(100):
@@ -453,22 +402,21 @@ def test_methods_are_scheduled_with_their_object(coordinator):
     assert counter.count[...] == 3
 
 
-def test_calls_take_as_many_batches_as_they_use(coordinator):
+def test_calls_take_as_many_batches_as_they_use(alone):
     data = armillary.data.from_arrays(np.arange(20.0, dtype="float32"), batch_size=1)
-    dataset = coordinator.create_per_worker_dataset(data)
+    dataset = alone.create_per_worker_dataset(data)
     one, two = jnp.zeros(1), jnp.zeros(2)
 
     def take(iterator, choice):
         total = next(iterator).sum()
         return total + next(iterator).sum() if choice.shape == (2,) else total
 
-    def on_first_worker(iterator, choices):
-        # One after the other, calls go to the first of the workers that are free.
-        return [coordinator.schedule(take, (iterator, c)).fetch() for c in choices]
+    def take_all(iterator, choices):
+        return [alone.schedule(take, (iterator, c)).fetch() for c in choices]
 
-    assert on_first_worker(iter(dataset), [one, two, one, one]) == [0, 3, 3, 4]
+    assert take_all(iter(dataset), [one, two, one, one]) == [0, 3, 3, 4]
     # A new iterator begins anew.
-    assert on_first_worker(iter(dataset), [one, one]) == [0, 1]
+    assert take_all(iter(dataset), [one, one]) == [0, 1]
 
 
 def test_errors_are_those_of_the_user(coordinator, problem):
@@ -508,7 +456,7 @@ def test_a_worker_that_is_lost_while_idle_is_noticed(coordinator, problem, kill)
     for _ in range(4):
         coordinator.schedule(step, args=(iterator,))
     coordinator.join()
-    for worker in coordinator._dispatcher._workers:
+    for worker in coordinator._scheduler.workers:
         kill(worker.actor)
     time.sleep(0.5)
     for _ in range(4):
@@ -523,7 +471,7 @@ def test_a_server_that_is_lost_while_idle_is_an_error_of_its_own(
     step, iterator = problem.start(coordinator)
     coordinator.schedule(step, args=(iterator,))
     coordinator.join()
-    kill(coordinator._dispatcher.servers[1])
+    kill(coordinator._scheduler.servers[1])
     with pytest.raises(PSUnavailableError, match="is gone"):
         coordinator.join()
     coordinator.schedule(step, args=(iterator,))

@@ -1,6 +1,5 @@
 """Keras on parameter servers: `fit`, `KerasTrainer`, and steps of one's own."""
 
-import jax
 import numpy as np
 import pytest
 
@@ -16,17 +15,6 @@ pytestmark = [
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(70, 4)).astype("float32")
 Y = (X[:, 0] > 0).astype("int32")
-
-
-@pytest.fixture(scope="package")
-def alone(make_coordinator):
-    """Returns a strategy of one worker, which no update of others makes stale."""
-    from armillary.distribute.partitioners import FixedShardsPartitioner
-
-    coordinator = make_coordinator(
-        num_workers=1, num_ps=2, variable_partitioner=FixedShardsPartitioner(2)
-    )
-    return coordinator.strategy
 
 
 def make_model(keras, optimizer=None, **options):
@@ -78,7 +66,7 @@ def test_fit_on_one_worker_equals_fit(keras, alone):
         return history, values_of(model), batches
 
     expected_history, expected, _ = train()
-    with alone.scope():
+    with alone.strategy.scope():
         history, found, batches = train()
     assert batches == [(3, "accuracy", "loss")] * 3
     assert_close(history, expected_history)
@@ -101,7 +89,7 @@ def test_the_optimizer_of_keras_is_the_one_of_the_servers(keras, alone, options)
         return dict(enumerate(values_of(model).values()))
 
     expected = train()
-    with alone.scope():
+    with alone.strategy.scope():
         assert_close(train(), expected)
 
 
@@ -145,28 +133,6 @@ def test_dropout_draws_other_numbers_in_each_call(keras, coordinator):
     np.testing.assert_array_equal(dropout.seed_generator.state.value, before)
 
 
-def test_a_trainer_without_staleness_equals_mirrored_training(keras, synchronous):
-    def train(strategy):
-        with strategy.scope():
-            model = make_model(keras)
-            source = armillary.data.from_arrays(
-                (X, Y), batch_size=16, repeat=True, shuffle_seed=0
-            )
-            trainer = armillary.keras.KerasTrainer(model, source)
-            outputs = [trainer.train(5) for _ in range(2)]
-        values = dict(enumerate(values_of(model).values()))
-        return [float(output["loss"]) for output in outputs], values
-
-    losses, values = train(synchronous)
-    expected_losses, expected = train(armillary.MirroredStrategy(jax.devices()[:2]))
-    np.testing.assert_allclose(losses, expected_losses, 1e-5)
-    assert_close(values, expected)
-    with synchronous.scope():
-        model = make_model(keras)
-    with pytest.raises(ValueError, match=r"max_staleness=0.*KerasTrainer"):
-        model.fit(X, Y, verbose=0)
-
-
 def test_an_optimizer_of_keras_in_a_step(keras, coordinator):
     dense = keras.layers.Dense(1)
     dense.build((None, 4))
@@ -205,7 +171,7 @@ def test_an_optimizer_of_keras_in_a_step(keras, coordinator):
 def test_what_servers_cannot_run_is_refused(keras, alone, make, message):
     optimizers = keras.optimizers
     scaled = optimizers.LossScaleOptimizer(optimizers.SGD(0.1))
-    with alone.scope():
+    with alone.strategy.scope():
         model = make_model(keras, make(optimizers.SGD) if make else scaled)
     with pytest.raises(ValueError, match=message):
         model.fit(X, Y, verbose=0)
@@ -224,5 +190,5 @@ def test_preprocessing_layers_are_sent(keras, alone):
         return model.fit(X, Y, shuffle=False, verbose=0).history["loss"]
 
     expected = train()
-    with alone.scope():
+    with alone.strategy.scope():
         np.testing.assert_allclose(train(), expected, 1e-5)

@@ -159,5 +159,5 @@ def test_wrong_clusters_are_errors(call, error, message):
 def test_a_resolver_counts_the_tasks():
     strategy = armillary.ParameterServerStrategy(resolve("chief"))
     assert repr(strategy) == "ParameterServerStrategy(2 workers, 1 parameter servers)"
-    options = strategy.settings.options_of("ps", 0)
+    options = strategy.actor_options("ps", 0)
     assert options["resources"] == {"armillary_ps_0": 1.0}

@@ -1,11 +1,14 @@
-"""A parameter server applies what arrives: once, in order, or as one round."""
+"""A parameter server applies what arrives once, in order."""
 
 import numpy as np
 import pytest
 
-from armillary.parameter_server._array_types import ArrayType
-from armillary.parameter_server._program import Addition
-from armillary.parameter_server._server import ParameterServer, Push, fetch
+from armillary.parameter_server._server import (
+    ArrayType,
+    ParameterServer,
+    Push,
+    fetch,
+)
 
 TYPE = ArrayType((2,), np.dtype("float32"))
 PART = (0, 0)
@@ -18,9 +21,9 @@ def server():
     return server
 
 
-def push(call, value, how=Addition.SUM, *, version=0, oldest=0, in_round=None):
+def push(call, value, *, version=0, oldest=0):
     change = np.full(2, value, "float32")
-    return Push(call, oldest, version, in_round, (), {PART: (how, change)})
+    return Push(call, oldest, version, {}, {PART: change})
 
 
 def read(server):
@@ -57,29 +60,3 @@ def test_what_was_read_does_not_change_later(server):
     _, (before,) = fetch(server.read((PART,)))
     server.push(push(0, 1.0))
     assert before.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"), [(Addition.SUM, 6), (Addition.MEAN, 3), (Addition.FIRST, 2)]
-)
-def test_a_round_is_applied_when_it_is_whole(server, how, expected):
-    server.push(push(0, 2.0, how, in_round=0))
-    server.push(push(1, 50.0, how, in_round=1))
-    # The worker of call 1 was lost, and another one ran it on other data.
-    server.push(push(1, 4.0, how, in_round=1))
-    assert read(server) == (0, [0, 0])
-    server.commit([0, 1])
-    assert read(server) == (1, [expected, expected])
-    server.commit([2, 3])
-    assert read(server)[0] == 1
-
-
-def test_what_must_be_equal_and_is_not_is_not_applied(server):
-    for call, value in ((0, 1.0), (1, 2.0)):
-        server.push(push(call, value, Addition.EQUAL, in_round=call))
-    assert server.commit([0, 1]) == [0]
-    assert read(server) == (0, [0, 0])
-    for call in (2, 3):
-        server.push(push(call, 5.0, Addition.EQUAL, in_round=call))
-    assert server.commit([2, 3]) == []
-    assert read(server) == (1, [5, 5])

@@ -6,13 +6,13 @@ import numpy as np
 import optax
 import pytest
 
-from armillary.parameter_server._array_types import type_of
-from armillary.parameter_server._program import UpdateSpec
-from armillary.parameter_server._split_update import (
+from armillary.parameter_server._optimizers import (
+    LocalUpdate,
     SplitUpdate,
+    UpdateSpec,
     call_update,
-    make_local_update,
 )
+from armillary.parameter_server._server import type_of
 
 NAMES = {0: "kernel", 1: "bias"}
 
@@ -29,10 +29,9 @@ def make_case(transformation):
     leaves = [params["kernel"], params["bias"], *jax.tree.leaves(state)]
     spec = UpdateSpec(
         0,
-        {"kernel": 0, "bias": 1},
+        jax.tree.structure(params),
         jax.tree.structure(state).unflatten(range(2, len(leaves))),
         {"kernel": 0, "bias": 1},
-        (((3,), np.dtype("float32")), ((5, 3), np.dtype("float32"))),
     )
     # Trees are in the order of their keys: the bias comes first.
     types = dict(enumerate(map(type_of, leaves)))
@@ -43,6 +42,13 @@ def make_split(transformation, spec, types):
     return SplitUpdate(
         transformation, spec, types, {i: NAMES.get(i, f"s{i}") for i in types}
     )
+
+
+def swapped_traces(updates, state, params=None):
+    """Updates each variable by what the other was given a step ago."""
+    kernel, bias = state["kernel"], state["bias"]
+    new = {"kernel": updates["kernel"], "bias": updates["bias"] + kernel.sum()}
+    return {"kernel": kernel, "bias": bias}, new
 
 
 def times_constant(x):
@@ -69,15 +75,14 @@ ELEMENTWISE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_parts_on_several_servers_are_updated_as_a_whole(name):
+    cloudpickle = pytest.importorskip("ray").cloudpickle
     transformation, spec, types, leaves = make_case(ELEMENTWISE[name])
     split = make_split(transformation, spec, types)
     assert split.is_elementwise(0)
     # The kernel in two parts, and the bias on a third server.
     rows = {(0, 0): slice(0, 3), (0, 1): slice(3, 5), (1, 0): slice(None)}
-    servers = [
-        make_local_update(transformation, spec, split.owners, types, [part])
-        for part in [(0, 0, 3), (0, 1, 2), (1, 0, -1)]
-    ]
+    dumped = cloudpickle.dumps(tuple(transformation))
+    update = LocalUpdate(dumped, spec, split.owners, types).make()
     values = [{}, {}, {}]
     for server, (slot, number) in enumerate(rows):
         for i, leaf in enumerate(leaves):
@@ -97,10 +102,8 @@ def test_parts_on_several_servers_are_updated_as_a_whole(name):
         )
         bias, kernel = updates
         whole = [whole[0] + kernel, whole[1] + bias, *new]
-        for server, ((slot, number), part) in zip(servers, rows.items(), strict=True):
-            index = [*rows].index((slot, number))
-            local = {(slot, number): gradients[slot][part]}
-            values[index].update(server(local, values[index]))
+        for held, ((slot, number), part) in zip(values, rows.items(), strict=True):
+            held.update(update({(slot, number): gradients[slot][part]}, held))
     for (slot, number), held in zip(rows, values, strict=True):
         for (i, _), value in held.items():
             expected = whole[i]
@@ -132,8 +135,9 @@ def test_what_looks_at_a_whole_variable_leaves_it_whole(transformation):
     [
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
         optax.apply_if_finite(optax.adam(0.1), 3),
+        optax.GradientTransformation(lambda p: p, swapped_traces),
     ],
-    ids=["global norm", "if finite"],
+    ids=["global norm", "if finite", "a step ago"],
 )
 def test_what_looks_at_several_variables_is_refused(transformation):
     transformation, spec, types, _ = make_case(transformation)

@@ -1,7 +1,6 @@
 """Trainers under a `ParameterServerStrategy`: one line, and the same numbers."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -66,58 +65,19 @@ def values_of(trainer):
     }
 
 
-def test_without_staleness_it_equals_mirrored_training(synchronous, problem):
+def test_on_one_worker_it_equals_training_without_servers(alone, problem):
     def train(strategy):
         trainer = Trainer(strategy, problem.make_data(batch_size=16))
         with strategy.scope():
             outputs = [trainer.train(5)["loss"] for _ in range(3)]
         return outputs, values_of(trainer)
 
-    losses, values = train(synchronous)
-    expected_losses, expected = train(armillary.MirroredStrategy(jax.devices()[:2]))
+    losses, values = train(alone.strategy)
+    expected_losses, expected = train(armillary.DefaultStrategy())
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     assert values.keys() == expected.keys()
     for path, value in values.items():
         np.testing.assert_allclose(value, expected[path], 1e-4, 1e-6, err_msg=path)
-
-
-def test_a_call_that_is_left_over_is_an_error_without_staleness(synchronous, problem):
-    coordinator = synchronous.coordinator
-    step, iterator = problem.start(coordinator)
-    for _ in range(3):
-        coordinator.schedule(step, args=(iterator,))
-    with pytest.raises(ValueError, match="1 call of `step` had no call to run"):
-        coordinator.join()
-    coordinator.join()
-    assert problem.num_steps == 1
-    trainer = Trainer(synchronous, problem.make_data(batch_size=7))
-    with pytest.raises(
-        armillary.errors.BatchSizeError, match="7 examples for 2 workers"
-    ):
-        trainer.train(1)
-
-
-def test_an_update_is_made_of_calls_of_one_function(synchronous, problem):
-    coordinator = synchronous.coordinator
-    step, iterator = problem.start(coordinator)
-    for _ in range(2):
-        coordinator.schedule(step, args=(iterator,))
-        coordinator.schedule(lambda: jnp.ones(()))
-    with pytest.raises(ValueError, match="1 call of `step` had no call to run"):
-        coordinator.join()
-
-
-def test_unequal_additions_are_refused_without_staleness(synchronous):
-    coordinator, w = synchronous.coordinator, nnx.Variable(jnp.zeros(()))
-
-    def add(n):
-        w[...] += n
-
-    for n in (1.0, 10.0):
-        coordinator.schedule(add, (jnp.float32(n),))
-    message = "values to w in one update"
-    with pytest.raises(armillary.errors.ReplicaMismatchError, match=message):
-        coordinator.join()
 
 
 def test_a_controller_trains_saves_and_resumes(coordinator, problem, tmp_path):
@@ -177,7 +137,7 @@ def test_a_controller_goes_on_after_a_lost_server(coordinator, problem, kill, tm
 
     def lose(output):
         if int(trainer.optimizer.step[...]) == 20 and not lost:
-            lost.append(kill(coordinator._dispatcher.servers[0]))
+            lost.append(kill(coordinator._scheduler.servers[0]))
 
     step = trainer.optimizer.step
     controller = armillary.Controller(

@@ -28,7 +28,7 @@ class ScheduledSteps:
         self.model, self.strategy = model, strategy
         self.num_steps = 1
         self._coordinator = ClusterCoordinator(strategy)
-        self._limit = _WAITING * strategy.settings.num_workers
+        self._limit = _WAITING * strategy.num_workers
 
     def __call__(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
         """Takes batches, and returns when a step of each has ended."""

@@ -1,0 +1,459 @@
+"""Gives scheduled calls to workers, and learns how they end.
+
+There is one queue of calls, and one thread for each worker, which takes calls, sends
+them, and waits for the answer. A worker has up to two messages at a time, so that it
+need not wait for its thread in between, and short calls share a message.
+"""
+
+import collections
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from armillary._logging import logger
+from armillary._optional import import_ray
+from armillary.errors import PSUnavailableError
+from armillary.parameter_server._closures import (
+    Closure,
+    RemoteValue,
+    ScheduledTask,
+)
+from armillary.parameter_server._server import ParameterServer
+from armillary.parameter_server._strategy import ParameterServerStrategy
+from armillary.parameter_server._variables import Variables
+from armillary.parameter_server._worker import Failed, NotKnown, Worker
+
+# Messages that a worker has at a time.
+_DEPTH = 2
+# Calls that are shorter go to a worker several in a message, for so long.
+_MESSAGE_SECONDS = 0.02
+# After so many lost workers in a row, it is the call that ends them.
+_MOST_LOSSES = 5
+_RETRY_SECONDS = 0.2
+
+
+@dataclass
+class Statistics:
+    """What has been counted since the last `take_statistics`.
+
+    Attributes:
+        num_calls: Calls that ended well.
+        total_staleness: Sum of their staleness, in updates.
+        max_staleness: The largest.
+        num_lost: Workers lost.
+    """
+
+    num_calls: int = 0
+    total_staleness: int = 0
+    max_staleness: int = 0
+    num_lost: int = 0
+
+
+@dataclass(eq=False)
+class _Message:
+    """Calls of one function that a worker runs, one after the other."""
+
+    closures: list[Closure]
+    statuses: Any = None
+    values: list[Any] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Worker:
+    """What is known of a worker.
+
+    Attributes:
+        index: Its number.
+        actor: How to call it.
+        label: How messages call it.
+        pid: The process that is up; 0 if none is.
+        known: The numbers of the functions that it has.
+        servers: The parameter servers that it was told of.
+        num_datasets: How many data sets it was told of.
+        messages: What it has been given.
+    """
+
+    index: int
+    actor: Any
+    label: str
+    pid: int = 0
+    known: set[int] = field(default_factory=set)
+    servers: Any = None
+    num_datasets: int = 0
+    messages: list[_Message] = field(default_factory=list)
+
+
+class _WorkerLostError(Exception):
+    """The process of a worker has ended."""
+
+
+class Scheduler:
+    """The calls of one coordinator, and the threads that serve its workers.
+
+    Attributes:
+        servers: The actors of parameter servers.
+        workers: The workers.
+        statistics: What was counted.
+        is_stopped: Whether the coordinator was shut down.
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy, variables: Variables) -> None:
+        self._strategy, self._variables = strategy, variables
+        self.servers = [_make_server(strategy, i) for i in range(strategy.num_ps)]
+        self.workers = [
+            _Worker(i, _make_worker(strategy, i), f"worker {i}")
+            for i in range(strategy.num_workers)
+        ]
+        self.statistics = Statistics()
+        self.is_stopped = False
+        self.max_staleness = strategy.max_staleness
+        # Guards all that is written here; told whenever a thread may go on.
+        self._changed = threading.Condition()
+        self._queue: collections.deque[Closure] = collections.deque()
+        # All calls that have not ended, by number, in order.
+        self._open: dict[int, Closure] = {}
+        self._error: BaseException | None = None
+        self._num_added = self._num_applied = 0
+        self._datasets: list[tuple[int, Any]] = []
+        self._is_broken = False
+        self._threads = [
+            threading.Thread(target=self._serve, args=(worker,), daemon=True)
+            for worker in self.workers
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # What the threads of users call.
+
+    def add(self, task: ScheduledTask, inputs: list[Any]) -> RemoteValue:
+        """Queues a call."""
+        with self._changed:
+            if self.is_stopped:
+                raise RuntimeError(
+                    "A function was scheduled after `shutdown` of the coordinator. "
+                    "Make another `ClusterCoordinator(strategy)`."
+                )
+            self._num_added += 1
+            closure = Closure(self._num_added, task, inputs)
+            errors = [value.error for value in closure.awaited if value.has_failed]
+            if errors and errors[0] is not None:
+                self._fail(closure, errors[0])
+            else:
+                self._open[closure.number] = closure
+                self._queue.append(closure)
+            self._changed.notify_all()
+        return closure.value
+
+    def add_dataset(self, number: int, reference: Any) -> None:
+        """Has a data set built by every worker, before the next call that it runs."""
+        self._datasets.append((number, reference))
+
+    def wait(self) -> None:
+        """Waits until every call has ended; raises what one of them raised."""
+        with self._changed:
+            self._changed.wait_for(self.is_done)
+        self.raise_error()
+
+    def is_done(self) -> bool:
+        """Returns whether every call has ended."""
+        return not self._open
+
+    def raise_error(self) -> None:
+        """Raises what a call raised, once, when all others have ended."""
+        if self._error is not None:
+            with self._changed:
+                self._changed.wait_for(self.is_done)
+                error, self._error = self._error, None
+            if error is not None:
+                raise error
+
+    def revive(self) -> None:
+        """Replaces parameter servers that are gone, while no call runs."""
+        if not self._is_broken:
+            return
+        ray, servers = import_ray(), [*self.servers]
+        for index, server in enumerate(servers):
+            try:
+                ray.get(server.greet.remote(), timeout=10)
+            except ray.exceptions.RayError:
+                servers[index] = _make_server(self._strategy, index)
+        self._is_broken = False
+        self.servers = servers
+        self._variables.put_all(servers)
+
+    @contextlib.contextmanager
+    def needing_servers(self) -> Iterator[list[Any]]:
+        """Gives the servers; tells of one that is gone.
+
+        Raises:
+            PSUnavailableError: If one is.
+        """
+        try:
+            yield self.servers
+        except import_ray().exceptions.RayActorError as error:
+            raise self._break(error) from error
+
+    def stop(self) -> None:
+        """Ends the actors and threads; calls that have not ended are cancelled."""
+        with self._changed:
+            self.is_stopped = True
+            for closure in self._open.values():
+                closure.cancel("the coordinator was shut down")
+            self._open.clear()
+            self._queue.clear()
+            self._changed.notify_all()
+        ray = import_ray()
+        if ray.is_initialized():
+            for actor in (*self.servers, *(w.actor for w in self.workers)):
+                ray.kill(actor)
+        for thread in self._threads:
+            thread.join()
+
+    # What the thread of a worker does.
+
+    def _serve(self, worker: _Worker) -> None:
+        while not self.is_stopped:
+            try:
+                self._greet(worker)
+                while not self.is_stopped:
+                    if (message := self._take(worker)) is not None:
+                        self._attempt(self._send, worker, message)
+                    elif worker.messages:
+                        self._attempt(self._finish, worker, worker.messages[0])
+            except _WorkerLostError as error:
+                if not self.is_stopped:
+                    self._lose(worker, error)
+
+    def _greet(self, worker: _Worker) -> None:
+        """Waits until a worker is up."""
+        while not self.is_stopped:
+            try:
+                asked = worker.actor.greet.remote()
+                pid, address = self._get(worker, asked, "starts, or waits for room")
+            except _WorkerLostError:
+                time.sleep(_RETRY_SECONDS)
+                continue
+            worker.label = f"worker {worker.index} (process {pid} on {address})"
+            worker.known, worker.servers, worker.num_datasets = set(), None, 0
+            with self._changed:
+                worker.pid = pid
+            return
+
+    def _take(self, worker: _Worker) -> _Message | None:
+        """Returns the next calls for a worker; if it has none, waits for some."""
+        with self._changed:
+            if not worker.messages:
+                self._changed.wait_for(lambda: self.is_stopped or self._find(worker))
+            closure = self._find(worker)
+            if closure is None or self.is_stopped:
+                return None
+            self._queue.remove(closure)
+            message = _Message([closure, *self._take_more(worker, closure)])
+            for each in message.closures:
+                each.begun_at = self._num_applied
+            worker.messages.append(message)
+            return message
+
+    def _find(self, worker: _Worker) -> Closure | None:
+        """Returns the next call that a worker may begin."""
+        bound, ahead = self.max_staleness, len(worker.messages)
+        if not self._queue or ahead >= (_DEPTH if bound is None else 1):
+            return None
+        # Those that have nothing to do come first.
+        idle = [w for w in self.workers if w.pid and not w.messages]
+        if ahead and len(self._queue) <= len(idle):
+            return None
+        if bound is not None:
+            # Each call that runs will see the updates since it began, and at most one
+            # more of each other one that runs.
+            running = [c for w in self.workers for m in w.messages for c in m.closures]
+            oldest = min((c.begun_at for c in running), default=self._num_applied)
+            if self._num_applied - oldest + len(running) > bound:
+                return None
+        return next((c for c in self._queue if _is_ready(c)), None)
+
+    def _take_more(self, worker: _Worker, first: Closure) -> list[Closure]:
+        """Returns the next short calls of a function, to go in one message."""
+        task, taken = first.task, list[Closure]()
+        if self.max_staleness is not None or task.number not in worker.known:
+            return taken
+        # A part of the queue only: other workers shall have work at its end.
+        share = len(self._queue) // (_DEPTH * len(self.workers))
+        count = min(share, int(_MESSAGE_SECONDS / max(task.seconds, 1e-6)) - 1)
+        while len(taken) < count:
+            if self._queue[0].task is not task or not _is_ready(self._queue[0]):
+                break
+            taken.append(self._queue.popleft())
+        return taken
+
+    def _attempt(self, step: Any, worker: _Worker, message: _Message) -> None:
+        """Sends or finishes a message; what is wrong with that, its calls are told."""
+        try:
+            step(worker, message)
+        except _WorkerLostError:
+            raise
+        except Exception as error:  # Such as an argument that was deleted.
+            self._end(worker, message, [Failed(error)] * len(message.closures))
+
+    def _send(self, worker: _Worker, message: _Message) -> None:
+        closures, task = message.closures, message.closures[0].task
+        # Whatever was done before these calls were scheduled.
+        if worker.servers is not self.servers:
+            worker.servers = self.servers
+            worker.actor.connect.remote(worker.servers)
+            worker.known.clear()
+        for number, reference in self._datasets[worker.num_datasets :]:
+            worker.num_datasets += 1
+            worker.actor.make_dataset.remote(number, reference)
+        # Not in a list, where Ray would not fetch results of other calls.
+        arguments = [array for closure in closures for array in closure.arguments()]
+        if task.number not in worker.known:
+            asked = worker.actor.prepare.remote(
+                worker.pid, task.number, task.reference, *arguments
+            )
+            spec = self._get(worker, asked, f"traces `{task.name}`")
+            if isinstance(spec, Failed):
+                raise spec.error
+            with self.needing_servers():
+                self._variables.place(task, spec, worker.servers)
+            worker.actor.place.remote(task.number, task.placed)
+            worker.known.add(task.number)
+        run = worker.actor.run.options(num_returns=1 + len(closures))
+        numbers = [closure.number for closure in closures]
+        with self._changed:
+            oldest = next(iter(self._open), numbers[0])
+        message.statuses, *message.values = run.remote(
+            worker.pid, task.number, numbers, oldest, *arguments
+        )
+
+    def _finish(self, worker: _Worker, message: _Message) -> None:
+        first = message.closures[0]
+        doing = f"runs call {first.number} of `{first.task.name}`"
+        self._end(worker, message, self._get(worker, message.statuses, doing))
+
+    def _end(self, worker: _Worker, message: _Message, statuses: list[Any]) -> None:
+        """Tells the calls of a message how they ended."""
+        with self._changed:
+            worker.messages.remove(message)
+            for i, closure in enumerate(message.closures):
+                self._open.pop(closure.number, None)
+                status = statuses[i] if i < len(statuses) else None
+                if status is None:
+                    closure.cancel(_WHY_CANCELLED)
+                elif isinstance(status, Failed):
+                    error = status.error
+                    if status.lost_server is not None:
+                        error = self._break(error, status.lost_server)
+                    self._fail(closure, error)
+                else:
+                    self._count(status.staleness)
+                    closure.task.seconds = status.seconds
+                    closure.value.set(message.values[i])
+            self._changed.notify_all()
+
+    def _count(self, staleness: int) -> None:
+        self._num_applied += 1
+        counts = self.statistics
+        counts.num_calls += 1
+        counts.total_staleness += staleness
+        counts.max_staleness = max(counts.max_staleness, staleness)
+
+    def _lose(self, worker: _Worker, error: _WorkerLostError) -> None:
+        """Has the calls of a lost worker run again, before all others."""
+        with self._changed:
+            lost = [closure for each in worker.messages for closure in each.closures]
+            worker.messages.clear()
+            worker.pid = 0
+            self._queue.extendleft(reversed(lost))
+            self.statistics.num_lost += 1
+            # The others have waited for the first.
+            for closure in lost[:1]:
+                closure.num_losses += 1
+                if closure.num_losses == _MOST_LOSSES:
+                    message = (
+                        f"Call {closure.number} of `{closure.task.name}` has lost its "
+                        f"worker {_MOST_LOSSES} times in a row ({error}), so it is not "
+                        "run again. It may need more memory than a worker has: run "
+                        "the function in this process, and look at Ray's logs."
+                    )
+                    self._fail(closure, RuntimeError(message))
+            if self._error is not None:
+                self._cancel_queue()
+            self._changed.notify_all()
+        logger.warning(
+            "%s is lost (%s). %d calls of it are run again; Ray starts it anew.",
+            worker.label,
+            error,
+            len(lost),
+        )
+
+    def _fail(self, closure: Closure, error: BaseException) -> None:
+        """Remembers the first error, and cancels the calls that have not begun."""
+        closure.value.fail(error)
+        if self._error is None:
+            self._error = error
+        self._cancel_queue()
+
+    def _cancel_queue(self) -> None:
+        for closure in self._queue:
+            closure.cancel(_WHY_CANCELLED)
+            self._open.pop(closure.number, None)
+        self._queue.clear()
+
+    def _break(
+        self, error: BaseException, index: int | None = None
+    ) -> PSUnavailableError:
+        """Notes that a server is gone; returns the error to raise."""
+        self._is_broken = True
+        which = "A parameter server" if index is None else f"Parameter server {index}"
+        return PSUnavailableError(
+            f"{which} is gone ({_first_line(error)}), and with it what its variables "
+            "held since the last `join`. Restore the last checkpoint and schedule on: "
+            "the next call starts a new one, and fills all of them from the "
+            "coordinator's objects."
+        )
+
+    def _get(self, worker: _Worker, reference: Any, doing: str) -> Any:
+        """Returns what a worker answers; logs if that takes long."""
+        ray, seconds = import_ray(), self._strategy.report_seconds
+        try:
+            try:
+                answer = ray.get(reference, timeout=seconds)
+            except ray.exceptions.GetTimeoutError:
+                message = "%s has made no progress for %.0f s: it %s."
+                logger.warning(message, worker.label, seconds, doing)
+                answer = ray.get(reference)
+        except ray.exceptions.RayActorError as error:
+            raise _WorkerLostError(_first_line(error)) from error
+        if isinstance(answer, NotKnown):
+            # Ray has started it anew, while it had nothing to do.
+            raise _WorkerLostError("its process has ended")
+        return answer
+
+
+_WHY_CANCELLED = "another scheduled call failed. `schedule` and `join` raise its error"
+
+
+def _make_server(strategy: ParameterServerStrategy, index: int) -> Any:
+    """Returns a new parameter server. One that is lost takes its variables with it."""
+    options = {"num_cpus": 0, "max_restarts": 0, **strategy.actor_options("ps", index)}
+    return import_ray().remote(ParameterServer).options(**options).remote()
+
+
+def _make_worker(strategy: ParameterServerStrategy, index: int) -> Any:
+    """Returns a new worker. Ray restarts one that is lost, wherever there is room."""
+    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0}
+    options |= strategy.actor_options("worker", index)
+    actor = import_ray().remote(Worker).options(**options)
+    return actor.remote(index, strategy.num_workers)
+
+
+def _is_ready(closure: Closure) -> bool:
+    return all(value.is_ready for value in closure.awaited)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
