@@ -11,7 +11,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+)
 
 from armillary.typing import PyTree
 
@@ -19,6 +26,23 @@ from armillary.typing import PyTree
 def everywhere(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Returns where an array lies of which each device of a mesh has a copy."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def narrow_mesh(mesh: Mesh, num_replicas: int | None) -> Mesh:
+    """Returns the mesh on whose devices so many replicas run; `None` for all.
+
+    A batch of 42 examples on 4 devices is one step of 2 replicas, with 21 examples
+    each. A second axis is of devices that do the same work, so that everything over
+    the first one is what it is with 2 replicas, and nothing needs to be masked::
+
+        device              0        1        2        3
+        replica, copy       0, 0     0, 1     1, 0     1, 1
+    """
+    (axis,) = mesh.axis_names
+    if num_replicas in (None, mesh.shape[axis]):
+        return mesh
+    devices = mesh.devices.reshape(num_replicas, -1)
+    return Mesh(devices, (axis, "copy"), axis_types=(AxisType.Auto,) * 2)
 
 
 def as_global(leaf: Any, sharding: Sharding) -> jax.Array:

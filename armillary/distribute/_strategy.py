@@ -5,48 +5,43 @@ A strategy decides three things: where a step runs (`_run`), where state lives
 written here once, on top of these.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from armillary._checks import check_callable, check_instance
 from armillary._traceback import hides_frames
 from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
-from armillary.data._layout import (
-    BatchLayout,
-    InputContext,
-    InputOptions,
-    hosted_replicas,
-)
-from armillary.data.sources._arrays import ArrayDataset, from_arrays
+from armillary.data._layout import BatchLayout, InputContext, InputOptions
 from armillary.distribute._dispatch import Dispatch
 from armillary.distribute._global_arrays import is_array
 from armillary.distribute._keras_fit import follow_keras
+from armillary.distribute._reduce import gather_values, list_values, reduce_values
 from armillary.distribute.replica._collectives import is_argument
 from armillary.distribute.replica._context import (
     Scope,
     get_running_context,
     is_in_default_step,
     lifted_state,
-    merging_replica,
     require_cross_replica_context,
 )
 from armillary.distribute.replica._reductions import CrossDeviceOps
 from armillary.distribute.replica._values import (
     ReduceOp,
-    is_inside,
+    array_of,
+    check_axis,
     is_per_replica,
     other_count,
 )
-from armillary.errors import DoubleReductionError, ReplicaContextError
+from armillary.errors import ReplicaContextError
 from armillary.state._lift import State
 from armillary.typing import PyTree
 from armillary.xla._lowerings import Split
@@ -83,8 +78,8 @@ class Strategy:
     reduce_dtype: Any = None
     """What floats travel in between replicas, unless a step says; `None` for theirs."""
 
-    has_copies = True
-    """Whether each device of the mesh keeps state of its own between programs."""
+    home: Sharding | None = None
+    """Where state lives between programs; `None` for where programs have it."""
 
     # What devices are, inside `described`.
     _described_platform: str | None = None
@@ -93,7 +88,7 @@ class Strategy:
     """How XLA divides examples, where it divides a step between devices itself."""
 
     def __init__(self, mesh: Mesh | None, num_replicas: int) -> None:
-        self._mesh = mesh
+        self._mesh: Any = mesh
         self._num_replicas = num_replicas
         self.dispatch = Dispatch(mesh)
         follow_keras()
@@ -122,27 +117,41 @@ class Strategy:
             return jax.default_backend()
         return self._mesh.devices.flat[0].platform  # The same for all of them.
 
-    def described(
-        self, num_devices: int, platform: str
-    ) -> AbstractContextManager[AbstractMesh]:
+    @contextlib.contextmanager
+    def described(self, num_devices: int, platform: str) -> Iterator[AbstractMesh]:
         """Lets this strategy trace programs for devices that are not there.
 
         Inside, it has that many devices, of which nothing but the number is known, and
-        it can trace steps but not run them. The context manager gives their mesh.
+        it can trace steps but not run them. The context manager gives their mesh. What
+        it is in every object that holds it changes, since the user's step asks for the
+        number of replicas.
 
         Args:
             num_devices: How many there are.
             platform: What kind they are, such as `"tpu"`.
 
         Raises:
-            ValueError: If the strategy is for one device.
+            ValueError: If the strategy is for one device, spans several processes, or
+                has a `mesh_shape` that does not divide the devices.
         """
-        del num_devices, platform
-        raise ValueError(
-            f"The strategy is {self!r}, which runs on one device, so there is nothing "
-            "to plan for several. Train under `armillary.MirroredStrategy()`: on one "
-            "device it is the same, and it can be planned for any number."
-        )
+        if self._mesh is None or self.peers is not None:
+            where = "one device" if self._mesh is None else "several processes"
+            raise ValueError(
+                f"The strategy is {self!r}, which is for {where}. A plan is made by "
+                "one process: make `armillary.MirroredStrategy()`, which is the same "
+                "on one device and can be planned for any number, without the others."
+            )
+        before = dict(vars(self))
+        try:
+            self._describe(num_devices)
+            self._described_platform = platform
+            yield self._mesh
+        finally:
+            vars(self).update(before)
+
+    def _describe(self, num_devices: int) -> None:
+        """Takes on a mesh of so many devices that are not there."""
+        raise NotImplementedError
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
@@ -165,34 +174,19 @@ class Strategy:
         raise NotImplementedError
 
     def state_shardings(self, state: State) -> Sequence[Sharding | None]:
-        """Returns where each array lives between steps; `None` leaves it where it is.
-
-        Args:
-            state: The arrays of a program.
-        """
+        """Returns where programs have each array; `None` leaves it where it is."""
         raise NotImplementedError
-
-    def program_shardings(self, state: State) -> Sequence[Sharding | None]:
-        """Returns where each array is while a program runs: by default at home."""
-        return self.state_shardings(state)
-
-    def admit(self, arrays: list[Any]) -> list[Any]:
-        """Returns a program's arguments where it can take them: by default as is."""
-        return arrays
 
     def bring(self, arguments: PyTree) -> list[Any] | None:
         """Returns the arrays of arguments, with those on other devices moved here.
 
         `None` if there are none that this process can move.
-
-        Raises:
-            ValueError: If one holds a value for each of another number of replicas.
         """
         devices, is_moved = set(self.layout.devices), False
 
         def move(leaf: Any) -> Any:
             nonlocal is_moved
-            array = leaf.array if is_per_replica(leaf) else leaf
+            array = array_of(leaf)
             is_concrete = isinstance(array, jax.Array) and not isinstance(array, Tracer)
             if not is_concrete or array.sharding.device_set == devices:
                 return array
@@ -212,12 +206,7 @@ class Strategy:
     def fit_scope(
         self, model: Any, arguments: dict[str, Any]
     ) -> AbstractContextManager[None]:
-        """Returns what is entered while `model.fit` of Keras runs: by default nothing.
-
-        Args:
-            model: The model.
-            arguments: Those of `fit`, by name.
-        """
+        """Returns what is entered while `model.fit` of Keras runs."""
         del model, arguments
         return nullcontext()
 
@@ -289,9 +278,6 @@ class Strategy:
         if kwargs is not None:
             check_instance("kwargs", kwargs, dict, "Write `kwargs={...}`.")
         require_cross_replica_context("strategy.run", "call `fn` directly", self)
-        replica = merging_replica()
-        if replica is not None:
-            return replica.run_merged(fn, tuple(args), kwargs or {})
         if self._num_replicas > 1 and is_in_default_step():
             _check_divided(self, (args, kwargs))
         return self._run(lifted_state(), fn, *args, **(kwargs or {}))
@@ -327,28 +313,9 @@ class Strategy:
             "strategy.reduce", "use `get_replica_context().all_reduce` there", self
         )
         if axis is not None:
-            _check_axis(axis)
-        op, value = ReduceOp.of(reduce_op), self._collect(value)
-
-        def reduce_leaf(leaf: Any) -> Any:
-            if is_per_replica(leaf):
-                if leaf.is_shared and op is ReduceOp.SUM and leaf.num_active > 1:
-                    raise DoubleReductionError(_EQUAL_MESSAGE.format(leaf.num_active))
-                return _REDUCE[op](leaf.active, _axes(axis, leaf.active.ndim))
-            self._check_whole("strategy.reduce", leaf)
-            if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
-                if isinstance(leaf, int | float) and leaf == 0:
-                    return leaf
-                raise ValueError(
-                    f"`value` is {leaf!r}, which is not a per-replica value, so "
-                    f"ReduceOp.SUM over {self.num_replicas_in_sync} replicas has no "
-                    "meaning. Pass what `strategy.run` returned, or use ReduceOp.MEAN."
-                )
-            if axis is None:
-                return leaf
-            return _REDUCE[op](leaf, axis)
-
-        return self._outside(jax.tree.map(reduce_leaf, value, is_leaf=is_per_replica))
+            check_axis(axis)
+        values = reduce_values(self, reduce_op, self._collect(value), axis)
+        return self._outside(values)
 
     @hides_frames
     def gather(self, value: PyTree, axis: int) -> PyTree:
@@ -373,30 +340,7 @@ class Strategy:
         require_cross_replica_context(
             "strategy.gather", "use `get_replica_context().all_gather` there", self
         )
-        _check_axis(axis)
-        value = self._collect(value)
-
-        def gather_leaf(leaf: Any) -> Any:
-            if not is_per_replica(leaf):
-                self._check_whole("strategy.gather", leaf)
-                return leaf
-            rows, shape = leaf.active, leaf.active.shape[1:]
-            if not -len(shape) <= axis < len(shape):
-                raise ValueError(
-                    f"`axis` is {axis}, but the value of each replica has shape "
-                    f"{shape}. Use an axis it has, or `strategy.local_results(value)`."
-                )
-            at = axis % len(shape)
-            joined = (*shape[:at], rows.shape[0] * shape[at], *shape[at + 1 :])
-            whole = jnp.moveaxis(rows, 0, at).reshape(joined)
-            is_part = leaf.num_active < leaf.stacked.shape[0]
-            if self._mesh is None or not (is_part and isinstance(whole, Tracer)):
-                return whole
-            # XLA may divide a few rows in a way that JAX 0.9 has no sharding for.
-            everywhere = NamedSharding(self._mesh, PartitionSpec())
-            return jax.lax.with_sharding_constraint(whole, everywhere)
-
-        return self._outside(jax.tree.map(gather_leaf, value, is_leaf=is_per_replica))
+        return self._outside(gather_values(self, self._collect(value), axis))
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """Returns the values of this process's replicas, one entry for each.
@@ -414,42 +358,7 @@ class Strategy:
         Raises:
             ValueError: If a leaf is the array inside a `PerReplica`.
         """
-        leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
-        rows = [self._local_parts(leaf) for leaf in leaves]
-        counts = [len(row) for row in rows if row is not None]
-        return tuple(
-            treedef.unflatten(
-                leaf if row is None else row[replica]
-                for leaf, row in zip(leaves, rows, strict=True)
-            )
-            for replica in range(min(counts, default=1))
-        )
-
-    def _local_parts(self, leaf: Any) -> list[Any] | None:
-        if not is_per_replica(leaf):
-            self._check_whole("strategy.local_results", leaf)
-            return None
-        parts, peers = leaf.parts(), self.peers
-        if peers is None:
-            return list(parts.values())
-        count = leaf.shared_by or len(leaf.array)
-        own = self.layout.local_replicas
-        local = hosted_replicas(own, self._num_replicas, count)
-        return [part for replica, part in parts.items() if replica in local]
-
-    def _check_whole(self, function: str, leaf: Any) -> None:
-        """Raises if a leaf is a part of a value, or stands for one elsewhere.
-
-        Raises:
-            ValueError: If so.
-        """
-        if is_inside(leaf):
-            raise ValueError(
-                f"`{function}` was given the array inside a `PerReplica`, which "
-                "`jax.tree.map` takes apart. It takes a whole nest: write "
-                f"`{function}(..., nest)`, or add `is_leaf=armillary.distribute."
-                "is_per_replica` to `jax.tree.map`."
-            )
+        return list_values(self, value)
 
     def distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
@@ -519,18 +428,21 @@ class Strategy:
         stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *values)
         return layout.wrap(layout.place(stacked), count)
 
-    def make_numpy_dataset(self, arrays: PyTree, **options: Any) -> ArrayDataset:
-        """Returns a dataset of arrays in memory; see `armillary.data.from_arrays`."""
-        return from_arrays(arrays, **options)
-
     def _collect(self, value: PyTree) -> PyTree:
         """Returns values of all processes as arrays of this one: by default as is."""
         return value
 
     def _outside(self, value: PyTree) -> PyTree:
-        """Returns a result that was computed from several devices' values."""
+        """Returns a result of several devices' values, beside the variables."""
         self.dispatch.finish(value)
-        return value
+        if self.home is None or lifted_state() is not None:
+            return value
+
+        def bring_home(leaf: Any) -> Any:
+            is_here = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+            return jax.device_put(leaf, self.home) if is_here else leaf
+
+        return jax.tree.map(bring_home, value)
 
     def __repr__(self) -> str:
         count = self.num_replicas_in_sync
@@ -543,7 +455,6 @@ class Strategy:
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
     experimental_distribute_values_from_function = distribute_values_from_function
     experimental_local_results = local_results
-    experimental_make_numpy_dataset = make_numpy_dataset
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -564,39 +475,31 @@ class Strategy:
 
 
 _PLACED = "Leave it out: XLA places operations, and variables live with the strategy."
+_NUMPY = "Write `armillary.data.from_arrays(arrays, batch_size=...)`."
+_LOGICAL = (
+    "Use `jax.lax.with_sharding_constraint` under `armillary.ShardedStrategy`, whose "
+    "devices along `tensor` are logical devices."
+)
 _OLD_NAMES = {
     "experimental_run": "Write `strategy.run(fn, args=(next(iterator),))`.",
     "make_dataset_iterator": "Write `iter(strategy.distribute_dataset(dataset))`, and "
     "call it again to begin anew.",
     "make_input_fn_iterator": "Write `iter(strategy.distribute_datasets_from_function("
     "input_fn))`, and call it again to begin anew.",
-    "extended": "Use `armillary.all_reduce` in a step, or `merge_call` of "
-    "`armillary.get_replica_context()`.",
+    "extended": "Use `armillary.all_reduce` in a step.",
     "group": "Leave it out: what `strategy.run` does is done without a session.",
-    "colocate_vars_with": _PLACED,
-    "configure": _PLACED,
-    "update_config_proto": _PLACED,
+    **dict.fromkeys(
+        ["colocate_vars_with", "configure", "update_config_proto"], _PLACED
+    ),
+    **dict.fromkeys(["make_numpy_dataset", "experimental_make_numpy_dataset"], _NUMPY),
+    "experimental_assign_to_logical_device": _LOGICAL,
+    "experimental_replicate_to_logical_devices": _LOGICAL,
+    "experimental_split_to_logical_devices": _LOGICAL,
 }
-_REDUCE = {
-    ReduceOp.SUM: jnp.sum,
-    ReduceOp.MEAN: jnp.mean,
-    ReduceOp.MAX: jnp.max,
-    ReduceOp.MIN: jnp.min,
-}
-_EQUAL_MESSAGE = (
-    "`strategy.reduce` was asked for the sum of a value that is equal on all {} "
-    "replicas: it was reduced in the step, or no argument of `strategy.run` is a batch "
-    "of a distributed dataset. Use the value as it is (ReduceOp.MEAN), or pass batches "
-    "of `strategy.distribute_dataset(...)`, of which each replica gets its share."
-)
 
 
 def _check_divided(strategy: Strategy, arguments: PyTree) -> None:
-    """Raises if arguments of `run`, in a step under no strategy, are a whole batch.
-
-    Raises:
-        ReplicaContextError: If there are arrays, and none is a per-replica value.
-    """
+    """Raises if arguments of `run`, in a step under no strategy, are a whole batch."""
     leaves = jax.tree.leaves(arguments, is_leaf=is_per_replica)
     has_arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)
     if has_arrays and not any(map(is_per_replica, leaves)):
@@ -611,22 +514,3 @@ def _check_divided(strategy: Strategy, arguments: PyTree) -> None:
 def _check_options(options: Any) -> None:
     fix = 'Use `armillary.InputOptions(remainder="exact")`.'
     check_instance("options", options, InputOptions | None, fix)
-
-
-def _check_axis(axis: Any) -> None:
-    if isinstance(axis, bool) or not isinstance(axis, Integral):
-        raise TypeError(
-            f"`axis` is {axis!r} of type {type(axis).__name__}, but it must be an "
-            "integer. Use `axis=0` for examples."
-        )
-
-
-def _axes(axis: int | None, ndim: int) -> tuple[int, ...]:
-    if axis is None:
-        return (0,)
-    if not -(ndim - 1) <= axis < ndim - 1:
-        raise ValueError(
-            f"`axis` is {axis}, but the value of each replica has {ndim - 1} axes. Use "
-            "an axis it has, or `axis=None` to reduce over replicas only."
-        )
-    return (0, axis + 1 if axis >= 0 else ndim + axis)

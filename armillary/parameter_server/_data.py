@@ -9,8 +9,7 @@ from typing import Any
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext
 from armillary.distribute.program._trace import StepIterator
-from armillary.distribute.replica._alone import run_in_place
-from armillary.distribute.replica._collectives import ReplicaContext
+from armillary.distribute.replica._alone import run_alone
 from armillary.distribute.strategies._single import SingleStrategy
 from armillary.errors import OutOfRangeError
 from armillary.state._lift import State
@@ -95,8 +94,7 @@ class WorkerStrategy(SingleStrategy):
     ) -> PyTree:
         del state
         # Not as a call of its own: what it does to each variable is looked at.
-        context = ReplicaContext(self, None, active=1)
-        return run_in_place(self, context, fn, args, kwargs)
+        return run_alone(self, fn, args, kwargs)
 
 
 class Batches:

@@ -243,7 +243,7 @@ class LoopGuard:
         self._on_non_finite = options.on_non_finite
         self._interval = options.check_replicas_every
         strategy = method.strategy
-        mesh = strategy.mesh if strategy.has_copies else None
+        mesh = strategy.mesh if strategy.home is None else None
         self._comparison = ReplicaComparison(mesh, strategy.dispatch)
         self._checksums: jax.Array | None = None
         self._start: Health | None = None

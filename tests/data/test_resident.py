@@ -118,7 +118,7 @@ def test_per_replica_batches_are_those_of_the_host(strategy, remainder):
 
 
 def test_numpy_datasets_can_stay_on_the_device(strategy):
-    source = strategy.make_numpy_dataset(np.arange(8.0), batch_size=8)
+    source = armillary.data.from_arrays(np.arange(8.0), batch_size=8)
     host, resident = make_pair(strategy, source)
     assert resident.element_spec == jax.ShapeDtypeStruct((8,), np.float32)
     assert_same(next(iter(resident)), next(iter(host)))

@@ -18,7 +18,7 @@ from armillary.distribute import HierarchicalCopyAllReduce
 class TPUOnCPU(TPUStrategy):
     """Takes CPU devices for TPU cores."""
 
-    _platform = "cpu"
+    _kind = "cpu"
 
 
 MAKERS = {

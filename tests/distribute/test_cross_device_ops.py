@@ -33,7 +33,7 @@ class Gathered(CrossDeviceOps):
 KINDS = {
     "nccl": (NcclAllReduce(), {"all-reduce"}),
     "groups": (
-        HierarchicalCopyAllReduce(num_packs=2),
+        HierarchicalCopyAllReduce(),
         {"reduce-scatter", "all-gather"},
     ),
     "one device": (ReductionToOneDevice(), {"collective-permute"}),
@@ -151,12 +151,6 @@ def run_wrong():
                 lambda: HierarchicalCopyAllReduce(group_size=0)
             ),
             r"`all_reduce` of Wrong\(\) made float32\[4, 2\] of float32": run_wrong,
-            r"`reduce_to_device` is 'gpu:1', but .* first: `MirroredStrategy\(dev": (
-                lambda: ReductionToOneDevice(reduce_to_device="gpu:1")
-            ),
-            "`accumulation_fn` is <.*>, but .* derive from .*CrossDeviceOps`": (
-                lambda: ReductionToOneDevice(None, accumulation_fn=sum)
-            ),
         },
     }
 )

@@ -87,17 +87,6 @@ def test_gathers_ignore_replicas_without_data(strategy, rows):
         np.testing.assert_array_equal(row, [1, 2, 3, 5])
 
 
-def test_merge_calls_ignore_replicas_without_data(strategy, rows):
-    def merge_fn(strategy, x):
-        assert len(strategy.local_results(x)) == 2
-        return strategy.reduce("sum", x)
-
-    results = strategy.run(
-        lambda x: get_replica_context().merge_call(merge_fn, args=(x,)), args=(rows,)
-    )
-    np.testing.assert_array_equal(strategy.local_results(results)[1], [4, 7])
-
-
 def test_local_results_ignore_replicas_without_data(strategy, rows):
     results = strategy.local_results({"x": rows, "tag": "text"})
     assert [row["x"].tolist() for row in results] == [[1, 2], [3, 5]]

@@ -57,8 +57,8 @@ NO_SEQUENCE = (
         ),
         (
             {"devices": ["cpu:0", "cpu:1", "/cpu:0"]},
-            "`devices` is ['cpu:0', 'cpu:1', 'cpu:0'], which repeats a device. Each "
-            "replica needs a device of its own: name each device once.",
+            "`devices` is ['cpu:0', 'cpu:1', 'cpu:0'], which repeats a device. Name "
+            "each device once.",
         ),
     ],
 )
@@ -81,8 +81,8 @@ def test_platforms_cannot_be_mixed(monkeypatch):
     with pytest.raises(ValueError) as caught:
         MirroredStrategy(["cpu:0", "gpu:0"])
     assert str(caught.value) == (
-        "`devices` is ['cpu:0', 'gpu:0'], which mixes platforms. Replicas run one "
-        "program in step: use devices of one platform."
+        "`devices` is ['cpu:0', 'gpu:0'], which mixes platforms. Use devices of one "
+        "platform."
     )
 
 

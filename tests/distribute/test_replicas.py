@@ -206,9 +206,9 @@ def test_a_branch_that_replicas_take_differently_cannot_reduce(strategy, batch):
     message = str(caught.value)
     assert re.match(r"`cond` at .*test_replicas\.py:\d+", message)
     assert (
-        "is decided by a value that differs between replicas (it was computed from "
-        "one replica's share of the batch), and reduces over replicas inside, so that "
-        "some replicas would wait there for ever. Reduce the value that decides first "
+        "is decided by a value that differs between replicas (computed from one "
+        "replica's share of the batch), and reduces over replicas inside, so that some "
+        "would wait there for ever. Reduce the value that decides first "
         "(`armillary.all_reduce`), reduce outside, or choose with `jnp.where`."
     ) in message
 

@@ -99,7 +99,7 @@ def test_a_mean_for_a_log_says_nothing_of_the_scale_of_a_sum(make_mirrored):
         armillary.all_reduce("mean", losses)
         return armillary.all_reduce("sum", grads)
 
-    with pytest.raises(BatchSizeError, match="it sums gradients without asking"):
+    with pytest.raises(BatchSizeError, match="it sums gradients of a loss"):
         strategy.run(step_fn, args=(batch,))
 
 

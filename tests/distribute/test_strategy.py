@@ -121,7 +121,7 @@ def test_set_strategy_inside_a_scope_is_an_error(make_mirrored):
         pytest.raises(
             ReplicaContextError,
             match=r"`set_strategy` was called inside `strategy\.scope\(\)` or "
-            r"`strategy\.run`, which already decide the strategy\. Call it before",
+            r"`strategy\.run`, which already decide the strategy\. Call it at the",
         ),
     ):
         set_strategy(None)
@@ -131,8 +131,8 @@ def test_a_scope_inside_another_strategy_is_an_error(make_mirrored):
     outer, inner = make_mirrored(2), make_mirrored(4)
     message = (
         "`strategy.scope` of MirroredStrategy(4 x cpu) was called inside the scope of "
-        "MirroredStrategy(2 x cpu). One program part has one strategy: leave the other "
-        "scope first, or use its strategy (`armillary.get_strategy()`)."
+        "MirroredStrategy(2 x cpu). Leave the other scope first, or use its strategy "
+        "(`armillary.get_strategy()`)."
     )
     with (
         outer.scope(),

@@ -10,31 +10,20 @@ from tests.mistakes import mistakes
 
 
 class OnCPU(armillary.TPUStrategy):
-    _platform = "cpu"
+    _kind = "cpu"
 
 
 class OnNothing(armillary.TPUStrategy):
-    _platform = "rocm"
+    _kind = "rocm"
 
 
 def test_there_is_a_replica_for_each_device_and_the_resolver_is_kept():
     resolver = SimpleClusterResolver({})
-    strategy = OnCPU(resolver, topology="2x4")
+    strategy = OnCPU(resolver)
     assert strategy.num_replicas_in_sync == jax.local_device_count() == 8
     assert strategy.cluster_resolver is resolver
     assert repr(strategy) == "OnCPU(8 x cpu, 1 process)"
     assert not hasattr(strategy, "no_such_name")
-
-
-class Core:
-    def __init__(self, number):
-        self.id, self.coords, self.slice_index = number, (number // 2, 0, 0), 0
-
-
-def test_two_cores_of_a_chip_are_one_place(monkeypatch):
-    monkeypatch.setattr(jax, "local_devices", lambda backend: list(map(Core, range(8))))
-    with pytest.raises(ClusterError, match="which are 8 chips, but JAX found 4"):
-        OnCPU(SimpleClusterResolver({}), topology="8")
 
 
 @pytest.mark.parametrize(
@@ -62,22 +51,13 @@ def test_without_a_tpu_no_device_is_asked_and_no_process_joins(
             armillary.TPUStrategy(resolver)
     finally:
         jax.config.update("jax_platforms", before)
-    assert "`armillary.MirroredStrategy(devices=...)`" in str(caught.value)
+    assert "`armillary.MirroredStrategy()`" in str(caught.value)
 
 
 @mistakes(
     {
         ClusterError: {
             "needs a TPU, but JAX found none .*rocm": OnNothing,
-            "`topology` is '4x4', which are 16 chips, but JAX found 8": (
-                lambda: OnCPU(topology="4x4")
-            ),
-        },
-        ValueError: {
-            "`topology` is '4 by 4', but it must be the numbers of chips": (
-                lambda: OnCPU(topology="4 by 4")
-            ),
-            "`topology` is 16, but it must be": lambda: OnCPU(topology=16),
         },
         TypeError: {
             "`resolver` is 'local' of type str, but it must be a": (
@@ -88,7 +68,7 @@ def test_without_a_tpu_no_device_is_asked_and_no_process_joins(
             ),
         },
         AttributeError: {
-            f"has no `{name}`. A replica is one core": (
+            f"no attribute '{name}'. Use `jax.lax.with_sharding_constraint`": (
                 lambda name=name: getattr(OnCPU(), name)
             )
             for name in (

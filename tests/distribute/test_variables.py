@@ -297,103 +297,10 @@ def on_write(name, value=100.0):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"), [("SUM", 10), ("MEAN", 2.5), ("ONLY_FIRST_REPLICA", 1)]
-)
-def test_on_write_copies_are_equal_at_every_read(strategy, ids, name, expected):
-    variable = on_write(name)
-
-    def step_fn(x):
-        variable[...] = x
-        return variable[...]
-
-    for _ in range(2):
-        reads = strategy.local_results(strategy.run(step_fn, args=(ids,)))
-        assert [float(read) for read in reads] == [expected] * 4
-        assert float(variable[...]) == expected
-    assert "on_set_value" not in variable.get_metadata()
-
-
-@pytest.mark.parametrize("name", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
-def test_on_write_variables_read_the_same_on_all_replicas(strategy, name):
-    variable = on_write(name)
-    reads = strategy.local_results(strategy.run(lambda: variable[...]))
-    assert [float(read) for read in reads] == [100.0] * 4
-
-
-@pytest.mark.parametrize(("name", "expected"), [("MEAN", 105), ("SUM", 20)])
-def test_on_write_may_happen_more_than_once(strategy, ids, name, expected):
-    variable = on_write(name)
-
-    def step_fn(x):
-        if name == "MEAN":
-            add(variable, x)
-        else:
-            variable[...] = x * 7
-            variable[...] = x
-        variable.set_value(variable.get_value() + x if name == "MEAN" else 2 * x)
-
-    strategy.run(step_fn, args=(ids,))
-    assert float(variable[...]) == expected
-
-
-def test_on_write_holds_inside_transformations(strategy, ids):
-    class Holder(nnx.Module):
-        def __init__(self):
-            self.w = nnx.Param(jnp.asarray(3.0))
-            self.seen = on_write("MEAN")
-
-    holder = Holder()
-
-    def step_fn(x):
-        def loss_fn(holder):
-            holder.seen[...] = x
-            return holder.w[...] * holder.seen[...]
-
-        grads = nnx.grad(loss_fn)(holder)
-        nnx.jit(lambda holder: add(holder.seen, x))(holder)
-        return holder.seen[...], grads["w"][...]
-
-    result = strategy.run(step_fn, args=(ids,))
-    seen, gradient = strategy.local_results(result)[3]
-    assert (float(seen), float(gradient)) == (5.0, 2.5)
-    assert float(holder.seen[...]) == 5.0
-
-
-def test_on_write_aggregates_items(strategy, ids):
-    variable = on_write("SUM", [100.0, 200.0])
-
-    def step_fn(x):
-        variable[1] = x
-
-    strategy.run(step_fn, args=(ids,))
-    assert variable[...].tolist() == [100, 10]
-
-
-def test_on_write_leaves_replicas_without_data_out(strategy, put_rows):
-    rows = put_rows(strategy, [1.0, 2.0, np.nan, np.nan], num_active=2)
-    for name, expected in (("SUM", 3), ("MEAN", 1.5), ("ONLY_FIRST_REPLICA", 1)):
-        variable = on_write(name)
-        strategy.run(lambda x, v: v.set_value(x), args=(rows, variable))
-        assert float(variable[...]) == expected
-
-
-def test_a_sum_on_write_of_what_was_read_is_an_error(strategy, ids):
-    variable = on_write("SUM")
-    with pytest.raises(ValueError) as caught:
-        strategy.run(lambda x: add(variable, x), args=(ids,))
-    assert str(caught.value) == (
-        "`synchronization` of variable is ON_WRITE and its `aggregation` is SUM, so "
-        "that a write sums what the replicas assign, but this step has read it before: "
-        "`variable[...] += x` would count the old value once for each replica. Leave "
-        "`synchronization` out, so that each replica's addition counts, or write "
-        "before you read."
-    )
-    assert "on_set_value" not in variable.get_metadata()
-
-
 def test_on_write_without_aggregation_is_mirrored(strategy, ids):
-    variable = on_write("NONE")
+    variable = nnx.Variable(
+        jnp.asarray(100.0), synchronization=VariableSynchronization.ON_WRITE
+    )
     strategy.run(lambda: add(variable, 1))
     assert float(variable[...]) == 101
     with pytest.raises(ReplicaMismatchError, match=r"variable \(plain, mirrored\)"):
@@ -416,33 +323,33 @@ def test_what_a_replica_reads_of_a_sum_is_its_share(strategy, ids):
     assert float(strategy.reduce("sum", after)) == float(seen[...]) == 12
 
 
-def test_no_synchronization_is_an_error(strategy):
-    variable = nnx.Variable(
-        jnp.asarray(0.0), synchronization=VariableSynchronization.NONE
-    )
-    with pytest.raises(ValueError) as caught:
-        strategy.run(lambda: variable[...])
-    assert str(caught.value) == (
-        "`synchronization` of variable is NONE, but what replicas write to a variable "
-        "must become one value. Use `VariableSynchronization.ON_READ` with an "
-        "aggregation, `ON_WRITE`, or leave it out."
-    )
-
-
-@pytest.mark.parametrize("aggregation", [None, VariableAggregation.NONE])
-def test_on_read_without_aggregation_is_an_error(strategy, aggregation):
+@pytest.mark.parametrize(
+    ("synchronization", "aggregation", "way_out"),
+    [
+        ("NONE", "SUM", "Leave `synchronization` out: what replicas write"),
+        ("NONE", None, "Leave `synchronization` out: what replicas write"),
+        ("ON_READ", "NONE", "`VariableAggregation.SUM`, `MEAN` or `ONLY_FIRST_"),
+        ("ON_READ", None, "`VariableAggregation.SUM`, `MEAN` or `ONLY_FIRST_"),
+        ("ON_WRITE", "SUM", 'assign `armillary.all_reduce("mean", value)`'),
+        ("ON_WRITE", "MEAN", 'assign `armillary.all_reduce("mean", value)`'),
+    ],
+)
+def test_what_leaves_no_one_value_is_an_error(
+    strategy, synchronization, aggregation, way_out
+):
     variable = nnx.Variable(
         jnp.asarray(0.0),
-        synchronization=VariableSynchronization.ON_READ,
-        aggregation=aggregation,
+        synchronization=VariableSynchronization[synchronization],
+        aggregation=aggregation and VariableAggregation[aggregation],
     )
     with pytest.raises(ValueError) as caught:
         strategy.run(lambda: add(variable, 1))
-    assert str(caught.value) == (
-        "`aggregation` of variable is NONE and its `synchronization` is ON_READ, which "
-        "leaves no single value to read outside `run`. Use `VariableAggregation.SUM`, "
-        "`MEAN` or `ONLY_FIRST_REPLICA`."
+    message = str(caught.value)
+    assert message.startswith(
+        f"`aggregation` of variable is {aggregation or 'NONE'} and its "
+        f"`synchronization` is {synchronization}. "
     )
+    assert way_out in message
 
 
 @pytest.mark.parametrize(

@@ -146,8 +146,9 @@ class FlatState:
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for leaf in map(as_array, state.read())
         ]
-        self._homes = list(strategy.state_shardings(state))
-        self._shardings = list(strategy.program_shardings(state))
+        self._shardings = list(strategy.state_shardings(state))
+        home = strategy.home
+        self._homes = [home or sharding for sharding in self._shardings]
         self._moves = self._homes != self._shardings
         self.arrays: list[Any] = [None] * len(state.paths)
         self._use = Use((), self.types, [])

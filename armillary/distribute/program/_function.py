@@ -338,7 +338,6 @@ class _Program:
     ) -> PyTree:
         flat = self._flat
         check_no_trace(self._fn, flat.state)
-        arrays = self._strategy.admit(arrays)
         with flat.lent(self._step.changed) as (donated, others):
             try:
                 values, results, token = self._compiled(donated, others, arrays)

@@ -1,7 +1,6 @@
 """What a replica can do with the others, inside `Strategy.run`."""
 
 import contextlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,17 +9,17 @@ import numpy as np
 from jax.dtypes import float0
 
 from armillary.data._layout import Active
-from armillary.distribute.replica._context import entered, lifted_state
 from armillary.distribute.replica._reductions import sum_by
 from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
+    check_axis,
     count_active,
     is_per_replica,
+    join,
 )
 from armillary.errors import ReplicaContextError
 from armillary.state._holders import is_claimed
-from armillary.state._nnx import is_variable
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ class ReplicaContext:
 
     Attributes:
         strategy: The strategy whose `run` made this replica.
+        axis_name: What `jax.lax` calls the axis of replicas; `None` if there is one.
         active: Which replicas hold data in this step.
         was_asked: Whether the step has used the number of replicas in any way.
     """
@@ -52,15 +52,10 @@ class ReplicaContext:
         num_replicas: int | None = None,
     ) -> None:
         self.strategy = strategy
+        self.axis_name = axis_name
         self.active = active
         self.was_asked = False
         self._num_replicas = num_replicas or strategy.num_replicas_in_sync
-        self._axis_name = axis_name
-
-    @property
-    def axis_name(self) -> str | None:
-        """What `jax.lax` calls the axis of replicas; `None` if there is one replica."""
-        return self._axis_name
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -81,7 +76,7 @@ class ReplicaContext:
     @property
     def replica_id_in_sync_group(self) -> Any:
         """The number of this replica, from 0; traced where there are several."""
-        return 0 if self._axis_name is None else jax.lax.axis_index(self._axis_name)
+        return 0 if self.axis_name is None else jax.lax.axis_index(self.axis_name)
 
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, *, dtype: Any = None
@@ -93,30 +88,26 @@ class ReplicaContext:
         Raises:
             ReplicaContextError: If `value` is what `run` returned.
         """
-        op, given = ReduceOp.of(reduce_op), check_wire_dtype("dtype", dtype)
+        op, wire = ReduceOp.of(reduce_op), check_wire_dtype("dtype", dtype)
         if any(map(is_per_replica, jax.tree.leaves(value, is_leaf=is_per_replica))):
             raise ReplicaContextError(
                 "`all_reduce` was given a `PerReplica`, as `strategy.run` returns it. "
-                "It belongs into the function given to `run`; outside, use "
-                "`strategy.reduce(op, value)`."
+                "Call it in the function given to `run`, or use `strategy.reduce(op, "
+                "value)` outside."
             )
-        if self._axis_name is None or self._num_replicas == 1:
+        if self.axis_name is None or self._num_replicas == 1:
             return value
-        given, num_active = (
-            given or self.strategy.reduce_dtype,
-            count_active(self.active),
-        )
+        wire = wire or self.strategy.reduce_dtype
         leaves, treedef = jax.tree.flatten(value)
         # Of what is not differentiable there is no gradient.
         places = [i for i, x in enumerate(leaves) if jnp.result_type(x) != float0]
-        given_arrays = [jnp.asarray(leaves[i]) for i in places]
-        arrays = [self._counted(op, _widened(op, array)) for array in given_arrays]
-        results = self._combine(op, [_to_wire(array, given) for array in arrays])
-        for i, old, array, result in zip(
-            places, given_arrays, arrays, results, strict=True
-        ):
-            result = result.astype(old.dtype if op in _BY_ORDER else array.dtype)
-            leaves[i] = result / num_active if op is ReduceOp.MEAN else result
+        given = [jnp.asarray(leaves[i]) for i in places]
+        wide = [self._counted(op, _widened(op, array)) for array in given]
+        results = self._combine(op, [_to_wire(array, wire) for array in wide])
+        for i, old, new, result in zip(places, given, wide, results, strict=True):
+            leaves[i] = result.astype(old.dtype if op in _BY_ORDER else new.dtype)
+            if op is ReduceOp.MEAN:
+                leaves[i] = leaves[i] / count_active(self.active)
         return treedef.unflatten(leaves)
 
     def sum(self, value: jax.Array) -> jax.Array:
@@ -125,10 +116,10 @@ class ReplicaContext:
 
     def _combine(self, op: ReduceOp, values: list[jax.Array]) -> list[jax.Array]:
         if op in _BY_ORDER:
-            return _BY_ORDER[op](values, self._axis_name)
+            return _BY_ORDER[op](values, self.axis_name)
         ops = self.strategy.cross_device_ops
         if ops is None or self._num_replicas == 1:
-            return jax.lax.psum(values, self._axis_name)
+            return jax.lax.psum(values, self.axis_name)
         name = op.value.lower()
         return [sum_by(ops, value, self._num_replicas, name) for value in values]
 
@@ -152,81 +143,20 @@ class ReplicaContext:
 
         Returns:
             The same pytree, with `axis` longer by the number of replicas with data.
+
+        Raises:
+            TypeError: If `axis` is no integer.
+            ValueError: If a value has no such axis.
         """
-        if self._axis_name is None:
+        check_axis(axis)
+        if self.axis_name is None:
             return value
-        shared = jax.tree.map(self._shared, value)
-        with entered(self.strategy, None):
-            return self.strategy.gather(shared, axis)
 
-    def merge_call(
-        self,
-        merge_fn: Callable[..., PyTree],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> PyTree:
-        """Runs `merge_fn(strategy, *args)` once, in cross-replica context.
+        def gather(leaf: Any) -> jax.Array:
+            rows = jax.lax.all_gather(leaf, self.axis_name)
+            return join(PerReplica(rows, self.active), axis)
 
-        In it the arguments' arrays are `PerReplica` values, for `strategy.reduce`,
-        `gather`, `local_results` and `run`. Arrays that it returns reach every replica;
-        of a `PerReplica`, each replica gets its part.
-
-        Args:
-            merge_fn: The function. It gets the strategy first.
-            args: Positional arguments, pytrees.
-            kwargs: Keyword arguments, pytrees.
-
-        Returns:
-            What `merge_fn` returned.
-        """
-        given = (args, kwargs or {})
-        if self._axis_name is not None:
-            given = tuple(map(self._share_arrays, given))
-        with entered(self.strategy, None, merging=self):
-            result = merge_fn(self.strategy, *given[0], **given[1])
-        return self._own_parts(result)
-
-    def run_merged(
-        self, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> PyTree:
-        """Runs `fn` in this replica again, as `strategy.run` does inside `merge_call`.
-
-        Returns:
-            What it returned, each array as a `PerReplica`.
-        """
-        args, kwargs = self._own_parts((args, kwargs))
-        with entered(self.strategy, self):
-            return self._share_arrays(fn(*args, **kwargs))
-
-    def _own_parts(self, value: PyTree) -> PyTree:
-        def own(leaf: Any) -> Any:
-            if not is_per_replica(leaf):
-                return leaf
-            if leaf.is_shared:
-                return leaf.array
-            return leaf.array[self.replica_id_in_sync_group]
-
-        return jax.tree.map(own, value, is_leaf=is_argument)
-
-    def _share_arrays(self, value: PyTree) -> PyTree:
-        state = lifted_state()
-        lifted = set() if state is None else {slot.key for slot in state.slots}
-
-        def is_object(part: Any) -> bool:
-            # A copy of a variable or a module would lose what `merge_fn` writes to it.
-            # Variables that are not lifted are values, such as those of gradients.
-            is_value = is_variable(part) and id(part) not in lifted
-            return is_claimed(part) and not is_value
-
-        def share(leaf: Any) -> Any:
-            return self._shared(leaf) if isinstance(leaf, jax.Array) else leaf
-
-        return jax.tree.map(share, value, is_leaf=is_object)
-
-    def _shared(self, leaf: Any) -> Any:
-        if self._axis_name is None:
-            return leaf
-        return PerReplica(jax.lax.all_gather(leaf, self._axis_name), self.active)
+        return jax.tree.map(gather, value)
 
     def is_active(self) -> jax.Array:
         """Returns whether this replica holds data; traced where there are several."""
@@ -251,11 +181,7 @@ _BY_ORDER = {ReduceOp.MAX: jax.lax.pmax, ReduceOp.MIN: jax.lax.pmin}
 
 
 def check_wire_dtype(name: str, dtype: Any) -> Any:
-    """Returns the dtype that values travel in, the argument `name`.
-
-    Raises:
-        ValueError: If it is no dtype of floats.
-    """
+    """Returns the dtype that values travel in, the argument `name`."""
     with contextlib.suppress(TypeError, ValueError):
         if dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
             return dtype

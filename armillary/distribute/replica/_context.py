@@ -7,7 +7,7 @@ of the default strategy, so a library function may always ask for its context.
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from armillary._checks import check_methods
@@ -23,13 +23,18 @@ if TYPE_CHECKING:
 class _Frame(NamedTuple):
     strategy: "Strategy"
     replica_context: "ReplicaContext | None"
-    merging: "ReplicaContext | None" = None
+
+
+class _Step(NamedTuple):
+    state: State
+    trace_state: Any
+    strategy: "Strategy"
 
 
 class _Ambient(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
-        self.states: list[tuple[State, Any, Strategy]] = []
+        self.steps: list[_Step] = []
         self.chosen: Strategy | None = None
 
 
@@ -96,8 +101,7 @@ def set_strategy(strategy: "Strategy | None") -> None:
     if _ambient.frames:
         raise ReplicaContextError(
             "`set_strategy` was called inside `strategy.scope()` or `strategy.run`, "
-            "which already decide the strategy. Call it before, at the top of the "
-            "program."
+            "which already decide the strategy. Call it at the top of the program."
         )
     _ambient.chosen = None if strategy is _default_frame[0].strategy else strategy
 
@@ -109,30 +113,20 @@ class Scope:
         self._strategy = strategy
 
     def __enter__(self) -> "Strategy":
-        """Puts the strategy in effect, in cross-replica context."""
         require_scope(self._strategy)
         _ambient.frames.append(_Frame(self._strategy, None))
         return self._strategy
 
     def __exit__(self, *_: object) -> None:
-        """Leaves it."""
         _ambient.frames.pop()
 
 
 @contextlib.contextmanager
 def entered(
-    strategy: "Strategy",
-    replica_context: "ReplicaContext | None",
-    merging: "ReplicaContext | None" = None,
+    strategy: "Strategy", replica_context: "ReplicaContext | None"
 ) -> Iterator[None]:
-    """Puts a strategy, and a side of `run`, in effect for a while.
-
-    Args:
-        strategy: The strategy.
-        replica_context: The replica; `None` for cross-replica context.
-        merging: The replica that is in a `merge_call`.
-    """
-    _ambient.frames.append(_Frame(strategy, replica_context, merging))
+    """Puts a strategy, and a replica of it or none, in effect for a while."""
+    _ambient.frames.append(_Frame(strategy, replica_context))
     try:
         yield
     finally:
@@ -142,80 +136,43 @@ def entered(
 @contextlib.contextmanager
 def without_strategy() -> Iterator[None]:
     """Puts the default strategy in effect for a while, as if no other ever was."""
-    frames, chosen = _ambient.frames, _ambient.chosen
+    before = _ambient.frames, _ambient.chosen
     _ambient.frames, _ambient.chosen = [], None
     try:
         yield
     finally:
-        _ambient.frames, _ambient.chosen = frames, chosen
-
-
-def merging_replica() -> "ReplicaContext | None":
-    """Returns the replica whose `merge_call` the caller is in, if it is in one."""
-    for frame in reversed(_ambient.frames):
-        if frame.merging is not None or frame.replica_context is not None:
-            return frame.merging
-    return None
+        _ambient.frames, _ambient.chosen = before
 
 
 @contextlib.contextmanager
 def lifted(state: State, strategy: "Strategy") -> Iterator[None]:
     """Marks `state`, of a step under `strategy`, as what `Strategy.run` lifts."""
-    _ambient.states.append((state, get_trace_state(), strategy))
+    _ambient.steps.append(_Step(state, get_trace_state(), strategy))
     try:
         yield
     finally:
-        _ambient.states.pop()
+        _ambient.steps.pop()
 
 
 def lifted_state() -> State | None:
     """Returns the state of the step that is running, if one is."""
-    return _ambient.states[-1][0] if _ambient.states else None
+    return _ambient.steps[-1].state if _ambient.steps else None
 
 
 def is_in_default_step() -> bool:
     """Returns whether a step is running that was started under no strategy."""
     default = _default_frame[0].strategy
-    return bool(_ambient.states) and _ambient.states[-1][2] is default
+    return bool(_ambient.steps) and _ambient.steps[-1].strategy is default
 
 
-def write_changed(
-    state: State, name: str, changed: Sequence[int], values: Sequence[Any]
-) -> None:
-    """Puts what `run` of a function has changed into the state, in its order."""
-    if not changed:
-        return
-    check_same_trace(name, [state.paths[i] for i in changed])
-    after = state.read()
-    for i, value in zip(changed, values, strict=False):
-        after[i] = value
-    state.write(after, set(changed))
-
-
-def check_same_trace(name: str, paths: Sequence[str]) -> None:
-    """Raises if state of the running step would be written in another trace of JAX.
-
-    Raises:
-        ReplicaContextError: If the step calls `run` inside `jax.jit` or the like.
-    """
-    if not _ambient.states or _ambient.states[-1][1] == get_trace_state():
-        return
-    shown = ", ".join(paths[:3]) + (" and more" if len(paths) > 3 else "")
-    raise ReplicaContextError(
-        f"`strategy.run` of `{name}` was called inside `jax.jit`, `nnx.jit` or another "
-        f"transformation of JAX, and changes state of the step ({shown}), which would "
-        "hold values of that transformation. The step is compiled already: call "
-        "`strategy.run` as it is, or decorate what calls it with "
-        "`@armillary.function`; inside the function that `run` gets, they work."
-    )
+def is_in_inner_trace() -> bool:
+    """Returns whether a transformation within the running step is traced."""
+    steps = _ambient.steps
+    return bool(steps) and steps[-1].trace_state != get_trace_state()
 
 
 def require_replica_context(function: str, instead: str) -> Any:
-    """Returns the replica context for `function`, or raises what to do instead.
-
-    Raises:
-        ReplicaContextError: In cross-replica context.
-    """
+    """Returns the replica context for `function`, or raises what to do instead."""
     context = get_replica_context()
     if context is None:
         raise ReplicaContextError(
@@ -229,16 +186,7 @@ def require_replica_context(function: str, instead: str) -> Any:
 def require_cross_replica_context(
     function: str, instead: str, strategy: "Strategy"
 ) -> None:
-    """Raises if called inside `Strategy.run`, or in another strategy's scope.
-
-    Args:
-        function: What was called, for messages.
-        instead: What to do inside `run`.
-        strategy: Whose function it is.
-
-    Raises:
-        ReplicaContextError: If so.
-    """
+    """Raises if `function` was called in `run`, or in another strategy's scope."""
     if _ambient.frames and _ambient.frames[-1].replica_context is not None:
         raise ReplicaContextError(
             f"`{function}` was called inside `Strategy.run`, where each replica sees "
@@ -248,16 +196,12 @@ def require_cross_replica_context(
     if has_strategy() and get_strategy() is not strategy:
         raise ReplicaContextError(
             f"`{function}` of {strategy!r} was called inside the scope of "
-            f"{get_strategy()!r}. One program part has one strategy: leave the other "
-            "scope first, or use its strategy (`armillary.get_strategy()`)."
+            f"{get_strategy()!r}. Leave the other scope first, or use its strategy "
+            "(`armillary.get_strategy()`)."
         )
 
 
 def require_scope(strategy: "Strategy") -> None:
-    """Raises where `strategy.scope()` cannot be entered.
-
-    Raises:
-        ReplicaContextError: Inside `run`, or inside another strategy's scope.
-    """
+    """Raises where `strategy.scope()` cannot be entered."""
     instead = "enter the scope around `run`"
     require_cross_replica_context("strategy.scope", instead, strategy)

@@ -5,9 +5,19 @@ callbacks. What it cannot follow it takes for different. A value is equal again 
 after a reduction over all replicas; a branch or loop that a differing value decides
 makes all differ that it returns, and may not reduce.
 
-On the way, values carry labels: that a gradient was divided by the size of the global
-batch already, that a value is the result of a reduction, that a loss was reduced before
-it was differentiated. They tell whether a sum or a mean is the right one.
+On the way, values carry labels, which tell whether a sum or a mean is the right one::
+
+    label        is put on                          goes on through
+    DIVISOR,     what a loss is divided by          copies
+      WEIGHT
+    DIVIDED,     what is divided by such a number   linear operations; a product of two
+      WEIGHED                                       losses, or with the count, loses it
+    REDUCED      the result of a reduction          linear operations of equal values
+    OF_REDUCED   a gradient of a reduced loss       linear operations; a sum has it if
+                                                    all that differs in it has it
+    GRADIENT     what differs in a backward pass    all that differs
+    RAW_KEY      a key of `jax.random.PRNGKey`      parts of arrays
+    KEY          a key made of one                  equal keys
 """
 
 import enum
@@ -20,13 +30,7 @@ from jax.dtypes import issubdtype, prng_key
 from jax.extend import core
 
 from armillary._dataflow import Dataflow
-from armillary._jaxpr import (
-    is_made_by,
-    named_axes,
-    programs_in,
-    source_line,
-    walk_programs,
-)
+from armillary._jaxpr import is_made_by, named_axes, programs_in, walk_programs
 from armillary.distribute.replica._values import AXIS_NAME
 
 Reasons = frozenset[str]
@@ -68,19 +72,14 @@ MADE_BY_OPS = "armillary made by cross-device operations"
 
 
 class Kind(enum.Enum):
-    """What a label says of a value."""
+    """What a label says of a value: see the table above."""
 
-    DIVISOR = "a loss is divided by it"
-    WEIGHT = "a weighted loss is divided by it"
-    DIVIDED = "was divided so that the sum over replicas is that of the batch"
-    WEIGHED = "was divided so that the mean over replicas is that of the batch"
-    REDUCED = "is the result of a reduction"
-    OF_REDUCED = "is a gradient of a loss that was reduced"
-    GRADIENT = "is a gradient of a loss of this replica"
-    RAW_KEY = "is a key of `jax.random.PRNGKey`, or a part of one"
-    KEY = "is a key made of one"
+    DIVISOR, WEIGHT, DIVIDED, WEIGHED, REDUCED, OF_REDUCED, GRADIENT, RAW_KEY, KEY = (
+        range(9)
+    )
 
 
+_MARKED = {DIVISOR: Kind.DIVISOR, WEIGHT: Kind.WEIGHT, MADE_BY_OPS: Kind.REDUCED}
 _DIVISIONS = {Kind.DIVISOR: Kind.DIVIDED, Kind.WEIGHT: Kind.WEIGHED}
 _SCALES = tuple(_DIVISIONS.values())
 
@@ -102,19 +101,17 @@ class Facts(NamedTuple):
         """Returns the origin of a label, if there is one of that kind."""
         return min((x.origin for x in self.labels if x.kind is kind), default=None)
 
+    def only(self, *kinds: Kind) -> set[Label]:
+        """Returns the labels of these kinds."""
+        return {label for label in self.labels if label.kind in kinds}
+
 
 EQUAL = Facts()
 BATCH = Facts(frozenset({"one replica's share of the batch"}))
 
 
 class Problem(NamedTuple):
-    """A reduction that is not the right one.
-
-    Attributes:
-        kind: What the reduced value is.
-        origin: The line or path of that label.
-        where: The line of the reduction.
-    """
+    """A reduction, at a line, that is not the right one for what has such a label."""
 
     kind: Kind
     origin: str
@@ -122,13 +119,7 @@ class Problem(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """A branch or loop in which some replicas would wait for the others for ever.
-
-    Attributes:
-        kind: The operation, `cond` or `while`.
-        reasons: What decides it.
-        where: Its line.
-    """
+    """A branch or loop in which some replicas would wait for the others for ever."""
 
     kind: str
     reasons: Reasons
@@ -170,8 +161,8 @@ class Differences(Dataflow[Facts]):
         self._users: dict[int, dict[Any, list[Any]]] = {}
         self.sums_gradients = False
         self.results = self.run(program, inputs)
-        self.conflicts = [each for each in self._conflicts.values() if each]
-        self.problems = [each for each in self._problems.values() if each]
+        self.conflicts = list(filter(None, self._conflicts.values()))
+        self.problems = list(filter(None, self._problems.values()))
 
     def join(self, facts: Iterable[Facts]) -> Facts:
         """Returns all reasons and labels."""
@@ -181,12 +172,16 @@ class Differences(Dataflow[Facts]):
         reasons, labels = zip(*several, strict=True)
         return Facts(frozenset().union(*reasons), frozenset().union(*labels))
 
+    def line(self, equation: Any) -> str:
+        """Returns the innermost line of the user's that is known."""
+        return super().line(equation) or "a line that JAX does not know"
+
     def decide(self, equation: Any, decides: Facts) -> Facts:
         """Returns that results differ where replicas take different ways."""
         found = None
         if decides.reasons and any(map(_has_collective, programs_in(equation))):
-            kind = equation.primitive.name
-            found = Conflict(kind, decides.reasons, self._line(equation))
+            kind, where = equation.primitive.name, self.line(equation)
+            found = Conflict(kind, decides.reasons, where)
         self._conflicts[self._place(equation)] = found
         return Facts(decides.reasons)
 
@@ -199,84 +194,77 @@ class Differences(Dataflow[Facts]):
             reasons = self.join(operands).reasons | _SOURCES[name]
             return [Facts(reasons)] * len(equation.outvars)
         if name.startswith(_REDUCTIONS) and _is_over_all(equation):
-            return [
-                self._reduce(equation, operand, made)
-                for operand, made in zip(operands, equation.outvars, strict=True)
-            ]
+            pairs = zip(operands, equation.outvars, strict=True)
+            return [self._reduce(equation, *pair) for pair in pairs]
         if name.startswith((*_REDUCTIONS, *_EXCHANGES)):
             return [self._exchange(equation, self.join(operands))]
         return None
 
     def _name(self, equation: Any, operand: Facts) -> Facts:
         name = equation.params["name"]
-        if name in (DIVISOR, WEIGHT):
-            kind = Kind.DIVISOR if name == DIVISOR else Kind.WEIGHT
-            return Facts(operand.reasons, frozenset({self._label(kind, equation)}))
-        if name == MADE_BY_OPS:
-            return Facts(labels=frozenset({self._label(Kind.REDUCED, equation)}))
-        for op in ("sum", "mean"):
-            if name == BY_OPS % op:
-                self._judge(equation, operand, None, is_mean=op == "mean")
-                return Facts(operand.reasons)
+        if name in _MARKED:
+            reasons = frozenset() if name == MADE_BY_OPS else operand.reasons
+            return Facts(reasons, self._labels(_MARKED[name], equation))
+        if name in (BY_OPS % "sum", BY_OPS % "mean"):
+            self._judge(equation, operand, None, is_mean=name == BY_OPS % "mean")
+            return Facts(operand.reasons)
         return operand
 
     def _reduce(self, equation: Any, operand: Facts, made: Any) -> Facts:
         """Returns what is known of a result that is the same on all replicas."""
+        where = self.line(equation)
         if self._is_backward(equation):
             # The transpose of a reduction within a loss. What it adds up is equal if
             # the loss was reduced last: a replica's part counts for every replica.
-            kinds = (*_SCALES, Kind.OF_REDUCED)
-            labels = {each for each in operand.labels if each.kind in kinds}
+            labels = frozenset(operand.only(*_SCALES, Kind.OF_REDUCED))
             if not operand.reasons and not labels:
-                labels.add(self._label(Kind.OF_REDUCED, equation))
-            elif self._line(equation) not in self._reduced_at:
+                labels = self._labels(Kind.OF_REDUCED, equation)
+            elif where not in self._reduced_at:
                 # No transpose, but a backward pass of the user's that reduces.
-                labels.add(self._label(Kind.REDUCED, equation))
-            return Facts(labels=frozenset(labels))
-        self._reduced_at.add(self._line(equation))
+                labels |= self._labels(Kind.REDUCED, equation)
+            return Facts(labels=labels)
+        self._reduced_at.add(where)
         if equation.primitive.name.startswith("psum"):
             users = self._users_of(made)
             is_mean = bool(users) and all(map(_is_of_mean, users))
             is_by_hand = bool(users) and all(map(self._is_divided_by_count, users))
             if is_mean or not is_by_hand:
                 self._judge(equation, operand, made, is_mean=is_mean)
-        return Facts(labels=frozenset({self._label(Kind.REDUCED, equation)}))
+        return Facts(labels=self._labels(Kind.REDUCED, equation))
 
     def _exchange(self, equation: Any, operand: Facts) -> Facts:
-        labels = {each for each in operand.labels if each.kind in _SCALES}
+        labels = frozenset(operand.only(*_SCALES))
         if self._is_backward(equation) and not (operand.reasons or labels):
-            labels.add(self._label(Kind.OF_REDUCED, equation))
-        return Facts(operand.reasons | _NUMBER, frozenset(labels))
+            labels = self._labels(Kind.OF_REDUCED, equation)
+        return Facts(operand.reasons | _NUMBER, labels)
 
     def _judge(
         self, equation: Any, operand: Facts, made: Any, *, is_mean: bool
     ) -> None:
+        """Notes whether a sum or a mean of an operand is the wrong one."""
         self.sums_gradients |= not is_mean and operand.find(Kind.GRADIENT) is not None
-        kinds = [Kind.OF_REDUCED, *([] if operand.reasons else [Kind.REDUCED])]
-        kinds += [] if is_mean else [Kind.WEIGHED]
-        if is_mean:
+        wrong = [Kind.OF_REDUCED, *([] if operand.reasons else [Kind.REDUCED])]
+        if not is_mean:
+            wrong += [Kind.WEIGHED]
+        else:
             # Of a reduced loss a mean gives the sum of the parts, and of what was
             # reduced it is what it was.
-            has_sum = any(map(operand.find, kinds))
-            kinds = [] if has_sum else [Kind.DIVIDED]
-        found = None
-        for kind in kinds:
-            origin = operand.find(kind)
-            if origin is not None:
-                found = Problem(kind, origin, self._line(equation))
-                break
-        self._problems[self._place(equation), made] = found
+            wrong = [] if any(map(operand.find, wrong)) else [Kind.DIVIDED]
+        found = [(kind, operand.find(kind)) for kind in wrong]
+        problems = [
+            Problem(kind, origin, self.line(equation))
+            for kind, origin in found
+            if origin is not None
+        ]
+        self._problems[self._place(equation), made] = next(iter(problems), None)
 
     def mix(self, equation: Any, operands: list[Facts]) -> Facts:
         """Returns what is known of a value computed from others."""
-        reasons, labels = self.join(operands)
-        if (
-            self._with_gradients
-            and reasons
-            and not any(each.kind is Kind.GRADIENT for each in labels)
-            and self._is_backward(equation)
-        ):
-            labels |= {self._label(Kind.GRADIENT, equation)}
+        both = self.join(operands)
+        reasons, labels = both
+        is_new = self._with_gradients and reasons and not both.only(Kind.GRADIENT)
+        if is_new and self._is_backward(equation):
+            labels |= self._labels(Kind.GRADIENT, equation)
         if not labels or not equation.outvars:
             return Facts(reasons)
         name, dtype = equation.primitive.name, equation.outvars[0].aval.dtype
@@ -288,44 +276,38 @@ class Differences(Dataflow[Facts]):
                     labels = operands[0].labels | {Label(kind, origin)}
         kept = {each for each in labels if _goes_through(each, name, dtype, reasons)}
         if name == "random_wrap":
-            origins = [x.origin for x in labels if x.kind is Kind.RAW_KEY]
-            kept |= {Label(Kind.KEY, origin) for origin in origins}
+            kept |= {Label(Kind.KEY, x.origin) for x in both.only(Kind.RAW_KEY)}
         if name in ("random_bits", "random_gamma") and not reasons:
-            self._note_draw(equation, operands[0])
-        is_part = any(
-            x.find(Kind.DIVIDED) and not x.find(Kind.REDUCED) for x in operands
-        ) or (name == "div" and operands[1].find(Kind.DIVISOR))
-        if is_part and name not in _SUMS:  # divided after it was reduced
-            kept = {each for each in kept if each.kind is not Kind.REDUCED}
+            origin, where = operands[0].find(Kind.KEY), self.line(equation)
+            if origin is not None:
+                problem = Problem(Kind.KEY, origin, where)
+                self._problems[self._place(equation), None] = problem
+        return Facts(reasons, frozenset(kept - self._lost(equation, name, operands)))
+
+    def _lost(self, equation: Any, name: str, operands: list[Facts]) -> set[Label]:
+        """Returns the labels that a sum or a product of such operands has not."""
+        both = self.join(operands)
+        lost: set[Label] = set()
         if name in _SUMS:
             # What is equal, such as the zeros that a sum begins with, changes nothing.
             own = [each for each in operands if each.reasons]
-            kept -= _not_in_all(kept, Kind.OF_REDUCED, own)
-        if (
-            name in _PRODUCTS
-            and not self._is_backward(equation)
-            and (
-                all(each.find(Kind.DIVIDED) for each in operands)
-                or self._is_times_count(equation)
-            )
+            if not all(each.find(Kind.OF_REDUCED) for each in own):
+                lost |= both.only(Kind.OF_REDUCED)
+            return lost
+        is_divided = [each.find(Kind.DIVIDED) for each in operands]
+        pairs = zip(operands, is_divided, strict=True)
+        if any(divided and not each.find(Kind.REDUCED) for each, divided in pairs) or (
+            name == "div" and operands[1].find(Kind.DIVISOR)
         ):
-            kept = {each for each in kept if each.kind is not Kind.DIVIDED}
-        return Facts(reasons, frozenset(kept))
+            lost |= both.only(Kind.REDUCED)  # divided after it was reduced
+        is_forward = not self._is_backward(equation)
+        is_scaled = all(is_divided) or self._is_times_count(equation)
+        if name in _PRODUCTS and is_forward and is_scaled:
+            lost |= both.only(Kind.DIVIDED)
+        return lost
 
-    def _note_draw(self, equation: Any, key: Facts) -> None:
-        origin = key.find(Kind.KEY)
-        if origin is not None:
-            problem = Problem(Kind.KEY, origin, self._line(equation))
-            self._problems[self._place(equation), None] = problem
-
-    def _label(self, kind: Kind, equation: Any) -> Label:
-        return Label(kind, self._line(equation))
-
-    def _line(self, equation: Any) -> str:
-        """Returns the innermost line of the user's that is known."""
-        # What JAX traced once and uses again does not know whom it was called by.
-        lines = map(source_line, (equation, *reversed(self.within)))
-        return next(filter(None, lines), "a line that JAX does not know")
+    def _labels(self, kind: Kind, equation: Any) -> frozenset[Label]:
+        return frozenset({Label(kind, self.line(equation))})
 
     def _place(self, equation: Any) -> tuple[int, ...]:
         return (*map(id, self.within), id(equation))
@@ -363,11 +345,11 @@ class Differences(Dataflow[Facts]):
 
     def _is_times_count(self, equation: Any) -> bool:
         # A loss for a report, not an array of gradients that happens to be weighed so.
-        if equation.outvars[0].aval.ndim:
-            return False
-        numbers = map(_number, equation.invars)
-        return equation.primitive.name == "mul" and any(
-            n in self._counts for n in numbers
+        is_product = equation.primitive.name == "mul"
+        return (
+            is_product
+            and not equation.outvars[0].aval.ndim
+            and any(_number(atom) in self._counts for atom in equation.invars)
         )
 
 
@@ -385,14 +367,6 @@ def _goes_through(label: Label, name: str, dtype: Any, reasons: Reasons) -> bool
     if not jnp.issubdtype(dtype, jnp.inexact) or name in _NOT_LINEAR:
         return False
     return kind is not Kind.REDUCED or not reasons
-
-
-def _not_in_all(
-    labels: Iterable[Label], kind: Kind, operands: Sequence[Facts]
-) -> set[Label]:
-    if all(each.find(kind) for each in operands):
-        return set()
-    return {each for each in labels if each.kind is kind}
 
 
 def _number(atom: Any) -> float | None:

@@ -12,23 +12,11 @@ with the enums of `tf.distribute`::
     first replica   the same value on all replicas      the first replica's value
     random          the stored key, with its number     the stored key, or what the
                     folded in except on the first       first replica left
-
-With `ON_WRITE`, the last three happen at each write (`_writes`), and the slot is
-mirrored.
-
-Aggregates what replicas write to a variable, at the write.
-
-A variable with `synchronization=ON_WRITE` and an aggregation is equal on all replicas
-at every read, as in `tf.distribute`. While a replica runs, a hook of NNX on such a
-variable brings the written values together. NNX copies the hook with the variable, so
-that writes inside its transformations are aggregated too.
 """
 
-import contextlib
 import enum
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +26,6 @@ from armillary._checks import check_not_negative_int
 from armillary.distribute.replica._collectives import ReplicaContext
 from armillary.distribute.replica._values import AXIS_NAME
 from armillary.state._lift import State
-from armillary.state._nnx import NnxSlot
 from armillary.state._slots import Role, Slot
 
 if TYPE_CHECKING:
@@ -48,9 +35,9 @@ if TYPE_CHECKING:
 class VariableSynchronization(enum.Enum):
     """When replicas' copies of a variable are brought together.
 
-    As in `tf.VariableSynchronization`: `ON_WRITE` aggregates what replicas write at
-    each write, so that copies are equal at every read. `ON_READ` lets them differ until
-    `run` ends. `AUTO` is `ON_READ` if there is an aggregation. `NONE` is refused.
+    As in `tf.VariableSynchronization`: `ON_READ` lets copies differ until `run` ends,
+    and `ON_WRITE` says that they are equal at every read, as those without an
+    aggregation are. `AUTO` is `ON_READ` if there is an aggregation. `NONE` is refused.
     """
 
     AUTO = "AUTO"
@@ -122,54 +109,46 @@ def create_global_step(initial_value: int = 0) -> "nnx.Variable":
 
 
 def policies_of(state: State, leaves: Sequence[jax.Array]) -> list[Policy]:
-    """Returns the policy of each array of a state.
-
-    Raises:
-        ValueError: If the `synchronization` or `aggregation` of a variable is not one
-            of the enums' members, or the two, or the dtype, do not go together.
-    """
+    """Returns the policy of each array of a state."""
     check_annotations(state)
-    policies: list[Policy] = []
-    for slot, start, stop in state.ranges:
-        is_of_optimizer = slot.is_of_optimizer()
-        for leaf, shared in zip(leaves[start:stop], is_of_optimizer, strict=True):
-            policies.append(_policy_of(slot, leaf, shared))
-    return policies
+    return [
+        _policy_of(slot, leaf, is_of_optimizer)
+        for slot, start, stop in state.ranges
+        for leaf, is_of_optimizer in zip(
+            leaves[start:stop], slot.is_of_optimizer(), strict=True
+        )
+    ]
 
 
 def check_annotations(state: State) -> None:
-    """Raises if what the user set on a variable has no meaning.
-
-    Raises:
-        ValueError: If the `synchronization` or `aggregation` of a variable is not one
-            of the enums' members, or the two do not go together.
-    """
+    """Raises if the `synchronization` or `aggregation` of a variable has no meaning."""
     for slot in state.slots:
         if slot.annotations:
             _check_annotations(slot)
 
 
-def written_policy_of(slot: Slot) -> Policy | None:
-    """Returns what is made of the values that replicas write; `None` for nothing."""
-    if slot.annotations.get("synchronization") is not VariableSynchronization.ON_WRITE:
-        return None
-    policy = _BY_AGGREGATION[_aggregation_of(slot)]
-    return None if policy is Policy.MIRRORED else policy
-
-
 def _policy_of(slot: Slot, leaf: jax.Array, is_of_optimizer: bool) -> Policy:
     policy = _BY_AGGREGATION[_aggregation_of(slot)]
     is_given = slot.annotations.get("aggregation") is not None
-    if _is_key(slot, leaf):
+    is_typed = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    if is_typed or (slot.role is Role.RANDOM_KEY and leaf.dtype == jnp.uint32):
         if policy is not Policy.MIRRORED:
-            raise ValueError(_no_sum(slot, policy, "a random key", "NONE"))
+            raise _no_sum(slot, policy, "a random key", "NONE")
         # What an optimizer draws, it adds to parameters that are mirrored.
         return policy if is_given or is_of_optimizer else Policy.RANDOM
     if leaf.dtype == bool and policy in (Policy.SUM, Policy.MEAN):
         if is_given:
-            raise ValueError(_no_sum(slot, policy, "bool", "ONLY_FIRST_REPLICA"))
-        policy = Policy.MIRRORED  # a flag of a metric
-    return policy if written_policy_of(slot) is None else Policy.MIRRORED
+            raise _no_sum(slot, policy, "bool", "ONLY_FIRST_REPLICA")
+        return Policy.MIRRORED  # a flag of a metric
+    return policy
+
+
+def _no_sum(slot: Slot, policy: Policy, what: str, instead: str) -> ValueError:
+    return ValueError(
+        f"`aggregation` of {slot.path} is {policy.name}, but it holds {what}, of which "
+        f"there is no {policy.value}. Use `VariableAggregation.{instead}`, or hold an "
+        "array of integers or floats."
+    )
 
 
 def _aggregation_of(slot: Slot) -> VariableAggregation:
@@ -178,10 +157,10 @@ def _aggregation_of(slot: Slot) -> VariableAggregation:
 
 
 def _check_annotations(slot: Slot) -> None:
-    synchronization = slot.annotations.get("synchronization")
+    when = slot.annotations.get("synchronization")
     for name, value, kind in (
         ("aggregation", slot.annotations.get("aggregation"), VariableAggregation),
-        ("synchronization", synchronization, VariableSynchronization),
+        ("synchronization", when, VariableSynchronization),
     ):
         if value is not None and not isinstance(value, kind):
             raise ValueError(
@@ -189,28 +168,26 @@ def _check_annotations(slot: Slot) -> None:
                 f"`armillary.{kind.__name__}`, such as {next(iter(kind))}. Set it "
                 "where the variable is made."
             )
-    if synchronization is VariableSynchronization.NONE:
-        raise ValueError(
-            f"`synchronization` of {slot.path} is NONE, but what replicas write to a "
-            "variable must become one value. Use `VariableSynchronization.ON_READ` "
-            "with an aggregation, `ON_WRITE`, or leave it out."
-        )
-    is_on_read = synchronization is VariableSynchronization.ON_READ
+    how = _aggregation_of(slot).name
     is_random = slot.role is Role.RANDOM_KEY
-    if is_on_read and not is_random and _aggregation_of(slot).name == "NONE":
-        raise ValueError(
-            f"`aggregation` of {slot.path} is NONE and its `synchronization` is "
-            "ON_READ, which leaves no single value to read outside `run`. Use "
+    fix = None
+    if when is VariableSynchronization.NONE:
+        fix = "Leave `synchronization` out: what replicas write must become one value."
+    elif when is VariableSynchronization.ON_WRITE and how != "NONE":
+        fix = (
+            "Leave `synchronization` out, for values that become one when `run` ends, "
+            'or both, and assign `armillary.all_reduce("mean", value)`.'
+        )
+    elif when is VariableSynchronization.ON_READ and how == "NONE" and not is_random:
+        fix = (
+            "No single value would be left to read outside `run`: use "
             "`VariableAggregation.SUM`, `MEAN` or `ONLY_FIRST_REPLICA`."
         )
-
-
-def _no_sum(slot: Slot, policy: Policy, what: str, instead: str) -> str:
-    return (
-        f"`aggregation` of {slot.path} is {policy.name}, but it holds {what}, of which "
-        f"there is no {policy.value}. Use `VariableAggregation.{instead}`, or hold an "
-        "array of integers or floats."
-    )
+    if fix is not None:
+        raise ValueError(
+            f"`aggregation` of {slot.path} is {how} and its `synchronization` is "
+            f"{when.name}. {fix}"
+        )
 
 
 def enter(policy: Policy, value: jax.Array) -> jax.Array:
@@ -243,32 +220,15 @@ def leave(
         return after
     if policy is Policy.RANDOM:
         return _key_of_first(after)
-    return combine(policy, after, context, idle=entered)
-
-
-def combine(
-    policy: Policy,
-    value: jax.Array,
-    context: ReplicaContext,
-    idle: jax.Array | None = None,
-) -> jax.Array:
-    """Returns what the replicas' values become together, by SUM, MEAN or the first one.
-
-    Args:
-        policy: One of these three.
-        value: This replica's value.
-        context: The replica.
-        idle: What a replica without data adds to a sum; nothing by default.
-    """
     if policy is Policy.FIRST_REPLICA:
-        return _sum(_masked(context.is_first(), value), context)
+        return _sum(_masked(context.is_first(), after), context)
     if context.num_active < context.num_replicas_in_sync:
-        value = _masked(
-            context.is_active(), value, idle if policy is Policy.SUM else None
-        )
+        # A replica without data adds nothing to what it began with.
+        idle = entered if policy is Policy.SUM else None
+        after = _masked(context.is_active(), after, idle)
     if policy is Policy.SUM:
-        return _sum(value, context)
-    return _mean(value, context.num_active, context)
+        return _sum(after, context)
+    return _mean(after, context.num_active, context)
 
 
 def _masked(
@@ -293,11 +253,6 @@ def _mean(value: jax.Array, count: int, context: ReplicaContext) -> jax.Array:
     return (_sum(quotient, context) + rest).astype(value.dtype)
 
 
-def _is_key(slot: Slot, leaf: jax.Array) -> bool:
-    is_typed = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return is_typed or (slot.role is Role.RANDOM_KEY and leaf.dtype == jnp.uint32)
-
-
 def _fold_replica_in(value: jax.Array) -> jax.Array:
     """Returns the keys of this replica; those of the first one are the stored ones."""
     keys = as_keys(value)
@@ -318,10 +273,11 @@ def _key_of_first(value: jax.Array) -> jax.Array:
 
     A key that the step split and assigned differs between replicas.
     """
-    data = jax.random.key_data(as_keys(value))
-    first = jax.lax.psum(_masked(_replica_id() == 0, data), AXIS_NAME)
-    keys = jax.random.wrap_key_data(first, impl=jax.random.key_impl(as_keys(value)))
-    return as_before(keys, value)
+    keys = as_keys(value)
+    data = _masked(_replica_id() == 0, jax.random.key_data(keys))
+    first = jax.lax.psum(data, AXIS_NAME)
+    impl = jax.random.key_impl(keys)
+    return as_before(jax.random.wrap_key_data(first, impl=impl), value)
 
 
 def as_keys(value: jax.Array) -> jax.Array:
@@ -336,67 +292,3 @@ def as_before(keys: jax.Array, value: jax.Array) -> jax.Array:
 
 def _replica_id() -> jax.Array:
     return jax.lax.axis_index(AXIS_NAME)
-
-
-_HOOKS = ("on_get_value", "on_set_value")
-
-
-@contextlib.contextmanager
-def aggregated_writes(state: State, context: ReplicaContext) -> Iterator[None]:
-    """Aggregates writes to the variables of `state` that ask for it."""
-    undo: list[Callable[[], None]] = []
-    try:
-        for slot in state.slots:
-            policy = written_policy_of(slot)
-            if policy is not None and isinstance(slot, NnxSlot):
-                undo.append(_hook(slot, policy, context))
-        yield
-    finally:
-        for restore in undo:
-            restore()
-
-
-def _hook(slot: NnxSlot, policy: Policy, context: ReplicaContext) -> Callable[[], None]:
-    variable = slot.variable
-    old = {name: variable.get_metadata(name, None) for name in _HOOKS}
-    reads: list[None] = []
-
-    def note_read(_: Any, value: Any) -> Any:
-        reads.append(None)
-        return value
-
-    def aggregate(_: Any, value: Any) -> Any:
-        if policy is Policy.SUM and reads:
-            raise ValueError(
-                f"`synchronization` of {slot.path} is ON_WRITE and its `aggregation` "
-                "is SUM, so that a write sums what the replicas assign, but this step "
-                "has read it before: `variable[...] += x` would count the old value "
-                "once for each replica. Leave `synchronization` out, so that each "
-                "replica's addition counts, or write before you read."
-            )
-        return jax.tree.map(lambda leaf: combine(policy, leaf, context), value)
-
-    for name, hook in zip(_HOOKS, (note_read, aggregate), strict=True):
-        variable.set_metadata(name, _chain(*_as_tuple(old[name]), hook))
-
-    def restore() -> None:
-        for name, hooks in old.items():
-            if hooks is None:
-                variable.del_metadata(name)
-            else:
-                variable.set_metadata(name, hooks)
-
-    return restore
-
-
-def _chain(*hooks: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Returns one hook that calls several: Flax before 0.12.7 takes no tuple."""
-    return lambda variable, value: functools.reduce(
-        lambda result, hook: hook(variable, result), hooks, value
-    )
-
-
-def _as_tuple(hooks: Any) -> tuple[Any, ...]:
-    if hooks is None:
-        return ()
-    return hooks if isinstance(hooks, tuple) else (hooks,)

@@ -10,13 +10,7 @@ from jax.extend import core
 
 from armillary._checks import list_lines
 from armillary._jaxpr import source_line
-from armillary.distribute.replica._differences import (
-    Conflict,
-    Differences,
-    Facts,
-    Kind,
-    Reasons,
-)
+from armillary.distribute.replica._differences import Differences, Facts, Kind, Reasons
 from armillary.errors import DoubleReductionError, ReplicaMismatchError
 
 
@@ -32,12 +26,6 @@ class Proof:
     Attributes:
         is_equal: For each result, whether it is equal on all replicas.
         sums_gradients: Whether the program sums gradients, if they have labels.
-
-    Raises:
-        ReplicaMismatchError: If replicas may take different ways to a reduction.
-        DoubleReductionError: If what is summed was reduced before, or the mean is taken
-            of what was divided before.
-        ValueError: If replicas draw the same numbers from a `jax.random.PRNGKey`.
     """
 
     def __init__(
@@ -48,43 +36,46 @@ class Proof:
         *,
         with_gradients: bool = False,
     ) -> None:
-        self._program, self._inputs, self._counts = program, inputs, counts
-        found = Differences(program, inputs, counts, with_gradients=with_gradients)
+        self._given = program, inputs, counts
+        found = Differences(*self._given, with_gradients=with_gradients)
         is_alone = counts[0] == 1
         if found.conflicts and not is_alone:
-            raise ReplicaMismatchError(_conflict_message(found.conflicts[0]))
+            conflict = found.conflicts[0]
+            raise ReplicaMismatchError(
+                f"`{conflict.kind}` at {conflict.where} is decided by a value that "
+                f"differs between replicas ({_computed_from(conflict.reasons)}), and "
+                "reduces over replicas inside, so that some would wait there for ever. "
+                "Reduce the value that decides first (`armillary.all_reduce`), reduce "
+                "outside, or choose with `jnp.where`."
+            )
         if found.problems and not is_alone:
-            problem = found.problems[0]
-            message = _MESSAGES[problem.kind]
-            shown = message.format(**problem._asdict(), count=counts[0])
-            is_key = problem.kind is Kind.KEY
-            raise (ValueError if is_key else DoubleReductionError)(shown)
-        self._found = found
+            kind, origin, where = found.problems[0]
+            error = ValueError if kind is Kind.KEY else DoubleReductionError
+            message = _MESSAGES[kind]
+            raise error(message.format(origin=origin, where=where, count=counts[0]))
         self.sums_gradients = found.sums_gradients
         self.is_equal = [is_alone or not facts.reasons for facts in found.results]
 
     def require_equal(self, names: Mapping[int, str], num_slots: int) -> None:
         """Raises if results that must be equal on all replicas are not."""
-        differing = {i: name for i, name in names.items() if not self.is_equal[i]}
+        differing = [i for i in names if not self.is_equal[i]]
         if not differing:
             return
-        jaxpr = self._program.jaxpr
+        jaxpr = self._given[0].jaxpr
         makers = {made: each for each in jaxpr.eqns for made in each.outvars}
-        lines: list[str] = []
-        for i, name in differing.items():
+        lines = []
+        for i in differing:
             maker = makers.get(jaxpr.outvars[i])
             where = "" if maker is None else f", written at {source_line(maker)}"
-            lines.append(f"{name}{where}")
+            lines.append(names[i] + where)
         # Once more, now with a label for every gradient.
-        again = Differences(
-            self._program, self._inputs, self._counts, with_gradients=True
-        )
+        again = Differences(*self._given, with_gradients=True)
         facts = again.join(again.results[i] for i in differing)
         raise ReplicaMismatchError(
             f"{len(lines)} of {num_slots} slots are mirrored, so they must be equal "
             "on all replicas, but `strategy.run` left values in them that differ:\n"
             f"{list_lines(sorted(lines), most=10)}\n"
-            f"They were computed from {_and(facts.reasons)}{_way_out(facts)}"
+            f"They were {_computed_from(facts.reasons)}{_way_out(facts)}"
         )
 
 
@@ -106,6 +97,11 @@ def _way_out(facts: Facts) -> str:
     )
 
 
+def _computed_from(reasons: Reasons) -> str:
+    return f"computed from {' and '.join(sorted(reasons))}"
+
+
+_MEAN = '`armillary.all_reduce("mean", gradients)`'
 _MESSAGES = {
     Kind.REDUCED: (
         "The sum over replicas at {where} is of a value that is equal on all of them, "
@@ -115,15 +111,13 @@ _MESSAGES = {
     Kind.OF_REDUCED: (
         "The sum over replicas at {where} is of gradients of a loss that was reduced "
         "before it was differentiated (at {origin}), so each replica's part counts "
-        "{count} times. Take the mean of the gradients (`armillary.all_reduce("
-        '"mean", gradients)`), or differentiate the loss of this replica and reduce '
-        "only what you report."
+        f"{{count}} times. Take the mean of the gradients ({_MEAN}), or differentiate "
+        "the loss of this replica and reduce only what you report."
     ),
     Kind.WEIGHED: (
         "The sum over replicas at {where} is of what `weighted_mean` made (at "
         "{origin}), whose parts have the weighted mean as their mean: it would be "
-        '{count} times too large. Take the mean (`armillary.all_reduce("mean", '
-        "gradients)`)."
+        f"{{count}} times too large. Take the mean ({_MEAN})."
     ),
     Kind.DIVIDED: (
         "The mean over replicas at {where} is of what was divided by the size of the "
@@ -136,21 +130,7 @@ _MESSAGES = {
         "`{origin}` holds a key of `jax.random.PRNGKey`, an array that is equal on all "
         "replicas, so that all of them would draw the same numbers (at {where}). Hold "
         "a key of `jax.random.key` there (`jax.random.wrap_key_data(key)` makes it "
-        "one), from which each replica draws its own. If the same numbers are meant, "
-        "say so: `nnx.Variable(key, aggregation=VariableAggregation.NONE)`."
+        "one), or, if the same numbers are meant, "
+        "`nnx.Variable(key, aggregation=VariableAggregation.NONE)`."
     ),
 }
-
-
-def _conflict_message(conflict: Conflict) -> str:
-    return (
-        f"`{conflict.kind}` at {conflict.where} is decided by a value that differs "
-        f"between replicas (it was computed from {_and(conflict.reasons)}), and "
-        "reduces over replicas inside, so that some replicas would wait there for "
-        "ever. Reduce the value that decides first (`armillary.all_reduce`), reduce "
-        "outside, or choose with `jnp.where`."
-    )
-
-
-def _and(reasons: Reasons) -> str:
-    return " and ".join(sorted(reasons))

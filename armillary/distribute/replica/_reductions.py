@@ -1,12 +1,9 @@
-"""Reductions over replicas that a step says, as functions of its own words.
+"""Reductions over replicas that a step says, and how sums over replicas are made.
 
 Inside `strategy.run` every value is the replica's own, so that what all replicas are to
-have in common, such as an update of parameters, begins with one of these.
-
-How sums over replicas are made: XLA's own way, or another one.
-
-`ReplicaContext` asks it for each sum of `all_reduce` and of on-read state. What a step
-sums with `jax.lax.psum` is left to XLA.
+have in common, such as an update of parameters, begins with one of these. Sums are made
+in XLA's own way or in that of a `CrossDeviceOps`, which `ReplicaContext` asks for those
+of `all_reduce` and of on-read state.
 """
 
 import functools
@@ -17,12 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from armillary._checks import (
-    check_callable,
-    check_one_of,
-    check_positive_int,
-    is_positive_int,
-)
+from armillary._checks import check_callable, check_one_of, is_positive_int
 from armillary._jaxpr import mark
 from armillary.distribute.replica._context import require_replica_context
 from armillary.distribute.replica._differences import BY_OPS, MADE_BY_OPS
@@ -78,15 +70,7 @@ class CrossDeviceOps:
 
 
 class NcclAllReduce(CrossDeviceOps):
-    """XLA's own all-reduce, which is NCCL on NVIDIA GPUs: what there is by default.
-
-    Args:
-        num_packs: Kept for programs that come from TensorFlow. XLA decides which
-            values it sums together.
-    """
-
-    def __init__(self, num_packs: int = 1) -> None:
-        check_positive_int("num_packs", num_packs)
+    """XLA's own all-reduce, which is NCCL on NVIDIA GPUs: what there is by default."""
 
     def all_reduce(self, value: jax.Array, axis_name: str, num_replicas: int) -> Any:
         """Returns the sum, in one all-reduce."""
@@ -103,8 +87,6 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     together. Between groups, only a part of the value travels.
 
     Args:
-        num_packs: Kept for programs that come from TensorFlow. XLA decides which
-            values it sums together.
         group_size: Replicas of a group, a divisor of the number of replicas. By default
             the largest one below that number: two halves of an even number.
 
@@ -112,10 +94,9 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         ValueError: If `group_size` is not a positive integer.
     """
 
-    def __init__(self, num_packs: int = 1, *, group_size: int | None = None) -> None:
-        check_positive_int("num_packs", num_packs)
+    def __init__(self, group_size: int | None = None) -> None:
         if group_size is not None and not is_positive_int(group_size):
-            raise ValueError(_group_message(group_size, "a positive integer"))
+            raise _group_error(group_size, "a positive integer")
         self._group_size = group_size
 
     def check(self, num_replicas: int) -> None:
@@ -126,7 +107,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         """
         if self._group_size is not None and num_replicas % self._group_size:
             rule = f"a divisor of the number of replicas, which is {num_replicas}"
-            raise ValueError(_group_message(self._group_size, rule))
+            raise _group_error(self._group_size, rule)
 
     def all_reduce(self, value: jax.Array, axis_name: str, num_replicas: int) -> Any:
         """Returns the sum, made inside groups, over groups, and inside groups again."""
@@ -154,50 +135,23 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     Every value goes over the links of one device: for small values and few devices,
     and for comparison.
-
-    Args:
-        reduce_to_device: Nothing but `None`, for programs that come from TensorFlow.
-        accumulation_fn: Likewise.
-
-    Raises:
-        ValueError: If one of them is anything else.
     """
-
-    def __init__(
-        self, reduce_to_device: None = None, accumulation_fn: None = None
-    ) -> None:
-        if reduce_to_device is not None:
-            raise ValueError(
-                f"`reduce_to_device` is {reduce_to_device!r}, but values go to the "
-                "first replica. Leave it out, and put the device of your choice first: "
-                "`MirroredStrategy(devices=[...])`."
-            )
-        if accumulation_fn is not None:
-            raise ValueError(
-                f"`accumulation_fn` is {accumulation_fn!r}, but values are added up. "
-                "Leave it out, or derive from `armillary.distribute.CrossDeviceOps`, "
-                "whose `all_reduce` is yours."
-            )
 
     def all_reduce(self, value: jax.Array, axis_name: str, num_replicas: int) -> Any:
         """Returns the sum, by sending values to the first replica and back."""
-        is_first = jax.lax.axis_index(axis_name) == 0
         total = value
         for other in range(1, num_replicas):
             total = total + jax.lax.ppermute(value, axis_name, [(other, 0)])
+        is_first = jax.lax.axis_index(axis_name) == 0
+        result = total = jnp.where(is_first, total, jnp.zeros_like(total))
         # Who gets nothing has zeros, so that the parts of the sum add up to it.
-        result = jnp.where(is_first, total, jnp.zeros_like(total))
         for other in range(1, num_replicas):
-            result = result + jax.lax.ppermute(
-                jnp.where(is_first, total, jnp.zeros_like(total)),
-                axis_name,
-                [(0, other)],
-            )
+            result = result + jax.lax.ppermute(total, axis_name, [(0, other)])
         return result
 
 
-def _group_message(size: Any, rule: str) -> str:
-    return (
+def _group_error(size: Any, rule: str) -> ValueError:
+    return ValueError(
         f"`group_size` is {size!r}, but it must be {rule}. Leave it out for the "
         "largest groups that there are."
     )
@@ -214,8 +168,8 @@ def sum_by(ops: CrossDeviceOps, value: jax.Array, num_replicas: int, op: str) ->
         if found != (value.shape, value.dtype):
             raise ValueError(
                 f"`all_reduce` of {ops!r} made {found[1]}{list(found[0])} of "
-                f"{value.dtype}{list(value.shape)}, but a sum over replicas has the "
-                "shape and dtype of its parts. Return one value of the same kind."
+                f"{value.dtype}{list(value.shape)}. Return a sum of the same shape "
+                "and dtype as the parts."
             )
         return mark(result, MADE_BY_OPS)
 
@@ -278,12 +232,13 @@ def all_reduce_gradients(
 ) -> "optax.GradientTransformationExtraArgs":
     """Returns `all_reduce` as the first transformation of an Optax optimizer.
 
-    So a step of one device runs on many without a changed line::
+    So a step of one device runs on many without a changed line, as with Horovod's
+    distributed optimizer::
 
         tx = optax.chain(armillary.all_reduce_gradients("mean"), optax.adam(1e-3))
 
-    Horovod's users know it as a distributed optimizer. It comes first and outermost,
-    before clipping, `optax.apply_if_finite` and `optax.MultiSteps`.
+    It comes first and outermost, before clipping, `optax.apply_if_finite` and
+    `optax.MultiSteps`.
 
     Args:
         op: As for `all_reduce`.
@@ -379,9 +334,8 @@ def _sharing(tree: Any) -> Iterator[Any]:
 
 def _share(leaf: Any) -> Any:
     is_array = isinstance(leaf, jax.Array)
-    return (
-        _shared(leaf) if is_array and jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
-    )
+    is_float = is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return _shared(leaf) if is_float else leaf
 
 
 @jax.custom_jvp

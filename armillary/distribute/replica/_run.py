@@ -5,51 +5,42 @@ else as it is. All that it computes is the replica's own, and nothing is reduced
 does not reduce. So its program is traced, looked at, and then bound as one call: state
 that would differ between replicas is refused where it is written. An eager step stays
 concrete, and what it leaves is compared.
-
-Steps on fewer replicas than devices, for a batch that not all can share equally.
-
-A batch of 42 examples on 4 devices is one step of 2 replicas, with 21 examples each.
-The mesh gets a second axis, of devices that do the same work::
-
-    device              0        1        2        3
-    replica, copy       0, 0     0, 1     1, 0     1, 1
-
-Everything over the axis `replica` (gradients, reductions, numbers of replicas) is then
-what it is with 2 replicas, and nothing needs to be masked.
 """
 
-import operator
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.core import Tracer
+from jax.extend import core
+from jax.sharding import Mesh, PartitionSpec
 
 from armillary._checks import list_lines
 from armillary._jaxpr import call_program, is_in_trace
 from armillary.data._layout import Active
-from armillary.distribute._global_arrays import is_array
+from armillary.distribute._global_arrays import is_array, is_key, narrow_mesh
 from armillary.distribute.replica._collectives import ReplicaContext, is_argument
-from armillary.distribute.replica._context import entered, write_changed
+from armillary.distribute.replica._context import entered, is_in_inner_trace
 from armillary.distribute.replica._differences import BATCH, EQUAL, Facts, Kind, Label
-from armillary.distribute.replica._policy import (
-    Policy,
-    aggregated_writes,
-    enter,
-    leave,
-    policies_of,
-)
+from armillary.distribute.replica._policy import Policy, enter, leave, policies_of
 from armillary.distribute.replica._proof import Proof
 from armillary.distribute.replica._values import (
     AXIS_NAME,
     PerReplica,
+    array_of,
     count_active,
     is_per_replica,
     other_count,
 )
-from armillary.errors import BatchSizeError, ReplicaMismatchError
+from armillary.errors import (
+    BatchSizeError,
+    CapturedStateError,
+    ReplicaContextError,
+    ReplicaMismatchError,
+)
 from armillary.state._lift import State, as_array
 from armillary.state._slots import Role
 from armillary.typing import PyTree
@@ -58,48 +49,89 @@ if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
 
 
-_COPY_AXIS = "copy"
+class Call:
+    """A call of a function that changes state.
 
-
-def narrow_mesh(mesh: Mesh, num_replicas: int | None) -> Mesh:
-    """Returns the mesh on whose devices so many replicas run; `None` for all."""
-    if num_replicas in (None, mesh.shape[AXIS_NAME]):
-        return mesh
-    devices = mesh.devices.reshape(num_replicas, -1)
-    return Mesh(devices, (AXIS_NAME, _COPY_AXIS), axis_types=(AxisType.Auto,) * 2)
-
-
-def take_first_copy(mesh: Mesh, values: PyTree) -> PyTree:
-    """Returns what the first copy of this replica has computed.
-
-    Devices may round differently where they do the same work, such as where a GPU adds
-    in the order of arrival. What they keep must not differ.
+    Attributes:
+        name: What the function is called.
+        before: The arrays of the state.
+        policies: What becomes of each of them.
+        changed: Which of them the function has changed.
     """
-    if _COPY_AXIS not in mesh.shape:
-        return values
 
-    def take(value: Any) -> Any:
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-            return value
-        is_first = jax.lax.axis_index(_COPY_AXIS) == 0
-        zero = jnp.zeros_like(value)
-        total = jax.lax.psum(jnp.where(is_first, value, zero), _COPY_AXIS)
-        return total.astype(value.dtype)
+    def __init__(self, fn: Callable[..., PyTree], state: State) -> None:
+        self._fn, self._state = fn, state
+        self.name = getattr(fn, "__name__", "the step")
+        self.before = [as_array(leaf) for leaf in state.read()]
+        self.policies = [Policy.MIRRORED] * len(self.before)
+        self.changed: list[int] = []
+        self._values: list[Any] = []
+        self._treedef: Any = None
 
-    return jax.tree.map(take, values)
+    def run(
+        self, context: ReplicaContext, slots: list[Any], args: Any, kwargs: Any
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Calls it; returns what changed, before and after, and arrays returned."""
+        state, around = self._state, _tracers_around(self._fn)
+        start = [enter(*pair) for pair in zip(self.policies, slots, strict=True)]
+        with state.swapped(start), entered(context.strategy, context):
+            result = self._fn(*args, **kwargs)
+            # Not a copy of an object that holds state.
+            self._values, self._treedef = jax.tree.flatten(result, is_leaf=state.holds)
+            after = state.collect(start, self.name)
+        for left in _tracers_around(self._fn).keys() - around.keys():
+            raise CapturedStateError(
+                f"`{self.name}` left an array in `{_tracers_around(self._fn)[left]}`, "
+                "a name from around it, which would be a value of the trace of "
+                "`strategy.run`. Return it: `run` returns what its function returns."
+            )
+        pairs = enumerate(zip(start, after, strict=True))
+        self.changed = [i for i, (old, new) in pairs if old is not new]
+        old, new = ([some[i] for i in self.changed] for some in (start, after))
+        return old, new, list(map(jnp.asarray, filter(is_array, self._values)))
+
+    def split(self, outputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
+        """Returns outputs of a program of `run` as it returned them."""
+        count = len(self.changed)
+        return outputs[:count], outputs[count : 2 * count], outputs[2 * count :]
+
+    def write(self, values: Sequence[Any]) -> None:
+        """Puts what the function changed into the state."""
+        if not self.changed:
+            return
+        if is_in_inner_trace():
+            paths = [self._state.paths[i] for i in self.changed]
+            shown = ", ".join(paths[:3]) + (" and more" if len(paths) > 3 else "")
+            raise ReplicaContextError(
+                f"`strategy.run` of `{self.name}` was called inside `jax.jit`, "
+                "`nnx.jit` or another transformation of JAX, and changes state of the "
+                f"step ({shown}). The step is compiled already: call `strategy.run` as "
+                "it is, or decorate what calls it with `@armillary.function`; inside "
+                "the function that `run` gets, transformations work."
+            )
+        after = self._state.read()
+        for i, value in zip(self.changed, values, strict=True):
+            after[i] = value
+        self._state.write(after, set(self.changed))
+
+    def returned(self, arrays: Iterable[Any]) -> PyTree:
+        """Returns what the function returned, with these arrays for its own."""
+        rest = iter(arrays)
+        return self._treedef.unflatten(
+            next(rest) if is_array(value) else value for value in self._values
+        )
 
 
-def scale_message(name: str, context: "ReplicaContext") -> str:
-    """Returns the message for a sum of gradients that may have another scale here."""
-    return (
-        f"`{name}` runs on {context.num_replicas_in_sync} of "
-        f"{context.strategy.num_replicas_in_sync} replicas, since more cannot share "
-        "its batch equally, and it sums gradients without asking how many there are. A "
-        "loss that is divided by a number from elsewhere may have a gradient of "
-        'another size in this step. Take the "mean" of the gradients, scale the loss '
-        "with `armillary.compute_average_loss(losses)`, or read "
-        "`strategy.num_replicas_in_sync` inside the function given to `strategy.run`."
-    )
+def _tracers_around(fn: Callable[..., PyTree]) -> dict[int, str]:
+    """Returns in which names around a function values of a trace are, by their `id`."""
+    names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
+    found: dict[int, str] = {}
+    for name, cell in zip(names, getattr(fn, "__closure__", None) or (), strict=True):
+        with contextlib.suppress(ValueError):  # The name has no value yet.
+            held = cell.cell_contents
+            leaves = jax.tree.leaves(held if isinstance(held, dict | list) else [held])
+            found |= {id(leaf): name for leaf in leaves if isinstance(leaf, Tracer)}
+    return found
 
 
 def run_in_replicas(
@@ -111,38 +143,39 @@ def run_in_replicas(
     state: State,
 ) -> PyTree:
     """Maps `fn` over the replicas of `mesh`, and updates `state`."""
-    call = _Call(strategy, fn, args, kwargs, state)
+    call = _MappedCall(strategy, fn, args, kwargs, state)
     mesh = narrow_mesh(mesh, call.num_replicas)
     is_traced = is_in_trace()
-    body = call.trace_and_prove if is_traced else call.run_and_compare
 
-    def replica(slots: list[Any], rows: list[Any], wholes: list[Any]) -> Any:
-        return take_first_copy(mesh, body(slots, [row[0] for row in rows], wholes))
+    def replica(slots: list[Any], arrays: list[Any]) -> Any:
+        pairs = zip(arrays, call.is_split, strict=True)
+        own = [array[0] if is_split else array for array, is_split in pairs]
+        body = call.trace_and_prove if is_traced else call.run_and_compare
+        return take_first_copy(mesh, body(slots, own))
 
     whole, split = PartitionSpec(), PartitionSpec(AXIS_NAME)
     mapped = jax.shard_map(
         replica,
         mesh=mesh,
-        in_specs=(whole, split, whole),
+        in_specs=(whole, [split if own else whole for own in call.is_split]),
         out_specs=(whole, split, whole),
         # What varies is proved, or compared. JAX's types would also sum gradients.
         check_vma=False,
     )
-    final, own, equal = mapped(call.before, call.rows, call.wholes)
+    final, own, equal = mapped(call.before, call.arrays)
     if not is_traced:
         call.check_compared(equal.pop())
     call.write(final)
-    return call.wrap(own, equal)
+    return call.returned(call.wrap(own, equal))
 
 
-class _Call:
-    """One call of `Strategy.run`.
+class _MappedCall(Call):
+    """A call in several replicas.
 
     Attributes:
         num_replicas: How many run it.
-        before: The arrays of the state.
-        rows: The arguments that are split between replicas.
-        wholes: The arguments that are equal on all replicas.
+        arrays: The arrays of its arguments.
+        is_split: Whether each is split between replicas.
     """
 
     def __init__(
@@ -153,75 +186,82 @@ class _Call:
         kwargs: dict[str, Any],
         state: State,
     ) -> None:
-        self._strategy, self._fn, self._state = strategy, fn, state
-        self._name = getattr(fn, "__name__", "the step")
-        self._leaves, self._treedef = jax.tree.flatten(
+        super().__init__(fn, state)
+        self.policies = policies_of(state, self.before)
+        self._strategy = strategy
+        self._leaves, self._structure = jax.tree.flatten(
             (args, kwargs), is_leaf=is_argument
         )
-        arrays = [leaf.array if is_per_replica(leaf) else leaf for leaf in self._leaves]
-        self._is_split = [
-            is_per_replica(leaf) and not leaf.is_shared for leaf in self._leaves
+        self._places = [
+            i for i, leaf in enumerate(self._leaves) if is_array(array_of(leaf))
         ]
+        given = [self._leaves[i] for i in self._places]
+        self.arrays = list(map(array_of, given))
         # What is equal on all replicas stays so when it comes back in.
-        self._is_whole = [
-            is_array(array) and not is_split
-            for array, is_split in zip(arrays, self._is_split, strict=True)
-        ]
-        self.rows = list(compress(arrays, self._is_split))
-        self.wholes = list(compress(arrays, self._is_whole))
-        self._active, self.num_replicas = _find_active(self._leaves, strategy)
-        self.before = [as_array(leaf) for leaf in state.read()]
-        self._policies = policies_of(state, self.before)
-        self._changed: list[int] = []
-        # What the function returned, with its arrays, and which of these are equal.
-        self._result: tuple[list[Any], Any] = ([], None)
+        self.is_split = [is_per_replica(leaf) and not leaf.is_shared for leaf in given]
+        self._active, self.num_replicas = _find_active(
+            list(compress(given, self.is_split)), strategy
+        )
+        # Which of the arrays that the function returned are equal.
         self._is_equal: list[bool] = []
 
     def trace_and_prove(
-        self, slots: list[Any], rows: list[Any], wholes: list[Any]
+        self, slots: list[Any], arrays: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Binds the function as one call, when its program is proved to be right."""
         context = self._make_context()
-
-        def run(*inputs: list[Any]) -> list[Any]:
-            start, after, values = self._run(context, *inputs)
-            return [*start, *after, *values]
-
-        inputs = (slots, rows, wholes)
         # JAX uses a trace of a user's `jit` again where axes are the same: which
         # replicas hold data must tell them apart.
         active = f"data on {self._active} of {self.num_replicas}"
-        program = jax.make_jaxpr(run, axis_env=[(active, 1)])(*inputs)
-        facts = [*self._facts_of_slots(), *[BATCH] * len(rows), *[EQUAL] * len(wholes)]
+        program = jax.make_jaxpr(
+            lambda *inputs: self._run_replica(context, *inputs),
+            axis_env=[(active, 1)],
+        )(slots, arrays)
+        is_equal = self._prove(program, context)
+        results = call_program(program, [*slots, *arrays], self.name)
+        start, after, values = self.split(results)
+        final = self._leave(context, start, after, self.split(is_equal)[1])
+        self._is_equal = list(self.split(is_equal)[2])
+        is_own = [not is_same for is_same in self._is_equal]
+        own = [value[None] for value in compress(values, is_own)]
+        return final, own, list(compress(values, self._is_equal))
+
+    def _prove(
+        self, program: core.ClosedJaxpr, context: ReplicaContext
+    ) -> Sequence[bool]:
+        """Returns which results of the program are equal, once it is proved right."""
+        facts = [
+            *self._facts_of_slots(),
+            *(BATCH if is_split else EQUAL for is_split in self.is_split),
+        ]
+        num_all = self._strategy.num_replicas_in_sync
         counts = (self.num_replicas, count_active(self._active))
-        is_narrow = self.num_replicas < self._strategy.num_replicas_in_sync
+        is_narrow = self.num_replicas < num_all
         proof = Proof(program, facts, counts, with_gradients=is_narrow)
         if proof.sums_gradients and not context.was_asked:
-            raise BatchSizeError(scale_message(self._name, context))
-        count = len(self._changed)
-        proof.require_equal(self._mirrored_names(first=count), len(self._state.paths))
-        results = call_program(program, jax.tree.leaves(inputs), self._name)
-        final = self._leave(
-            context, results[:count], results[count:], proof.is_equal[count:]
-        )
-        values, is_equal = results[2 * count :], proof.is_equal[2 * count :]
-        self._is_equal = is_equal
-        equal = list(compress(values, is_equal))
-        own = compress(values, map(operator.not_, is_equal))
-        return final, [value[None] for value in own], equal
+            raise BatchSizeError(
+                f"`{self.name}` runs on {self.num_replicas} of {num_all} replicas, "
+                "since more cannot share its batch equally, and it sums gradients of a "
+                "loss that may be divided by another number of replicas. Take the "
+                '"mean" of the gradients, scale the loss with '
+                "`armillary.compute_average_loss(losses)`, or read `strategy."
+                "num_replicas_in_sync` inside the function given to `strategy.run`."
+            )
+        names = self._mirrored_names(first=len(self.changed))
+        proof.require_equal(names, len(self._state.paths))
+        return proof.is_equal
 
     def run_and_compare(
-        self, slots: list[Any], rows: list[Any], wholes: list[Any]
+        self, slots: list[Any], arrays: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Runs the function operation by operation; returns last what differs."""
         context = self._make_context()
-        start, after, values = self._run(context, slots, rows, wholes)
+        start, after, values = self._run_replica(context, slots, arrays)
         final = self._leave(context, start, after, [False] * len(after))
         differs = []
-        for place, i in enumerate(self._changed):
-            if self._policies[i] is Policy.MIRRORED:
-                final[place], is_other = _compare(final[place])
-                differs.append(is_other)
+        for place in self._mirrored_names():
+            final[place], is_other = _compare(final[place])
+            differs.append(is_other)
         self._is_equal = [False] * len(values)
         return final, [value[None] for value in values], [jnp.array(differs, bool)]
 
@@ -233,66 +273,35 @@ class _Call:
             raise ReplicaMismatchError(
                 f"{len(wrong)} of {len(self._state.paths)} slots are mirrored, so they "
                 "must be equal on all replicas, but `strategy.run` left values in them "
-                "that differ:\n"
-                f"{list_lines(wrong, most=10)}\n"
+                f"that differ:\n{list_lines(wrong, most=10)}\n"
                 'Reduce first (`armillary.all_reduce("mean", gradients)`). '
                 "A compiled step (`compile_step=True`) names the line."
             )
 
-    def write(self, final: Sequence[Any]) -> None:
-        """Puts what the function left into the state."""
-        write_changed(self._state, self._name, self._changed, final)
-
-    def wrap(self, own: Sequence[Any], equal: Sequence[Any]) -> PyTree:
-        """Returns what the function returned, with these arrays."""
-        values, treedef = self._result
-        rows, wholes, is_equal = iter(own), iter(equal), iter(self._is_equal)
+    def wrap(self, own: Iterable[Any], equal: Iterable[Any]) -> Iterable[Any]:
+        """Yields what users get for the arrays that the function returned."""
+        rows, wholes = iter(own), iter(equal)
         is_alone = self._strategy.num_replicas_in_sync == 1
-
-        def wrap_one(value: Any) -> Any:
-            if not is_array(value):
-                return value
-            is_shared = next(is_equal)
-            array = next(wholes if is_shared else rows)
+        for is_equal in self._is_equal:
+            array = next(wholes if is_equal else rows)
             if is_alone:
-                return array if is_shared else array[0]
-            return PerReplica(
-                array, self._active, self.num_replicas if is_shared else None
-            )
-
-        return treedef.unflatten(map(wrap_one, values))
+                yield array if is_equal else array[0]
+            else:
+                shared_by = self.num_replicas if is_equal else None
+                yield PerReplica(array, self._active, shared_by)
 
     def _make_context(self) -> ReplicaContext:
         return ReplicaContext(
             self._strategy, AXIS_NAME, self._active, self.num_replicas
         )
 
-    def _run(
-        self,
-        context: ReplicaContext,
-        slots: list[Any],
-        rows: list[Any],
-        wholes: list[Any],
+    def _run_replica(
+        self, context: ReplicaContext, slots: list[Any], arrays: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Calls the function; returns what changed, before and after, and arrays."""
-        state = self._state
-        start = [enter(*pair) for pair in zip(self._policies, slots, strict=True)]
-        own, whole = iter(rows), iter(wholes)
-        args, kwargs = self._treedef.unflatten(
-            next(own) if is_split else next(whole) if is_whole else leaf
-            for leaf, is_split, is_whole in zip(
-                self._leaves, self._is_split, self._is_whole, strict=True
-            )
-        )
-        with state.swapped(start), entered(self._strategy, context):
-            with aggregated_writes(state, context):
-                result = self._fn(*args, **kwargs)
-            after = state.collect(start, self._name)
-        pairs = enumerate(zip(start, after, strict=True))
-        self._changed = [i for i, (old, new) in pairs if old is not new]
-        self._result = values, _ = jax.tree.flatten(result)
-        old, new = ([some[i] for i in self._changed] for some in (start, after))
-        return old, new, list(map(jnp.asarray, filter(is_array, values)))
+        leaves = list(self._leaves)
+        for place, array in zip(self._places, arrays, strict=True):
+            leaves[place] = array
+        return self.run(context, slots, *self._structure.unflatten(leaves))
 
     def _leave(
         self,
@@ -301,10 +310,11 @@ class _Call:
         after: Sequence[Any],
         is_equal: Sequence[bool],
     ) -> list[Any]:
-        rows = zip(self._changed, start, after, is_equal, strict=False)
+        policies = [self.policies[i] for i in self.changed]
+        rows = zip(policies, start, after, is_equal, strict=True)
         return [
-            leave(self._policies[i], old, new, context, is_equal=is_same)
-            for i, old, new, is_same in rows
+            leave(policy, old, new, context, is_equal=is_same)
+            for policy, old, new, is_same in rows
         ]
 
     def _facts_of_slots(self) -> list[Facts]:
@@ -313,10 +323,9 @@ class _Call:
         for slot, first, stop in self._state.ranges:
             if slot.role is not Role.PLAIN or slot.annotations.get("aggregation"):
                 continue
-            for i, is_of_optimizer in zip(
-                range(first, stop), slot.is_of_optimizer(), strict=True
-            ):
-                if self.before[i].dtype == jnp.uint32 and not is_of_optimizer:
+            of_optimizer = slot.is_of_optimizer()
+            for i, is_out in zip(range(first, stop), of_optimizer, strict=True):
+                if self.before[i].dtype == jnp.uint32 and not is_out:
                     label = Label(Kind.RAW_KEY, self._state.paths[i])
                     facts[i] = Facts(labels=frozenset({label}))
         return facts
@@ -326,34 +335,49 @@ class _Call:
         state = self._state
         return {
             place: f"{state.paths[i]} ({state.owners[i].role.value}, mirrored)"
-            for place, i in enumerate(self._changed, first)
-            if self._policies[i] is Policy.MIRRORED
+            for place, i in enumerate(self.changed, first)
+            if self.policies[i] is Policy.MIRRORED
         }
+
+
+def take_first_copy(mesh: Mesh, values: PyTree) -> PyTree:
+    """Returns what the first of the devices that run this replica has computed.
+
+    Devices may round differently where they do the same work, such as where a GPU adds
+    in the order of arrival. What they keep must not differ.
+    """
+    copies = mesh.axis_names[1:]
+
+    def take(value: Any) -> Any:
+        if is_key(value):
+            return value
+        is_first = jax.lax.axis_index(copies) == 0
+        own = jnp.where(is_first, value, jnp.zeros_like(value))
+        return jax.lax.psum(own, copies).astype(value.dtype)
+
+    return jax.tree.map(take, values) if copies else values
 
 
 def _compare(value: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the first replica's value, and whether another one has another."""
-    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-    data = jax.random.key_data(value) if is_key else value
+    data = jax.random.key_data(value) if is_key(value) else value
     first, *others = jax.lax.all_gather(data, AXIS_NAME)
     # NaN is equal to NaN here.
     differs = [jnp.any((first != x) & ~((x != x) & (first != first))) for x in others]
-    if is_key:
+    if is_key(value):
         first = jax.random.wrap_key_data(first, impl=jax.random.key_impl(value))
     return first, jnp.any(jnp.array(differs, bool))
 
 
-def _find_active(leaves: list[Any], strategy: "Strategy") -> tuple[Active, int]:
+def _find_active(
+    batches: Sequence[PerReplica], strategy: "Strategy"
+) -> tuple[Active, int]:
     """Returns which replicas hold data, and how many run the step."""
     num_replicas = strategy.num_replicas_in_sync
-    for leaf in filter(is_per_replica, leaves):
-        if not leaf.is_shared and num_replicas % len(leaf.array):
-            raise other_count(leaf, strategy)
-    counts = {
-        (leaf.active_replicas, len(leaf.array))
-        for leaf in leaves
-        if is_per_replica(leaf) and not leaf.is_shared
-    }
+    for batch in batches:
+        if num_replicas % len(batch.array):
+            raise other_count(batch, strategy)
+    counts = {(batch.active_replicas, len(batch.array)) for batch in batches}
     if len(counts) > 1:
         shown = sorted((active for active, _ in counts), key=str)
         raise BatchSizeError(

@@ -8,13 +8,14 @@ devices. Batches from a distributed dataset and results of `run` have this form;
 import enum
 import weakref
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from armillary.data._layout import Active
@@ -45,8 +46,7 @@ class ReduceOp(enum.Enum):
         raise ValueError(
             f'`{name}` is {value!r:.60}, but it must be "sum", "mean", "max" or '
             '"min", or a member of `armillary.ReduceOp`. It comes before the values: '
-            '`armillary.all_reduce("mean", gradients)`, or `strategy.reduce("mean", '
-            "value)`."
+            '`armillary.all_reduce("mean", gradients)`.'
         )
 
 
@@ -76,10 +76,7 @@ class PerReplica(NDArrayOperatorsMixin):
     """
 
     def __init__(
-        self,
-        array: Any,
-        num_active: Active,
-        shared_by: int | None = None,
+        self, array: Any, num_active: Active, shared_by: int | None = None
     ) -> None:
         self.array = array
         self.num_active = count_active(num_active)
@@ -100,6 +97,14 @@ class PerReplica(NDArrayOperatorsMixin):
         return jnp.broadcast_to(self.array, (self.shared_by, *jnp.shape(self.array)))
 
     @property
+    def active(self) -> jax.Array:
+        """The rows of `stacked` that mean something."""
+        stacked, held = self.stacked, self.active_replicas
+        if self.num_active == stacked.shape[0]:
+            return stacked
+        return stacked[:held] if isinstance(held, int) else stacked[np.array(held)]
+
+    @property
     def values(self) -> tuple[jax.Array, ...]:
         """The value of each replica of this process that holds one, on its device."""
         return tuple(self.parts().values())
@@ -111,37 +116,16 @@ class PerReplica(NDArrayOperatorsMixin):
             stacked = self.stacked
             return {replica: stacked[replica] for replica in held}
         if self.shared_by is not None:
-            copies = _copies(self.array, self.shared_by)
-            return {
-                replica: copies.get(replica, self.array)
-                for replica in held
-                if replica in copies or self.array.is_fully_addressable
-            }
-        rows: dict[int, tuple[jax.Array, int]] = {}
-        for shard in self.array.addressable_shards:
-            start = shard.index[0].start or 0
-            for offset in range(shard.data.shape[0]):
-                rows.setdefault(start + offset, (shard.data, offset))
-        return {
-            replica: data[offset]
-            for replica in held
-            if replica in rows
-            for data, offset in [rows[replica]]
-        }
-
-    @property
-    def active(self) -> jax.Array:
-        """The rows of `stacked` that mean something."""
-        stacked = self.stacked
-        if self.num_active == stacked.shape[0]:
-            return stacked
-        if isinstance(self.active_replicas, tuple):
-            return stacked[np.array(self.active_replicas)]
-        return stacked[: self.num_active]
-
-    def holds(self, replica: int) -> bool:
-        """Returns whether a replica holds a value."""
-        return replica in list_active(self.active_replicas)
+            found = _copies(self.array, self.shared_by)
+            if self.array.is_fully_addressable:
+                found = dict.fromkeys(held, self.array) | found
+        else:
+            found: dict[int, jax.Array] = {}
+            for shard in self.array.addressable_shards:
+                start = shard.index[0].start or 0
+                for row in range(shard.data.shape[0]):
+                    found.setdefault(start + row, shard.data[row])
+        return {replica: found[replica] for replica in held if replica in found}
 
     def __repr__(self) -> str:
         shape = getattr(self.array, "shape", None)
@@ -152,9 +136,9 @@ class PerReplica(NDArrayOperatorsMixin):
     def _explain(self, use: str) -> str:
         return (
             f"{self!r} {use}, but it holds one part for each of {self.num_active} "
-            "replicas. Put the code into a function, and call that with "
-            "`strategy.run(step_fn, args=(batch,))`, or combine the parts first: "
-            "`strategy.reduce(ReduceOp.SUM, value)`, `strategy.gather(value, axis=0)`."
+            "replicas. Use it in the function of `strategy.run(step_fn, args=(batch,))`"
+            ", or combine the parts first: `strategy.reduce(ReduceOp.SUM, value)`, "
+            "`strategy.gather(value, axis=0)`."
         )
 
     __jax_array__ = __array__ = _refuse("was used as one array")
@@ -173,14 +157,9 @@ class PerReplica(NDArrayOperatorsMixin):
         raise TypeError(self._explain(f"was used in `{function.__name__}`"))
 
     # Programs look values up by identity, as they do with any object that is no array.
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __ne__(self, other: object) -> bool:
-        return self is not other
-
-    def __hash__(self) -> int:
-        return id(self)
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+    __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> Any:
         # What is asked for by protocol, such as `__array_interface__`, is just missing.
@@ -212,9 +191,7 @@ def _copies(array: jax.Array, num_replicas: int) -> dict[int, jax.Array]:
     """
     if not isinstance(array.sharding, NamedSharding):
         return {}
-    mesh = array.sharding.mesh
-    assert isinstance(mesh, Mesh)
-    devices = list(mesh.devices.flat)
+    devices = list(array.sharding.mesh.devices.flat)
     copies: dict[int, jax.Array] = {}
     for shard in array.addressable_shards:
         replica = devices.index(shard.device) * num_replicas // len(devices)
@@ -238,13 +215,39 @@ def is_inside(leaf: Any) -> bool:
     return owner is not None and owner.array is leaf
 
 
+def array_of(leaf: Any) -> Any:
+    """Returns the array in a `PerReplica`; anything else as it is."""
+    return leaf.array if is_per_replica(leaf) else leaf
+
+
+def check_axis(axis: Any) -> None:
+    """Raises if `axis` is no integer."""
+    if isinstance(axis, bool) or not isinstance(axis, Integral):
+        raise TypeError(
+            f"`axis` is {axis!r} of type {type(axis).__name__}, but it must be an "
+            "integer. Use `axis=0` for examples."
+        )
+
+
+def join(value: PerReplica, axis: int) -> jax.Array:
+    """Returns the values of all replicas in one array, side by side along an axis."""
+    rows, shape = value.active, value.active.shape[1:]
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"`axis` is {axis}, but the value of each replica has shape {shape}. Use "
+            "an axis it has, or `strategy.local_results(value)`."
+        )
+    at = axis % len(shape)
+    joined = (*shape[:at], rows.shape[0] * shape[at], *shape[at + 1 :])
+    return jnp.moveaxis(rows, 0, at).reshape(joined)
+
+
 def other_count(value: PerReplica, strategy: object) -> ValueError:
     """Returns the error for a value of more or fewer replicas than a strategy has."""
     return ValueError(
         f"`args` of `strategy.run` hold {value!r}, a value for each replica of another "
         f"strategy than {strategy!r}. Combine its parts with the strategy that made it "
-        "(`reduce`, `gather`), or make it with this one (`distribute_dataset`, "
-        "`distribute_values_from_function`)."
+        "(`reduce`, `gather`)."
     )
 
 

@@ -1,10 +1,11 @@
 """Where batches go: a device, a mesh, or a row for each replica of a mesh.
 
-Devices by object or by name, checked before anything is built on them.
+The layouts are what `armillary.data._layout.BatchLayout` says. Devices are objects or
+names, checked before anything is built on them.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,11 +17,10 @@ from armillary.data._layout import Active, Peers, hosted_replicas
 from armillary.distribute._global_arrays import (
     as_global,
     everywhere,
+    narrow_mesh,
     place_parts,
     split,
 )
-from armillary.distribute._strategy import Strategy
-from armillary.distribute.replica._run import narrow_mesh
 from armillary.distribute.replica._values import AXIS_NAME, PerReplica
 from armillary.typing import PyTree
 
@@ -41,14 +41,13 @@ def as_device(name: str, device: Any) -> Device:
     try:
         if not platform:
             raise ValueError("no platform")  # JAX would take any platform
-        found = jax.local_devices(backend=platform)[int(index)]
+        return jax.local_devices(backend=platform)[int(index)]
     except (RuntimeError, ValueError, IndexError) as error:
-        known = ", ".join(_name(device) for device in jax.local_devices())
+        known = ", ".join(map(_name, jax.local_devices()))
         raise ValueError(
             f"`{name}` is {device!r}, but this process has no such device. Its devices "
             f"are {known}: pass one of these names, or a `jax.Device`."
         ) from error
-    return found
 
 
 def as_devices(name: str, devices: Any) -> list[Device]:
@@ -62,27 +61,16 @@ def as_devices(name: str, devices: Any) -> list[Device]:
             f'`{name}=["cpu:0", "cpu:1"]`.'
         )
     found = [as_device(name, device) for device in devices]
-    names = [_name(device) for device in found]
+    names = list(map(_name, found))
     if len(set(found)) < len(found):
         raise ValueError(
-            f"`{name}` is {names}, which repeats a device. Each replica needs a device "
-            "of its own: name each device once."
+            f"`{name}` is {names}, which repeats a device. Name each device once."
         )
     if len({device.platform for device in found}) > 1:
         raise ValueError(
-            f"`{name}` is {names}, which mixes platforms. Replicas run one program in "
-            "step: use devices of one platform."
+            f"`{name}` is {names}, which mixes platforms. Use devices of one platform."
         )
     return found
-
-
-def check_alone(strategy: Strategy) -> None:
-    """Raises if a strategy that is to be planned spans several processes."""
-    if strategy.peers is not None:
-        raise ValueError(
-            f"The strategy is {strategy!r}, but a plan is made by one process. Start "
-            "the program without the others, or use `armillary plan`."
-        )
 
 
 def _name(device: Device) -> str:
@@ -90,14 +78,11 @@ def _name(device: Device) -> str:
 
 
 class _OneReplica:
-    """What layouts of a single replica share."""
-
     num_replicas = 1
     local_replicas = range(1)
     stacked = False
 
     def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
-        """Returns the arrays themselves."""
         del num_active
         return arrays
 
@@ -116,24 +101,16 @@ class SingleLayout(_OneReplica):
     peers = None
 
     def describe(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
-        """Returns the types of device arrays."""
-
-        def describe(leaf: Any) -> jax.ShapeDtypeStruct:
-            shape = (*leading, *leaf.shape)
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self.sharding)
-
-        return jax.tree.map(describe, types)
+        return _describe(types, lambda s: (*leading, *s), lambda _: self.sharding)
 
     def place(
         self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
     ) -> PyTree:
-        """Returns host arrays as device arrays."""
         del leading_axes, num_replicas
         return jax.device_put(arrays, self.sharding)
 
     @property
     def devices(self) -> Collection[Any]:
-        """The device."""
         if self.sharding is not None:
             return self.sharding.device_set
         default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
@@ -142,11 +119,9 @@ class SingleLayout(_OneReplica):
         return (default,)
 
     def replicate(self, arrays: PyTree) -> PyTree:
-        """Returns host arrays as device arrays."""
         return jax.device_put(arrays, self.sharding)
 
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
-        """Returns rows of device arrays."""
         return _take(arrays, rows)
 
 
@@ -166,7 +141,6 @@ class ReplicaLayout:
 
     @property
     def local_replicas(self) -> range:
-        """The replicas on devices of this process."""
         if self.peers is None:
             return range(self.num_replicas)
         owners = [device.process_index for device in self.mesh.devices.flat]
@@ -175,28 +149,20 @@ class ReplicaLayout:
 
     @property
     def num_replicas(self) -> int:
-        """One replica for each device."""
         return self.mesh.shape[AXIS_NAME]
 
     @property
     def num_shares(self) -> int:
-        """One share for each replica."""
         return self.num_replicas
 
     def describe(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
-        """Returns types with the axis of the replicas."""
         sharding = self._sharding(len(leading), None)
-
-        def describe(leaf: Any) -> jax.ShapeDtypeStruct:
-            shape = (*leading, self.num_replicas, *leaf.shape)
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
-
-        return jax.tree.map(describe, types)
+        shape = (*leading, self.num_replicas)
+        return _describe(types, lambda s: (*shape, *s), lambda _: sharding)
 
     def place(
         self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
     ) -> PyTree:
-        """Returns this process's rows as device arrays, split over all replicas."""
         sharding = self._sharding(leading_axes, num_replicas)
         if self.peers is None:
             return jax.device_put(arrays, sharding)
@@ -210,25 +176,17 @@ class ReplicaLayout:
 
     @property
     def devices(self) -> Collection[Any]:
-        """The devices of the mesh that this process feeds."""
         return self.mesh.local_devices
 
     def replicate(self, arrays: PyTree) -> PyTree:
-        """Returns host arrays as device arrays, whole on each device."""
         return _replicate(arrays, self.mesh, self.peers)
 
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
-        """Returns rows of replicated arrays, split over replicas as `rows` is."""
         mesh = narrow_mesh(self.mesh, len(rows))
         return _take_locally(mesh, PartitionSpec(AXIS_NAME), arrays, rows)
 
     def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
-        """Returns each array as a `PerReplica`."""
-
-        def wrap_leaf(leaf: Any) -> PerReplica:
-            return PerReplica(leaf, num_active)
-
-        return jax.tree.map(wrap_leaf, arrays)
+        return jax.tree.map(lambda leaf: PerReplica(leaf, num_active), arrays)
 
 
 @dataclass(frozen=True)
@@ -251,24 +209,18 @@ class MeshLayout(_OneReplica):
 
     @property
     def num_shares(self) -> int:
-        """One share for each place on `axes`."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     def describe(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
-        """Returns types of the global batch."""
-
-        def describe(leaf: Any) -> jax.ShapeDtypeStruct:
-            rows, *rest = leaf.shape
-            shape = (*leading, rows * self.num_shares, *rest)
-            sharding = self.split(shape, len(leading))
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
-
-        return jax.tree.map(describe, types)
+        return _describe(
+            types,
+            lambda s: (*leading, s[0] * self.num_shares, *s[1:]),
+            lambda shape: self.split(shape, len(leading)),
+        )
 
     def place(
         self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
     ) -> PyTree:
-        """Returns host arrays as device arrays, split over the mesh."""
         del num_replicas
 
         def shard(leaf: Any) -> NamedSharding:
@@ -296,24 +248,32 @@ class MeshLayout(_OneReplica):
 
     @property
     def devices(self) -> Collection[Any]:
-        """The devices of the mesh that this process feeds."""
         assert isinstance(self.mesh, Mesh)
         return self.mesh.local_devices
 
     def replicate(self, arrays: PyTree) -> PyTree:
-        """Returns host arrays as device arrays, whole on each device."""
         return _replicate(arrays, self.mesh, self.peers)
 
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
-        """Returns rows of replicated arrays, split as `rows` is."""
         spec = PartitionSpec(self._axes_for(len(rows)))
         return _take_locally(self.mesh, spec, arrays, rows)
+
+
+def _describe(
+    types: PyTree,
+    shape_of: Callable[[tuple[int, ...]], tuple[int, ...]],
+    sharding_of: Callable[[tuple[int, ...]], Sharding | None],
+) -> PyTree:
+    def describe(leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = shape_of(leaf.shape)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding_of(shape))
+
+    return jax.tree.map(describe, types)
 
 
 def _replicate(
     arrays: PyTree, mesh: Mesh | AbstractMesh, peers: Peers | None
 ) -> PyTree:
-    """Returns arrays that are equal on all processes, whole on each device of them."""
     sharding = everywhere(mesh)
     if peers is None:
         return jax.device_put(arrays, sharding)

@@ -1,15 +1,8 @@
-"""Synchronous training on the devices of several processes.
-
-What strategies over the devices of several processes share.
-
-Synchronous training on the TPU cores of one machine, a slice or several slices.
-"""
+"""Synchronous training on the devices of several processes, or of a TPU slice."""
 
 import importlib.util
-import math
 import numbers
 import os
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -24,17 +17,13 @@ from armillary.cluster._join import join_cluster
 from armillary.cluster.resolvers._resolve import resolve_cluster
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
-from armillary.data._layout import BatchLayout, InputContext, InputOptions
+from armillary.data._layout import InputContext, InputOptions
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.data.sources._source import as_source
 from armillary.distribute._global_arrays import as_local, is_array, is_divided
 from armillary.distribute._strategy import Strategy
-from armillary.distribute.program._compare import (
-    check_same_arguments,
-    check_same_data,
-)
-from armillary.distribute.replica._values import is_per_replica
-from armillary.distribute.strategies._layouts import ReplicaLayout
+from armillary.distribute.program._compare import check_same_arguments, check_same_data
+from armillary.distribute.replica._values import array_of, is_per_replica
 from armillary.distribute.strategies._single import MirroredStrategy
 from armillary.errors import ClusterError
 from armillary.typing import PyTree
@@ -54,10 +43,12 @@ class JoinedStrategy(Strategy):
     ) -> None:
         """Sets `peers`. It must come before anything that uses a device."""
         fix = "Use one of `armillary.cluster`, or leave it out."
-        if cluster_resolver is not None:
-            check_instance("cluster_resolver", cluster_resolver, ClusterResolver, fix)
-        if (options := communication_options) is not None:
-            check_instance("communication_options", options, CommunicationOptions, fix)
+        for name, value, kind in (
+            ("cluster_resolver", cluster_resolver, ClusterResolver),
+            ("communication_options", communication_options, CommunicationOptions),
+        ):
+            if value is not None:
+                check_instance(name, value, kind, fix)
         self._cluster_resolver = cluster_resolver or resolve_cluster()
         self.peers = join_cluster(self._cluster_resolver, communication_options)
 
@@ -94,13 +85,10 @@ class JoinedStrategy(Strategy):
     def _collect(self, value: PyTree) -> PyTree:
         if self.peers is not None and not is_in_trace():
             flat = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_per_replica)
-            arrays = {
-                f"value{jax.tree_util.keystr(path)}": _array_of(leaf)
-                for path, leaf in flat
-            }
+            arrays = [(f"value{jax.tree_util.keystr(k)}", array_of(x)) for k, x in flat]
             shared = {
                 name: array
-                for name, array in arrays.items()
+                for name, array in arrays
                 if is_array(array) or isinstance(array, numbers.Number)
                 if not is_divided(array)
             }
@@ -108,7 +96,7 @@ class JoinedStrategy(Strategy):
                 check_same_arguments(self.peers, shared)
 
         def collect(leaf: Any) -> Any:
-            array = _array_of(leaf)
+            array = array_of(leaf)
             is_here = not isinstance(array, jax.Array) or isinstance(array, Tracer)
             if is_here or array.is_fully_addressable:
                 return leaf
@@ -120,16 +108,12 @@ class JoinedStrategy(Strategy):
 
     def _describe_shares(self) -> str:
         """Returns how many replicas, or devices, the processes have."""
-        assert self.peers is not None and self._mesh is not None
+        assert self.peers is not None
         counts = [0] * self.peers.count
         for device in self._mesh.devices.flat:
             counts[device.process_index] += 1
         each = f"{counts[0]} each" if len(set(counts)) == 1 else f"{counts}"
         return f"{sum(counts)} {self._unit}s, {each}"
-
-
-def _array_of(leaf: Any) -> Any:
-    return leaf.array if is_per_replica(leaf) else leaf
 
 
 def order_devices(devices: Any) -> list[Any]:
@@ -184,11 +168,6 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
         """Returns the devices of this process, or of all if it has joined them."""
         return jax.devices() if is_joined else jax.local_devices()
 
-    @property
-    def layout(self) -> BatchLayout:
-        """One row of a batch on each device, given by the process that has it."""
-        return ReplicaLayout(self._replica_mesh, self.peers)
-
     def distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Any],
@@ -203,9 +182,8 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
         dataset = super().distribute_datasets_from_function(dataset_fn, options)
         if self.peers is None:
             # An evaluator restores what several workers saved, and trains on nothing.
-            dataset.ignores_state = (
-                not self._cluster_resolver.process_plan().is_training
-            )
+            plan = self._cluster_resolver.process_plan()
+            dataset.ignores_state = not plan.is_training
         else:
             logger.info(
                 "data | a data set for each of %d processes, which reads it for its "
@@ -216,28 +194,21 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
         return dataset
 
     def __repr__(self) -> str:
-        platform = self._replica_mesh.devices.flat[0].platform
-        where = "1 process" if self.peers is None else f"{self.peers.count} processes"
-        replicas = f"{self.num_replicas_in_sync} x {platform}"
-        return f"{type(self).__name__}({replicas}, {where})"
+        count = 1 if self.peers is None else self.peers.count
+        return self._show(f", {count} process{'' if count == 1 else 'es'}")
 
 
 _ONE_DEVICE = (
     "A replica is one core: there are no logical devices inside of it to spread a "
-    "model over."
-)
-_LOGICAL_DEVICES = (
-    "experimental_assign_to_logical_device",
-    "experimental_replicate_to_logical_devices",
-    "experimental_split_to_logical_devices",
+    "model over. Leave it out."
 )
 
 
 @answers_old_names(
     tpu_cluster_resolver="It is called `resolver` here.",
-    device_assignment=_ONE_DEVICE + " Leave it out.",
-    experimental_device_assignment=_ONE_DEVICE + " Leave it out.",
-    experimental_spmd_xla_partitioning=_ONE_DEVICE + " Leave it out.",
+    device_assignment=_ONE_DEVICE,
+    experimental_device_assignment=_ONE_DEVICE,
+    experimental_spmd_xla_partitioning=_ONE_DEVICE,
 )
 class TPUStrategy(MultiWorkerMirroredStrategy):
     """One replica per TPU core, with equal variables on all of them.
@@ -249,32 +220,25 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     Args:
         resolver: Tells which machine this is, and where the others are. By default
             `armillary.cluster.resolve_cluster()` finds out.
-        topology: The chips that must be there, such as `"4x4"` or `"2x2x1"`, so that a
-            job on a part of its slice is an error. By default any number.
+        reduce_dtype: As for `MirroredStrategy`.
 
     Raises:
-        ClusterError: If JAX has no TPU here, the chips are not those of `topology`, a
-            device was used before, or this process has joined another cluster.
+        ClusterError: If JAX has no TPU here, a device was used before, or this process
+            has joined another cluster.
         TypeError: If `resolver` is of another type.
-        ValueError: If `topology` is not written like this.
     """
 
-    _platform = "tpu"
+    _kind = "tpu"
     """What devices must be; tests stand in with another one."""
 
     def __init__(
-        self,
-        resolver: ClusterResolver | None = None,
-        topology: str | None = None,
-        *,
-        reduce_dtype: Any = None,
+        self, resolver: ClusterResolver | None = None, *, reduce_dtype: Any = None
     ) -> None:
-        self._topology = None if topology is None else _parse(topology)
         if resolver is not None:
             fix = "Use one of `armillary.cluster`, or leave it out."
             check_instance("resolver", resolver, ClusterResolver, fix)
         # Before the machines join, which would wait for others in vain.
-        reason = _why_there_is_none() if self._platform == "tpu" else None
+        reason = _why_there_is_none() if self._kind == "tpu" else None
         if reason is not None:
             _refuse(reason)
         super().__init__(resolver, reduce_dtype=reduce_dtype)
@@ -282,23 +246,9 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:
         find = jax.devices if is_joined else jax.local_devices
         try:
-            devices = find(backend=self._platform)
+            return find(backend=self._kind)
         except RuntimeError as error:
             _refuse(f"JAX found none ({error})")
-        if self._topology is not None:
-            _check_topology(self._topology, devices)
-        return devices
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _LOGICAL_DEVICES:
-            raise AttributeError(
-                f"`{type(self).__name__}` has no `{name}`. {_ONE_DEVICE} Leave it out, "
-                "or use `armillary.ShardedStrategy`, whose devices along `tensor` are "
-                "logical devices."
-            )
-        raise AttributeError(
-            f"{type(self).__name__!r} object has no attribute {name!r}"
-        )
 
 
 def _why_there_is_none() -> str | None:
@@ -316,33 +266,6 @@ def _refuse(reason: str) -> NoReturn:
     raise ClusterError(
         f"`TPUStrategy` needs a TPU, but {reason}. On a TPU machine, install "
         "`armillary[tpu]` and leave `JAX_PLATFORMS` unset. Elsewhere the same program "
-        "runs under `armillary.MirroredStrategy(devices=...)` on the devices of one "
-        "process, or under `armillary.MultiWorkerMirroredStrategy()` on those of "
-        "several."
+        "runs under `armillary.MirroredStrategy()` or "
+        "`armillary.MultiWorkerMirroredStrategy()`."
     )
-
-
-def _parse(topology: Any) -> str:
-    if not isinstance(topology, str) or not re.fullmatch(
-        r"[1-9]\d*(x[1-9]\d*)*", topology
-    ):
-        raise ValueError(
-            f"`topology` is {topology!r}, but it must be the numbers of chips along "
-            'each axis of the slice. Write it as in `"4x4"` or `"2x2x1"`.'
-        )
-    return topology
-
-
-def _check_topology(topology: str, devices: Sequence[Any]) -> None:
-    # A chip may have two cores, which are at one place.
-    places = {
-        (getattr(device, "slice_index", 0), *getattr(device, "coords", (device.id,)))
-        for device in devices
-    }
-    wanted = math.prod(map(int, topology.split("x")))
-    if len(places) != wanted:
-        raise ClusterError(
-            f"`topology` is {topology!r}, which are {wanted} chips, but JAX found "
-            f"{len(places)}. Start the program on every machine of the slice, with a "
-            "`resolver` that knows them all, or correct `topology`."
-        )

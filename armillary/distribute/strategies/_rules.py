@@ -10,12 +10,6 @@
 
 An array of an optimizer is made like the parameter of its shape that shares most of the
 end of its path: `optimizer/opt_state/0/mu/first/kernel` like `model/first/kernel`.
-
-How a step says where its own values lie, among the devices that share a model.
-
-After the three methods of `tf.distribute.TPUStrategy`: there a replica has several
-logical devices; here those are the devices along the axis `tensor` of a mesh. What they
-say are sharding annotations, which XLA follows, and which change no number.
 """
 
 import math
@@ -23,44 +17,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from armillary._checks import check_instance, list_lines
 from armillary.distribute._global_arrays import is_key
 from armillary.state._lift import State, as_array
 from armillary.state._slots import Role, describe
-
-AXIS = "tensor"
-
-
-def split_over(
-    mesh: Mesh | AbstractMesh, tensor: jax.Array, partition_dimensions: Sequence[int]
-) -> jax.Array:
-    """Returns an array of which each device along `tensor` has a part."""
-    parts, count = list(partition_dimensions), mesh.shape[AXIS]
-    split = [axis for axis, size in enumerate(parts) if size != 1]
-    shape, problem = tensor.shape, None
-    if len(parts) != len(shape):
-        problem = f"the array has shape {shape}: give one number for each axis"
-    elif math.prod(parts) != count or len(split) > 1:
-        problem = (
-            f"the mesh has {count} devices along 'tensor': split one axis in {count} "
-            "parts, and give 1 for the others"
-        )
-    elif split and shape[split[0]] % count:
-        problem = (
-            f"axis {split[0]} of shape {shape} has no {count} equal parts: split "
-            "another one"
-        )
-    if problem is not None:
-        raise ValueError(f"`partition_dimensions` is {parts}, but {problem}.")
-    entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * len(parts)
-    for axis in split:
-        entries[axis] = AXIS
-    sharding = NamedSharding(mesh, PartitionSpec(*entries))
-    return jax.lax.with_sharding_constraint(tensor, sharding)
-
 
 SMALL = 1024
 """Arrays of fewer values are held whole: to collect one costs more than it saves."""
@@ -72,17 +34,12 @@ class ShardingRules:
     """Chooses a `PartitionSpec` for each array of a state.
 
     Args:
-        mesh: The mesh, with an axis `fsdp`.
+        mesh: A mesh with the axes that rules may name.
         rules: From regular expressions, searched for in the paths of arrays that are
             not of an optimizer, to how such arrays are split.
-
-    Raises:
-        TypeError: If `rules` or a part of it is of another type.
-        ValueError: If a key is no regular expression, or a value does not fit the mesh.
     """
 
     def __init__(self, mesh: Mesh, rules: Mapping[str, PartitionSpec] | None) -> None:
-        self.mesh: Mesh | AbstractMesh = mesh
         if rules is not None:
             check_instance("rules", rules, Mapping, _RULES_FIX)
         self._rules = [
@@ -92,28 +49,25 @@ class ShardingRules:
         # The rules that no program had an array for yet.
         self._unused = {pattern for pattern, _ in self._rules}
 
-    def specs(self, state: State) -> list[PartitionSpec]:
+    def specs(self, state: State, mesh: Mesh | AbstractMesh) -> list[PartitionSpec]:
         """Returns how each array of a state is split, in the order of its paths."""
         leaves = [as_array(leaf) for leaf in state.read()]
         of_optimizer = [part for s in state.slots for part in s.is_of_optimizer()]
-        is_whole = [
-            leaf.ndim == 0 or is_key(leaf) or owner.role is Role.METRIC
-            for leaf, owner in zip(leaves, state.owners, strict=True)
+        split = [
+            i
+            for i, (leaf, owner) in enumerate(zip(leaves, state.owners, strict=True))
+            if leaf.ndim and not is_key(leaf) and owner.role is not Role.METRIC
         ]
+        own = [i for i in split if not of_optimizer[i]]
         specs = [PartitionSpec()] * len(leaves)
-        # The parameters, and what else an optimizer may have made its state like.
-        models: dict[tuple[int, ...], list[tuple[list[str], PartitionSpec]]] = {}
-        indices = [i for i in range(len(leaves)) if not is_whole[i]]
-        own = [i for i in indices if not of_optimizer[i]]
-        self._match(state, own, leaves, specs)
-        for i in own:
-            entry = state.paths[i].split("/"), specs[i]
-            models.setdefault(leaves[i].shape, []).append(entry)
-        for i in set(indices).difference(own):
+        for i, spec in zip(own, self._match(state, own, leaves, mesh), strict=True):
+            specs[i] = spec
+        for i in set(split).difference(own):
             path, shape = state.paths[i].split("/"), leaves[i].shape
-            shared = [(_num_shared(path, p), s) for p, s in models.get(shape, [])]
-            most, spec = max(shared, key=lambda pair: pair[0], default=(0, None))
-            specs[i] = spec if most and spec is not None else self._automatic(shape)
+            alike = [j for j in own if leaves[j].shape == shape]
+            shared = [(_num_shared(path, state.paths[j].split("/")), j) for j in alike]
+            most, j = max(shared, key=lambda pair: pair[0], default=(0, 0))
+            specs[i] = specs[j] if most else _automatic(mesh, shape)
         return specs
 
     def _match(
@@ -121,48 +75,47 @@ class ShardingRules:
         state: State,
         indices: Sequence[int],
         leaves: Sequence[Any],
-        specs: list[PartitionSpec],
-    ) -> None:
-        """Puts the specs of parameters into `specs`."""
-        problems: dict[str, list[str]] = {}
+        mesh: Mesh | AbstractMesh,
+    ) -> list[PartitionSpec]:
+        """Returns the specs of parameters."""
+        specs: list[PartitionSpec] = []
+        misfits: dict[int, list[str]] = {}
         for i in indices:
-            path = state.paths[i]
-            found = [rule for rule in self._rules if rule[0].search(path)]
-            self._unused.difference_update(pattern for pattern, _ in found)
-            if not found:
-                specs[i] = self._automatic(leaves[i].shape)
-                continue
-            pattern, specs[i] = found[0]
-            problem = _find_problem(self.mesh, leaves[i].shape, specs[i])
+            path, shape = state.paths[i], leaves[i].shape
+            found = [n for n, (p, _) in enumerate(self._rules) if p.search(path)]
+            self._unused.difference_update(self._rules[n][0] for n in found)
+            spec = self._rules[found[0]][1] if found else _automatic(mesh, shape)
+            specs.append(spec)
+            problem = _find_problem(mesh, shape, spec)
             if problem is not None:
                 line = f"{path}: {describe(leaves[i])}, {problem}"
-                problems.setdefault(pattern.pattern, []).append(line)
-        for pattern, lines in problems.items():
-            spec = next(s for p, s in self._rules if p.pattern == pattern)
+                misfits.setdefault(found[0], []).append(line)
+        for n, lines in misfits.items():
+            pattern, spec = self._rules[n]
             raise ValueError(
-                f"`rules` has {pattern!r}: {_show(spec)}, which does not fit "
+                f"`rules` has {pattern.pattern!r}: {_show(spec)}, which does not fit "
                 f"{len(lines)} of the arrays that it matches:\n{list_lines(lines)}\n"
                 "Make it match fewer, or put a rule for these before it; "
                 "`PartitionSpec()` leaves an array whole on every device."
             )
-        roles = [state.owners[i].role for i in indices]
-        if self._unused and Role.PLAIN in roles:
+        if self._unused and any(state.owners[i].role is Role.PLAIN for i in indices):
             unused = " and ".join(repr(pattern.pattern) for pattern in self._unused)
             raise ValueError(
                 f"`rules` has {unused}, found in none of these paths:\n"
                 f"{list_lines(state.paths[i] for i in indices)}\n"
-                "Correct it, or leave it out. (Rules are regular expressions; scalars, "
-                "metrics and random keys need none, and the state of an optimizer "
-                "follows the parameters.)"
+                "Correct it, or leave it out: scalars, metrics and random keys need no "
+                "rule, and the state of an optimizer follows the parameters."
             )
+        return specs
 
-    def _automatic(self, shape: tuple[int, ...]) -> PartitionSpec:
-        count = self.mesh.shape["fsdp"]
-        fitting = [axis for axis, size in enumerate(shape) if size % count == 0]
-        if count == 1 or math.prod(shape) < SMALL or not fitting:
-            return PartitionSpec()
-        longest = max(fitting, key=lambda axis: shape[axis])
-        return PartitionSpec(*[None] * longest, "fsdp")
+
+def _automatic(mesh: Mesh | AbstractMesh, shape: tuple[int, ...]) -> PartitionSpec:
+    count = mesh.shape["fsdp"]
+    fitting = [axis for axis, size in enumerate(shape) if size % count == 0]
+    if count == 1 or math.prod(shape) < SMALL or not fitting:
+        return PartitionSpec()
+    longest = max(fitting, key=lambda axis: shape[axis])
+    return PartitionSpec(*[None] * longest, "fsdp")
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,19 +17,17 @@ from jax.sharding import (
 )
 
 from armillary._checks import check_instance, check_positive_int
-from armillary._jaxpr import is_in_trace
 from armillary.cluster._communication import CommunicationOptions
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
 from armillary.distribute._global_arrays import is_key
 from armillary.distribute.program._function import Functions
-from armillary.distribute.replica._alone import run_in_place, run_traced
-from armillary.distribute.replica._collectives import ReplicaContext
+from armillary.distribute.replica._alone import run_alone
 from armillary.distribute.replica._policy import check_annotations
-from armillary.distribute.strategies._layouts import MeshLayout, as_devices, check_alone
+from armillary.distribute.strategies._layouts import MeshLayout, as_devices
 from armillary.distribute.strategies._multi_worker import JoinedStrategy, order_devices
-from armillary.distribute.strategies._rules import ShardingRules, axes_of, split_over
+from armillary.distribute.strategies._rules import ShardingRules, axes_of
 from armillary.errors import StateStructureError
 from armillary.state._lift import State, as_array
 from armillary.typing import PyTree
@@ -124,23 +122,12 @@ class ShardedStrategy(JoinedStrategy):
         self._functions = Functions()
 
     def _use(self, mesh: Mesh | AbstractMesh) -> None:
-        self._mesh = self._device_mesh = self._rules.mesh = mesh
+        self._mesh = mesh
         self._layout = MeshLayout(mesh, BATCH_AXES, self.peers)
         self.split = self._layout.split
 
-    @contextlib.contextmanager
-    def described(self, num_devices: int, platform: str) -> Iterator[AbstractMesh]:
-        """Lets this strategy trace programs for devices that are not there.
-
-        Inside, it spans that many. `fsdp` and `tensor` keep the sizes that
-        `mesh_shape` gave them, and `data` grows; without a `mesh_shape`, all devices
-        are along `fsdp`. See `Strategy.described` for what it takes.
-
-        Raises:
-            ValueError: If `fsdp` and `tensor` do not divide their number, or it spans
-                several processes.
-        """
-        check_alone(self)
+    def _describe(self, num_devices: int) -> None:
+        # `fsdp` and `tensor` keep the sizes that they were given, and `data` grows.
         _, fsdp, tensor = self._sizes or (1, num_devices, 1)
         if num_devices % (fsdp * tensor):
             raise ValueError(
@@ -150,14 +137,7 @@ class ShardedStrategy(JoinedStrategy):
                 f"{num_devices}."
             )
         sizes = (num_devices // (fsdp * tensor), fsdp, tensor)
-        mesh, before = AbstractMesh(sizes, AXES, axis_types=_KINDS), self._device_mesh
-        self._use(mesh)
-        self._described_platform = platform
-        try:
-            yield mesh
-        finally:
-            self._use(before)
-            self._described_platform = None
+        self._use(AbstractMesh(sizes, AXES, axis_types=_KINDS))
 
     @property
     def layout(self) -> BatchLayout:
@@ -193,8 +173,8 @@ class ShardedStrategy(JoinedStrategy):
         Raises:
             ValueError: If a rule does not fit an array, or no array matches it.
         """
-        specs = self._rules.specs(state)
-        return [NamedSharding(self._device_mesh, spec) for spec in specs]
+        specs = self._rules.specs(state, self._mesh)
+        return [NamedSharding(self._mesh, spec) for spec in specs]
 
     def _run(
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -202,7 +182,7 @@ class ShardedStrategy(JoinedStrategy):
         if state is None:
             return self._functions.get(fn, self)(*args, **kwargs)
         check_annotations(state)
-        specs, held = self._rules.specs(state), state.read()
+        specs, held = self._rules.specs(state, self._mesh), state.read()
         of_optimizer = [part for s in state.slots for part in s.is_of_optimizer()]
         # Left to itself, the partitioner may divide what is computed from a parameter
         # as the parameter is divided, in place of the examples.
@@ -212,11 +192,7 @@ class ShardedStrategy(JoinedStrategy):
         ]
         state.write(collected)
         with partitioned(self._layout.split):
-            if is_in_trace():
-                result = run_traced(self, fn, args, kwargs, state)
-            else:
-                context = ReplicaContext(self, None, active=1)
-                result = run_in_place(self, context, fn, args, kwargs)
+            result = run_alone(self, fn, args, kwargs, state)
         for slot, start, stop in state.ranges:
             # Another structure is an error of the whole step, once it has ended.
             with contextlib.suppress(StateStructureError):
@@ -235,55 +211,11 @@ class ShardedStrategy(JoinedStrategy):
         array = as_array(leaf)
         if array.ndim == 0 or is_key(array):
             return leaf
-        sharding = NamedSharding(self._device_mesh, spec)
+        sharding = NamedSharding(self._mesh, spec)
         return jax.lax.with_sharding_constraint(array, sharding)
 
-    def split_to_logical_devices(
-        self, tensor: jax.Array, partition_dimensions: Sequence[int]
-    ) -> jax.Array:
-        """Says of a value in a step that each device along `tensor` has a part of it.
-
-        As `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`, whose
-        name it has as well. Numbers stay what they are.
-
-        Args:
-            tensor: The value, of the global batch.
-            partition_dimensions: In how many parts each axis is split: one in as many
-                as there are devices along `tensor`, the others in 1.
-
-        Raises:
-            ValueError: If there is no such way to split it.
-        """
-        return split_over(self._device_mesh, tensor, partition_dimensions)
-
-    def replicate_to_logical_devices(self, tensor: PyTree) -> PyTree:
-        """Says of values in a step that each device along `tensor` has them whole.
-
-        Args:
-            tensor: A pytree of values, their first axis that of examples.
-        """
-        constrain, split = jax.lax.with_sharding_constraint, self._layout.split
-        return jax.tree.map(lambda leaf: constrain(leaf, split(leaf.shape, 0)), tensor)
-
-    def assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> NoReturn:
-        """Refuses to put a value on one device: one program runs on all.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        del tensor, logical_device_id
-        raise NotImplementedError(
-            "`assign_to_logical_device` would put a value on one device of several, "
-            "but here one program runs on all of them. Use `split_to_logical_devices` "
-            "for a part on each, or `replicate_to_logical_devices` for a copy."
-        )
-
-    experimental_split_to_logical_devices = split_to_logical_devices
-    experimental_replicate_to_logical_devices = replicate_to_logical_devices
-    experimental_assign_to_logical_device = assign_to_logical_device
-
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{k}={v}" for k, v in self._device_mesh.shape.items())
+        sizes = ", ".join(f"{k}={v}" for k, v in self._mesh.shape.items())
         where = "" if self.peers is None else f", {self.peers.count} processes"
         return f"ShardedStrategy({sizes}, {self.platform}, 1 replica{where})"
 
@@ -297,12 +229,7 @@ def _without_batch_axes(spec: PartitionSpec) -> PartitionSpec:
 
 
 def _check_shape(mesh_shape: Any) -> tuple[int, ...] | None:
-    """Returns the size of each axis.
-
-    Raises:
-        TypeError: If `mesh_shape` is no mapping.
-        ValueError: If it names another axis, or a size is not a positive integer.
-    """
+    """Returns the size of each axis; `None` if none was given."""
     if mesh_shape is None:
         return None
     fix = 'Use `mesh_shape={"fsdp": 8}`, or leave it out.'

@@ -1,35 +1,23 @@
-"""Strategies with one replica: the default one, and one on a chosen device.
+"""Strategies on the devices of one process, with one replica or one per device."""
 
-Synchronous training on the devices of one process.
-
-Synchronous training with the variables in one place.
-"""
-
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, Sharding, SingleDeviceSharding
 
 from armillary._checks import check_instance
-from armillary._jaxpr import is_in_trace
 from armillary.data._layout import BatchLayout
 from armillary.distribute._global_arrays import everywhere
 from armillary.distribute._keras_fit import follow_keras
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import Functions
 from armillary.distribute.program._notes import add_trace_note
-from armillary.distribute.replica._alone import run_in_place, run_traced
+from armillary.distribute.replica._alone import run_alone
 from armillary.distribute.replica._collectives import ReplicaContext, check_wire_dtype
-from armillary.distribute.replica._context import (
-    lifted_state,
-    require_scope,
-    set_default,
-)
+from armillary.distribute.replica._context import require_scope, set_default
 from armillary.distribute.replica._policy import check_annotations
 from armillary.distribute.replica._reductions import CrossDeviceOps
 from armillary.distribute.replica._run import run_in_replicas
@@ -40,7 +28,6 @@ from armillary.distribute.strategies._layouts import (
     SingleLayout,
     as_device,
     as_devices,
-    check_alone,
 )
 from armillary.state._lift import State
 from armillary.typing import PyTree
@@ -71,10 +58,7 @@ class SingleStrategy(Strategy):
         place = nullcontext if self._device is None else jax.default_device
         with place(self._device):
             try:
-                if state is not None and is_in_trace():
-                    return run_traced(self, fn, args, kwargs, state)
-                context = ReplicaContext(self, None, active=1)
-                return run_in_place(self, context, fn, args, kwargs)
+                return run_alone(self, fn, args, kwargs, state)
             except Exception as error:
                 if state is None:
                     add_trace_note(error)
@@ -131,10 +115,6 @@ _default = DefaultStrategy()
 set_default(_default, ReplicaContext(_default, None, active=1))
 
 
-# What of a strategy depends on its devices, for `described`.
-_OF_DEVICES = ("_mesh", "_replica_mesh", "_num_replicas", "_described_platform")
-
-
 class MirroredStrategy(Strategy):
     """One replica per device, with equal variables on all of them.
 
@@ -172,51 +152,37 @@ class MirroredStrategy(Strategy):
         axis_types = (AxisType.Auto,)
         mesh = Mesh(np.asarray(found), (AXIS_NAME,), axis_types=axis_types)
         super().__init__(mesh, num_replicas=len(found))
-        self._replica_mesh = mesh
         self.cross_device_ops = cross_device_ops
         self.reduce_dtype = check_wire_dtype("reduce_dtype", reduce_dtype)
         self._functions = Functions()
 
-    @contextlib.contextmanager
-    def described(self, num_devices: int, platform: str) -> Iterator[AbstractMesh]:
-        """Lets this strategy trace programs for devices that are not there.
-
-        Inside, it has that many replicas: in every object that holds it, since the
-        user's step asks for their number. See `Strategy.described` for what it takes.
-
-        Raises:
-            ValueError: If it spans several processes, which would have to agree.
-        """
-        check_alone(self)
+    def _describe(self, num_devices: int) -> None:
         axis_types = (AxisType.Auto,)
-        mesh = AbstractMesh((num_devices,), (AXIS_NAME,), axis_types=axis_types)
-        before = {name: getattr(self, name) for name in _OF_DEVICES}
-        now = (mesh, mesh, num_devices, platform)
-        vars(self).update(zip(_OF_DEVICES, now, strict=True))
-        try:
-            yield mesh
-        finally:
-            vars(self).update(before)
+        self._mesh = AbstractMesh((num_devices,), (AXIS_NAME,), axis_types=axis_types)
+        self._num_replicas = num_devices
 
     @property
     def layout(self) -> BatchLayout:
-        """One row of a batch on each device."""
-        return ReplicaLayout(self._replica_mesh)
+        """One row of a batch on each device, given by the process that has it."""
+        return ReplicaLayout(self._mesh, self.peers)
 
     def state_shardings(self, state: State) -> Sequence[Sharding | None]:
         """A copy of every array on each device."""
-        return [everywhere(self._replica_mesh)] * len(state.paths)
+        return [everywhere(self._mesh)] * len(state.paths)
 
     def _run(
         self, state: State | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> PyTree:
         if state is not None:
-            return run_in_replicas(self, self._replica_mesh, fn, args, kwargs, state)
+            return run_in_replicas(self, self._mesh, fn, args, kwargs, state)
         return self._functions.get(fn, self)(*args, **kwargs)
 
+    def _show(self, where: str = "") -> str:
+        replicas = f"{self.num_replicas_in_sync} x {self.platform}"
+        return f"{type(self).__name__}({replicas}{where})"
+
     def __repr__(self) -> str:
-        platform = self._replica_mesh.devices.flat[0].platform
-        return f"MirroredStrategy({self.num_replicas_in_sync} x {platform})"
+        return self._show()
 
 
 class CentralStorageStrategy(MirroredStrategy):
@@ -242,8 +208,6 @@ class CentralStorageStrategy(MirroredStrategy):
         ValueError: If a device does not exist, or the devices cannot form replicas.
     """
 
-    has_copies = False
-
     def __init__(
         self,
         compute_devices: Sequence[Any] | None = None,
@@ -251,64 +215,26 @@ class CentralStorageStrategy(MirroredStrategy):
         *,
         reduce_dtype: Any = None,
     ) -> None:
-        found = None
-        if compute_devices is not None:
-            found = as_devices("compute_devices", compute_devices)
+        found = as_devices("compute_devices", compute_devices)
         super().__init__(found, reduce_dtype=reduce_dtype)
         self._parameter_device = (
             _host()
             if parameter_device is None
             else as_device("parameter_device", parameter_device)
         )
-        self._home = SingleDeviceSharding(self._parameter_device)
+        self.home = SingleDeviceSharding(self._parameter_device)
 
     @property
     def parameter_device(self) -> Device:
         """Where variables live."""
         return self._parameter_device
 
-    def state_shardings(self, state: State) -> Sequence[Sharding | None]:
-        """Every array on the parameter device."""
-        return [self._home] * len(state.paths)
-
-    def program_shardings(self, state: State) -> Sequence[Sharding | None]:
-        """A copy of every array on each device."""
-        return super().state_shardings(state)
-
-    def admit(self, arrays: list[Any]) -> list[Any]:
-        """Returns a program's arguments, with values of variables on each device."""
-        away = everywhere(self._replica_mesh)
-
-        def move(array: Any) -> Any:
-            is_home = isinstance(array, jax.Array) and array.sharding == self._home
-            return jax.device_put(array, away) if is_home else array
-
-        return list(map(move, arrays))
-
-    def _outside(self, value: PyTree) -> PyTree:
-        """Returns a result beside the variables, so that code can use both."""
-        self.dispatch.finish(value)
-        if lifted_state() is not None:
-            return value
-        return jax.tree.map(self._bring_home, value)
-
-    def _bring_home(self, leaf: Any) -> Any:
-        is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-        return jax.device_put(leaf, self._home) if is_array else leaf
-
     def __repr__(self) -> str:
-        platform = self._replica_mesh.devices.flat[0].platform
-        replicas = f"{self.num_replicas_in_sync} x {platform}"
         home = f"{self._parameter_device.platform}:{self._parameter_device.id}"
-        return f"CentralStorageStrategy({replicas}, state on {home})"
+        return self._show(f", state on {home}")
 
 
 def _host() -> Device:
-    """Returns the CPU.
-
-    Raises:
-        ValueError: If JAX was told to leave it out.
-    """
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
