@@ -30,11 +30,11 @@ therefore write in one process only, where `jax.process_index() == 0`.
 """
 
 from armillary._traceback import mark_public as _mark_public
-from armillary.actions._conditions import ConditionalAction as ConditionalAction
 from armillary.actions._conditions import EarlyStopping as EarlyStopping
 from armillary.actions._conditions import NewBestMetric as NewBestMetric
 from armillary.actions._export_model import ExportFileManager as ExportFileManager
 from armillary.actions._export_model import ExportModel as ExportModel
+from armillary.actions._periodic import ConditionalAction as ConditionalAction
 from armillary.actions._periodic import PeriodicAction as PeriodicAction
 from armillary.actions._profile import Profile as Profile
 from armillary.actions._save_if_preempted import (

@@ -1,15 +1,8 @@
-"""Ends training when a metric no longer improves.
-
-Finds one number in the output of a loop.
-
-An action that runs only when a condition on the output holds.
-
-A condition that holds when a metric is better than ever before.
-"""
+"""Conditions on a metric of an output: a new best value, and no more improvement."""
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote
@@ -18,7 +11,6 @@ import numpy as np
 from etils import epath
 
 from armillary._checks import (
-    answers_old_names,
     check_callable,
     check_not_negative,
     check_one_of,
@@ -26,63 +18,57 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary._process import get_process
-from armillary._records import write_whole
-from armillary.actions._step_action import (
-    as_actions,
-    bind_step_counter,
-    end_training,
-)
-from armillary.typing import Action, Output
+from armillary._records import find_numbers, write_whole
+from armillary.typing import Output
 
 Metric: TypeAlias = str | Callable[[Output], Any]
 """A key of an output, a path such as `"validation/loss"`, or a function of one."""
 
 
-def check_metric(metric: Any, higher_is_better: Any) -> None:
-    """Raises if `metric` is not a kind of `Metric`, or its direction no `bool`."""
-    if not callable(metric) and not (isinstance(metric, str) and metric.strip()):
-        raise TypeError(
-            f"`metric` is {metric!r} of type {type(metric).__name__}, but it must be a "
-            "key of the output or a function of it. "
-            'Use a string such as `metric="loss"`.'
+class _BestValue:
+    """The best value of a metric so far, `None` before the first one."""
+
+    def __init__(self, metric: Metric, higher_is_better: bool) -> None:
+        if not callable(metric) and not (isinstance(metric, str) and metric.strip()):
+            raise TypeError(
+                f"`metric` is {metric!r} of type {type(metric).__name__}, but it must "
+                'be a key of the output, such as `metric="loss"`, or a function of it.'
+            )
+        check_one_of("higher_is_better", higher_is_better, (True, False))
+        self.metric, self.higher_is_better = metric, higher_is_better
+        self.best_value: float | None = None
+
+    @property
+    def _name(self) -> str:
+        name = getattr(self.metric, "__name__", type(self.metric).__name__)
+        return self.metric if isinstance(self.metric, str) else name
+
+    def metric_value(self, output: Output) -> float:
+        """Returns the value of the metric in `output`.
+
+        Raises:
+            ValueError: If the output has no such key.
+            TypeError: If the value is not one number.
+        """
+        metric = self.metric
+        value = (
+            _find(metric, output or {}) if isinstance(metric, str) else metric(output)
         )
-    check_one_of("higher_is_better", higher_is_better, (True, False))
+        try:
+            if np.ndim(value):
+                raise TypeError
+            return float(value)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"`metric` `{self._name}` is {value!r} of type {type(value).__name__}, "
+                "but it must be one number. Use a function that returns one."
+            ) from None
 
-
-def read_metric(metric: Metric, output: Output) -> float:
-    """Returns the value of `metric` in `output`."""
-    value = metric(output) if callable(metric) else _find(metric, output or {})
-    if np.ndim(value) != 0:
-        raise ValueError(
-            f"`metric` {describe(metric)} has shape {np.shape(value)}, but it must be "
-            "a scalar. Use a function that reduces it to one number."
-        )
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"`metric` {describe(metric)} is {value!r} of type {type(value).__name__}, "
-            "but it must be a number. Use another key, or a function that returns one."
-        ) from error
-
-
-def describe(metric: Metric) -> str:
-    """Returns how a message names `metric`."""
-    if isinstance(metric, str):
-        return f"`{metric}`"
-    return f"`{getattr(metric, '__name__', type(metric).__name__)}`"
-
-
-def is_better(value: float, best: float | None, *, higher: bool, margin: float) -> bool:
-    """Returns whether `value` is better than `best` by more than `margin`.
-
-    NaN is never better than anything, and any other value is better than `None`.
-    """
-    if np.isnan(value):
-        return False
-    if best is None:
-        return True
-    return value > best + margin if higher else value < best - margin
+    def _is_better(self, value: float, margin: float = 0.0) -> bool:
+        best = self.best_value
+        if best is None or np.isnan(value):
+            return not np.isnan(value)
+        return value > best + margin if self.higher_is_better else value < best - margin
 
 
 def _find(path: str, output: Mapping[str, Any]) -> Any:
@@ -91,64 +77,16 @@ def _find(path: str, output: Mapping[str, Any]) -> Any:
     value: Any = output
     for name in path.split("/"):
         if not isinstance(value, Mapping) or name not in value:
-            available = ", ".join(f"`{key}`" for key in _paths(output)) or "no keys"
+            available = ", ".join(f"`{key}`" for key in find_numbers(output))
             raise ValueError(
-                f"`metric` is {path!r}, which the output does not have. "
-                f"It has {available}. Use one of its keys, or a function of the output."
+                f"`metric` is {path!r}, which the output does not have. Use one of its "
+                f"keys ({available or 'there are none'}), or a function of the output."
             )
         value = value[name]
     return value
 
 
-def _paths(output: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in output.items():
-        if isinstance(value, Mapping):
-            yield from _paths(value, f"{prefix}{name}/")
-        else:
-            yield f"{prefix}{name}"
-
-
-class ConditionalAction:
-    """Runs an action, or several in turn, if a condition holds.
-
-    Args:
-        condition: Function of the output, such as a `NewBestMetric`.
-        action: What to run if the condition is true: one action or a sequence of them.
-
-    Raises:
-        TypeError: If the condition or an action is not callable.
-    """
-
-    def __init__(
-        self, condition: Callable[[Output], bool], action: Action | Iterable[Action]
-    ) -> None:
-        check_callable("condition", condition)
-        self.condition = condition
-        self.actions = as_actions(action)
-
-    def __call__(self, output: Output) -> None:
-        """Runs the actions with `output` if the condition is true for it."""
-        if self.condition(output):
-            for action in self.actions:
-                action(output)
-
-    def bind_step_counter(self, counter: Any) -> None:
-        """Tells the condition and the actions what counts training steps.
-
-        Args:
-            counter: A variable such as `optimizer.step`, or a function.
-        """
-        bind_step_counter((self.condition, *self.actions), counter)
-
-    def end_training(self) -> None:
-        """Tells the condition and the actions that training has ended."""
-        end_training((self.condition, *self.actions))
-
-
-@answers_old_names(
-    filename="Use `directory`, in which it makes a file named for the metric."
-)
-class NewBestMetric:
+class NewBestMetric(_BestValue):
     """Holds when the metric of an output is strictly better than all before.
 
     `test` only asks, `commit` also remembers the new value, and calling the object is
@@ -187,19 +125,22 @@ class NewBestMetric:
         directory: str | os.PathLike[str] | None = None,
         write_metric: bool = True,
     ) -> None:
-        check_metric(metric, higher_is_better)
+        super().__init__(metric, higher_is_better)
         check_one_of("write_metric", write_metric, (True, False))
-        self.metric = metric
-        self.higher_is_better = higher_is_better
         self.write_metric = write_metric
-        self.best_value: float | None = None
         self.file: Path | None = None
-        if directory is not None:
-            self.file = (
-                Path(check_path("directory", directory))
-                / f"best_{quote(_file_key(metric), safe='')}.json"
+        if directory is None:
+            return
+        if callable(metric) and not self._name.isidentifier():
+            raise ValueError(
+                f"`metric` is the function {self._name}, but the file in `directory` "
+                "is called by the name of the metric. Use a key of the output, or a "
+                "function that is defined with `def`."
             )
-            self._read_file()
+        folder = Path(check_path("directory", directory))
+        self.file = folder / f"best_{quote(self._name, safe='')}.json"
+        if self.file.exists():
+            self.best_value = self._read(self.file)
 
     def __call__(self, output: Output) -> bool:
         """Returns whether `output` has a new best value, and remembers it."""
@@ -207,28 +148,22 @@ class NewBestMetric:
 
     def test(self, output: Output) -> bool:
         """Returns whether `output` has a new best value, without remembering it."""
-        value = self.metric_value(output)
-        higher = self.higher_is_better
-        return is_better(value, self.best_value, higher=higher, margin=0.0)
+        return self._is_better(self.metric_value(output))
 
     def commit(self, output: Output) -> bool:
         """Returns whether `output` has a new best value, and remembers it."""
         if not self.test(output):
             return False
         self.best_value = self.metric_value(output)
-        is_writer = self.write_metric and get_process().is_chief
-        if self.file is not None and is_writer:
-            self._write_file(self.file)
+        if self.file is not None and self.write_metric and get_process().is_chief:
+            content = {
+                "best_value": self.best_value,
+                "higher_is_better": self.higher_is_better,
+            }
+            # A reader finds the old file or the new one.
+            path, data = epath.Path(self.file), json.dumps(content).encode()
+            write_whole(path, data, f".{path.name}.{os.getpid()}")
         return True
-
-    def metric_value(self, output: Output) -> float:
-        """Returns the value of the metric in `output`.
-
-        Raises:
-            ValueError: If the output has no such key, or the value is not a scalar.
-            TypeError: If the value is not a number.
-        """
-        return read_metric(self.metric, output)
 
     def get_state(self) -> dict[str, Any]:
         """Returns what a `Checkpoint` saves."""
@@ -238,50 +173,21 @@ class NewBestMetric:
         """Takes over what a `Checkpoint` saved."""
         self.best_value = state["best_value"]
 
-    def _read_file(self) -> None:
-        if self.file is None or not self.file.exists():
-            return
+    def _read(self, file: Path) -> float:
         try:
-            content = json.loads(self.file.read_text(encoding="utf-8"))
-            higher_is_better = content["higher_is_better"]
-            best_value = float(content["best_value"])
+            content = json.loads(file.read_text(encoding="utf-8"))
+            if content["higher_is_better"] != self.higher_is_better:
+                raise ValueError("it has another `higher_is_better`")
+            return float(content["best_value"])
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
-                f"{self.file} cannot be read as the best value of "
-                f"{describe(self.metric)}: {error!r}. Delete the file to start afresh."
+                f"{file} cannot be read as the best value of `{self._name}` with "
+                f"`higher_is_better={self.higher_is_better}`: {error!r}. Delete the "
+                "file to start afresh."
             ) from error
-        if higher_is_better != self.higher_is_better:
-            raise ValueError(
-                f"`higher_is_better` is {self.higher_is_better}, but {self.file} was "
-                f"written with {higher_is_better}. Use "
-                f"`higher_is_better={higher_is_better}`, or delete the file."
-            )
-        self.best_value = best_value
-
-    def _write_file(self, file: Path) -> None:
-        content = {
-            "best_value": self.best_value,
-            "higher_is_better": self.higher_is_better,
-        }
-        # A reader finds the old file or the new one.
-        data = json.dumps(content).encode()
-        write_whole(epath.Path(file), data, f".{file.name}.{os.getpid()}")
 
 
-def _file_key(metric: Metric) -> str:
-    if isinstance(metric, str):
-        return metric
-    name = getattr(metric, "__name__", "<unnamed>")
-    if not name.isidentifier():
-        raise ValueError(
-            f"`metric` is the function {name}, but the file in `directory` is called "
-            "by the name of the metric. Use a key of the output, or a function that is "
-            "defined with `def`."
-        )
-    return name
-
-
-class EarlyStopping:
+class EarlyStopping(_BestValue):
     """Requests a stop after a number of outputs in a row without improvement.
 
     Use it as an evaluation action, or as a training action to judge each loop. A
@@ -328,30 +234,25 @@ class EarlyStopping:
             request_stop, "request_stop", request_stop
         )
         check_callable("request_stop", self._request_stop)
-        check_metric(metric, higher_is_better)
-        self.metric = metric
+        super().__init__(metric, higher_is_better)
         self.patience = check_positive_int("patience", patience)
         self.min_delta = check_not_negative("min_delta", min_delta)
-        self.higher_is_better = higher_is_better
-        self.best_value: float | None = None
         self.num_without_improvement = 0
         self._was_stopped = False
 
     def __call__(self, output: Output) -> None:
         """Judges one output, and requests a stop if patience has run out."""
         self._start_afresh()
-        value = read_metric(self.metric, output)
-        higher = self.higher_is_better
-        if is_better(value, self.best_value, higher=higher, margin=self.min_delta):
-            self.best_value = value
-            self.num_without_improvement = 0
+        value = self.metric_value(output)
+        if self._is_better(value, self.min_delta):
+            self.best_value, self.num_without_improvement = value, 0
             return
         self.num_without_improvement += 1
         if self.num_without_improvement >= self.patience:
             self._request_stop(
-                f"{describe(self.metric)} has not improved by more than "
-                f"{self.min_delta:g} for {self.patience} outputs in a row; "
-                f"the best value was {self.best_value}, the last one {value}"
+                f"`{self._name}` has not improved by more than {self.min_delta:g} for "
+                f"{self.patience} outputs in a row; the best value was "
+                f"{self.best_value}, the last one {value}"
             )
 
     def begin_training(self) -> None:
@@ -361,13 +262,13 @@ class EarlyStopping:
             return
         self._was_stopped = False
         self._request_stop(
-            f"{describe(self.metric)} had not improved for "
-            f"{self.num_without_improvement} outputs in a row when this was saved; "
-            f"the best value was {self.best_value}. A larger `patience` trains on"
+            f"`{self._name}` had not improved for {self.num_without_improvement} "
+            "outputs in a row when this was saved; the best value was "
+            f"{self.best_value}. A larger `patience` trains on"
         )
 
     def _start_afresh(self) -> None:
-        """Gives a call after one that was stopped its patience back."""
+        # A call after one that was stopped gets its patience back.
         if self.num_without_improvement >= self.patience:
             self.num_without_improvement = 0
 

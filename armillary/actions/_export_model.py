@@ -1,7 +1,4 @@
-"""Exports a model as a program that runs without the code that trained it.
-
-The files of exported models: their names, and which of them stay.
-"""
+"""Exports a model as a program that runs without the code that trained it."""
 
 import os
 import re
@@ -15,7 +12,6 @@ from etils import epath
 from jax import export
 
 from armillary._checks import (
-    answers_old_names,
     check_callable,
     check_instance,
     check_methods,
@@ -33,15 +29,15 @@ from armillary.state._lift import State
 from armillary.state._summarize import as_step_counter
 from armillary.typing import Output, PyTree
 
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+_UNFINISHED = ".incomplete"
+
 
 class ExportFileManager:
     """Names the files of one model, `<base_name>-<id>`, and removes old ones.
 
     A subclass may do either in another way: `ExportModel` calls `next_name` before it
     writes, and `clean_up` after that. One program uses a base name at a time.
-
-    Orbit's class of this name keeps all files if `max_to_keep` is below 0; here that
-    is `None`, as in `CheckpointManager`.
 
     Args:
         base_name: What the names of the files begin with, such as
@@ -71,27 +67,24 @@ class ExportFileManager:
             None if next_id_fn is None else as_step_counter(next_id_fn, "next_id_fn")
         )
         self._last_name: str | None = None
-        self._pattern = re.compile(rf"{re.escape(self._base.name)}-(\d+)")
 
     @property
     def managed_files(self) -> list[str]:
         """Paths of the complete files, by increasing number."""
-        found = [(int(match[1]), str(path)) for path, match in self._matches("{}")]
-        return [path for _, path in sorted(found)]
+        return [str(path) for _, path in self._find("", "")]
 
     def next_name(self) -> str:
         """Returns the path of the next file."""
         if self._next_id is not None:
             number = self._next_id()
         else:
-            files = self.managed_files
-            number = int(files[-1].rpartition("-")[2]) + 1 if files else 0
+            number = max((n for n, _ in self._find("", "")), default=-1) + 1
         self._last_name = f"{self._base}-{number}"
         return self._last_name
 
     def clean_up(self) -> None:
         """Removes all but `max_to_keep` files, and what interrupted exports left."""
-        for path, _ in self._matches(temporary_name("{}")):
+        for _, path in self._find(".", _UNFINISHED):
             path.unlink(missing_ok=True)
         if self._max_to_keep is None:
             return
@@ -100,33 +93,14 @@ class ExportFileManager:
         for path in files[: -self._max_to_keep]:
             epath.Path(path).unlink(missing_ok=True)
 
-    def _matches(self, form: str) -> list[tuple[epath.Path, re.Match[str]]]:
-        """Returns the files whose names have a form, in which `{}` is ours."""
-        before, after = form.split("{}")
-        found: list[tuple[epath.Path, re.Match[str]]] = []
-        folder = self._base.parent
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if not (path.name.startswith(before) and path.name.endswith(after)):
-                continue
-            end = len(path.name) - len(after)
-            match = self._pattern.fullmatch(path.name, len(before), end)
-            if match is not None and path.is_file():
-                found.append((path, match))
-        return found
+    def _find(self, before: str, after: str) -> list[tuple[int, epath.Path]]:
+        folder, base = self._base.parent, re.escape(before + self._base.name)
+        pattern = re.compile(rf"{base}-(\d+){re.escape(after)}")
+        paths = folder.iterdir() if folder.is_dir() else ()
+        found = [(pattern.fullmatch(path.name), path) for path in paths]
+        return sorted((int(m[1]), path) for m, path in found if m and path.is_file())
 
 
-def temporary_name(name: str) -> str:
-    """Returns the name that a file has until it is complete."""
-    return f".{name}.incomplete"
-
-
-_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-
-
-@answers_old_names(
-    signatures="Pass one function as `model`, and examples of its arguments as `args`.",
-    options="`platforms` says what the program is for.",
-)
 class ExportModel:
     """Exports a function of a model, its parameters inside, by `jax.export`.
 
@@ -150,9 +124,6 @@ class ExportModel:
     function is traced with copies of the arrays, and what it sets in Python (such as
     `model.eval()`) is set back. Of several processes, the chief writes.
 
-    Orbit's `ExportSavedModel` exports several `signatures` with the variables beside
-    them. Here each function is an action of its own.
-
     Args:
         model: The function to export: a model that can be called, a method, or a
             function such as `predict` above. It must not change arrays that it
@@ -168,8 +139,8 @@ class ExportModel:
     Raises:
         TypeError: If `model` cannot be called, `file_manager` lacks a method, or `args`
             is not a tuple.
-        ValueError: If `polymorphic_batch_size` is neither true nor false, if a platform
-            is none of those, or if a shape has a `None`.
+        ValueError: If `polymorphic_batch_size` is neither true nor false, or a platform
+            is none of those.
     """
 
     def __init__(
@@ -182,21 +153,17 @@ class ExportModel:
         platforms: str | Sequence[str] | None = None,
     ) -> None:
         check_callable("model", model)
-        check_methods(
-            "file_manager",
-            file_manager,
-            ("next_name", "clean_up"),
-            'Use `armillary.actions.ExportFileManager("runs/digits/export")`.',
-        )
+        fix = 'Use `armillary.actions.ExportFileManager("runs/digits/export")`.'
+        check_methods("file_manager", file_manager, ("next_name", "clean_up"), fix)
         check_instance("args", args, tuple, "Use `args=(images,)` for one argument.")
         check_one_of("polymorphic_batch_size", polymorphic_batch_size, (True, False))
         if platforms is not None:
-            kinds, fix = str | list | tuple, 'Use `platforms=["cpu", "tpu"]`.'
-            check_instance("platforms", platforms, kinds, fix)
-            # JAX takes any name, and such a program runs nowhere.
-            for platform in [platforms] if isinstance(platforms, str) else platforms:
-                check_one_of("platforms", platform, _PLATFORMS, "Use several of these.")
+            fix = 'Use `platforms=["cpu", "tpu"]`.'
+            check_instance("platforms", platforms, str | list | tuple, fix)
             platforms = (platforms,) if isinstance(platforms, str) else tuple(platforms)
+            # JAX takes any name, and such a program runs nowhere.
+            for platform in platforms:
+                check_one_of("platforms", platform, _PLATFORMS)
         self.model = model
         self.file_manager = file_manager
         self._specs = _describe(args, is_polymorphic=polymorphic_batch_size)
@@ -221,16 +188,11 @@ class ExportModel:
         with announcing_errors():
             data = self._export(state, leaves).serialize()
             path = epath.Path(self.file_manager.next_name())
-            write_whole(path, data, temporary_name(path.name))
+            write_whole(path, data, f".{path.name}{_UNFINISHED}")
             self.file_manager.clean_up()
         logger.info("exported the model to %s.", path)
 
     def _export(self, state: State, leaves: Sequence[Any]) -> export.Exported:
-        """Returns the program.
-
-        Raises:
-            ValueError: If the function changes arrays, or needs several devices.
-        """
         hosts = [_as_host(leaf) for leaf in leaves]
 
         # Not `self.model`: a program is traced once for each function.
@@ -238,21 +200,21 @@ class ExportModel:
             constants = [make() for make in hosts]
             with state.swapped(constants):
                 result = self.model(*args)
-                changed = [
-                    path
-                    for path, old, new in zip(
-                        state.paths, constants, state.read(), strict=True
-                    )
-                    if old is not new
-                ]
+                now = zip(state.paths, constants, state.read(), strict=True)
+                changed = [path for path, old, new in now if old is not new]
             if changed:
-                raise ValueError(_changed_message(changed))
+                raise ValueError(
+                    f"`model` changes {len(changed)} of the arrays that it reaches, "
+                    "but an exported program has nowhere to keep them:\n"
+                    f"{list_lines(changed)}\n"
+                    "In training mode (dropout, batch statistics), export a function "
+                    "that calls `model.eval()` first; the mode is set back afterwards."
+                )
             return result
 
         with state.attributes_kept():
-            exported = export.export(jax.jit(program), platforms=self._platforms)(
-                *self._specs
-            )
+            make = export.export(jax.jit(program), platforms=self._platforms)
+            exported = make(*self._specs)
         if exported.nr_devices > 1:
             raise ValueError(
                 f"`model` became a program for {exported.nr_devices} devices, but an "
@@ -268,19 +230,9 @@ def _describe(args: tuple[PyTree, ...], *, is_polymorphic: bool) -> tuple[PyTree
 
     def describe(leaf: Any) -> jax.ShapeDtypeStruct:
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            leaf = np.asarray(leaf)
-            leaf = jax.ShapeDtypeStruct(
-                leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)
-            )
+            leaf = jax.eval_shape(jnp.asarray, leaf)
         shape = tuple(leaf.shape)
-        if is_polymorphic and shape:
-            shape = (batch, *shape[1:])
-        if None in shape:
-            raise ValueError(
-                f"`args` has the shape {shape}, but JAX has no `None` in shapes. "
-                "Use 1 and `polymorphic_batch_size=True` for the first axis, and "
-                "`jax.export.symbolic_shape` for others."
-            )
+        shape = (batch, *shape[1:]) if is_polymorphic and shape else shape
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
     return jax.tree.map(describe, args)
@@ -293,12 +245,3 @@ def _as_host(leaf: Any) -> Callable[[], jax.Array]:
         return lambda: jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
     host = np.asarray(leaf)
     return lambda: jnp.asarray(host)
-
-
-def _changed_message(paths: Sequence[str]) -> str:
-    return (
-        f"`model` changes {len(paths)} of the arrays that it reaches, but an exported "
-        f"program has nowhere to keep them:\n{list_lines(paths)}\n"
-        "If it is in training mode (dropout, batch statistics), export a function that "
-        "calls `model.eval()` before the model; the mode is set back afterwards."
-    )

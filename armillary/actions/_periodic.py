@@ -1,27 +1,40 @@
-"""An action that runs now and then: by steps, or by time.
+"""Actions that run others, now and then, and what a controller tells all of them.
 
-What actions consist of, and what a controller asks of the parts.
+A controller tells each action, and each one inside another, which step counter is its
+own (`bind_step_counter`), that a call that trains begins (`begin_training`), and that
+it has ended, in whatever way (`end_training`). An action has the methods of these
+names, or does not care.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any
 
-from armillary._checks import answers_old_names, check_positive_int, check_seconds
-from armillary.actions._conditions import ConditionalAction
-from armillary.actions._step_action import (
-    StepAction,
-    as_actions,
-    bind_step_counter,
-    end_training,
-)
+from armillary._checks import check_callable, check_positive_int, check_seconds
 from armillary.cluster._join import get_peers
+from armillary.state._summarize import as_step_counter
 from armillary.typing import Action, Output
 
 
+def tell(actions: Iterable[Any], method: str, *arguments: Any) -> None:
+    """Calls a method of all parts of actions that have it, and raises the first error.
+
+    Parts are actions, those inside them, conditions, and the objects of methods.
+    """
+    errors = []
+    for part in find_parts(actions):
+        try:
+            if hasattr(part, method):
+                getattr(part, method)(*arguments)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
 def find_parts(actions: Iterable[Any]) -> list[Any]:
-    """Returns actions, those inside them, conditions, and the objects of methods."""
+    """Returns actions and all that they consist of, each once."""
     return list({id(part): part for part in _walk(actions)}.values())
 
 
@@ -36,23 +49,72 @@ def _walk(actions: Iterable[Any]) -> Iterator[Any]:
             yield from _walk([action.__self__])
 
 
-def begin_training(actions: Iterable[Any]) -> None:
-    """Tells all parts of actions that a call that trains begins."""
-    for part in find_parts(actions):
-        if hasattr(part, "begin_training"):
-            part.begin_training()
+class StepAction:
+    """An action that knows the global step, once it is told what counts it."""
+
+    _read_step: Callable[[], int] | None = None
+    last_step = 0
+    """The global step of the last call."""
+
+    def bind_step_counter(self, counter: Any) -> None:
+        """Takes what counts training steps; a `Controller` calls this.
+
+        Args:
+            counter: A variable such as `optimizer.step`, or a function.
+        """
+        self._read_step = as_step_counter(counter)
+        self.last_step = self._read_step()
+
+    def resume_at(self, step: int) -> None:
+        """Goes on from the last call, at `step`; a `Controller` calls this."""
+        self.last_step = step
+
+    def _advance(self) -> tuple[int, int]:
+        """Returns the global step of the last call of this method, and that of now."""
+        if self._read_step is None:
+            raise RuntimeError(
+                f"`{type(self).__name__}` was called, but does not know the global "
+                "step. In a loop without a `Controller`, call "
+                "`action.bind_step_counter(optimizer.step)` first."
+            )
+        last, self.last_step = self.last_step, self._read_step()
+        return last, self.last_step
 
 
-def resume_at(step: int, actions: Iterable[Any]) -> None:
-    """Lets actions that count steps go on from their last call, at `step`."""
-    for part in find_parts(actions):
-        if isinstance(part, StepAction):
-            part.last_step = step
+def _as_actions(action: Any) -> tuple[Action, ...]:
+    actions = (
+        tuple(action) if isinstance(action, list | tuple | Iterator) else (action,)
+    )
+    for index, each in enumerate(actions):
+        is_one = len(actions) == 1 and actions[0] is action
+        check_callable("action" if is_one else f"action[{index}]", each)
+    return actions
 
 
-@answers_old_names(
-    global_step="Leave it out: a `Controller` binds its own, by `bind_step_counter`."
-)
+class ConditionalAction:
+    """Runs an action, or several in turn, if a condition holds.
+
+    Args:
+        condition: Function of the output, such as a `NewBestMetric`.
+        action: What to run if the condition is true: one action or a sequence of them.
+
+    Raises:
+        TypeError: If the condition or an action is not callable.
+    """
+
+    def __init__(
+        self, condition: Callable[[Output], bool], action: Action | Iterable[Action]
+    ) -> None:
+        check_callable("condition", condition)
+        self.condition, self.actions = condition, _as_actions(action)
+
+    def __call__(self, output: Output) -> None:
+        """Runs the actions with `output` if the condition is true for it."""
+        if self.condition(output):
+            for action in self.actions:
+                action(output)
+
+
 class PeriodicAction(StepAction):
     """Runs an action, or several in turn, each time that an interval has passed.
 
@@ -82,7 +144,7 @@ class PeriodicAction(StepAction):
         *,
         interval_seconds: float | None = None,
     ) -> None:
-        self.actions = as_actions(action)
+        self.actions = _as_actions(action)
         if (interval is None) == (interval_seconds is None):
             raise ValueError(
                 f"`interval` is {interval!r} and `interval_seconds` is "
@@ -103,26 +165,10 @@ class PeriodicAction(StepAction):
             for action in self.actions:
                 action(output)
 
-    def bind_step_counter(self, counter: Any) -> None:
-        """Takes what counts training steps; a `Controller` calls this.
-
-        Args:
-            counter: A variable such as `optimizer.step`, or a function.
-        """
-        super().bind_step_counter(counter)
-        bind_step_counter(self.actions, counter)
-
-    def end_training(self) -> None:
-        """Tells the actions that training has ended; a `Controller` calls this."""
-        end_training(self.actions)
-
     def _is_due(self) -> bool:
-        if self.interval is None:
-            return self._is_time()
-        last, now = self._advance()
-        return now // self.interval > last // self.interval
-
-    def _is_time(self) -> bool:
+        if self.interval is not None:
+            last, now = self._advance()
+            return now // self.interval > last // self.interval
         is_due, peers = self._has_passed(), get_peers()
         if peers is not None:
             topic = "whether an action is due"
@@ -132,5 +178,4 @@ class PeriodicAction(StepAction):
         return is_due
 
     def _has_passed(self) -> bool:
-        seconds = self.interval_seconds or 0.0
-        return time.monotonic() - self._last_time >= seconds
+        return time.monotonic() - self._last_time >= (self.interval_seconds or 0.0)

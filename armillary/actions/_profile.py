@@ -13,7 +13,7 @@ from armillary._checks import (
 )
 from armillary._logging import logger
 from armillary._process import get_process
-from armillary.actions._step_action import StepAction
+from armillary.actions._periodic import StepAction
 from armillary.typing import Output
 
 
@@ -60,8 +60,8 @@ class Profile(StepAction):
         self.directory = check_path("directory", directory)
         if "://" in self.directory:
             raise ValueError(
-                f"`directory` is {self.directory!r}, but traces are written to local "
-                "directories. Use a local one, and copy it when the run has ended."
+                f"`directory` is {self.directory!r}, but traces are local files. Use a "
+                "local directory, and copy it when the run has ended."
             )
         if options is None:
             options = jax.profiler.ProfileOptions()
@@ -82,14 +82,17 @@ class Profile(StepAction):
         last, now = self._advance()
         if self._begun_at is not None:
             if now >= self._begun_at + self.steps:
-                self._stop()
+                self.end_training()
         elif last < self.at <= now and get_process().is_chief:
             self._start(now)
 
     def end_training(self) -> None:
         """Ends the trace if it is running; a `Controller` calls this."""
         if self._begun_at is not None:
-            self._stop()
+            begun_at, self._begun_at = self._begun_at, None
+            jax.profiler.stop_trace()
+            reached = self._read_step() if self._read_step else self.last_step
+            logger.info("traced steps %d to %d: %s", begun_at, reached, self.directory)
 
     def _start(self, step: int) -> None:
         Path(self.directory).mkdir(parents=True, exist_ok=True)
@@ -99,13 +102,6 @@ class Profile(StepAction):
             raise RuntimeError(
                 f"`Profile(at={self.at}, steps={self.steps})` is to begin at step "
                 f"{step}, but another trace is running, and JAX runs one at a time. "
-                "Let `at` of this action be a loop or more after the steps of another "
-                "`Profile`, and end a trace of your own before."
+                "Let `at` be a loop or more after the steps of another one."
             ) from error
         self._begun_at = step
-
-    def _stop(self) -> None:
-        begun_at, self._begun_at = self._begun_at, None
-        jax.profiler.stop_trace()
-        reached = self._read_step() if self._read_step else self.last_step
-        logger.info("traced steps %d to %d: %s", begun_at, reached, self.directory)

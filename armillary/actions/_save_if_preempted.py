@@ -1,7 +1,4 @@
-"""Saves and ends the program when a machine of the job is going to be taken.
-
-How long training may go on after a notice, with time left to save.
-"""
+"""Saves and ends the program when a machine of the job is going to be taken."""
 
 import contextlib
 import sys
@@ -9,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from armillary._checks import answers_old_names, check_instance, check_one_of
+from armillary._checks import check_instance, check_one_of
 from armillary._logging import logger
 from armillary._process import ExitCode
 from armillary.checkpoint._manager import CheckpointManager
@@ -26,17 +23,12 @@ class GracePeriod:
 
     When a signal came is known only up to the call before: Python runs a handler when
     the main thread no longer waits for the device. So the period begins at that call.
-
-    Args:
-        seconds: How long it is.
-        clock: Gives seconds, never falling.
     """
 
     def __init__(
         self, seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.seconds = seconds
-        self._clock = clock
+        self.seconds, self._clock = seconds, clock
         self._before = self._last_call = clock()
         self._begin = 0.0
         self._num_calls = 0
@@ -48,9 +40,8 @@ class GracePeriod:
         self._num_calls += 1
         pause = self._last_call - self._before
         # The first pause holds compilation: it counts until there is another.
-        if self._num_calls > 2:
-            pause = max(pause, self._longest_pause)
-        self._longest_pause = pause
+        longest = self._longest_pause if self._num_calls > 2 else 0.0
+        self._longest_pause = max(pause, longest)
 
     def begin(self) -> None:
         """Notes that a notice was found in this call."""
@@ -75,11 +66,6 @@ class GracePeriod:
         return left - needed - _MARGIN * self.seconds
 
 
-@answers_old_names(
-    cluster_resolver="Leave it out: the processes are those that the strategy has "
-    "joined.",
-    checkpoint_number="Leave it out: it is that of the manager's step counter.",
-)
 class SaveCheckpointIfPreempted:
     """Saves after SIGTERM, in all processes at the same step, and ends the program.
 
@@ -99,10 +85,6 @@ class SaveCheckpointIfPreempted:
     Leaving the `with` block, or `close`, gives SIGTERM its former meaning again. A
     handler that the program had before is not called in between; what it did belongs
     into `exit_fn`.
-
-    Orbit's action takes a cluster resolver first and a `checkpoint_number`. Here the
-    processes are those that the strategy has joined, and the number is that of the
-    manager's step counter, which a `Controller` binds.
 
     Args:
         checkpoint_manager: Saves. It should be the controller's.
@@ -125,34 +107,26 @@ class SaveCheckpointIfPreempted:
         *,
         keep_running_after_save: bool = False,
     ) -> None:
-        check_instance(
-            "checkpoint_manager",
-            checkpoint_manager,
-            CheckpointManager,
-            "Pass the controller's; unlike Orbit's, this action takes no cluster "
-            "resolver.",
-        )
-        check_instance(
-            "termination_config",
-            termination_config,
+        fix = "Use that of the controller."
+        check_instance("checkpoint_manager", checkpoint_manager, CheckpointManager, fix)
+        kinds, fix = (
             TerminationConfig | None,
-            "Use `armillary.cluster.TerminationConfig(grace_period=120)`.",
+            "Use `TerminationConfig(grace_period=9)`.",
         )
+        check_instance("termination_config", termination_config, kinds, fix)
         check_one_of("keep_running_after_save", keep_running_after_save, (True, False))
         config = termination_config or TerminationConfig()
         if keep_running_after_save and (config.grace_period or config.exit_fn):
             raise ValueError(
                 "`keep_running_after_save` is True, but `termination_config` has "
                 f"grace_period={config.grace_period!r} and exit_fn={config.exit_fn!r}, "
-                "which say when and how to end. Leave them out, or use "
-                "`keep_running_after_save=False`."
+                "which say when and how to end. Leave them out."
             )
         self._manager = checkpoint_manager
-        self._exit_fn = config.exit_fn
+        self._exit_fn = config.exit_fn or _exit
         self._keeps_running = keep_running_after_save
         self._grace_period = GracePeriod(config.grace_period or 0.0)
         self._found: str | None = None
-        self._path: str | None = None
         self._notice = PreemptionNotice(config.watcher)
 
     def __enter__(self) -> "SaveCheckpointIfPreempted":
@@ -186,15 +160,30 @@ class SaveCheckpointIfPreempted:
         elif self._may_go_on():
             return
         try:
-            self._save()
+            saved = self._save()
+            said = f"preempted: {self._found}; saved {saved or 'nothing'}"
             if is_new and self._may_go_on():
-                self._log("trains on for a part of the grace period")
+                logger.info("%s; trains on for a part of the grace period.", said)
                 return
-            self._check_saved()
+            # A manager that only warns has kept this error for itself.
+            error = self._manager.last_error
+            if error is not None and not self._keeps_running:
+                raise error
         except CheckpointError:
             logger.error("preempted: %s, but this step is not saved.", self._found)
             raise
-        self._end()
+        # Whatever comes from now on is another notice.
+        self._found = None
+        self._notice.clear()
+        if self._keeps_running:
+            logger.info("%s; training goes on.", said)
+            return
+        code = ExitCode.PREEMPTED
+        ending = f"ends with exit code {code.value} ({code.name})"
+        ending = ending if self._exit_fn is _exit else "calls `exit_fn`"
+        logger.info("%s; %s.", said, ending)
+        with self._notice.kept():
+            self._exit_fn()
 
     def close(self) -> None:
         """Stops listening, and gives SIGTERM its former meaning.
@@ -219,18 +208,16 @@ class SaveCheckpointIfPreempted:
         peers = get_peers()
         if peers is None:
             return self._notice.source
-        said = peers.boundary.exchange(
-            "whether a machine is going to be taken", self._say
-        )
+        topic = "whether a machine is going to be taken"
         found = [
             f"{source} in process {index} of {peers.count}"
-            for index, (source, _) in enumerate(said)
+            for index, (source, _) in enumerate(
+                peers.boundary.exchange(topic, self._say)
+            )
             if source
         ]
-        if not found:
-            return None
-        others = f", and in {len(found) - 1} more" if len(found) > 1 else ""
-        return found[0] + others
+        more = f", and in {len(found) - 1} more" if len(found) > 1 else ""
+        return found[0] + more if found else None
 
     def _may_go_on(self) -> bool:
         """Returns whether all processes have the time for another loop."""
@@ -241,45 +228,16 @@ class SaveCheckpointIfPreempted:
             said = peers.boundary.exchange("how long training may go on", self._say)
         return min(spare for _, spare in said) > 0
 
-    def _save(self) -> None:
+    def _save(self) -> str | None:
+        """Saves, unless this step is saved; returns the path of what is."""
         manager = self._manager
         with self._grace_period.saving():
             manager.sync()
             if manager.has_saved_step():
-                self._path = manager.latest_checkpoint
-                return
+                return manager.latest_checkpoint
             path = manager.save()
             manager.sync()
-            self._path = path if manager.last_error is None else None
-
-    def _check_saved(self) -> None:
-        """Raises what a manager that only warns has kept for itself.
-
-        Raises:
-            CheckpointError: If the last save failed.
-        """
-        error = self._manager.last_error
-        if error is not None and not self._keeps_running:
-            raise error
-
-    def _end(self) -> None:
-        if self._keeps_running:
-            self._log("training goes on")
-        elif self._exit_fn is not None:
-            self._log("calls `exit_fn`")
-        else:
-            code = ExitCode.PREEMPTED
-            self._log(f"ends with exit code {code.value} ({code.name})")
-        # Whatever comes from now on is another notice.
-        self._found = None
-        self._notice.clear()
-        if not self._keeps_running:
-            with self._notice.kept():
-                (self._exit_fn or _exit)()
-
-    def _log(self, what_follows: str) -> None:
-        saved = "saved nothing" if self._path is None else f"saved {self._path}"
-        logger.info("preempted: %s; %s; %s.", self._found, saved, what_follows)
+            return path if manager.last_error is None else None
 
 
 def _exit() -> NoReturn:

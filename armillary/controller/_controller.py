@@ -21,10 +21,7 @@ from armillary._checks import (
 )
 from armillary._logging import ensure_visible
 from armillary._traceback import hides_frames
-from armillary.actions._periodic import begin_training as begin_actions
-from armillary.actions._periodic import resume_at
-from armillary.actions._step_action import bind_step_counter
-from armillary.actions._step_action import end_training as end_actions
+from armillary.actions._periodic import tell
 from armillary.controller._arguments import (
     as_actions,
     check_arguments,
@@ -214,9 +211,10 @@ class Controller:
                 checkpoint_manager.bind_evaluation(self._saving.mark)
                 warn_of_unsaved(self._actions, checkpoint_manager.checkpoint.objects)
             is_resumed = self.restore_checkpoint() is not None
-        bind_step_counter(self._actions, global_step)
+        tell(self._actions, "bind_step_counter", global_step)
         if is_resumed and trainer is not None:
-            resume_at(self._saving.mark.evaluated or 0, self.eval_actions)
+            evaluated = self._saving.mark.evaluated or 0
+            tell(self.eval_actions, "resume_at", evaluated)
 
     @property
     def steps_per_loop(self) -> int | None:
@@ -546,7 +544,7 @@ class Controller:
             finishes = self._end_actions, self._finish_writes
             with finishing(self._loops.report, *finishes), self._watch():
                 with run.scope():
-                    begin_actions(self._actions)
+                    tell(self._actions, "begin_training")
                 yield
             end_training(run.directory, run.read_step())
         run.log_stop()
@@ -560,7 +558,7 @@ class Controller:
 
     def _end_actions(self) -> None:
         with self._run.scope():
-            end_actions(self._actions)
+            tell(self._actions, "end_training")
 
     def _finish_writes(self) -> None:
         self._curves.flush()

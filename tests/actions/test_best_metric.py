@@ -158,5 +158,5 @@ def test_unreadable_file_is_an_error_that_names_it(tmp_path):
 def test_file_of_the_other_direction_is_an_error(tmp_path):
     NewBestMetric("loss", higher_is_better=False, directory=tmp_path)({"loss": 1.0})
 
-    with pytest.raises(ValueError, match=r"`higher_is_better` is True.*with False"):
+    with pytest.raises(ValueError, match=r"`higher_is_better=True`.*has another"):
         NewBestMetric("loss", higher_is_better=True, directory=tmp_path)

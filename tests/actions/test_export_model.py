@@ -352,9 +352,6 @@ def files(directory):
             "`args` is .* must be a `tuple`. Use": (
                 lambda d: ExportModel(print, files(d), args=[1])
             ),
-            "`signatures` is .*Pass one function as `model`": (
-                lambda d: ExportModel(print, files(d), signatures=print)
-            ),
             "`next_id_fn` is 3 of type int": (
                 lambda d: ExportFileManager(d / "export", next_id_fn=3)
             ),
@@ -367,9 +364,6 @@ def files(directory):
                 lambda d: make(d, print, platforms=("cpu", "gpu"))
             ),
             "`platforms` is 'gpu'": lambda d: make(d, print, platforms="gpu"),
-            r"`args` has the shape \(None, 4\).*polymorphic_batch_size=True": (
-                lambda d: make(d, print, (jax.ShapeDtypeStruct((None, 4), "float32"),))
-            ),
             "`max_to_keep` is 0": lambda d: ExportFileManager(d / "x", max_to_keep=0),
         },
     }

@@ -111,7 +111,7 @@ def test_of_several_processes_the_first_one_traces(tmp_path, monkeypatch):
 def test_two_traces_at_once_are_an_error(tmp_path):
     with (
         jax.profiler.trace(str(tmp_path / "own")),
-        pytest.raises(RuntimeError, match="end a trace of your own before"),
+        pytest.raises(RuntimeError, match="another trace is running"),
     ):
         make_controller(Profile(at=5, steps=5, directory=tmp_path)).train(20)
 
