@@ -6,13 +6,10 @@ and what its time is estimated to be. See `docs/plan.md`.
 """
 
 from armillary._traceback import mark_public as _mark_public
-from armillary.plan._plan import plan as plan
-from armillary.plan._report import Memory as Memory
-from armillary.plan._report import Plan as Plan
-from armillary.plan._targets import Estimate as Estimate
-from armillary.plan._targets import Target as Target
-from armillary.plan._targets import find_target as find_target
-from armillary.plan._traffic import Collective as Collective
+from armillary.plan._costs import Collective, Estimate
+from armillary.plan._plan import plan
+from armillary.plan._report import Memory, Plan
+from armillary.plan._targets import Target, find_target
 
 __all__ = [
     "Collective",

@@ -6,51 +6,30 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from armillary._checks import ascii_number
 from armillary._process import ExitCode
 from armillary.errors import PlanError
 
-_MODULE = "__armillary_plan__"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `armillary plan`."""
-    parser.add_argument(
-        "factory",
-        metavar="FILE:FUNCTION",
-        help="a function without arguments that makes the controller or the trainer",
+    add = parser.add_argument
+    function = "a function without arguments that makes the controller or the trainer"
+    add("factory", metavar="FILE:FUNCTION", help=function)
+    devices = (
+        'such as "v5e:16x16" (a TPU slice), "h100:8x8" (hosts by GPUs), or, with '
+        "--abstract, their number"
     )
-    parser.add_argument(
-        "--topology",
-        required=True,
-        metavar="DEVICES",
-        help='such as "v5e:16x16" (a TPU slice), "h100:8x8" (hosts by GPUs), or, with '
-        "--abstract, their number",
-    )
-    parser.add_argument(
-        "--per-replica-batch",
-        type=ascii_number(int),
-        metavar="N",
-        help="examples of each replica",
-    )
-    parser.add_argument(
-        "--find-batch",
-        action="store_true",
-        help="look for the largest batch that fits",
-    )
-    parser.add_argument(
-        "--abstract",
-        action="store_true",
-        help="compile nothing; any number of devices will do",
-    )
-    parser.add_argument(
-        "--wheels", type=Path, metavar="DIR", help="where the compiler is"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the plan there too"
-    )
+    add("--topology", required=True, metavar="DEVICES", help=devices)
+    number, each = ascii_number(int), "examples of each replica"
+    add("--per-replica-batch", type=number, metavar="N", help=each)
+    largest = "look for the largest batch that fits"
+    add("--find-batch", action="store_true", help=largest)
+    nothing = "compile nothing; any number of devices will do"
+    add("--abstract", action="store_true", help=nothing)
+    add("--wheels", type=Path, metavar="DIR", help="where the compiler is")
+    add("--json", type=Path, metavar="FILE", help="write the plan there too")
 
 
 def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
@@ -73,7 +52,14 @@ def _run(path: Path, name: str, namespace: argparse.Namespace) -> ExitCode:
     # The devices of this machine play no part.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     sys.path.insert(0, str(path.parent.resolve()))
-    made = _call(runpy.run_path(str(path), run_name=_MODULE), path, name)
+    names = runpy.run_path(str(path), run_name="__armillary_plan__")
+    if not callable(names.get(name)):
+        known = sorted(key for key, value in names.items() if callable(value))
+        raise SystemExit(
+            f"armillary plan: {path} has no function {name!r}. It has "
+            f"{', '.join(known)}."
+        )
+    made = names[name]()
     options = {
         "per_replica_batch": namespace.per_replica_batch,
         "find_batch": namespace.find_batch,
@@ -97,13 +83,3 @@ def _run(path: Path, name: str, namespace: argparse.Namespace) -> ExitCode:
     if namespace.json is not None:
         namespace.json.write_text(result.as_json() + "\n")
     return ExitCode.OK
-
-
-def _call(names: dict[str, Any], path: Path, name: str) -> Any:
-    if not callable(names.get(name)):
-        known = [key for key, value in names.items() if callable(value)]
-        raise SystemExit(
-            f"armillary plan: {path} has no function {name!r}. It has "
-            f"{', '.join(sorted(known))}."
-        )
-    return names[name]()

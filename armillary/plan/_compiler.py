@@ -54,11 +54,11 @@ def find_wheels(platform: str, wheels: str | os.PathLike[str] | None) -> str | N
     if any(importlib.util.find_spec(name) for name in names):
         return None
     version = jax.__version__
-    package = (
-        _find_requirement("libtpu")
-        if platform == "tpu"
-        else f"jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
-    )
+    package = f"jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
+    if platform == "tpu":  # The release that one of JAX's extras asks for.
+        wanted = importlib.metadata.requires("jax") or ()
+        found = (text.partition(";")[0] for text in wanted if "libtpu" in text)
+        package = repr(next(found, "libtpu").strip())
     where = f"{folder!s} has none of" if folder else "There is none of"
     raise PlanError(
         f"{where} {', '.join(names)}, and without one nothing can be compiled for "
@@ -68,14 +68,6 @@ def find_wheels(platform: str, wheels: str | os.PathLike[str] | None) -> str | N
         f"  export {WHEELS_VARIABLE}=plan-wheels\n"
         "Or plan without a compiler: `abstract=True`, `--abstract`."
     )
-
-
-def _find_requirement(name: str) -> str:
-    """Returns what JAX asks of a package that one of its extras has."""
-    for text in importlib.metadata.requires("jax") or ():
-        if text.startswith(name):
-            return repr(text.partition(";")[0].strip())
-    return name
 
 
 def export_loop(loop: DescribedLoop, platform: str) -> bytes:

@@ -1,30 +1,83 @@
-"""Finds the collectives of a step that was traced and not compiled.
+"""What a step costs: its arithmetic, its collectives, and the time that they take.
 
-There is one for each array, as JAX writes them. A compiler combines those that need
-nothing of each other.
-
-Counts the arithmetic of a traced step: its products and convolutions.
-
-All else that a step computes is bounded by the memory that it reads, not by arithmetic.
-The program is read as the user wrote it, so what a compiler computes again to save
-memory does not count.
-
-Counts the bytes that a step moves between a device's memory and its cores.
-
-A fusion reads its operands once and writes its result once; of a stack of batches that
-it slices it reads the slice. What the compiler keeps in on-chip memory does not count.
+A step takes as long as its arithmetic at the peak, its memory at full bandwidth, or its
+collectives at that of the links. The estimate is a range: everything overlaps, or
+collectives wait for the rest. Real steps reach a part of the peaks, and caches save a
+part of the memory's work; compare plans with each other, and a plan with a measured
+step of yours.
 """
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jax.extend import core
 
 from armillary._dataflow import Walk
-from armillary.plan._traffic import FREE, Collective, Instruction, Module, count_bytes
+from armillary.plan._targets import Topology
 
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "ragged-all-to-all",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 _PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
+_KIND_OF = {
+    "psum": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective operation.
+
+    Attributes:
+        kind: Such as `all-reduce`.
+        num_bytes: Bytes of its operand on each device; of its result for all-gather.
+        scope: How often it runs: once for each `step`, `loop` or `call` of the program.
+        times: How often in that, as inner loops repeat it.
+        is_conditional: Whether it runs only if a condition on the device holds.
+        group_size: How many devices take part in one of its groups.
+        is_asynchronous: Whether it starts at one place of the schedule and is waited
+            for at another.
+        overlaps: What runs between these, by name, with how many of each.
+        round: One more than the rounds of those of its kind that it has to wait for.
+            Collectives of one round need nothing of each other, so a compiler may
+            combine them. TPU's and NVIDIA's compilers do, the CPU's does not; the
+            number of rounds is the same for all.
+    """
+
+    kind: str
+    num_bytes: int
+    scope: str
+    times: int = 1
+    is_conditional: bool = False
+    group_size: int = 0
+    is_asynchronous: bool = False
+    overlaps: tuple[tuple[str, int], ...] = ()
+    round: int = 1
+
+    @property
+    def is_of_step(self) -> bool:
+        """Whether it runs in every step."""
+        return self.scope == "step" and not self.is_conditional
+
+
+def count_rounds(collectives: Iterable[Collective], kind: str) -> int:
+    """Returns how many collectives of a kind must follow each other."""
+    return max((each.round for each in collectives if each.kind == kind), default=0)
 
 
 def count_flops(program: Any) -> dict[str, float]:
@@ -71,124 +124,11 @@ def _count_product(equation: Any) -> float:
     return 2.0 * out.size * math.prod(contracted)
 
 
-_ON_CHIP = "S(1)"  # How TPU's compiler marks its vector memory.
-_SLICES = ("dynamic-slice", "slice", "gather")
-
-
-def count_step_bytes(module: Module, depth: int) -> int:
-    """Returns the bytes that one step reads and writes in a device's memory."""
-    counter = _Counter(module)
-    names = [module.entry]
-    for _ in range(depth):
-        loops = [
-            each
-            for name in names
-            for inner in _reachable(module, name)
-            for each in module.computations[inner]
-            if each.opcode == "while"
-        ]
-        names = [name for each in loops for name in each.called["body"]]
-    return sum(counter.of_computation(name) for name in names)
-
-
-def _reachable(module: Module, name: str) -> list[str]:
-    """Returns a computation and those that it runs, but for bodies of loops."""
-    names = [name]
-    for each in module.computations.get(name, []):
-        for role, called in each.called.items():
-            if role not in ("body", "calls"):
-                names += [n for inner in called for n in _reachable(module, inner)]
-    return names
-
-
-class _Counter:
-    def __init__(self, module: Module) -> None:
-        self._computations = module.computations
-
-    def of_computation(self, name: str) -> int:
-        instructions = self._computations.get(name, [])
-        shapes = {each.name: each.shape for each in instructions}
-        return sum(self._of(each, shapes) for each in instructions)
-
-    def _of(self, each: Instruction, shapes: dict[str, str]) -> int:
-        opcode, called = each.opcode, each.called
-        if opcode in FREE or opcode == "call":
-            return sum(self.of_computation(n) for n in called.get("calls", []))
-        if opcode == "while":
-            return (each.trip_count or 1) * self.of_computation(called["body"][0])
-        if opcode == "conditional":
-            branches = [
-                self.of_computation(n) for part in called.values() for n in part
-            ]
-            return max(branches, default=0)
-        written = 0 if opcode.endswith("-start") else _bytes(_result(each))
-        if opcode.endswith("-done"):
-            return written
-        if opcode in _SLICES:
-            return 2 * written
-        if opcode == "dynamic-update-slice":
-            return 2 * _bytes(shapes[each.operands[1]])
-        if opcode == "fusion":
-            return self._of_fusion(each, shapes, written)
-        return written + sum(_bytes(shapes[name]) for name in each.operands)
-
-    def _of_fusion(
-        self, each: Instruction, shapes: dict[str, str], written: int
-    ) -> int:
-        body = self._computations[each.called["calls"][0]]
-        root = next(one for one in body if one.is_root)
-        if root.opcode == "dynamic-update-slice":
-            written = _bytes({one.name: one.shape for one in body}[root.operands[1]])
-        read = 0
-        for index, name in enumerate(each.operands):
-            whole = _bytes(shapes[name])
-            read += min(whole, self._read_of(each.called["calls"][0], index, whole))
-        return written + read
-
-    def _read_of(self, name: str, index: int, whole: int) -> int:
-        """Returns how much of a parameter a fused computation reads."""
-        body = self._computations[name]
-        parameter = next((one.name for one in body if one.number == index), None)
-        total = 0
-        for one in body:
-            if parameter not in one.operands:
-                continue
-            place = one.operands.index(parameter)
-            if one.opcode in _SLICES and place == 0:
-                total += count_bytes(one.shape)
-            elif one.opcode == "dynamic-update-slice" and place == 0:
-                continue
-            elif one.opcode == "fusion":
-                total += self._read_of(one.called["calls"][0], place, whole)
-            else:
-                return whole
-        return total
-
-
-def _bytes(shape: str) -> int:
-    return count_bytes(shape, skip_space=_ON_CHIP)
-
-
-def _result(each: Instruction) -> str:
-    """Returns the type of what an operation leaves, without a library's workspace."""
-    if each.opcode == "custom-call" and each.shape.startswith("("):
-        return each.shape.rsplit(", ", 1)[0]
-    return each.shape
-
-
-_KINDS = {
-    "psum": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
-    "ppermute": "collective-permute",
-}
-
-
 def find_traced(program: core.ClosedJaxpr, num_devices: int) -> list[Collective]:
-    """Returns the collectives of a traced step that so many devices run."""
+    """Returns the collectives of a traced step that so many devices run.
+
+    There is one for each array, as JAX writes them.
+    """
     if num_devices == 1:
         return []
     return _Collectives(program, num_devices).found
@@ -201,7 +141,7 @@ class _Collectives(Walk):
         super().__init__(program)
 
     def visit(self, equation: Any) -> bool:
-        kind = _KINDS.get(equation.primitive.name)
+        kind = _KIND_OF.get(equation.primitive.name)
         if kind is None:
             return False
         is_conditional = any(each.primitive.name == "cond" for each in self.within)
@@ -214,3 +154,86 @@ class _Collectives(Walk):
                 )
             )
         return False
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long one step takes with all figures at their peak, in seconds.
+
+    Attributes:
+        compute: Its arithmetic, at the peak of each dtype.
+        memory: What it reads and writes, at the bandwidth of the memory.
+        communication: Its collectives, as a ring sends them at the bandwidth of links.
+    """
+
+    compute: float
+    memory: float
+    communication: float
+
+    @property
+    def overlapped(self) -> float:
+        """The longest of the three: all of them run at the same time."""
+        return max(self.compute, self.memory, self.communication)
+
+    @property
+    def sequential(self) -> float:
+        """The time if collectives overlap with nothing."""
+        return max(self.compute, self.memory) + self.communication
+
+    @property
+    def bound(self) -> str:
+        """Which of the three is the longest."""
+        return max(
+            ("compute", "memory", "communication"), key=lambda name: getattr(self, name)
+        )
+
+
+def estimate_step(
+    topology: Topology,
+    flops: Mapping[str, float],
+    memory_bytes: float,
+    collectives: Iterable[Collective],
+) -> Estimate:
+    """Returns how long a step takes with all figures at their peak.
+
+    Args:
+        topology: The devices, of a known kind.
+        flops: Operations on one device, by dtype. Dtypes without a peak count as
+            `float32`.
+        memory_bytes: What the step reads and writes on one device.
+        collectives: Those of the step.
+    """
+    target = topology.target
+    assert target is not None
+    peaks = target.peak_flops
+    return Estimate(
+        compute=sum(
+            count / peaks.get(dtype, peaks["float32"]) for dtype, count in flops.items()
+        ),
+        memory=memory_bytes / target.memory_bandwidth,
+        communication=sum(
+            each.times * count_sent_bytes(each) / _bandwidth(topology, each.group_size)
+            for each in collectives
+        ),
+    )
+
+
+def count_sent_bytes(collective: Collective) -> float:
+    """Returns the bytes that each device sends for a collective around a ring."""
+    share = (collective.group_size - 1) / max(collective.group_size, 1)
+    if collective.kind == "all-reduce":
+        return 2 * share * collective.num_bytes
+    if collective.kind in ("collective-permute", "collective-broadcast"):
+        return collective.num_bytes
+    return share * collective.num_bytes
+
+
+def _bandwidth(topology: Topology, group_size: int) -> float:
+    target, per_host = topology.target, topology.devices_per_host
+    assert target is not None
+    if per_host is None or group_size <= per_host or target.network_bandwidth is None:
+        return target.link_bandwidth
+    # All devices of a host send over its network at the same time, each on its own
+    # adapter, and a ring is as fast as its slowest link; reduced on the host first,
+    # each adapter carries the part of its device.
+    return min(target.link_bandwidth, per_host * target.network_bandwidth)

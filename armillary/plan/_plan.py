@@ -1,8 +1,7 @@
 """Plans a training step for devices that are not there."""
 
 import os
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable
 
 from armillary._checks import (
     check_instance,
@@ -11,12 +10,11 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary._traceback import hides_frames
-from armillary.plan._compiler import Compiled, compile_loop, export_loop
-from armillary.plan._costs import count_flops, count_step_bytes, find_traced
+from armillary.plan._compiler import compile_loop, export_loop
+from armillary.plan._costs import count_flops, estimate_step, find_traced
 from armillary.plan._report import Memory, Plan
-from armillary.plan._targets import Target, Topology, estimate_step, parse_topology
+from armillary.plan._targets import Target, parse_topology
 from armillary.plan._traffic import find_traffic
-from armillary.trainer._described import DescribedLoop
 from armillary.trainer._standard_trainer import StandardTrainer
 
 _FINE_ENOUGH = 1 / 8  # of the largest batch
@@ -69,8 +67,12 @@ def plan(
         )
     for name, value in (("find_batch", find_batch), ("abstract", abstract)):
         check_one_of(name, value, (True, False))
-    if steps_per_loop is not None:
-        check_positive_int("steps_per_loop", steps_per_loop)
+    for name, number in (
+        ("steps_per_loop", steps_per_loop),
+        ("per_replica_batch", per_replica_batch),
+    ):
+        if number is not None:
+            check_positive_int(name, number)
     fix = 'Use `armillary.plan.find_target("h100")`, or describe one.'
     check_instance("target", target, Target | None, fix)
     if wheels is not None:
@@ -80,97 +82,71 @@ def plan(
             "`find_batch` is True, but it compiles to see what fits, and with "
             "`abstract=True` nothing is compiled. Leave one of them out."
         )
-    if per_replica_batch is not None:
-        check_positive_int("per_replica_batch", per_replica_batch)
     devices = parse_topology(topology, target, abstract=abstract)
-    planner = _Planner(trainer, devices, steps_per_loop, wheels)
-    if abstract:
-        return planner.trace(per_replica_batch)
-    found = planner.compile(per_replica_batch)
-    if find_batch:
-        found.largest_batch = planner.find_batch(found)
-    return found
+    platform = "tpu" if devices.target is None else devices.target.platform
 
-
-class _Planner:
-    """Makes plans of one trainer for one topology."""
-
-    def __init__(
-        self,
-        trainer: StandardTrainer,
-        topology: Topology,
-        steps_per_loop: int | None,
-        wheels: Any,
-    ) -> None:
-        self._trainer, self._topology = trainer, topology
-        self._steps_per_loop, self._wheels = steps_per_loop, wheels
-        target = topology.target
-        self._platform = "tpu" if target is None else target.platform
-
-    def _described(self, batch: int | None) -> AbstractContextManager[DescribedLoop]:
-        return self._trainer.described(
-            self._topology.num_devices,
-            self._platform,
-            steps_per_loop=self._steps_per_loop,
+    def make(batch: int | None) -> Plan:
+        with trainer.described(
+            devices.num_devices,
+            platform,
+            steps_per_loop=steps_per_loop,
             per_replica_batch=batch,
-        )
-
-    def trace(self, batch: int | None) -> Plan:
-        """Returns a plan without a compiler."""
-        with self._described(batch) as loop:
-            export_loop(loop, self._platform)
-            result = self._start(loop)
-        count = self._topology.num_devices
-        result.collectives = tuple(find_traced(loop.step, count))
-        return result
-
-    def compile(self, batch: int | None) -> Plan:
-        """Returns a plan of what the compiler makes."""
-        with self._described(batch) as loop:
-            compiled = compile_loop(loop, self._topology, self._wheels)
-            result = self._start(loop)
-        if compiled is not None:
-            self._finish(result, loop, compiled)
-        result.is_abstract = False
-        return result
-
-    def _start(self, loop: DescribedLoop) -> Plan:
-        count = self._topology.num_devices
-        plan = Plan(
-            topology=self._topology,
+        ) as loop:
+            if abstract:
+                export_loop(loop, platform)
+            compiled = None if abstract else compile_loop(loop, devices, wheels)
+            flops = count_flops(loop.step)
+        made = Plan(
+            topology=devices,
             mesh=dict(loop.mesh.shape),
             per_replica_batch=loop.share_size,
             global_batch=loop.share_size * loop.num_shares,
             steps_per_program=loop.capacity,
             state_bytes=loop.state_bytes,
             held_bytes=loop.held_bytes,
-            flops=count_flops(loop.step),
+            flops=flops,
+            is_abstract=abstract,
             accumulate_steps=loop.num_parts,
         )
-        if plan.is_divided:
-            plan.flops = {dtype: n / count for dtype, n in plan.flops.items()}
-        return plan
+        if made.is_divided:
+            made.flops = {kind: n / devices.num_devices for kind, n in flops.items()}
+        if abstract:
+            made.collectives = tuple(find_traced(loop.step, devices.num_devices))
+        if compiled is not None:
+            traffic = find_traffic(compiled.module, loop.depth, devices.num_devices)
+            made.collectives = traffic.collectives
+            made.host_transfers = traffic.host_transfers
+            made.step_bytes = traffic.step_bytes
+            made.compile_seconds = compiled.seconds
+            made.memory = Memory(**compiled.memory, batches_ahead=loop.chunk_bytes)
+            made.estimate = estimate_step(
+                devices, made.flops, traffic.step_bytes, traffic.of_step()
+            )
+        return made
 
-    def _finish(self, result: Plan, loop: DescribedLoop, compiled: Compiled) -> None:
-        count = self._topology.num_devices
-        traffic = find_traffic(compiled.module, loop.depth, count)
-        result.collectives = traffic.collectives
-        result.host_transfers = traffic.host_transfers
-        result.step_bytes = count_step_bytes(compiled.module, loop.depth)
-        result.compile_seconds = compiled.seconds
-        result.memory = Memory(**compiled.memory, batches_ahead=loop.chunk_bytes)
-        result.estimate = estimate_step(
-            self._topology, result.flops, result.step_bytes, traffic.of_step()
+    found = make(per_replica_batch)
+    if find_batch:
+        found.largest_batch = find_largest(
+            found.per_replica_batch,
+            bool(found.fits),
+            lambda size: bool(make(size).fits),
         )
+    return found
 
-    def find_batch(self, first: Plan) -> int:
-        """Returns the largest batch that fits, to an eighth; 0 for none."""
-        fits, size = first.fits, first.per_replica_batch
-        low, high = (size, None) if fits else (0, size)
-        while high is None:
-            size = 2 * low
-            low, high = (size, None) if self.compile(size).fits else (low, size)
-        while high - low > max(1, int(low * _FINE_ENOUGH)):
-            size = (low + high) // 2
-            low, high = (size, high) if self.compile(size).fits else (low, size)
-        return low
+
+def find_largest(size: int, is_small: bool, fits: Callable[[int], bool]) -> int:
+    """Returns the largest batch that fits, to an eighth; 0 for none.
+
+    Args:
+        size: A batch to begin with.
+        is_small: Whether that one fits.
+        fits: Returns whether another one does.
+    """
+    low, high = (size, None) if is_small else (0, size)
+    while high is None:
+        size = 2 * low
+        low, high = (size, None) if fits(size) else (low, size)
+    while high - low > max(1, int(low * _FINE_ENOUGH)):
+        size = (low + high) // 2
+        low, high = (size, high) if fits(size) else (low, size)
+    return low

@@ -1,24 +1,26 @@
 """What a plan says, as a table and as JSON."""
 
-import functools
-import io
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from armillary._commands import as_text, make_table
 from armillary._format import format_bytes, format_scaled
 from armillary.distribute.replica._values import AXIS_NAME
-from armillary.plan._targets import Estimate, Topology
-from armillary.plan._traffic import KINDS, Collective, count_rounds
+from armillary.plan._costs import KINDS, Collective, Estimate, count_rounds
+from armillary.plan._targets import Topology
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _WIDTH = 88
-_UNKNOWN = "not known before a compiler divides the step"
-
-_time = functools.partial(format_scaled, unit="s")
+_LONGER_NAMES = {
+    "held_bytes": "state_bytes_per_device",
+    "flops": "flops_per_step",
+    "step_bytes": "memory_bytes_per_step",
+    "estimate": "estimated_step_seconds",
+}
 
 
 @dataclass(frozen=True)
@@ -132,62 +134,31 @@ class Plan:
 
     def as_json(self) -> str:
         """Returns the plan as a text of JSON, with bytes, seconds and operations."""
-        target, estimate, memory = self.topology.target, self.estimate, self.memory
-        record: dict[str, Any] = {
-            "topology": self.topology.text,
-            "device": None if target is None else target.name,
-            "source": None if target is None else target.source,
-            "num_replicas": self.num_replicas,
-            "mesh": self.mesh,
-            "per_replica_batch": self.per_replica_batch,
-            "global_batch": self.global_batch,
-            "steps_per_program": self.steps_per_program,
-            "accumulate_steps": self.accumulate_steps,
-            "state_bytes": self.state_bytes,
-            "state_bytes_per_device": self.held_bytes,
-            "is_abstract": self.is_abstract,
-            "fits": self.fits,
-            "memory_bytes": None if target is None else target.memory_bytes,
-            "memory": memory and {**asdict(memory), "total": memory.total},
-            "largest_batch": self.largest_batch,
-            "flops_per_step": self.flops,
-            "memory_bytes_per_step": self.step_bytes,
-            "collectives": [
-                {**asdict(each), "overlaps": dict(each.overlaps)}
-                for each in self.collectives
-            ],
-            "host_transfers": list(self.host_transfers),
-            "estimated_step_seconds": estimate
-            and {
-                **asdict(estimate),
-                "overlapped": estimate.overlapped,
-                "sequential": estimate.sequential,
-                "bound": estimate.bound,
-            },
-            "compile_seconds": self.compile_seconds,
-        }
+        record = asdict(self)
+        for name, longer in _LONGER_NAMES.items():
+            record[longer] = record.pop(name)
+        target, memory, estimate = self.topology.target, self.memory, self.estimate
+        record |= {"topology": self.topology.text, "device": None, "source": None}
+        record |= {"num_replicas": self.num_replicas, "fits": self.fits}
+        if target is not None:
+            record |= {"device": target.name, "source": target.source}
+        record["memory_bytes"] = None if target is None else target.memory_bytes
+        if memory is not None:
+            record["memory"]["total"] = memory.total
+        for each in record["collectives"]:
+            each["overlaps"] = dict(each["overlaps"])
+        for name in ("overlapped", "sequential", "bound") if estimate else ():
+            record["estimated_step_seconds"][name] = getattr(estimate, name)
         return json.dumps(record, indent=2)
 
     def __rich__(self) -> "Table":
-        from rich.table import Table
-
         what = "traced, not compiled" if self.is_abstract else "compiled, not run"
-        table = Table(title=f"{self.topology.text}: {what}", title_justify="left")
-        table.add_column("")
-        table.add_column("", overflow="fold")
-        for rows in (self._work(), self._memory(), self._traffic(), self._time()):
-            for row in rows:
-                table.add_row(*row)
-            if rows:
-                table.add_section()
-        return table
+        sections = (self._work(), self._memory(), self._traffic(), self._time())
+        title = f"{self.topology.text}: {what}"
+        return make_table(["", ""], *filter(None, sections), title=title)
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        text = io.StringIO()
-        Console(file=text, width=_WIDTH, highlight=False).print(self)
-        return text.getvalue().rstrip("\n")
+        return as_text(self.__rich__(), _WIDTH)
 
     def _work(self) -> list[tuple[str, str]]:
         flops = ", ".join(
@@ -197,15 +168,13 @@ class Plan:
         held = f"{format_bytes(self.held_bytes)} on each device"
         if self.held_bytes < self.state_bytes:
             held = f"{format_bytes(self.state_bytes)}, {held}"
-        replicas = str(self.num_replicas)
-        if self.is_divided:
-            sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-            replicas = f"1, over {sizes}"
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        count = self.num_replicas
         batch = f"{self.per_replica_batch} each, {self.global_batch} global"
         if self.accumulate_steps > 1:
             batch += f", in {self.accumulate_steps} parts"
         return [
-            ("replicas", replicas),
+            ("replicas", f"1, over {sizes}" if self.is_divided else str(count)),
             ("batch", batch),
             ("steps in a program", f"up to {self.steps_per_program}"),
             ("state", held),
@@ -216,29 +185,36 @@ class Plan:
         target, memory = self.topology.target, self.memory
         if self.is_abstract or target is None:
             return []
-        has = f"of {format_bytes(target.memory_bytes)}"
-        if memory is None:
-            return [("memory", f"[bold]does not fit[/]: the compiler needs more {has}")]
-        verdict = "fits" if self.fits else "[bold]does not fit[/]"
-        rows = [("memory", f"{verdict}: {format_bytes(memory.total)} {has}")]
-        rows += [
-            (f"  {name.replace('_', ' ')}", format_bytes(size))
-            for name, size in asdict(memory).items()
-        ]
+        verdict = "fits" if self.fits else "does not fit"
+        need = (
+            "the compiler needs more" if memory is None else format_bytes(memory.total)
+        )
+        rows = [("memory", f"{verdict}: {need} of {format_bytes(target.memory_bytes)}")]
+        for name, size in asdict(memory).items() if memory else ():
+            rows.append((f"  {name.replace('_', ' ')}", format_bytes(size)))
         if self.largest_batch is not None:
             rows.append(("largest batch", f"{self.largest_batch} on each replica"))
         return rows
 
     def _traffic(self) -> list[tuple[str, str]]:
-        rows = [
-            (kind, _describe(kind, found, self.is_abstract))
-            for kind in KINDS
-            if (found := self.of_step(kind))
-        ]
+        rows = []
+        for kind in KINDS:
+            if found := self.of_step(kind):
+                size = format_bytes(sum(each.times * each.num_bytes for each in found))
+                count = sum(each.times for each in found)
+                how = "before a compiler combines them"
+                if not self.is_abstract:
+                    beside = sum(each.is_asynchronous for each in found)
+                    rounds = count_rounds(found, kind)
+                    how = f"{rounds} after each other; {beside} asynchronous"
+                comma = "" if self.is_abstract else ","
+                rows.append((kind, f"{size} a step in {count}{comma} {how}"))
         for each in self.of_step():
             if each.is_asynchronous:
-                size = format_bytes(each.num_bytes)
-                rows.append((f"  {each.kind}, {size}", _describe_overlaps(each)))
+                name, count = max(each.overlaps, key=lambda pair: pair[1])
+                total = sum(count for _, count in each.overlaps)
+                beside = f"runs beside {total} operations, {count} of them {name}"
+                rows.append((f"  {each.kind}, {format_bytes(each.num_bytes)}", beside))
         others = Counter(
             f"{each.kind} {'under a condition' if each.scope == 'step' else each.scope}"
             for each in self.collectives
@@ -248,8 +224,9 @@ class Plan:
             shown = ", ".join(f"{count} {name}" for name, count in others.items())
             rows.append(("not in every step", shown))
         if not rows:
-            is_known = not (self.is_abstract and self.is_divided)
-            rows.append(("collectives", "none" if is_known else _UNKNOWN))
+            is_unknown = self.is_abstract and self.is_divided
+            unknown = "not known before a compiler divides the step"
+            rows.append(("collectives", unknown if is_unknown else "none"))
         if not self.is_abstract and self.memory is not None:
             hosts = ", ".join(self.host_transfers) or "none"
             rows.append(("host, inside the loop", hosts))
@@ -259,31 +236,23 @@ class Plan:
         estimate, target = self.estimate, self.topology.target
         if estimate is None or target is None:
             return []
-        moved = format_bytes(self.step_bytes)
-        low, high = _time(estimate.overlapped), _time(estimate.sequential)
+        low, high, products, memory, sent = (
+            format_scaled(seconds, "s")
+            for seconds in (
+                estimate.overlapped,
+                estimate.sequential,
+                estimate.compute,
+                estimate.memory,
+                estimate.communication,
+            )
+        )
         rows = [
             ("step, estimate", f"{low} if all overlaps, {high} if not"),
-            ("  products", _time(estimate.compute)),
-            ("  memory", f"{_time(estimate.memory)} for {moved}"),
-            ("  collectives", _time(estimate.communication)),
+            ("  products", products),
+            ("  memory", f"{memory} for {format_bytes(self.step_bytes)}"),
+            ("  collectives", sent),
             ("  from figures of", target.source),
         ]
         if self.compile_seconds is not None:
             rows.append(("compiled in", f"{self.compile_seconds:.1f} s here"))
         return rows
-
-
-def _describe(kind: str, found: list[Collective], is_abstract: bool) -> str:
-    size = format_bytes(sum(each.times * each.num_bytes for each in found))
-    count = sum(each.times for each in found)
-    if is_abstract:
-        return f"{size} a step, {count} before a compiler combines them"
-    rounds = count_rounds(found, kind)
-    beside = sum(each.is_asynchronous for each in found)
-    return f"{size} a step in {count}, {rounds} after each other; {beside} asynchronous"
-
-
-def _describe_overlaps(collective: Collective) -> str:
-    name, count = max(collective.overlaps, key=lambda pair: pair[1])
-    total = sum(count for _, count in collective.overlaps)
-    return f"runs beside {total} operations, {count} of them {name}"

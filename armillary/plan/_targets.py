@@ -1,28 +1,18 @@
-"""The devices that are known, with the figures that their makers publish.
+"""The devices that are known, and what a user writes for them: `v5e:16x16`, `h100:8x8`.
 
-Peak figures are for dense products, in operations per second. `float32` is what XLA's
-default precision runs: one pass in bfloat16 on TPUs, TensorFloat-32 on NVIDIA GPUs. A
-link's figure is one direction, summed over a device's links.
-
-What a user writes for devices: `v5e:16x16`, `h100:8x8`.
-
-Estimates the time of a step from published figures of a device.
-
-A step takes as long as its arithmetic at the peak, its memory at full bandwidth, or its
-collectives at that of the links. The estimate is a range: everything overlaps, or
-collectives wait for the rest. Real steps reach a part of the peaks, and caches save a
-part of the memory's work; compare plans with each other, and a plan with a measured
-step of yours.
+The figures are those that makers publish. Peaks are for dense products, in operations
+per second. `float32` is what XLA's default precision runs: one pass in bfloat16 on
+TPUs, TensorFloat-32 on NVIDIA GPUs. A link's figure is one direction, summed over a
+device's links.
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from armillary._checks import check_instance, check_not_negative, check_one_of
-from armillary.plan._traffic import Collective
 
 _CLOUD_TPU = "https://cloud.google.com/tpu/docs/"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
@@ -104,7 +94,30 @@ class _Architecture(NamedTuple):
     capability: int
     links: float
     network: float
-    device: Mapping[str, float]
+    device: str
+
+
+_AMPERE = _Architecture(
+    8,
+    600e9,
+    25e9,
+    "shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912 "
+    "core_count: 108 fpus_per_core: 64 l2_cache_size: 41943040 clock_rate_ghz: 1.41",
+)
+_HOPPER = _Architecture(
+    9,
+    900e9,
+    50e9,
+    "shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448 "
+    "core_count: 132 fpus_per_core: 128 l2_cache_size: 52428800 clock_rate_ghz: 1.98",
+)
+_BLACKWELL = _Architecture(
+    10,
+    1800e9,
+    50e9,
+    "shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448 "
+    "core_count: 148 fpus_per_core: 128 l2_cache_size: 132644864 clock_rate_ghz: 1.965",
+)
 
 
 def _gpu(
@@ -115,13 +128,11 @@ def _gpu(
     bandwidth: float,
     architecture: _Architecture,
 ) -> Target:
-    device = architecture.device
-    fields = " ".join(f"{key}: {value}" for key, value in device.items())
     config = f"""gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   threads_per_core_limit: 2048 registers_per_core_limit: 65536
   registers_per_block_limit: 65536 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 {fields}
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 {architecture.device}
   memory_bandwidth: {bandwidth:.0f} device_memory_size: {memory}
   cuda_compute_capability {{ major: {architecture.capability} }}
 }}
@@ -142,45 +153,6 @@ device_description_str: "NVIDIA {name.upper()}"
         config=config,
     )
 
-
-_HDR, _NDR = 25e9, 50e9
-_AMPERE = _Architecture(
-    capability=8,
-    links=600e9,
-    network=_HDR,
-    device={
-        "shared_memory_per_core": 167936,
-        "shared_memory_per_block_optin": 166912,
-        "core_count": 108,
-        "fpus_per_core": 64,
-        "l2_cache_size": 41943040,
-        "clock_rate_ghz": 1.41,
-    },
-)
-_HOPPER = _Architecture(
-    capability=9,
-    links=900e9,
-    network=_NDR,
-    device={
-        "shared_memory_per_core": 233472,
-        "shared_memory_per_block_optin": 232448,
-        "core_count": 132,
-        "fpus_per_core": 128,
-        "l2_cache_size": 52428800,
-        "clock_rate_ghz": 1.98,
-    },
-)
-_BLACKWELL = _Architecture(
-    capability=10,
-    links=1800e9,
-    network=_NDR,
-    device={
-        **_HOPPER.device,
-        "core_count": 148,
-        "l2_cache_size": 132644864,
-        "clock_rate_ghz": 1.965,
-    },
-)
 
 TARGETS = {
     target.name: target
@@ -213,10 +185,6 @@ def find_target(name: str) -> Target:
 
 
 _FORM = re.compile(r"([a-z0-9_.-]+):(\d+(?:x\d+)*)", re.IGNORECASE)
-_EXAMPLE = (
-    'Use a TPU slice such as "v5e:16x16" (chips along each axis), or hosts by devices '
-    'such as "h100:8x8"'
-)
 
 
 @dataclass(frozen=True)
@@ -268,8 +236,9 @@ def parse_topology(
     if found is None or not all(shape := [int(n) for n in found[2].split("x")]):
         number = ', or a number of devices such as "256"' if abstract else ""
         raise ValueError(
-            f"`topology` is {topology!r}, which describes no devices. {_EXAMPLE}"
-            f"{number}."
+            f"`topology` is {topology!r}, which describes no devices. Use chips along "
+            'each axis of a TPU slice, as in "v5e:16x16", or hosts by devices, as in '
+            f'"h100:8x8"{number}.'
         )
     name = found[1].lower()
     kind = target or find_target(name)
@@ -279,86 +248,3 @@ def parse_topology(
             f'each host. Write "{name}:1x{math.prod(shape)}" for one host.'
         )
     return Topology(text, kind, tuple(shape))
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """How long one step takes with all figures at their peak, in seconds.
-
-    Attributes:
-        compute: Its arithmetic, at the peak of each dtype.
-        memory: What it reads and writes, at the bandwidth of the memory.
-        communication: Its collectives, as a ring sends them at the bandwidth of links.
-    """
-
-    compute: float
-    memory: float
-    communication: float
-
-    @property
-    def overlapped(self) -> float:
-        """The longest of the three: all of them run at the same time."""
-        return max(self.compute, self.memory, self.communication)
-
-    @property
-    def sequential(self) -> float:
-        """The time if collectives overlap with nothing."""
-        return max(self.compute, self.memory) + self.communication
-
-    @property
-    def bound(self) -> str:
-        """Which of the three is the longest."""
-        return max(
-            ("compute", "memory", "communication"), key=lambda name: getattr(self, name)
-        )
-
-
-def estimate_step(
-    topology: Topology,
-    flops: Mapping[str, float],
-    memory_bytes: float,
-    collectives: Iterable[Collective],
-) -> Estimate:
-    """Returns how long a step takes with all figures at their peak.
-
-    Args:
-        topology: The devices, of a known kind.
-        flops: Operations on one device, by dtype. Dtypes without a peak count as
-            `float32`.
-        memory_bytes: What the step reads and writes on one device.
-        collectives: Those of the step.
-    """
-    target = topology.target
-    assert target is not None
-    peaks = target.peak_flops
-    return Estimate(
-        compute=sum(
-            count / peaks.get(dtype, peaks["float32"]) for dtype, count in flops.items()
-        ),
-        memory=memory_bytes / target.memory_bandwidth,
-        communication=sum(
-            each.times * count_sent_bytes(each) / _bandwidth(topology, each.group_size)
-            for each in collectives
-        ),
-    )
-
-
-def count_sent_bytes(collective: Collective) -> float:
-    """Returns the bytes that each device sends for a collective around a ring."""
-    share = (collective.group_size - 1) / max(collective.group_size, 1)
-    if collective.kind == "all-reduce":
-        return 2 * share * collective.num_bytes
-    if collective.kind in ("collective-permute", "collective-broadcast"):
-        return collective.num_bytes
-    return share * collective.num_bytes
-
-
-def _bandwidth(topology: Topology, group_size: int) -> float:
-    target, per_host = topology.target, topology.devices_per_host
-    assert target is not None
-    if per_host is None or group_size <= per_host or target.network_bandwidth is None:
-        return target.link_bandwidth
-    # All devices of a host send over its network at the same time, each on its own
-    # adapter, and a ring is as fast as its slowest link; reduced on the host first,
-    # each adapter carries the part of its device.
-    return min(target.link_bandwidth, per_host * target.network_bandwidth)

@@ -1,14 +1,9 @@
-"""Finds what devices send each other in a compiled program, and when.
-
-Each collective gets a *round*: one more than the rounds of those of its kind that it
-has to wait for. Collectives of one round need nothing of each other, so a compiler may
-combine them into one operation. TPU's and NVIDIA's compilers do, the CPU's does not;
-the number of rounds is the same for all.
-
-Reads the text of a compiled program: computations, instructions, sizes.
+"""Reads from the text of a compiled program what it sends and moves, and when.
 
 The text is what `jax.stages.Compiled.as_text` gives. Instructions of a scheduled module
 stand in the order in which they run.
+
+It is walked once, through its loops and branches, for all that a plan wants to know.
 """
 
 import functools
@@ -17,8 +12,10 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+
+from armillary.plan._costs import KINDS, Collective
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
@@ -29,6 +26,16 @@ _CALLED = re.compile(
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]*)\}")
+_COUNTED_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]")
+_HOST_CALL = re.compile(r"callback|MoveToHost|MoveToDevice|SendToHost|RecvFromHost")
+_HOST_SPACE = "S(5)"
+_ON_CHIP = "S(1)"  # How TPU's compiler marks its vector memory.
+_SYNCHRONOUS = '"is_sync":true'  # How XLA's GPU compiler marks a start that waits.
+_SLICES = ("dynamic-slice", "slice", "gather")
+_NO_TIME = ("after-all", "bitcast", "constant", "get-tuple-element", "parameter")
+_FREE = frozenset((*_NO_TIME, "partition-id", "tuple"))
+_RUN_THEIRS = frozenset(("call", "while", "conditional"))
 
 
 @dataclass
@@ -65,10 +72,16 @@ class Instruction:
         return {"calls": applied} if applied and self.opcode == "call" else called
 
     @property
-    def trip_count(self) -> int | None:
-        """How often the body of a loop runs, if the compiler knows."""
+    def kind(self) -> str | None:
+        """Which collective it is, or the start or the end of."""
+        base = self.opcode.removesuffix("-start").removesuffix("-done")
+        return base if base in KINDS else None
+
+    @property
+    def trip_count(self) -> int:
+        """How often the body of a loop runs, as far as the compiler knows."""
         found = _TRIPS.search(self.attributes)
-        return int(found[1]) if found else None
+        return int(found[1]) if found else 1
 
     @property
     def label(self) -> str:
@@ -77,6 +90,15 @@ class Instruction:
         if target:
             return target[1]
         return self.name.split(".")[0] if self.opcode == "fusion" else self.opcode
+
+    @property
+    def reaches_host(self) -> bool:
+        """Whether it moves something to or from the host, or calls it."""
+        if self.opcode == "custom-call":
+            return bool(_HOST_CALL.search(self.label))
+        is_copy = self.opcode in ("copy", "copy-start") and _HOST_SPACE in self.shape
+        is_feed = self.opcode in ("infeed", "outfeed")
+        return is_copy or is_feed or "is_host_transfer=true" in self.attributes
 
 
 @dataclass(frozen=True)
@@ -109,24 +131,6 @@ def parse_module(text: str) -> Module:
     return Module(computations, entry)
 
 
-def count_bytes(shape: str, *, skip_space: str | None = None) -> int:
-    """Returns the bytes of a type, a tuple's the sum of its parts."""
-    total = 0
-    for dtype, dimensions, layout in _ARRAY.findall(shape):
-        if skip_space is not None and skip_space in layout:
-            continue
-        count = math.prod(int(n) for n in dimensions.split(",") if n)
-        total += -(-count * _count_bits(dtype) // 8)
-    return total
-
-
-def _count_bits(dtype: str) -> int:
-    if dtype == "pred":
-        return 8
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 0  # A token has none.
-
-
 def _parse(name: str, rest: str, is_root: bool) -> Instruction:
     shape, rest = _split_balanced(rest) if rest[0] == "(" else rest.split(" ", 1)
     opcode, _, rest = rest.strip().partition("(")
@@ -145,80 +149,34 @@ def _split_balanced(text: str) -> tuple[str, str]:
     return text, ""
 
 
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "ragged-all-to-all",
-    "all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
-FREE = frozenset(
-    (
-        "after-all",
-        "bitcast",
-        "constant",
-        "get-tuple-element",
-        "parameter",
-        "partition-id",
-        "tuple",
-    )
-)
-"""Operations that take no time."""
-
-_LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]*)\}")
-_COUNTED_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]")
-_HOST_CALL = re.compile(r"callback|MoveToHost|MoveToDevice|SendToHost|RecvFromHost")
-_HOST_OPCODES = frozenset(("infeed", "outfeed"))
-_HOST_SPACE = "S(5)"
-_SYNCHRONOUS = '"is_sync":true'  # How XLA's GPU compiler marks a start that waits.
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective operation.
-
-    Attributes:
-        kind: Such as `all-reduce`.
-        num_bytes: Bytes of its operand on each device; of its result for all-gather.
-        scope: How often it runs: once for each `step`, `loop` or `call` of the program.
-        times: How often in that, as inner loops repeat it.
-        is_conditional: Whether it runs only if a condition on the device holds.
-        group_size: How many devices take part in one of its groups.
-        is_asynchronous: Whether it starts at one place of the schedule and is waited
-            for at another.
-        overlaps: What runs between these, by name, with how many of each.
-        round: See above; 1 for one that waits for no other of its kind.
-    """
-
-    kind: str
-    num_bytes: int
-    scope: str
-    times: int = 1
-    is_conditional: bool = False
-    group_size: int = 0
-    is_asynchronous: bool = False
-    overlaps: tuple[tuple[str, int], ...] = ()
-    round: int = 1
-
-    @property
-    def is_of_step(self) -> bool:
-        """Whether it runs in every step."""
-        return self.scope == "step" and not self.is_conditional
+def count_bytes(shape: str, *, skip_space: str | None = None) -> int:
+    """Returns the bytes of a type, a tuple's the sum of its parts."""
+    total = 0
+    for dtype, dimensions, layout in _ARRAY.findall(shape):
+        if skip_space is None or skip_space not in layout:
+            digits = re.search(r"\d+", dtype)  # A token has none.
+            bits = 8 if dtype == "pred" else int(digits[0]) if digits else 0
+            count = math.prod(int(n) for n in dimensions.split(",") if n)
+            total += -(-count * bits // 8)
+    return total
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a program sends.
+    """What a program sends and moves.
 
     Attributes:
         collectives: Between devices.
         host_transfers: Names of operations inside loops that reach the host.
+        step_bytes: Bytes that one step reads and writes in a device's memory. A fusion
+            reads its operands once and writes its result once; of a stack of batches
+            that it slices it reads the slice. What the compiler keeps in on-chip memory
+            does not count.
     """
 
     collectives: tuple[Collective, ...]
     host_transfers: tuple[str, ...]
+    step_bytes: int
 
     def of_step(self) -> list[Collective]:
         """Returns the collectives that run in every step."""
@@ -226,7 +184,7 @@ class Traffic:
 
 
 def find_traffic(module: Module, depth: int, num_devices: int) -> Traffic:
-    """Returns what a compiled loop sends.
+    """Returns what a compiled loop sends and moves.
 
     Args:
         module: The program.
@@ -234,22 +192,21 @@ def find_traffic(module: Module, depth: int, num_devices: int) -> Traffic:
         num_devices: How many devices run it.
     """
     walk = _Walk(module, depth, num_devices)
-    walk.enter(module.entry, _Place(0, 1, False), Counter())
-    return Traffic(tuple(walk.found), tuple(walk.host))
-
-
-def count_rounds(collectives: Iterable[Collective], kind: str) -> int:
-    """Returns how many collectives of a kind must follow each other."""
-    return max((each.round for each in collectives if each.kind == kind), default=0)
+    walk.enter(module.entry, _Place(), Counter())
+    return Traffic(tuple(walk.found), tuple(walk.host), walk.num_bytes)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the walk is: in how many loops, how often, and under which condition."""
+    """Where the walk is: in how many loops, how often, under which condition.
 
-    depth: int
-    times: int
-    is_conditional: bool
+    In a fusion, and in what else runs as one operation, memory is not touched.
+    """
+
+    depth: int = 0
+    times: int = 1
+    is_conditional: bool = False
+    is_fused: bool = False
 
 
 _Rounds = Counter[str]
@@ -261,98 +218,136 @@ The union of two has the larger number of each.
 
 class _Walk:
     def __init__(self, module: Module, depth: int, num_devices: int) -> None:
-        self._module, self._depth = module, depth
-        self._num_devices = num_devices
+        self._computations = module.computations
+        self._depth, self._num_devices = depth, num_devices
         self.found: list[Collective] = []
         self.host: list[str] = []
+        self.num_bytes = 0
 
     def enter(self, name: str, place: _Place, base: _Rounds) -> _Rounds:
         """Walks one computation; returns what its end waits for."""
-        instructions = self._module.computations.get(name, [])
+        instructions = self._computations.get(name, [])
         shapes = {each.name: each.shape for each in instructions}
         rounds: dict[str, _Rounds] = {}
         for index, each in enumerate(instructions):
             before = _union([base, *(rounds[o] for o in each.operands)])
-            kind = _kind_of(each)
-            if kind is not None and not each.opcode.endswith("-done"):
+            if each.kind is not None and not each.opcode.endswith("-done"):
                 later = instructions[index + 1 :]
-                number = before[kind] + 1
-                if self._add(each, kind, place, number, shapes, later):
-                    before = before | Counter({kind: number})
-            elif _reaches_host(each) and place.depth:
+                number = before[each.kind] + 1
+                if self._add(each, place, number, shapes, later):
+                    before = before | Counter({each.kind: number})
+            elif each.reaches_host and place.depth:
                 self.host.append(each.label)
+            if place.depth >= self._depth and not place.is_fused:
+                self.num_bytes += place.times * self._count_moved(each, shapes)
             rounds[each.name] = self._enter_called(each, place, before)
         return _union([base, *rounds.values()])
 
     def _enter_called(self, each: Instruction, place: _Place, base: _Rounds) -> _Rounds:
-        last = base
+        last, start, largest = base, self.num_bytes, self.num_bytes
+        is_fused = place.is_fused or each.opcode not in _RUN_THEIRS
         for role, names in each.called.items():
-            inner = place
+            inner = replace(place, is_fused=is_fused)
             if role == "body":
-                is_inner = place.depth >= self._depth
-                times = (each.trip_count or 1) if is_inner else 1
-                inner = _Place(
-                    place.depth + 1, place.times * times, place.is_conditional
-                )
+                times = each.trip_count if place.depth >= self._depth else 1
+                inner = replace(inner, depth=place.depth + 1, times=place.times * times)
             elif role != "calls":
-                inner = _Place(place.depth, place.times, True)
+                inner = replace(inner, is_conditional=True)
             for name in names:
                 last = last | self.enter(name, inner, base)
+                # Of branches one runs: the largest counts.
+                largest = max(largest, self.num_bytes)
+                self.num_bytes = start
+        self.num_bytes = largest
         return last
 
     def _add(
         self,
         each: Instruction,
-        kind: str,
         place: _Place,
         number: int,
         shapes: dict[str, str],
         later: list[Instruction],
     ) -> bool:
         """Notes a collective; returns whether a device has anybody to talk to."""
-        size = _count_group(each.attributes) or self._num_devices
+        kind, size = each.kind or "", _count_group(each.attributes) or self._num_devices
         if size == 1 and kind != "collective-permute":
             return False
-        operand = sum(count_bytes(shapes[name]) for name in each.operands)
+        num_bytes = sum(count_bytes(shapes[name]) for name in each.operands)
         is_start = each.opcode.endswith("-start")
         if kind == "all-gather":
-            operand = count_bytes(each.shape) - (operand if is_start else 0)
+            num_bytes = count_bytes(each.shape) - (num_bytes if is_start else 0)
         is_hidden = is_start and _SYNCHRONOUS not in each.attributes
         between = _between(each.name, later) if is_hidden else []
-        scope = min(place.depth, self._depth) - self._depth
-        self.found.append(
-            Collective(
-                kind,
-                operand,
-                {0: "step", -1: "loop" if self._depth == 2 else "call"}.get(
-                    scope, "call"
-                ),
-                place.times,
-                place.is_conditional,
-                size,
-                bool(between),
-                tuple(Counter(other.label for other in between).items()),
-                number,
-            )
+        scope = "step"
+        if place.depth < self._depth:
+            is_in_loop = self._depth == 2 and place.depth == 1
+            scope = "loop" if is_in_loop else "call"
+        collective = Collective(
+            kind,
+            num_bytes,
+            scope,
+            times=place.times,
+            is_conditional=place.is_conditional,
+            group_size=size,
+            is_asynchronous=bool(between),
+            overlaps=tuple(Counter(other.label for other in between).items()),
+            round=number,
         )
+        self.found.append(collective)
         return True
+
+    def _count_moved(self, each: Instruction, shapes: dict[str, str]) -> int:
+        """Returns the bytes that one operation reads and writes in memory."""
+        opcode, shape = each.opcode, each.shape
+        if opcode in _FREE or opcode in _RUN_THEIRS:
+            return 0
+        if opcode == "custom-call" and shape.startswith("("):
+            shape = shape.rsplit(", ", 1)[0]  # The last part is a library's workspace.
+        written = 0 if opcode.endswith("-start") else _in_memory(shape)
+        if opcode.endswith("-done"):
+            return written
+        if opcode in _SLICES:
+            return 2 * written
+        if opcode == "dynamic-update-slice":
+            return 2 * _in_memory(shapes[each.operands[1]])
+        read = [_in_memory(shapes[name]) for name in each.operands]
+        if opcode == "fusion":
+            (name,) = each.called["calls"]
+            body = self._computations[name]
+            root = next(one for one in body if one.is_root)
+            if root.opcode == "dynamic-update-slice":
+                types = {one.name: one.shape for one in body}
+                written = _in_memory(types[root.operands[1]])
+            read = [min(n, self._count_read(name, i, n)) for i, n in enumerate(read)]
+        return written + sum(read)
+
+    def _count_read(self, name: str, index: int, whole: int) -> int:
+        """Returns how much of a parameter a fused computation reads."""
+        body = self._computations[name]
+        parameter = next((one.name for one in body if one.number == index), None)
+        total = 0
+        for one in body:
+            if parameter not in one.operands:
+                continue
+            place = one.operands.index(parameter)
+            if one.opcode in _SLICES and place == 0:
+                total += count_bytes(one.shape)
+            elif one.opcode == "dynamic-update-slice" and place == 0:
+                continue
+            elif one.opcode == "fusion":
+                total += self._count_read(one.called["calls"][0], place, whole)
+            else:
+                return whole
+        return total
 
 
 def _union(rounds: Iterable[_Rounds]) -> _Rounds:
     return functools.reduce(operator.or_, rounds)
 
 
-def _kind_of(each: Instruction) -> str | None:
-    base = each.opcode.removesuffix("-start").removesuffix("-done")
-    return base if base in KINDS else None
-
-
-def _reaches_host(each: Instruction) -> bool:
-    if each.opcode in _HOST_OPCODES or "is_host_transfer=true" in each.attributes:
-        return True
-    if each.opcode == "custom-call":
-        return bool(_HOST_CALL.search(each.label))
-    return each.opcode in ("copy", "copy-start") and _HOST_SPACE in each.shape
+def _in_memory(shape: str) -> int:
+    return count_bytes(shape, skip_space=_ON_CHIP)
 
 
 def _between(start: str, later: list[Instruction]) -> list[Instruction]:
@@ -361,7 +356,7 @@ def _between(start: str, later: list[Instruction]) -> list[Instruction]:
     for each in later:
         if start in each.operands and each.opcode.endswith("-done"):
             return between
-        if each.opcode not in FREE and not each.opcode.endswith(("-start", "-done")):
+        if each.opcode not in _FREE and not each.opcode.endswith(("-start", "-done")):
             between.append(each)
     return []
 

@@ -19,7 +19,8 @@ from armillary._checks import (
 )
 from armillary.plan._compile_worker import compile_exported
 from armillary.plan._compiler import export_loop
-from armillary.plan._traffic import Collective, count_rounds, find_traffic, parse_module
+from armillary.plan._costs import Collective, count_rounds
+from armillary.plan._traffic import find_traffic, parse_module
 from armillary.trainer._standard_trainer import StandardTrainer
 
 _PLATFORM = "cpu"

@@ -150,6 +150,7 @@ def _describe(
         capacity=capacity,
         signature=None,
         num_active=active,
+        num_replicas=active,
         positions=[],
         ends=[],
     )

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from armillary.plan import plan
-from armillary.plan._traffic import count_rounds
+from armillary.plan._costs import count_rounds
 from tests.plan.test_compiled import topology as topology
 from tests.testing.test_collectives import LENGTH, make_example
 

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from armillary.plan._costs import count_flops
-from armillary.plan._targets import (
+from armillary.plan._costs import (
+    Collective,
     Estimate,
+    count_flops,
     count_sent_bytes,
     estimate_step,
-    parse_topology,
 )
-from armillary.plan._traffic import Collective
+from armillary.plan._targets import parse_topology
 from tests.plan.test_topology import MINE
 
 

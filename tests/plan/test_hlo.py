@@ -2,14 +2,8 @@
 
 import pytest
 
-from armillary.plan._costs import count_step_bytes
-from armillary.plan._traffic import (
-    Collective,
-    count_bytes,
-    count_rounds,
-    find_traffic,
-    parse_module,
-)
+from armillary.plan._costs import Collective, count_rounds
+from armillary.plan._traffic import count_bytes, find_traffic, parse_module
 
 # A loop over four rows: a slice, a product, a sum that runs beside another product, and
 # a second sum that needs the first one. `S(1)` is on-chip memory.
@@ -148,7 +142,7 @@ def test_bytes_of_a_step_are_those_of_slices_operands_and_results():
     sums = (256 + 256) + 2 * 256  # started and ended; in and out
     rest = 64 + 3 * 256 + (4 + 4 + 4)  # `other` is written on the chip; `new`; `next`
     expected = fusion + product + sums + rest
-    assert count_step_bytes(parse_module(LOOP), depth=1) == expected
+    assert find_traffic(parse_module(LOOP), 1, 8).step_bytes == expected
 
 
 def test_a_text_that_is_no_program_is_an_error():

@@ -18,7 +18,7 @@ from armillary._cli import main
 from armillary.errors import PlanError
 from armillary.plan import Memory, Plan, plan
 from armillary.plan._compiler import export_loop
-from armillary.plan._plan import _Planner
+from armillary.plan._plan import find_largest
 from armillary.plan._targets import parse_topology
 from tests.plan.digits_mlp import (
     BATCH_SIZE,
@@ -228,13 +228,8 @@ def test_a_missing_compiler_is_an_error_that_says_how_to_get_it(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [0, 1, 5, 63, 64, 65, 1000])
-def test_the_search_for_a_batch_ends_within_an_eighth_of_the_limit(limit, monkeypatch):
-    def compile_for(self, size):
-        return SimpleNamespace(per_replica_batch=size, fits=size <= limit)
-
-    monkeypatch.setattr(_Planner, "compile", compile_for)
-    planner = _Planner(make_trainer(), parse_topology("v5e:2x2"), None, None)
-    found = planner.find_batch(compile_for(planner, BATCH_SIZE))
+def test_the_search_for_a_batch_ends_within_an_eighth_of_the_limit(limit):
+    found = find_largest(64, limit >= 64, lambda size: size <= limit)
     assert found <= limit <= found + max(0, found // 8)
 
 
