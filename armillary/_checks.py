@@ -9,11 +9,16 @@ import os
 import types
 from collections.abc import Callable, Collection, Iterable
 from numbers import Integral, Real
-from typing import Any, TypeVar, get_args
+from typing import Any, NoReturn, get_args
 
-from armillary._traceback import hides_frames
 
-_C = TypeVar("_C", bound=Callable[..., Any])
+def _refuse_kind(name: str, value: Any, rule: str) -> NoReturn:
+    kind = type(value).__name__
+    raise TypeError(f"`{name}` is {value!r} of type {kind}, but it must be {rule}")
+
+
+def _refuse(name: str, value: Any, rule: str) -> NoReturn:
+    raise ValueError(f"`{name}` is {value!r}, but it must be {rule}")
 
 
 def is_positive_int(value: Any) -> bool:
@@ -25,14 +30,35 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def _is_real(value: Any) -> bool:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
+
+
 def check_positive_int(name: str, value: Any, most: int | None = None) -> int:
     """Returns `value` as an `int`, or raises if it is not positive, or above `most`."""
     if not is_positive_int(value) or value > (most or value):
         limit = "" if most is None else f" of at most {most:,}"
-        raise ValueError(
-            f"`{name}` is {value!r}, but it must be a positive integer{limit}. "
-            f"Use `{name}=1` or more{_as_int(name, value)}."
-        )
+        fix = f"Use `{name}=1` or more{_as_int(name, value)}."
+        _refuse(name, value, f"a positive integer{limit}. {fix}")
+    return int(value)
+
+
+def check_not_negative_int(name: str, value: Any, most: int | None = None) -> int:
+    """Returns `value` as an `int`, or raises if it is below 0, or above `most`."""
+    if not _is_int(value) or not 0 <= value <= (most or value):
+        limit = "" if most is None else f" and at most {most:,}"
+        rule = f"an integer that is not negative{limit}. Use `{name}=0` or more."
+        _refuse(name, value, rule)
+    return int(value)
+
+
+def check_num_steps(name: str, value: Any) -> int:
+    """Returns `value` as an `int`, or raises if it is not a number of steps."""
+    if not is_positive_int(value) and not (_is_int(value) and value == -1):
+        fix = f"Use `{name}=1` or more, or `{name}=-1`{_as_int(name, value)}."
+        rule = f"a positive integer, or -1 to run until the data ends. {fix}"
+        _refuse(name, value, rule)
     return int(value)
 
 
@@ -44,22 +70,16 @@ def _as_int(name: str, value: Any) -> str:
 
 def check_not_negative(name: str, value: Any) -> float:
     """Returns `value`, or raises if it is not a number of at least 0."""
-    number = None if isinstance(value, bool) else value
-    if not isinstance(number, Real) or not 0 <= value < math.inf:
-        raise ValueError(
-            f"`{name}` is {value!r}, but it must be a finite number that is not "
-            f"negative. Use `{name}=0` or more."
-        )
+    if not _is_real(value) or value < 0:
+        rule = f"a finite number that is not negative. Use `{name}=0` or more."
+        _refuse(name, value, rule)
     return float(value)
 
 
 def check_seconds(name: str, value: Any, fix: str) -> float:
     """Returns `value`, or raises if it is not a time that can pass."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not 0 < float(value) < math.inf:
-        raise ValueError(
-            f"`{name}` is {value!r}, but it must be a positive number of seconds. {fix}"
-        )
+    if not _is_real(value) or value <= 0:
+        _refuse(name, value, f"a positive number of seconds. {fix}")
     return float(value)
 
 
@@ -69,10 +89,7 @@ def check_one_of(
     """Raises if `value` is not one of the `allowed` values; `fix` says what to do."""
     # Not `in`: 1 is no True, and an array is equal to nothing as a whole.
     if not any(_is_kind(value, type(each)) and value == each for each in allowed):
-        choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(
-            f"`{name}` is {value!r}, but it must be one of {choices}. {fix}"
-        )
+        _refuse(name, value, f"one of {', '.join(map(repr, allowed))}. {fix}")
 
 
 def _is_kind(value: Any, kind: type) -> bool:
@@ -88,45 +105,23 @@ def check_instance(
         every: tuple[Any, ...] = get_args(kind) or (kind,)
         kinds = [each.__name__ for each in every]
         shown = " or ".join(f"`{each.removesuffix('Type')}`" for each in kinds)
-        raise TypeError(
-            f"`{name}` is {value!r} of type {type(value).__name__}, but it must be a "
-            f"{shown}. {fix}"
-        )
+        _refuse_kind(name, value, f"a {shown}. {fix}")
 
 
 def check_path(name: str, value: Any) -> str:
     """Returns a path as a string, or raises if `value` is none, or an empty one."""
     if not isinstance(value, str | os.PathLike):
-        raise TypeError(
-            f"`{name}` is {value!r} of type {type(value).__name__}, but it must be a "
-            "path. Use a string or a `pathlib.Path`."
-        )
+        _refuse_kind(name, value, "a path. Use a string or a `pathlib.Path`.")
     if not (text := os.fspath(value)).strip() or "\0" in text:
-        raise ValueError(
-            f"`{name}` is {text!r}, but it must be a path that is not empty and has no "
-            f'NUL. Use `{name}="."` for the working directory.'
-        )
+        fix = f'Use `{name}="."` for the working directory.'
+        _refuse(name, text, f"a path that is not empty and has no NUL. {fix}")
     return text
 
 
 def check_callable(name: str, value: Any) -> None:
     """Raises if `value` cannot be called."""
     if not callable(value):
-        raise TypeError(
-            f"`{name}` is {value!r} of type {type(value).__name__}, but it must be "
-            "callable. Pass a function or a method."
-        )
-
-
-def check_num_steps(name: str, value: Any) -> int:
-    """Returns `value` as an `int`, or raises if it is not a number of steps."""
-    if not is_positive_int(value) and not (_is_int(value) and value == -1):
-        raise ValueError(
-            f"`{name}` is {value!r}, but it must be a positive integer, or -1 to run "
-            f"until the data ends. Use `{name}=1` or more, or `{name}=-1`"
-            f"{_as_int(name, value)}."
-        )
-    return int(value)
+        _refuse_kind(name, value, "callable. Pass a function or a method.")
 
 
 def check_methods(name: str, value: Any, methods: Collection[str], fix: str) -> None:
@@ -143,17 +138,6 @@ def check_methods(name: str, value: Any, methods: Collection[str], fix: str) -> 
             f"`{name}` is {value!r} of type {type(value).__name__}, but it must have "
             f"{listed}, which it lacks. {fix}"
         )
-
-
-def check_not_negative_int(name: str, value: Any, most: int | None = None) -> int:
-    """Returns `value` as an `int`, or raises if it is below 0, or above `most`."""
-    if not _is_int(value) or not 0 <= value <= (most or value):
-        limit = "" if most is None else f" and at most {most:,}"
-        raise ValueError(
-            f"`{name}` is {value!r}, but it must be an integer that is not negative"
-            f"{limit}. Use `{name}=0` or more."
-        )
-    return int(value)
 
 
 def ascii_number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -188,15 +172,3 @@ def printable(text: str) -> str:
 def counted(number: int, noun: str) -> str:
     """Returns a number with what it counts, such as `1 step` and `2 steps`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def answers_old_names(**answers: str) -> Callable[[_C], _C]:
-    """Returns a decorator of classes and methods: it answers keywords they have not."""
-
-    def decorate(target: Any) -> Any:
-        if not isinstance(target, type):
-            return hides_frames(target, answers)
-        target.__init__ = hides_frames(target.__init__, answers)
-        return target
-
-    return decorate

@@ -17,6 +17,8 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
+from armillary._old_names import ANSWERS
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -24,14 +26,12 @@ _SWITCH = "JAX_TRACEBACK_FILTERING"
 _NOTE = f"Armillary has left its own frames out. Set {_SWITCH}=off to see them."
 
 
-def hides_frames(
-    function: Callable[_P, _R], answers: Mapping[str, str] | None = None
-) -> Callable[_P, _R]:
+def hides_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Marks a function that users call.
 
     No exception brings own frames out of it, nor out of the iterator that a generator
-    function returns. A keyword that it does not have gets its answer of `answers`, or
-    is answered with the nearest one.
+    function returns. A keyword that it does not have is answered with the new name of
+    an old one, or with the nearest one.
     """
 
     @functools.wraps(function)
@@ -39,7 +39,7 @@ def hides_frames(
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            _leave(error, function, kwargs, answers)
+            _leave(error, function, kwargs)
             raise  # without this frame, as `_leave` has left it
 
     @functools.wraps(function)
@@ -48,7 +48,7 @@ def hides_frames(
             generator: Any = function(*args, **kwargs)
             yield from generator
         except Exception as error:
-            _leave(error, function, kwargs, answers)
+            _leave(error, function, kwargs)
             raise
 
     return iterate if inspect.isgeneratorfunction(function) else call
@@ -75,13 +75,10 @@ def mark_public(namespace: dict[str, Any]) -> None:
 
 
 def _leave(
-    error: Exception,
-    function: Callable[..., Any],
-    kwargs: Mapping[str, Any],
-    answers: Mapping[str, str] | None,
+    error: Exception, function: Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Answers a wrong keyword, and hides own frames of what leaves a function."""
-    if isinstance(error, TypeError) and _answer(error, function, kwargs, answers or {}):
+    if isinstance(error, TypeError) and _answer(error, function, kwargs):
         error.__traceback__ = None  # The caller's line is yet to come.
         return
     # A generator may be ended when Python has ended, and JAX is gone.
@@ -91,17 +88,20 @@ def _leave(
 
 
 def _answer(
-    error: TypeError,
-    function: Callable[..., Any],
-    kwargs: Mapping[str, Any],
-    answers: Mapping[str, str],
+    error: TypeError, function: Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> bool:
     """Says more in Python's error of a keyword, if a function does not have it."""
-    known = _keywords(function) if kwargs else []
-    unknown = [name for name in kwargs if known and name not in known]
-    if not unknown:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # Of some builtins.
+        return False
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = [p.name for p in parameters if p.kind in by_name and p.name != "self"]
+    unknown = [name for name in kwargs if name not in known]
+    if not (known and unknown) or any(p.kind is p.VAR_KEYWORD for p in parameters):
         return False
     name, owner = unknown[0], function.__qualname__.removesuffix(".__init__")
+    answer = ANSWERS.get(f"{owner}.{name}") or ANSWERS.get(name)
     longer = [each for each in known if each.endswith(f"_{name}")]
     found = longer or difflib.get_close_matches(name, known, n=1)
     nearest = (
@@ -111,32 +111,21 @@ def _answer(
     )
     error.args = (
         f"`{name}` is {kwargs[name]!r}, but `{owner}` has no such argument. "
-        f"{answers.get(name) or nearest}",
+        f"{answer or nearest}",
     )
     return True
-
-
-def _keywords(function: Callable[..., Any]) -> list[str]:
-    """Returns the keywords that a function takes; of any keyword, none."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # Of some builtins.
-        return []
-    kinds = {each.kind for each in parameters.values()}
-    if inspect.Parameter.VAR_KEYWORD in kinds:
-        return []
-    return [
-        name
-        for name, each in parameters.items()
-        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-        and name != "self"
-    ]
 
 
 def _hide(error: BaseException) -> None:
     """Removes own frames from an exception and from all exceptions that led to it."""
     entries = list(_entries(error.__traceback__))
-    _say_once(error, is_ours=any(map(_is_own, entries)) and not _is_raised(entries[-1]))
+    notes = [note for note in getattr(error, "__notes__", ()) if note != _NOTE]
+    # One note says so, unless JAX has added its own, or the error is one of ours.
+    is_said = any(_SWITCH in note for note in notes)
+    if any(map(_is_own, entries)) and not (is_said or _is_raised(entries[-1])):
+        notes.append(_NOTE)
+    if notes != getattr(error, "__notes__", []):
+        error.__notes__ = notes
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
@@ -151,16 +140,6 @@ def _hide(error: BaseException) -> None:
                 kept = types.TracebackType(kept, entry.tb_frame, entry.tb_lasti, line)
         current.__traceback__ = kept
         pending += [current.__cause__, current.__context__]
-
-
-def _say_once(error: BaseException, is_ours: bool) -> None:
-    """Adds one note on the missing frames, unless JAX has added its own."""
-    notes = [note for note in getattr(error, "__notes__", ()) if note != _NOTE]
-    is_said = any(_SWITCH in note for note in notes)
-    if is_ours and not is_said:
-        notes.append(_NOTE)
-    if notes != getattr(error, "__notes__", []):
-        error.__notes__ = notes
 
 
 def _is_raised(entry: types.TracebackType) -> bool:

@@ -5,59 +5,47 @@ import inspect
 import pytest
 
 import armillary
-from armillary import actions, cluster, summary
+from armillary import actions, cluster, estimator, summary
+from armillary._old_names import ANSWERS
 
-RENAMED = {
-    armillary.StandardTrainerOptions: {
-        "use_tf_function": "It is called `compile_step` here.",
-        "use_tf_while_loop": "It is called `compile_loop` here.",
-        "use_tpu_summary_optimization": "Leave it out: summaries are written between ",
-    },
-    armillary.StandardEvaluatorOptions: {
-        "use_tf_function": "It is called `compile_step` here.",
-        "use_tf_while_loop": "It is called `compile_loop` here.",
-        "on_non_finite": "An evaluation changes nothing that lasts, so there is ",
-        "check_replicas_every": "An evaluation changes nothing that lasts, so there ",
-    },
-    armillary.InputOptions: {
-        "experimental_fetch_to_device": "Leave it out: batches are always on ",
-        "experimental_per_replica_buffer_size": "It is called `prefetch` here.",
-        "experimental_place_dataset_on_device": "It is called `place_on_device` here.",
-        "experimental_replication_mode": "Leave it out: a function with an ",
-    },
-    actions.NewBestMetric: {"filename": "Use `directory`, in which it makes a file "},
-    actions.SaveCheckpointIfPreempted: {
-        "cluster_resolver": "Leave it out: the processes are those that ",
-        "checkpoint_number": "Leave it out: it is that of the manager's step counter.",
-    },
-    cluster.TerminationConfig: {
-        "termination_watcher_fn": "It is called `watcher` here.",
-        "save_fn": "Leave it out: the checkpoint manager saves.",
-    },
-    armillary.CheckpointManager: {
-        "checkpoint_name": "Leave it out: each checkpoint is a folder named for its ",
-    },
-    summary.SummaryManager: {
-        "summary_fn": "Use `writer_fn`, which makes the writer of each directory.",
-        "global_step": "Leave it out: `write_summaries(output, step=...)` takes the ",
-    },
-    armillary.MultiWorkerMirroredStrategy: {
-        "communication": "Write `communication_options=armillary.cluster.Communicati",
-    },
-    armillary.Controller: {
-        "enable_async_checkpointing": "Leave it out: every save goes on in the ",
-        "hang_timeout": "It is called `hang_timeout_seconds` here.",
-    },
+# Where each of these keywords stood.
+OLD = {
+    armillary.StandardTrainerOptions: [
+        "use_tf_function",
+        "use_tf_while_loop",
+        "use_tpu_summary_optimization",
+    ],
+    armillary.StandardEvaluatorOptions: ["on_non_finite", "check_replicas_every"],
+    armillary.InputOptions: [
+        "experimental_fetch_to_device",
+        "experimental_per_replica_buffer_size",
+        "experimental_place_dataset_on_device",
+        "experimental_replication_mode",
+    ],
+    actions.NewBestMetric: ["filename"],
+    actions.ExportModel: ["signatures"],
+    actions.PeriodicAction: ["global_step"],
+    actions.SaveCheckpointIfPreempted: ["cluster_resolver", "checkpoint_number"],
+    cluster.TerminationConfig: ["termination_watcher_fn", "save_fn"],
+    armillary.CheckpointManager: ["checkpoint_name"],
+    summary.SummaryManager: ["summary_fn", "global_step"],
+    armillary.MultiWorkerMirroredStrategy: ["communication"],
+    armillary.TPUStrategy: ["tpu_cluster_resolver", "device_assignment"],
+    armillary.Controller: ["enable_async_checkpointing", "hang_timeout", "eval_steps"],
+    estimator.RunConfig: ["session_config", "save_checkpoints_secs"],
+    estimator.Estimator.train: ["hooks", "saving_listeners"],
+    estimator.LinearRegressor: ["weight_column", "label_vocabulary"],
 }
 
 
-@pytest.mark.parametrize("kind", RENAMED)
+@pytest.mark.parametrize("kind", OLD, ids=lambda kind: kind.__qualname__)
 def test_an_old_keyword_is_answered_with_the_new_one(kind):
-    for name, answer in RENAMED[kind].items():
+    for name in OLD[kind]:
+        answer = ANSWERS.get(f"{kind.__qualname__}.{name}") or ANSWERS[name]
         with pytest.raises(TypeError) as caught:
             kind(**{name: True})
-        start = f"`{name}` is True, but `{kind.__name__}` has no such argument. "
-        assert str(caught.value).startswith(start + answer)
+        assert str(caught.value).startswith(f"`{name}` is True, but `")
+        assert str(caught.value).endswith(f"` has no such argument. {answer}")
         # What an answer names exists, and what it answers does not.
         parameters = inspect.signature(kind).parameters
         assert name not in parameters

@@ -17,14 +17,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from armillary._checks import answers_old_names, check_callable, check_not_negative
+from armillary._checks import check_callable, check_not_negative
 from armillary._logging import logger
 
 
-@answers_old_names(
-    termination_watcher_fn="It is called `watcher` here.",
-    save_fn="Leave it out: the checkpoint manager saves.",
-)
 @dataclass(frozen=True, kw_only=True)
 class TerminationConfig:
     """How a job learns that a machine is going to be taken, and how it ends.

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from armillary._checks import (
-    answers_old_names,
     check_callable,
     check_not_negative,
     check_num_steps,
@@ -55,12 +54,6 @@ if TYPE_CHECKING:
     from armillary.plan._report import Plan
 
 
-@answers_old_names(
-    eval_steps="Methods take it: `train_and_evaluate(eval_steps=...)`, or "
-    "`evaluate(steps=...)`.",
-    enable_async_checkpointing="Leave it out: every save goes on in the background.",
-    hang_timeout="It is called `hang_timeout_seconds` here.",
-)
 class Controller:
     """Runs the outer loop around a trainer and an evaluator.
 

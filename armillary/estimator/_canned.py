@@ -21,7 +21,6 @@ import optax
 from flax import nnx
 
 from armillary._checks import (
-    answers_old_names,
     check_callable,
     check_not_negative,
     check_positive_int,
@@ -144,16 +143,6 @@ def as_optimizer(
     return made
 
 
-_ANSWERS = {
-    "weight_column": "Use an `Estimator` whose `model_fn` weights its losses.",
-    "label_vocabulary": "Return numbers of classes from `input_fn`.",
-    "warm_start_from": "Leave it out: an estimator goes on from its own `model_dir`.",
-    "loss_reduction": "Leave it out: the loss is the mean over the batch.",
-    "sparse_combiner": "Leave it out: columns are dense.",
-    "batch_norm": "Use an `Estimator` whose `model_fn` has `nnx.BatchNorm`.",
-}
-
-
 class _Linear(nnx.Module):
     """A linear layer that begins at zero, as TensorFlow's linear models do."""
 
@@ -240,7 +229,6 @@ class _Canned(Estimator):
             raise
 
 
-@answers_old_names(**_ANSWERS)
 class LinearRegressor(_Canned):
     """Linear regression of columns (`tf.estimator.LinearRegressor`).
 
@@ -273,7 +261,6 @@ class LinearRegressor(_Canned):
         super().__init__(feature_columns, head, _Linear, optimizer, model_dir, config)
 
 
-@answers_old_names(**_ANSWERS)
 class LinearClassifier(_Canned):
     """Logistic regression of columns (`tf.estimator.LinearClassifier`).
 
@@ -303,7 +290,6 @@ class LinearClassifier(_Canned):
         super().__init__(feature_columns, head, _Linear, optimizer, model_dir, config)
 
 
-@answers_old_names(**_ANSWERS)
 class DNNRegressor(_Canned):
     """Regression by a dense network (`tf.estimator.DNNRegressor`).
 
@@ -342,7 +328,6 @@ class DNNRegressor(_Canned):
         super().__init__(feature_columns, head, make, optimizer, model_dir, config)
 
 
-@answers_old_names(**_ANSWERS)
 class DNNClassifier(_Canned):
     """Classification by a dense network (`tf.estimator.DNNClassifier`).
 

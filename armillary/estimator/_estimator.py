@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from armillary._checks import (
-    answers_old_names,
     check_callable,
     check_instance,
     check_one_of,
     check_positive_int,
 )
 from armillary._logging import logger
+from armillary._traceback import hides_frames
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._folder import as_absolute, find_checkpoints
 from armillary.checkpoint._manager import CheckpointManager
@@ -30,7 +30,7 @@ from armillary.estimator._input import (
     distribute_input,
     find_specs,
 )
-from armillary.estimator._model_fn import NO_EXPORT, NO_HOOKS, ModeKeys, Model, ModelFn
+from armillary.estimator._model_fn import NO_EXPORT, ModeKeys, Model, ModelFn
 from armillary.estimator._run_config import RunConfig, choose_directory
 from armillary.estimator._runners import EstimatorEvaluator, EstimatorTrainer, predict
 from armillary.typing import Output
@@ -44,9 +44,6 @@ _NOT_THERE = {
 }
 
 
-@answers_old_names(
-    warm_start_from="Leave it out: `make_fn` of `modules.make` may read a checkpoint."
-)
 class Estimator:
     """Trains and evaluates what a model function describes (`tf.estimator.Estimator`).
 
@@ -96,7 +93,7 @@ class Estimator:
             fix = f". {_NOT_THERE[name]}" if name in _NOT_THERE else ""
             raise AttributeError(problem + fix)
 
-    @answers_old_names(hooks=NO_HOOKS, saving_listeners=NO_HOOKS)
+    @hides_frames
     def train(
         self,
         input_fn: Callable[..., Any],
@@ -140,7 +137,7 @@ class Estimator:
             controller.train(target if max_steps is None else max_steps)
         return self
 
-    @answers_old_names(hooks=NO_HOOKS)
+    @hides_frames
     def evaluate(
         self,
         input_fn: Callable[..., Any],
@@ -176,10 +173,7 @@ class Estimator:
         ) as controller:
             return made.describe(controller.evaluate(-1 if steps is None else steps))
 
-    @answers_old_names(
-        hooks=NO_HOOKS,
-        predict_keys="Take the entries that you need of each prediction.",
-    )
+    @hides_frames
     def predict(
         self,
         input_fn: Callable[..., Any],

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from armillary._checks import answers_old_names, check_callable
+from armillary._checks import check_callable
 from armillary.distribute.replica._collectives import ReplicaContext
 from armillary.distribute.replica._context import entered
 from armillary.distribute.strategies._single import DefaultStrategy
@@ -35,24 +35,12 @@ class ModeKeys(enum.StrEnum):
     PREDICT = "infer"
 
 
-NO_HOOKS = (
-    "Leave it out: there is no session that hooks could run in. A `Controller` of your "
-    "own has actions, which run between loops."
-)
 NO_EXPORT = (
     "Read a module from a checkpoint, `armillary.Checkpoint(net=net).read(path, "
     "rename={'model/net': 'net'})`, and export it by `armillary.actions.ExportModel`."
 )
 
 
-@answers_old_names(
-    training_chief_hooks=NO_HOOKS,
-    training_hooks=NO_HOOKS,
-    evaluation_hooks=NO_HOOKS,
-    prediction_hooks=NO_HOOKS,
-    scaffold="Leave it out: `make_fn` of `modules.make` sets a module up.",
-    export_outputs=f"Leave it out. {NO_EXPORT}",
-)
 @dataclass(frozen=True)
 class EstimatorSpec:
     """What a model function returns; see the package for an example.

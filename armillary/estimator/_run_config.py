@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from armillary._checks import (
-    answers_old_names,
     check_instance,
     check_not_negative,
     check_not_negative_int,
@@ -27,20 +26,7 @@ from armillary.cluster.resolvers._spec import ClusterSpec, ProcessPlan
 from armillary.distribute._strategy import Strategy
 from armillary.errors import EstimatorError
 
-_XLA = "Leave it out: there is no session here, and XLA places operations."
 
-
-@answers_old_names(
-    save_checkpoints_secs="Use `save_checkpoints_steps`: checkpoints are saved at "
-    "steps.",
-    session_config=_XLA,
-    device_fn=_XLA,
-    protocol=_XLA,
-    session_creation_timeout_secs=_XLA,
-    checkpoint_save_graph_def="Leave it out: there is no graph to save.",
-    experimental_distribute="Use `train_distribute` and `eval_distribute`.",
-    experimental_max_worker_delay_secs="Leave it out: workers wait for each other.",
-)
 @dataclass(frozen=True)
 class RunConfig:
     """How an `Estimator` runs.

@@ -5,22 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from armillary._checks import (
-    answers_old_names,
     check_callable,
     check_instance,
     check_positive_int,
 )
 from armillary._traceback import hides_frames
 from armillary.estimator._estimator import Estimator, check_name
-from armillary.estimator._model_fn import NO_EXPORT, NO_HOOKS
-
-_INTERVAL = (
-    "Leave it out: evaluations come every `RunConfig(save_checkpoints_steps=...)` "
-    "steps."
-)
 
 
-@answers_old_names(hooks=NO_HOOKS, saving_listeners=NO_HOOKS)
 @dataclass(frozen=True)
 class TrainSpec:
     """How `train_and_evaluate` trains.
@@ -43,12 +35,6 @@ class TrainSpec:
             check_positive_int("max_steps", self.max_steps)
 
 
-@answers_old_names(
-    hooks=NO_HOOKS,
-    exporters=f"Leave it out. {NO_EXPORT}",
-    start_delay_secs=_INTERVAL,
-    throttle_secs=_INTERVAL,
-)
 @dataclass(frozen=True)
 class EvalSpec:
     """How `train_and_evaluate` evaluates.

@@ -5,21 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from armillary._checks import (
-    answers_old_names,
     check_instance,
     check_one_of,
     check_positive_int,
-)
-
-_OLD_OPTIONS = {
-    "use_tf_function": "It is called `compile_step` here.",
-    "use_tf_while_loop": "It is called `compile_loop` here.",
-    "use_tpu_summary_optimization": "Leave it out: summaries are written between "
-    "loops, so that nothing is to be optimized.",
-}
-_TRAINER_ONLY = (
-    "An evaluation changes nothing that lasts, so there is nothing to watch. Set it in "
-    "the trainer's `StandardTrainerOptions`."
 )
 
 
@@ -72,7 +60,6 @@ class LoopOptions:
         return self.compile_hooks if is_compiled and not is_watched else False
 
 
-@answers_old_names(**_OLD_OPTIONS)
 @dataclass(frozen=True, kw_only=True)
 class StandardTrainerOptions(LoopOptions):
     """How a `StandardTrainer` runs its steps.
@@ -148,9 +135,6 @@ class StandardTrainerOptions(LoopOptions):
             check_positive_int("check_replicas_every", self.check_replicas_every)
 
 
-@answers_old_names(
-    **_OLD_OPTIONS, on_non_finite=_TRAINER_ONLY, check_replicas_every=_TRAINER_ONLY
-)
 @dataclass(frozen=True, kw_only=True)
 class StandardEvaluatorOptions(LoopOptions):
     """How a `StandardEvaluator` runs its steps.

@@ -306,7 +306,7 @@ def test_arguments_of_canned_estimators(tmp_path, kind, arguments, error, messag
         (
             lambda: estimator.Estimator(no_labels, warm_start_from="run"),
             TypeError,
-            "`Estimator` has no such argument. Leave it out: `make_fn`",
+            "`Estimator` has no such argument. `make_fn`",
         ),
         (
             lambda: estimator.Estimator(no_labels, 3),
@@ -348,7 +348,11 @@ def test_arguments_of_canned_estimators(tmp_path, kind, arguments, error, messag
         (lambda: estimator.TrainSpec(min, 0), ValueError, "`max_steps` is 0"),
         (lambda: estimator.EvalSpec(3), TypeError, "`input_fn` is 3"),
         (lambda: estimator.EvalSpec(min, 0), ValueError, "`steps` is 0"),
-        (lambda: estimator.EvalSpec(min, throttle_secs=1), TypeError, "Leave it out"),
+        (
+            lambda: estimator.EvalSpec(min, throttle_secs=1),
+            TypeError,
+            "each checkpoint is evaluated",
+        ),
         (lambda: estimator.RunConfig(keep_checkpoint_max=-1), ValueError, "is -1"),
         (lambda: estimator.RunConfig(log_step_count_steps=0), ValueError, "is 0"),
         (lambda: estimator.RunConfig(save_summary_steps=0), ValueError, "is 0"),

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from armillary._checks import answers_old_names
 from armillary._logging import ensure_visible, logger
 from armillary.cluster.resolvers._resolver import (
     ClusterResolver,
@@ -22,19 +21,8 @@ from armillary.cluster.resolvers._schedulers import (
 from armillary.cluster.resolvers._spec import ClusterSpec, ProcessPlan, check_port
 
 _PORT = 8482
-_ON_THE_TPU = "Leave it out: the program runs on the machines of the TPU itself."
 
 
-@answers_old_names(
-    zone=_ON_THE_TPU,
-    project=_ON_THE_TPU,
-    job_name="Leave it out: the machines of the TPU are the workers.",
-    coordinator_name="Leave it out: worker 0 is the coordinator.",
-    coordinator_address="Leave it out, or use `port`: worker 0 is the coordinator.",
-    credentials=_ON_THE_TPU,
-    service=_ON_THE_TPU,
-    discovery_url=_ON_THE_TPU,
-)
 class TPUClusterResolver(ScheduledResolver):
     """Reads the variables that describe the machines of a TPU slice.
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import jax
 from jax.core import Tracer
 
-from armillary._checks import answers_old_names, check_instance
+from armillary._checks import check_instance
 from armillary._jaxpr import is_in_trace
 from armillary._logging import logger
 from armillary.cluster._communication import CommunicationOptions
@@ -121,10 +121,6 @@ def order_devices(devices: Any) -> list[Any]:
     return sorted(devices, key=lambda device: (device.process_index, device.id))
 
 
-@answers_old_names(
-    communication="Write `communication_options=armillary.cluster.CommunicationOptions("
-    "implementation=...)`, as in `tf.distribute` since 2.4."
-)
 class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
     """One replica per device of all processes, with equal variables on all of them.
 
@@ -204,12 +200,6 @@ _ONE_DEVICE = (
 )
 
 
-@answers_old_names(
-    tpu_cluster_resolver="It is called `resolver` here.",
-    device_assignment=_ONE_DEVICE,
-    experimental_device_assignment=_ONE_DEVICE,
-    experimental_spmd_xla_partitioning=_ONE_DEVICE,
-)
 class TPUStrategy(MultiWorkerMirroredStrategy):
     """One replica per TPU core, with equal variables on all of them.
 
