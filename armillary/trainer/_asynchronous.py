@@ -19,8 +19,8 @@ from armillary.errors import OutOfRangeError
 from armillary.parameter_server._strategy import (
     ParameterServerStrategy,
 )
-from armillary.trainer._loop import Data, Loop
-from armillary.trainer._options import StandardTrainerOptions
+from armillary.trainer._options import LoopOptions, StandardTrainerOptions
+from armillary.trainer._runner import Run
 from armillary.typing import Output, PyTree
 
 
@@ -32,30 +32,24 @@ class AsynchronousLoop:
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        strategy: ParameterServerStrategy,
-        datasets: PyTree,
-        options: StandardTrainerOptions,
+        self, trainer: Any, strategy: ParameterServerStrategy, run: Run
     ) -> None:
         # Optax and Ray are imported where they are used.
-        from armillary.parameter_server._coordinator import (
-            ClusterCoordinator,
-        )
+        from armillary.parameter_server._coordinator import ClusterCoordinator
 
-        _check_options(options)
+        _check_options(run.options)
         self._step, self._strategy = trainer.train_step, strategy
-        self._datasets = datasets
+        self._datasets = run.datasets
         self._coordinator = ClusterCoordinator(strategy)
         # Workers do without datasets and loops, of this trainer and an evaluator's.
-        local = (Data, Loop, AsynchronousLoop, DistributedDataset)
+        local = (Run, DistributedDataset)
         held = [value for value in vars(trainer).values() if isinstance(value, local)]
         self._coordinator.leave_out([self, *held])
-        self._iterators = jax.tree.map(self._make_iterator, datasets)
+        self._iterators = jax.tree.map(self._make_iterator, run.datasets)
 
-    def serves(self, datasets: PyTree, strategy: Strategy) -> bool:
+    def serves(self, run: Run, strategy: Strategy) -> bool:
         """Returns whether this loop can run a trainer as it is now."""
-        return self._datasets is datasets and self._strategy is strategy
+        return self._datasets is run.datasets and self._strategy is strategy
 
     def run(self, num_steps: int) -> int:
         """Runs steps; returns how many there was data for."""
@@ -121,7 +115,7 @@ class Share:
         return itertools.islice(self._dataset.global_batches(0), start, None, step)
 
 
-def _check_options(options: StandardTrainerOptions) -> None:
+def _check_options(options: LoopOptions) -> None:
     default = StandardTrainerOptions()
     for name in (
         "on_non_finite",

@@ -1,8 +1,8 @@
 """The program of a training loop for devices that are not there.
 
-It is made by the code that makes the one that runs (`Programs`), from types in place of
-arrays. Each share of a batch, one for each replica, keeps as many examples as it has on
-the devices of this process.
+It is made by the code that makes the one that runs (`StepPrograms`), from types in
+place of arrays. Each share of a batch, one for each replica, keeps as many examples as
+it has on the devices of this process.
 """
 
 import math
@@ -18,11 +18,11 @@ from armillary.data._layout import BatchLayout
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._gather import Gather
 from armillary.distribute._global_arrays import everywhere
+from armillary.trainer._datasets import distribute, flatten_datasets
 from armillary.trainer._guard import Health, LoopGuard
-from armillary.trainer._loop_data import choose_chunk_size, distribute, flatten_datasets
-from armillary.trainer._options import StandardTrainerOptions
+from armillary.trainer._loop import choose_chunk_size
 from armillary.trainer._step_checks import StepMethod
-from armillary.trainer._tracer import Programs
+from armillary.trainer._tracer import StepPrograms
 from armillary.typing import PyTree
 from armillary.xla._lowerings import Split
 
@@ -68,19 +68,10 @@ class _Dataset(NamedTuple):
     gather: Gather
 
 
-class _Data(NamedTuple):
-    """What of `LoopData` they are made from."""
-
-    datasets: list[_Dataset]
-    structure: Any
-    batches_per_step: tuple[int, ...] = ()
-
-
 @contextmanager
 def described_loop(
     method: StepMethod,
     nest: PyTree,
-    options: StandardTrainerOptions,
     *,
     num_steps: int,
     num_devices: int,
@@ -99,60 +90,47 @@ def described_loop(
     shares = [_share(data, num_shares, per_replica_batch) for data in datasets]
     with strategy.described(num_devices, platform) as mesh:
         layout = strategy.layout
-        data = _Data(
-            [_Dataset(layout, dataset.gather.on(layout)) for dataset in datasets],
-            structure,
+        described = [_Dataset(layout, each.gather.on(layout)) for each in datasets]
+        programs = StepPrograms(
+            method, described, structure, LoopGuard(method), keep_results=False
         )
-        yield _describe(method, data, options, shares, num_steps, mesh)
+        yield _describe(method, programs, described, shares, num_steps, mesh)
 
 
 def _describe(
     method: StepMethod,
-    data: _Data,
-    options: StandardTrainerOptions,
+    programs: StepPrograms,
+    datasets: list[_Dataset],
     shares: list[PyTree],
     num_steps: int,
     mesh: AbstractMesh,
 ) -> DescribedLoop:
-    strategy = method.strategy
-    layout = strategy.layout
-    types = [layout.describe(share) for share in shares]
-    guard = LoopGuard(method, options)
-    active = (layout.num_replicas,) * len(types)
-
-    def make(data: Any) -> Programs:
-        return Programs(method, data, options, guard, keep_results=False)
-
-    programs = make(data)
-    programs.find_state()
-    per_step = programs.count_batches(types, active)
-    programs = make(data._replace(batches_per_step=per_step))
+    layout, options = method.strategy.layout, method.options
     programs.find_hooks()
     flat = programs.find_state()
-    inputs = [
-        dataset.gather.describe(share)
-        for dataset, share in zip(data.datasets, shares, strict=True)
-    ]
+    types = [layout.describe(share) for share in shares]
+    active = (layout.num_replicas,) * len(types)
+    per_step = programs.count_batches(types, active)
     builder = ChunkBuilder(
         per_step,
         steps_per_chunk=options.steps_per_chunk or choose_chunk_size(num_steps),
         max_chunk_bytes=options.max_chunk_bytes,
     )
-    capacity = builder.count_steps([layout.describe(sent) for sent, _ in inputs])
+    pairs = zip(datasets, shares, strict=True)
+    sent, resident = zip(*(d.gather.describe(s) for d, s in pairs), strict=True)
+    capacity = builder.count_steps([layout.describe(each) for each in sent])
     chunk = Chunk(
         arrays=[
-            layout.describe(sent, (capacity * taken,))
-            for (sent, _), taken in zip(inputs, per_step, strict=True)
+            layout.describe(each, (capacity * taken,))
+            for each, taken in zip(sent, per_step, strict=True)
         ],
-        resident=[_placed(resident, everywhere(mesh)) for _, resident in inputs],
+        resident=[_placed(each, everywhere(mesh)) for each in resident],
         types=types,
         num_steps=capacity,
         capacity=capacity,
         signature=None,
         num_active=active,
         num_replicas=active,
-        positions=[],
-        ends=[],
     )
     program = programs.get(chunk)
     health = None
@@ -168,9 +146,9 @@ def _describe(
         capacity=capacity,
         num_shares=layout.num_shares,
         share_size=jax.tree.leaves(shares[0])[0].shape[0],
-        num_parts=method.accumulate_steps,
+        num_parts=options.accumulate_steps,
         chunk_bytes=_count_held(chunk.arrays),
-        state_bytes=_count_bytes(flat.types),
+        state_bytes=sum(type_.size * type_.dtype.itemsize for type_ in flat.types),
         held_bytes=_count_held(flat.describe(())),
         compiler_options=dict(options.compiler_options or {}),
         split=flat.split,
@@ -184,10 +162,6 @@ def _share(dataset: DistributedDataset, num_shares: int, size: int | None) -> Py
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), spec
     )
-
-
-def _count_bytes(types: PyTree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
 
 
 def _count_held(types: PyTree) -> int:

@@ -1,22 +1,16 @@
 """Guards the loops of a trainer: values that are not finite, copies that differ.
 
-A loop returns before its steps have run. What is known of them stays on the device, in
-small arrays that nobody waits for. Whoever started the loop resolves its `LoopCheck`
-before the state counts as good, for example before it is saved. The next loop may start
-before that: whether a step has ended training is an input of every program, and after
-such a step no other has an effect.
-
-Undoes steps that leave values which are not finite, on the device.
-
-After each step the new values are looked at in one pass. Only if one of them is
+After each step the new values are looked at in one pass. Only if one of them is bad,
 infinite or not a number, the second look counts, for each array, whether there are more
 of them than before the step: a log that is padded with NaN, or a best value that starts
-at infinity, is no failure. What was found is kept in a few small arrays that travel
-from program to program, so that Python need not wait for it.
+at infinity, is no failure. What was found (`Health`) travels from program to program,
+and whether a step has ended training is an input of each: after such a step no other
+has an effect. So nobody waits for it, and the next loop may start before the
+`LoopCheck` of the last one is resolved, which must be before its state counts as good.
 
 Both looks are on the far side of a branch. XLA does not merge operations across one,
 so the step is compiled to the same instructions as without them, and gives the same
-bits. A step that is not compiled is looked at in NumPy, by the same rules.
+bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from armillary._checks import list_lines
 from armillary._logging import logger
 from armillary.data.feed._position import Position
-from armillary.distribute._global_arrays import everywhere, is_divided
+from armillary.distribute._global_arrays import everywhere
 from armillary.distribute.program._compare import (
     ReplicaComparison,
     check_equal,
@@ -40,8 +33,13 @@ from armillary.distribute.program._compare import (
 from armillary.errors import NonFiniteError
 from armillary.state._lift import State
 from armillary.state._slots import Role, Slot
-from armillary.trainer._options import LoopOptions
 from armillary.trainer._step_checks import StepMethod
+
+_HOW_TO_FIND = (
+    "To find the operation, begin the program with "
+    '`jax.config.update("jax_debug_nans", True)` (`jax_debug_infs` for infinities) and '
+    "run the step with `StandardTrainerOptions(compile_step=False)` on one device."
+)
 
 
 class Health(NamedTuple):
@@ -80,26 +78,20 @@ class StepGuard:
         state: State,
         types: Sequence[Any] | Mapping[int, Any],
         changed: Sequence[int],
-        mesh: Mesh | None,
-        *,
-        stops: bool,
+        method: StepMethod,
     ) -> None:
-        self._num_arrays = len(state.paths)
-        self._stops = stops
-        self._mesh = mesh
-        self.sharding = None if mesh is None else everywhere(mesh)
-        pairs = list(enumerate(changed))
-        self._checked = [
-            (position, index)
-            for position, index in pairs
-            if jnp.issubdtype(types[index].dtype, jnp.inexact)
-        ]
+        self._mesh = method.strategy.mesh
+        self.sharding = None if self._mesh is None else everywhere(self._mesh)
+        self._stops = method.options.on_non_finite == "raise"
+        is_float = [jnp.issubdtype(types[i].dtype, jnp.inexact) for i in changed]
+        self._checked = [place for place, each in enumerate(is_float) if each]
+        self._indices = np.array([changed[i] for i in self._checked], np.int32)
         of_optimizer = [part for s in state.slots for part in s.is_of_optimizer()]
         self._moves_on = [
-            not stops
-            and not of_optimizer[index]
-            and _is_counter_or_key(state.owners[index], types[index].dtype)
-            for _, index in pairs
+            not self._stops
+            and not of_optimizer[i]
+            and _is_counter_or_key(state.owners[i], types[i].dtype)
+            for i in changed
         ]
 
     def check(
@@ -109,51 +101,32 @@ class StepGuard:
 
         `old` and `new` are the arrays of `changed` before and after it.
         """
-        floats = [new[position] for position, _ in self._checked]
+        floats = [new[i] for i in self._checked]
         is_fine = _fenced(self._are_finite, floats, health.num_steps)
         return jax.lax.cond(
             is_fine & ~health.is_halted,
             _go_on,
-            self._look_closely,
+            self.look_closely,
             list(old),
             list(new),
             health,
         )
-
-    def check_now(
-        self, old: Sequence[jax.Array], new: Sequence[jax.Array], health: Health
-    ) -> tuple[list[Any], Health]:
-        """Returns the same as `check`, after a step that was not compiled."""
-        before, after = (
-            np.array([_count_now(arrays[i]) for i, _ in self._checked], np.int32)
-            for arrays in (old, new)
-        )
-        return self._settle(old, new, before, after, jax.device_get(health))
 
     def _are_finite(self, arrays: Sequence[Any]) -> Any:
         if not arrays:
             return jnp.bool_(True)
         return largest_on_replicas(self._mesh, _has_bad, arrays) == 0
 
-    def _look_closely(
-        self, old: list[Any], new: list[Any], health: Health
+    def look_closely(
+        self, old: Sequence[Any], new: Sequence[Any], health: Health
     ) -> tuple[list[Any], Health]:
-        positions = [position for position, _ in self._checked]
-        pairs = [old[i] for i in positions], [new[i] for i in positions]
+        """Does what `check` does, also where there is nothing to be compiled."""
         before, after = (
-            largest_on_replicas(self._mesh, _count_bad, arrays) for arrays in pairs
+            largest_on_replicas(
+                self._mesh, _count_bad, [all_[i] for i in self._checked]
+            )
+            for all_ in (old, new)
         )
-        return self._settle(old, new, before, after, health)
-
-    def _settle(
-        self,
-        old: Sequence[Any],
-        new: Sequence[Any],
-        before: Any,
-        after: Any,
-        health: Health,
-    ) -> tuple[list[Any], Health]:
-        """Returns what `check` does, given how many values of each array are bad."""
         is_bad = jnp.any(after > before) & ~health.is_halted
         undo = is_bad | health.is_halted
         kept = [
@@ -161,9 +134,8 @@ class StepGuard:
             for was, now, moves_on in zip(old, new, self._moves_on, strict=True)
         ]
         is_first = is_bad & (health.num_bad == 0)
-        indices = np.array([index for _, index in self._checked], np.int32)
-        counts = jnp.zeros(self._num_arrays, jnp.int32)
-        counts = counts.at[indices].set(jnp.where(after > before, after, 0))
+        counts = jnp.zeros_like(health.counts)
+        counts = counts.at[self._indices].set(jnp.where(after > before, after, 0))
         return kept, Health(
             is_halted=health.is_halted | (is_bad & self._stops),
             num_steps=health.num_steps + jnp.where(health.is_halted, 0, 1),
@@ -204,31 +176,11 @@ def _count_bad(arrays: Sequence[Any]) -> Any:
     return jnp.stack([jnp.sum(is_bad(array), dtype=jnp.int32) for array in arrays])
 
 
-def _count_now(array: jax.Array) -> int:
-    if is_divided(array):  # All processes must count the same.
-        return int(_count_bad([jax.block_until_ready(array)])[0])
-    parts: dict[str, int] = {}  # The worst copy of each part of the array.
-    for shard in array.addressable_shards:
-        count, part = (
-            int(np.sum(~np.isfinite(np.asarray(shard.data)))),
-            str(shard.index),
-        )
-        parts[part] = max(count, parts.get(part, 0))
-    return sum(parts.values())
-
-
 def is_bad(array: Any) -> Any:
     """Returns which values are infinite or not a number."""
     # Types of one byte lack operations on some devices; all of them fit into these.
     is_small = array.dtype.itemsize == 1
     return ~jnp.isfinite(array.astype(jnp.float32) if is_small else array)
-
-
-_HOW_TO_FIND = (
-    "To find the operation, begin the program with "
-    '`jax.config.update("jax_debug_nans", True)` (`jax_debug_infs` for infinities) and '
-    "run the step with `StandardTrainerOptions(compile_step=False)` on one device."
-)
 
 
 class LoopGuard:
@@ -238,11 +190,8 @@ class LoopGuard:
         health: What is known of the current loop's steps; `None` if nobody looks.
     """
 
-    def __init__(self, method: StepMethod, options: LoopOptions) -> None:
-        self._name, self._strategy = method.name, method.strategy
-        self._on_non_finite = options.on_non_finite
-        self._interval = options.check_replicas_every
-        strategy = method.strategy
+    def __init__(self, method: StepMethod) -> None:
+        self._method, strategy = method, method.strategy
         mesh = strategy.mesh if strategy.home is None else None
         self._comparison = ReplicaComparison(mesh, strategy.dispatch)
         self._checksums: jax.Array | None = None
@@ -258,18 +207,15 @@ class LoopGuard:
     ) -> None:
         """Prepares for a loop over the state with these paths, from these positions."""
         self._paths, self._num_asked = paths, num_steps
-        self._positions = [position]
-        self._checksums = None
-        if self._on_non_finite is None:
+        self._positions, self._checksums = [position], None
+        if self._method.options.on_non_finite is None:
             return
         start = self._start
         if start is None or len(start.counts) != len(paths):
-            start = self._strategy.layout.replicate(Health.start(len(paths)))
-            self._start = start
-        last = self.health
-        self.health = (
-            start if last is None else start._replace(is_halted=last.is_halted)
-        )
+            layout = self._method.strategy.layout
+            start = self._start = layout.replicate(Health.start(len(paths)))
+        is_halted = start.is_halted if self.health is None else self.health.is_halted
+        self.health = start._replace(is_halted=is_halted)
 
     def for_step(
         self,
@@ -278,10 +224,9 @@ class LoopGuard:
         changed: Sequence[int],
     ) -> StepGuard | None:
         """Returns what looks at each step, if anything does; as `StepGuard` takes."""
-        if self._on_non_finite is None:
+        if self._method.options.on_non_finite is None:
             return None
-        stops = self._on_non_finite == "raise"
-        return StepGuard(state, types, changed, self._strategy.mesh, stops=stops)
+        return StepGuard(state, types, changed, self._method)
 
     def add(self, positions: Sequence[tuple[Position, ...]]) -> None:
         """Notes where the data is after each step of those that were started."""
@@ -292,7 +237,7 @@ class LoopGuard:
         """Ends a loop in which `num_steps` steps ran; `read` returns the state."""
         before = self._num_steps
         self._num_steps += num_steps
-        interval = self._interval
+        interval = self._method.options.check_replicas_every
         if interval is not None and before // interval < self._num_steps // interval:
             self._checksums = self._comparison.start(read())
 
@@ -302,10 +247,9 @@ class LoopGuard:
         """Ends a loop with an error, which gets a note on a bad step before it."""
         check = self.check(rewind)
         self.health = None
-        if check is None:
-            return
         try:
-            check.resolve()
+            if check is not None:
+                check.resolve()
         except Exception as earlier:
             error.add_note(f"Before that, {earlier}")
 
@@ -329,28 +273,16 @@ class LoopGuard:
             rewind(positions[num_good])
             return find_origin(bad)
 
-        return LoopCheck(
-            name=self._name,
-            paths=self._paths,
-            num_steps=self._num_asked,
-            health=self.health,
-            checksums=self._checksums,
-            halt=halt,
-        )
+        name, health, checksums = self._method.name, self.health, self._checksums
+        return LoopCheck(name, self._paths, self._num_asked, health, checksums, halt)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class LoopCheck:
-    """Tells whether the steps of one loop are good.
+    """Tells whether the `num_steps` steps of one loop are good.
 
-    Attributes:
-        name: How messages call the step.
-        paths: The paths of the state's arrays.
-        num_steps: Steps that the loop was to run.
-        health: What is known of its steps, if anybody looked at them.
-        checksums: A row for each replica, if they are to be compared.
-        halt: Called with the number of good steps, and the arrays that the next one
-            left bad, if that one has ended training; says where they come from.
+    `halt` is called with the number of good steps, and the arrays that the next one
+    left bad, if that one has ended training; it says where they come from.
     """
 
     name: str
@@ -376,11 +308,11 @@ class LoopCheck:
         first = int(health.first_bad)
         bad = np.flatnonzero(health.counts).tolist()
         leaves = {self.paths[index]: int(health.counts[index]) for index in bad}
+        where = self._describe(step, first + 1)
         shown = list_lines(
             f"{path}: {count} value{'s' if count > 1 else ''}"
             for path, count in leaves.items()
         )
-        where = self._describe(step, first + 1)
         if not health.is_halted:
             logger.warning(
                 "`%s` left values that are not finite in %d of %d steps, which were "

@@ -3,187 +3,44 @@
 `train_loop_begin` and `train_loop_end` are Python. Where they are part of the program,
 many loops are one program, and Python's time between two loops is gone. They may be if
 Python need not run: if all they do is to reset metrics, set arrays, and compute numbers
-from them. Either the user says so (`compile_hooks=True`), or their code shows it
-(`_pure_code.py`).
-
-Reads the code of a hook, to tell whether Python must run it in every loop.
-
-Code that prints, logs, keeps a count or asks for the time must run in every loop; code
-that resets metrics and computes numbers from arrays need not. Only what is known to be
-of the second kind counts as such. That is little, on purpose: the names of the trainer
-itself, arithmetic, a few functions of `jax.numpy`, and the metrics of Flax.
+from them. Either the user says so (`compile_hooks=True`), or tracing shows it: what the
+code computes is in the program, what it reads of the trainer is watched like what a
+step reads, and `_Watch` stops it before it does anything else.
 """
 
-import ast
-import inspect
+import contextlib
+import dis
+import functools
 import sys
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from armillary._frames import is_library
 from armillary._logging import logger
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep, trace_step
 from armillary.typing import Output
 
-_STATEMENTS = (ast.Expr, ast.Return, ast.Pass, ast.Assign, ast.AugAssign, ast.AnnAssign)
-_EXPRESSIONS = (
-    *(ast.Constant, ast.Dict, ast.List, ast.Tuple, ast.BinOp, ast.UnaryOp),
-    *(ast.operator, ast.unaryop, ast.expr_context, ast.keyword),
-)
-_FUNCTIONS = (
-    *("abs", "array", "asarray", "exp", "float32", "full", "log", "max", "maximum"),
-    *("mean", "min", "minimum", "ones", "ones_like", "prod", "sqrt", "square", "std"),
-    *("sum", "var", "where", "zeros", "zeros_like"),
-)
-_METRIC_METHODS = ("compute", "reset")
-_PLAIN = (bool, int, float, str, type(None), jax.Array, np.ndarray, np.generic)
-_UNKNOWN = object()
-
-
-def find_effect(owner: Any, name: str) -> str | None:
-    """Returns why Python must run a method of a trainer in every loop, if it must."""
-    method = getattr(type(owner), name)
-    if name in vars(owner) or not inspect.isfunction(method):
-        return "it is no plain method"
-    try:
-        [definition] = ast.parse(textwrap.dedent(inspect.getsource(method))).body
-    except (OSError, SyntaxError, TypeError, ValueError):
-        return "its code cannot be read"
-    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
-        return "it is no plain method"
-    if type(owner).__setattr__ is not object.__setattr__:
-        return f"`{type(owner).__name__}` defines `__setattr__`"
-    reader = _Reader(owner, definition.args.args[0].arg, method.__globals__)
-    return next(reader.effects(definition.body), None)
-
-
-class _Reader:
-    """Reads statements, and knows which names are local by now."""
-
-    def __init__(self, owner: Any, self_name: str, names: dict[str, Any]) -> None:
-        self._owner, self._self, self._globals = owner, self_name, names
-        self._locals: set[str] = set()
-
-    def effects(self, body: list[ast.stmt]) -> Iterator[str]:
-        """Yields what is not known to need no Python."""
-        for statement in body:
-            if not isinstance(statement, _STATEMENTS):
-                yield _quote(statement)
-            elif isinstance(statement, ast.Assign):
-                yield from self._value(statement.value)
-                for target in statement.targets:
-                    yield from self._target(target)
-            elif isinstance(statement, ast.AugAssign | ast.AnnAssign):
-                if statement.value is not None:
-                    yield from self._value(statement.value)
-                yield from self._target(statement.target)
-            elif isinstance(statement, ast.Expr | ast.Return) and statement.value:
-                yield from self._value(statement.value)
-
-    def _target(self, target: ast.expr) -> Iterator[str]:
-        if isinstance(target, ast.Name) and target.id != self._self:
-            self._locals.add(target.id)
-            return
-        place = target.value if isinstance(target, ast.Subscript) else target
-        held = self._find(place) if isinstance(place, ast.Attribute) else _UNKNOWN
-        if isinstance(target, ast.Subscript):
-            is_known = _is_variable(held) and _is_whole(target.slice)
-        else:
-            is_known = isinstance(held, jax.Array) and self._is_own(place)
-        if not is_known:
-            yield _quote(target)
-
-    def _value(self, node: ast.AST) -> Iterator[str]:
-        if isinstance(node, ast.Call):
-            if not self._is_known_call(node):
-                yield _quote(node)
-                return
-            for argument in (*node.args, *node.keywords):
-                yield from self._value(argument)
-        elif isinstance(node, ast.Subscript):
-            if not (_is_variable(self._find(node.value)) and _is_whole(node.slice)):
-                yield _quote(node)
-        elif isinstance(node, ast.Attribute):
-            if not isinstance(self._find(node), _PLAIN):
-                yield _quote(node)
-        elif isinstance(node, ast.Name):
-            if node.id not in self._locals:  # a global, which may change
-                yield _quote(node)
-        elif isinstance(node, _EXPRESSIONS):
-            for part in ast.iter_child_nodes(node):
-                yield from self._value(part)
-        else:
-            yield _quote(node)
-
-    def _is_known_call(self, call: ast.Call) -> bool:
-        function = call.func
-        if not isinstance(function, ast.Attribute):
-            return False
-        if isinstance(function.value, ast.Name) and function.value.id != self._self:
-            is_shadowed = function.value.id in self._locals
-            module = self._globals.get(function.value.id)
-            return (
-                not is_shadowed and module is jax.numpy and function.attr in _FUNCTIONS
-            )
-        is_bare = not (call.args or call.keywords)
-        held = self._find(function.value)
-        return is_bare and function.attr in _METRIC_METHODS and _is_metric(held)
-
-    def _is_own(self, place: ast.AST) -> bool:
-        """Returns whether a place is an attribute of the trainer itself."""
-        return isinstance(place, ast.Attribute) and isinstance(place.value, ast.Name)
-
-    def _find(self, node: ast.AST) -> Any:
-        """Returns what a chain of names such as `self.a.b` holds, if that runs no code.
-
-        Properties and other code of the user are not known.
-        """
-        if isinstance(node, ast.Name):
-            is_owner = node.id == self._self and node.id not in self._locals
-            return self._owner if is_owner else _UNKNOWN
-        if not isinstance(node, ast.Attribute):
-            return _UNKNOWN
-        holder = self._find(node.value)
-        is_property = isinstance(getattr(type(holder), node.attr, None), property)
-        if holder is _UNKNOWN or is_property:
-            return _UNKNOWN
-        return getattr(holder, "__dict__", {}).get(node.attr, _UNKNOWN)
-
-
-def _is_whole(index: ast.AST) -> bool:
-    return isinstance(index, ast.Constant) and index.value is ...
-
-
-def _is_variable(value: Any) -> bool:
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(value, nnx.Variable)
-
-
-def _is_metric(value: Any) -> bool:
-    """Returns whether a value is a metric of Flax, and made of such alone."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None or not isinstance(value, nnx.Metric):
-        return False
-    if not type(value).__module__.startswith("flax."):
-        return False
-    return all(
-        _is_metric(part)
-        for part in vars(value).values()
-        if isinstance(part, nnx.Metric)
-    )
-
-
-def _quote(node: ast.AST) -> str:
-    return f"`{ast.unparse(node)}` is not known to be part of a program"
-
-
 BEGIN, END = "train_loop_begin", "train_loop_end"
-_MARK = "needs_no_python"
-_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+# Libraries that compute: what they are called for is in the program.
+_COMPUTING = ("flax", "jax", "jaxlib", "keras", "optax")
+# Functions of Python's, and methods of its containers, that only look.
+_LOOKING = (
+    *("abs", "getattr", "hasattr", "isinstance", "len", "max", "min", "round", "sum"),
+    *("count", "get", "index", "items", "keys", "values"),
+)
+# How Python asks a traced array for its value, or for a text.
+_FETCHING = (
+    *("__array__", "__bool__", "__complex__", "__float__", "__format__", "__index__"),
+    *("__int__", "__repr__", "__str__", "item", "tolist"),
+)
+_PLAIN = (bool, int, float, str, jax.Array, np.ndarray, np.generic)
+_FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType)
+_PYTHON = sys.modules["builtins"]
 
 
 class Hooks(NamedTuple):
@@ -209,8 +66,7 @@ class Hooks(NamedTuple):
 
     def output(self, arrays: Sequence[Any]) -> Output:
         """Returns the output of one loop, from the arrays among its leaves."""
-        leaves = self.end.results(arrays)
-        return _rebuild(self.shape, leaves)
+        return _rebuild(self.shape, self.end.results(arrays))
 
 
 class LoopOutputs:
@@ -238,50 +94,38 @@ class LoopOutputs:
                 yield self._hooks.output([array[index] for array in arrays])
 
 
-def without_python(hook: _Hook) -> _Hook:
-    """Marks a hook of the library's own that may be traced, whatever its code calls.
-
-    If it changes plain values or fails when it is traced, it stays in Python.
-    """
-    setattr(hook, _MARK, True)
-    return hook
-
-
-def find_reason(owner: Any) -> str | None:
-    """Returns why the hooks of a trainer stay in Python; `None` if they need not."""
-    for name in (BEGIN, END):
-        if getattr(getattr(owner, name), _MARK, False):
-            continue
-        if effect := find_effect(owner, name):
-            return f"`{name}` runs in Python: {effect}"
-    return None
-
-
 def trace_hooks(owner: Any, flat: FlatState, *, is_asked: bool) -> Hooks | None:
-    """Traces the hooks of a trainer; `None` if they must stay in Python."""
+    """Traces the hooks of a trainer; `None` if they must stay in Python.
+
+    The user may say (`is_asked`) that they need not.
+    """
     try:
-        return _trace(owner, flat)
-    except Exception as error:
+        with contextlib.nullcontext() if is_asked else _Watch(owner).watching():
+            return _trace(owner, flat, is_asked)
+    except (Exception, _NeedsPython) as error:
         if is_asked:
             error.add_note(
                 "`compile_hooks=True` makes `train_loop_begin` and `train_loop_end` "
                 "part of the compiled program. Leave it out if they need Python."
             )
             raise
-        logger.debug("The hooks of the trainer run in Python: %r", error)
+        logger.debug("The hooks of the trainer run in Python: %s", error)
         return None
 
 
-def _trace(owner: Any, flat: FlatState) -> Hooks:
+def _trace(owner: Any, flat: FlatState, is_asked: bool) -> Hooks:
     shapes: list[Any] = []
+
+    def begin() -> None:
+        owner.train_loop_begin()
 
     def end() -> list[Any]:
         leaves: list[Any] = []
         shapes[:] = [_number(owner.train_loop_end(), leaves)]
+        for leaf in jax.tree.leaves(leaves):
+            if not (is_asked or isinstance(leaf, _PLAIN)):
+                raise _NeedsPython(f"they return {leaf!r:.60}")
         return leaves
-
-    def begin() -> None:
-        owner.train_loop_begin()
 
     traced = [
         trace_step(
@@ -302,6 +146,97 @@ def _refusal(name: str, changes: dict[str, str]) -> str:
         f"`{name}` changes plain values ({', '.join(sorted(changes)[:5])}), which a "
         "compiled program would do once, and not in every loop. Hold them in arrays."
     )
+
+
+class _NeedsPython(BaseException):
+    """Python must run a hook in every loop. No handler of the user's stops it."""
+
+
+class _Watch:
+    """Stops the user's code, while it is traced, before it does more than compute.
+
+    It may call code of the same kind, libraries that compute, and functions that look
+    at their arguments only. It may read what hangs on the trainer, but no global value,
+    since nobody would see in a program that it changes; and set arrays, but nothing
+    else.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._owner, self._known = owner, set()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches all calls of this thread."""
+        if sys.getprofile() is not None:
+            raise _NeedsPython("a profiler watches their calls")
+        sys.setprofile(self._see)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _see(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        if event == "call" and _is_of_user(frame.f_globals.get("__name__")):
+            if frame.f_code not in self._known:
+                self._check_code(frame)
+            return
+        caller = frame.f_back if event == "call" else frame
+        is_return = event not in ("call", "c_call")
+        if is_return or not caller or not _is_of_user(caller.f_globals.get("__name__")):
+            return
+        if event == "c_call":
+            holder, name = getattr(argument, "__self__", None), argument.__name__
+            is_fine = _top(argument.__module__) in _COMPUTING or name in _LOOKING
+            is_fine &= not isinstance(holder, types.ModuleType) or holder is _PYTHON
+        else:
+            name, module = frame.f_code.co_name, _top(frame.f_globals.get("__name__"))
+            is_fine = module in _COMPUTING and name not in _FETCHING
+            is_fine |= name in (BEGIN, END, "__getattribute__")
+        if not is_fine:
+            line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+            raise _NeedsPython(f"they call `{name}` at {line}")
+
+    def _check_code(self, frame: types.FrameType) -> None:
+        """Looks at a function, before it runs, for what it reads and sets."""
+        inner, names, index = [frame.f_code], set(), None
+        while inner:
+            self._known.add(code := inner.pop())
+            inner += [each for each in code.co_consts if isinstance(each, type(code))]
+            for each in dis.get_instructions(code):
+                if each.opname == "LOAD_GLOBAL":
+                    names.add(each.argval)
+                elif each.opname.startswith(("STORE_", "DELETE_")):
+                    held = vars(self._owner).get(str(each.argval))
+                    is_fine = each.opname.startswith(("STORE_FAST", "STORE_DEREF"))
+                    is_fine |= each.opname == "STORE_ATTR" and _is_array(held)
+                    is_fine |= each.opname == "STORE_SUBSCR" and index is ...
+                    if not is_fine:
+                        name = each.argval or "an item"
+                        raise _NeedsPython(f"they set `{name}`, which is no array")
+                index = each.argval
+        places = frame.f_globals, frame.f_builtins, frame.f_locals
+        for name in names.union(frame.f_code.co_freevars):
+            value = next((place[name] for place in places if name in place), None)
+            is_module = isinstance(value, types.ModuleType)
+            source = value.__name__ if is_module else type(value).__module__
+            is_fixed = _top(source) in _COMPUTING and not _is_array(value)
+            is_fixed |= isinstance(value, _FUNCTIONS) or value is self._owner
+            if not is_fixed:
+                raise _NeedsPython(f"they read the global name `{name}`")
+
+
+@functools.cache
+def _is_of_user(module: str | None) -> bool:
+    is_made = str(module).startswith("namedtuple_")  # by the standard library
+    return not (is_made or is_library(module))
+
+
+def _top(module: Any) -> str:
+    return str(module).partition(".")[0]
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array)
 
 
 def _number(output: Any, leaves: list[Any]) -> Any:

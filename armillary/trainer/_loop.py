@@ -1,37 +1,42 @@
 """Runs a user's step many times, over chunks of batches.
 
 `Loop` is the engine of `StandardTrainer` and `StandardEvaluator`. It moves through the
-data (`LoopData`): take a chunk, run those of its steps that the loop asks for with the
-program for it (`Programs`), mark them as used.
-
-What the trainer and the evaluator share: a loop over a step, under a strategy.
+data: take a chunk, run those of its steps that the loop asks for with the program for
+it (`StepPrograms`), mark them as used. The first batches are only looked at: what a
+step takes of them shows when it is traced, and then chunks can be built.
 """
 
-import contextlib
-import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import jax
 
 from armillary._logging import logger
-from armillary.data.feed._chunks import Chunk
+from armillary.data.feed._chunks import Chunk, ChunkBuilder
+from armillary.data.feed._feed import Feed
+from armillary.data.feed._position import Position
 from armillary.distribute._global_arrays import as_whole
-from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._notes import add_part_note
-from armillary.distribute.replica._context import get_strategy, has_strategy
-from armillary.state._holders import held_by
 from armillary.state._lift import State
+from armillary.trainer._datasets import distribute, flatten_datasets, waiting_for_data
+from armillary.trainer._eager import run_eagerly
 from armillary.trainer._guard import LoopCheck, LoopGuard
 from armillary.trainer._hooks import LoopOutputs
-from armillary.trainer._loop_data import FEW_STEPS, LoopData
-from armillary.trainer._options import LoopOptions
 from armillary.trainer._origin import find_origin
-from armillary.trainer._program import Loops, run_eagerly
-from armillary.trainer._step_checks import RecordsReads, StepMethod
-from armillary.trainer._tracer import Programs
+from armillary.trainer._program import Loops
+from armillary.trainer._step_checks import StepMethod
+from armillary.trainer._tracer import StepPrograms
 from armillary.typing import PyTree
+
+# Programs shorter than this cost more to start than to run, where steps are small.
+FEW_STEPS = 20
+# More steps than this gain nothing.
+_MANY_STEPS = 100
+
+
+def choose_chunk_size(num_steps: int) -> int:
+    """Returns how many steps a chunk has, for loops of so many."""
+    several = max(FEW_STEPS // num_steps, 1) * num_steps
+    return min(several, _MANY_STEPS)
 
 
 class Loop:
@@ -41,50 +46,125 @@ class Loop:
     what steps return is needed.
 
     Attributes:
-        data: What it reads.
+        datasets: The datasets, without the structure of their nest.
+        feed: Reads them; a new one for each pass that begins anew.
         is_cut_off: Whether the last `iterate` ended before it was done.
         num_iterated: How many steps it ran.
     """
 
     def __init__(
-        self,
-        method: StepMethod,
-        datasets: PyTree,
-        options: LoopOptions,
-        *,
-        exact: bool,
-        keep_results: bool,
+        self, method: StepMethod, nest: PyTree, *, exact: bool, keep_results: bool
     ) -> None:
         self._method, self._strategy = method, method.strategy
-        self._options, self._keep_results = options, keep_results
-        self.data = LoopData(datasets, method, options, exact=exact)
-        self._guard = LoopGuard(method, options)
-        self._programs = Programs(
-            method, self.data, options, self._guard, keep_results=keep_results
+        self._nest, self._exact, self._keep_results = nest, exact, keep_results
+        datasets, self._structure = flatten_datasets(nest)
+        self.datasets = [distribute(data, self._strategy) for data in datasets]
+        self._steps_per_chunk = method.options.steps_per_chunk
+        self.feed = self._open_feed(begins_anew=exact)
+        self._guard = LoopGuard(method)
+        self._programs = StepPrograms(
+            method,
+            self.datasets,
+            self._structure,
+            self._guard,
+            keep_results=keep_results,
         )
         self.is_cut_off, self.num_iterated = False, 0
 
-    def serves(
-        self,
-        datasets: PyTree,
-        strategy: Strategy,
-        options: LoopOptions,
-        keep_results: bool,
-    ) -> bool:
+    def serves(self, method: StepMethod, nest: PyTree, *, keep_results: bool) -> bool:
         """Returns whether this loop was made for these arguments."""
         return (
-            not self.data.is_closed
-            and datasets is self.data.nest
-            and strategy is self._strategy
-            and options is self._options
+            not (self.feed.is_closed and not self._exact)  # which would `reopen` it
+            and nest is self._nest
+            and method.strategy is self._strategy
+            and method.options is self._method.options
             and keep_results == self._keep_results
         )
 
+    # The data
+
+    def _open_feed(self, *, begins_anew: bool) -> Feed[Chunk]:
+        exact, name = self._exact, self._method.name
+        return Feed(self.datasets, exact=exact, begins_anew=begins_anew, name=name)
+
+    def reopen(self) -> None:
+        """Begins a new pass over the datasets."""
+        self.feed.close()
+        self.feed = self._open_feed(begins_anew=True)
+
+    def begin_epoch(self, epochs: int) -> int:
+        """Begins the next pass, if the last one has ended; see `AbstractTrainer`."""
+        if len(self.datasets) > 1 or self.datasets[0].is_endless:
+            reason = (
+                "repeats its data for ever"
+                if len(self.datasets) == 1
+                else f"has {len(self.datasets)} datasets, which end at different steps"
+            )
+            raise ValueError(
+                f"`epochs` is {epochs}, but `train_dataset` {reason}. Train up to a "
+                "step, or make one data set without `repeat=True`."
+            )
+        (position,) = self.feed.positions
+        num_done = position.epoch + position.is_exhausted
+        if num_done >= epochs:
+            return 0
+        if position.is_exhausted:
+            self.reopen()
+        return num_done + 1
+
+    def set_chunk_size(self, num_steps: int) -> None:
+        """Decides, once, how many steps a chunk has: other sizes are other programs.
+
+        As many as a loop that nothing shortens, or as several such loops.
+        """
+        if self._steps_per_chunk is None:
+            self._steps_per_chunk = choose_chunk_size(num_steps)
+
     def has_data(self) -> bool:
         """Returns whether another step can run; waits for the data if it must."""
-        if not self.data.feed.is_started:
-            return self.data.peek() is not None
-        return self._next_chunk() is not None
+        if self.feed.is_started:
+            return self._next_chunk() is not None
+        with waiting_for_data(self.feed, self._strategy):
+            return None not in self.feed.peek()
+
+    def _next_chunk(self) -> Chunk | None:
+        """Returns the chunk that holds the next step, or `None` at the end."""
+        feed = self.feed
+        if not feed.is_started:
+            if not self.has_data():
+                return None
+            self._start_feed()
+        if feed.chunk is not None:
+            return feed.chunk
+        with waiting_for_data(feed, self._strategy):
+            chunk = feed.next_chunk()
+        if self._strategy.dispatch.in_flight():
+            feed.read_on()
+        return chunk
+
+    def _start_feed(self) -> None:
+        """Traces the step for the first batches, and makes chunks from here on."""
+        first = [batch for batch in self.feed.peek() if batch]
+        pairs = zip(self.feed.readers, first, strict=True)
+        types = [reader.gather.types(batch) for reader, batch in pairs]
+        active = tuple(batch.num_active for batch in first)
+        assert self._steps_per_chunk is not None
+        builder = ChunkBuilder(
+            self._programs.count_batches(types, active),
+            steps_per_chunk=self._steps_per_chunk,
+            max_chunk_bytes=self._method.options.max_chunk_bytes,
+            # Nothing runs in one process alone: the others must hear of it instead.
+            gives_errors_at_once=self.datasets[0].layout.peers is not None,
+        )
+        prefetch = min(1, *(dataset.prefetch for dataset in self.datasets))
+        self.feed.start(builder.build, prefetch)
+
+    def _rewind(self, positions: Sequence[Position]) -> None:
+        """Goes back to positions that were read since the data was last moved."""
+        if self.feed.is_repositionable:
+            self.feed.seek(positions)
+
+    # Loops with the hooks of the trainer
 
     def finds_hooks(self) -> bool:
         """Finds the state; returns whether `run_loops` can run the owner's hooks."""
@@ -115,7 +195,7 @@ class Loop:
                     break
                 last = chunk
                 most = min(num_loops, self._programs.get(chunk).most_loops)
-                size = chunk.num_steps - self.data.feed.offset
+                size = chunk.num_steps - self.feed.offset
                 if num_done + size >= num_steps:
                     size -= (num_done + size) % num_steps
                 size = min(size, most * num_steps - num_done)
@@ -125,9 +205,11 @@ class Loop:
                 count, num_done = count + size, (num_done + size) % num_steps
         return count, outputs
 
+    # Steps alone
+
     def run(self, num_steps: int) -> int:
         """Runs up to `num_steps` steps; returns how many there was data for."""
-        self.data.set_chunk_size(num_steps)
+        self.set_chunk_size(num_steps)
         count = 0
         try:
             # Not `sum`: an interrupted generator expression would live on in the
@@ -142,18 +224,18 @@ class Loop:
 
     def fail(self, error: BaseException) -> None:
         """Ends a loop with an error, before or after its `check`."""
-        self._guard.fail(error, self.data.rewind)
+        self._guard.fail(error, self._rewind)
 
     def check(self) -> LoopCheck | None:
         """Returns what is to be resolved of the last `run`, if it was guarded."""
-        return self._guard.check(self.data.rewind, self._find_origin)
+        return self._guard.check(self._rewind, self._find_origin)
 
     def iterate(self, num_steps: int) -> Iterator[PyTree]:
         """Yields what each step returned; -1 runs until the data ends.
 
         The first pieces of a batch that runs as several smaller steps do not count.
         """
-        self.data.set_chunk_size(FEW_STEPS if num_steps == -1 else num_steps)
+        self.set_chunk_size(FEW_STEPS if num_steps == -1 else num_steps)
         self.is_cut_off, self.num_iterated = True, 0
         for num_done, results in self._run(num_steps):
             self.num_iterated += num_done
@@ -162,13 +244,23 @@ class Loop:
 
     def _run(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:
         """Yields how many steps ran, and what they returned, until enough did."""
-        if not self._options.compile_step:
+        if not self._method.options.compile_step:
             yield from self._run_eagerly(num_steps)
             return
         flat = self._programs.find_state()
-        self._guard.begin(flat.state.paths, self.data.feed.positions, num_steps)
+        self._guard.begin(flat.state.paths, self.feed.positions, num_steps)
         with flat.writing_back():
             yield from self._run_chunks(num_steps, flat)
+
+    def _run_eagerly(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:
+        paths = State([(self._method.owner, "")]).paths
+        self._guard.begin(paths, self.feed.positions, num_steps)
+        steps = run_eagerly(self._method, self.feed, self._structure, self._guard)
+        with self.feed.reading():
+            while num_steps and (outcome := next(steps, None)) is not None:
+                result, is_end = outcome
+                num_steps -= is_end if num_steps > 0 else 0
+                yield int(is_end), [result]
 
     def _run_chunks(
         self, num_steps: int, flat: FlatState
@@ -176,8 +268,8 @@ class Loop:
         remaining = num_steps
         while remaining and (chunk := self._next_chunk()) is not None:
             program = self._programs.get(chunk)
-            most = program.most_steps if self._options.compile_loop else 1
-            start = self.data.feed.offset
+            most = program.most_steps if self._method.options.compile_loop else 1
+            start = self.feed.offset
             count, full = _count(chunk.ends[start:], most, remaining)
             first = start if program.is_nested else 0
             arrays = self._start(flat, chunk, count, is_last=full == remaining)
@@ -203,7 +295,7 @@ class Loop:
 
         `is_last` says that the slots are to hold what it makes of them.
         """
-        program, feed, guard = self._programs.get(chunk), self.data.feed, self._guard
+        program, feed, guard = self._programs.get(chunk), self.feed, self._guard
         start = feed.offset
         with flat.lent(program.changed) as (donated, others):
             values, arrays, token, guard.health = program(
@@ -219,15 +311,6 @@ class Loop:
                 flat.write_back()  # here, since Ctrl-C is kept away
         return arrays
 
-    def _next_chunk(self) -> Chunk | None:
-        """Returns the chunk that holds the next step, or `None` at the end."""
-        if not self.data.feed.is_started:
-            first = self.data.peek()
-            if first is None:
-                return None
-            self.data.start(self._programs.count_batches(*first))
-        return self.data.next_chunk()
-
     def detach(self, output: PyTree) -> PyTree:
         """Returns `output` with copies of arrays that the next loop takes over.
 
@@ -237,22 +320,10 @@ class Loop:
         if isinstance(output, dict):  # `jax.tree` would sort the user's names
             return {name: self.detach(value) for name, value in output.items()}
         flat = self._programs.flat
-        if flat is None:
-            return jax.tree.map(as_whole, output)
         return jax.tree.map(
-            lambda leaf: as_whole(leaf.copy() if flat.owns(leaf) else leaf), output
+            lambda leaf: as_whole(leaf.copy() if flat and flat.owns(leaf) else leaf),
+            output,
         )
-
-    def _run_eagerly(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:
-        feed = self.data.feed
-        paths = State([(self._method.owner, "")]).paths
-        self._guard.begin(paths, feed.positions, num_steps)
-        steps = run_eagerly(self._method, self.data, self._guard)
-        with feed.reading():
-            while num_steps and (outcome := next(steps, None)) is not None:
-                result, is_end = outcome
-                num_steps -= is_end if num_steps > 0 else 0
-                yield int(is_end), [result]
 
     def _read_state(self) -> list[jax.Array]:
         """Returns the arrays of the state, on their devices."""
@@ -264,7 +335,7 @@ class Loop:
 
     def _find_origin(self, bad: Sequence[int]) -> str | None:
         """Returns where the next step gets its bad values from, if that can be told."""
-        if not self.data.feed.is_repositionable or self._strategy.peers:
+        if not self.feed.is_repositionable or self._strategy.peers:
             return None
         try:
             return self._repeat_step(bad)
@@ -280,8 +351,13 @@ class Loop:
             return None
         program = self._programs.get(chunk)
         arrays = flat.join(program.changed, *flat.take(program.changed))
-        batches = program.batches(chunk.inputs, self.data.feed.offset)
-        paths = self.data.batch_paths(chunk)
+        batches = program.batches(chunk.inputs, self.feed.offset)
+        per_step = zip(self._programs.batches_per_step, chunk.types, strict=True)
+        paths = [
+            jax.tree_util.keystr(path[1:], simple=True, separator="/") or "values"
+            for count, types in per_step
+            for path, _ in jax.tree_util.tree_leaves_with_path([types] * count)
+        ]
         self._strategy.dispatch.wait()
         return find_origin(program.step, arrays, batches, paths, bad)
 
@@ -295,69 +371,3 @@ def _count(ends: Sequence[bool], most: int, remaining: int) -> tuple[int, int]:
         count += 1
         full += is_end
     return count, full
-
-
-@dataclass
-class Data:
-    """Holds datasets apart from the user's attributes: data is not state."""
-
-    datasets: PyTree
-    steps_per_loop: int | None = None
-
-
-class Runner(RecordsReads):
-    """What runs a step of its own, many times."""
-
-    @contextlib.contextmanager
-    def _in_strategy(self) -> Iterator[Strategy]:
-        """Enters the strategy that is in effect, or the one among the attributes."""
-        own = []
-        if not has_strategy():
-            own = [value for _, value in held_by(self) if isinstance(value, Strategy)]
-        strategy = own[0] if own else get_strategy()
-        try:
-            with strategy.scope() if own else contextlib.nullcontext():
-                yield strategy
-        except RuntimeError as error:
-            add_part_note(error)
-            raise
-
-    def _check_initialized(self, attribute: str, argument: str) -> None:
-        """Checks that the constructor of the base class was called."""
-        if attribute not in vars(self):
-            raise TypeError(
-                f"`{type(self).__name__}.__init__` did not call that of its base "
-                "class, which takes the data. Begin it with "
-                f"`super().__init__({argument})`."
-            )
-
-    def _get_loop(
-        self,
-        loop: Loop | None,
-        strategy: Strategy,
-        datasets: PyTree,
-        step_name: str,
-        options: LoopOptions,
-        *,
-        exact: bool,
-        keep_results: bool,
-    ) -> Loop:
-        """Returns `loop`, or a new one if there is none or its use has changed."""
-        if loop is not None:
-            if loop.serves(datasets, strategy, options, keep_results):
-                return loop
-            loop.data.feed.close()
-        method = self._get_method(strategy, step_name, options)
-        return Loop(method, datasets, options, exact=exact, keep_results=keep_results)
-
-    def _get_method(
-        self, strategy: Strategy, step_name: str, options: LoopOptions
-    ) -> StepMethod:
-        """Returns a step of this object, as its options have it run."""
-        step, num_parts = getattr(self, step_name), options.accumulate_steps
-        if hasattr(inspect.getattr_static(self, step_name), "lower"):
-            raise TypeError(
-                f"`{type(self).__name__}.{step_name}` is compiled by `jit`, which "
-                "takes no trainer. Remove the decorator: the loop compiles its steps."
-            )
-        return StepMethod(self, step, step_name, strategy, num_parts)

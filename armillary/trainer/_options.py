@@ -100,8 +100,8 @@ class StandardTrainerOptions(LoopOptions):
             all replicas, when a loop has ended. If any differ, `ReplicaDivergenceError`
             names arrays and replicas. `None` does not compare.
         compile_hooks: Whether `train_loop_begin` and `train_loop_end` are part of the
-            device program, so that it can run many loops. `None` looks at their code:
-            they are if all they do is to reset and compute metrics of Flax, and to do
+            device program, so that it can run many loops. `None` traces them, and they
+            are if all they do is to reset and compute metrics of Flax or Keras, and
             arithmetic with arrays of the trainer. `True` says that they need no Python
             (they print nothing, and keep no count): they are then traced, once, like
             the step. Loops that are watched (`on_non_finite`, `check_replicas_every`)

@@ -8,33 +8,24 @@ do not depend, bit for bit, on how steps are divided into loops and chunks.
 Where the hooks of the trainer are part of the program, it runs many loops, one after
 the other, or a part of one: how long a loop is, and how far the first one has come, are
 numbers as well.
-
-The same steps without a compiler, for finding a mistake.
-
-Every operation runs when Python reaches it: a debugger stops in the step, `print` shows
-values (on several replicas: one line, with the values of all). Slow, and equal to the
-compiled loop up to rounding only.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from armillary.data.feed._reader import BatchReader
-from armillary.data.feed._split import HostBatch
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._trace import TracedStep, check_taken, explained
-from armillary.distribute.replica._context import lifted
-from armillary.state._lift import State, as_array
-from armillary.trainer._guard import Health, LoopGuard, StepGuard
+from armillary.distribute.program._trace import TracedStep
+from armillary.trainer._guard import Health, StepGuard
 from armillary.trainer._hooks import Hooks
-from armillary.trainer._loop_data import Gather, LoopData, take_batches
-from armillary.trainer._step_checks import StepMethod
 from armillary.typing import PyTree
 from armillary.xla._compile import compile_step
+
+Gather = Callable[[PyTree, PyTree], PyTree]
+"""`armillary.data.feed._gather.Gather.on_device`."""
 
 # Room for the outputs of loops that are one program.
 _MOST_OUTPUT_BYTES = 2**20
@@ -90,18 +81,19 @@ class Program:
         hooks: Hooks | None = None,
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.step = step
+        self.step, self.hooks, self.is_nested = step, hooks, is_nested
         self._batches_per_step = tuple(batches_per_step)
         self._gathers = tuple(gathers)
-        self._capacity = capacity
-        self._flat = flat
-        self._keep_results = keep_results
-        self._guard = guard
-        self.is_nested = is_nested
-        self.hooks = hooks
+        self._capacity, self._keep_results = capacity, keep_results
+        self._flat, self._guard = flat, guard
         parts = [step] if hooks is None else [hooks.begin, step, hooks.end]
         self.changed = tuple(sorted({i for part in parts for i in part.changed}))
-        self.most_loops = 0 if hooks is None else self._count_loops(hooks)
+        self.most_loops = 0
+        if hooks is not None:
+            types = hooks.end.result_types
+            size = sum(aval.size * aval.dtype.itemsize for aval in types)
+            most = _MOST_OUTPUT_BYTES // max(size, 1)
+            self.most_loops = max(1, min(capacity, most))
         # What Python reads, each process must have whole.
         split = None if hooks is None else flat.split
         outputs = None if split is None else split((), None)
@@ -194,32 +186,18 @@ class Program:
         self, donated: Sequence[Any], inputs: _Inputs
     ) -> tuple[list[Any], list[Any], Any, Any]:
         slots = self._flat.join(self.changed, donated, inputs.others)
+        _, chunk, start, num_steps, health, _ = inputs
+        stop = jnp.asarray(start + num_steps)
         if self.hooks is not None:
-            return self._run_loops(self.hooks, slots, inputs)
-        run = self._run_many if self.is_nested else self._run_one
-        return run(slots, inputs)
-
-    def _run_one(
-        self, slots: list[Any], inputs: _Inputs
-    ) -> tuple[list[Any], list[Any], Any, Any]:
-        _, chunk, start, num_steps, health, _ = inputs
-        new, results, health = self._one_step(slots, chunk, start, health)
-        stop = jnp.asarray(start + num_steps)
-        return new, [result[None] for result in results], stop, health
-
-    def _run_many(
-        self, slots: list[Any], inputs: _Inputs
-    ) -> tuple[list[Any], list[Any], Any, Any]:
-        _, chunk, start, num_steps, health, _ = inputs
+            new, outputs = self._run_loops(self.hooks, slots, inputs, stop)
+            return new, outputs, stop, None
+        if not self.is_nested:
+            new, results, health = self._one_step(slots, chunk, start, health)
+            return new, [result[None] for result in results], stop, health
         types = self.step.result_types if self._keep_results else []
-        results = [
-            jnp.zeros((self._capacity, *each.shape), each.dtype) for each in types
-        ]
-        stop = jnp.asarray(start + num_steps)
         changed = [slots[i] for i in self.step.changed]
-        _, new, results, health = self._run_steps(
-            slots, chunk, (start, changed, results, health), stop
-        )
+        begin = (start, changed, _empty(types, self._capacity), health)
+        _, new, results, health = self._run_steps(slots, chunk, begin, stop)
         return new, results, stop, health
 
     def _run_steps(
@@ -233,31 +211,22 @@ class Program:
 
         def goes_on(carry: tuple[Any, ...]) -> Any:
             index, _, _, health = carry
-            return (
-                index < stop if health is None else ((index < stop) & ~health.is_halted)
-            )
+            is_going = index < stop
+            return is_going if health is None else is_going & ~health.is_halted
 
         def body(carry: tuple[Any, ...]) -> Any:
             index, changed, results, health = carry
             now = _replace(slots, self.step.changed, changed)
             new, values, health = self._one_step(now, chunk, index, health)
-            results = [
-                jax.lax.dynamic_update_index_in_dim(all_, value, index, 0)
-                for all_, value in zip(results, values, strict=True)
-            ]
-            return index + 1, new, results, health
+            return index + 1, new, _put(results, values, index), health
 
         return jax.lax.while_loop(goes_on, body, begin)
 
     def _run_loops(
-        self, hooks: Hooks, slots: list[Any], inputs: _Inputs
-    ) -> tuple[list[Any], list[Any], Any, Any]:
+        self, hooks: Hooks, slots: list[Any], inputs: _Inputs, stop: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Runs steps up to `stop`, and hooks where a loop begins or ends."""
         _, chunk, start, num_steps, _, loops = inputs
-        stop = jnp.asarray(start + num_steps)
-        outputs = [
-            jnp.zeros((self.most_loops, *result.shape), result.dtype)
-            for result in hooks.end.result_types
-        ]
 
         def goes_on(carry: tuple[Any, ...]) -> Any:
             # A call without steps only ends a loop.
@@ -275,24 +244,26 @@ class Program:
             num_done = num_done + last - index
             is_over = (num_done == loops.num_steps) | (loops.is_end & (last == stop))
             now, values = _call_if(is_over, hooks.end, now)
-            outputs = [
-                jax.lax.dynamic_update_index_in_dim(all_, value, number, 0)
-                for all_, value in zip(outputs, values, strict=True)
-            ]
+            outputs = _put(outputs, values, number)
             num_done = jnp.where(is_over, 0, num_done)
             kept = [now[i] for i in self.changed]
             return last, num_done, number + is_over, kept, outputs
 
         changed = [slots[i] for i in self.changed]
+        outputs = _empty(hooks.end.result_types, self.most_loops)
         begin = (start, loops.num_done, jnp.int32(0), changed, outputs)
-        _, _, _, new, outputs = jax.lax.while_loop(goes_on, body, begin)
-        return new, outputs, stop, None
+        return jax.lax.while_loop(goes_on, body, begin)[3:]
 
-    def _count_loops(self, hooks: Hooks) -> int:
-        """Returns how many outputs of loops there is room for."""
-        types = hooks.end.result_types
-        size = sum(aval.size * aval.dtype.itemsize for aval in types)
-        return max(1, min(self._capacity, _MOST_OUTPUT_BYTES // max(size, 1)))
+
+def _empty(types: Sequence[Any], size: int) -> list[Any]:
+    return [jnp.zeros((size, *each.shape), each.dtype) for each in types]
+
+
+def _put(stacks: list[Any], values: Sequence[Any], index: Any) -> list[Any]:
+    return [
+        jax.lax.dynamic_update_index_in_dim(stack, value, index, 0)
+        for stack, value in zip(stacks, values, strict=True)
+    ]
 
 
 def _replace(
@@ -319,69 +290,49 @@ def _call_if(
     return _replace(slots, hook.changed, new), results
 
 
-class EagerIterator:
-    """Hands a reader's batches to an eager step."""
+def take_batches(
+    inputs: Sequence[tuple[PyTree, PyTree]],
+    batches_per_step: Sequence[int],
+    gathers: Sequence[Gather],
+    index: Any,
+) -> list[Any]:
+    """Returns the leaves of the batches of one step of `Chunk.inputs`, in order.
 
-    def __init__(self, reader: BatchReader) -> None:
-        self._reader = reader
-        self.taken: HostBatch | None = None
-
-    def __iter__(self) -> "EagerIterator":
-        return self
-
-    def __next__(self) -> PyTree:
-        """Returns the next batch, placed on its devices."""
-        self.taken = next(self._reader)
-        gather = self._reader.gather
-        return gather.layout.wrap(gather.place(self.taken), self.taken.num_active)
-
-    get_next = __next__
-
-
-def run_eagerly(
-    method: StepMethod, data: LoopData, guard: LoopGuard
-) -> Iterator[tuple[PyTree, bool]]:
-    """Yields what each step returned, and whether it ended its batch, until data ends.
-
-    It also ends when `guard` finds a step that ends training. A step for which the data
-    ends in the middle is not counted, but what it did before stays done.
+    A compiler that merges this with the step's own arithmetic may round differently for
+    chunks of another size (one step is enough), and where rows come from arrays that
+    stay on the device. So the step is compiled apart from it.
     """
-    readers, step_fn = data.feed.readers, method.fn
-    while all(reader.peek() is not None for reader in readers):
-        if guard.health is not None and guard.health.is_halted:
-            return
-        state = State([(method.owner, "")])
-        flat = FlatState(state, method.strategy)
-        every = tuple(range(len(state.paths)))
-        before = flat.join(every, *flat.take(every))
-        state.write(before)
-        iterators = [EagerIterator(reader) for reader in readers]
-        with (
-            lifted(state, method.strategy),
-            explained(step_fn, state, method.owner_name),
-        ):
-            try:
-                result = method(jax.tree.unflatten(data.structure, iterators))
-            except StopIteration:
-                return
-        taken = [iterator.taken for iterator in iterators if iterator.taken is not None]
-        check_taken(step_fn.__name__, [int(bool(i.taken)) for i in iterators])
-        _undo_if_bad(guard, state, before)
-        FlatState(state, method.strategy).settle(())
-        data.feed.commit_taken()
-        guard.add([data.feed.positions])
-        yield result, all(batch.is_last for batch in taken)
+
+    def take(index: Any) -> list[Any]:
+        return jax.tree.leaves(
+            [
+                [
+                    gather(resident, _take_batch(arrays, index * count + offset))
+                    for offset in range(count)
+                ]
+                for (arrays, resident), count, gather in zip(
+                    inputs, batches_per_step, gathers, strict=True
+                )
+            ]
+        )
+
+    return jax.lax.platform_dependent(
+        index,
+        cpu=lambda index: _take_in_branch(take, index),
+        default=lambda index: jax.lax.optimization_barrier(take(index)),
+    )
 
 
-def _undo_if_bad(guard: LoopGuard, state: State, before: list[jax.Array]) -> None:
-    if guard.health is None:
-        return
-    after = [as_array(leaf) for leaf in state.read()]
-    changed = [i for i, old in enumerate(before) if after[i] is not old]
-    step_guard = guard.for_step(state, after, changed)
-    assert step_guard is not None
-    old, new = [before[i] for i in changed], [after[i] for i in changed]
-    kept, guard.health = step_guard.check_now(old, new, guard.health)
-    for i, array in zip(changed, kept, strict=True):
-        after[i] = array
-    state.write(after, set(changed))
+def _take_in_branch(take: Callable[[Any], list[Any]], index: Any) -> list[Any]:
+    # XLA's CPU compiler drops barriers before it merges operations, but it keeps a
+    # branch whose condition it cannot know. The other one is never taken; being made
+    # of the same operations, it leaves the arrays split over devices as they are.
+    return jax.lax.cond(
+        index >= 0, take, lambda index: take(jnp.zeros_like(index)), index
+    )
+
+
+def _take_batch(arrays: PyTree, index: Any) -> PyTree:
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), arrays
+    )

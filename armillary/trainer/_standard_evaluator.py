@@ -11,9 +11,8 @@ from armillary._checks import check_num_steps
 from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary.trainer._contract import AbstractEvaluator
-from armillary.trainer._loop import Data, Loop, Runner
-from armillary.trainer._loop_data import check_datasets
-from armillary.trainer._options import StandardEvaluatorOptions, check_options
+from armillary.trainer._options import StandardEvaluatorOptions
+from armillary.trainer._runner import Run, Runner, make_run
 from armillary.typing import Output, PyTree
 
 
@@ -43,20 +42,21 @@ class StandardEvaluator(Runner, AbstractEvaluator):
     def __init__(
         self, eval_dataset: PyTree, options: StandardEvaluatorOptions | None = None
     ) -> None:
-        check_options(options, StandardEvaluatorOptions)
-        check_datasets("eval_dataset", eval_dataset)
-        self._eval_loop: Loop | None = None
-        self._eval_data = Data(eval_dataset)
-        self._eval_options = options or StandardEvaluatorOptions()
+        self._eval = make_run(
+            "eval_dataset", eval_dataset, options, StandardEvaluatorOptions
+        )
 
     @property
     def eval_dataset(self) -> PyTree:
         """The dataset, or nest of datasets. Assigning another one starts on it."""
-        return self._eval_data.datasets
+        return self._get_eval().datasets
 
     @eval_dataset.setter
     def eval_dataset(self, eval_dataset: PyTree) -> None:
-        self._eval_data = Data(eval_dataset)
+        self._get_eval().datasets = eval_dataset
+
+    def _get_eval(self) -> Run:
+        return self._get_run("_eval", "eval_dataset")
 
     def eval_begin(self) -> Any:
         """Returns the state to reduce step outputs into; override as needed.
@@ -122,29 +122,22 @@ class StandardEvaluator(Runner, AbstractEvaluator):
                 strategy.
         """
         check_num_steps("num_steps", num_steps)
-        self._check_initialized("_eval_data", "eval_dataset")
+        run = self._get_eval()
         with self._in_strategy() as strategy:
             state = self.eval_begin()
-            last = self._eval_loop
-            loop = self._eval_loop = self._get_loop(
-                last,
-                strategy,
-                self._eval_data.datasets,
-                "eval_step",
-                self._eval_options,
-                exact=True,
-                keep_results=state is not None,
-            )
-            if num_steps == -1 and all(data.is_endless for data in loop.data.datasets):
+            method, last = self._get_method(run, strategy, "eval_step"), run.loop
+            is_kept = state is not None
+            loop = self._get_loop(run, method, exact=True, keep_results=is_kept)
+            if num_steps == -1 and all(data.is_endless for data in loop.datasets):
                 raise ValueError(
                     "`num_steps` is -1, for all of the data, but `eval_dataset` "
                     "repeats its data for ever. Make it without `repeat=True`, or "
                     "give a number of steps."
                 )
-            recreate = self._eval_options.recreate_iterator_for_each_eval
+            recreate = run.options.recreate_iterator_for_each_eval
             # What an error or Ctrl-C left over of a pass is not all of the data.
             if loop is last and (recreate or loop.is_cut_off or not loop.has_data()):
-                loop.data.reopen()
+                loop.reopen()
             for step_outputs in loop.iterate(num_steps):
                 if state is not None:
                     state = self.eval_reduce(state, step_outputs)

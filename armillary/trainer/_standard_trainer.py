@@ -12,17 +12,15 @@ from typing import Any
 from armillary._checks import check_positive_int
 from armillary._traceback import hides_frames
 from armillary.distribute._strategy import Strategy
-from armillary.parameter_server._strategy import (
-    ParameterServerStrategy,
-)
+from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.trainer._asynchronous import AsynchronousLoop
 from armillary.trainer._contract import AbstractTrainer, PendingLoops
 from armillary.trainer._described import DescribedLoop, described_loop
 from armillary.trainer._guard import LoopCheck
 from armillary.trainer._hooks import LoopOutputs
-from armillary.trainer._loop import Data, Loop, Runner
-from armillary.trainer._loop_data import FEW_STEPS, check_datasets
-from armillary.trainer._options import StandardTrainerOptions, check_options
+from armillary.trainer._loop import FEW_STEPS, Loop
+from armillary.trainer._options import StandardTrainerOptions
+from armillary.trainer._runner import Run, Runner, make_run
 from armillary.typing import Output, PyTree
 
 
@@ -56,22 +54,18 @@ class StandardTrainer(Runner, AbstractTrainer):
     def __init__(
         self, train_dataset: PyTree, options: StandardTrainerOptions | None = None
     ) -> None:
-        check_options(options, StandardTrainerOptions)
-        check_datasets("train_dataset", train_dataset)
-        self._train_loop: Loop | None = None
-        self._asynchronous_loop: AsynchronousLoop | None = None
-        self._train_data = Data(train_dataset)
-        self._train_options = options or StandardTrainerOptions()
+        self._train = make_run(
+            "train_dataset", train_dataset, options, StandardTrainerOptions
+        )
 
     @property
     def train_dataset(self) -> PyTree:
         """The dataset, or nest of datasets. Assigning another one starts on it."""
-        return self._train_data.datasets
+        return self._get_train().datasets
 
     @train_dataset.setter
     def train_dataset(self, train_dataset: PyTree) -> None:
-        steps_per_loop = self._train_data.steps_per_loop
-        self._train_data = Data(train_dataset, steps_per_loop)
+        self._get_train().datasets = train_dataset
 
     def train_loop_begin(self) -> None:
         """Prepares a loop, such as by resetting metrics; override as needed."""
@@ -125,10 +119,8 @@ class StandardTrainer(Runner, AbstractTrainer):
 
     def prepare(self, steps_per_loop: int) -> None:
         """Hears how long loops are: chunks have as many steps."""
-        if self._has_own_train():
-            return
-        self._check_initialized("_train_data", "train_dataset")
-        self._train_data.steps_per_loop = steps_per_loop
+        if not self._has_own_train():
+            self._get_train().steps_per_loop = steps_per_loop
 
     def begin_epoch(self, epochs: int) -> int:
         """Begins the next pass over the data; see `AbstractTrainer.begin_epoch`.
@@ -139,7 +131,6 @@ class StandardTrainer(Runner, AbstractTrainer):
         """
         if self._has_own_train():
             return super().begin_epoch(epochs)
-        self._check_initialized("_train_data", "train_dataset")
         with self._in_strategy() as strategy:
             if isinstance(strategy, ParameterServerStrategy):
                 raise ValueError(
@@ -147,7 +138,7 @@ class StandardTrainer(Runner, AbstractTrainer):
                     "go through data of their own, each at its pace. Train up to a "
                     "step (`controller.train(steps)`)."
                 )
-            return self._find_loop(strategy).data.begin_epoch(epochs)
+            return self._find_loop(strategy).begin_epoch(epochs)
 
     def start(self, num_steps: int, num_loops: int) -> PendingLoops:
         """Starts loops; see `AbstractTrainer.start`.
@@ -190,45 +181,40 @@ class StandardTrainer(Runner, AbstractTrainer):
                 f"{type(self).__name__} has a `train` of its own, so there is no "
                 "loop of this library to plan. Write its step as `train_step`."
             )
-        self._check_initialized("_train_data", "train_dataset")
-        steps = steps_per_loop or self._train_data.steps_per_loop or FEW_STEPS
-        with self._in_strategy() as strategy:
-            options = self._train_options
-            with described_loop(
-                self._get_method(strategy, "train_step", options),
-                self._train_data.datasets,
-                options,
-                num_steps=steps,
+        run = self._get_train()
+        with (
+            self._in_strategy() as strategy,
+            described_loop(
+                self._get_method(run, strategy, "train_step"),
+                run.datasets,
+                num_steps=steps_per_loop or run.steps_per_loop or FEW_STEPS,
                 num_devices=num_devices,
                 platform=platform,
                 per_replica_batch=per_replica_batch,
-            ) as loop:
-                yield loop
+            ) as loop,
+        ):
+            yield loop
+
+    def _get_train(self) -> Run:
+        return self._get_run("_train", "train_dataset")
 
     def _has_own_train(self) -> bool:
         return type(self).train is not StandardTrainer.train or "train" in vars(self)
 
     def _find_loop(self, strategy: Strategy) -> Loop:
         """Returns the loop over the data that the trainer has by now."""
-        loop = self._train_loop = self._get_loop(
-            self._train_loop,
-            strategy,
-            self._train_data.datasets,
-            "train_step",
-            self._train_options,
-            exact=False,
-            keep_results=False,
-        )
-        return loop
+        run = self._get_train()
+        method = self._get_method(run, strategy, "train_step")
+        return self._get_loop(run, method, exact=False, keep_results=False)
 
     def _start(self, num_steps: int, num_loops: int) -> "_StartedLoops":
         check_positive_int("num_steps", num_steps)
-        self._check_initialized("_train_data", "train_dataset")
+        run = self._get_train()
         with self._in_strategy() as strategy:
             if isinstance(strategy, ParameterServerStrategy):
-                return self._start_asynchronously(strategy, num_steps)
+                return self._start_asynchronously(run, strategy, num_steps)
             loop = self._find_loop(strategy)
-            loop.data.set_chunk_size(self._train_data.steps_per_loop or num_steps)
+            loop.set_chunk_size(run.steps_per_loop or num_steps)
             self.data_exhausted = not loop.has_data()
             if self.data_exhausted:
                 return _StartedLoops(0, [None])
@@ -248,13 +234,11 @@ class StandardTrainer(Runner, AbstractTrainer):
             return _StartedLoops(num_run, [output], check)
 
     def _start_asynchronously(
-        self, strategy: ParameterServerStrategy, num_steps: int
+        self, run: Run, strategy: ParameterServerStrategy, num_steps: int
     ) -> "_StartedLoops":
-        loop, datasets = self._asynchronous_loop, self._train_data.datasets
-        if loop is None or not loop.serves(datasets, strategy):
-            loop = self._asynchronous_loop = AsynchronousLoop(
-                self, strategy, datasets, self._train_options
-            )
+        loop = run.loop
+        if not isinstance(loop, AsynchronousLoop) or not loop.serves(run, strategy):
+            loop = run.loop = AsynchronousLoop(self, strategy, run)
         self.train_loop_begin()
         num_run = loop.run(num_steps)
         self.data_exhausted = num_run < num_steps

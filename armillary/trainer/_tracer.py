@@ -1,28 +1,19 @@
-"""Traces a user's step once for each shape of batch, and knows when that is stale.
+"""Traces a step for each shape of batch, and compiles a program for each kind of chunk.
 
 A traced step depends on three things: the places its state is in, the shapes of its
 batches, and the plain Python values (flags, rates, names) that were read on the way.
-New places or values are noticed between loops; batches may get smaller, and have other
-shapes if the options say how many.
-
-The compiled programs of one step, for as long as they are good.
-
-There is one for each kind of chunk. When the state has other places, plain values that
-the step read have changed, or the hooks of the trainer are other ones, all are dropped.
+New places or values are noticed between loops, and what is out of date is dropped.
 """
 
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from armillary._logging import logger
-from armillary.data._layout import Active, BatchLayout
+from armillary.data._layout import Active
 from armillary.data.feed._chunks import Chunk
 from armillary.distribute.program._compare import check_same_program
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._hardly_meant import (
-    MetricWarnings,
-    tell_of_training,
-)
+from armillary.distribute.program._hardly_meant import MetricWarnings, tell_of_training
 from armillary.distribute.program._trace import (
     MoreBatches,
     StepIterator,
@@ -33,14 +24,13 @@ from armillary.distribute.program._trace import (
 from armillary.errors import RetraceError
 from armillary.state._lift import State
 from armillary.trainer._guard import LoopGuard
-from armillary.trainer._hooks import Hooks, find_reason, trace_hooks
-from armillary.trainer._loop_data import LoopData
-from armillary.trainer._options import LoopOptions
+from armillary.trainer._hooks import Hooks, trace_hooks
 from armillary.trainer._program import Program
 from armillary.trainer._step_checks import (
-    BatchShapes,
     StepMethod,
-    check_writes,
+    check_evaluation,
+    check_shapes,
+    check_training,
     key_of,
     recorded_reads,
 )
@@ -49,276 +39,202 @@ from armillary.xla._compile import has_slow_loop
 
 _MAX_BATCHES_PER_STEP = 64
 _MANY_IN_VAIN = 5
-_COMPILED_AGAIN = (
-    "`%s` is compiled again, because it read plain values that have changed (%s). Hold "
-    "a value that changes often in an array, so that it is an input of the compiled "
-    "step."
-)
 _TRACED_IN_VAIN = (
     "`%s` was traced %d times to find that it is the same program, because plain "
-    "values changed beside others that it reads (%s). That takes as long as the first "
-    "trace: hold what changes in an attribute of its own, which the step does not look "
-    "at."
+    "values changed beside others that it reads (%s). Hold what changes in an "
+    "attribute of its own, which the step does not look at."
 )
 
 
 class Trace(NamedTuple):
-    """A traced step, and how many batches of each dataset it takes."""
-
-    step: TracedStep
-    batches_per_step: tuple[int, ...]
-
-
-class _Entry(NamedTuple):
-    """A trace, and the batches it was made for."""
+    """A traced step, the batches it is for, and how many of each dataset it takes."""
 
     batches: list[PyTree]
     active: tuple[Active, ...]
-    trace: Trace
+    step: TracedStep
+    batches_per_step: tuple[int, ...]
+
+    def is_same(self, other: "Trace") -> bool:
+        """Returns whether two traces are the same program."""
+        is_same_count = self.batches_per_step == other.batches_per_step
+        return is_same_count and self.step.is_same(other.step)
 
 
-class StepTracer:
-    """Traces one step, which takes a nest of iterators of this structure.
+class StepPrograms:
+    """The programs of one step, which takes a nest of iterators over datasets.
+
+    Of the datasets, whose nest has this structure, only `layout` and `gather` are
+    looked at. `keep_results` says that what steps return is needed.
 
     Attributes:
-        flat: The state; `None` before `find_state`.
+        flat: The state on its devices; `None` before `find_state`.
+        hooks: What of the trainer is part of the programs, after `find_hooks`.
+        batches_per_step: How many batches of each dataset the first step took.
     """
 
     def __init__(
         self,
         method: StepMethod,
+        datasets: Sequence[Any],
         structure: Any,
-        layouts: Sequence[BatchLayout],
-        max_shapes: int = 1,
+        guard: LoopGuard,
+        *,
+        keep_results: bool,
     ) -> None:
-        self._method, self._structure, self._layouts = method, structure, layouts
-        self._traces: dict[Any, _Entry] = {}
-        self._shapes = BatchShapes(method, max_shapes)
+        self._method, self._datasets, self._structure = method, datasets, structure
+        self._guard, self._keep_results = guard, keep_results
+        self._traces: dict[Any, Trace] = {}
+        self._programs: dict[Any, Program] = {}
+        # The first batches of each shape.
+        self._shapes: list[Sequence[PyTree]] = []
         # The attributes of the owner that steps looked at; shared with the state.
         self._reads: set[str] = set()
-        self._num_in_vain = 0
-        # Once they are known: `(None,)` if they stay in Python.
-        self._hooks: tuple[Hooks | None] | None = None
-        self._is_asked = False
+        replicas = method.strategy.num_replicas_in_sync
+        self._warnings = MetricWarnings(method.name, replicas)
+        self._has_traced_hooks, self._num_in_vain = False, 0
+        self.hooks: Hooks | None = None
         self.flat: FlatState | None = None
+        self.batches_per_step: tuple[int, ...] = ()
 
-    def find_state(self) -> bool:
-        """Finds the state as it is now; returns whether programs are out of date."""
+    def find_state(self) -> FlatState:
+        """Finds the state as it is now, and drops what is out of date."""
         flat = self.flat
-        if flat is None:
-            self.flat = FlatState(self._search(), self._method.strategy)
-            return True
-        if flat.state.is_current() and flat.fits():
-            return False
-        old, new = flat.state, self._search()
-        # That of `old` as it was: its places may have another structure by now.
-        if new.signature() != flat.signature:
-            self.flat = FlatState(new, self._method.strategy)
+        if flat is not None and flat.state.is_current() and flat.fits():
+            return flat
+        state = self._search()
+        # That of `flat` as it was: its places may have another structure by now.
+        if flat is not None and state.signature() == flat.signature:
+            changes = state.changes_since(flat.state)
+            flat.rebind(state)
+            if changes:
+                self._trace_again(changes)
+        else:
             self._traces.clear()
-            self._hooks = None
-            return True
-        flat.rebind(new)
-        changes = new.changes_since(old)
-        return bool(changes) and self._trace_again(changes)
+            self._programs.clear()
+            if flat is not None:
+                self._has_traced_hooks, self.hooks = False, None
+            self.flat = FlatState(state, self._method.strategy)
+        return self.flat or self.find_state()
 
     def _search(self) -> State:
         roots = [(self._method.owner, "")]
         return State(roots, self._reads, has_constants=True)
 
-    def _trace_again(self, changes: Collection[str]) -> bool:
-        """Traces again where plain values changed; returns whether that made a change.
+    def _trace_again(self, changes: Collection[str]) -> None:
+        """Traces again where plain values changed, and drops programs if it must.
 
         A step may look at any of them while it is traced, such as at a flag of a
         module. Whether it does shows in the program.
         """
-        old, self._traces = self._traces, {}
         shown = ", ".join(sorted(changes)[:5])
-        if self._has_other_hooks():
-            logger.warning(_COMPILED_AGAIN, self._method.name, shown)
-            return True
-        for entry in old.values():
-            try:
-                again = self.trace(entry.batches, entry.active)
-            except BaseException:
-                # The next loop must not run what was traced before.
-                self.flat, self._traces = None, {}
-                raise
-            if (
-                again.batches_per_step != entry.trace.batches_per_step
-                or not again.step.is_same(entry.trace.step)
-            ):
-                logger.warning(_COMPILED_AGAIN, self._method.name, shown)
-                return True
-        self._traces = old
-        self._num_in_vain += 1
-        if self._num_in_vain == _MANY_IN_VAIN:
-            logger.warning(_TRACED_IN_VAIN, self._method.name, _MANY_IN_VAIN, shown)
-        return False
+        old, self._traces = self._traces, {}
+        try:
+            is_same = self._has_same_hooks() and all(
+                self.trace(each.batches, each.active).is_same(each)
+                for each in old.values()
+            )
+        except BaseException:
+            # The next loop must not run what was traced before.
+            self.flat, self._traces = None, {}
+            raise
+        if is_same:
+            self._traces = old
+            self._num_in_vain += 1
+            if self._num_in_vain == _MANY_IN_VAIN:
+                logger.warning(_TRACED_IN_VAIN, self._method.name, _MANY_IN_VAIN, shown)
+            return
+        self._programs.clear()
+        logger.warning(
+            "`%s` is compiled again, because it read plain values that have changed "
+            "(%s). Hold a value that changes often in an array, so that it is an input "
+            "of the compiled step.",
+            self._method.name,
+            shown,
+        )
 
-    @property
-    def has_python_hooks(self) -> bool:
-        """Whether the hooks of the trainer are known to stay in Python."""
-        return self._hooks == (None,)
+    def _has_same_hooks(self) -> bool:
+        old, self.hooks = self.hooks, None
+        if old is not None:
+            self.hooks = self._trace_hooks()
+        return old is None or (self.hooks is not None and self.hooks.is_same(old))
 
-    def hooks(self, *, is_asked: bool) -> Hooks | None:
-        """Returns the hooks of the trainer, or `None` if they stay in Python.
-
-        The user may say (`is_asked`) that they do not need it.
-        """
-        if self._hooks is None:
-            self._is_asked = is_asked
-            self._hooks = (self._trace_hooks(),)
-        return self._hooks[0]
+    def find_hooks(self) -> Hooks | None:
+        """Finds the state, and the hooks of the trainer unless they stay in Python."""
+        is_known = self._has_traced_hooks and self.hooks is None
+        if self._method.options.hooks_in_program is False or is_known:
+            return None
+        self.find_state()
+        if not self._has_traced_hooks:
+            self._has_traced_hooks, self.hooks = True, self._trace_hooks()
+            self._programs.clear()
+        return self.hooks
 
     def _trace_hooks(self) -> Hooks | None:
         owner, flat = self._method.owner, self.flat
-        reason = None if self._is_asked else find_reason(owner)
-        if reason is not None:
-            logger.debug("%s.", reason)
-        elif flat is not None:
-            with recorded_reads(owner, flat.state.note_read):
-                hooks = trace_hooks(owner, flat, is_asked=self._is_asked)
-            flat.state.watch()
-            if hooks is not None:
-                return hooks
-        # What Python does where a loop begins may put state where there was none.
-        self.flat = None
-        return None
-
-    def _has_other_hooks(self) -> bool:
-        """Traces the hooks again, if there are any; returns if that made a change."""
-        old = self._hooks[0] if self._hooks is not None else None
-        if old is None:
-            return False
-        self._hooks = None
-        new = self._trace_hooks()
-        self._hooks = (new,)
-        return new is None or not new.is_same(old)
-
-    def trace(self, batches: list[PyTree], active: tuple[Active, ...]) -> Trace:
-        """Returns the traced step for batches of some shape."""
-        key = key_of(batches, active)
-        if key not in self._traces:
-            self._shapes.check(batches)
-            trace = self._trace_new(batches, active)
-            self._traces[key] = _Entry(batches, active, trace)
-        return self._traces[key].trace
-
-    def _trace_new(self, batches: list[PyTree], active: tuple[Active, ...]) -> Trace:
-        name = self._method.name
-        try:
-            step, taken = self._trace_with(batches, active)
-        except MoreBatches:
-            raise RetraceError(
-                f"`{name}` took over {_MAX_BATCHES_PER_STEP} batches in one "
-                "step, so it seems to loop over the whole data set. Take a fixed "
-                "number with `next(iterator)`; the library calls the step until "
-                "the data ends."
-            ) from None
-        check_taken(name, taken)
-        return Trace(step, tuple(taken))
-
-    def _trace_with(
-        self, batches: list[PyTree], active: tuple[Active, ...]
-    ) -> tuple[TracedStep, list[int]]:
-        """Traces the step with many batches to take; returns how many it took."""
-        method, flat = self._method, self.flat
         assert flat is not None
-        taken = [0] * len(batches)
-
-        def fn(*arguments: Any) -> PyTree:
-            iterators = [
-                StepIterator(
-                    i, (self._layouts[i].wrap(batch, active[i]) for batch in offered)
-                )
-                for i, offered in enumerate(arguments)
-            ]
-            result = method(self._structure.unflatten(iterators))
-            taken[:] = [iterator.num_taken for iterator in iterators]
-            return result
-
-        was_current = flat.state.is_current()
-        with recorded_reads(method.owner, flat.state.note_read):
-            step = trace_step(
-                fn,
-                flat,
-                tuple([batch] * _MAX_BATCHES_PER_STEP for batch in batches),
-                user_fn=method.fn,
-                owner=method.owner_name,
-                taken=taken,
-            )
+        is_asked = self._method.options.hooks_in_program is True
+        with recorded_reads(owner, flat.state.note_read):
+            hooks = trace_hooks(owner, flat, is_asked=is_asked)
         flat.state.watch()
-        if was_current and not flat.state.is_current():
-            # The step set something to what it is after each of its runs.
-            flat.rebind(self._search())
-        return step, taken
-
-
-class Programs:
-    """Traces and compiles one step, which takes batches from `data`.
-
-    Attributes:
-        flat: The state on its devices; `None` before `find_state`.
-        hooks: What of the trainer is part of the programs; see `find_hooks`.
-    """
-
-    def __init__(
-        self,
-        method: StepMethod,
-        data: LoopData,
-        options: LoopOptions,
-        guard: LoopGuard,
-        *,
-        keep_results: bool,
-    ) -> None:
-        self._method, self._data = method, data
-        self._options, self._guard = options, guard
-        self._keep_results = keep_results
-        layouts = [dataset.layout for dataset in data.datasets]
-        self._tracer = StepTracer(method, data.structure, layouts, options.max_shapes)
-        self._programs: dict[Any, Program] = {}
-        self._warnings = MetricWarnings(
-            method.name, method.strategy.num_replicas_in_sync
-        )
-        self.hooks: Hooks | None = None
-
-    @property
-    def flat(self) -> FlatState | None:
-        return self._tracer.flat
-
-    def find_state(self) -> FlatState:
-        """Finds the state as it is now, and drops what is out of date."""
-        self._refresh()
-        flat = self._tracer.flat
-        assert flat is not None
-        return flat
-
-    def _refresh(self) -> None:
-        if self._tracer.find_state():
-            self._programs.clear()
-
-    def find_hooks(self) -> Hooks | None:
-        """Finds the state, and the hooks of the trainer unless they stay in Python.
-
-        They do if that is what the options say, or the code of the hooks, or if each
-        step is a program of its own.
-        """
-        in_program = self._options.hooks_in_program
-        if in_program is False:
-            return None
-        if not self._tracer.has_python_hooks:
-            self._refresh()
-        hooks = self._tracer.hooks(is_asked=in_program is True)
-        if hooks is not self.hooks:
-            self.hooks = hooks
-            self._programs.clear()
+        if hooks is None:
+            # What Python does where a loop begins may put state where there was none.
+            self.flat = None
         return hooks
 
     def count_batches(
         self, types: list[PyTree], active: tuple[Active, ...]
     ) -> tuple[int, ...]:
         """Traces the step for its first batches; returns how many of each it takes."""
-        return self._tracer.trace(types, active).batches_per_step
+        self.batches_per_step = self.trace(types, active).batches_per_step
+        return self.batches_per_step
+
+    def trace(self, batches: list[PyTree], active: tuple[Active, ...]) -> Trace:
+        """Returns the traced step for batches of some shape."""
+        key = key_of(batches, active)
+        if key not in self._traces:
+            check_shapes(self._method, self._shapes, batches)
+            self._traces[key] = self._trace(batches, active)
+        return self._traces[key]
+
+    def _trace(self, batches: list[PyTree], active: tuple[Active, ...]) -> Trace:
+        method, flat = self._method, self.flat
+        assert flat is not None
+        taken = [0] * len(batches)
+
+        def fn(*arguments: Any) -> PyTree:
+            triples = zip(self._datasets, arguments, active, strict=True)
+            iterators = [
+                StepIterator(i, (data.layout.wrap(batch, each) for batch in offered))
+                for i, (data, offered, each) in enumerate(triples)
+            ]
+            result = method(self._structure.unflatten(iterators))
+            taken[:] = [iterator.num_taken for iterator in iterators]
+            return result
+
+        was_current = flat.state.is_current()
+        try:
+            with recorded_reads(method.owner, flat.state.note_read):
+                step = trace_step(
+                    fn,
+                    flat,
+                    tuple([batch] * _MAX_BATCHES_PER_STEP for batch in batches),
+                    user_fn=method.fn,
+                    owner=method.owner_name,
+                    taken=taken,
+                )
+        except MoreBatches:
+            raise RetraceError(
+                f"`{method.name}` took over {_MAX_BATCHES_PER_STEP} batches in one "
+                "step, so it seems to loop over the whole data set. Take a fixed "
+                "number with `next(iterator)`; the library calls the step until the "
+                "data ends."
+            ) from None
+        flat.state.watch()
+        if was_current and not flat.state.is_current():
+            # The step set something to what it is after each of its runs.
+            flat.rebind(self._search())
+        check_taken(method.name, taken)
+        return Trace(batches, active, step, tuple(taken))
 
     def get(self, chunk: Chunk) -> Program:
         """Returns the program for a chunk, compiled at the first one of its kind."""
@@ -328,46 +244,51 @@ class Programs:
         return self._programs[key]
 
     def _make(self, chunk: Chunk) -> Program:
-        name, peers = self._method.name, self._method.strategy.peers
-        is_evaluation = name.startswith("eval")
-        trace = self._tracer.trace(chunk.types, chunk.num_active)
-        step, per_step = trace.step, self._data.batches_per_step
-        if trace.batches_per_step != per_step:
-            raise RetraceError(
-                f"`{name}` took {list(per_step)} batches of its "
-                f"datasets in one step, and now takes {list(trace.batches_per_step)}. "
-                "Batches that were read ahead cannot be shared out anew: take the same "
-                "number in every step, or make a new trainer."
-            )
-        if peers is not None:
-            check_same_program(peers, name, step.program, self._method.fn)
-        flat = self._tracer.flat
+        method, flat = self._method, self.flat
         assert flat is not None
-        if not self._programs:
-            check_writes(name, flat.state, step.changed)
-            if not is_evaluation:
-                tell_of_training(self._method.fn, name, step)
-        replicas = self._method.strategy.num_replicas_in_sync
-        is_uneven = any(active != replicas for active in chunk.num_active)
-        self._warnings.look(flat.state, step, is_uneven=is_uneven and is_evaluation)
+        step, taken = self.trace(chunk.types, chunk.num_active)[2:]
+        if taken != self.batches_per_step:
+            raise RetraceError(
+                f"`{method.name}` took {list(self.batches_per_step)} batches of its "
+                f"datasets in one step, and now takes {list(taken)}. Batches that were "
+                "read ahead cannot be shared out anew: take the same number in every "
+                "step, or make a new trainer."
+            )
+        if (peers := method.strategy.peers) is not None:
+            check_same_program(peers, method.name, step.program, method.fn)
         is_slow = has_slow_loop(
             step.program, flat.platform, is_partitioned=flat.split is not None
         )
-        if is_slow and self._options.compile_loop and not self._programs:
-            logger.info(
-                "`%s` has convolutions that XLA's CPU compiler runs slowly inside a "
-                "loop on the device: its steps run one by one.",
-                name,
-            )
+        if not self._programs:
+            self._look_at_first(step, flat, is_slow)
+        replicas = method.strategy.num_replicas_in_sync
+        is_uneven = any(active != replicas for active in chunk.num_active)
+        is_uneven &= method.is_evaluation
+        self._warnings.look(flat.state, step, is_uneven=is_uneven)
         return Program(
             step,
-            per_step,
-            [dataset.gather.on_device for dataset in self._data.datasets],
+            self.batches_per_step,
+            [dataset.gather.on_device for dataset in self._datasets],
             chunk.capacity,
             flat,
             keep_results=self._keep_results,
             is_nested=not is_slow,
             guard=self._guard.for_step(flat.state, step.program.in_avals, step.changed),
             hooks=None if is_slow else self.hooks,
-            compiler_options=self._options.compiler_options,
+            compiler_options=method.options.compiler_options,
         )
+
+    def _look_at_first(self, step: TracedStep, flat: FlatState, is_slow: bool) -> None:
+        """Says what is to be said of a step once."""
+        method = self._method
+        if method.is_evaluation:
+            check_evaluation(method.name, flat.state, step.changed)
+        else:
+            check_training(method.name, flat.state, step.changed)
+            tell_of_training(method.fn, method.name, step)
+        if is_slow and method.options.compile_loop:
+            logger.info(
+                "`%s` has convolutions that XLA's CPU compiler runs slowly inside a "
+                "loop on the device: its steps run one by one.",
+                method.name,
+            )

@@ -71,7 +71,7 @@ def test_a_trainer_gets_the_same_numbers(kind, expected):
         if jnp.issubdtype(one.dtype, jnp.number):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(trainer.losses, expected.losses, rtol=1e-4)
-    (program,) = trainer._train_loop._programs._programs.values()
+    (program,) = trainer._train.loop._programs._programs.values()
     step = program.step.program
     text = jax.jit(core.jaxpr_as_fun(step)).lower(*step.in_avals).as_text()
     found = re.findall(

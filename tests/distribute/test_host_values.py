@@ -61,7 +61,7 @@ def test_a_step_that_is_not_compiled_may_draw():
     class Eager(Trainer):
         def __init__(self):
             super().__init__(lambda _, x: x + np.random.normal())
-            self._train_options = armillary.StandardTrainerOptions(compile_step=False)
+            self._train.options = armillary.StandardTrainerOptions(compile_step=False)
 
     Eager().train(2)
 

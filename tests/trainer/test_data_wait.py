@@ -12,8 +12,8 @@ from armillary.data.feed._prefetch import Prefetcher
 from armillary.distribute import DefaultStrategy
 from armillary.goodput import Category
 from armillary.goodput._stopwatch import Stopwatch
+from armillary.trainer._datasets import waiting_for_data
 from armillary.trainer._loop import Loop
-from armillary.trainer._loop_data import waiting_for_data
 from armillary.trainer._options import LoopOptions
 from armillary.trainer._step_checks import StepMethod
 
@@ -103,10 +103,10 @@ def test_the_first_batch_is_waited_for(compile_step):
         yield from from_arrays({"x": np.ones((8, 2), "float32")}, batch_size=4)
 
     owner = Owner()
+    options = LoopOptions(steps_per_chunk=2, compile_step=compile_step)
     loop = Loop(
-        StepMethod(owner, owner.step, "step", DefaultStrategy()),
+        StepMethod(owner, owner.step, "step", DefaultStrategy(), options),
         read,
-        LoopOptions(steps_per_chunk=2, compile_step=compile_step),
         exact=False,
         keep_results=False,
     )
@@ -114,7 +114,7 @@ def test_the_first_batch_is_waited_for(compile_step):
     with stopwatch.phase(Category.STEPPING):
         assert loop.has_data()
         loop.run(2)
-    loop.data.feed.close()
+    loop.feed.close()
 
     assert float(owner.total) == 16
     assert stopwatch.seconds[Category.DATA] >= 0.2

@@ -21,9 +21,9 @@ from armillary.data.feed import (
 )
 from armillary.data.sources import _arrays
 from armillary.distribute.program import _flat_state
-from armillary.trainer import _loop, _loop_data, _tracer
+from armillary.trainer import _loop, _program, _tracer
 
-LOOP = {module.__file__ for module in (_loop, _loop_data, _tracer, _flat_state)}
+LOOP = {module.__file__ for module in (_loop, _program, _tracer, _flat_state)}
 READING = {
     module.__file__
     for module in (

@@ -12,7 +12,7 @@ from flax import nnx
 
 import armillary
 from armillary.data import InputOptions, from_arrays
-from armillary.trainer._loop_data import take_batches
+from armillary.trainer._program import take_batches
 from tests.feeds import open_chunks
 from tests.problems import (
     CNN,

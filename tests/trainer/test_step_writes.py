@@ -35,9 +35,8 @@ def test_an_evaluation_that_changes_batch_statistics_is_an_error(num_replicas):
     with pytest.raises(
         StateStructureError,
         match=r"`eval_step` changes 2 arrays of a model, which an evaluation leaves as "
-        r"it is:\n  model/norm/mean\n  model/norm/var\nA model in training mode does "
-        r"that. Evaluate a view of it.*`self.model = nnx.view\(model, "
-        r"use_running_average=True\)`, with `deterministic=True` if it has dropout",
+        r"it is:\n  model/norm/mean\n  model/norm/var\nEvaluate a view of it.*"
+        r"`self.model = nnx.view\(model, use_running_average=True\)`",
     ):
         Evaluator(model, num_replicas).evaluate(-1)
     np.testing.assert_array_equal(model.norm.mean[...], before)
@@ -121,9 +120,8 @@ def test_an_optimizer_that_moves_nothing_is_a_warning(caplog):
     assert record.getMessage() == (
         "`train_step` advances an optimizer, but changes none of the 2 arrays of "
         "parameters that it reaches, so nothing is trained:\n  model/bias\n  "
-        "model/kernel\nPass the model itself, before the gradients "
-        "(`optimizer.update(model, gradients)`), not a copy (`nnx.clone`, "
-        "`nnx.merge`), and assign that model to the trainer."
+        "model/kernel\nPass the model itself to `optimizer.update(model, gradients)`, "
+        "not a copy (`nnx.clone`, `nnx.merge`), and assign that model to the trainer."
     )
 
 
