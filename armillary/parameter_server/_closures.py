@@ -21,6 +21,8 @@ from armillary.state._lift import State, as_array
 from armillary.state._opaque import captured
 from armillary.typing import PyTree
 
+_WHY = "another scheduled call failed. `schedule` and `join` raise its error"
+
 
 class RemoteValue:
     """The result of a scheduled call (`tf.distribute.coordinator.RemoteValue`).
@@ -96,24 +98,7 @@ class RemoteValue:
 
 
 class ScheduledTask:
-    """A function that calls were scheduled of, with arguments of one structure.
-
-    Args:
-        number: Its number.
-        fn: The function.
-        leaves: Its arguments, flat: arrays and `RemoteValue` are what calls differ in.
-        tree: Their structure.
-        named: Names of objects that workers have, by `id`.
-
-    Attributes:
-        state: The variables that it reaches.
-        reference: Where Ray keeps what workers get.
-        transformations: Its optimizers, pickled.
-        numbers: The numbers of its variables.
-        spec: What it does to them; `None` before a worker has traced it.
-        placed: Where its variables live; likewise.
-        seconds: How long its last call took; infinite before the first has ended.
-    """
+    """A function that calls were scheduled of, with arguments of one structure."""
 
     def __init__(
         self,
@@ -154,16 +139,7 @@ class ScheduledTask:
 
 @dataclass(eq=False)
 class Closure:
-    """One scheduled call.
-
-    Attributes:
-        number: Counts all calls.
-        task: The function.
-        inputs: Its arrays, and results of other calls.
-        value: Where its result goes.
-        begun_at: How many updates had been made when it was last begun.
-        num_losses: How many workers were lost while they ran it.
-    """
+    """One scheduled call."""
 
     number: int
     task: ScheduledTask
@@ -181,7 +157,7 @@ class Closure:
         """Returns its inputs for Ray, which fetches references on the worker."""
         return [v.reference if isinstance(v, RemoteValue) else v for v in self.inputs]
 
-    def cancel(self, why: str) -> None:
+    def cancel(self, why: str = _WHY) -> None:
         """Ends it before it has run."""
         message = f"This call of `{self.task.name}` did not run, because {why}."
         self.value.fail(ClosureCancelledError(message))

@@ -48,11 +48,7 @@ class PerWorkerIterator:
         return self
 
     def __next__(self) -> PyTree:
-        """Returns the next batch of the worker that runs the function.
-
-        Raises:
-            RuntimeError: Outside of a scheduled function.
-        """
+        """Returns the next batch of the worker that runs the function."""
         if not _offered:
             raise RuntimeError(
                 "`next` was called on a per-worker iterator outside of a scheduled "
@@ -112,11 +108,7 @@ class Batches:
         self._held: collections.deque[Any] = collections.deque()
 
     def peek(self, count: int) -> list[PyTree]:
-        """Returns the next batches, which stay the next ones.
-
-        Raises:
-            OutOfRangeError: If the data ends before.
-        """
+        """Returns the next batches, which stay the next ones."""
         while len(self._held) < count:
             try:
                 self._held.append(next(self._iterator))

@@ -105,12 +105,7 @@ class Server:
 
 
 def check_cluster(resolver: ClusterResolver) -> dict[str, list[str]]:
-    """Returns the addresses of the tasks of a cluster, by job.
-
-    Raises:
-        ClusterError: If a job is missing that asynchronous training needs, there are
-            two chiefs or a job without a meaning, or this process is no task of it.
-    """
+    """Returns the addresses of the tasks of a cluster, by job."""
     cluster_spec = resolver.cluster_spec()
     spec = cluster_spec.as_dict()
     for job in ("chief", "worker", "ps"):

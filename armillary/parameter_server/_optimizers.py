@@ -11,7 +11,7 @@ an array of its state belongs to the variable whose gradients it is made of, or 
 variables for one, as clipping by the norm of all gradients does, is refused.
 """
 
-import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import optax
 from jax.extend import core
-from jax.interpreters import partial_eval
 
 from armillary._dataflow import find_dependencies
 from armillary._jaxpr import programs_in, walk_programs
@@ -32,11 +31,8 @@ from armillary.typing import PyTree
 class UpdateSpec(NamedTuple):
     """One call of `update` in a scheduled function.
 
-    Attributes:
-        transformation: Which of the function's transformations.
-        gradients: The structure of the gradients' tree.
-        state: The state's tree, with the number of the slot of each array.
-        params: The parameters' tree, likewise.
+    State and parameters have the number of the slot of each array, gradients are a
+    structure.
     """
 
     transformation: int
@@ -164,36 +160,29 @@ def load_transformation(dumped: bytes) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(optax.GradientTransformation(init, update))
 
 
-def call_update(
-    transformation: optax.GradientTransformationExtraArgs,
-    spec: UpdateSpec,
-    gradients: Sequence[Any],
-    state: Sequence[Any],
-    params: Sequence[Any],
-) -> tuple[list[Any], list[Any]]:
-    """Calls an optimizer with flat lists, in the order of the trees of `spec`."""
-    updates, new = transformation.update(
-        spec.gradients.unflatten(gradients),
-        jax.tree.structure(spec.state).unflatten(state),
-        jax.tree.structure(spec.params).unflatten(params),
-    )
-    return jax.tree.leaves(updates), jax.tree.leaves(new)
+def flat_update(
+    transformation: optax.GradientTransformationExtraArgs, spec: UpdateSpec
+) -> Callable[..., list[Any]]:
+    """Returns an update from the leaves of gradients, state and parameters.
+
+    It returns those of the updates and of the new state.
+    """
+    trees = spec.gradients, *map(jax.tree.structure, (spec.state, spec.params))
+    stops = list(itertools.accumulate(tree.num_leaves for tree in trees))
+
+    def update(*leaves: Any) -> list[Any]:
+        parts = zip(trees, [0, *stops], stops, strict=False)
+        given = (tree.unflatten(leaves[start:stop]) for tree, start, stop in parts)
+        return jax.tree.leaves(transformation.update(*given))
+
+    return update
 
 
 class SplitUpdate:
     """Which arrays of an optimizer's state go with which variable.
 
-    Args:
-        transformation: The optimizer.
-        spec: How it is called, by variable.
-        types: Shape and dtype of each variable.
-        paths: Their paths, for messages.
-
-    Attributes:
-        owners: For each array of the state, its variable; `None` if it is shared.
-
-    Raises:
-        ValueError: If the update of a variable needs another one.
+    `owners` has the variable of each array of the state, and `None` for those that are
+    shared.
     """
 
     def __init__(
@@ -203,12 +192,14 @@ class SplitUpdate:
         types: Mapping[int, ArrayType],
         paths: Mapping[int, str],
     ) -> None:
-        self._transformation, self._spec, self._types = transformation, spec, types
         params, state = spec.param_slots, spec.state_slots
-        self._program = self._trace({})
         # Gradients count as their variables.
-        slots = [*params, *state, *params]
-        needs = [{slots[i] for i in each} for each in find_dependencies(self._program)]
+        self._slots = [*params, *state, *params]
+        self._results = [*params, *state]
+        self._types, self._update = types, flat_update(transformation, spec)
+        self._leaves = [jax.eval_shape(types[slot].zeros) for slot in self._slots]
+        program = jax.make_jaxpr(self._update)(*self._leaves)
+        needs = [{self._slots[i] for i in each} for each in find_dependencies(program)]
         of_state = dict(zip(state, needs[len(params) :], strict=True))
         # What an array is made of, however many steps ago.
         for between, found in of_state.items():
@@ -216,7 +207,7 @@ class SplitUpdate:
                 if between in needed:
                     needed |= found
         self.owners: dict[int, int | None] = {}
-        for slot, needed in (*of_state.items(), *zip(params, needs, strict=False)):
+        for slot, needed in zip(self._results, needs, strict=True):
             before = (of_state.get(other, ()) for other in needed)
             owners = needed.union([slot], *before).intersection(params)
             if len(owners) > 1:
@@ -232,47 +223,45 @@ class SplitUpdate:
             if slot in of_state:
                 self.owners[slot] = next(iter(owners), None)
 
-    def is_elementwise(self, slot: int) -> bool:
-        """Returns whether a variable may be cut along its first axis."""
-        shape, params = self._types[slot].shape, self._spec.param_slots
-        own = [s for s, owner in self.owners.items() if owner == slot]
-        if any(self._types[s].shape != shape for s in own):
+    def is_rowwise(self, slot: int) -> bool:
+        """Returns whether a variable may be cut along its first axis.
+
+        It may if the update is the same operations when it is mapped over the rows.
+        """
+        own = {slot, *(s for s, owner in self.owners.items() if owner == slot)}
+        if len({self._types[each].shape for each in own}) > 1:
             return False
-        places = [len(params) + self._spec.state_slots.index(s) for s in own]
-        outputs = [params.index(slot), *places]
-        longer = dict.fromkeys((slot, *own), (shape[0] + 1, *shape[1:]))
-        program = _prune(self._program, outputs)
-        other = _prune(self._trace(longer), outputs)
-        # What is computed from the shape is another number for a part.
-        is_same = _literals(program) == _literals(other)
-        return is_same and _is_elementwise(program, shape)
 
-    def _trace(self, shapes: Mapping[int, tuple[int, ...]]) -> core.ClosedJaxpr:
-        """Returns the traced update, with other shapes of some variables."""
+        def update(*leaves: Any) -> list[Any]:
+            pairs = zip(self._results, self._update(*leaves), strict=True)
+            return [result for each, result in pairs if each in own]
 
-        def abstract(slots: list[int]) -> list[Any]:
-            types = (self._types[slot] for slot in slots)
-            changed = (
-                type_._replace(shape=shapes.get(slot, type_.shape))
-                for slot, type_ in zip(slots, types, strict=True)
-            )
-            return [jax.eval_shape(type_.zeros) for type_ in changed]
+        axes = [0 if each in own else None for each in self._slots]
+        whole = jax.make_jaxpr(update)(*self._leaves)
+        try:
+            mapped = jax.make_jaxpr(jax.vmap(update, axes))(*self._leaves)
+        except Exception:  # It cannot take a single row.
+            return False
+        return _operations(whole) == _operations(mapped)
 
-        spec = self._spec
-        params, state = abstract(spec.param_slots), abstract(spec.state_slots)
-        update = functools.partial(call_update, self._transformation, spec)
-        return jax.make_jaxpr(update)(params, state, params)
+
+def _operations(program: core.ClosedJaxpr) -> list[Any]:
+    """Returns what a program computes, but for repeating values along new axes."""
+    return [
+        (
+            equation.primitive.name,
+            "" if any(programs_in(equation)) else str(equation.params),
+            [str(atom) for atom in equation.invars if isinstance(atom, core.Literal)],
+            [variable.aval.shape for variable in equation.outvars],
+        )
+        for inner, _ in walk_programs(program)
+        for equation in inner.eqns
+        if equation.primitive.name != "broadcast_in_dim"
+    ]
 
 
 class LocalUpdate(NamedTuple):
-    """What a server needs to know of an optimizer.
-
-    Attributes:
-        transformation: The pickled optimizer.
-        spec: How it is called, by variable.
-        owners: `SplitUpdate.owners`.
-        types: Shape and dtype of each of its variables.
-    """
+    """What a server needs to know of an optimizer, by variable."""
 
     transformation: bytes
     spec: UpdateSpec
@@ -281,7 +270,7 @@ class LocalUpdate(NamedTuple):
 
     def make(self) -> Callable[[dict[Part, Any], dict[Part, Any]], dict[Part, Any]]:
         """Returns the update of the parts of variables that gradients are given of."""
-        transformation = load_transformation(self.transformation)
+        update = flat_update(load_transformation(self.transformation), self.spec)
         params, state = self.spec.param_slots, self.spec.state_slots
 
         def pick(held: dict[Part, Any], slot: int, number: int) -> Any:
@@ -289,74 +278,25 @@ class LocalUpdate(NamedTuple):
             found = held.get((slot, 0 if is_shared else number))
             return self.types[slot].zeros() if found is None else found
 
-        def update(
-            gradients: dict[Part, Any], values: dict[Part, Any]
-        ) -> dict[Part, Any]:
+        def run(gradients: dict[Part, Any], values: dict[Part, Any]) -> dict[Part, Any]:
             new: dict[Part, Any] = {}
             # All parts of one number at once: whole variables are part 0.
             for number in sorted({part[1] for part in gradients}):
-                updates, after = call_update(
-                    transformation,
-                    self.spec,
-                    [pick(gradients, slot, number) for slot in params],
-                    [pick(values, slot, number) for slot in state],
-                    [pick(values, slot, number) for slot in params],
+                results = update(
+                    *(pick(gradients, slot, number) for slot in params),
+                    *(pick(values, slot, number) for slot in (*state, *params)),
                 )
-                for slot, change in zip(params, updates, strict=True):
-                    if (slot, number) in gradients:
-                        old = values[slot, number]
-                        new[slot, number] = optax.apply_updates(old, change)
-                for slot, value in zip(state, after, strict=True):
-                    owner = self.owners[slot]
+                for slot, result in zip((*params, *state), results, strict=True):
+                    owner = self.owners.get(slot, slot)
                     if owner is None:
-                        new[slot, 0] = value
-                    elif (owner, number) in gradients:
-                        new[slot, number] = value
+                        new[slot, 0] = result
+                    elif (owner, number) not in gradients:
+                        continue
+                    elif slot == owner:
+                        old = values[slot, number]
+                        new[slot, number] = optax.apply_updates(old, result)
+                    else:
+                        new[slot, number] = result
             return new
 
-        return update
-
-
-def _prune(program: core.ClosedJaxpr, outputs: Sequence[int]) -> Any:
-    wanted = [i in outputs for i in range(len(program.jaxpr.outvars))]
-    return partial_eval.dce_jaxpr(program.jaxpr, wanted)[0]
-
-
-def _literals(jaxpr: Any) -> list[str]:
-    """Returns the numbers that stand in a program."""
-    return [
-        repr(atom.val)
-        for inner, _ in walk_programs(jaxpr)
-        for equation in inner.eqns
-        for atom in equation.invars
-        if isinstance(atom, core.Literal)
-    ]
-
-
-# Operations that compute each element from those at the same place.
-_ELEMENTWISE = frozenset(
-    """
-    abs add add_any and atan2 broadcast_in_dim cbrt ceil clamp
-    convert_element_type copy copy_p cos cosh div eq erf exp exp2 expm1
-    floor ge gt imag integer_pow is_finite le log log1p logistic lt max
-    min mul ne neg nextafter not or pow real rem round rsqrt select_n sign
-    sin sinh sqrt square stop_gradient sub tan tanh xor
-    """.split()  # noqa: SIM905
-)
-_CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call"})
-
-
-def _is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
-    """Returns whether a program computes arrays of a shape element by element."""
-    if any(variable.aval.ndim for variable in jaxpr.constvars):
-        return False
-    for equation in jaxpr.eqns:
-        atoms = (*equation.invars, *equation.outvars)
-        shapes = {atom.aval.shape for atom in atoms if atom.aval.ndim}
-        name, inner = equation.primitive.name, next(programs_in(equation), None)
-        if shapes and name in _CALLS and inner is not None:
-            if not _is_elementwise(getattr(inner, "jaxpr", inner), shape):
-                return False
-        elif shapes and (name not in _ELEMENTWISE or shapes != {shape}):
-            return False
-    return True
+        return run

@@ -38,13 +38,7 @@ from armillary.xla._compile import compile_step
 
 
 class TaskSpec(NamedTuple):
-    """What a scheduled function does to variables, by their number in its state.
-
-    Attributes:
-        updates: Its calls of optimizers.
-        additions: The variables that it adds to.
-        reads: The variables whose values it needs.
-    """
+    """What a scheduled function does to variables, by their number in its state."""
 
     updates: tuple[UpdateSpec, ...]
     additions: tuple[int, ...]
@@ -57,17 +51,7 @@ class TaskSpec(NamedTuple):
 
 
 class TaskProgram:
-    """A scheduled function, traced for arguments of one kind, and compiled.
-
-    Args:
-        call: Calls the function with traced arguments.
-        flat: The state that it reaches.
-        arguments: Arrays, or their types.
-        fn: The user's function.
-
-    Attributes:
-        spec: What it does to variables.
-    """
+    """A scheduled function, traced for arguments of one kind, and compiled."""
 
     def __init__(
         self,
@@ -141,13 +125,7 @@ class TaskProgram:
 
 
 class _Addition(NamedTuple):
-    """What a traced function adds to a variable.
-
-    Attributes:
-        sign: 1 or -1 if `output` is added or subtracted, 0 if it is the new value, of
-            which the old one is to be subtracted.
-        output: A variable of the program.
-    """
+    """What a traced function adds to a variable."""
 
     sign: int
     output: Any
@@ -160,11 +138,7 @@ def _find_additions(
     paths: Sequence[str],
     name: str,
 ) -> dict[int, _Addition]:
-    """Returns what a function adds to variables, by their number.
-
-    Raises:
-        StateStructureError: If it changes variables in another way.
-    """
+    """Returns what a function adds to variables, by their number."""
     origins = _Origins(step.program.jaxpr)
     owned = {
         slot: (call, leaf)

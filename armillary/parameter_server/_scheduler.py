@@ -37,19 +37,18 @@ _RETRY_SECONDS = 0.2
 
 @dataclass
 class Statistics:
-    """What has been counted since the last `take_statistics`.
-
-    Attributes:
-        num_calls: Calls that ended well.
-        total_staleness: Sum of their staleness, in updates.
-        max_staleness: The largest.
-        num_lost: Workers lost.
-    """
+    """What has been counted since the last `take_statistics`."""
 
     num_calls: int = 0
     total_staleness: int = 0
     max_staleness: int = 0
     num_lost: int = 0
+
+    def count(self, staleness: int) -> None:
+        """Counts a call."""
+        self.num_calls += 1
+        self.total_staleness += staleness
+        self.max_staleness = max(self.max_staleness, staleness)
 
 
 @dataclass(eq=False)
@@ -63,18 +62,7 @@ class _Message:
 
 @dataclass(eq=False)
 class _Worker:
-    """What is known of a worker.
-
-    Attributes:
-        index: Its number.
-        actor: How to call it.
-        label: How messages call it.
-        pid: The process that is up; 0 if none is.
-        known: The numbers of the functions that it has.
-        servers: The parameter servers that it was told of.
-        num_datasets: How many data sets it was told of.
-        messages: What it has been given.
-    """
+    """What is known of a worker."""
 
     index: int
     actor: Any
@@ -91,22 +79,12 @@ class _WorkerLostError(Exception):
 
 
 class Scheduler:
-    """The calls of one coordinator, and the threads that serve its workers.
-
-    Attributes:
-        servers: The actors of parameter servers.
-        workers: The workers.
-        statistics: What was counted.
-        is_stopped: Whether the coordinator was shut down.
-    """
+    """The calls of one coordinator, and the threads that serve its workers."""
 
     def __init__(self, strategy: ParameterServerStrategy, variables: Variables) -> None:
         self._strategy, self._variables = strategy, variables
-        self.servers = [_make_server(strategy, i) for i in range(strategy.num_ps)]
-        self.workers = [
-            _Worker(i, _make_worker(strategy, i), f"worker {i}")
-            for i in range(strategy.num_workers)
-        ]
+        self.servers = list(map(self._make_server, range(strategy.num_ps)))
+        self.workers = list(map(self._make_worker, range(strategy.num_workers)))
         self.statistics = Statistics()
         self.is_stopped = False
         self.max_staleness = strategy.max_staleness
@@ -125,6 +103,19 @@ class Scheduler:
         ]
         for thread in self._threads:
             thread.start()
+
+    def _make_server(self, index: int) -> Any:
+        # One that is lost takes its variables with it.
+        options = {"num_cpus": 0, **self._strategy.actor_options("ps", index)}
+        return import_ray().remote(ParameterServer).options(**options).remote()
+
+    def _make_worker(self, index: int) -> _Worker:
+        options = {"num_cpus": 0, **self._strategy.actor_options("worker", index)}
+        # Ray restarts one that is lost, wherever there is room.
+        options = {"max_restarts": -1, **options}
+        actor = import_ray().remote(Worker).options(**options)
+        actor = actor.remote(index, self._strategy.num_workers)
+        return _Worker(index, actor, f"worker {index}")
 
     # What the threads of users call.
 
@@ -179,20 +170,16 @@ class Scheduler:
             try:
                 ray.get(server.greet.remote(), timeout=10)
             except ray.exceptions.RayError:
-                servers[index] = _make_server(self._strategy, index)
+                servers[index] = self._make_server(index)
         self._is_broken = False
         self.servers = servers
         self._variables.put_all(servers)
 
     @contextlib.contextmanager
-    def needing_servers(self) -> Iterator[list[Any]]:
-        """Gives the servers; tells of one that is gone.
-
-        Raises:
-            PSUnavailableError: If one is.
-        """
+    def needing_servers(self) -> Iterator[None]:
+        """Tells of a server that is gone."""
         try:
-            yield self.servers
+            yield
         except import_ray().exceptions.RayActorError as error:
             raise self._break(error) from error
 
@@ -217,30 +204,33 @@ class Scheduler:
     def _serve(self, worker: _Worker) -> None:
         while not self.is_stopped:
             try:
-                self._greet(worker)
-                while not self.is_stopped:
-                    if (message := self._take(worker)) is not None:
-                        self._attempt(self._send, worker, message)
-                    elif worker.messages:
-                        self._attempt(self._finish, worker, worker.messages[0])
+                self._go_on(worker)
             except _WorkerLostError as error:
-                if not self.is_stopped:
+                if worker.pid and not self.is_stopped:
                     self._lose(worker, error)
+                else:
+                    time.sleep(_RETRY_SECONDS)
 
-    def _greet(self, worker: _Worker) -> None:
-        """Waits until a worker is up."""
-        while not self.is_stopped:
-            try:
-                asked = worker.actor.greet.remote()
-                pid, address = self._get(worker, asked, "starts, or waits for room")
-            except _WorkerLostError:
-                time.sleep(_RETRY_SECONDS)
-                continue
+    def _go_on(self, worker: _Worker) -> None:
+        """Greets a new worker, sends calls, or waits for how some have ended."""
+        if not worker.pid:
+            greeting = worker.actor.greet.remote()
+            pid, address = self._get(worker, greeting, "starts, or waits for room")
             worker.label = f"worker {worker.index} (process {pid} on {address})"
             worker.known, worker.servers, worker.num_datasets = set(), None, 0
-            with self._changed:
-                worker.pid = pid
+            worker.pid = pid
             return
+        message, step = self._take(worker), self._send
+        if message is None and worker.messages:
+            message, step = worker.messages[0], self._finish
+        if message is None:
+            return
+        try:
+            step(worker, message)
+        except _WorkerLostError:
+            raise
+        except Exception as error:  # Such as an argument that was deleted.
+            self._end(worker, message, [Failed(error)] * len(message.closures))
 
     def _take(self, worker: _Worker) -> _Message | None:
         """Returns the next calls for a worker; if it has none, waits for some."""
@@ -289,15 +279,6 @@ class Scheduler:
             taken.append(self._queue.popleft())
         return taken
 
-    def _attempt(self, step: Any, worker: _Worker, message: _Message) -> None:
-        """Sends or finishes a message; what is wrong with that, its calls are told."""
-        try:
-            step(worker, message)
-        except _WorkerLostError:
-            raise
-        except Exception as error:  # Such as an argument that was deleted.
-            self._end(worker, message, [Failed(error)] * len(message.closures))
-
     def _send(self, worker: _Worker, message: _Message) -> None:
         closures, task = message.closures, message.closures[0].task
         # Whatever was done before these calls were scheduled.
@@ -340,26 +321,19 @@ class Scheduler:
             worker.messages.remove(message)
             for i, closure in enumerate(message.closures):
                 self._open.pop(closure.number, None)
-                status = statuses[i] if i < len(statuses) else None
-                if status is None:
-                    closure.cancel(_WHY_CANCELLED)
-                elif isinstance(status, Failed):
+                if i >= len(statuses):  # An earlier one of them has failed.
+                    closure.cancel()
+                elif isinstance(status := statuses[i], Failed):
                     error = status.error
                     if status.lost_server is not None:
                         error = self._break(error, status.lost_server)
                     self._fail(closure, error)
                 else:
-                    self._count(status.staleness)
+                    self._num_applied += 1
+                    self.statistics.count(status.staleness)
                     closure.task.seconds = status.seconds
                     closure.value.set(message.values[i])
             self._changed.notify_all()
-
-    def _count(self, staleness: int) -> None:
-        self._num_applied += 1
-        counts = self.statistics
-        counts.num_calls += 1
-        counts.total_staleness += staleness
-        counts.max_staleness = max(counts.max_staleness, staleness)
 
     def _lose(self, worker: _Worker, error: _WorkerLostError) -> None:
         """Has the calls of a lost worker run again, before all others."""
@@ -369,17 +343,16 @@ class Scheduler:
             worker.pid = 0
             self._queue.extendleft(reversed(lost))
             self.statistics.num_lost += 1
-            # The others have waited for the first.
-            for closure in lost[:1]:
-                closure.num_losses += 1
-                if closure.num_losses == _MOST_LOSSES:
+            for first in lost[:1]:  # The others have waited for it.
+                first.num_losses += 1
+                if first.num_losses == _MOST_LOSSES:
                     message = (
-                        f"Call {closure.number} of `{closure.task.name}` has lost its "
+                        f"Call {first.number} of `{first.task.name}` has lost its "
                         f"worker {_MOST_LOSSES} times in a row ({error}), so it is not "
                         "run again. It may need more memory than a worker has: run "
                         "the function in this process, and look at Ray's logs."
                     )
-                    self._fail(closure, RuntimeError(message))
+                    self._fail(first, RuntimeError(message))
             if self._error is not None:
                 self._cancel_queue()
             self._changed.notify_all()
@@ -399,21 +372,18 @@ class Scheduler:
 
     def _cancel_queue(self) -> None:
         for closure in self._queue:
-            closure.cancel(_WHY_CANCELLED)
+            closure.cancel()
             self._open.pop(closure.number, None)
         self._queue.clear()
 
-    def _break(
-        self, error: BaseException, index: int | None = None
-    ) -> PSUnavailableError:
+    def _break(self, error: BaseException, which: Any = "(one)") -> PSUnavailableError:
         """Notes that a server is gone; returns the error to raise."""
         self._is_broken = True
-        which = "A parameter server" if index is None else f"Parameter server {index}"
         return PSUnavailableError(
-            f"{which} is gone ({_first_line(error)}), and with it what its variables "
-            "held since the last `join`. Restore the last checkpoint and schedule on: "
-            "the next call starts a new one, and fills all of them from the "
-            "coordinator's objects."
+            f"Parameter server {which} is gone ({_first_line(error)}), and with it "
+            "what its variables held since the last `join`. Restore the last "
+            "checkpoint and schedule on: the next call starts a new one, and fills all "
+            "of them from the coordinator's objects."
         )
 
     def _get(self, worker: _Worker, reference: Any, doing: str) -> Any:
@@ -432,23 +402,6 @@ class Scheduler:
             # Ray has started it anew, while it had nothing to do.
             raise _WorkerLostError("its process has ended")
         return answer
-
-
-_WHY_CANCELLED = "another scheduled call failed. `schedule` and `join` raise its error"
-
-
-def _make_server(strategy: ParameterServerStrategy, index: int) -> Any:
-    """Returns a new parameter server. One that is lost takes its variables with it."""
-    options = {"num_cpus": 0, "max_restarts": 0, **strategy.actor_options("ps", index)}
-    return import_ray().remote(ParameterServer).options(**options).remote()
-
-
-def _make_worker(strategy: ParameterServerStrategy, index: int) -> Any:
-    """Returns a new worker. Ray restarts one that is lost, wherever there is room."""
-    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0}
-    options |= strategy.actor_options("worker", index)
-    actor = import_ray().remote(Worker).options(**options)
-    return actor.remote(index, strategy.num_workers)
 
 
 def _is_ready(closure: Closure) -> bool:

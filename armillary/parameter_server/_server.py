@@ -22,13 +22,7 @@ _INLINE_BYTES = 100_000
 
 
 class ArrayType(NamedTuple):
-    """Shape and dtype of an array.
-
-    Attributes:
-        shape: The shape, without the words of random keys.
-        dtype: The dtype; of random keys, that of their words.
-        impl: Name of the random generator, of random keys.
-    """
+    """Shape and dtype of an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -70,13 +64,7 @@ def to_host(array: jax.Array) -> np.ndarray:
 
 
 class Place(NamedTuple):
-    """Where one part of a variable lives.
-
-    Attributes:
-        server: The number of the parameter server.
-        part: The variable and the part's number.
-        rows: Its rows; `None` for a whole variable.
-    """
+    """Where one part of a variable lives."""
 
     server: int
     part: Part
@@ -99,16 +87,7 @@ def join(places: Sequence[Place], found: Mapping[Part, np.ndarray]) -> np.ndarra
 
 
 class Push(NamedTuple):
-    """What one call of a scheduled function sends to one server.
-
-    Attributes:
-        call: The number of the call. Of two attempts, the first is applied.
-        oldest: The smallest number of a call that has not ended; what was applied for
-            older ones may be forgotten.
-        version: The server's version that the call has read.
-        updates: For the key of each optimizer, gradients by part.
-        additions: What is added, by part.
-    """
+    """What one call of a scheduled function sends to one server."""
 
     call: int
     oldest: int

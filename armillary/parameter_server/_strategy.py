@@ -169,11 +169,7 @@ class ParameterServerStrategy(SingleStrategy):
 
 
 def _check_partitioner(partitioner: Callable[..., Sequence[int]]) -> None:
-    """Raises if a partitioner cannot be called as one.
-
-    Raises:
-        TypeError: If it cannot.
-    """
+    """Raises if a partitioner cannot be called as one."""
     check_callable("variable_partitioner", partitioner)
     try:
         inspect.signature(partitioner).bind((1,), np.dtype("float32"), axis=0)
@@ -188,12 +184,7 @@ def _check_partitioner(partitioner: Callable[..., Sequence[int]]) -> None:
 def _count_tasks(
     resolver: ClusterResolver, num_workers: int | None, num_ps: int | None
 ) -> tuple[int, int]:
-    """Returns the numbers of workers and of parameter servers of a cluster.
-
-    Raises:
-        ValueError: If a number was given as well.
-        ClusterError: If this process is not the chief.
-    """
+    """Returns the numbers of workers and of parameter servers of a cluster."""
     if num_workers is not None or num_ps is not None:
         raise ValueError(
             f"`num_workers` is {num_workers!r} and `num_ps` is {num_ps!r}, but "

@@ -56,10 +56,6 @@ class Variables:
 
     Several threads use it: those that serve workers place variables while another one
     looks for changed ones.
-
-    Args:
-        num_servers: How many parameter servers there are.
-        partitioner: Into how many parts a variable is cut; `None` leaves all whole.
     """
 
     def __init__(
@@ -75,11 +71,7 @@ class Variables:
         self._lock = threading.RLock()
 
     def adopt(self, state: State) -> list[int]:
-        """Returns the number of each array of a state.
-
-        Raises:
-            ValueError: If the partitioner returns no counts of parts for one.
-        """
+        """Returns the number of each array of a state."""
         numbers: list[int] = []
         with self._lock:
             for slot, _, _ in state.ranges:
@@ -179,7 +171,7 @@ class Variables:
 
     def _count_parts(self, number: int, split: SplitUpdate) -> int:
         variable = self._variables[number]
-        if variable.num_parts == 1 or split.is_elementwise(number):
+        if variable.num_parts == 1 or split.is_rowwise(number):
             return variable.num_parts
         logger.warning(
             "%s stays whole on one parameter server, since its optimizer computes "
@@ -285,11 +277,7 @@ def count_parts(
     shape: tuple[int, ...],
     dtype: Any,
 ) -> int:
-    """Returns into how many parts a variable shall be cut.
-
-    Raises:
-        ValueError: If the partitioner returns something else than counts for it.
-    """
+    """Returns into how many parts a variable shall be cut."""
     if partitioner is None or not shape:
         return 1
     found = partitioner(shape, dtype, axis=0)

@@ -34,12 +34,7 @@ from armillary.typing import PyTree
 
 
 class ShippedTask(NamedTuple):
-    """A scheduled function, as workers get it.
-
-    Attributes:
-        payload: The pickled function, and its arguments: arrays are `Dynamic`.
-        types: Shape and dtype of each array of its state.
-    """
+    """A scheduled function, as workers get it."""
 
     payload: bytes
     types: tuple[ArrayType, ...]
@@ -50,12 +45,7 @@ class Dynamic:
 
 
 class PlacedTask(NamedTuple):
-    """Where the variables of a scheduled function live.
-
-    Attributes:
-        places: The places of each array of its state that calls read or change.
-        updates: For each update, its key.
-    """
+    """Where the variables of a scheduled function live."""
 
     places: dict[int, tuple[Place, ...]]
     updates: tuple[Any, ...]

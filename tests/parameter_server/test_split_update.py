@@ -10,7 +10,7 @@ from armillary.parameter_server._optimizers import (
     LocalUpdate,
     SplitUpdate,
     UpdateSpec,
-    call_update,
+    flat_update,
 )
 from armillary.parameter_server._server import type_of
 
@@ -78,7 +78,7 @@ def test_parts_on_several_servers_are_updated_as_a_whole(name):
     cloudpickle = pytest.importorskip("ray").cloudpickle
     transformation, spec, types, leaves = make_case(ELEMENTWISE[name])
     split = make_split(transformation, spec, types)
-    assert split.is_elementwise(0)
+    assert split.is_rowwise(0)
     # The kernel in two parts, and the bias on a third server.
     rows = {(0, 0): slice(0, 3), (0, 1): slice(3, 5), (1, 0): slice(None)}
     dumped = cloudpickle.dumps(tuple(transformation))
@@ -97,10 +97,8 @@ def test_parts_on_several_servers_are_updated_as_a_whole(name):
         gradients = [
             jnp.asarray(rng.normal(size=leaf.shape), jnp.float32) for leaf in leaves[:2]
         ]
-        updates, new = call_update(
-            transformation, spec, gradients[::-1], whole[2:], whole[1::-1]
-        )
-        bias, kernel = updates
+        update_all = flat_update(transformation, spec)
+        bias, kernel, *new = update_all(*gradients[::-1], *whole[2:], *whole[1::-1])
         whole = [whole[0] + kernel, whole[1] + bias, *new]
         for held, ((slot, number), part) in zip(values, rows.items(), strict=True):
             held.update(update({(slot, number): gradients[slot][part]}, held))
@@ -122,12 +120,17 @@ def test_parts_on_several_servers_are_updated_as_a_whole(name):
         optax.chain(optax.clip_by_block_rms(1e6), optax.sgd(0.1)),
         optax.stateless(lambda u, p: jax.tree.map(lambda x: x / x.shape[0], u)),
         optax.stateless(lambda u, p: jax.tree.map(times_constant, u)),
+        optax.stateless(
+            lambda u, p: jax.tree.map(lambda x: x - x.sum(0, keepdims=True), u)
+        ),
+        optax.stateless(lambda u, p: jax.tree.map(lambda x: x[::-1], u)),
+        optax.stateless(lambda u, p: jax.tree.map(lambda x: jnp.sort(x, 0), u)),
     ],
-    ids=["adafactor", "lamb", "block rms", "shape", "constant"],
+    ids=["adafactor", "lamb", "rms", "shape", "constant", "sum", "turned", "sorted"],
 )
 def test_what_looks_at_a_whole_variable_leaves_it_whole(transformation):
     transformation, spec, types, _ = make_case(transformation)
-    assert not make_split(transformation, spec, types).is_elementwise(0)
+    assert not make_split(transformation, spec, types).is_rowwise(0)
 
 
 @pytest.mark.parametrize(
