@@ -1,9 +1,7 @@
 """Saves and ends the program when a machine of the job is going to be taken."""
 
-import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from armillary._checks import check_instance, check_one_of
@@ -14,56 +12,6 @@ from armillary.cluster._join import get_peers
 from armillary.cluster._preemption import PreemptionNotice, TerminationConfig
 from armillary.errors import CheckpointError
 from armillary.typing import Output
-
-_MARGIN = 0.1
-
-
-class GracePeriod:
-    """The time of one process between a notice and the end of its machine.
-
-    When a signal came is known only up to the call before: Python runs a handler when
-    the main thread no longer waits for the device. So the period begins at that call.
-    """
-
-    def __init__(
-        self, seconds: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.seconds, self._clock = seconds, clock
-        self._before = self._last_call = clock()
-        self._begin = 0.0
-        self._num_calls = 0
-        self._longest_pause = self._longest_save = 0.0
-
-    def note_call(self) -> None:
-        """Notes that a loop has ended, and that somebody looks for a notice."""
-        self._before, self._last_call = self._last_call, self._clock()
-        self._num_calls += 1
-        pause = self._last_call - self._before
-        # The first pause holds compilation: it counts until there is another.
-        longest = self._longest_pause if self._num_calls > 2 else 0.0
-        self._longest_pause = max(pause, longest)
-
-    def begin(self) -> None:
-        """Notes that a notice was found in this call."""
-        self._begin = self._before
-
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """Measures a save, which is no part of the pause around it."""
-        start = self._clock()
-        yield
-        self._last_call = self._clock()
-        self._longest_save = max(self._longest_save, self._last_call - start)
-
-    def spare_seconds(self) -> float:
-        """Returns what is left if one more loop runs and a save follows.
-
-        A loop is as long as the longest so far, and a save takes up to twice as long. A
-        tenth of the period stays for ending the program.
-        """
-        left = self._begin + self.seconds - self._clock()
-        needed = self._longest_pause + 2 * self._longest_save
-        return left - needed - _MARGIN * self.seconds
 
 
 class SaveCheckpointIfPreempted:
@@ -125,7 +73,10 @@ class SaveCheckpointIfPreempted:
         self._manager = checkpoint_manager
         self._exit_fn = config.exit_fn or _exit
         self._keeps_running = keep_running_after_save
-        self._grace_period = GracePeriod(config.grace_period or 0.0)
+        self._grace_seconds = config.grace_period or 0.0
+        self._last_call, self._pause = time.monotonic(), 0.0
+        # Until when training may go on.
+        self._end = 0.0
         self._found: str | None = None
         self._notice = PreemptionNotice(config.watcher)
 
@@ -150,13 +101,16 @@ class SaveCheckpointIfPreempted:
         """
         del output
         self._notice.listen()
-        self._grace_period.note_call()
+        before, self._last_call = self._last_call, time.monotonic()
+        self._pause = self._last_call - before
         is_new = self._found is None
         if is_new:
             self._found = self._find_notice()
             if self._found is None:
                 return
-            self._grace_period.begin()
+            # Python hears a signal when the main thread does not wait for the device:
+            # it came after the call before. Half of the period is for the last save.
+            self._end = before + self._grace_seconds / 2
         elif self._may_go_on():
             return
         try:
@@ -199,9 +153,8 @@ class SaveCheckpointIfPreempted:
         self._notice.close()
 
     def _say(self) -> tuple[str | None, float]:
-        """Returns what gave notice, and the time left, for the other processes."""
-        spare = 0.0 if self._found is None else self._grace_period.spare_seconds()
-        return self._notice.source, spare
+        """Returns what gave notice, and the time left if another loop runs."""
+        return self._notice.source, self._end - time.monotonic() - self._pause
 
     def _find_notice(self) -> str | None:
         """Returns which process got a notice; all processes return the same."""
@@ -221,7 +174,7 @@ class SaveCheckpointIfPreempted:
 
     def _may_go_on(self) -> bool:
         """Returns whether all processes have the time for another loop."""
-        if not self._grace_period.seconds:
+        if not self._grace_seconds:
             return False
         said, peers = [self._say()], get_peers()
         if peers is not None:
@@ -231,13 +184,13 @@ class SaveCheckpointIfPreempted:
     def _save(self) -> str | None:
         """Saves, unless this step is saved; returns the path of what is."""
         manager = self._manager
-        with self._grace_period.saving():
-            manager.sync()
-            if manager.has_saved_step():
-                return manager.latest_checkpoint
-            path = manager.save()
-            manager.sync()
-            return path if manager.last_error is None else None
+        manager.sync()
+        if manager.has_saved_step():
+            return manager.latest_checkpoint
+        path = manager.save()
+        manager.sync()
+        self._last_call = time.monotonic()  # A save is no part of a loop.
+        return path if manager.last_error is None else None
 
 
 def _exit() -> NoReturn:

@@ -142,12 +142,7 @@ class Checkpoint:
         return restore(self, folder, folder.parent, selection)[0]
 
     def read_content(self) -> Content:
-        """Returns the values of all objects now, without copying arrays.
-
-        Raises:
-            TypeError: If a leaf is not numeric, or a state cannot be written as JSON.
-            CheckpointError: If the memory of an array was given to a program.
-        """
+        """Returns the values of all objects now, without copying arrays."""
         leaves = self.read_leaves()
         donated = [
             path
@@ -165,11 +160,7 @@ class Checkpoint:
         return Content(leaves, describe_leaves(leaves), states)
 
     def read_leaves(self) -> dict[str, Any]:
-        """Returns what the slots hold now, by path.
-
-        Raises:
-            ValueError: If two places have the same path.
-        """
+        """Returns what the slots hold now, by path."""
         leaves: dict[str, Any] = {}
         twice: list[str] = []
         for slot in self._find_slots():
@@ -194,19 +185,8 @@ class Checkpoint:
         """Puts values into all objects; if one refuses, all get their old values back.
 
         Arrays come first, so that an object whose state depends on arrays sees the new
-        ones in `set_state`.
-
-        Args:
-            leaves: A value for every leaf.
-            states: Values for the states that are to be set.
-            may_refuse: Names of objects that keep their state if they refuse the new
-                one, in all processes if it is refused in one.
-
-        Returns:
-            What these said, by name.
-
-        Raises:
-            ValueError: If another object refuses its state.
+        ones in `set_state`. Objects that `may_refuse` keep their state if they refuse
+        the new one, in all processes if it is refused in one; returns what they said.
         """
         slots = self._find_slots()
         before = [slot.read() for slot in slots]

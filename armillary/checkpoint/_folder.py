@@ -165,9 +165,8 @@ def list_directory(
 ) -> tuple[list[Saved], dict[epath.Path, str], list[epath.Path]]:
     """Returns what belongs to checkpoints in a directory, which need not exist.
 
-    These are the complete ones, in the order of saving; what looks like one of ours and
-    is not complete, with reasons; and what interrupted saves left, or a save in another
-    process writes.
+    These are the complete ones, in the order of saving; what looks like one and is not
+    complete, with reasons; and what interrupted saves left, or another process writes.
     """
     saved: list[Saved] = []
     broken: dict[epath.Path, str] = {}

@@ -78,8 +78,7 @@ class CheckpointManager:
             either way.
 
     Raises:
-        TypeError: If `checkpoint`, `directory`, `step_counter`, `init_fn` or
-            `may_differ` is of the wrong type.
+        TypeError: If an argument is of the wrong type.
         ValueError: If a number is out of range, a path of `may_differ` is empty,
             `on_write_error` is neither of the two, or `directory` is in a place where
             it cannot be made or written and holds no checkpoint to read.
@@ -100,21 +99,19 @@ class CheckpointManager:
     ) -> None:
         fix = "Use `Checkpoint(model=model, optimizer=optimizer)`."
         check_instance("checkpoint", checkpoint, Checkpoint, fix)
+        hours, interval = keep_checkpoint_every_n_hours, checkpoint_interval
         if max_to_keep is not None:
             max_to_keep = check_positive_int("max_to_keep", max_to_keep)
-        hours = keep_checkpoint_every_n_hours
         if hours is not None:
             check_not_negative("keep_checkpoint_every_n_hours", hours)
-        if checkpoint_interval is not None:
-            checkpoint_interval = check_positive_int(
-                "checkpoint_interval", checkpoint_interval
-            )
+        if interval is not None:
+            interval = check_positive_int("checkpoint_interval", interval)
         if init_fn is not None:
             check_callable("init_fn", init_fn)
         check_one_of("on_write_error", on_write_error, ("raise", "warn"))
         self._checkpoint = checkpoint
         self._directory = as_absolute("directory", directory)
-        self._interval = checkpoint_interval
+        self._interval = interval
         self._init_fn = init_fn
         self._may_differ = as_paths("may_differ", may_differ)
         self._step_counter: Any = None
@@ -188,13 +185,7 @@ class CheckpointManager:
             self.step_counter = step_counter
 
     def bind_evaluation(self, evaluation: Any) -> None:
-        """Saves and restores, beside the values, how far an evaluation is.
-
-        A `Controller` that trains and evaluates calls this.
-
-        Args:
-            evaluation: Has `get_state` and `set_state`.
-        """
+        """Saves and restores how far the evaluation of a `Controller` is, too."""
         self._evaluation = evaluation
 
     def save(
@@ -254,9 +245,6 @@ class CheckpointManager:
 
         After a save that failed in the background, the answer is yes at any step, so
         that training stops at the next chance, and not an interval later.
-
-        Args:
-            step: The global step; `None` where nothing counts steps.
         """
         if self._interval is None or self._last_step is None or step is None:
             return True
@@ -322,12 +310,11 @@ class CheckpointManager:
 
         Args:
             path: The folder of the checkpoint, in this directory or elsewhere.
-            only: The parts to restore, as in `Checkpoint.read`, which also returns what
-                was restored; by default everything, with nothing left in the
-                checkpoint.
-            skip: As there.
-            rename: As there.
-            may_differ: As there; by default those of this manager.
+            only: As in `Checkpoint.read`, as are the next two; by default everything,
+                with nothing left in the checkpoint.
+            skip: Parts that stay as they are.
+            rename: Paths in the program by those in the checkpoint.
+            may_differ: Parts that may differ; by default those of this manager.
 
         Returns:
             The path.

@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from etils import epath
@@ -21,7 +20,6 @@ from etils import epath
 from armillary._logging import logger
 from armillary.checkpoint._disk import CHECKSUM_FILE, find_damage
 from armillary.checkpoint._folder import (
-    Header,
     check_is_checkpoint,
     find_checkpoints,
     list_directory,
@@ -213,8 +211,7 @@ def verify(
 ) -> str | None:
     """Returns what is damaged of a checkpoint, for any process, or `None`.
 
-    Each process reads all of its files, as it is going to when it restores it. Raises,
-    in all processes, if they do not see the same one.
+    Each process reads all of its files. Raises, in all, if they see different ones.
     """
     if peers is None:
         return None if chosen is None else find_damage(chosen)
@@ -241,21 +238,15 @@ def verify(
 
 def _look(chosen: epath.Path | None, directory: epath.Path) -> tuple[str, bool]:
     """Returns what this process sees of a checkpoint, and whether that is damage."""
+    damage = None
     if chosen is None:
-        saved = find_checkpoints(directory)
-        newest = saved[-1] if saved else None
-        return (_describe(newest.path, newest.header) if newest else "nothing"), False
-    damage = find_damage(chosen) if chosen.exists() else None
+        chosen = next((e.path for e in find_checkpoints(directory)[::-1]), directory)
+    elif chosen.exists():
+        damage = find_damage(chosen)
     if damage is not None:
         return damage, True
-    header = read_header(chosen)
-    if header is None:
+    if read_header(chosen) is None:
         return "nothing", False
     # All files are as they are listed there: the same list means the same content.
     sums = hashlib.sha256((chosen / CHECKSUM_FILE).read_bytes()).hexdigest()[:12]
-    return f"{_describe(chosen, header)} (`{CHECKSUM_FILE}` #{sums})", False
-
-
-def _describe(path: epath.Path, header: Header) -> str:
-    time = datetime.fromtimestamp(header.saved_at, UTC)
-    return f"{path.name} of {time:%Y-%m-%d %H:%M:%S.%f}"
+    return f"{chosen.name} (`{CHECKSUM_FILE}` #{sums})", False

@@ -161,10 +161,10 @@ def match(
     taken = sorted(name for name in matching if not is_inside(name, left))
     lines = tuple(differences.values())
     if not taken:
-        shown = f" All of it differs:\n{list_lines(lines)}\n" if lines else " "
         raise CheckpointMismatchError(
-            f"`path` is {path!r}, and nothing of it would be restored.{shown}Name what "
-            "fits in `only`, and less in `skip` and `may_differ`."
+            f"`path` is {path!r}, and nothing of it would be restored. Name what fits "
+            "in `only`, and less in `skip` and `may_differ`. These differ:\n"
+            f"{list_lines(lines) or '  nothing'}"
         )
     return {name: sources[name] for name in taken}, lines
 
@@ -242,16 +242,11 @@ def _check_is_there(
 ) -> None:
     if any(is_inside(name, [part]) for name in names):
         return
-    parts = {each for name in names for each in _parts_with(name)}
-    above = [each for each in _parts_with(part) if each in parts]
-    beside = {
-        each
-        for each in parts
-        if each.count("/") == len(above) and is_inside(each, above[-1:] or ["*"])
-    }
+    depth = part.count("/") + 1
+    there = sorted({"/".join(name.split("/")[:depth]) for name in names})
     raise CheckpointMismatchError(
         f"`path` is {path!r}, and {named}, which is not in {where}. There is:\n"
-        f"{list_lines(sorted(beside))}\n"
+        f"{list_lines(there)}\n"
         "Use one of these; if the checkpoint calls it otherwise, say so in `rename`."
     )
 

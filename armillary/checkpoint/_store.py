@@ -29,6 +29,7 @@ from armillary._checks import list_lines
 from armillary._process import get_process
 from armillary.checkpoint._disk import read_json, sync_tree, write_checksums
 from armillary.checkpoint._folder import HEADER_FILE, Header
+from armillary.cluster._peers import Peers
 from armillary.distribute._global_arrays import as_global, as_whole, is_key
 
 _MANIFEST_FILE = "manifest.json"
@@ -118,23 +119,27 @@ def _is_widened(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and leaf.dtype.name in ("uint2", "uint4")
 
 
-def as_stored(leaf: Any) -> jax.Array | np.ndarray:
-    """Returns the plain array to store for a leaf."""
+def as_stored(leaf: Any, peers: Peers | None = None) -> Any:
+    """Returns the plain array to store for a leaf. All processes must call it.
+
+    Of several processes, only the first one gets it, and writes: in its own memory, as
+    Orbax refuses arrays of devices then.
+    """
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if _is_widened(leaf):
         leaf = leaf.astype(np.uint8)
-    return leaf if isinstance(leaf, jax.Array) else np.array(leaf)
-
-
-def as_stored_by_one(leaf: Any, *, is_writer: bool) -> np.ndarray | None:
-    """Returns what `as_stored` does, in the memory of the process that writes.
-
-    All processes must call it, since one of them has only a part of some arrays. Orbax
-    refuses arrays of devices where only one of several processes writes.
-    """
-    whole = as_whole(as_stored(leaf))
-    return np.array(whole) if is_writer else None
+    if peers is not None:
+        whole = as_whole(leaf)
+        return None if peers.index else np.array(whole)
+    if not isinstance(leaf, jax.Array):
+        return np.array(leaf)
+    is_on_cpu = all(device.platform == "cpu" for device in leaf.devices())
+    if is_on_cpu and leaf.is_fully_addressable and leaf.is_fully_replicated:
+        # Replicas share the host's memory. Orbax would cut the array into a slice for
+        # each, by programs to be compiled, which serves devices with a memory each.
+        return leaf.addressable_data(0)
+    return leaf
 
 
 def stored_sharding(target: Any) -> jax.sharding.Sharding | None:

@@ -23,8 +23,6 @@ from collections.abc import Callable, Sequence
 from time import sleep, time
 from typing import Any, TypeVar
 
-import jax
-import numpy as np
 from etils import epath
 
 from armillary._format import format_bytes
@@ -32,7 +30,7 @@ from armillary._logging import logger
 from armillary._process import is_first
 from armillary.checkpoint import _folder
 from armillary.checkpoint._disk import sync_name
-from armillary.checkpoint._store import Content, Store, as_stored, as_stored_by_one
+from armillary.checkpoint._store import Content, Store, as_stored
 from armillary.cluster._join import get_peers
 from armillary.cluster._peers import Peers
 from armillary.errors import CheckpointError
@@ -112,17 +110,12 @@ class Writer:
 
     def start(self, number: int, content: Content) -> str | None:
         """Starts a save. The last one must be over: call `sync` first."""
-        stored: dict[str, Any]
-        if self._peers is None:
-            stored = {n: _as_one_copy(as_stored(x)) for n, x in content.leaves.items()}
-        else:
-            # On all processes: computations on shared arrays must be made by all.
-            is_writer = self._peers.index == 0
-            stored = {
-                name: as_stored_by_one(leaf, is_writer=is_writer)
-                for name, leaf in content.leaves.items()
-            }
-        arrays = {n: x for n, x in stored.items() if 0 not in content.specs[n].shape}
+        # On all processes: computations on shared arrays must be made by all.
+        arrays = {
+            name: as_stored(leaf, self._peers)
+            for name, leaf in content.leaves.items()
+            if 0 not in content.specs[name].shape
+        }
         path = self._share("a save", lambda: self._start(number, content, arrays))
         self._is_saving = path is not None
         return path
@@ -147,21 +140,14 @@ class Writer:
 
     def _share(self, topic: str, function: Callable[[], str | None]) -> str | None:
         """Calls `function` in the process that writes; all learn how it went."""
-        error: CheckpointError | None = None
-
-        def call() -> tuple[str | None, str | None]:
-            nonlocal error
-            try:
-                return function(), None
-            except CheckpointError as problem:
-                error = problem
-                return None, str(problem)
-
-        path, text = decide(topic, call, self._peers)
-        self.last_error = None if text is None else error or CheckpointError(text)
-        if self.last_error is not None and self._raise_errors:
-            raise self.last_error
-        return path
+        self.last_error = None
+        try:
+            return decide(topic, function, self._peers)
+        except CheckpointError as error:
+            self.last_error = error
+            if self._raise_errors:
+                raise
+            return None
 
     def _start(self, number: int, content: Content, arrays: dict[str, Any]) -> str:
         path = self._directory / f"checkpoint_{number}"
@@ -261,14 +247,11 @@ class Writer:
     ) -> CheckpointError:
         """Gives back the space of a save that failed, and returns what to say."""
         self._store.abandon()
-        place = path.parent
-        space = ""
+        space, place = "", path.parent
         if place.is_dir() and "://" not in str(place):
-            free = shutil.disk_usage(place).free
-            space = (
-                f" Its arrays need about {format_bytes(num_bytes)}, and `{place}` has "
-                f"{format_bytes(free)} free."
-            )
+            free = format_bytes(shutil.disk_usage(place).free)
+            need = f" Its arrays need about {format_bytes(num_bytes)}"
+            space = f"{need}, and `{place}` has {free} free."
         # Orbax reports the first of its threads that fails. What another one still
         # writes is removed by the next try, or before the next save.
         self._has_cleaned = False
@@ -332,19 +315,3 @@ def _as_disk_error(error: Exception) -> OSError | None:
         return error
     code = re.search(r"os_error_code='(\d+)'", str(error))  # Of TensorStore.
     return OSError(int(code[1]), os.strerror(int(code[1]))) if code else None
-
-
-def _as_one_copy(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """Returns one replica of an array whose replicas share the host's memory.
-
-    Orbax would cut it into a slice for each of them, by programs to be compiled. That
-    serves devices of their own, which hand over their slices side by side.
-    """
-    if (
-        isinstance(array, jax.Array)
-        and array.is_fully_addressable
-        and array.is_fully_replicated
-        and all(device.platform == "cpu" for device in array.devices())
-    ):
-        return array.addressable_data(0)
-    return array

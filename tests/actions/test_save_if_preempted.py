@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +17,6 @@ import pytest
 from flax import nnx
 
 from armillary.actions import SaveCheckpointIfPreempted, _save_if_preempted
-from armillary.actions._save_if_preempted import GracePeriod
 from armillary.checkpoint import Checkpoint, CheckpointManager
 from armillary.checkpoint._store import Store
 from armillary.cluster import TerminationConfig
@@ -284,22 +284,21 @@ class Clock:
         return float(self._run.step.get_value()) / 2
 
 
-def test_a_grace_period_is_used_for_training(tmp_path, caplog):
+def test_half_of_a_grace_period_is_used_for_training(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO", logger="armillary")
     run = Run(at_4=terminate)
+    clock = SimpleNamespace(monotonic=Clock(run))
+    monkeypatch.setattr(_save_if_preempted, "time", clock)
     manager = make_manager(run, tmp_path, max_to_keep=None)
-    config = TerminationConfig(grace_period=10)
-    with training(run, manager, config) as controller:
-        action: Any = controller.train_actions[0]
-        action._grace_period = GracePeriod(10, Clock(run))
-        with pytest.raises(SystemExit) as caught:
-            controller.train(100)
-    assert caught.value.code == 77
-    # From the loop before the notice, 10 loops less one to run and one as a margin.
-    assert saved_names(manager) == ["checkpoint_4", "checkpoint_18"]
+    config = TerminationConfig(grace_period=20)
+    with training(run, manager, config) as controller, pytest.raises(SystemExit) as end:
+        controller.train(100)
+    assert end.value.code == 77
+    # From the loop before the notice, 10 loops less one that is still to run.
+    assert saved_names(manager) == ["checkpoint_4", "checkpoint_20"]
     first, last = said(caplog)
     assert first.endswith("checkpoint_4; trains on for a part of the grace period.")
-    assert last.endswith("checkpoint_18; ends with exit code 77 (PREEMPTED).")
+    assert last.endswith("checkpoint_20; ends with exit code 77 (PREEMPTED).")
 
 
 def test_a_grace_period_that_is_too_short_is_not_used(tmp_path):
@@ -405,7 +404,7 @@ def threads_as_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield run
 
 
-@pytest.mark.parametrize("grace_period", [None, 10.0])
+@pytest.mark.parametrize("grace_period", [None, 20.0])
 def test_processes_save_the_same_step_if_one_of_them_is_to_end(
     tmp_path, monkeypatch, caplog, grace_period
 ):
@@ -413,20 +412,21 @@ def test_processes_save_the_same_step_if_one_of_them_is_to_end(
     runs = [Run(), Run()]
     managers = [Notes(run, tmp_path) for run in runs]
     config = TerminationConfig(grace_period=grace_period)
+    # The loops of the second process last twice as long.
+    clock = threading.local()
+    clock.run, clock.factor = runs[0], 1
+    monotonic = SimpleNamespace(monotonic=lambda: clock.factor * Clock(clock.run)())
+    monkeypatch.setattr(_save_if_preempted, "time", monotonic)
     with (
         SaveCheckpointIfPreempted(managers[0], config) as first,
         # Of two in one process, the newer one hears the signal.
         SaveCheckpointIfPreempted(managers[1], config) as second,
         threads_as_processes(monkeypatch) as run_all,
     ):
-        if grace_period is not None:
-            first._grace_period = GracePeriod(10.0, Clock(runs[0]))
-            # The loops of the second process last twice as long.
-            slow = Clock(runs[1])
-            second._grace_period = GracePeriod(10.0, lambda: 2 * slow())
 
         def train(peers: Peers) -> None:
             run, action = runs[peers.index], (first, second)[peers.index]
+            clock.run, clock.factor = run, 1 + peers.index
             for loop in range(20):
                 run.train(2)
                 if loop == 4 and peers.index == 1:

@@ -203,7 +203,7 @@ def test_a_directory_that_only_some_see_is_an_error_of_all(tmp_path, has_chosen)
         chosen = directory / "checkpoint_6" if has_chosen else None
         verify(chosen, directory, peers)
 
-    named, nothing = "checkpoint_6 of 20", "nothing, in "
+    named, nothing = "checkpoint_6 (`checksums", "nothing, in "
     shown = (named, nothing) if has_chosen else (nothing, named)
     for outcome in run_together(run):
         with pytest.raises(CheckpointError, match="do not see the same") as caught:

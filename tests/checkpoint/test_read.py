@@ -113,9 +113,8 @@ def test_a_backbone_goes_into_a_model_with_another_head(saved, caplog):
         "2 restored:\n  model/backbone/bias\n  model/backbone/kernel\n"
         "2 of the program, left as they were:\n"
         "  model/head/bias\n  model/head/kernel\n"
+        f"{len(report.unused)} of the checkpoint, not used:\n  data\n"
     )
-    assert f"{len(report.unused)} of the checkpoint, not used:\n  data\n" in text
-    assert text.endswith("\n  optimizer/step")
 
 
 @pytest.mark.parametrize(
@@ -292,25 +291,20 @@ def test_a_keras_model_is_read_without_its_optimizer(keras, make_manager):
 
 def test_a_run_begins_with_a_part_and_goes_on_with_its_own(saved, make_manager):
     pretrained, path = saved
-    model = Net(1, num_classes=2)
-    step = {"value": jnp.zeros((), jnp.int32)}
-
-    def make():
-        checkpoint = Checkpoint(model=model, step=step)
-        return make_manager(
-            checkpoint,
-            step_counter=lambda: step["value"],
-            init_fn=lambda: checkpoint.read(path, only="model/backbone"),
-        )
-
-    manager = make()
+    model, step = Net(1, num_classes=2), {"value": jnp.zeros((), jnp.int32)}
+    checkpoint = Checkpoint(model=model, step=step)
+    manager = make_manager(
+        checkpoint,
+        step_counter=lambda: step["value"],
+        init_fn=lambda: checkpoint.read(path, only="model/backbone"),
+    )
     assert manager.restore_or_initialize() is None
     assert_same(read(model)["backbone"], read(pretrained)["backbone"])
     assert not manager.has_saved_step()
     model.backbone.kernel[...] = jnp.ones((16, 8))
     own = manager.save()
-    manager.sync()
-    assert make().restore_or_initialize() == own
+    model.backbone.kernel[...] = jnp.zeros((16, 8))
+    assert manager.restore_or_initialize() == own
     np.testing.assert_array_equal(model.backbone.kernel[...], np.ones((16, 8)))
 
 
@@ -338,7 +332,7 @@ def restore(only=None, num_classes=2, width=8, **selection):
     return call
 
 
-NO_BACKBONE = r"(?s)\+ model/backbone/bias: .* only in the program"
+IS_THERE = r"There is:\n  model/backbone\n  model/head\n"
 
 
 @mistakes(
@@ -348,35 +342,29 @@ NO_BACKBONE = r"(?s)\+ model/backbone/bias: .* only in the program"
             r"checkpoint, float32 \(2,\) in the program\n  ~ model/head/kernel.*"
             r"`may_differ='model/head'`. Nothing was restored": restore(),
             # Nothing fits, so that nothing can be left out either.
-            r"(?s)~ model/backbone/bias: .*on purpose, name what to restore": restore(
+            "(?s)~ model/backbone/bias: .*name what to restore": restore(
                 num_classes=2, width=4
             ),
-            r"(?s)nothing of it would be restored.* All of it differs:\n  ~ model/head/"
-            "bias.*Name what fits in `only`": restore(
+            "(?s)nothing of it would be restored.*`only`.*~ model/head/bias": restore(
                 "model/head", may_differ="model/head"
             ),
             "nothing of it would be restored. Name what": restore(skip="model"),
-            r"(?s)'model/bakbone' is to be restored, which is not in the program. "
-            r"There is:\n  model/backbone\n  model/head\nUse one": restore(
-                "model/bakbone"
-            ),
-            r"(?s)'data' is to be restored, which is not in the program. There is:"
-            r"\n  model\n": restore("data"),
-            r"(?s)'model/backbone' is to be restored, which is not in the checkpoint. "
-            r"There is:\n  data\n  encoder\n.*`rename`": restore(
+            "(?s)'model/bakbone' is to be restored, which is not in the program. "
+            + IS_THERE: restore("model/bakbone"),
+            "(?s)'model/backbone' is to be restored, which is not in the checkpoint. "
+            "There is:\n  data\n  encoder/backbone\n.*`rename`": restore(
                 "model/backbone", rename={"model": "encoder"}
             ),
-            r"(?s)`skip` names 'model/haed', which is not in either of them. "
-            r"There is:\n  model/backbone\n  model/head\n": restore(skip="model/haed"),
+            "(?s)`skip` names 'model/haed', .*  model/head\n": restore(
+                skip="model/haed"
+            ),
             "`rename` names 'model/back', which is not in the checkpoint": restore(
                 rename={"model/back": "model/backbone"}
             ),
-            "names 'model/backbone/kernel/x', which is not in the checkpoint": restore(
-                rename={"model/backbone/kernel/x": "model"}
+            "(?s)`rename` is .*, which gives 'model/head/bias' and 'optimizer/step' of "
+            "the checkpoint both the path 'model/head/bias'": restore(
+                rename={"optimizer/step": "model/head/bias"}
             ),
-            r"(?s)`rename` is {'optimizer/step': 'model/head/bias'}, which gives "
-            r"'model/head/bias' and 'optimizer/step' of the checkpoint both the path "
-            "'model/head/bias'": restore(rename={"optimizer/step": "model/head/bias"}),
             r"(?s)~ model/head/bias: saved state in the checkpoint, float32 \(2,\) in "
             "the program": restore(
                 "model/head/bias",
@@ -396,8 +384,8 @@ NO_BACKBONE = r"(?s)\+ model/backbone/bias: .* only in the program"
         },
         ValueError: {
             r"`only` is \[\], which names nothing to restore": restore([]),
-            r"`only` is '/' .* none of them empty": restore("/"),
-            r"`may_differ` is '' .* none of them empty": restore(may_differ=""),
+            "`only` is '/' .* none of them empty": restore("/"),
+            "`may_differ` is '' .* none of them empty": restore(may_differ=""),
         },
     }
 )
