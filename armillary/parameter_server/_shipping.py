@@ -132,7 +132,8 @@ def _fill(obj: Any, held: dict[str, Any]) -> None:
 
 def _refill(container: Any, held: tuple[dict[str, Any], Any]) -> None:
     attributes, items = held
-    base: Any = _keras.untracked_type(type(container))
+    bases = type(container).__mro__
+    base: Any = next(each for each in bases if not each.__module__.startswith("keras."))
     (base.extend if base is list else base.update)(container, items)
     vars(container).update(attributes)
 

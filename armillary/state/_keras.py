@@ -2,15 +2,13 @@
 
 The only file that touches private attributes of Keras: the value of a variable, and the
 method that assigns it. Keras lets a traced function assign to any variable, and leaves
-a value of the trace in it; `guarded_writes` refuses that. `_check_keras` fails at the
-first variable if a release renames them.
-
-Keras takes seconds to import. A program that did not import it has no variable of it,
-so this file looks for it among the modules that are loaded, and imports nothing.
+a value of the trace in it; `guarded_writes` refuses that. Keras takes seconds to
+import, so this file looks for it among the modules that are loaded.
 """
 
 import contextlib
 import functools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -34,55 +32,23 @@ _SEED_NAME = "seed_generator_state"
 # What the objects of Keras hold besides their configuration, and what follows from it.
 _INTERNAL = frozenset(
     {
-        "_auto_config",
-        "_build_shapes_dict",
-        "_call_signature",
-        "_called",
-        "_compile_config",
-        "_compiled_trainable_state",
-        "_functional",
-        "_inbound_nodes",
-        "_inputs",
-        "_inputs_struct",
-        "_jax_state",
-        "_jax_state_synced",
-        "_loss_ids",
-        "_losses",
-        "_losses_override",
-        "_nodes",
-        "_nodes_by_depth",
-        "_operations",
-        "_operations_by_depth",
-        "_outbound_nodes",
-        "_outputs",
-        "_outputs_struct",
-        "_parent_path",
-        "_path",
-        "_tracker",
-        "backend",
-        "build",
-        "history",
-        "predict_function",
-        "quantize",
-        "test_function",
-        "train_function",
+        *("_auto_config", "_build_shapes_dict", "_call_signature", "_called"),
+        *("_compile_config", "_compiled_trainable_state", "_functional", "_tracker"),
+        *("_inbound_nodes", "_inputs", "_inputs_struct", "_jax_state", "_loss_ids"),
+        *("_jax_state_synced", "_losses", "_losses_override", "_nodes", "_path"),
+        *("_nodes_by_depth", "_operations", "_operations_by_depth", "_outbound_nodes"),
+        *("_outputs", "_outputs_struct", "_parent_path", "backend", "build", "history"),
+        *("predict_function", "quantize", "test_function", "train_function"),
     }
 )
 # Lists of what the other attributes hold as well: looked at last, so that a variable
 # has the name of its attribute.
 _STORES = (
-    "_layers",
-    "_metrics",
-    "_seed_generators",
-    "_trainable_variables",
-    "_non_trainable_variables",
-    "_variables",
+    *("_layers", "_metrics", "_seed_generators"),
+    *("_trainable_variables", "_non_trainable_variables", "_variables"),
 )
 _VARIABLE_ATTRIBUTES = (
-    "_trainable",
-    "_constraint",
-    "_regularizer",
-    "_overwrite_with_gradient",
+    *("_trainable", "_constraint", "_regularizer", "_overwrite_with_gradient"),
 )
 
 
@@ -131,11 +97,6 @@ def check_backend() -> None:
         )
 
 
-def variable_type() -> "type[keras.Variable] | tuple[()]":
-    """Returns what `isinstance` knows Keras variables by; nothing without Keras."""
-    return getattr(keras_module(), "Variable", ())
-
-
 def is_variable(value: Any) -> bool:
     """Returns whether `value` is a Keras variable."""
     return is_variable_type(type(value))
@@ -144,34 +105,27 @@ def is_variable(value: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def is_variable_type(kind: type) -> bool:
     """Returns whether instances of `kind` are Keras variables."""
-    return _is_on_jax(kind, variable_type())
+    return _is_on_jax(kind, ["Variable"])
 
 
 @functools.lru_cache(maxsize=4096)
 def is_node_type(kind: type) -> bool:
     """Returns whether instances of `kind` are Keras objects with attributes of note."""
-    return _is_on_jax(kind, _node_types())
-
-
-@functools.lru_cache(maxsize=4096)
-def _has_batch_statistics(kind: type) -> bool:
-    # Keras declares no aggregation for them.
-    return is_node_type(kind) and issubclass(
-        kind, sys.modules["keras"].layers.BatchNormalization
-    )
+    return _is_on_jax(kind, _NODE_TYPES)
 
 
 def batch_statistics(value: Any) -> "list[keras.Variable]":
     """Returns the variables of a layer that are means over batches."""
-    if not _has_batch_statistics(type(value)):
+    # Keras declares no aggregation for them.
+    if not is_node_type(type(value)):
         return []
-    return list(value.non_trainable_variables)
+    kind = sys.modules["keras"].layers.BatchNormalization
+    return list(value.non_trainable_variables) if isinstance(value, kind) else []
 
 
 def is_compiled_metrics(value: Any) -> bool:
     """Returns whether `value` holds the metrics that a model was compiled with."""
-    kind = type(value)
-    return kind.__name__ == "CompileMetrics" and is_node_type(kind)
+    return type(value).__name__ == "CompileMetrics" and is_node_type(type(value))
 
 
 def is_unset(variable: "keras.Variable") -> bool:
@@ -190,11 +144,9 @@ def set_value(variable: "keras.Variable", value: jax.Array) -> None:
 
 
 def visible_names(attributes: dict[str, Any]) -> list[str]:
-    """Returns which attributes of a Keras object matter, in the order to look at them.
-
-    An optimizer lists the variables that it trains, which are not its own.
-    """
+    """Returns which attributes of a Keras object matter, in the order to look."""
     is_optimizer = "_trainable_variables_indices" in attributes
+    # An optimizer lists the variables that it trains, which are not its own.
     hidden = {*_INTERNAL, "_trainable_variables"} if is_optimizer else _INTERNAL
     own = [name for name in attributes if name not in hidden and name not in _STORES]
     return own + [name for name in _STORES if name in attributes and name not in hidden]
@@ -219,26 +171,15 @@ def guarded_writes(
         yield
         return
     _install_guard()
-    _guards.stack.append((lifted, explain))
+    before, _guards.stack = _guards.stack, (*_guards.stack, (lifted, explain))
     try:
         yield
     finally:
-        _guards.stack.pop()
-
-
-def untracked_type(kind: type) -> Any:
-    """Returns the type whose methods change a container, and nothing beside it.
-
-    Containers in attributes of Keras objects enter what is put into them in lists of
-    the object.
-    """
-    bases = kind.__mro__
-    return next(base for base in bases if not base.__module__.startswith("keras."))
+        _guards.stack = before
 
 
 class _Guards(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[tuple[Collection[Any], Callable[..., Exception]]] = []
+    stack: tuple[tuple[Collection[Any], Callable[..., Exception]], ...] = ()
 
 
 _guards = _Guards()
@@ -261,27 +202,22 @@ def _install_guard() -> None:
     kind._direct_assign = direct_assign
 
 
-def _is_on_jax(kind: type, types: Any) -> bool:
-    if not issubclass(kind, types):
+_NODE_TYPES = (
+    *("Operation", "Metric", "Optimizer", "Loss", "random.SeedGenerator"),
+    *("optimizers.schedules.LearningRateSchedule", "regularizers.Regularizer"),
+    "constraints.Constraint",
+)
+
+
+def _is_on_jax(kind: type, names: Collection[str]) -> bool:
+    keras = keras_module()
+    types = (
+        () if keras is None else (operator.attrgetter(name)(keras) for name in names)
+    )
+    if not issubclass(kind, tuple(types)):
         return False
     check_backend()
     return True
-
-
-def _node_types() -> tuple[type, ...]:
-    keras: Any = keras_module()
-    if keras is None:
-        return ()
-    return (
-        keras.Operation,
-        keras.Metric,
-        keras.Optimizer,
-        keras.Loss,
-        keras.random.SeedGenerator,
-        keras.optimizers.schedules.LearningRateSchedule,
-        keras.regularizers.Regularizer,
-        keras.constraints.Constraint,
-    )
 
 
 @functools.cache

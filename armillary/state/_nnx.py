@@ -1,13 +1,9 @@
 """Slots in Flax NNX variables.
 
-The only file that touches private attributes of Flax: the raw value and the trace state
-of a variable, and the trace state of a graph node. NNX refuses to mutate an object
+The only file that touches private attributes of Flax. NNX refuses to mutate an object
 under another trace than the one it was made in, so lifting moves variables and nodes
-into the trace of the step, and back. `_check_flax` fails at the first variable if a
-release renames them.
-
-NNX takes longer to import than all of Armillary. A program that did not import it has
-no variable of it, so this file imports it where there is one, and not before.
+into the trace of the step, and back. NNX takes longer to import than all of Armillary,
+so this file imports it where there is a variable of it, and not before.
 """
 
 import functools
@@ -60,37 +56,36 @@ class NnxSlot(Slot):
         if self.is_leaf and isinstance(value, jax.Array):
             return [value]
         leaves, treedef = jax.tree.flatten(value)
-        if treedef != self._treedef and not self._is_rewritten(value, treedef):
+        # The optimizers of Flax make a `State` of a list.
+        is_state = isinstance(value, _flax().state_type)
+        is_alike = is_state and treedef.num_leaves == self._treedef.num_leaves
+        if treedef != self._treedef and not is_alike:
             raise StateStructureError(
                 f"{self.path}: tree structure {self._treedef} became {treedef}"
             )
         return leaves
 
-    def _is_rewritten(self, value: Any, treedef: Any) -> bool:
-        """Returns whether Flax made a `State` of a list, as its optimizers do."""
-        is_state = isinstance(value, _flax().state_type)
-        return is_state and treedef.num_leaves == self._treedef.num_leaves
-
     def write(self, leaves: list[Any]) -> None:
-        if self.is_leaf:
-            object.__setattr__(self.variable, "_raw_value", leaves[0])
-            return
-        object.__setattr__(self.variable, "_raw_value", self._treedef.unflatten(leaves))
+        value = leaves[0] if self.is_leaf else self._treedef.unflatten(leaves)
+        object.__setattr__(self.variable, "_raw_value", value)
 
     def is_of_optimizer(self) -> list[bool]:
         return [isinstance(self.variable, _flax().optimizer)] * len(self.paths)
 
     def swap(self, leaves: list[Any]) -> Callable[[], None]:
-        variable = self.variable
-        value, trace_state = variable._raw_value, variable._trace_state
+        value, move_back = self.variable._raw_value, move_variable(self.variable)
         self.write(leaves)
-        object.__setattr__(variable, "_trace_state", _flax().make_trace_state())
 
         def restore() -> None:
-            object.__setattr__(variable, "_raw_value", value)
-            object.__setattr__(variable, "_trace_state", trace_state)
+            object.__setattr__(self.variable, "_raw_value", value)
+            move_back()
 
         return restore
+
+
+def is_parameter(slot: Slot) -> bool:
+    """Returns whether a slot is an `nnx.Param`."""
+    return isinstance(slot, NnxSlot) and isinstance(slot.variable, _flax().parameter)
 
 
 def read_raw(variables: Sequence["nnx.Variable"]) -> list[Any]:
@@ -102,11 +97,6 @@ def write_raw(variables: Sequence["nnx.Variable"], values: Iterable[Any]) -> Non
     """Puts raw values into many variables, in one go."""
     if variables:
         deque(map(_flax().set_raw, variables, values), maxlen=0)
-
-
-def variable_type() -> "type[nnx.Variable] | tuple[()]":
-    """Returns what `isinstance` knows NNX variables by: nothing, if there are none."""
-    return getattr(sys.modules.get("flax.nnx"), "Variable", ())
 
 
 def is_variable(value: Any) -> bool:
@@ -123,7 +113,7 @@ def is_node(value: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def is_variable_type(kind: type) -> bool:
     """Returns whether instances of `kind` are NNX variables."""
-    return issubclass(kind, variable_type())
+    return issubclass(kind, getattr(sys.modules.get("flax.nnx"), "Variable", ()))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -139,12 +129,10 @@ def _role_of(kind: type) -> Role:
 
 
 def merges_by_sum(value: Any) -> bool:
-    """Returns whether the state of a metric on several replicas adds up.
-
-    That of Welford's algorithm holds a running mean, which does not.
-    """
+    """Returns whether the state of a metric on several replicas adds up."""
     from flax import nnx
 
+    # That of Welford's algorithm holds a running mean, which does not.
     return not isinstance(value, nnx.metrics.Welford)
 
 
@@ -186,19 +174,14 @@ def swap_node(node: "nnx.Pytree") -> Callable[[], None]:
 
 
 class _Flax(NamedTuple):
-    """What lifting needs of NNX.
+    """What lifting needs of NNX, which is loaded when it is first needed."""
 
-    Attributes:
-        roles: The types of variables that have a role, with the role.
-        optimizer: The types of variables in the state of an Optax transformation; the
-            optimizer's own count of steps is of another type.
-        state_type: What the updates of an optimizer leave in place of a list.
-        make_trace_state: Returns the state of the current trace.
-        set_raw: Puts a raw value into a variable.
-    """
-
+    parameter: type
+    # The types of variables that have a role.
     roles: tuple[tuple[type, Role], ...]
+    # Those in the state of an Optax transformation; its own count of steps is another.
     optimizer: tuple[type, ...]
+    # What the updates of an optimizer leave in place of a list.
     state_type: type
     make_trace_state: Callable[[], Any]
     set_raw: Callable[[Any, Any], None]
@@ -211,6 +194,7 @@ def _flax() -> _Flax:
 
     _check_flax()
     return _Flax(
+        parameter=nnx.Param,
         roles=(
             (nnx.metrics.MetricState, Role.METRIC),
             (nnx.BatchStat, Role.BATCH_STATISTIC),
@@ -230,21 +214,20 @@ def _check_flax() -> None:
     class Probe(nnx.Pytree):
         pass
 
-    variable, node = nnx.Variable(0), Probe()
+    names = {
+        "nnx.Variable": (
+            nnx.Variable(0),
+            "_raw_value",
+            "_trace_state",
+            "_var_metadata",
+        ),
+        "nnx.Pytree": (Probe(), "_pytree__state"),
+    }
     missing = [
-        f"{path}.{name}"
-        for path, owner, name in (
-            ("nnx.Variable", variable, "_raw_value"),
-            ("nnx.Variable", variable, "_trace_state"),
-            ("nnx.Variable", variable, "_var_metadata"),
-            ("nnx.Pytree", node, "_pytree__state"),
-            (
-                "nnx.Pytree._pytree__state",
-                getattr(node, "_pytree__state", None),
-                "_trace_state",
-            ),
-        )
-        if not hasattr(owner, name)
+        f"{kind}.{name}"
+        for kind, (value, *private) in names.items()
+        for name in private
+        if not hasattr(value, name)
     ]
     if missing:
         raise ImportError(

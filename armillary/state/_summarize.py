@@ -6,11 +6,11 @@ touched.
 Reads a global step, whatever holds it.
 """
 
+import collections
 import functools
 import io
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from jax import numpy as jnp
 from armillary._format import format_bytes
 from armillary._traceback import hides_frames
 from armillary.state import _keras, _nnx
-from armillary.state._slots import Role, Slot, join_keys
+from armillary.state._slots import PlaceSlot, Role, join_keys
 from armillary.state._walk import Walk
 
 if TYPE_CHECKING:
@@ -63,9 +63,6 @@ def as_step_counter(global_step: Any, name: str = "global_step") -> StepCounter:
     )
 
 
-_WIDTH = 88
-
-
 @dataclass(frozen=True)
 class ArrayRow:
     """One array of a model.
@@ -93,13 +90,7 @@ class ArrayRow:
 
 @dataclass(frozen=True)
 class ModuleSize:
-    """The parameters of one part of a model.
-
-    Attributes:
-        name: The path of the part.
-        count: How many numbers its parameters hold.
-        bytes: How much memory they take.
-    """
+    """How many numbers the parameters of one part hold, and how much memory."""
 
     name: str
     count: int
@@ -108,11 +99,7 @@ class ModuleSize:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """What `summarize` found. Printed, it is a table.
-
-    Attributes:
-        rows: The arrays, each once.
-    """
+    """What `summarize` found: the arrays, each once. Printed, it is a table."""
 
     rows: tuple[ArrayRow, ...]
 
@@ -124,58 +111,57 @@ class ModelSummary:
     @property
     def count(self) -> int:
         """How many numbers the parameters hold."""
-        return sum(row.count for row in self.parameters)
+        return _sum("parameters", self.parameters).count
 
     @property
     def bytes(self) -> int:
         """How much memory the parameters take, once."""
-        return sum(row.bytes for row in self.parameters)
+        return _sum("parameters", self.parameters).bytes
 
     @property
     def modules(self) -> list[ModuleSize]:
         """The parts that the model divides into first, the largest in front."""
-        places = [row.path.split("/") for row in self.parameters]
-        inner = [place[:-1] for place in places]
-        columns = itertools.takewhile(
-            lambda names: len(set(names)) == 1, zip(*inner, strict=False)
-        )
-        depth = 1 + len(list(columns))
-        counts: dict[str, list[int]] = {}
-        for row, place in zip(self.parameters, places, strict=True):
-            total = counts.setdefault("/".join(place[:-1][:depth] or place), [0, 0])
-            total[0] += row.count
-            total[1] += row.bytes
-        sizes = [ModuleSize(name, *total) for name, total in counts.items()]
+        inner = [row.path.split("/")[:-1] for row in self.parameters]
+        columns = enumerate(zip(*inner, strict=False))
+        shared = (depth for depth, names in columns if len(set(names)) > 1)
+        depth = 1 + next(shared, min(map(len, inner), default=0))
+        parts: dict[str, list[ArrayRow]] = collections.defaultdict(list)
+        for row, places in zip(self.parameters, inner, strict=True):
+            parts["/".join(places[:depth]) or row.path].append(row)
+        sizes = [_sum(name, rows) for name, rows in parts.items()]
         return sorted(sizes, key=lambda size: -size.count)
 
     def __rich__(self) -> "Table":
         from rich.table import Table
 
-        others = [row for row in self.rows if not row.is_parameter]
-        lines = [("parameters", self.count, self.bytes)]
-        if others:
-            sizes = (sum(row.count for row in others), sum(row.bytes for row in others))
-            lines.append(("other state", *sizes))
-        names, counts, sizes = zip(*lines, strict=True)
+        sums = [_sum("parameters", self.parameters)]
+        if others := [row for row in self.rows if not row.is_parameter]:
+            sums.append(_sum("other state", others))
+        names = "\n".join(each.name for each in sums)
+        counts = "\n".join(f"{each.count:,}" for each in sums)
+        sizes = "\n".join(format_bytes(each.bytes) for each in sums)
         table = Table(show_footer=True)
-        table.add_column("array", "\n".join(names), overflow="fold")
+        table.add_column("array", names, overflow="fold")
         for header in ("shape", "dtype", "kind"):
             table.add_column(header)
-        shown = "\n".join(f"{count:,}" for count in counts)
-        table.add_column("count", shown, justify="right")
-        table.add_column("size", "\n".join(map(format_bytes, sizes)), justify="right")
+        table.add_column("count", counts, justify="right")
+        table.add_column("size", sizes, justify="right")
         for row in self.rows:
-            shape = str(row.shape)
-            size = format_bytes(row.bytes)
-            table.add_row(row.path, shape, row.dtype, row.kind, f"{row.count:,}", size)
+            numbers = f"{row.count:,}", format_bytes(row.bytes)
+            table.add_row(row.path, str(row.shape), row.dtype, row.kind, *numbers)
         return table
 
     def __str__(self) -> str:
         from rich.console import Console
 
         text = io.StringIO()
-        Console(file=text, width=_WIDTH, highlight=False, markup=False).print(self)
+        Console(file=text, width=88, highlight=False, markup=False).print(self)
         return text.getvalue().rstrip("\n")
+
+
+def _sum(name: str, rows: list[ArrayRow]) -> ModuleSize:
+    count, size = sum(row.count for row in rows), sum(row.bytes for row in rows)
+    return ModuleSize(name, count, size)
 
 
 @hides_frames
@@ -204,68 +190,43 @@ def summarize(model: Any) -> ModelSummary:
     return ModelSummary(rows)
 
 
-def _find_rows(model: Any) -> list[ArrayRow]:
+def _find_rows(model: Any) -> Iterator[ArrayRow]:
     walk = Walk([(model, "")])
-    slots = list(walk.slots.values())
-    if any(isinstance(slot, _nnx.NnxSlot | _keras.KerasSlot) for slot in slots):
-        # The optimizer, metrics and seeds of a compiled Keras model are left out.
-        weights = _keras_weights(walk)
-        slots = [
-            slot
-            for slot in slots
-            if not isinstance(slot, _keras.KerasSlot) or slot.key in weights
-        ]
-        return list(_rows_of_slots(slots, has_variables=True))
-    # A pytree, which may hold abstract arrays. What JAX does not know, such as an
-    # object of the user's, is a leaf of it.
-    leaves, _ = jax.tree_util.tree_flatten_with_path(model)
-    rows = [
-        _row(join_keys("", keys), leaf, "array", _is_number(leaf.dtype))
-        for keys, leaf in leaves
-        if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
-    ]
-    return rows or list(_rows_of_slots(slots, has_variables=False))
-
-
-def _rows_of_slots(slots: Iterable[Slot], *, has_variables: bool) -> Iterator[ArrayRow]:
-    for slot in slots:
+    slots = walk.slots.values()
+    has_variables = any(not isinstance(slot, PlaceSlot) for slot in slots)
+    # A pytree may hold abstract arrays. What JAX does not know, such as an object of
+    # the user's, is a leaf of it.
+    leaves = [] if has_variables else jax.tree_util.tree_leaves_with_path(model)
+    kinds = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+    arrays = [(keys, leaf) for keys, leaf in leaves if isinstance(leaf, kinds)]
+    for keys, leaf in arrays:
+        yield _row(join_keys("", keys), leaf, "array", _is_number(leaf))
+    # The optimizer, metrics and seeds of a compiled Keras model are left out.
+    layers = getattr(_keras.keras_module(), "Layer", ())
+    nodes = (node.value for node in walk.nodes.values())
+    found = (node.weights for node in nodes if isinstance(node, layers))
+    weights = {id(weight) for each in found for weight in each}
+    for slot in () if arrays else slots:
         columns = zip(slot.paths, slot.read(), slot.is_of_optimizer(), strict=True)
         for path, array, is_of_optimizer in columns:
-            kind, is_parameter = "array", False
             if isinstance(slot, _nnx.NnxSlot):
-                kind = type(slot.variable).__name__
-                is_parameter = _is_param(slot.variable)
-            elif isinstance(slot, _keras.KerasSlot):
-                kind, is_parameter = "weight", slot.role is Role.PLAIN
-            elif not (has_variables or is_of_optimizer):
+                kind = type(slot.variable)
+                yield _row(path, array, kind.__name__, _nnx.is_parameter(slot))
+            elif isinstance(slot, PlaceSlot):
                 # A scalar in an attribute is a loss, a rate or a count.
-                is_parameter = _is_number(array.dtype) and array.shape != ()
-            yield _row(path, array, kind, is_parameter)
-
-
-def _keras_weights(walk: Walk) -> set[int]:
-    layers = getattr(_keras.keras_module(), "Layer", ())
-    return {
-        id(weight)
-        for node in walk.nodes.values()
-        if isinstance(node.value, layers)
-        for weight in node.value.weights
-    }
+                is_parameter = _is_number(array) and array.shape != ()
+                is_parameter &= not (has_variables or is_of_optimizer)
+                yield _row(path, array, "array", is_parameter)
+            elif slot.key in weights:
+                yield _row(path, array, "weight", slot.role is Role.PLAIN)
 
 
 def _row(path: str, array: Any, kind: str, is_parameter: bool) -> ArrayRow:
     shape, dtype = tuple(array.shape), array.dtype
     count = math.prod(shape)
-    return ArrayRow(
-        path, shape, str(dtype), kind, is_parameter, count, count * dtype.itemsize
-    )
+    size = count * dtype.itemsize
+    return ArrayRow(path, shape, str(dtype), kind, is_parameter, count, size)
 
 
-def _is_number(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _is_param(variable: Any) -> bool:
-    from flax import nnx
-
-    return isinstance(variable, nnx.Param)
+def _is_number(array: Any) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.inexact))

@@ -71,8 +71,12 @@ class Watch:
                     self._views.append(part.source)
                     held += part.values
                 else:
-                    self._views += [part.source, part.source.values()]
-                    held += [*part.names, *part.values]
+                    # An object of NNX has a record of their names among the values.
+                    if not _nnx.is_node(walk.nodes[holder].value):
+                        self._views.append(part.source)
+                        held += part.names
+                    self._views.append(part.source.values())
+                    held += part.values
         rest = itertools.chain.from_iterable(_pick(*look) for look in self._looks)
         self._held = [*held, *rest, _END]
         self._copies = walk.copy(reached | leading, is_read=names is not None)

@@ -77,9 +77,9 @@ def test_rows_of_files_are_compared_like_arrays(tmp_path):
 def test_equal_state_passes_and_different_state_is_named():
     def compare(peers):
         same = jnp.arange(3.0)
-        check_same_state(peers, ["a"], [same])
+        check_same_state(peers, {"a": same})
         key = jax.random.key(peers.index)
-        check_same_state(peers, ["a", "b/c", "key"], [same, same + peers.index, key])
+        check_same_state(peers, {"a": same, "b/c": same + peers.index, "key": key})
 
     for outcome in run_together(compare):
         with pytest.raises(PeerError, match="2 of 3 arrays of the state differ") as e:
@@ -90,9 +90,8 @@ def test_equal_state_passes_and_different_state_is_named():
 
 def test_missing_state_and_long_lists_are_reported():
     def compare(peers):
-        paths = [f"x{i}" for i in range(30 - 5 * peers.index)]
-        values = [np.float32(peers.index)] * len(paths)
-        check_same_state(peers, paths, values)
+        count, value = 30 - 5 * peers.index, np.float32(peers.index)
+        check_same_state(peers, {f"x{i}": value for i in range(count)})
 
     for outcome in run_together(compare):
         with pytest.raises(PeerError, match="and 10 more"):

@@ -1,25 +1,11 @@
-"""Finds copies of mirrored state that are no longer equal.
-
-Replicas compute the same update from the same sum, so their copies stay equal without
-ever being compared. A bit that flips in one device's memory, or a device that computes
-wrongly, stays unnoticed. Here each device sums up its own copies, and only the sums
-travel.
-
-Decisions that must be the same on all replicas, though each sees its own copy.
-
-Mirrored state is equal everywhere as long as the hardware is right. A decision that
-each replica took from its own copy would make a wrong bit on one of them take it
-another way than the others, and all would wait for ever at the next sum.
-
-Compares values between processes that must have the same ones.
-
-Other rows, or another order of them, would train without any error: each process gives
-its replicas their part of what it takes for the global batch. So would other state.
-
-Compares a traced program between processes, before it first runs.
+"""Compares what must be equal: between processes, and between the copies of replicas.
 
 Processes that run different programs wait for each other in different places, for ever.
-Those that run one program with different constants in it compute different results.
+Those that run one program with different constants, state or rows compute different
+results without any error. Replicas compute the same update from the same sum, so their
+copies stay equal without ever being compared: a bit that flips in one device's memory,
+or a device that computes wrongly, stays unnoticed until each device sums up its own
+copies, and the sums are compared.
 """
 
 import hashlib
@@ -47,60 +33,29 @@ from armillary.errors import PeerError, ReplicaDivergenceError
 from armillary.state._captured import find_constants
 from armillary.state._opaque import captured
 
-
-def largest_on_replicas(
-    mesh: Mesh | None, fn: Callable[[Sequence[Any]], Any], arrays: Sequence[Any]
-) -> Any:
-    """Returns `fn(arrays)`, the largest of what it is on any replica."""
-    if not has_copies(mesh):
-        return fn(arrays)
-
-    def on_replica(arrays: Sequence[Any]) -> Any:
-        return jax.lax.pmax(fn(arrays), AXIS_NAME)
-
-    everywhere = PartitionSpec()
-    mapped = jax.shard_map(
-        on_replica,
-        mesh=mesh,
-        in_specs=everywhere,
-        out_specs=everywhere,
-        check_vma=False,
-    )
-    return mapped(list(arrays))
-
-
-def has_copies(mesh: Mesh | None) -> bool:
-    """Returns whether several devices of a mesh hold a copy of mirrored state."""
-    return mesh is not None and mesh.shape.get(AXIS_NAME, 1) > 1
-
-
 _OPTIONS = ("batch_size", "repeat", "drop_remainder")
+_CONTEXT_LINES = 3
 
 
-def check_same_state(peers: Peers, paths: Sequence[str], leaves: Sequence[Any]) -> None:
+def check_same_state(peers: Peers, arrays: Mapping[str, Any]) -> None:
     """Raises if values that must be equal on all processes are not."""
-    own = dict(zip(paths, map(describe_value, leaves), strict=True))
-    differing, num_names = find_differences(peers, "state", own)
-    if not differing:
-        return
-    raise PeerError(
-        f"{len(differing)} of {num_names} arrays of the state differ between "
-        "processes, but each process must begin with the same values:\n"
-        f"{_list(differing)}\n"
-        "Use the same random seed on all processes (`nnx.Rngs(0)`), and take nothing "
-        "into the state that depends on the process, such as the time."
-    )
+    own = {path: describe_value(array) for path, array in arrays.items()}
+    if differing := find_differences(peers, "state", own):
+        raise PeerError(
+            f"{len(differing)} of {len(own)} arrays of the state differ between "
+            f"processes:\n{_list(differing)}\n"
+            "Begin with the same values: use the same random seed on all processes "
+            "(`nnx.Rngs(0)`), and nothing that depends on the process."
+        )
 
 
 def check_same_arguments(peers: Peers, values: Mapping[str, Any]) -> None:
     """Raises if what a function of a strategy was given differs between processes."""
     own = {name: describe_value(value) for name, value in values.items()}
-    differing, _ = find_differences(peers, "what `reduce` or `gather` is given", own)
-    if differing:
+    if differing := find_differences(peers, "what `reduce` or `gather` is given", own):
         raise PeerError(
             "`strategy.reduce` or `strategy.gather` was given values that all replicas "
-            "share, but they differ between processes, which would get different "
-            f"results:\n{_list(differing)}\n"
+            f"share, but they differ between processes:\n{_list(differing)}\n"
             "Compute them from the same values in all processes. A value of each "
             "replica's own is what `strategy.run` returns for batches, or "
             "`strategy.distribute_values_from_function`."
@@ -108,11 +63,13 @@ def check_same_arguments(peers: Peers, values: Mapping[str, Any]) -> None:
 
 
 def check_same_data(peers: Peers, dataset: IndexedDataset) -> None:
-    """Raises if a data set for all processes is not the same in each."""
+    """Raises if a data set for all processes is not the same in each.
+
+    Each process gives its replicas their part of what it takes for the global batch.
+    """
     own = {name: repr(getattr(dataset, name)) for name in _OPTIONS}
     own |= {name: str(value) for name, value in dataset.order_of_examples.items()}
-    differing, _ = find_differences(peers, "a data set for all", own)
-    if differing:
+    if differing := find_differences(peers, "a data set for all", own):
         raise PeerError(
             "A data set that is distributed over all processes is not the same in "
             f"each:\n{_list(differing)}\n"
@@ -122,13 +79,11 @@ def check_same_data(peers: Peers, dataset: IndexedDataset) -> None:
         )
 
 
-def find_differences(
-    peers: Peers, topic: str, own: dict[str, str]
-) -> tuple[dict[str, str], int]:
-    """Returns what each process has for the names that differ, and how many are all."""
+def find_differences(peers: Peers, topic: str, own: dict[str, str]) -> dict[str, str]:
+    """Returns what each process has for the names that differ."""
     everyone = [json.loads(text) for text in peers.gather(topic, json.dumps(own))]
     names = dict.fromkeys(name for each in everyone for name in each)
-    differing = {
+    return {
         name: ", ".join(
             f"process {index} has {each.get(name, 'no such array')}"
             for index, each in enumerate(everyone)
@@ -136,7 +91,6 @@ def find_differences(
         for name in names
         if len({each.get(name) for each in everyone}) > 1
     }
-    return differing, len(names)
 
 
 def describe_value(array: Any) -> str:
@@ -156,9 +110,6 @@ def describe_value(array: Any) -> str:
 
 def _list(differing: Mapping[str, str]) -> str:
     return list_lines(f"{name}: {text}" for name, text in differing.items())
-
-
-_CONTEXT_LINES = 3
 
 
 def check_same_program(
@@ -181,19 +132,9 @@ def check_same_program(
         return
     _check_same_lines(peers, name, lines)
     values = {str(i): text for i, text in enumerate(held)} | given
-    differing, _ = find_differences(peers, f"the constants of {name}", values)
-    uses = list(_find_uses(program))
-    known = {id(value): key for key, value in captured(fn)}
-    shown = []
-    for key, text in differing.items():
-        title = f"`{key}`"
-        if key.isdigit():
-            constant, equation = uses[int(key)]
-            held_by = known.get(id(constant))
-            title = "a constant" if held_by is None else f"`{held_by}`"
-            if equation is not None:
-                title += f", used at {source_line(equation)}"
-        shown.append(f"{title}: {text}")
+    differing = find_differences(peers, f"the constants of {name}", values)
+    titles = {str(i): title for i, title in enumerate(_find_titles(program, fn))}
+    shown = [f"{titles.get(key, f'`{key}`')}: {t}" for key, t in differing.items()]
     raise PeerError(
         f"`{name}` computes with other values in each process, where all must have the "
         f"same:\n{list_lines(shown)}\n"
@@ -205,11 +146,9 @@ def check_same_program(
 
 
 def _check_same_lines(peers: Peers, name: str, lines: list[str]) -> None:
-    marks = json.dumps(
-        [hashlib.sha256(line.encode()).hexdigest()[:8] for line in lines]
-    )
-    everyone = map(json.loads, peers.gather(f"the lines of {name}", marks))
-    columns = enumerate(itertools.zip_longest(*everyone))
+    marks = [hashlib.sha256(line.encode()).hexdigest()[:8] for line in lines]
+    texts = peers.gather(f"the lines of {name}", json.dumps(marks))
+    columns = enumerate(itertools.zip_longest(*map(json.loads, texts)))
     start = next((i for i, column in columns if len(set(column)) > 1), None)
     if start is None:
         return
@@ -227,8 +166,16 @@ def _check_same_lines(peers: Peers, name: str, lines: list[str]) -> None:
     )
 
 
+def _find_titles(program: core.ClosedJaxpr, fn: Callable[..., Any]) -> Iterator[str]:
+    """Yields the name and use of each constant, in the order of `find_constants`."""
+    known = {id(value): f"`{name}`" for name, value in captured(fn)}
+    for constant, equation in _find_uses(program):
+        title = known.get(id(constant), "a constant")
+        is_used = equation is not None
+        yield f"{title}, used at {source_line(equation)}" if is_used else title
+
+
 def _find_uses(program: core.ClosedJaxpr) -> Iterator[tuple[Any, Any]]:
-    """Yields what `find_constants` does, and the equation that computes with it."""
     for jaxpr, constants in walk_programs(program):
         for variable, constant in zip(jaxpr.constvars, constants, strict=True):
             yield constant, _find_use(jaxpr, variable)
@@ -251,15 +198,39 @@ def _find_use(jaxpr: Any, variable: Any) -> Any:
     return None
 
 
+def has_copies(mesh: Mesh | None) -> bool:
+    """Returns whether several devices of a mesh hold a copy of mirrored state."""
+    return mesh is not None and mesh.shape.get(AXIS_NAME, 1) > 1
+
+
+def largest_on_replicas(
+    mesh: Mesh | None, fn: Callable[[Sequence[Any]], Any], arrays: Sequence[Any]
+) -> Any:
+    """Returns `fn(arrays)`, the largest of what it is on any replica.
+
+    A decision that each replica took from its own copy would let a wrong bit on one of
+    them take it another way, and all would wait for ever at the next sum.
+    """
+    if not has_copies(mesh):
+        return fn(arrays)
+    mapped = jax.shard_map(
+        lambda arrays: jax.lax.pmax(fn(arrays), AXIS_NAME),
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    return mapped(list(arrays))
+
+
 class ReplicaComparison:
     """Compares the copies that the replicas of a mesh hold of some arrays."""
 
     def __init__(self, mesh: Mesh | None, dispatch: Dispatch) -> None:
-        self._mesh, self._dispatch = mesh, dispatch
-        self._compiled = None
+        self._dispatch, self._compiled = dispatch, None
         if mesh is not None and has_copies(mesh):
             rows = jax.shard_map(
-                _checksums,
+                lambda arrays: jnp.stack(list(map(_checksum, arrays)))[None],
                 mesh=mesh,
                 in_specs=PartitionSpec(),
                 out_specs=PartitionSpec(AXIS_NAME),
@@ -280,6 +251,7 @@ class ReplicaComparison:
 
 def check_equal(sums: np.ndarray, paths: Sequence[str], when: str) -> None:
     """Raises if replicas hold different values, by what `ReplicaComparison` summed."""
+    count = len(sums)
     differing = {
         path: _minority(column.tolist())
         for path, column in zip(paths, sums.T, strict=True)
@@ -287,11 +259,15 @@ def check_equal(sums: np.ndarray, paths: Sequence[str], when: str) -> None:
     }
     if not differing:
         return
-    count = len(sums)
-    shown = list_lines(_describe(path, differing[path], count) for path in differing)
+    shown = {
+        path: f"replica{'s' * (len(replicas) > 1)} {', '.join(map(str, replicas))}"
+        if len(replicas) < count
+        else "no majority of replicas agrees"
+        for path, replicas in differing.items()
+    }
     raise ReplicaDivergenceError(
         f"{len(differing)} of {len(paths)} arrays of the state must be equal on all "
-        f"{count} replicas, but {when} they are not:\n{shown}\n"
+        f"{count} replicas, but {when} they are not:\n{_list(shown)}\n"
         "A device changed its copy on its own: its memory or arithmetic is at fault, "
         "or code outside the step assigned an array whose copies differ. Restore a "
         "checkpoint from before (`controller.restore_checkpoint(path)`), and leave a "
@@ -300,8 +276,12 @@ def check_equal(sums: np.ndarray, paths: Sequence[str], when: str) -> None:
     )
 
 
-def _checksums(arrays: Sequence[Any]) -> Any:
-    return jnp.stack([_checksum(array) for array in arrays])[None]
+def _minority(column: list[int]) -> tuple[int, ...]:
+    """Returns the replicas that differ from most others, or all without a majority."""
+    value, count = Counter(column).most_common(1)[0]
+    if 2 * count <= len(column):
+        return tuple(range(len(column)))
+    return tuple(i for i, other in enumerate(column) if other != value)
 
 
 def _checksum(array: Any) -> Any:
@@ -319,30 +299,14 @@ def _checksum(array: Any) -> Any:
 
 def _as_words(array: Any) -> Any:
     """Returns the bits of an array as a flat array of 32-bit words."""
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key(array):
         array = jax.random.key_data(array)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = jnp.stack([array.real, array.imag])
     size = array.dtype.itemsize
-    if size < 4 and not jnp.issubdtype(array.dtype, jnp.floating):
-        return array.astype(jnp.uint32).reshape(-1)
     if size >= 4:  # 64 bits become two words
         return jax.lax.bitcast_convert_type(array, jnp.uint32).reshape(-1)
-    narrow = jnp.uint8 if size == 1 else jnp.uint16
-    bits = jax.lax.bitcast_convert_type(array, narrow)
-    return bits.astype(jnp.uint32).reshape(-1)
-
-
-def _minority(column: list[int]) -> tuple[int, ...]:
-    """Returns the replicas that differ from most others, or all without a majority."""
-    value, count = Counter(column).most_common(1)[0]
-    if 2 * count <= len(column):
-        return tuple(range(len(column)))
-    return tuple(i for i, other in enumerate(column) if other != value)
-
-
-def _describe(path: str, replicas: tuple[int, ...], count: int) -> str:
-    if len(replicas) == count:
-        return f"{path}: no majority of replicas agrees"
-    shown = ", ".join(map(str, replicas))
-    return f"{path}: replica{'s' if len(replicas) > 1 else ''} {shown}"
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        narrow = jnp.uint8 if size == 1 else jnp.uint16
+        array = jax.lax.bitcast_convert_type(array, narrow)
+    return array.astype(jnp.uint32).reshape(-1)

@@ -7,14 +7,12 @@ Scalars (counters, sums of metrics) are never donated: a copy costs more than th
 Where state lives in one place and programs run in others, programs take over copies,
 and what they make of them is moved back.
 
-This runs at every loop, over every array of the state, while the device may be waiting.
-So the usual case, in which nobody touched a slot since the last program, is told by
-identity, in passes that Python makes in C; all else is done slot by slot.
-
-Which arrays of a state one kind of program changes, and where they come from.
-
-All of it is indices, found once, so that handing hundreds of arrays to a program and
-putting them back are a few passes that Python makes in C.
+The arrays are at home, in the slots, or ahead of them: `give` takes what a program has
+made of them, `write_back` brings it home, and `settle` makes them ready for the next
+program, with what was put into the slots meanwhile. This runs at every loop, over every
+array of the state, while the device may be waiting. So the usual case, in which nobody
+touched a slot since the last program, is told by identity, in passes that Python makes
+in C; all else is done slot by slot.
 """
 
 import contextlib
@@ -22,7 +20,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 
@@ -36,57 +34,59 @@ from armillary.state._lift import State, as_array, strong
 from armillary.state._nnx import NnxSlot
 from armillary.state._slots import Slot, is_same_raw
 
+_Picker: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
+_Parts: TypeAlias = tuple[Sequence[jax.Array], Sequence[jax.Array]]
 Place: TypeAlias = tuple[Slot, int, int]
 """A slot, and the range of its arrays in the flat list."""
 
 
-class Use:
-    """How one kind of program uses the arrays, as indices.
+class _Use(NamedTuple):
+    """How one kind of program uses the arrays: which it changes, and takes over."""
 
-    Args:
-        changed: Indices of the arrays that it changes.
-        types: Shape and dtype of all arrays.
-        places: The places that hold them.
-
-    Attributes:
-        changed: As given.
-        changes: As `changed`, to look up an index.
-        donated: Indices of those that it takes over.
-        others: Indices of the others.
-        pick_donated: Picks those of `donated`, among all.
-        pick_others: Picks those of `others`, among all.
-        pick_given: Picks all, among those of `changed` followed by all of before.
-        variables: The NNX variables of one array that it changes.
-        pick_values: Picks what they are to hold, among all.
-        containers: The other places that it changes: their numbers, their slots, and
-            which of their arrays are which among all.
-    """
-
-    def __init__(
-        self, changed: tuple[int, ...], types: Sequence[Any], places: Sequence[Place]
-    ) -> None:
-        self.changed = changed
-        donated, self.others = divide(changed, types)
-        self.pick_donated = make_picker(donated)
-        self.pick_others = make_picker(self.others)
-        self.donated, self.changes = frozenset(donated), frozenset(changed)
-        given = range(len(changed), len(changed) + len(types))
-        new = dict(zip(changed, range(len(changed)), strict=True))
-        self.pick_given = make_picker([new.get(i, old) for i, old in enumerate(given)])
-        self.variables: list[Any] = []
-        self.containers: list[tuple[int, Slot, list[tuple[int, int]]]] = []
-        indices: list[int] = []
-        for place, (slot, start, stop) in enumerate(places):
-            offsets = [(i - start, i) for i in range(start, stop) if i in new]
-            if offsets and is_leaf(slot):
-                self.variables.append(slot.variable)
-                indices.append(start)
-            elif offsets:
-                self.containers.append((place, slot, offsets))
-        self.pick_values = make_picker(indices)
+    changed: tuple[int, ...]
+    donated: list[int]
+    others: list[int]
+    pick_donated: _Picker
+    pick_others: _Picker
+    pick_given: _Picker  # all, among those of `changed` followed by all of before
+    # The NNX variables of one array that it changes, and what they are to hold.
+    variables: list[Any]
+    pick_values: _Picker
+    # The other places that it changes: their numbers, their slots, and which of their
+    # arrays are which among all.
+    containers: list[tuple[int, Slot, list[tuple[int, int]]]]
 
 
-def divide(changed: Sequence[int], types: Sequence[Any]) -> tuple[list[int], list[int]]:
+def _find_use(
+    changed: tuple[int, ...], types: Sequence[Any], places: Sequence[Place]
+) -> _Use:
+    donated, others = _divide(changed, types)
+    new = {index: number for number, index in enumerate(changed)}
+    given = [new.get(i, len(changed) + i) for i in range(len(types))]
+    variables, indices, containers = [], [], []
+    for number, (slot, start, stop) in enumerate(places):
+        offsets = [(i - start, i) for i in range(start, stop) if i in new]
+        if offsets and _is_leaf(slot):
+            variables.append(slot.variable)
+            indices.append(start)
+        elif offsets:
+            containers.append((number, slot, offsets))
+    return _Use(
+        changed,
+        donated,
+        others,
+        make_picker(donated),
+        make_picker(others),
+        make_picker(given),
+        variables,
+        make_picker(indices),
+        containers,
+    )
+
+
+def _divide(
+    changed: Sequence[int], types: Sequence[Any]
+) -> tuple[list[int], list[int]]:
     """Returns the indices of arrays that are donated, and of the others."""
     donated = [i for i in changed if types[i].ndim]
     changes = set(changed)
@@ -94,14 +94,14 @@ def divide(changed: Sequence[int], types: Sequence[Any]) -> tuple[list[int], lis
     return donated, [*read, *[i for i in changed if not types[i].ndim]]
 
 
-def make_picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def make_picker(indices: Sequence[int]) -> _Picker:
     """Returns a function that picks the values at some indices, in one pass in C."""
     if len(indices) > 1:
         return operator.itemgetter(*indices)
     return lambda values: [values[i] for i in indices]
 
 
-def is_leaf(slot: Slot) -> TypeGuard[NnxSlot]:
+def _is_leaf(slot: Slot) -> TypeGuard[NnxSlot]:
     """Returns whether a slot is an NNX variable that holds one array."""
     return isinstance(slot, NnxSlot) and slot.is_leaf
 
@@ -120,17 +120,13 @@ class FlatState:
     between two programs, nothing need be written back there. Until it is, the slots
     hold arrays that are gone.
 
-    Args:
-        state: The slots.
-        strategy: Says where their arrays belong.
-
     Attributes:
-        state: As given, or as a new search has found it.
+        state: The slots, as given, or as a new search has found them.
         signature: Its signature, as it was at first.
         types: Shape and dtype of the arrays, for tracing.
         arrays: The arrays, in the order of the slots. They stay good until the next
             program runs.
-        strategy: Under which they are used.
+        strategy: Says where they belong.
         platform: The kind of device that they are on, such as `"cpu"`.
         split: As in `Strategy`.
         is_ahead: Whether the slots do not hold `arrays` yet.
@@ -138,9 +134,8 @@ class FlatState:
 
     def __init__(self, state: State, strategy: Strategy) -> None:
         self._peers, self._dispatch = strategy.peers, strategy.dispatch
-        self.strategy = strategy
+        self.strategy, self.split = strategy, strategy.split
         self.platform: str = strategy.platform
-        self.split = strategy.split
         self.signature = state.signature()
         self.types = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -151,31 +146,28 @@ class FlatState:
         self._homes = [home or sharding for sharding in self._shardings]
         self._moves = self._homes != self._shardings
         self.arrays: list[Any] = [None] * len(state.paths)
-        self._use = Use((), self.types, [])
-        self._bind(state)
+        self.is_ahead = False
+        self._bind(state, ())
         # What each place holds, and which places hold something else than `arrays`.
         self._held = self._read()
         self._stale = set(range(len(self._places)))
-        # Indices of arrays that were moved or copied, which their slots are to hold.
-        self._moved: set[int] = set()
         # Whether an array that is donated may stand in another place too.
         self._may_share = True
-        self.is_ahead = False
 
     def rebind(self, state: State) -> None:
         """Goes on with what a new search for the same places has found."""
         # Now, and not when it is next asked: NumPy arrays can be written into.
         state.watch()
-        self._bind(state)
+        self._bind(state, self._use.changed)
 
-    def _bind(self, state: State) -> None:
+    def _bind(self, state: State, changed: tuple[int, ...]) -> None:
         self.state = state
         # NNX variables of one array come first: all of them are read in one go.
-        self._places = sorted(state.ranges, key=lambda place: not is_leaf(place[0]))
-        leaves = [(slot, i) for slot, i, _ in self._places if is_leaf(slot)]
+        self._places = sorted(state.ranges, key=lambda place: not _is_leaf(place[0]))
+        leaves = [(slot, i) for slot, i, _ in self._places if _is_leaf(slot)]
         self._variables = [slot.variable for slot, _ in leaves]
         self._pick_variables = make_picker([i for _, i in leaves])
-        self._use = Use(self._use.changed, self.types, self._places)
+        self._use = _find_use(changed, self.types, self._places)
         self._has_looked = False
 
     def fits(self) -> bool:
@@ -188,25 +180,21 @@ class FlatState:
             leaves = [pair for place in self._stale for pair in self._leaves(place)]
         except StateStructureError:
             return False
-        types = self.types
+        pairs = [(self.types[i], as_array(leaf)) for i, leaf in leaves]
         return all(
-            (array.shape, array.dtype) == (types[i].shape, types[i].dtype)
-            for i, array in ((i, as_array(leaf)) for i, leaf in leaves)
+            (array.shape, array.dtype) == (kind.shape, kind.dtype)
+            for kind, array in pairs
         ) and all(self._places[place][0].holds_same_objects() for place in self._stale)
 
     @contextlib.contextmanager
-    def lent(
-        self, changed: tuple[int, ...]
-    ) -> Iterator[tuple[Sequence[jax.Array], Sequence[jax.Array]]]:
+    def lent(self, changed: tuple[int, ...]) -> Iterator[_Parts]:
         """Lends the arrays to a program, in a moment that no signal cuts short."""
         taken = self.take(changed)
         self._dispatch.wait()
         with uninterrupted():
             yield taken
 
-    def take(
-        self, changed: tuple[int, ...]
-    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+    def take(self, changed: tuple[int, ...]) -> _Parts:
         """Takes what the slots hold, and puts it on its devices."""
         self.settle(changed)
         use = self._use
@@ -224,27 +212,27 @@ class FlatState:
         if self._use.changed != changed:
             self.write_back()
             self._change_use(changed)
+        moved: set[int] = set()
         if not self.is_ahead:
             self._check_peers()
             if not self._has_looked:
                 self._look()
             self._has_looked = False
-            self._refresh()
+            moved |= self._refresh()
         if self._may_share:
-            self._separate()
+            moved |= self._separate()
         self._may_share = True
-        if self._moved:
+        if moved:
             # Code between loops must find them where the programs have them. And that
             # somebody writes into a NumPy array, identity would not tell.
-            self.state.write(self.arrays, self._moved)
+            self.state.write(self.arrays, moved)
             self._held = self._read()
-            self._moved.clear()
 
     def join(
         self, changed: tuple[int, ...], donated: Sequence[Any], others: Sequence[Any]
     ) -> list[Any]:
         """Returns the arrays that `take` divided, in the order of the slots."""
-        order = [i for part in divide(changed, self.types) for i in part]
+        order = [i for part in _divide(changed, self.types) for i in part]
         arrays = dict(zip(order, [*donated, *others], strict=True))
         return [arrays[i] for i in range(len(order))]
 
@@ -254,18 +242,12 @@ class FlatState:
 
     def describe(self, changed: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
         """Returns what `take` would, as shapes and shardings; nothing is placed."""
-        donated, others = (
-            [
-                jax.ShapeDtypeStruct(
-                    self.types[i].shape,
-                    self.types[i].dtype,
-                    sharding=self._shardings[i],
-                )
-                for i in part
-            ]
-            for part in divide(changed, self.types)
-        )
-        return donated, others
+        types = [
+            jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
+            for kind, sharding in zip(self.types, self._shardings, strict=True)
+        ]
+        donated, others = _divide(changed, types)
+        return [types[i] for i in donated], [types[i] for i in others]
 
     def owns(self, leaf: Any) -> bool:
         """Returns whether the next program may take this array over."""
@@ -292,8 +274,7 @@ class FlatState:
             return
         use, arrays = self._use, self.arrays
         _nnx.write_raw(use.variables, use.pick_values(arrays))
-        others = self._held[len(self._variables) :]
-        held = [*self._pick_variables(arrays), *others]
+        held = [*self._pick_variables(arrays), *self._held[len(self._variables) :]]
         for place, slot, offsets in use.containers:
             values = {offset: arrays[i] for offset, i in offsets}
             held[place] = slot.replace(self._held[place], values)
@@ -315,23 +296,18 @@ class FlatState:
         peers, self._peers = self._peers, None
         if peers is None:
             return
-        pairs = [
-            (path, array)
-            for path, array in zip(
-                self.state.paths, map(as_array, self.state.read()), strict=True
-            )
-            if array.is_fully_addressable
-        ]
-        if pairs:
-            check_same_state(peers, *zip(*pairs, strict=True))
+        arrays = dict(
+            zip(self.state.paths, map(as_array, self.state.read()), strict=True)
+        )
+        check_same_state(
+            peers,
+            {path: each for path, each in arrays.items() if each.is_fully_addressable},
+        )
 
     def _read(self) -> list[Any]:
         """Returns what each place holds."""
         others = self._places[len(self._variables) :]
-        return [
-            *_nnx.read_raw(self._variables),
-            *[slot.raw() for slot, _, _ in others],
-        ]
+        return [*_nnx.read_raw(self._variables), *[slot.raw() for slot, _, _ in others]]
 
     def _look(self) -> None:
         """Finds the places that hold something else than when last looked at."""
@@ -349,26 +325,30 @@ class FlatState:
     def _change_use(self, changed: tuple[int, ...]) -> None:
         """Prepares for another kind of program."""
         before = self._use.donated
-        self._use = Use(changed, self.types, self._places)
-        for i in self._use.donated - before:
+        self._use = _find_use(changed, self.types, self._places)
+        for i in {*self._use.donated}.difference(before):
             # A step that is traced again may change what the last one only read.
             if self.arrays[i] is not None:
                 self.arrays[i] = self.arrays[i].copy()
 
-    def _refresh(self) -> None:
-        """Places what was put into the slots since the last program."""
-        donated, changed = self._use.donated, self._use.changes
-        for place in self._stale:
-            for i, leaf in self._leaves(place):
-                if leaf is self.arrays[i]:
-                    continue
-                placed = _put(strong(leaf), self._homes[i], i not in donated)
-                if placed is not leaf and i not in changed:
-                    self._moved.add(i)
-                self.arrays[i] = placed
-                self._may_share |= placed.ndim > 0
+    def _refresh(self) -> set[int]:
+        """Places what was put into the slots; returns what they are to hold instead."""
+        moved: set[int] = set()
+        if not self._stale:
+            return moved
+        donated, changed = set(self._use.donated), set(self._use.changed)
+        leaves = [pair for place in self._stale for pair in self._leaves(place)]
+        for i, leaf in leaves:
+            if leaf is self.arrays[i]:
+                continue
+            placed = _put(strong(leaf), self._homes[i], i not in donated)
+            if placed is not leaf and i not in changed:
+                moved.add(i)
+            self.arrays[i] = placed
+            self._may_share |= placed.ndim > 0
+        return moved
 
-    def _separate(self) -> None:
+    def _separate(self) -> set[int]:
         """Copies arrays that sit in two slots, of which one will be donated.
 
         Such as a target network that was just set to the parameters. A buffer can be
@@ -383,11 +363,11 @@ class FlatState:
                     arrays[i] = arrays[i].copy()
                 own.add(id(arrays[i]))
         if own.isdisjoint(map(id, use.pick_others(arrays))):
-            return
-        for i in use.others:
-            if id(arrays[i]) in own:
-                self._moved.add(i)
-                arrays[i] = arrays[i].copy()
+            return set()
+        moved = {i for i in use.others if id(arrays[i]) in own}
+        for i in moved:
+            arrays[i] = arrays[i].copy()
+        return moved
 
 
 def _put(leaf: jax.Array, sharding: Any, may_alias: bool = True) -> jax.Array:

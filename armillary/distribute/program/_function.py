@@ -33,17 +33,9 @@ from armillary.xla._compile import compile_step
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_T = TypeVar("_T")
 _MAX_PROGRAMS = 64
 _MANY_PROGRAMS = 16
-_MANY_FUNCTIONS_MESSAGE = (
-    "`%s`, given to `strategy.run`, was compiled %d times, because what it captures "
-    "changes (%s). Pass what changes in `args`, as an array."
-)
-_MANY_PROGRAMS_MESSAGE = (
-    "`%s` was compiled %d times. Each new shape or dtype of an array, each new value "
-    "of another argument, and each new object among the arguments compiles it again: "
-    "pass arrays of a few shapes, and keep objects that hold variables."
-)
 
 
 @overload
@@ -131,67 +123,54 @@ class Function:
         compiler_options: Mapping[str, Any] | None = None,
         check: Callable[[State, Sequence[int]], None] | None = None,
     ) -> None:
-        self._fn, self._check = fn, check
-        self._compiler_options = compiler_options
-        self._strategy = strategy
-        self._body = body or fn
+        self.fn, self.body, self.compiler_options = fn, body or fn, compiler_options
+        self.name = getattr(fn, "__name__", "the function")
+        self._strategy, self._check = strategy, check
         self._num_compiled = 0
-        self._programs: collections.OrderedDict[Any, _Program] = (
-            collections.OrderedDict()
-        )
+        self._programs = _Newest[_Program]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function on its arguments."""
         if lifted_state() is not None:
-            return self._body(*args, **kwargs)
-        strategy = self._strategy or _strategy_of(self._fn)
+            return self.body(*args, **kwargs)
+        strategy = self._strategy or _strategy_of(self.fn)
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_claimed)
         key = (strategy, treedef, tuple(kind_of(leaf) for leaf in leaves))
-        program = self._programs.get(key)
+        program = self._programs.use(key)
         if program is None or not program.is_current():
+            roots = [(self.fn, ""), *((leaf, "") for leaf in objects_of(leaves))]
             # What `Strategy.run` is given sees globals as they are.
-            state = State(
-                [(self._fn, ""), *((leaf, "") for leaf in objects_of(leaves))],
-                has_constants=self._body is self._fn,
-            )
+            state = State(roots, has_constants=self.body is self.fn)
             is_lifted = any(isinstance(leaf, Tracer) for leaf in state.read())
-            if is_lifted and self._body is self._fn:
+            if is_lifted and self.body is self.fn:
                 # A transformation of NNX has lifted what the arguments hold already.
-                return self._body(*args, **kwargs)
-            program = self._get_program(key, state, leaves, treedef)
-        self._programs.move_to_end(key)
-        arrays = [leaf for leaf in leaves if is_array(leaf)]
-        return program(arrays, lambda: strategy.bring((args, kwargs)))
+                return self.body(*args, **kwargs)
+            if program is None or not program.goes_on_with(state):
+                last, program = (
+                    program,
+                    _Program(self, state, strategy, leaves, treedef),
+                )
+                self._note(program, state, strategy)
+                program.reuse(last)
+                self._programs.put(key, program)
+        return program((args, kwargs), leaves)
 
-    def _get_program(
-        self, key: Any, state: State, leaves: list[Any], treedef: Any
-    ) -> "_Program":
-        """Returns a program for what the function reaches by now."""
-        last = self._programs.get(key)
-        if last is not None and last.go_on_with(state):
-            return last
-        program = _Program(
-            self._fn,
-            self._body,
-            state,
-            key[0],
-            leaves,
-            treedef,
-            self._compiler_options,
-        )
-        name = getattr(self._fn, "__name__", "the function")
-        program.warn_of_metrics(name, state)
+    def _note(self, program: "_Program", state: State, strategy: Strategy) -> None:
+        """Looks at a new program before it runs, and warns."""
+        warnings = MetricWarnings(self.name, strategy.num_replicas_in_sync)
+        warnings.look(state, program.step, is_uneven=False)
         if self._check is not None:
-            self._check(state, program.changed)
-        if last is not None:
-            program.reuse(last)
-        self._programs[key] = program
+            self._check(state, program.step.changed)
         self._num_compiled += 1
         if self._num_compiled == _MANY_PROGRAMS:
-            logger.warning(_MANY_PROGRAMS_MESSAGE, name, _MANY_PROGRAMS)
-        if len(self._programs) > _MAX_PROGRAMS:
-            self._programs.popitem(last=False)
-        return program
+            logger.warning(
+                "`%s` was compiled %d times. Each new shape or dtype of an array, each "
+                "new value of another argument, and each new object among the "
+                "arguments compiles it again: pass arrays of a few shapes, and keep "
+                "objects that hold variables.",
+                self.name,
+                _MANY_PROGRAMS,
+            )
 
 
 class Functions:
@@ -202,40 +181,55 @@ class Functions:
     """
 
     def __init__(self) -> None:
-        self._functions: collections.OrderedDict[Any, tuple[Any, Function]] = (
-            collections.OrderedDict()
-        )
+        self._functions = _Newest[tuple[Any, Function]]()
         # For each code, how often it was compiled, and what it captured last.
         self._compiled: dict[Any, tuple[int, dict[str, Any]]] = {}
 
     def get(self, fn: Callable[..., Any], strategy: Strategy) -> Function:
         """Returns the compiled function for `strategy.run(fn, ...)`."""
         values = tuple(captured(fn))
-        key = (code_of(fn), tuple((name, identity_of(value)) for name, value in values))
-        if key not in self._functions:
+        held = tuple((name, identity_of(value)) for name, value in values)
+        key = code_of(fn), held
+        found = self._functions.use(key)
+        if found is None:
 
             def body(*args: Any, **kwargs: Any) -> PyTree:
                 return strategy.run(fn, args, kwargs)
 
             # The values are kept, so that their identities stay theirs.
-            self._functions[key] = (values, Function(fn, strategy, body))
-            self._count(fn, key)
-            if len(self._functions) > _MAX_PROGRAMS:
-                self._functions.popitem(last=False)
-        self._functions.move_to_end(key)
-        return self._functions[key][1]
+            found = values, Function(fn, strategy, body)
+            self._count(found[1].name, key[0], dict(held))
+            self._functions.put(key, found)
+        return found[1]
 
-    def _count(self, fn: Callable[..., Any], key: Any) -> None:
-        code, values = key
+    def _count(self, name: str, code: Any, held: dict[str, Any]) -> None:
         count, before = self._compiled.get(code, (0, {}))
-        held = dict(values)
         self._compiled[code] = count + 1, held
         if count + 1 == _MANY_PROGRAMS:
-            changed = sorted(n for n in held if before.get(n) != held[n])
-            name = getattr(fn, "__name__", "the function")
             logger.warning(
-                _MANY_FUNCTIONS_MESSAGE, name, _MANY_PROGRAMS, ", ".join(changed)
+                "`%s`, given to `strategy.run`, was compiled %d times, because what it "
+                "captures changes (%s). Pass what changes in `args`, as an array.",
+                name,
+                _MANY_PROGRAMS,
+                ", ".join(sorted(n for n in held if before.get(n) != held[n])),
             )
+
+
+class _Newest(collections.OrderedDict[Any, _T]):
+    """Keeps what was used last."""
+
+    def use(self, key: Any) -> _T | None:
+        """Returns what is kept under a key."""
+        if key in self:
+            self.move_to_end(key)
+        return self.get(key)
+
+    def put(self, key: Any, value: _T) -> None:
+        """Keeps a value, and drops the one that was used least lately."""
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > _MAX_PROGRAMS:
+            self.popitem(last=False)
 
 
 class _Program:
@@ -243,113 +237,91 @@ class _Program:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
-        body: Callable[..., Any],
+        function: Function,
         state: State,
         strategy: Strategy,
         leaves: list[Any],
         treedef: Any,
-        compiler_options: Mapping[str, Any] | None,
     ) -> None:
-        self._fn = fn
-        self._strategy = strategy
+        self._fn, self._strategy = function.fn, strategy
         self._flat = flat = FlatState(state, strategy)
         static = [None if is_array(leaf) else leaf for leaf in leaves]
-        is_dynamic = [is_array(leaf) for leaf in leaves]
+        positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
         def call_body(*arrays: Any) -> PyTree:
-            rest = iter(arrays)
-            args, kwargs = treedef.unflatten(
-                next(rest) if dynamic else value
-                for dynamic, value in zip(is_dynamic, static, strict=True)
-            )
-            return body(*args, **kwargs)
+            values = list(static)
+            for position, array in zip(positions, arrays, strict=True):
+                values[position] = array
+            args, kwargs = treedef.unflatten(values)
+            return function.body(*args, **kwargs)
 
-        self._step: TracedStep = trace_step(
-            call_body,
-            flat,
-            tuple(leaf for leaf in leaves if is_array(leaf)),
-            user_fn=fn,
-            owner="the function",
+        arrays = tuple(leaves[i] for i in positions)
+        self.step: TracedStep = trace_step(
+            call_body, flat, arrays, user_fn=function.fn, owner="the function"
         )
-
         state.watch()
         if not state.is_current():
             # The function set something to what it is after each of its calls.
             flat.rebind(state.search_again())
         if strategy.peers is not None:
-            name = getattr(fn, "__name__", "the function")
+            arguments = _arguments_for_all(treedef.unflatten(leaves))
+            program = self.step.program
             check_same_program(
-                strategy.peers,
-                name,
-                self._step.program,
-                fn,
-                _arguments_for_all(treedef.unflatten(leaves)),
+                strategy.peers, function.name, program, function.fn, arguments
             )
 
         def pure(
             donated: Sequence[Any], others: Sequence[Any], arrays: list[Any]
         ) -> Any:
-            slots = flat.join(self._step.changed, donated, others)
-            new, results = self._step.call(slots, arrays)
+            slots = flat.join(self.step.changed, donated, others)
+            new, results = self.step.call(slots, arrays)
             return new, results, jnp.zeros(())
 
         self._compiled = compile_step(
             pure,
-            self._step.program,
+            self.step.program,
             flat.platform,
-            compiler_options,
+            function.compiler_options,
             split=flat.split,
             donate_argnums=0,
-            out_shardings=(flat.shardings(self._step.changed), None, None),
+            out_shardings=(flat.shardings(self.step.changed), None, None),
         )
-
-    def warn_of_metrics(self, name: str, state: State) -> None:
-        """Warns of metrics that replicas cannot add up."""
-        warnings = MetricWarnings(name, self._strategy.num_replicas_in_sync)
-        warnings.look(state, self._step, is_uneven=False)
-
-    @property
-    def changed(self) -> Sequence[int]:
-        """Indices of the arrays of the state that it changes."""
-        return self._step.changed
 
     def is_current(self) -> bool:
         """Returns whether nothing that the function reaches was replaced."""
         return self._flat.state.is_current() and self._flat.fits()
 
-    def go_on_with(self, state: State) -> bool:
+    def goes_on_with(self, state: State) -> bool:
         """Takes what a new search has found, if the program is the same for it."""
         flat = self._flat
-        is_alike = flat.signature == state.signature()
-        if is_alike and not state.changes_since(flat.state):
-            flat.rebind(state)
-            return True
-        return False
+        if flat.signature != state.signature() or state.changes_since(flat.state):
+            return False
+        flat.rebind(state)
+        return True
 
-    def reuse(self, last: "_Program") -> None:
+    def reuse(self, last: "_Program | None") -> None:
         """Takes over what `last` has compiled, if that is the same program."""
-        is_alike = self._flat.signature == last._flat.signature
-        if is_alike and self._step.is_same(last._step):
+        if last is None or self._flat.signature != last._flat.signature:
+            return
+        if self.step.is_same(last.step):
             self._compiled = last._compiled
 
-    def __call__(
-        self, arrays: list[Any], bring: Callable[[], list[Any] | None]
-    ) -> PyTree:
+    def __call__(self, arguments: Any, leaves: list[Any]) -> PyTree:
         flat = self._flat
         check_no_trace(self._fn, flat.state)
-        with flat.lent(self._step.changed) as (donated, others):
+        arrays = [leaf for leaf in leaves if is_array(leaf)]
+        with flat.lent(self.step.changed) as (donated, others):
             try:
                 values, results, token = self._compiled(donated, others, arrays)
             except ValueError:
                 # To look where each argument lies would take longer than a call.
-                moved = bring()
+                moved = self._strategy.bring(arguments)
                 if moved is None:
                     raise
                 values, results, token = self._compiled(donated, others, moved)
             flat.give(values, token)
             flat.write_back()
-        return self._step.results(results)
+        return self.step.results(results)
 
 
 def code_of(fn: Callable[..., Any]) -> Any:
@@ -360,8 +332,8 @@ def code_of(fn: Callable[..., Any]) -> Any:
 
 
 def _strategy_of(fn: Callable[..., Any]) -> Strategy:
-    found = [value for _, value in captured(fn) if isinstance(value, Strategy)]
-    return found[0] if found else get_strategy()
+    found = (value for _, value in captured(fn) if isinstance(value, Strategy))
+    return next(found, None) or get_strategy()
 
 
 def _arguments_for_all(arguments: PyTree) -> dict[str, Any]:
@@ -380,9 +352,8 @@ def objects_of(leaves: list[Any]) -> list[Any]:
 
 
 def kind_of(leaf: Any) -> Any:
-    if is_array(leaf):
-        return jax.typeof(leaf)
-    return identity_of(leaf)
+    """Returns equal keys for arguments that one program takes."""
+    return jax.typeof(leaf) if is_array(leaf) else identity_of(leaf)
 
 
 def identity_of(value: Any) -> Any:

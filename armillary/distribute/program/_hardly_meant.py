@@ -5,8 +5,8 @@ sums of metrics are those of one replica only if each adds a sum over its exampl
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from armillary._dataflow import Dataflow
 from armillary._logging import logger
@@ -16,37 +16,28 @@ from armillary.state._lift import State
 from armillary.state._opaque import global_names
 
 _DRAWS = ("random_bits", "random_gamma", "rng_bit_generator")
-_CONSTANT_KEY = (
-    "`%s` draws random numbers from a key that is a constant, so they are the same in "
-    "each step (%s). Draw from an `nnx.Rngs` that the trainer holds "
-    "(`jax.random.normal(rngs(), shape)`), or fold the step in "
-    "(`jax.random.fold_in(key, self.optimizer.step[...])`). Make a constant that is "
-    "meant before the step."
-)
-_PRINT = (
-    "`%s` calls `print`, which runs once, while the step is traced. "
-    '`jax.debug.print("{}", value)` runs in each step.'
-)
-_EXTREME = (
-    "`%s` keeps a maximum or minimum in the metric %s (%s), and those of %d replicas "
-    'are added up. Reduce it first (`armillary.all_reduce("max", value)`), in a '
-    "variable of your own (`nnx.Variable`), or outside `run`."
-)
-_MEAN = (
-    "`%s` adds the mean of a replica's examples to the metric %s (%s), and the batches "
-    "do not divide evenly: the result depends on the number of replicas. Update the "
-    "metric with one value for each example."
-)
 
 
 def tell_of_training(fn: Callable[..., Any], name: str, step: TracedStep) -> None:
     """Warns of draws that no state and no batch decides, and tells how to print."""
     if "print" in global_names(getattr(fn, "__func__", fn)):
-        logger.info(_PRINT, name)
+        logger.info(
+            "`%s` calls `print`, which runs once, while the step is traced. "
+            '`jax.debug.print("{}", value)` runs in each step.',
+            name,
+        )
     draws = _Draws()
     draws.run(step.program, [True] * len(step.program.in_avals))
     if draws.lines:
-        logger.warning(_CONSTANT_KEY, name, draws.lines[0])
+        logger.warning(
+            "`%s` draws random numbers from a key that is a constant, so they are the "
+            "same in each step (%s). Draw from an `nnx.Rngs` that the trainer holds "
+            "(`jax.random.normal(rngs(), shape)`), or fold the step in "
+            "(`jax.random.fold_in(key, self.optimizer.step[...])`). Make a constant "
+            "that is meant before the step.",
+            name,
+            draws.lines[0],
+        )
 
 
 class MetricWarnings:
@@ -66,34 +57,58 @@ class MetricWarnings:
         if self._is_done:
             return
         self._is_uneven |= is_uneven
-        for path, facts in _find_summed(state, step):
-            lines = {type(fact): fact for fact in facts}
-            if _Mean in lines:
-                self._means.append((path, lines[_Mean]))
-            if _Extreme in lines and not self._is_done:
-                line, count = lines[_Extreme], self._num_replicas
-                logger.warning(_EXTREME, self._name, path, line, count)
-                self._is_done = True
-        if self._means and self._is_uneven and not self._is_done:
-            logger.warning(_MEAN, self._name, *self._means[0])
-            self._is_done = True
+        extremes: list[tuple[str, str]] = []
+        for path, fact in _find_summed(state, step):
+            places = {"mean": self._means, "extreme": extremes}.get(fact.kind, [])
+            places.append((path, fact.value))
+        if extremes:
+            logger.warning(
+                "`%s` keeps a maximum or minimum in the metric %s (%s), and those of "
+                "%d replicas are added up. Reduce it first "
+                '(`armillary.all_reduce("max", value)`), in a variable of your own '
+                "(`nnx.Variable`), or outside `run`.",
+                self._name,
+                *extremes[0],
+                self._num_replicas,
+            )
+        elif self._means and self._is_uneven:
+            logger.warning(
+                "`%s` adds the mean of a replica's examples to the metric %s (%s), and "
+                "the batches do not divide evenly: the result depends on the number of "
+                "replicas. Update the metric with one value for each example.",
+                self._name,
+                *self._means[0],
+            )
+        else:
+            return
+        self._is_done = True
 
 
-def _find_summed(state: State, step: TracedStep) -> Iterator[tuple[str, "_Facts"]]:
+class _Fact(NamedTuple):
+    """What is known of a value, by what it was made of.
+
+    It is `"held"` by a metric (a path), the `"sum"` of some number of values, the
+    `"mean"` of examples, or an `"extreme"` of a metric and another value (lines).
+    """
+
+    kind: str
+    value: str
+
+
+def _find_summed(state: State, step: TracedStep) -> Iterator[tuple[str, _Fact]]:
     """Yields the paths of changed arrays that are summed, and what made them."""
     types = step.program.in_avals
     policies = policies_of(state, types[: len(state.paths)])
     summed = {i for i in step.changed if policies[i] is Policy.SUM}
     if not summed:
         return
-    inputs: list[_Facts] = [
-        frozenset({_Held(state.paths[i])} if i in summed else ())
+    inputs = [
+        frozenset({_Fact("held", state.paths[i])} if i in summed else ())
         for i in range(len(types))
     ]
     results = _Additions().run(step.program, inputs)
     for i, facts in zip(step.changed, results, strict=False):
-        if i in summed:
-            yield state.paths[i], facts
+        yield from ((state.paths[i], fact) for fact in facts if i in summed)
 
 
 class _Draws(Dataflow[bool]):
@@ -118,55 +133,25 @@ class _Draws(Dataflow[bool]):
         return any(operands)
 
 
-class _Held(str):
-    """The metric that a value was made from."""
-
-    __slots__ = ()
-
-
-class _Extreme(str):
-    """Where the maximum or minimum of a metric and another value was taken."""
-
-    __slots__ = ()
-
-
-class _Sum(str):
-    """Of how many values a value is the sum."""
-
-    __slots__ = ()
-
-
-class _Mean(str):
-    """Where the mean of examples was taken that a value is made from."""
-
-    __slots__ = ()
-
-
-_Facts = frozenset[str]
-
-
-class _Additions(Dataflow[_Facts]):
+class _Additions(Dataflow[frozenset[_Fact]]):
     """Follows what is added to metrics; the mean of all examples is one number."""
 
     nothing = frozenset()
 
-    def join(self, facts: Iterable[_Facts]) -> _Facts:
+    def join(self, facts: Iterable[frozenset[_Fact]]) -> frozenset[_Fact]:
         return frozenset().union(*facts)
 
-    def mix(self, equation: Any, operands: list[_Facts]) -> _Facts:
-        facts = self.join(operands)
-        name, size = equation.primitive.name, _size(equation.outvars)
-        if name in ("max", "min") and any(isinstance(fact, _Held) for fact in facts):
-            return facts | {_Extreme(self.line(equation))}
-        if size > 1:
-            return frozenset(f for f in facts if isinstance(f, _Held | _Extreme))
+    def mix(self, equation: Any, operands: list[frozenset[_Fact]]) -> frozenset[_Fact]:
+        facts, name = self.join(operands), equation.primitive.name
+        shapes = [getattr(each.aval, "shape", ()) for each in equation.outvars]
+        if name in ("max", "min") and any(fact.kind == "held" for fact in facts):
+            return facts | {_Fact("extreme", self.line(equation))}
+        if max(map(math.prod, shapes), default=0) > 1:
+            return frozenset(f for f in facts if f.kind in ("held", "extreme"))
         shape = equation.invars[0].aval.shape if name == "reduce_sum" else ()
         if shape and shape[0] > 1:  # A share of one example is its own mean.
-            return facts | {_Sum(float(math.prod(shape)))}
-        if name == "div" and str(getattr(equation.invars[1], "val", "")) in facts:
-            return facts | {_Mean(self.line(equation))}
+            return facts | {_Fact("sum", str(float(math.prod(shape))))}
+        divisor = str(getattr(equation.invars[1], "val", "")) if name == "div" else ""
+        if _Fact("sum", divisor) in facts:
+            return facts | {_Fact("mean", self.line(equation))}
         return facts
-
-
-def _size(variables: Sequence[Any]) -> int:
-    return max((math.prod(getattr(v.aval, "shape", ())) for v in variables), default=0)
