@@ -1,7 +1,7 @@
 """The command `armillary`: one subcommand for each thing done around a run.
 
-`_commands` says what a subcommand is. A wrong argument is a `ValueError` of its
-`prepare`, which ends as one line on stderr and as `ExitCode.USAGE`.
+`_commands` says what a subcommand is. A wrong argument is a `ValueError` of what
+prepares it, which ends as one line on stderr and as `ExitCode.USAGE`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ _COMMANDS = {
     "new": "write a small project to begin with",
 }
 # Those that are not in the package of their name.
-_MODULES = {"runs": "report._runs_command", "new": "project._command"}
+_PACKAGES = {"runs": "report", "goodput": "report", "new": "project"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,10 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             allow_abbrev=False,
         )
         if name in words:  # The launcher does without the modules of the others.
-            home = _MODULES.get(name, f"{name}._command")
-            module = importlib.import_module(f"armillary.{home}")
-            module.add_arguments(subparser)
-            subparser.set_defaults(prepare=module.prepare, subparser=subparser)
+            package = _PACKAGES.get(name, name)
+            module = importlib.import_module(f"armillary.{package}._command")
+            getattr(module, f"add_{name}")(subparser)
+            prepare = getattr(module, f"prepare_{name}")
+            subparser.set_defaults(prepare=prepare, subparser=subparser)
     namespace, unknown = parser.parse_known_args(words)
     subparser: argparse.ArgumentParser = getattr(namespace, "subparser", parser)
     if unknown:

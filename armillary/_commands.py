@@ -1,9 +1,10 @@
 """What the subcommands of `armillary` share: their results, as a table or as JSON.
 
-A subcommand is a module with `add_arguments(parser)` and `prepare(namespace)`. The
-latter checks the values, raises `ValueError` for a wrong one, and returns what to run::
+A subcommand is two functions of a module `_command`. `add_<name>` adds its arguments to
+a parser. `prepare_<name>` checks the values, raises `ValueError` for a wrong one, and
+returns what to run::
 
-    def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
+    def prepare_show(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         found = read(namespace.path)
         if namespace.json:
             return lambda: print_json(describe(found))

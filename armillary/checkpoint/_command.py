@@ -30,7 +30,7 @@ from armillary.checkpoint._folder import (
 from armillary.checkpoint._store import LeafSpec, read_arrays, read_description
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `armillary checkpoint`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     show = actions.add_parser(
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(show)
 
 
-def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
+def prepare_checkpoint(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     """Reads the checkpoint and returns what prints it."""
     # A program that trains on this machine has the other devices for itself.
     jax.config.update("jax_platforms", "cpu")

@@ -30,7 +30,7 @@ restart, 76 too many restarts, 77 stopped after saving, 130 SIGINT, 143 SIGTERM.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_launch(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `armillary launch`."""
     parser.usage = (
         "armillary launch [--workers N] [OPTIONS] SCRIPT ARGS...\n"
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", nargs=rest, metavar="SCRIPT ARGS", help=script)
 
 
-def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
+def prepare_launch(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     """Checks the arguments and returns what runs the job."""
     if sys.platform != "linux":
         raise ValueError(

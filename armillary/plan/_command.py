@@ -12,7 +12,7 @@ from armillary._process import ExitCode
 from armillary.errors import PlanError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_plan(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `armillary plan`."""
     add = parser.add_argument
     function = "a function without arguments that makes the controller or the trainer"
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="write the plan there too")
 
 
-def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
+def prepare_plan(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     """Checks the arguments and returns what makes the plan."""
     path, _, name = namespace.factory.rpartition(":")
     if not path or not name.isidentifier():

@@ -84,7 +84,7 @@ def _list_files(
             yield entry, path / entry.name
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_new(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `armillary new`."""
     parser.add_argument(
         "directory",
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
+def prepare_new(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     """Checks the directory and returns what writes the project."""
     directory: Path = namespace.directory
     check_target(directory)

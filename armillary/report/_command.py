@@ -1,16 +1,20 @@
-"""The command line of `armillary report`."""
+"""The command lines of `armillary report`, `armillary runs` and `armillary goodput`."""
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from armillary._commands import print_out
+from armillary._checks import counted
+from armillary._commands import add_json, make_table, print_json, print_out
+from armillary._format import format_time
 from armillary._process import ExitCode
-from armillary.report._page import make_page
-from armillary.report._run_files import read_runs
+from armillary.goodput._goodput import Goodput, read_goodput
+from armillary.report._page import goodput_cells, make_page, number
+from armillary.report._run_files import SPEED, Run, read_runs
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_report(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `armillary report`."""
     parser.add_argument(
         "run_dirs",
@@ -33,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
+def prepare_report(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     """Reads the runs and returns what writes the page."""
     output: Path = namespace.output
     if output.is_dir():
@@ -53,3 +57,92 @@ def prepare(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         return print_out(f"{output} shows {', '.join(run.name for run in runs)}.")
 
     return write
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `armillary runs`."""
+    help = "directory with runs below it"
+    parser.add_argument("directory", type=Path, metavar="DIR", help=help)
+    add_json(parser)
+
+
+def prepare_runs(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
+    """Reads the runs and returns what lists them."""
+    runs = read_runs([namespace.directory])
+    if namespace.json:
+        return lambda: print_json([_describe(run) for run in runs])
+    head = ["run", "began", "state", "step", "time", "goodput", "last values"]
+    table = make_table(head, map(_as_row, runs), numbers=["step", "time", "goodput"])
+    return lambda: print_out(table)
+
+
+def _describe(run: Run) -> dict[str, Any]:
+    goodput = run.goodput
+    return {
+        "run": run.name,
+        "path": str(run.path),
+        "began": run.began,
+        "last_sign": run.last_sign,
+        "step": run.step,
+        "state": run.state or None,
+        "attempts": None if goodput is None else goodput.num_attempts,
+        "seconds": None if goodput is None else goodput.total_seconds,
+        "goodput": None if goodput is None else goodput.goodput,
+        "values": {
+            f"{source}/{metric}": points[-1][1]
+            for (source, metric), points in run.curves.items()
+        },
+    }
+
+
+def _as_row(run: Run) -> list[str]:
+    values = [
+        f"{source} {metric} {points[-1][1]:.4g}"
+        for (source, metric), points in run.curves.items()
+        if metric != SPEED
+    ]
+    began, (_, *spent) = format_time(run.began), goodput_cells(run)
+    return [run.name, began, run.state, number(run.step), *spent, "\n".join(values)]
+
+
+def add_goodput(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `armillary goodput`."""
+    help = "directory of the run's checkpoints, or the one above it"
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=help)
+    add_json(parser)
+
+
+def prepare_goodput(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
+    """Reads the record and returns what prints it."""
+    goodput = read_goodput(namespace.run_dir)
+    if not namespace.json:
+        return lambda: _print_goodput(goodput)
+    record = {
+        "goodput": goodput.goodput,
+        "total_seconds": goodput.total_seconds,
+        "seconds": goodput.seconds,
+        "attempts": goodput.num_attempts,
+        "steps": goodput.num_steps,
+        "lost_steps": goodput.num_lost_steps,
+        "unreadable_lines": goodput.unreadable_lines,
+    }
+    return lambda: print_json(record)
+
+
+def _print_goodput(goodput: Goodput) -> ExitCode:
+    total = goodput.total_seconds
+    rows = [
+        (category.label, f"{seconds:.1f}", f"{seconds / (total or 1):.1%}")
+        for category, seconds in goodput.seconds.items()
+    ]
+    head = ["time", "seconds", "share"]
+    sums = [("total", f"{total:.1f}", f"{bool(total):.1%}")]
+    lines = [
+        f"goodput {goodput.goodput:.1%}, {counted(goodput.num_attempts, 'attempt')}, "
+        f"{counted(goodput.num_steps, 'step')}, "
+        f"{counted(goodput.num_lost_steps, 'step')} lost"
+    ]
+    if goodput.unreadable_lines:
+        numbers = ", ".join(map(str, goodput.unreadable_lines))
+        lines.append(f"Lines that a crash or a full disk has spoilt: {numbers}.")
+    return print_out(make_table(head, rows, sums, numbers=head[1:]), *lines)

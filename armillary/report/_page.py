@@ -1,7 +1,4 @@
-"""The page: tables and charts of one run or of several, in one file.
-
-The tables of the page, as HTML.
-"""
+"""The page: tables and charts of one run or of several, in one file."""
 
 import bisect
 import html
@@ -13,176 +10,13 @@ from typing import Any
 
 from armillary._format import format_bytes, format_seconds, format_time
 from armillary._optional import import_optional
-from armillary.report._charts import draw_curves, draw_speed, draw_time
+from armillary.report._charts import LAYOUT, draw_curves, draw_speed, draw_time
 from armillary.report._run_files import SPEED, Run
 
+_FOLDER = Path(__file__).parent
 # Fields of the first record that stand elsewhere on the page.
 _ELSEWHERE = frozenset({"config", "folder", "parameters", "record", "step", "time"})
 _MOST_MODULES = 40
-
-
-def text(value: Any) -> str:
-    """Returns a value as it may stand in HTML."""
-    return html.escape(str(value))
-
-
-def overview(runs: Sequence[Run]) -> str:
-    """Returns a row for each run: how far it came, how long it took, and how well."""
-    metrics = sorted({key for run in runs for key in run.curves if key[1] != SPEED})
-    head = ["run", "began", "step", "state", "attempts", "time", "goodput"]
-    rows = []
-    for run in runs:
-        values = (run.curves.get(key) for key in metrics)
-        rows.append(
-            [
-                text(run.name),
-                format_time(run.began),
-                number(run.step),
-                run.state,
-                *goodput_cells(run),
-                *("" if points is None else number(points[-1][1]) for points in values),
-            ]
-        )
-    columns = [f"{source} {metric}" for source, metric in metrics]
-    return table(
-        [*head, *columns], rows, numbers={2, *range(4, len(head) + len(columns))}
-    )
-
-
-def goodput_cells(run: Run) -> tuple[str, str, str]:
-    """Returns the attempts of a run, its time and its goodput, if they are known."""
-    goodput = run.goodput
-    if goodput is None:
-        return "", "", ""
-    time = format_seconds(goodput.total_seconds)
-    return number(goodput.num_attempts), time, f"{goodput.goodput:.1%}"
-
-
-def checkpoints(run: Run) -> str:
-    """Returns a row for each checkpoint, with the last evaluation at or before it."""
-    if not run.checkpoints:
-        return "<p>There are no checkpoints in the directory.</p>"
-    keys = sorted({key for key in run.curves if key[0] != "train"})
-    steps = [each.header.number for each in run.checkpoints]
-    measured = [_measured(run.curves[key], steps) for key in keys]
-    rows = []
-    for index, each in enumerate(run.checkpoints):
-        when = format_time(each.header.saved_at)
-        folder = text(each.path.relative_to(run.path))
-        cells = [column[index] for column in measured]
-        rows.append([number(each.header.number), when, *cells, folder])
-    columns = [f"{source} {metric}" for source, metric in keys]
-    head = ["step", "saved", *columns, "folder"]
-    note = "<p>▼ lowest and ▲ highest of these checkpoints.</p>" if keys else ""
-    return table(head, rows, numbers=[0, *range(2, 2 + len(keys))]) + note
-
-
-def _measured(points: Sequence[tuple[int, float]], steps: Sequence[int]) -> list[str]:
-    """Returns what was measured at, or last before, each of some steps."""
-    counts = [bisect.bisect(points, step, key=lambda point: point[0]) for step in steps]
-    found = [points[count - 1] if count else None for count in counts]
-    values = [point[1] for point in found if point and math.isfinite(point[1])]
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    cells = []
-    for step, point in zip(steps, found, strict=True):
-        if point is None:
-            cells.append("")
-            continue
-        at, value = point
-        mark = {low: "▼", high: "▲"}.get(value, "") if low != high else ""
-        where = "" if at == step else f' <span class="soft">at {at:,}</span>'
-        cells.append(f'{number(value)}{where} <span class="mark">{mark}</span>')
-    return cells
-
-
-def model(run: Run) -> str:
-    """Returns the modules of the model, the largest first."""
-    parameters = run.record.get("parameters")
-    if not isinstance(parameters, Mapping):
-        return "<p>The run has not recorded its model.</p>"
-    modules = parameters.get("modules") or []
-    rows = [
-        [text(each["name"]), number(each["count"]), format_bytes(each["bytes"])]
-        for each in modules[:_MOST_MODULES]
-    ]
-    if len(modules) > _MOST_MODULES:
-        rows.append([f"and {len(modules) - _MOST_MODULES} more", "", ""])
-    total = [number(parameters["count"]), format_bytes(parameters["bytes"])]
-    head = ["module", "parameters", "size"]
-    return table(head, [*rows, ["<b>all</b>", *total]], numbers=[1, 2])
-
-
-def side_by_side(runs: Sequence[Run], records: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a row for each name of some dictionaries, which stand beside each other.
-
-    Rows in which they differ are marked.
-    """
-    names = list(dict.fromkeys(name for record in records for name in record))
-    rows, differing = [], set()
-    for name in names:
-        cells = [_describe(record.get(name)) for record in records]
-        if len(set(cells)) > 1:
-            differing.add(len(rows))
-        rows.append([text(name), *(f"<code>{cell}</code>" for cell in cells)])
-    head = ["", *(run.name for run in runs)]
-    return table(head, rows, differing=differing)
-
-
-def table(
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    numbers: Iterable[int] = (),
-    differing: Iterable[int] = (),
-) -> str:
-    """Returns a table."""
-    right, marked = set(numbers), set(differing)
-
-    def cell(kind: str, index: int, content: str) -> str:
-        name = "number" if index in right else "text"
-        return f'<{kind} class="{name}">{content}</{kind}>'
-
-    lines = ["".join(cell("th", i, text(name)) for i, name in enumerate(head))]
-    lines += ["".join(cell("td", i, c) for i, c in enumerate(row)) for row in rows]
-    body = "".join(
-        f'<tr class="differs">{line}</tr>'
-        if number - 1 in marked
-        else f"<tr>{line}</tr>"
-        for number, line in enumerate(lines)
-    )
-    return f'<div class="scroll"><table>{body}</table></div>'
-
-
-def number(value: float) -> str:
-    """Returns a number with few digits, or an integer with all."""
-    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
-
-
-def _describe(value: Any) -> str:
-    if value is None:
-        return ""
-    return text(
-        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    )
-
-
-_FOLDER = Path(__file__).parent
-# The colors of text and lines are set by the page.
-_LAYOUT = {
-    "autosize": True,
-    "height": 340,
-    "margin": {"l": 56, "r": 16, "t": 48, "b": 44},
-    "paper_bgcolor": "rgba(0,0,0,0)",
-    "plot_bgcolor": "rgba(0,0,0,0)",
-    "font": {"family": "system-ui, sans-serif", "size": 13},
-    "legend": {"orientation": "h", "y": -0.28},
-    "hovermode": "x unified",
-    "modebar": {
-        "bgcolor": "rgba(0,0,0,0)",
-        "color": "#9198a1",
-        "activecolor": "#3B8FD9",
-    },
-}
 
 
 def make_page(runs: Sequence[Run], *, with_command: bool = False) -> str:
@@ -193,28 +27,32 @@ def make_page(runs: Sequence[Run], *, with_command: bool = False) -> str:
     title = "Plotly, with which `armillary report` draws,"
     graphs = import_optional("plotly.graph_objects", title, "report")
     offline = import_optional("plotly.offline", title, "report")
-    names = ", ".join(text(run.name) for run in runs)
-    curves = draw_curves(runs, graphs)
-    speed = draw_speed(runs, graphs)
-    figures = [*curves.values(), *([] if speed is None else [speed])]
-    times = {run.name: draw_time(run, graphs) for run in runs}
-    charts = [(name, figure) for name, figure in times.items() if figure is not None]
+    names = ", ".join(_text(run.name) for run in runs)
     hidden = _ELSEWHERE if with_command else {*_ELSEWHERE, "command"}
     records = [
         {name: value for name, value in run.record.items() if name not in hidden}
         for run in runs
     ]
     configs = [run.record.get("config") or {} for run in runs]
+
+    def per_run(make: Callable[[Run], str]) -> str:
+        made = {run.name: content for run in runs if (content := make(run))}
+        if len(runs) == 1:
+            return "".join(made.values())
+        titled = (f"<h3>{_text(name)}</h3>{content}" for name, content in made.items())
+        return "".join(titled)
+
+    curves = [*draw_curves(runs, graphs), *draw_speed(runs, graphs)]
     sections = {
-        "Runs": overview(runs),
-        "Curves": _grid(figures, offline),
-        "Where the time went": "".join(
-            _titled(runs, name, _grid([figure], offline)) for name, figure in charts
+        "Runs": _overview(runs),
+        "Curves": _grid(curves, offline),
+        "Where the time went": per_run(
+            lambda run: _grid(draw_time(run, graphs), offline)
         ),
-        "Checkpoints": _per_run(runs, checkpoints),
-        "Model": _per_run(runs, model),
-        "Hyperparameters": side_by_side(runs, configs) if any(configs) else "",
-        "Record": side_by_side(runs, records),
+        "Checkpoints": per_run(_checkpoints),
+        "Model": per_run(_model),
+        "Hyperparameters": _side_by_side(runs, configs) if any(configs) else "",
+        "Record": _side_by_side(runs, records),
     }
     body = "".join(
         f"<h2>{title}</h2>{content}" for title, content in sections.items() if content
@@ -244,7 +82,7 @@ def make_page(runs: Sequence[Run], *, with_command: bool = False) -> str:
 def _grid(figures: Iterable[Any], offline: Any) -> str:
     cells = []
     for figure in figures:
-        figure.update_layout(**_LAYOUT)
+        figure.update_layout(**LAYOUT)
         options = {"responsive": True, "displaylogo": False}
         chart = offline.plot(
             figure, output_type="div", include_plotlyjs=False, config=options
@@ -253,9 +91,122 @@ def _grid(figures: Iterable[Any], offline: Any) -> str:
     return f'<div class="grid">{"".join(cells)}</div>' if cells else ""
 
 
-def _per_run(runs: Sequence[Run], make: Callable[[Run], str]) -> str:
-    return "".join(_titled(runs, run.name, make(run)) for run in runs)
+def number(value: float) -> str:
+    """Returns a number with few digits, or an integer with all."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
-def _titled(runs: Sequence[Run], name: str, content: str) -> str:
-    return f"<h3>{text(name)}</h3>{content}" if len(runs) > 1 else content
+def goodput_cells(run: Run) -> tuple[str, str, str]:
+    """Returns the attempts of a run, its time and its goodput, if they are known."""
+    goodput = run.goodput
+    if goodput is None:
+        return "", "", ""
+    time = format_seconds(goodput.total_seconds)
+    return number(goodput.num_attempts), time, f"{goodput.goodput:.1%}"
+
+
+def _overview(runs: Sequence[Run]) -> str:
+    """Returns a row for each run: how far it came, how long it took, and how well."""
+    metrics = sorted({key for run in runs for key in run.curves if key[1] != SPEED})
+    head = ["run", "began", "step", "state", "attempts", "time", "goodput"]
+    head += [f"{source} {metric}" for source, metric in metrics]
+    rows = []
+    for run in runs:
+        values = [run.curves.get(key) for key in metrics]
+        last = ["" if each is None else number(each[-1][1]) for each in values]
+        known = [_text(run.name), format_time(run.began), number(run.step), run.state]
+        rows.append([*known, *goodput_cells(run), *last])
+    return _table(head, rows)
+
+
+def _checkpoints(run: Run) -> str:
+    """Returns a row for each checkpoint, with the last evaluation at or before it."""
+    if not run.checkpoints:
+        return "<p>There are no checkpoints in the directory.</p>"
+    keys = sorted({key for key in run.curves if key[0] != "train"})
+    steps = [each.header.number for each in run.checkpoints]
+    measured = [_measured(run.curves[key], steps) for key in keys]
+    rows = []
+    for index, each in enumerate(run.checkpoints):
+        when = format_time(each.header.saved_at)
+        folder = _text(each.path.relative_to(run.path))
+        cells = [column[index] for column in measured]
+        rows.append([number(each.header.number), when, *cells, folder])
+    head = ["step", "saved", *(f"{source} {metric}" for source, metric in keys)]
+    note = "<p>▼ lowest and ▲ highest of these checkpoints.</p>" if keys else ""
+    return _table([*head, "folder"], rows) + note
+
+
+def _measured(points: Sequence[tuple[int, float]], steps: Sequence[int]) -> list[str]:
+    """Returns what was measured at, or last before, each of some steps."""
+    counts = [bisect.bisect(points, step, key=lambda point: point[0]) for step in steps]
+    found = [points[count - 1] if count else None for count in counts]
+    values = [point[1] for point in found if point and math.isfinite(point[1])]
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    cells = []
+    for step, point in zip(steps, found, strict=True):
+        if point is None:
+            cells.append("")
+            continue
+        at, value = point
+        mark = {low: "▼", high: "▲"}.get(value, "") if low != high else ""
+        where = "" if at == step else f' <span class="soft">at {at:,}</span>'
+        cells.append(f'{number(value)}{where} <span class="mark">{mark}</span>')
+    return cells
+
+
+def _model(run: Run) -> str:
+    """Returns the modules of the model, the largest first."""
+    parameters = run.record.get("parameters")
+    if not isinstance(parameters, Mapping):
+        return "<p>The run has not recorded its model.</p>"
+    modules = parameters.get("modules") or []
+    rows = [
+        [_text(each["name"]), number(each["count"]), format_bytes(each["bytes"])]
+        for each in modules[:_MOST_MODULES]
+    ]
+    if len(modules) > _MOST_MODULES:
+        rows.append([f"and {len(modules) - _MOST_MODULES} more", "", ""])
+    total = [number(parameters["count"]), format_bytes(parameters["bytes"])]
+    head = ["module", "parameters", "size"]
+    return _table(head, [*rows, ["<b>all</b>", *total]])
+
+
+def _side_by_side(runs: Sequence[Run], records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a row for each name in some dictionaries, marked if they differ."""
+    rows, differing = [], set()
+    for name in dict.fromkeys(name for record in records for name in record):
+        cells = [_describe(record.get(name)) for record in records]
+        if len(set(cells)) > 1:
+            differing.add(len(rows))
+        rows.append([_text(name), *(f"<code>{cell}</code>" for cell in cells)])
+    return _table(["", *(run.name for run in runs)], rows, differing)
+
+
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], differing: Iterable[int] = ()
+) -> str:
+    """Returns a table of HTML cells, numbers to the right, with some rows marked."""
+    right = {i for row in rows for i, cell in enumerate(row) if cell[:1].isdigit()}
+    marked = {1 + index for index in differing}
+    lines = []
+    for index, cells in enumerate([[*map(_text, head)], *rows]):
+        kind = "td" if index else "th"
+        shown = (
+            f'<{kind} class="{"number" if i in right else "text"}">{cell}</{kind}>'
+            for i, cell in enumerate(cells)
+        )
+        mark = ' class="differs"' if index in marked else ""
+        lines.append(f"<tr{mark}>{''.join(shown)}</tr>")
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+
+
+def _text(value: Any) -> str:
+    """Returns a value as it may stand in HTML."""
+    return html.escape(str(value))
+
+
+def _describe(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return _text(value or "")
+    return _text(json.dumps(value, ensure_ascii=False))

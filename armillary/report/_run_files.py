@@ -16,7 +16,6 @@ from armillary.goodput._journal import Entry, read_entries
 from armillary.summary._metrics_file import FILE_NAME as METRICS_NAME
 from armillary.summary._metrics_file import read_metrics
 
-Record = Mapping[str, Any]
 SPEED = "steps_per_second"
 
 
@@ -27,35 +26,31 @@ class Run:
     Attributes:
         name: What to call it.
         path: Its directory.
-        starts: The first record of each attempt.
-        trained: Records of training, by step.
-        evaluated: Records of evaluations, by step.
+        records: Its records, in order of time.
         entries: The lines of its journal of time; empty if it has none.
         checkpoints: Its checkpoints, in order of steps.
     """
 
     name: str
     path: Path
-    starts: tuple[Record, ...]
-    trained: tuple[Record, ...]
-    evaluated: tuple[Record, ...]
+    records: tuple[Mapping[str, Any], ...]
     entries: tuple[Entry, ...]
     checkpoints: tuple[Saved, ...]
 
     @property
     def step(self) -> int:
         """The last step that is recorded."""
-        return max((record["step"] for record in self._records), default=0)
+        return max((record["step"] for record in self.records), default=0)
 
     @property
     def began(self) -> float | None:
         """When it began, in seconds since the epoch."""
-        return min((record["time"] for record in self._records), default=None)
+        return min((record["time"] for record in self.records), default=None)
 
     @property
     def last_sign(self) -> float | None:
         """When it was last heard of."""
-        times = [record["time"] for record in self._records]
+        times = [record["time"] for record in self.records]
         return max([*times, *(entry.time for entry in self.entries)], default=None)
 
     @property
@@ -71,13 +66,14 @@ class Run:
         return "done" if self.entries[-1].is_done else "not done"
 
     @property
-    def record(self) -> Record:
-        """The first record of the last attempt."""
-        return self.starts[-1] if self.starts else {}
+    def starts(self) -> list[Mapping[str, Any]]:
+        """The first record of each attempt."""
+        return [each for each in self.records if each["record"] == "start"]
 
     @property
-    def _records(self) -> tuple[Record, ...]:
-        return (*self.starts, *self.trained, *self.evaluated)
+    def record(self) -> Mapping[str, Any]:
+        """The first record of the last attempt."""
+        return self.starts[-1] if self.starts else {}
 
     @functools.cached_property
     def curves(self) -> dict[tuple[str, str], list[tuple[int, float]]]:
@@ -87,11 +83,14 @@ class Run:
         speed of training is `("train", "steps_per_second")`.
         """
         found: dict[tuple[str, str], list[tuple[int, float]]] = {}
-        for record in (*self.trained, *self.evaluated):
+        kinds = ("train", "eval")
+        records = [each for each in self.records if each["record"] in kinds]
+        records.sort(key=lambda each: (kinds.index(each["record"]), each["step"]))
+        for record in records:
             source = " ".join(filter(None, (record["record"], record.get("name"))))
             values = dict(record.get("values") or {})
-            if "steps_per_second" in record:
-                values[SPEED] = record["steps_per_second"]
+            if SPEED in record:
+                values[SPEED] = record[SPEED]
             for key, value in values.items():
                 point = record["step"], float(value)
                 found.setdefault((source, key), []).append(point)
@@ -101,23 +100,15 @@ class Run:
 def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
     """Reads what the files of a run say."""
     path = Path(path)
-    records = read_metrics(path)
-    kinds: dict[str, list[Record]] = {"start": [], "train": [], "eval": []}
-    for record in records:
-        kinds.setdefault(record["record"], []).append(record)
-    for kind in ("train", "eval"):
-        kinds[kind].sort(key=lambda record: record["step"])
-    journals = _existing(path, GOODPUT_NAME)
-    entries = read_entries(journals[0])[0] if len(journals) == 1 else []
+    own = path / GOODPUT_NAME
+    journals = [own] if own.is_file() else [*path.glob(f"*/{GOODPUT_NAME}")]
     folders = [path, *(child for child in path.iterdir() if child.is_dir())]
     saved = [each for f in folders for each in find_checkpoints(epath.Path(f))]
     return Run(
         name=name or path.resolve().name,
         path=path,
-        starts=tuple(kinds["start"]),
-        trained=tuple(kinds["train"]),
-        evaluated=tuple(kinds["eval"]),
-        entries=tuple(entries),
+        records=tuple(read_metrics(path)),
+        entries=tuple(read_entries(journals[0])[0] if len(journals) == 1 else ()),
         checkpoints=tuple(sorted(saved, key=lambda each: each.header.number)),
     )
 
@@ -174,8 +165,3 @@ def _walk(path: Path) -> Iterator[Path]:
 def _has_trained(folder: Path) -> bool:
     with open(folder / METRICS_NAME, "rb") as file:
         return any(line.startswith(b'{"record": "start"') for line in file)
-
-
-def _existing(path: Path, name: str) -> list[Path]:
-    own = path / name
-    return [own] if own.is_file() else sorted(path.glob(f"*/{name}"))

@@ -152,9 +152,9 @@ def test_a_mistake_is_a_value_error_below_the_command_line(
     for name, value in patches.items():
         monkeypatch.setenv(name, value)
     parser = argparse.ArgumentParser()
-    _command.add_arguments(parser)
+    _command.add_launch(parser)
     with pytest.raises(ValueError, match=message):
-        _command.prepare(parser.parse_args(words.split()))
+        _command.prepare_launch(parser.parse_args(words.split()))
 
 
 def test_a_job_that_this_machine_refuses_leaves_no_logs(folder, monkeypatch, capsys):

@@ -120,7 +120,7 @@ def test_a_browser_draws_it(crashed, short, tmp_path):
 def test_the_time_of_a_run_is_drawn_whole(crashed):
     """Shares of one moment add up to 1, from the first start to the end."""
     graphs = pytest.importorskip("plotly.graph_objects")
-    figure = _charts.draw_time(read_run(crashed), graphs)
+    [figure] = _charts.draw_time(read_run(crashed), graphs)
     totals = [
         sum(shares) for shares in zip(*(bar.y for bar in figure.data), strict=True)
     ]
