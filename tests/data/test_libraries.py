@@ -117,14 +117,17 @@ def test_elements_that_are_no_batches_of_numbers_are_named(tf):
     with pytest.raises(TypeError) as caught:
         as_source(dataset.batch(2))
     assert str(caught.value).splitlines()[1:-1] == [
-        "  ragged: ragged; pad it with `padded_batch` or `to_tensor`",
-        "  sparse: sparse; use `tf.sparse.to_dense`",
-        "  text: strings; decode or remove them",
+        "  ragged: RaggedTensorSpec",
+        "  sparse: SparseTensorSpec",
     ]
-    with pytest.raises(TypeError, match=r"\(root\): one value .*`dataset.batch\("):
-        as_source(tf.data.Dataset.range(3))
-    with pytest.raises(TypeError, match="x: DatasetSpec; use tensors"):
+    with pytest.raises(TypeError, match="x: DatasetSpec"):
         as_source(tf.data.Dataset.from_tensors({"x": [1]}).window(1))
+    text = tf.data.Dataset.from_tensor_slices({"text": ["a", "b"]}).batch(2)
+    strategy = armillary.OneDeviceStrategy("cpu:0")
+    with pytest.raises(TypeError, match="text: ndarray of dtype object"):
+        next(iter(strategy.distribute_dataset(text)))
+    with pytest.raises(BatchSizeError, match="without a batch axis"):
+        next(iter(strategy.distribute_dataset(tf.data.Dataset.range(3))))
 
 
 # PyTorch
@@ -221,16 +224,16 @@ def test_torch_tensors_of_every_kind_become_arrays(torch):
 
 
 @pytest.mark.parametrize(
-    ("make", "place"),
+    ("make", "fix"),
     [
-        (lambda torch: torch.zeros(2, device="meta"), "meta"),
-        (lambda torch: torch.eye(2).to_sparse(), r"cpu \(torch.sparse_coo\)"),
+        (lambda torch: torch.zeros(2, device="meta"), r"Tensor.cpu\(\)"),
+        (lambda torch: torch.eye(2).to_sparse(), r"Tensor.to_dense\(\)"),
     ],
     ids=["elsewhere", "sparse"],
 )
-def test_torch_tensors_that_are_not_on_the_host_are_errors(torch, make, place):
+def test_torch_tensors_that_are_not_on_the_host_are_errors(torch, make, fix):
     loader = torch.utils.data.DataLoader([make(torch)], collate_fn=lambda b: b[0])
-    with pytest.raises(TypeError, match=rf"a tensor on {place}.*tensor.cpu\(\)"):
+    with pytest.raises(TypeError, match=fix):
         next(as_source(loader).make_iterator(0))
 
 
@@ -352,7 +355,8 @@ def test_huggingface_positions_know_their_order(datasets):
     strategy = armillary.DefaultStrategy()
 
     def make(values=range(10), transform=None, **options):
-        rows = make_rows(datasets, x=list(values)).with_transform(transform)
+        rows = make_rows(datasets, x=list(values))
+        rows = rows if transform is None else rows.with_transform(transform)
         return strategy.distribute_dataset(
             from_huggingface(rows, batch_size=4, **options)
         )
@@ -370,23 +374,19 @@ def test_huggingface_positions_know_their_order(datasets):
             other.set_state(state)
 
 
-def test_columns_that_are_no_numbers_are_named(datasets):
+def test_columns_that_are_no_numbers_are_named(datasets, make_layout):
     columns = {"text": ["a", "b"], "ragged": [[1], [2, 3]], "x": [1, 2]}
     rows = make_rows(datasets, **columns)
-    for call in (
-        lambda: next(iter(from_huggingface(rows, batch_size=2))),
-        lambda: next(as_source(rows.to_iterable_dataset().batch(2)).make_iterator(0)),
-    ):
-        with pytest.raises(TypeError) as caught:
-            call()
-        assert "text: strings; tokenize or remove them" in str(caught.value)
-    with pytest.raises(TypeError) as caught:
-        next(as_source(rows.to_iterable_dataset().batch(2)).make_iterator(0))
-    assert "  ragged: lists of several lengths; pad" in str(caught.value)
-    assert "remove_columns(['text', 'ragged'])" in str(caught.value)
-    with pytest.raises(TypeError, match="x: one value without a batch axis"):
-        stream = rows.select_columns("x").to_iterable_dataset()
-        next(as_source(stream).make_iterator(0))
+    with pytest.raises(TypeError, match="  text: ndarray of dtype <U1\n"):
+        from_huggingface(rows, batch_size=2)
+    with pytest.raises(TypeError, match="  ragged: ndarray of dtype object"):
+        list(from_huggingface(rows.remove_columns("text"), batch_size=2))
+    stream = rows.to_iterable_dataset()
+    message = r"(?s)Batch 0 of the source \(Hugging.*text: nd.*  ragged: list of 2 x"
+    with pytest.raises(TypeError, match=message):
+        next(iter(DistributedDataset(stream.batch(2), make_layout())))
+    with pytest.raises(BatchSizeError, match=r"(?s)batch axis.*  x\n"):
+        next(iter(DistributedDataset(stream.select_columns("x"), make_layout())))
 
 
 def test_other_data_sets_of_huggingface_are_errors(datasets):
@@ -394,7 +394,7 @@ def test_other_data_sets_of_huggingface_are_errors(datasets):
     for other in (rows, datasets.DatasetDict(train=rows)):
         with pytest.raises(TypeError, match=r"Use `armillary.data.from_huggingface\("):
             as_source(other)
-    with pytest.raises(TypeError, match=r"`IterableDataset`.*`dataset.batch\("):
+    with pytest.raises(TypeError, match=r"type IterableDataset.*`dataset.batch\("):
         from_huggingface(rows.to_iterable_dataset(), batch_size=1)
     with pytest.raises(TypeError, match=r"type dict, but it must be a `datasets.Data"):
         from_huggingface({"x": [1]}, batch_size=1)
