@@ -1,36 +1,18 @@
 """One pass over a distributed dataset, batch by batch, for loops of the user's own."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from armillary._jaxpr import is_in_trace
-from armillary.data._layout import Active
 from armillary.data.feed._feed import Feed
-from armillary.data.feed._position import Position
 from armillary.data.feed._reader import BatchReader
+from armillary.data.feed._split import Piece
 from armillary.errors import CapturedStateError
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
     from armillary.data._dataset import DistributedDataset
-
-
-@dataclass(frozen=True, eq=False)
-class PlacedBatch:
-    """One batch on the devices.
-
-    Args:
-        arrays: The batch, as a layout can wrap it.
-        num_active: As in `HostBatch`.
-        positions: The position after it, as a `Feed` wants it.
-        is_last: As in `HostBatch`.
-    """
-
-    arrays: PyTree
-    num_active: Active
-    positions: list[tuple[Position, ...]]
-    is_last: bool
 
 
 class DistributedIterator:
@@ -44,7 +26,7 @@ class DistributedIterator:
 
     def __init__(self, dataset: "DistributedDataset") -> None:
         self._layout = dataset.layout
-        self._feed: Feed[PlacedBatch] = Feed([dataset], exact=False, begins_anew=True)
+        self._feed: Feed[Piece] = Feed([dataset], exact=False, begins_anew=True)
         self._feed.start(place_batches, dataset.prefetch)
 
     def __iter__(self) -> "DistributedIterator":
@@ -89,9 +71,8 @@ class DistributedIterator:
         self._feed.close()
 
 
-def place_batches(readers: Sequence[BatchReader]) -> Iterator[PlacedBatch]:
+def place_batches(readers: Sequence[BatchReader]) -> Iterator[Piece]:
     """Yields the batches of one reader on their devices."""
     (reader,) = readers
-    for batch in reader:
-        arrays = reader.gather.place(batch)
-        yield PlacedBatch(arrays, batch.num_active, [(batch.position,)], batch.is_last)
+    for piece in reader:
+        yield replace(piece, arrays=reader.gather.place(piece))

@@ -8,6 +8,7 @@ it has on the devices of this process.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -90,7 +91,9 @@ def described_loop(
     shares = [_share(data, num_shares, per_replica_batch) for data in datasets]
     with strategy.described(num_devices, platform) as mesh:
         layout = strategy.layout
-        described = [_Dataset(layout, each.gather.on(layout)) for each in datasets]
+        described = [
+            _Dataset(layout, replace(each.gather, layout=layout)) for each in datasets
+        ]
         programs = StepPrograms(
             method, described, structure, LoopGuard(method), keep_results=False
         )

@@ -12,7 +12,7 @@ import jax
 
 from armillary.data.feed._feed import Feed
 from armillary.data.feed._reader import BatchReader
-from armillary.data.feed._split import HostBatch
+from armillary.data.feed._split import Piece
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import check_taken, explained
 from armillary.distribute.replica._context import lifted
@@ -27,7 +27,7 @@ class EagerIterator:
 
     def __init__(self, reader: BatchReader) -> None:
         self._reader = reader
-        self.taken: HostBatch | None = None
+        self.taken: Piece | None = None
 
     def __iter__(self) -> "EagerIterator":
         return self

@@ -12,9 +12,9 @@ import numpy as np
 from armillary._checks import check_callable, check_instance
 from armillary._traceback import hides_frames
 from armillary.data._dataset import DistributedDataset
-from armillary.data._iterator import PlacedBatch, place_batches
+from armillary.data._iterator import place_batches
 from armillary.data.feed._feed import Feed
-from armillary.data.feed._split import get_mask
+from armillary.data.feed._split import Piece, get_mask
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import Function
@@ -105,10 +105,10 @@ def _predict(
     fn: Callable[[Batch], PyTree], dataset: DistributedDataset, strategy: Strategy
 ) -> Iterator[PyTree]:
     step = _compile(fn, strategy, has_mask=dataset.options.remainder == "pad")
-    feed: Feed[PlacedBatch] = Feed([dataset], exact=True)
+    feed: Feed[Piece] = Feed([dataset], exact=True)
     feed.start(place_batches, dataset.prefetch)
     pieces: list[PyTree] = []
-    last: PlacedBatch | None = None
+    last: Piece | None = None
     arrays: PyTree = None
     try:
         while True:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from armillary.data import DistributedDataset
-from armillary.data.feed._split import HostBatch
+from armillary.data.feed._split import Piece
 from armillary.typing import PyTree
 from tests.feeds import open_reader
 
@@ -58,10 +58,10 @@ def examples() -> Callable[[Any, int], list[int]]:
 
 
 @pytest.fixture(scope="session")
-def read_all() -> Callable[[DistributedDataset, bool], list[HostBatch]]:
+def read_all() -> Callable[[DistributedDataset, bool], list[Piece]]:
     """Returns a function that reads a pass over a data set, as rows."""
 
-    def read(dataset: DistributedDataset, exact: bool) -> list[HostBatch]:
+    def read(dataset: DistributedDataset, exact: bool) -> list[Piece]:
         reader = open_reader(dataset, exact=exact)
         return [
             dataclasses.replace(batch, arrays=reader.gather.on_host(batch.arrays))

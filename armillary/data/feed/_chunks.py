@@ -16,12 +16,12 @@ from armillary.data._layout import Active
 from armillary.data.feed._gather import empty_aligned
 from armillary.data.feed._position import Position
 from armillary.data.feed._reader import BatchReader
-from armillary.data.feed._split import HostBatch
+from armillary.data.feed._split import Piece
 from armillary.data.sources._batch import describe_shapes
 from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
 
-Step = list[list[HostBatch]]
+Step = list[list[Piece]]
 """For each reader, the batches that one step takes of it."""
 
 
@@ -211,9 +211,7 @@ def _sign(step: Step) -> tuple[Hashable, ...]:
     return tuple(batches[0].signature for batches in step)
 
 
-def _check_equal_shapes(
-    reader: BatchReader, batches: list[HostBatch], index: int
-) -> None:
+def _check_equal_shapes(reader: BatchReader, batches: list[Piece], index: int) -> None:
     if len(batches) > 1 and len({batch.signature for batch in batches}) > 1:
         shown = list_lines(
             f"{describe_shapes(reader.gather.types(batch))} on {batch.num_active} "

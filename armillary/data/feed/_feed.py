@@ -18,7 +18,7 @@ from armillary.data.feed._lockstep import check_same_chunk, describe_chunk
 from armillary.data.feed._position import Position
 from armillary.data.feed._prefetch import Prefetcher
 from armillary.data.feed._reader import BatchReader
-from armillary.data.feed._split import HostBatch
+from armillary.data.feed._split import Piece
 from armillary.errors import DatasetStateError
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Feed(Generic[T]):
         queue = self._queue
         return not self.is_closed and queue is not None and queue.is_coming(seconds)
 
-    def peek(self) -> list[HostBatch | None]:
+    def peek(self) -> list[Piece | None]:
         """Returns the next batch of each dataset, None at the end; before `start`."""
         if self.is_closed:
             return [None] * len(self._datasets)

@@ -10,6 +10,7 @@ The host draws the order and shares out batches in both cases. So the examples o
 batch and the saved positions are the same.
 """
 
+import copy
 import threading
 import weakref
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ import jax
 import numpy as np
 
 from armillary.data._layout import BatchLayout, InputOptions
-from armillary.data.feed._split import MASK, HostBatch, add_mask, get_mask
+from armillary.data.feed._split import MASK, Piece, add_mask, get_mask
 from armillary.data.sources._arrays import ArrayDataset
 from armillary.data.sources._batch import as_device_values, canonical_dtype, show_path
 from armillary.data.sources._source import Source
@@ -49,6 +50,7 @@ class _PlacedArrays:
             return self._placed
 
 
+@dataclass(frozen=True, eq=False)
 class Gather:
     """Turns the batches of a source into what a step receives.
 
@@ -59,35 +61,26 @@ class Gather:
         placed: These arrays on the devices, if rows are taken there.
     """
 
-    def __init__(
-        self,
-        layout: BatchLayout,
-        arrays: PyTree | None = None,
-        placed: _PlacedArrays | None = None,
-    ) -> None:
-        self.layout = layout
-        self._arrays, self._placed = arrays, placed
-
-    def on(self, layout: BatchLayout) -> "Gather":
-        """Returns the same for another layout, to be traced only."""
-        return Gather(layout, self._arrays, self._placed)
+    layout: BatchLayout
+    arrays: PyTree | None = None
+    placed: _PlacedArrays | None = None
 
     @property
     def resident(self) -> PyTree:
         """The arrays that stay on the devices, an input of `on_device`; or `None`."""
-        return None if self._placed is None else self._placed.get()
+        return None if self.placed is None else self.placed.get()
 
     def on_host(self, batch: Batch, *, later: bool = False) -> Batch:
         """Returns a host batch, or a chunk of them, as it travels to the device."""
-        if self._arrays is None or self._placed is not None:
+        if self.arrays is None or self.placed is not None:
             return batch
         numbers = batch[_ROWS]
         if later:
             rows = jax.tree_util.tree_map_with_path(
-                lambda path, array: _Rows(show_path(path), array, numbers), self._arrays
+                lambda path, array: _Rows(show_path(path), array, numbers), self.arrays
             )
         else:
-            rows = _take(self._arrays, numbers)
+            rows = _take(self.arrays, numbers)
         return _with_mask(rows, batch)
 
     def send(self, batch: Batch, leading_axes: int, num_replicas: int) -> Batch:
@@ -102,38 +95,38 @@ class Gather:
 
     def on_device(self, resident: PyTree, batch: Batch) -> Batch:
         """Returns a placed batch as a step receives it; may be traced."""
-        return batch if self._placed is None else _gather(self.layout, resident, batch)
+        return batch if self.placed is None else _gather(self.layout, resident, batch)
 
-    def place(self, batch: HostBatch) -> Batch:
+    def place(self, batch: Piece) -> Batch:
         """Returns a host batch on the devices, as a step receives it."""
         placed = self.send(batch.arrays, 0, batch.num_replicas)
-        if self._placed is None:
+        if self.placed is None:
             return placed
         return _compiled_gather(self.layout, self.resident, placed)
 
     def describe(self, types: Batch) -> tuple[Batch, PyTree]:
         """Returns the types of what a program takes for one batch; places nothing."""
-        if self._placed is None:
+        if self.placed is None:
             return types, None
         num_rows = jax.tree.leaves(types)[0].shape[:1]
         sent = {_ROWS: jax.ShapeDtypeStruct(num_rows, np.int32)}
-        if len(jax.tree.leaves(types)) > len(jax.tree.leaves(self._arrays)):
+        if len(jax.tree.leaves(types)) > len(jax.tree.leaves(self.arrays)):
             sent[MASK] = get_mask(types)
         return sent, jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, canonical_dtype(leaf)),
-            self._arrays,
+            self.arrays,
         )
 
-    def types(self, batch: HostBatch) -> Batch:
+    def types(self, batch: Piece) -> Batch:
         """Returns the types of what a step receives; nothing is placed for it."""
         return self.rows(self._types_of_all(batch))
 
-    def sent_types(self, batch: HostBatch) -> Batch:
+    def sent_types(self, batch: Piece) -> Batch:
         """Returns the types of what travels to the devices, with the rows of all."""
         types = self._types_of_all(batch)
-        return types if self._placed is not None else self.rows(types)
+        return types if self.placed is not None else self.rows(types)
 
-    def _types_of_all(self, batch: HostBatch) -> Batch:
+    def _types_of_all(self, batch: Piece) -> Batch:
         """Returns the types of a host batch with the rows of all processes."""
         has_some = self.layout.peers is not None and self.layout.stacked
         return jax.tree.map(
@@ -146,14 +139,14 @@ class Gather:
 
     def rows(self, types: Batch) -> Batch:
         """Returns the types of rows for those of the source's batches."""
-        if self._arrays is None:
+        if self.arrays is None:
             return types
         shape = types[_ROWS].shape
         rows = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
                 (*shape, *leaf.shape[1:]), canonical_dtype(leaf)
             ),
-            self._arrays,
+            self.arrays,
         )
         return _with_mask(rows, types)
 
@@ -190,13 +183,8 @@ def make_gather(
             by_layout = _placed.setdefault(source, weakref.WeakValueDictionary())
             placed = by_layout.get(layout) or _PlacedArrays(source.arrays, layout)
             by_layout[layout] = placed
-    numbers = ArrayDataset(
-        {_ROWS: np.arange(source.num_examples, dtype=np.int32)},
-        batch_size=source.batch_size,
-        shuffle_seed=source.shuffle_seed,
-        repeat=source.repeat,
-        drop_remainder=source.drop_remainder,
-    )
+    numbers = copy.copy(source)
+    numbers.arrays = {_ROWS: np.arange(source.num_examples, dtype=np.int32)}
     return numbers, Gather(layout, source.arrays, placed)
 
 

@@ -34,7 +34,7 @@ from armillary._checks import list_lines
 from armillary.data._layout import Active, BatchLayout
 from armillary.data.feed._position import Position
 from armillary.data.feed._prefetch import Prefetcher
-from armillary.data.feed._split import HostBatch
+from armillary.data.feed._split import Piece
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.data.sources._batch import canonical_dtype, describe_shapes
 from armillary.errors import BatchSizeError, PeerError
@@ -49,7 +49,7 @@ class _Offer(NamedTuple):
 
     num_rows: int  # Examples for each replica.
     active: list[int]  # Its replicas that have data.
-    is_last: bool  # As in `HostBatch`.
+    is_last: bool  # As in `Piece`.
     kind: str  # Equal for batches that differ in `num_rows` at most.
     shapes: str  # For messages.
 
@@ -73,18 +73,18 @@ class Lockstep:
     """
 
     def __init__(
-        self, pieces: Prefetcher[HostBatch], layout: BatchLayout, exact: bool
+        self, pieces: Prefetcher[Piece], layout: BatchLayout, exact: bool
     ) -> None:
         assert layout.peers is not None
         self._pieces, self._layout, self._exact = pieces, layout, exact
         self._peers = layout.peers
         # Offered to all and not used yet; and how many steps are agreed on, but ahead.
-        self._waiting: deque[HostBatch] = deque()
+        self._waiting: deque[Piece] = deque()
         self._num_turns = 0
 
-    def align(self, position: Position) -> Iterator[HostBatch]:
+    def align(self, position: Position) -> Iterator[Piece]:
         """Yields the same number of pieces on all processes, in equal shapes."""
-        last: HostBatch | None = None
+        last: Piece | None = None
         offers = self._ask()
         without = [index for index, own in enumerate(offers) if not own]
         if self._exact and without and len(without) < len(offers):
@@ -105,7 +105,7 @@ class Lockstep:
                     known = last or self._waiting[0]
                     arrays = _copy_rows(known.arrays, turn.num_rows)
                 count = self._layout.num_replicas
-                yield HostBatch(arrays, turn.active, count, position, turn.is_last)
+                yield Piece(arrays, turn.active, count, position, turn.is_last)
             offers = self._ask()
 
     def _ask(self) -> list[list[_Offer]]:
@@ -129,7 +129,7 @@ class Lockstep:
             return None
         return [self._offer(piece) for piece in self._waiting]
 
-    def _offer(self, piece: HostBatch) -> _Offer:
+    def _offer(self, piece: Piece) -> _Offer:
         leaves, treedef = jax.tree.flatten(piece.arrays)
         described = [(leaf.shape[2:], str(canonical_dtype(leaf))) for leaf in leaves]
         kind = hashlib.sha256(f"{treedef} {described}".encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@ import jax
 from armillary.data.feed._lockstep import MOST_OFFERS, Lockstep
 from armillary.data.feed._position import Position
 from armillary.data.feed._prefetch import Prefetcher
-from armillary.data.feed._split import HostBatch, Splitter
+from armillary.data.feed._split import Piece, Splitter
 from armillary.data.sources._batch import as_device_values, check_batch
 from armillary.data.sources._source import Source
 from armillary.errors import DatasetStateError
@@ -142,7 +142,7 @@ class BatchReader:
             exact=self._exact,
         )
         pieces = splitter.split(stream)
-        self._ahead: Prefetcher[HostBatch] | None = None
+        self._ahead: Prefetcher[Piece] | None = None
         if dataset.is_agreed:
             # A thread reads ahead what the processes are to agree on.
             num_ahead = MOST_OFFERS if dataset.options.prefetch else 0
@@ -153,12 +153,12 @@ class BatchReader:
     def __iter__(self) -> "BatchReader":
         return self
 
-    def __next__(self) -> HostBatch:
+    def __next__(self) -> Piece:
         batch = next(self._pieces)
         self.position = batch.position
         return batch
 
-    def peek(self) -> HostBatch | None:
+    def peek(self) -> Piece | None:
         """Returns the next batch without taking it, or None at the end."""
         try:
             return self._pieces.head()

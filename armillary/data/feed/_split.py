@@ -41,12 +41,12 @@ MASK = "mask"
 
 
 @dataclass(frozen=True, eq=False)
-class HostBatch:
-    """One distributed batch, or a piece of one, still in host memory.
+class Piece:
+    """One distributed batch, or a part of one that runs as a step of its own.
 
     Args:
         arrays: Pytree of NumPy arrays in the layout's shape, with the rows of the
-            replicas of this process.
+            replicas of this process; later of device arrays.
         num_active: Replicas that have data. The rows of the others are copies, so that
             all values are finite.
         num_replicas: Replicas that share it: those of the layout, or a number that
@@ -60,6 +60,11 @@ class HostBatch:
     num_replicas: int
     position: Position
     is_last: bool
+
+    @property
+    def positions(self) -> list[tuple[Position, ...]]:
+        """The position after it, as a `Feed` wants it."""
+        return [(self.position,)]
 
     @property
     def signature(self) -> Hashable:
@@ -109,7 +114,7 @@ class Splitter:
         is_alone = per_replica_batches and layout.peers is not None
         self._fixes = ", ".join(fixes[1:] if is_alone else fixes)
 
-    def split(self, stream: "BatchStream") -> Iterator[HostBatch]:
+    def split(self, stream: "BatchStream") -> Iterator[Piece]:
         """Yields all pieces of `stream`.
 
         The position of a piece that is not the last of its group is the one before the
@@ -135,7 +140,7 @@ class Splitter:
                     own = hosted_replicas(self._local, self._num_replicas, count)
                     arrays = _take_rows(arrays, own.start, own.stop)
                 position = stream.position if is_last else before
-                yield HostBatch(arrays, num_active, count, position, is_last)
+                yield Piece(arrays, num_active, count, position, is_last)
             before = stream.position
 
     def describe(self, spec: PyTree, full_size: int) -> PyTree:

@@ -24,12 +24,7 @@ from armillary.typing import Batch, PyTree
 
 
 class IndexedDataset(abc.ABC):
-    """Examples in batches, with the options of `from_arrays`.
-
-    Args:
-        argument: What messages call the examples.
-        num_examples: How many there are.
-    """
+    """Examples in batches, with the options of `from_arrays`."""
 
     name: str
     is_repositionable = True
@@ -38,11 +33,10 @@ class IndexedDataset(abc.ABC):
         self,
         argument: str,
         num_examples: int,
-        *,
         batch_size: int,
-        shuffle_seed: int | None = None,
-        repeat: bool = False,
-        drop_remainder: bool = False,
+        shuffle_seed: int | None,
+        repeat: bool,
+        drop_remainder: bool,
     ) -> None:
         if not num_examples:
             raise ValueError(
@@ -73,10 +67,7 @@ class IndexedDataset(abc.ABC):
 
     @abc.abstractmethod
     def fingerprints(self) -> dict[str, str]:
-        """Returns what other examples, or another order of them, would have otherwise.
-
-        It need not see all of them, but must be the same in each run.
-        """
+        """Returns what is the same in each run, and other for other examples."""
 
     @functools.cached_property
     def order_of_examples(self) -> dict[str, Any]:
@@ -221,13 +212,7 @@ def from_arrays(
             negative, or there is no example.
         BatchSizeError: If leading sizes differ, or `drop_remainder` leaves no batch.
     """
-    return ArrayDataset(
-        arrays,
-        batch_size=batch_size,
-        shuffle_seed=shuffle_seed,
-        repeat=repeat,
-        drop_remainder=drop_remainder,
-    )
+    return ArrayDataset(arrays, batch_size, shuffle_seed, repeat, drop_remainder)
 
 
 class ArrayDataset(IndexedDataset):
@@ -235,9 +220,9 @@ class ArrayDataset(IndexedDataset):
 
     name = "arrays"
 
-    def __init__(self, arrays: PyTree, **options: Any) -> None:
+    def __init__(self, arrays: PyTree, *options: Any) -> None:
         self.arrays, num_examples = check_batch(arrays, lambda: "`arrays`")
-        super().__init__("arrays", num_examples, **options)
+        super().__init__("arrays", num_examples, *options)
 
     def read_rows(self, rows: np.ndarray) -> Batch:
         """Returns these rows of all arrays, copied."""

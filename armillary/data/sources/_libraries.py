@@ -231,13 +231,8 @@ def from_huggingface(
         ValueError: If there is no example, or another argument is wrong.
         BatchSizeError: If `drop_remainder` leaves no batch.
     """
-    return HuggingFaceDataset(
-        dataset,
-        batch_size=batch_size,
-        shuffle_seed=shuffle_seed,
-        repeat=repeat,
-        drop_remainder=drop_remainder,
-    )
+    options = batch_size, shuffle_seed, repeat, drop_remainder
+    return HuggingFaceDataset(dataset, *options)
 
 
 class HuggingFaceDataset(IndexedDataset):
@@ -245,14 +240,14 @@ class HuggingFaceDataset(IndexedDataset):
 
     name = "Hugging Face Dataset"
 
-    def __init__(self, dataset: Any, **options: Any) -> None:
+    def __init__(self, dataset: Any, *options: Any) -> None:
         if not _is_kind(dataset, "datasets", "Dataset"):
             raise TypeError(
                 f"`dataset` is of type {type(dataset).__name__}, but it must be a "
                 "`datasets.Dataset`. Pass one split, such as `dataset['train']`; a "
                 "stream is used as it is, with `dataset.batch(batch_size)`."
             )
-        super().__init__("dataset", len(dataset), **options)
+        super().__init__("dataset", len(dataset), *options)
         form = dataset.format
         if form["type"] != "custom":
             dataset = dataset.with_format(

@@ -72,14 +72,8 @@ def from_tfrecords(
         TFRecordError: If a file is damaged, or records do not hold the features.
         BatchSizeError: If `drop_remainder` leaves no batch.
     """
-    return TFRecordDataset(
-        paths,
-        features,
-        batch_size=batch_size,
-        shuffle_seed=shuffle_seed,
-        repeat=repeat,
-        drop_remainder=drop_remainder,
-    )
+    options = batch_size, shuffle_seed, repeat, drop_remainder
+    return TFRecordDataset(paths, features, *options)
 
 
 class TFRecordDataset(IndexedDataset):
@@ -92,7 +86,7 @@ class TFRecordDataset(IndexedDataset):
     name = "TFRecord files"
 
     def __init__(
-        self, paths: Paths, features: Mapping[str, FixedLenFeature], **options: Any
+        self, paths: Paths, features: Mapping[str, FixedLenFeature], *options: Any
     ) -> None:
         self._paths = _check_paths(paths)
         self._features = _check_features(features)
@@ -100,7 +94,7 @@ class TFRecordDataset(IndexedDataset):
         # Where the data of each record are, and how many records the files before have.
         self._places = np.concatenate(places)
         self._starts = np.cumsum([0, *map(len, places)])
-        super().__init__("paths", len(self._places), **options)
+        super().__init__("paths", len(self._places), *options)
         # What is wrong with `features` shows here, and not in the middle of a program.
         self.read_rows(np.zeros(1, np.int64))
 
