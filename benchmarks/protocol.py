@@ -34,8 +34,7 @@ class Options:
             `"resident"` (the arrays stay on the device).
         dtype: What the model computes in; parameters are float32.
         convolutions: `"canonical"` lowers those of the hand-written loops on the CPU
-            with `armillary.xla.use_canonical_convolutions`, `"stock"` as XLA does.
-            Armillary's own programs need no setting.
+            as Armillary's programs have them, `"stock"` as XLA does.
     """
 
     steps_per_loop: int = 1

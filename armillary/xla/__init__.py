@@ -1,18 +1,12 @@
 """Settings of the XLA compiler that are global to the process.
 
 They change code outside Armillary too, and so are never made unless asked for. How
-Armillary's own programs are compiled is not among them: `_steps.py` chooses that.
+Armillary's own programs are compiled is not among them: `_compile.py` chooses that.
 """
 
 from armillary._traceback import mark_public as _mark_public
 from armillary.xla._compile import use_compilation_cache as use_compilation_cache
-from armillary.xla._lowerings import (
-    use_canonical_convolutions as use_canonical_convolutions,
-)
 
-__all__ = [
-    "use_canonical_convolutions",
-    "use_compilation_cache",
-]
+__all__ = ["use_compilation_cache"]
 
 _mark_public(globals())

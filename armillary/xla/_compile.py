@@ -1,11 +1,7 @@
-"""How the program of a step is compiled: chosen by looking at it, never at a clock.
+"""How the program of a step is compiled, and where compiled programs are kept.
 
-So a resumed run makes the same choice, and has the same results bit for bit.
-
-Keeps compiled programs on the disk, for the next process that needs the same ones.
-
-JAX has such a cache, and leaves out programs that compile in under a second unless told
-otherwise. A training program begins with dozens of these.
+What suits a step is chosen by looking at it, never at a clock. So a resumed run makes
+the same choice, and has the same results bit for bit.
 """
 
 import functools
@@ -29,6 +25,22 @@ from armillary.xla._lowerings import (
     has_rules,
     partitioned,
 )
+
+YNNPACK_FOR_SUMS = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"
+}
+"""Options for steps whose convolutions are fast in loops.
+
+XLA hands products, convolutions and sums to YNNPACK, which is best at the last: the
+gradient of a bias takes an eighth of the time. It runs convolutions on one core, and
+their gradients at a third of the speed. The network `CnnTask` in `benchmarks/tasks.py`
+made 41 steps/s with YNNPACK for all three, 62 without it and 82 with this, and 39, 36
+and 50 on one core. Steps without convolutions gain less, and keep the default;
+convolutions in groups that stay as JAX has them lose. Of other slowdowns by YNNPACK:
+https://github.com/jax-ml/jax/issues/37465.
+"""
+
+_CONVOLUTION, _POOL_GRADIENT = "conv_general_dilated", "select_and_scatter_add"
 
 
 def use_compilation_cache(directory: str | os.PathLike[str]) -> str:
@@ -61,7 +73,8 @@ def use_compilation_cache(directory: str | os.PathLike[str]) -> str:
         TypeError: If `directory` is not a path.
         ValueError: If `directory` is empty, is a file, or cannot be made or written.
     """
-    path = _make_directory(directory)
+    text = check_path("directory", directory)
+    path = text if "://" in text else _make_directory(text)
     jax.config.update("jax_compilation_cache_dir", path)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -71,43 +84,21 @@ def use_compilation_cache(directory: str | os.PathLike[str]) -> str:
     return path
 
 
-def _make_directory(directory: Any) -> str:
-    text = check_path("directory", directory)
-    if "://" in text:
-        return text
-    path = os.path.abspath(text)
+def _make_directory(directory: str) -> str:
+    path = os.path.abspath(directory)
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"`directory` is {text!r}, and {path!r} cannot be made: {error.strerror}. "
-            "Compiled programs need a directory: use the name of one that exists, or "
-            "that this user may make."
+            f"`directory` is {directory!r}, and {path!r} cannot be made: "
+            f"{error.strerror}. Use one that exists, or that this user may make."
         ) from error
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise ValueError(
-            f"`directory` is {text!r}, and this user may not read and write {path!r}, "
-            "but storing programs needs that. Use another directory, or change its "
-            f"rights (`chmod u+rwx {path}`)."
+            f"`directory` is {directory!r}, and this user may not read and write "
+            f"{path!r}. Use another one, or change its rights (`chmod u+rwx {path}`)."
         )
     return path
-
-
-YNNPACK_FOR_SUMS = {
-    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"
-}
-"""Options for steps whose convolutions are fast in loops.
-
-XLA hands products, convolutions and sums to YNNPACK, which is best at the last: the
-gradient of a bias takes an eighth of the time. It runs convolutions on one core, and
-their gradients at a third of the speed. The network `CnnTask` in `benchmarks/tasks.py`
-made 41 steps/s with YNNPACK for all three, 62 without it and 82 with this, and 39, 36
-and 50 on one core. Steps without convolutions gain less, and keep the default;
-convolutions in groups that stay as JAX has them lose. Of other slowdowns by YNNPACK:
-https://github.com/jax-ml/jax/issues/37465.
-"""
-
-_CONVOLUTION, _POOL_GRADIENT = "conv_general_dilated", "select_and_scatter_add"
 
 
 def compile_step(
@@ -120,48 +111,19 @@ def compile_step(
     **how: Any,
 ) -> Callable[..., Any]:
     """Returns `jax.jit(fn, **how)` with what suits a step."""
-    own = _choose_options(program, platform, is_partitioned=split is not None)
-    chosen = {**own, **(options or {})}
+    has_convolutions = any(_find(program, _CONVOLUTION))
+    chosen = dict(options or {})
+    if platform == PLATFORM and has_convolutions:
+        is_slow = has_slow_loop(program, platform, is_partitioned=split is not None)
+        if not is_slow and _knows(**YNNPACK_FOR_SUMS):
+            chosen = YNNPACK_FOR_SUMS | chosen
     compiled = jax.jit(fn, compiler_options=chosen or None, **how)
     if split is not None:
-        has_convolutions = any(_find(program, _CONVOLUTION))
         return partition(compiled, split) if has_convolutions else compiled
-    names = _CONVOLUTION, _POOL_GRADIENT
-    if platform == PLATFORM and any(_find(program, *names)) and has_rules():
+    has_pools = any(_find(program, _POOL_GRADIENT))
+    if platform == PLATFORM and (has_convolutions or has_pools) and has_rules():
         return Lowered(compiled, canonically)
     return compiled
-
-
-def has_slow_loop(
-    program: core.ClosedJaxpr, platform: str, *, is_partitioned: bool = False
-) -> bool:
-    """Returns whether a step is much slower inside a loop on the device.
-
-    XLA's CPU compiler optimizes convolutions only in a program's outermost part
-    (https://github.com/jax-ml/jax/issues/12868). The gradient of one inside a loop runs
-    ten times slower, unless `_convolutions` has a form that needs no optimizing.
-    """
-    if platform != PLATFORM:
-        return False
-    convolutions = list(_find(program, _CONVOLUTION))
-    if not convolutions:
-        return False
-    is_lowered = not is_partitioned and has_rules()
-    return not all(_is_fast(equation, is_lowered) for equation in convolutions)
-
-
-def _choose_options(
-    program: core.ClosedJaxpr, platform: str, *, is_partitioned: bool
-) -> dict[str, Any]:
-    if platform != PLATFORM or not any(_find(program, _CONVOLUTION)):
-        return {}
-    if has_slow_loop(program, platform, is_partitioned=is_partitioned):
-        return {}
-    return {
-        name: value
-        for name, value in YNNPACK_FOR_SUMS.items()
-        if _is_known(name, value)
-    }
 
 
 def partition(compiled: Callable[..., Any], split: Split) -> Lowered:
@@ -176,10 +138,33 @@ def partition(compiled: Callable[..., Any], split: Split) -> Lowered:
     return Lowered(compiled, functools.partial(partitioned, split))
 
 
+def has_slow_loop(
+    program: core.ClosedJaxpr, platform: str, *, is_partitioned: bool = False
+) -> bool:
+    """Returns whether a step is much slower inside a loop on the device.
+
+    XLA's CPU compiler optimizes convolutions only in a program's outermost part, unless
+    `_convolutions` has a form of them that needs no optimizing.
+    """
+    if platform != PLATFORM:
+        return False
+    is_lowered: bool | None = None
+    for equation in _find(program, _CONVOLUTION):
+        if is_lowered is None:
+            is_lowered = not is_partitioned and has_rules()
+        values = [variable.aval for variable in (*equation.invars, *equation.outvars)]
+        form = choose_form(equation.params, *values)
+        is_fast = is_ordered(equation.params)
+        is_fast = is_fast and equation.params["batch_group_count"] == 1
+        if not is_fast and not (is_lowered and form is not Form.UNCHANGED):
+            return True
+    return False
+
+
 @functools.cache
-def _is_known(name: str, value: Any) -> bool:
-    """Returns whether this version of XLA has an option of its CPU compiler."""
-    compiled = jax.jit(lambda: 0, compiler_options={name: value})
+def _knows(**options: str) -> bool:
+    """Returns whether this version of XLA has the options of its CPU compiler."""
+    compiled = jax.jit(lambda: 0, compiler_options=options)
     with jax.default_device(jax.local_devices(backend=PLATFORM)[0]):
         try:
             compiled.lower().compile()
@@ -188,16 +173,8 @@ def _is_known(name: str, value: Any) -> bool:
     return True
 
 
-def _find(program: core.ClosedJaxpr, *names: str) -> Iterator[core.JaxprEqn]:
+def _find(program: core.ClosedJaxpr, name: str) -> Iterator[core.JaxprEqn]:
     for jaxpr, _ in walk_programs(program):
         for equation in jaxpr.eqns:
-            if equation.primitive.name in names:
+            if equation.primitive.name == name:
                 yield equation
-
-
-def _is_fast(equation: core.JaxprEqn, is_lowered: bool) -> bool:
-    """Returns whether a convolution is as fast in a loop as outside of it."""
-    values = [variable.aval for variable in (*equation.invars, *equation.outvars)]
-    if is_lowered and choose_form(equation.params, *values) is not Form.UNCHANGED:
-        return True
-    return is_ordered(equation.params) and equation.params["batch_group_count"] == 1

@@ -7,18 +7,14 @@ are in another order. Within a loop they run as naive loops, ten times slower
 (https://github.com/jax-ml/jax/issues/12868). So they are put in order before the
 compiler sees them.
 
-Convolutions in groups of features, which XLA's CPU compiler has no fast code for.
-
-Both forms here are ordinary arithmetic, which it does compile well: a whole step of a
-network with depthwise convolutions took 110 ms instead of 270 ms in a loop, and one
-with 8 groups of 4 features 80 ms instead of 960 ms outside of loops. Images have the
-axes (batch, *space, feature), kernels (*space, input, output).
+It has no fast code for groups of features. Written as ordinary arithmetic, a whole step
+of a network with depthwise convolutions took 110 ms instead of 270 ms in a loop, and
+one with 8 groups of 4 features 80 ms instead of 960 ms outside of loops.
 """
 
 import enum
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,53 +25,58 @@ from jax import lax
 MOST_TERMS = 64
 """Most products that one convolution is written out as: an 8 by 8 window's."""
 
+PARAMETERS = {
+    "batch_group_count",
+    "dimension_numbers",
+    "feature_group_count",
+    "lhs_dilation",
+    "out_sharding",
+    "padding",
+    "precision",
+    "preferred_element_type",
+    "rhs_dilation",
+    "window_strides",
+}
+"""The parameters of a convolution, all of which a form must heed."""
+
 
 class Form(enum.Enum):
     """How a convolution is computed; the choice depends on shapes and nothing else."""
 
-    UNCHANGED = enum.auto()
-    """As JAX has it."""
-
-    ORDERED = enum.auto()
-    """As one convolution in the canonical order of axes."""
-
-    BY_TAP = enum.auto()
-    """As a sum over the taps of a small window."""
-
-    BY_POSITION = enum.auto()
-    """As one matrix product for each place of a large window."""
+    UNCHANGED = "as JAX has it"
+    ORDERED = "as one convolution in the canonical order of axes"
+    BY_TAP = "as a sum over the taps of a small window"
+    BY_POSITION = "as one matrix product for each place of a large window"
 
 
 def choose_form(parameters: Mapping[str, Any], lhs: Any, rhs: Any, out: Any) -> Form:
     """Returns the form for a convolution of values with these abstract values."""
-    numbers = parameters["dimension_numbers"]
-    is_grouped = (
-        parameters["feature_group_count"] != 1 or parameters["batch_group_count"] != 1
-    )
-    if not is_grouped and is_ordered(parameters):
+    if parameters.keys() != PARAMETERS:
         return Form.UNCHANGED
-    if not is_free(parameters["out_sharding"]) or not all(
-        map(has_plain_shape, (lhs, rhs, out))
-    ):
+    numbers, is_in_order = parameters["dimension_numbers"], is_ordered(parameters)
+    has_batch_groups = parameters["batch_group_count"] != 1
+    is_grouped = parameters["feature_group_count"] != 1 or has_batch_groups
+    is_plain = all(map(has_plain_shape, (lhs, rhs, out)))
+    if not is_plain or not is_free(parameters["out_sharding"]):
         return Form.UNCHANGED
     if not is_grouped:
-        return Form.ORDERED
+        return Form.UNCHANGED if is_in_order else Form.ORDERED
     taps = math.prod(rhs.shape[axis] for axis in numbers.rhs_spec[2:])
     positions = math.prod(out.shape[axis] for axis in numbers.out_spec[2:])
-    if parameters["batch_group_count"] != 1:
+    if has_batch_groups:
         # In order, they are no faster in a loop and up to 100 times slower outside.
         return Form.BY_POSITION if positions <= MOST_TERMS else Form.UNCHANGED
     if positions < taps and positions <= MOST_TERMS:
         return Form.BY_POSITION
     if rhs.shape[numbers.rhs_spec[1]] == 1 and taps <= MOST_TERMS:
         return Form.BY_TAP
-    return Form.UNCHANGED if is_ordered(parameters) else Form.ORDERED
+    return Form.UNCHANGED if is_in_order else Form.ORDERED
 
 
 def is_ordered(parameters: Mapping[str, Any]) -> bool:
     """Returns whether the axes are in the canonical order already."""
     numbers = parameters["dimension_numbers"]
-    return tuple(map(tuple, numbers)) == tuple(_canonical(len(numbers.lhs_spec)))
+    return tuple(map(tuple, numbers)) == _canonical(len(numbers.lhs_spec))
 
 
 def example_axes(
@@ -119,44 +120,117 @@ def convolve(
     images = lax.transpose(lhs, _features_last(numbers.lhs_spec))
     kernel = lax.transpose(rhs, (*space, inputs, outputs))
     if form is Form.ORDERED:
-        canonical = lax.ConvDimensionNumbers(*_canonical(lhs.ndim))
+        order = lax.ConvDimensionNumbers(*_canonical(lhs.ndim))
+        changes = {"dimension_numbers": order, "out_sharding": None}
         result = lax.conv_general_dilated_p.bind(
-            images,
-            kernel,
-            **(parameters | {"dimension_numbers": canonical, "out_sharding": None}),
+            images, kernel, **(parameters | changes)
         )
     else:
-        result = _convolve_grouped(images, kernel, form, parameters)
+        edges = zip(parameters["padding"], parameters["lhs_dilation"], strict=True)
+        padding = [(low, high, dilation - 1) for (low, high), dilation in edges]
+        zero = jnp.zeros((), images.dtype)
+        images = lax.pad(images, zero, [(0, 0, 0), *padding, (0, 0, 0)])
+        write_out = _add_taps if form is Form.BY_TAP else _multiply_positions
+        result = write_out(images, kernel, parameters)
     return lax.transpose(result, np.argsort(_features_last(numbers.out_spec)))
 
 
-def _convolve_grouped(
-    images: jax.Array, kernel: jax.Array, form: Form, parameters: dict[str, Any]
+def _add_taps(
+    images: jax.Array, kernel: jax.Array, parameters: Mapping[str, Any]
 ) -> jax.Array:
-    padding = [
-        (low, high, dilation - 1)
-        for (low, high), dilation in zip(
-            parameters["padding"], parameters["lhs_dilation"], strict=True
+    """Convolves each feature on its own: all taps become one loop over the result."""
+    window = kernel.shape[:-2]
+    strides, dilation = parameters["window_strides"], parameters["rhs_dilation"]
+    places = _count_places(images.shape[1:-1], window, parameters)
+    dtype = _result_dtype(images, parameters)
+    wide, repeats = _accumulator(dtype), kernel.shape[-1] // images.shape[-1]
+    total = None
+    for tap in np.ndindex(window):
+        begin = [i * step for i, step in zip(tap, dilation, strict=True)]
+        part = _take_space(images, begin, places, strides).astype(wide)
+        part = jnp.repeat(part, repeats, axis=-1)
+        weight = kernel[*tap, 0].astype(wide)
+        term = part * lax.broadcast_in_dim(weight, part.shape, (part.ndim - 1,))
+        total = term if total is None else total + term
+    assert total is not None
+    return total.astype(dtype)
+
+
+def _multiply_positions(
+    images: jax.Array, kernel: jax.Array, parameters: Mapping[str, Any]
+) -> jax.Array:
+    """Convolves with a window almost as large as the image: a weight's gradient.
+
+    The window fits in a few places only. Each is a matrix product for every group.
+    """
+    groups = parameters["batch_group_count"]
+    if groups > 1:
+        images = images.reshape(groups, -1, *images.shape[1:])
+    else:
+        groups = parameters["feature_group_count"]
+        images = images.reshape(*images.shape[:-1], groups, -1)
+        images = jnp.moveaxis(images, -2, 0)
+    # Images are (group, batch, *space, feature) now, and kernels:
+    kernel = kernel.reshape(*kernel.shape[:-1], groups, -1)
+    window = kernel.shape[:-3]
+    strides, dilation = parameters["window_strides"], parameters["rhs_dilation"]
+    places = _count_places(images.shape[2:-1], window, parameters)
+    dtype, summed = _result_dtype(images, parameters), len(window) + 1
+    products = []
+    for place in np.ndindex(places):
+        begin = [i * stride for i, stride in zip(place, strides, strict=True)]
+        product = lax.dot_general(
+            _take_space(images, begin, window, dilation),
+            kernel,
+            ((tuple(range(2, 2 + summed)), tuple(range(summed))), ((0,), (summed,))),
+            precision=parameters["precision"],
+            preferred_element_type=_accumulator(dtype),
         )
+        products.append(product.astype(dtype))
+    # From position, group, batch, output to batch, *space, group and output in one.
+    result = jnp.stack(products).transpose(2, 0, 1, 3)
+    return result.reshape(result.shape[0], *places, -1)
+
+
+def _count_places(
+    sizes: Sequence[int], window: Sequence[int], parameters: Mapping[str, Any]
+) -> tuple[int, ...]:
+    steps = parameters["rhs_dilation"], parameters["window_strides"]
+    return tuple(
+        (size - (length - 1) * dilation - 1) // stride + 1
+        for size, length, dilation, stride in zip(sizes, window, *steps, strict=True)
+    )
+
+
+def take(
+    array: jax.Array, begin: Sequence[int], counts: Sequence[int], steps: Sequence[int]
+) -> jax.Array:
+    """Takes `counts` elements, in steps, along each axis."""
+    ends = [
+        first + (count - 1) * step + 1
+        for first, count, step in zip(begin, counts, steps, strict=True)
     ]
-    zero = jnp.zeros((), images.dtype)
-    images = lax.pad(images, zero, [(0, 0, 0), *padding, (0, 0, 0)])
+    return lax.slice(array, begin, ends, steps)
+
+
+def _take_space(
+    array: jax.Array, begin: Sequence[int], counts: Sequence[int], steps: Sequence[int]
+) -> jax.Array:
+    """Takes so many elements along the axes of space, the last but one."""
+    lead = array.ndim - len(begin) - 1
+    shape, ones = array.shape, [1] * lead
+    begin, counts = [*[0] * lead, *begin, 0], [*shape[:lead], *counts, shape[-1]]
+    return take(array, begin, counts, [*ones, *steps, 1])
+
+
+def _result_dtype(images: jax.Array, parameters: Mapping[str, Any]) -> Any:
     dtype = parameters["preferred_element_type"]
-    steps: dict[str, Any] = {
-        "strides": parameters["window_strides"],
-        "dilation": parameters["rhs_dilation"],
-        "dtype": images.dtype if dtype is None else dtype,
-    }
-    if form is Form.BY_TAP:
-        return convolve_by_tap(images, kernel, **steps)
-    groups = split_groups(
-        images,
-        feature_groups=parameters["feature_group_count"],
-        batch_groups=parameters["batch_group_count"],
-    )
-    return convolve_by_position(
-        groups, kernel, precision=parameters["precision"], **steps
-    )
+    return images.dtype if dtype is None else dtype
+
+
+def _accumulator(dtype: Any) -> Any:
+    is_short = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if is_short else dtype
 
 
 def _canonical(ndim: int) -> tuple[tuple[int, ...], ...]:
@@ -167,116 +241,3 @@ def _canonical(ndim: int) -> tuple[tuple[int, ...], ...]:
 
 def _features_last(spec: Sequence[int]) -> tuple[int, ...]:
     return (spec[0], *spec[2:], spec[1])
-
-
-def convolve_by_tap(
-    images: jax.Array,
-    kernel: jax.Array,
-    *,
-    strides: Sequence[int],
-    dilation: Sequence[int],
-    dtype: Any,
-) -> jax.Array:
-    """Convolves each feature on its own: the sum over a window's taps.
-
-    All taps become one loop over the result. The kernel's input axis has size 1.
-    """
-    window = kernel.shape[:-2]
-    space = _count_places(images.shape[1:-1], window, dilation, strides)
-    wide = _accumulator(dtype)
-    repeats = kernel.shape[-1] // images.shape[-1]
-    total = None
-    for tap in _places(window):
-        begin = [i * step for i, step in zip(tap, dilation, strict=True)]
-        part = _take(images, begin, space, strides).astype(wide)
-        part = jnp.repeat(part, repeats, axis=-1)
-        weight = kernel[*tap, 0].astype(wide)
-        term = part * lax.broadcast_in_dim(weight, part.shape, (part.ndim - 1,))
-        total = term if total is None else total + term
-    assert total is not None
-    return total.astype(dtype)
-
-
-def convolve_by_position(
-    images: jax.Array,
-    kernel: jax.Array,
-    *,
-    strides: Sequence[int],
-    dilation: Sequence[int],
-    precision: Any,
-    dtype: Any,
-) -> jax.Array:
-    """Convolves with a window almost as large as the image: a weight's gradient.
-
-    The window fits in a few places only. Each is a matrix product for every group. The
-    images come with a first axis for groups, as `split_groups` gives them.
-    """
-    groups = images.shape[0]
-    kernel = kernel.reshape(*kernel.shape[:-1], groups, -1)
-    window = kernel.shape[:-3]
-    space = _count_places(images.shape[2:-1], window, dilation, strides)
-    summed = len(window) + 1
-    axes = (tuple(range(2, 2 + summed)), tuple(range(summed))), ((0,), (summed,))
-    products = []
-    for place in _places(space):
-        begin = [i * stride for i, stride in zip(place, strides, strict=True)]
-        product = lax.dot_general(
-            _take(images, begin, window, dilation),
-            kernel,
-            axes,
-            precision=precision,
-            preferred_element_type=_accumulator(dtype),
-        )
-        products.append(product.astype(dtype))
-    # From position, group, batch, output to batch, *space, group and output in one.
-    result = jnp.stack(products).transpose(2, 0, 1, 3)
-    return result.reshape(result.shape[0], *space, -1)
-
-
-def split_groups(
-    images: jax.Array, *, feature_groups: int, batch_groups: int
-) -> jax.Array:
-    """Splits images to the axes (group, batch, *space, feature)."""
-    if batch_groups > 1:
-        return images.reshape(batch_groups, -1, *images.shape[1:])
-    return jnp.moveaxis(images.reshape(*images.shape[:-1], feature_groups, -1), -2, 0)
-
-
-def _count_places(
-    sizes: Sequence[int],
-    window: Sequence[int],
-    dilation: Sequence[int],
-    strides: Sequence[int],
-) -> list[int]:
-    return [
-        (size - (length - 1) * step - 1) // stride + 1
-        for size, length, step, stride in zip(
-            sizes, window, dilation, strides, strict=True
-        )
-    ]
-
-
-def _places(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*map(range, sizes))
-
-
-def _take(
-    array: jax.Array, begin: Sequence[int], counts: Sequence[int], steps: Sequence[int]
-) -> jax.Array:
-    """Takes `counts` elements in steps along the axes of space, the last but one."""
-    lead = array.ndim - len(begin) - 1
-    ends = [
-        first + (count - 1) * step + 1
-        for first, count, step in zip(begin, counts, steps, strict=True)
-    ]
-    return lax.slice(
-        array,
-        (*[0] * lead, *begin, 0),
-        (*array.shape[:lead], *ends, array.shape[-1]),
-        (*[1] * lead, *steps, 1),
-    )
-
-
-def _accumulator(dtype: Any) -> Any:
-    is_short = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.dtype(jnp.float32) if is_short else dtype

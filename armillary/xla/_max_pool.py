@@ -6,7 +6,6 @@ without. Here each window remembers which of its taps won, and each element of t
 result asks the windows that it lies in.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,16 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from armillary.xla._convolutions import has_plain_shape
+from armillary.xla._convolutions import has_plain_shape, take
 
 MOST_TAPS = 64
 """Most elements of a window: each is a comparison in the compiled program."""
+
+PARAMETERS = {"padding", "select_prim", "window_dimensions", "window_strides"}
 
 
 def is_supported(parameters: Mapping[str, Any], source: Any, operand: Any) -> bool:
     """Returns whether `scatter_to_winners` computes this one."""
     return (
-        parameters["select_prim"] in (lax.ge_p, lax.le_p)
+        parameters.keys() == PARAMETERS
+        and parameters["select_prim"] in (lax.ge_p, lax.le_p)
         and jnp.issubdtype(operand.dtype, jnp.floating)
         and math.prod(parameters["window_dimensions"]) <= MOST_TAPS
         and has_plain_shape(source)
@@ -43,39 +45,28 @@ def scatter_to_winners(
     padding: Sequence[tuple[int, int]],
 ) -> jax.Array:
     """Computes `jax.lax.select_and_scatter_add_p`: adds sources where windows won."""
-    worst = -np.inf if select_prim is lax.ge_p else np.inf
-    padded = lax.pad(
-        operand,
-        jnp.asarray(worst, operand.dtype),
-        [(low, high, 0) for low, high in padding],
-    )
-    winners = _find_winners(
-        padded, source.shape, select_prim, window_dimensions, window_strides
-    )
+    worst = jnp.asarray(-np.inf if select_prim is lax.ge_p else np.inf, operand.dtype)
+    padded = lax.pad(operand, worst, [(low, high, 0) for low, high in padding])
+    taps = np.arange(math.prod(window_dimensions), dtype=np.int32)
+    taps = taps.reshape(window_dimensions)
+    winners = _find_winners(padded, source.shape, taps, select_prim, window_strides)
     # Windows that overlap are as many layers of cells as wide as a stride: the first
     # layer holds the first `stride` elements of each window, the next one the next.
     layers = [
-        range(-(-length // stride))
+        -(-length // stride)
         for length, stride in zip(window_dimensions, window_strides, strict=True)
     ]
-    tap = np.arange(math.prod(window_dimensions), dtype=np.int32)
-    taps = tap.reshape(window_dimensions)
     total = None
-    for layer in itertools.product(*layers):
+    for layer in np.ndindex(*layers):
         begin = [i * stride for i, stride in zip(layer, window_strides, strict=True)]
-        cell = _cut_cell(taps, begin, window_strides)
-        spread = _spread(source, winners, cell)
-        offsets = [b - low for b, (low, _) in zip(begin, padding, strict=True)]
-        placed = lax.pad(
-            spread,
-            jnp.zeros((), spread.dtype),
-            [
-                (offset, size - offset - length, 0)
-                for offset, size, length in zip(
-                    offsets, operand.shape, spread.shape, strict=True
-                )
-            ],
-        )
+        spread = _spread(source, winners, _cut_cell(taps, begin, window_strides))
+        edges = [
+            (first - low, size - (first - low) - length, 0)
+            for first, (low, _), size, length in zip(
+                begin, padding, operand.shape, spread.shape, strict=True
+            )
+        ]
+        placed = lax.pad(spread, jnp.zeros((), spread.dtype), edges)
         total = placed if total is None else total + placed
     assert total is not None
     return total
@@ -84,25 +75,20 @@ def scatter_to_winners(
 def _find_winners(
     padded: jax.Array,
     shape: Sequence[int],
+    taps: np.ndarray,
     select_prim: Any,
-    window: Sequence[int],
     strides: Sequence[int],
 ) -> jax.Array:
     """Returns which tap of each window won: the first one, of equals."""
-    best = winners = None
-    for number, tap in enumerate(itertools.product(*map(range, window))):
-        ends = [
-            begin + (count - 1) * stride + 1
-            for begin, count, stride in zip(tap, shape, strides, strict=True)
-        ]
-        value = lax.slice(padded, tap, ends, strides)
-        if best is None or winners is None:
-            best, winners = value, jnp.zeros(shape, np.int32)
+    best, winners = None, jnp.zeros(shape, taps.dtype)
+    for place in np.ndindex(taps.shape):
+        value = take(padded, place, shape, strides)
+        if best is None:
+            best = value
         else:
             stays = select_prim.bind(best, value)
             best = jnp.where(stays, best, value)
-            winners = jnp.where(stays, winners, np.int32(number))
-    assert winners is not None
+            winners = jnp.where(stays, winners, taps[place])
     return winners
 
 
@@ -117,14 +103,11 @@ def _cut_cell(
 
 def _spread(source: jax.Array, winners: jax.Array, cell: np.ndarray) -> jax.Array:
     """Makes each source a cell that is 0 but where the winner is."""
-    shape = [
-        size for pair in zip(source.shape, cell.shape, strict=True) for size in pair
-    ]
-    axes = range(0, len(shape), 2)
-    cells = lax.broadcast_in_dim(cell, shape, range(1, len(shape), 2))
-    hit = lax.broadcast_in_dim(winners, shape, axes) == cells
-    values = lax.broadcast_in_dim(source, shape, axes)
+    pairs = list(zip(source.shape, cell.shape, strict=True))
+    shape = [size for pair in pairs for size in pair]
+    outer, inner = range(0, len(shape), 2), range(1, len(shape), 2)
+    cells = lax.broadcast_in_dim(cell, shape, inner)
+    hit = lax.broadcast_in_dim(winners, shape, outer) == cells
+    values = lax.broadcast_in_dim(source, shape, outer)
     spread = jnp.where(hit, values, jnp.zeros((), source.dtype))
-    return spread.reshape(
-        [n * m for n, m in zip(source.shape, cell.shape, strict=True)]
-    )
+    return spread.reshape([n * m for n, m in pairs])

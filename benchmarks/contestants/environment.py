@@ -20,13 +20,15 @@ def prepare(options: Options) -> None:
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", options.devices)
     if options.convolutions == "canonical":
-        from armillary import xla
+        from armillary.xla import _lowerings
 
-        if not xla.use_canonical_convolutions():
+        if not _lowerings.has_rules():
             raise UnsupportedError(
-                "`armillary.xla.use_canonical_convolutions()` does not know this "
-                "version of JAX. Use `--convolutions stock`."
+                "Armillary does not know the lowering rules of this version of JAX. "
+                "Use `--convolutions stock`."
             )
+        # Of this thread, for as long as the process lives.
+        _lowerings.canonically().__enter__()
     if len(jax.devices()) < options.devices:
         raise UnsupportedError(
             f"The case needs {options.devices} devices, and this machine has "

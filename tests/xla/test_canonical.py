@@ -1,10 +1,7 @@
 """Canonical convolutions in the tables of JAX: what programs hold, and when."""
 
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,10 +13,11 @@ from jax import lax
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
-from armillary.xla import _lowerings, use_canonical_convolutions
+from armillary.xla import _lowerings
 from armillary.xla._compile import compile_step, has_slow_loop
-from armillary.xla._convolutions import convolve
-from armillary.xla._lowerings import Lowered, canonically
+from armillary.xla._convolutions import PARAMETERS, Form, choose_form, convolve
+from armillary.xla._lowerings import Lowered, canonically, has_rules
+from armillary.xla._max_pool import is_supported
 from tests.xla.arrays import IMAGES, assert_close, make
 
 
@@ -36,13 +34,13 @@ def restored() -> Iterator[None]:
     for table, before in saved:
         table.clear()
         table.update(before)
-    _lowerings._is_everywhere = False
     jax.clear_caches()
 
 
-@pytest.fixture
-def canonical(restored: None) -> None:
-    assert use_canonical_convolutions()
+def canonical(fn: Callable[..., Any]) -> Any:
+    """Returns `jax.jit(fn)`, lowered canonically."""
+    assert has_rules()
+    return Lowered(jax.jit(fn), canonically)
 
 
 def network(kernels: tuple[jax.Array, jax.Array], images: jax.Array) -> jax.Array:
@@ -134,8 +132,8 @@ def expected(problem: tuple[Any, jax.Array]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_training_is_equal(way, problem, expected, canonical):
-    actual = jax.jit(way)(*problem)
+def test_training_is_equal(way, problem, expected):
+    actual = canonical(way)(*problem)
     for new, old in zip(actual, expected[way.__name__], strict=True):
         assert_close(new, old)
 
@@ -144,21 +142,23 @@ def read_orders(program: str) -> set[str]:
     return set(re.findall(r"dim_numbers = (.*?\].*?\].*?\])", program))
 
 
-def test_loops_hold_ordered_convolutions_and_no_scatter(problem, canonical):
-    text = jax.jit(train_in_scan).lower(*problem).as_text()
+def test_loops_hold_ordered_convolutions_and_no_scatter(problem):
+    text = canonical(train_in_scan).lower(*problem).as_text()
     assert read_orders(text) == {"[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]"}
     assert "select_and_scatter" not in text
 
 
-def test_without_the_call_loops_hold_others(problem):
+def test_programs_that_do_not_ask_hold_others(problem):
+    assert has_rules()
     text = jax.jit(train_in_scan).lower(*problem).as_text()
     assert len(read_orders(text)) == 3
     assert "select_and_scatter" in text
 
 
-def test_call_may_be_repeated(canonical):
+def test_rules_are_installed_once():
+    assert has_rules()
     rule = mlir._platform_specific_lowerings["cpu"][lax.conv_general_dilated_p]
-    assert use_canonical_convolutions() is True
+    assert has_rules()
     assert mlir._platform_specific_lowerings["cpu"][lax.conv_general_dilated_p] is rule
 
 
@@ -172,22 +172,6 @@ def count_lowered(patch: pytest.MonkeyPatch) -> list[Any]:
 
     patch.setattr(_lowerings, "convolve", record)
     return lowered
-
-
-def test_compiled_programs_are_compiled_again_after_the_call(
-    problem, restored, monkeypatch
-):
-    lowered = count_lowered(monkeypatch)
-    step = jax.jit(lambda kernels, images: train(kernels, images))
-    kernels, chunk = problem
-    step(kernels, chunk[0])
-    use_canonical_convolutions()
-    assert not lowered
-    step(kernels, chunk[0])
-    assert lowered
-    lowered.clear()
-    step(kernels, chunk[0])
-    assert not lowered
 
 
 def test_a_program_is_not_confused_with_one_of_the_other_kind(
@@ -216,7 +200,7 @@ def test_threads_lower_apart(problem, restored, monkeypatch):
     own = jax.jit(train)
     expected = own.lower(kernels, chunk[0]).as_text()
     found: list[str] = []
-    inside = Lowered(jax.jit(lambda *args: train(*args)), canonically)
+    inside = canonical(lambda *args: train(*args))
 
     def lower_meanwhile(*args: Any, **parameters: Any) -> Any:
         if not found:
@@ -237,7 +221,7 @@ def test_threads_lower_apart(problem, restored, monkeypatch):
     assert found[0].count("select_and_scatter") > 0
 
 
-def test_complex_convolutions_are_equal(restored):
+def test_complex_convolutions_are_equal():
     image, kernel = make((2, 2, 5, 5)), make((3, 2, 3, 3))
     image, kernel = image + 1j * image[::-1], kernel - 2j * kernel
 
@@ -245,14 +229,12 @@ def test_complex_convolutions_are_equal(restored):
         result = lax.conv_general_dilated(image, kernel, (1, 1), "SAME")
         return jnp.stack([result.real, result.imag])
 
-    before = jax.jit(compute)(image, kernel)
-    use_canonical_convolutions()
-    assert_close(jax.jit(compute)(image, kernel), before)
+    assert_close(canonical(compute)(image, kernel), jax.jit(compute)(image, kernel))
 
 
 @pytest.mark.parametrize("batch", [0, 1])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_batches_of_none_are_compiled(canonical, batch, groups):
+def test_batches_of_none_are_compiled(batch, groups):
     kernel = make((3, 3, 2 // groups, 4))
 
     def compute(kernel: jax.Array, images: jax.Array) -> jax.Array:
@@ -268,16 +250,18 @@ def test_batches_of_none_are_compiled(canonical, batch, groups):
             images, -np.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
         ).sum()
 
-    gradient = jax.jit(jax.grad(compute))(kernel, make((batch, 4, 4, 2)))
+    gradient = canonical(jax.grad(compute))(kernel, make((batch, 4, 4, 2)))
     assert bool(jnp.any(gradient != 0)) == (batch > 0)
 
 
 @pytest.mark.slow
-def test_batches_of_any_size_can_be_exported(problem, canonical):
+def test_batches_of_any_size_can_be_exported(problem):
     kernels, chunk = problem
     (batch,) = jax.export.symbolic_shape("batch")
     images = jax.ShapeDtypeStruct((batch, *chunk.shape[2:]), chunk.dtype)
-    program = jax.export.export(jax.jit(train))(kernels, images)
+    assert has_rules()
+    with canonically():
+        program = jax.export.export(jax.jit(train))(kernels, images)
     for new, old in zip(
         program.call(kernels, chunk[0]), train(kernels, chunk[0]), strict=True
     ):
@@ -285,14 +269,14 @@ def test_batches_of_any_size_can_be_exported(problem, canonical):
 
 
 @pytest.mark.slow
-def test_axes_that_the_user_shards_stay_as_they_are(problem, canonical):
+def test_axes_that_the_user_shards_stay_as_they_are(problem):
     kernels, chunk = problem
     mesh = jax.make_mesh(
         (2,), ("data",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2]
     )
     with jax.set_mesh(mesh):
         images = jax.device_put(chunk[0], P("data"))
-        loss = jax.jit(network)(jax.device_put(kernels, P()), images)
+        loss = canonical(network)(jax.device_put(kernels, P()), images)
     assert_close(loss, network(kernels, chunk[0]))
 
 
@@ -311,66 +295,36 @@ def break_rules(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(mlir._platform_specific_lowerings, "cpu", rules)
 
 
-def break_parameters(patch: pytest.MonkeyPatch) -> None:
-    known = _lowerings.CONVOLUTION_PARAMETERS - {"out_sharding"}
-    patch.setattr(_lowerings, "CONVOLUTION_PARAMETERS", known)
-
-
-def break_gradient(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lax, "select_and_scatter_add_p", lax.sin_p)
-
-
 def break_primitive(patch: pytest.MonkeyPatch) -> None:
     patch.delattr(lax, "select_and_scatter_add_p")
 
 
 @pytest.mark.parametrize(
-    ("break_jax", "reason"),
-    [
-        (break_tables, "_platform_specific_lowerings"),
-        (break_entries, "has no attribute 'rule'"),
-        (break_rules, "the rule of conv_general_dilated is 'compiled'"),
-        (break_parameters, "conv_general_dilated has the parameters .*out_sharding"),
-        (break_gradient, r"gradients do not use \['sin'\]"),
-        (break_primitive, "select_and_scatter_add_p"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    "break_jax", [break_tables, break_entries, break_rules, break_primitive]
 )
-def test_an_unknown_jax_is_left_alone(break_jax, reason, monkeypatch, restored):
+def test_an_unknown_jax_is_left_alone(break_jax, monkeypatch, restored):
     registered: list[Any] = []
     monkeypatch.setattr(
         mlir, "register_lowering", lambda *args, **_: registered.append(args)
     )
     break_jax(monkeypatch)
-    message = f"changed nothing: JAX {re.escape(jax.__version__)} .*{reason}"
-    with pytest.warns(RuntimeWarning, match=message):
-        assert use_canonical_convolutions() is False
+    assert not has_rules()
     assert not registered
-    assert not _lowerings.has_rules()
     program = jax.make_jaxpr(jax.grad(network))(
         (make((3, 3, 2, 3)),), make((1, 4, 4, 2))
     )
     assert has_slow_loop(program, "cpu")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("code", "succeeds"),
-    [("assert use_canonical_convolutions()", True), ("jax.devices()", False)],
-    ids=["call", "control"],
-)
-def test_call_touches_no_device(code, succeeds):
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "error",
-            "-c",
-            f"import jax; from armillary.xla import use_canonical_convolutions; {code}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "JAX_PLATFORMS": "no_such_platform"},
-    )
-    assert (result.returncode == 0) == succeeds, result.stderr
+def test_operations_with_other_parameters_are_left_alone():
+    program = jax.make_jaxpr(train)((make((3, 3, 2, 3)),), make((1, 4, 4, 2)))
+    found = {each.primitive: each for each in program.eqns}
+    equation = found[lax.conv_general_dilated_p]
+    values = [each.aval for each in (*equation.invars, *equation.outvars)]
+    assert choose_form(equation.params, *values) is not Form.UNCHANGED
+    assert equation.params.keys() == PARAMETERS
+    assert choose_form(equation.params | {"new": 1}, *values) is Form.UNCHANGED
+    equation = found[lax.select_and_scatter_add_p]
+    values = [each.aval for each in equation.invars]
+    assert is_supported(equation.params, *values)
+    assert not is_supported(equation.params | {"new": 1}, *values)
