@@ -10,7 +10,7 @@ restored whole, or stays whole as the program made it.
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -59,6 +59,30 @@ class RestoreReport(NamedTuple):
         if self.differences:
             lines += ["These may differ, and do:", list_lines(self.differences)]
         return "\n".join(lines)
+
+    def expect_partial(self) -> Self:
+        """Returns this report: what was left was not asked for, or may differ."""
+        return self
+
+    def assert_existing_objects_matched(self) -> Self:
+        """Returns this report, if everything in the program was restored.
+
+        Raises:
+            CheckpointMismatchError: If something was not.
+        """
+        if self.kept:
+            raise CheckpointMismatchError(str(self))
+        return self
+
+    def assert_consumed(self) -> Self:
+        """Returns this report, if all of the checkpoint is in all of the program.
+
+        Raises:
+            CheckpointMismatchError: If something in either was left.
+        """
+        if self.unused:
+            raise CheckpointMismatchError(str(self))
+        return self.assert_existing_objects_matched()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,11 +28,6 @@ class Position:
         self.state = state
 
 
-class Source(Position):
-    def check_repositionable(self) -> None:
-        raise DatasetStateError("A generator cannot be repositioned.")
-
-
 class Delegate:
     """Answers to every name, as `nnx.Rngs` does."""
 

@@ -97,6 +97,8 @@ def test_one_damaged_file_gives_the_saved_state_or_the_one_before(
         # By position: the names of array files are random.
         files = find_files(directory / "checkpoint_2")
         path = files[data.draw(st.integers(0, len(files) - 1), "file")]
+        if data.draw(st.booleans(), "of the numbers"):
+            path = find_largest(directory / "checkpoint_2")
         damage(path, data)
         run = Run(9)
         restored = make_manager(run, directory).restore_or_initialize()
@@ -104,6 +106,7 @@ def test_one_damaged_file_gives_the_saved_state_or_the_one_before(
         assert restored is not None
         number = int(restored.rpartition("_")[2])
         assert number in {1, 2}
+        assert number == 1 or "/d/" not in str(path)
         assert run.read() == Run(number).read()
 
 
@@ -127,26 +130,6 @@ def damage(path: Path, data: st.DataObject) -> None:
     else:
         content = b"" if kind == "empty" else content + b"0"
     path.write_bytes(content)
-
-
-@pytest.mark.slow
-@given(position=st.integers(0, 3999), bit=st.integers(0, 7))
-@settings(max_examples=20, deadline=None)
-def test_a_flipped_bit_of_the_numbers_is_always_found(
-    saved: Path, position: int, bit: int
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(shutil.copytree(saved, folder, dirs_exist_ok=True))
-        path = find_largest(directory / "checkpoint_2")
-        content = bytearray(path.read_bytes())
-        content[position % len(content)] ^= 1 << bit
-        path.write_bytes(content)
-        run = Run(9)
-
-        assert make_manager(run, directory).restore_or_initialize() == str(
-            directory / "checkpoint_1"
-        )
-        assert run.read() == Run(1).read()
 
 
 def test_without_checksums_a_flipped_bit_would_be_loaded(
@@ -184,9 +167,12 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_names_the_file(
     assert record.levelno == logging.WARNING
     assert f"`{directory / 'checkpoint_2'}` is damaged" in record.getMessage()
     assert f"Taking `{directory / 'checkpoint_1'}` instead" in record.getMessage()
+    # By name, none takes its place.
+    run = Run(9)
     with pytest.raises(CheckpointDamageError, match=reason) as raised:
         make_manager(run, directory).restore(directory / "checkpoint_2")
     assert re.match(reason, raised.value.damage)
+    assert run.read() == Run(9).read()
 
 
 @pytest.mark.parametrize(
@@ -243,42 +229,24 @@ class as_another_user:  # noqa: N801
             os.seteuid(self._user)
 
 
-def test_several_damaged_checkpoints_are_skipped(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(directory, 3)
-    flip_bit(find_largest(directory / "checkpoint_3"))
-    (directory / "checkpoint_2" / "header" / "header.json").write_bytes(b"")
-    run = Run(9)
-    with caplog.at_level(logging.WARNING, "armillary"):
-        make_manager(run, directory).restore_or_initialize()
-
-    assert run.read() == Run(1).read()
-    assert len(caplog.records) == 2
-
-
 def test_no_good_checkpoint_is_an_error_that_lists_all_of_them(directory: Path) -> None:
     flip_bit(find_largest(directory / "checkpoint_2"))
     shutil.rmtree(directory / "checkpoint_1" / "header")
+    (directory / "checkpoint_3").mkdir()
     run = Run(9)
     manager = make_manager(run, directory, init_fn=lambda: pytest.fail("from scratch"))
 
     with pytest.raises(
-        CheckpointError, match=r"`directory` is .*none of its 2 checkpoints"
+        CheckpointError, match=r"`directory` is .*none of its 3 checkpoints"
     ) as info:
         manager.restore_or_initialize()
 
     message = str(info.value)
-    assert f"{directory / 'checkpoint_1'}: `header/header.json` is missing" in message
+    for number in (1, 3):
+        place = directory / f"checkpoint_{number}"
+        assert f"{place}: `header/header.json` is missing" in message
     assert f"{directory / 'checkpoint_2'}: the content of `arrays" in message
     assert run.read() == Run(9).read()
-
-
-def test_an_empty_folder_of_a_checkpoint_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint_4").mkdir()
-
-    with pytest.raises(CheckpointError, match=r"checkpoint_4: `header/header.json` is"):
-        make_manager(Run(9), tmp_path).restore_or_initialize()
 
 
 def test_a_checkpoint_of_another_library_is_not_ours_to_judge(tmp_path: Path) -> None:
@@ -299,16 +267,6 @@ def test_an_unfinished_save_is_named_and_not_used(
 
     assert run.read() == Run(2).read()
     assert f"`{half}` is not used" in caplog.text
-
-
-def test_restoring_one_by_name_never_falls_back(directory: Path) -> None:
-    flip_bit(find_largest(directory / "checkpoint_2"))
-    run = Run(9)
-
-    with pytest.raises(CheckpointError, match="a damaged checkpoint: the content of"):
-        make_manager(run, directory).restore(directory / "checkpoint_2")
-
-    assert run.read() == Run(9).read()
 
 
 def test_a_checkpoint_that_does_not_fit_is_no_damage(directory: Path) -> None:
@@ -411,16 +369,11 @@ def test_a_file_added_among_the_arrays_is_damage(directory: Path) -> None:
     assert run.read() == Run(1).read()
 
 
-def test_files_of_other_programs_beside_the_arrays_are_none(directory: Path) -> None:
+def test_what_lies_beside_the_files_that_are_read_does_not_matter(
+    directory: Path,
+) -> None:
     (directory / "checkpoint_2" / "notes.txt").touch()
     (directory / "checkpoint_2" / "arrays" / ".nfs0001").touch()
-    run = Run(9)
-    make_manager(run, directory).restore_or_initialize()
-
-    assert run.read() == Run(2).read()
-
-
-def test_what_lies_beside_the_files_is_not_read(directory: Path) -> None:
     for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
         (directory / "checkpoint_2" / name).unlink(missing_ok=True)
     run = Run(9)

@@ -115,17 +115,6 @@ def test_other_content_of_the_directory_is_not_touched(
         assert (tmp_path / "run" / name).read_text() == text
 
 
-def test_numbers_come_from_the_step_counter(make_manager: MakeManager) -> None:
-    counter = Counter()
-    counter.set(40)
-    manager = make_manager(
-        Checkpoint(counter=counter), step_counter=lambda: counter.step
-    )
-
-    assert Path(str(manager.save())).name == "checkpoint_40"
-    assert Path(str(manager.save(checkpoint_number=2))).name == "checkpoint_2"
-
-
 def test_numbers_count_on_without_a_step_counter(make_manager: MakeManager) -> None:
     manager = make_manager(Checkpoint(counter=Counter()))
     manager.save()
@@ -191,13 +180,6 @@ def test_one_tracker_knows_which_step_the_latest_checkpoint_holds(
     assert not without_counter.has_saved_step()
 
 
-def test_without_an_interval_every_save_is_due(make_manager: MakeManager) -> None:
-    manager = make_manager(Checkpoint(counter=Counter()), step_counter=lambda: 3)
-
-    assert manager.save(check_interval=True) is not None
-    assert manager.save(check_interval=True) is not None
-
-
 def test_binding_a_step_counter_keeps_the_users(make_manager: MakeManager) -> None:
     manager = make_manager(Checkpoint(counter=Counter()))
     assert manager.step_counter is None
@@ -230,53 +212,8 @@ def test_init_fn_runs_only_if_there_is_no_checkpoint(
     ) == len(calls)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("none", "does not exist"),
-        ("file", "is no complete checkpoint"),
-        ("folder", "is no complete checkpoint"),
-        (".", "is no complete checkpoint"),
-    ],
-)
-def test_restoring_what_is_not_a_checkpoint_names_those_that_are(
-    make_manager: MakeManager, name: str, reason: str
-) -> None:
-    counter = Counter()
-    manager = make_manager(Checkpoint(counter=counter))
-    save_steps(manager, counter, 1, 2)
-    directory = Path(manager.directory)
-    (directory / "file").touch()
-    (directory / "folder").mkdir()
-
-    with pytest.raises(
-        CheckpointError, match=rf"{reason}.*Use '.*checkpoint_2', '.*checkpoint_1'\."
-    ):
-        manager.restore(directory / name)
-
-
-def test_any_checkpoint_may_be_restored(make_manager: MakeManager) -> None:
-    counter = Counter()
-    manager = make_manager(Checkpoint(counter=counter))
-    save_steps(manager, counter, 1, 2)
-
-    path = manager.restore(manager.checkpoints[0])
-
-    assert path == manager.checkpoints[0]
-    np.testing.assert_array_equal(counter.array, np.ones(3))
-
-
-def test_a_directory_that_cannot_be_written_is_an_error_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-
-    with pytest.raises(ValueError, match=r"this user may not write to .*chmod"):
-        CheckpointManager(Checkpoint(counter=Counter()), tmp_path / "run")
-
-
 def test_a_directory_that_cannot_be_written_can_be_read(
-    make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
+    make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     counter = Counter()
     save_steps(make_manager(Checkpoint(counter=counter)), counter, 1)
@@ -284,52 +221,34 @@ def test_a_directory_that_cannot_be_written_can_be_read(
     manager = make_manager(Checkpoint(counter=counter))
 
     assert manager.restore_or_initialize() is not None
+    with pytest.raises(ValueError, match=r"this user may not write to .*chmod"):
+        make_manager(Checkpoint(counter=counter), tmp_path / "other")
 
 
-def test_a_failed_save_is_raised_by_sync_once(
-    make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["write", "wait"])
+def test_a_failed_save_is_raised_once_and_costs_no_checkpoint(
+    make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     counter = Counter()
     manager = make_manager(Checkpoint(counter=counter))
     save_steps(manager, counter, 1)
+    succeed = getattr(Store, method)
 
-    wait = Store.wait
-
-    def fail(store: Store) -> None:
-        wait(store)
+    def fail(store: Store, *args: object, **kwargs: object) -> None:
+        if method == "wait":
+            succeed(store)
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "wait", fail)
-        manager.save(2)
+        patch.setattr(Store, method, fail)
         with pytest.raises(
             CheckpointError, match="checkpoint_2` failed: OSError: No space left"
         ):
-            manager.sync()
+            save_steps(manager, counter, 2)
 
     manager.sync()
-    assert names(manager)[0] == "checkpoint_1"
-
-
-def test_a_save_that_cannot_start_is_an_error(
-    make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counter = Counter()
-    manager = make_manager(Checkpoint(counter=counter))
-    save_steps(manager, counter, 1)
-
-    def fail(*args: object) -> None:
-        raise OSError("No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_folder, "choose_path", fail)
-        with pytest.raises(
-            CheckpointError, match="checkpoint_2` failed: OSError: No space left"
-        ):
-            manager.save(2)
-
     save_steps(manager, counter, 3)
-    assert names(manager) == ["checkpoint_1", "checkpoint_3"]
+    assert [names(manager)[0], names(manager)[-1]] == ["checkpoint_1", "checkpoint_3"]
 
 
 def test_a_closed_manager_can_save_again(make_manager: MakeManager) -> None:
