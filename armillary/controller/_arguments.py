@@ -16,24 +16,28 @@ from armillary._checks import (
 )
 from armillary.typing import Action
 
-_FIXES = {
-    "trainer": "Derive it from `armillary.StandardTrainer` or `AbstractTrainer`.",
-    "evaluator": "Derive it from `armillary.StandardEvaluator` or `AbstractEvaluator`.",
-    "strategy": "Use a strategy such as `armillary.MirroredStrategy()`.",
-    "checkpoint_manager": "Use `armillary.CheckpointManager(checkpoint, directory)`.",
-    "summary_manager": "Use `armillary.summary.SummaryManager(summary_dir)`.",
-    "eval_summary_manager": "Use `armillary.summary.SummaryManager(summary_dir)`.",
-}
+_SUMMARIES = (
+    ["write_summaries", "flush"],
+    "Use `armillary.summary.SummaryManager(summary_dir)`.",
+)
+# The methods that the controller calls, and what has them.
 _METHODS = {
-    "trainer": ["train"],
-    "strategy": ["scope"],
-    "checkpoint_manager": [
-        *("save", "restore", "restore_or_initialize", "sync", "bind_step_counter"),
-        *("bind_evaluation", "is_due", "has_saved_step", "checkpoint"),
-    ],
-    "summary_manager": ["write_summaries", "flush"],
-    "eval_summary_manager": ["write_summaries", "flush"],
+    "trainer": (
+        ["train"],
+        "Derive it from `armillary.StandardTrainer` or `AbstractTrainer`.",
+    ),
+    "strategy": (["scope"], "Use a strategy such as `armillary.MirroredStrategy()`."),
+    "checkpoint_manager": (
+        ["save", "restore", "restore_or_initialize", "sync", "checkpoint"],
+        "Use `armillary.CheckpointManager(checkpoint, directory)`.",
+    ),
+    "summary_manager": _SUMMARIES,
+    "eval_summary_manager": _SUMMARIES,
 }
+_EVALUATOR = (
+    "Derive it from `armillary.StandardEvaluator` or `AbstractEvaluator`; several need "
+    'names: `evaluator={"validation": a, "test": b}`.'
+)
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -44,9 +48,9 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             "`trainer` and `evaluator` are both None, but a controller needs at least "
             "one of them. Pass `trainer=...`, `evaluator=...` or both."
         )
-    for name, methods in _METHODS.items():
+    for name, (methods, fix) in _METHODS.items():
         if arguments[name] is not None:
-            check_methods(name, arguments[name], methods, _FIXES[name])
+            check_methods(name, arguments[name], methods, fix)
     _check_evaluator(evaluator)
     _check_intervals(arguments)
     for name in ("summary_dir", "eval_summary_dir"):
@@ -63,14 +67,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 def _check_evaluator(evaluator: Any) -> None:
     if evaluator is None:
         return
-    if isinstance(evaluator, list | tuple):
-        raise TypeError(
-            f"`evaluator` is {evaluator!r} of type {type(evaluator).__name__}, but "
-            "several evaluators need names. Use a dictionary of them, such as "
-            '`evaluator={"validation": a, "test": b}`.'
-        )
     if not isinstance(evaluator, Mapping):
-        check_methods("evaluator", evaluator, ["evaluate"], _FIXES["evaluator"])
+        check_methods("evaluator", evaluator, ["evaluate"], _EVALUATOR)
         return
     if not evaluator:
         raise ValueError(
@@ -84,8 +82,7 @@ def _check_evaluator(evaluator: Any) -> None:
                 f"`evaluator` has the name {name!r}, but each evaluator needs one that "
                 'a directory can have. Use `evaluator={"validation": ...}`.'
             )
-        fix = _FIXES["evaluator"]
-        check_methods(f"evaluator[{name!r}]", each, ["evaluate"], fix)
+        check_methods(f"evaluator[{name!r}]", each, ["evaluate"], _EVALUATOR)
 
 
 def _check_intervals(arguments: Mapping[str, Any]) -> None:

@@ -29,8 +29,8 @@ from armillary.controller._arguments import (
 )
 from armillary.controller._display import Display
 from armillary.controller._loops import Loops
-from armillary.controller._outputs import History, RunOutput
-from armillary.controller._reports import Curves, LoopReports, run_evaluations
+from armillary.controller._outputs import Curves, History, RunOutput
+from armillary.controller._reports import LoopReports, run_evaluations
 from armillary.controller._run import Run, finishing
 from armillary.controller._saving import Saving, warn_of_unsaved
 from armillary.controller._start import Start
@@ -166,7 +166,6 @@ class Controller:
         self.summary_interval, self.log_interval = summary_interval, log_interval
         self.hang_timeout_seconds, self.progress = hang_timeout_seconds, progress
         self.hyperparameters = dict(hyperparameters or {})
-        self._steps_per_loop = steps_per_loop
         step_counter = as_step_counter(global_step)
         self.summary_manager = summary_manager or self._make_manager(summary_dir)
         self.eval_summary_manager = eval_summary_manager or self.summary_manager
@@ -177,24 +176,28 @@ class Controller:
             self.eval_summary_manager = self._make_manager(eval_summary_dir)
 
         directory = getattr(checkpoint_manager, "directory", None)
-        goodput = make_recorder(None if trainer is None else directory)
-        scope = contextlib.nullcontext if strategy is None else strategy.scope
-        self._run = run = Run(trainer, directory, step_counter, scope, goodput)
-        self._curves = self._eval_curves = Curves(self.summary_manager, directory)
+        curves = eval_curves = Curves(self.summary_manager, directory)
         if self.eval_summary_manager is not self.summary_manager:
-            self._eval_curves = Curves(self.eval_summary_manager, directory)
-        self._display = Display(goodput, progress)
-        self._saving = Saving(run, checkpoint_manager)
-        self._start = Start(run, self._curves, strategy, self.hyperparameters)
-        reports = LoopReports(
-            run,
-            self._curves,
-            self._display.note,
+            eval_curves = Curves(self.eval_summary_manager, directory)
+        self._run = run = Run(
+            trainer=trainer,
+            strategy=strategy,
+            steps_per_loop=steps_per_loop,
             summary_interval=summary_interval,
             log_interval=log_interval,
-            actions=self.train_actions,
+            train_actions=self.train_actions,
+            directory=directory,
+            read_step=step_counter,
+            scope=contextlib.nullcontext if strategy is None else strategy.scope,
+            goodput=make_recorder(None if trainer is None else directory),
+            curves=curves,
+            eval_curves=eval_curves,
         )
-        self._loops = Loops(run, self._saving, reports, self._start, steps_per_loop)
+        self._display = Display(run.goodput, progress)
+        self._saving = Saving(run, checkpoint_manager)
+        self._start = Start(run, self.hyperparameters)
+        reports = LoopReports(run, self._display.note)
+        self._loops = Loops(run, self._saving, reports, self._start)
 
         ensure_visible()
         is_resumed = False
@@ -212,7 +215,7 @@ class Controller:
     @property
     def steps_per_loop(self) -> int | None:
         """Steps in the next loop, or `None` for a controller without a trainer."""
-        if self._steps_per_loop is None:
+        if self._run.steps_per_loop is None:
             return None
         return self._loops.num_steps_at(self._run.read_step())
 
@@ -512,9 +515,7 @@ class Controller:
 
     def _evaluate(self, steps: int, actions: Iterable[Action]) -> dict[str, Any]:
         with self._display.on("eval", self._run.read_step()), self._watch():
-            return run_evaluations(
-                self._run, self._eval_curves, self.evaluator, steps, actions
-            )
+            return run_evaluations(self._run, self.evaluator, steps, actions)
 
     def _watch(self) -> contextlib.AbstractContextManager[None]:
         """Ends the process, from another thread, if it is stuck."""
@@ -554,8 +555,8 @@ class Controller:
             tell(self._actions, "end_training")
 
     def _finish_writes(self) -> None:
-        self._curves.flush()
-        self._eval_curves.flush()
+        self._run.curves.flush()
+        self._run.eval_curves.flush()
         self._saving.save_unevaluated()
         self._saving.sync()
 

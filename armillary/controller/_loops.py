@@ -36,9 +36,8 @@ _SECONDS_AHEAD = 0.25
 _MOST_AHEAD = 100
 _DATA_ENDED_BEFORE = (
     "the data had ended before, and without `epochs` it is gone through once. Write "
-    "how many epochs to train in all: `controller.train(epochs=3)`, or "
-    "`controller.train(epochs=epoch + 1)` in a loop over them. For other data, assign "
-    "it to `trainer.train_dataset`."
+    "how many epochs to train in all, as in a loop over them: "
+    "`controller.train(epochs=epoch + 1)`."
 )
 
 
@@ -46,15 +45,10 @@ class Loops:
     """What one controller trains between two evaluations."""
 
     def __init__(
-        self,
-        run: Run,
-        saving: Saving,
-        reports: LoopReports,
-        start: Start,
-        steps_per_loop: int | Callable[[int], int] | None,
+        self, run: Run, saving: Saving, reports: LoopReports, start: Start
     ) -> None:
         self._run, self._saving, self._reports = run, saving, reports
-        self._start_lines, self._steps_per_loop = start, steps_per_loop
+        self._start_lines = start
         # Loops that were started, and outputs that came of them, not yet reported.
         self._pending: deque[StartedLoops] = deque()
         self._outputs: deque[tuple[int, int, dict[str, Any], float]] = deque()
@@ -116,9 +110,9 @@ class Loops:
 
     def num_steps_at(self, step: int) -> int:
         """Returns how many steps the loop has that begins at a step."""
-        if not callable(self._steps_per_loop):
-            return check_positive_int("steps_per_loop", self._steps_per_loop)
-        num_steps = self._steps_per_loop(step)
+        if not callable(self._run.steps_per_loop):
+            return check_positive_int("steps_per_loop", self._run.steps_per_loop)
+        num_steps = self._run.steps_per_loop(step)
         if not is_positive_int(num_steps):
             raise ValueError(
                 f"The function `steps_per_loop` returned {num_steps!r} at global step "
@@ -134,8 +128,8 @@ class Loops:
         All processes would have to know as much of the time, and an action may look at
         the state.
         """
-        is_alone = not self._reports.actions and get_peers() is None
-        if callable(self._steps_per_loop) or not is_alone:
+        is_alone = not self._run.train_actions and get_peers() is None
+        if callable(self._run.steps_per_loop) or not is_alone:
             return 1
         seconds = max(self._seconds_per_loop, _SECONDS_AHEAD / _MOST_AHEAD)
         most = max(1, int(_SECONDS_AHEAD / seconds))
@@ -171,7 +165,7 @@ class Loops:
             expire_boundary()
             # The first loop is looked at before a second one runs, and so is every
             # loop if actions need its output.
-            is_first = self._last_end == 0 or self._reports.actions
+            is_first = self._last_end == 0 or self._run.train_actions
             self.report(but=0 if is_first or not started.may_overlap else 1)
         return loops.reached
 
@@ -190,7 +184,7 @@ class Loops:
             with self._run.goodput.phase(category):
                 self._reports.add(*self._outputs.popleft())
                 if not self._outputs:
-                    self._reports.curves.flush()
+                    self._run.curves.flush()
 
     def _fetch_first(self) -> None:
         loops = self._pending[0]
@@ -285,8 +279,7 @@ class StartedLoops:
         num_run, early = self._started.num_steps, ""
         if num_run is None:
             early = (
-                "; a trainer whose data ended early must set `self.data_exhausted = "
-                "True`"
+                "; a trainer whose data ended early sets `self.data_exhausted = True`"
             )
             num_run = num_asked
             if self._data_ended:
@@ -302,9 +295,8 @@ class StartedLoops:
         if times > 1 and not rest:
             fix = (
                 f"Each step advances it {times} times, as {times} updates with one "
-                "optimizer do. Count the steps apart from them: "
-                "`self.step = armillary.create_global_step()` in the trainer, "
-                "`self.step[...] += 1` in `train_step`, and `global_step=trainer.step`."
+                "optimizer do. Count steps apart from them, by "
+                "`armillary.create_global_step()`."
             )
         raise GlobalStepError(
             f"`trainer.train({num_asked})` advanced `global_step` from "

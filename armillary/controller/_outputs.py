@@ -17,6 +17,9 @@ import numpy as np
 from jax import numpy as jnp
 
 from armillary._logging import logger
+from armillary.summary._metrics_file import MetricsFile
+from armillary.summary._summary_manager import NoopSummaryManager, SummaryManager
+from armillary.typing import Output
 
 _NUM_DIGITS = 5
 _WIDTH = 80
@@ -116,6 +119,35 @@ class RunOutput(dict[str, Any]):
     def tree_unflatten(cls, names: tuple[str, ...], values: Any) -> dict[str, Any]:
         """Returns a plain dictionary."""
         return dict(zip(names, values, strict=True))
+
+
+class Curves:
+    """Where outputs go: to summaries, and to the file of metrics beside them.
+
+    Without summaries, the file is in `directory`, that of the checkpoints.
+    """
+
+    def __init__(
+        self, summary_manager: SummaryManager | NoopSummaryManager, directory: Any
+    ) -> None:
+        self.summary_manager = summary_manager
+        self.summary_dir = getattr(summary_manager, "summary_dir", None)
+        # A job that evaluates another one's checkpoints writes nothing beside them.
+        self.file = (
+            MetricsFile(directory, is_of_training=True)
+            if self.summary_dir is None
+            else MetricsFile(self.summary_dir)
+        )
+
+    def write(self, record: str, step: int, output: Output, **fields: Any) -> None:
+        """Writes an output, and the scalars among it as a record."""
+        self.summary_manager.write_summaries(output, step=step)
+        self.file.write(record, step, **fields)
+
+    def flush(self) -> None:
+        """Leaves nothing unwritten."""
+        self.summary_manager.flush()
+        self.file.flush()
 
 
 def log_line(loop: str, step: int, *parts: str) -> None:

@@ -21,56 +21,16 @@ from armillary.controller._outputs import (
 from armillary.controller._run import Run
 from armillary.goodput._stopwatch import Category
 from armillary.state._walk import Walk
-from armillary.summary._metrics_file import MetricsFile
-from armillary.summary._summary_manager import NoopSummaryManager, SummaryManager
-from armillary.typing import Action, Output
-
-
-class Curves:
-    """Where outputs go: to summaries, and to the file of metrics beside them.
-
-    Without summaries, the file is in `directory`, that of the checkpoints.
-    """
-
-    def __init__(
-        self, summary_manager: SummaryManager | NoopSummaryManager, directory: Any
-    ) -> None:
-        self.summary_manager = summary_manager
-        self.summary_dir = getattr(summary_manager, "summary_dir", None)
-        # A job that evaluates another one's checkpoints writes nothing beside them.
-        self.file = (
-            MetricsFile(directory, is_of_training=True)
-            if self.summary_dir is None
-            else MetricsFile(self.summary_dir)
-        )
-
-    def write(self, record: str, step: int, output: Output, **fields: Any) -> None:
-        """Writes an output, and the scalars among it as a record."""
-        self.summary_manager.write_summaries(output, step=step)
-        self.file.write(record, step, **fields)
-
-    def flush(self) -> None:
-        """Leaves nothing unwritten."""
-        self.summary_manager.flush()
-        self.file.flush()
+from armillary.typing import Action
 
 
 class LoopReports:
     """Reports the loops of training of one controller, one after the other."""
 
     def __init__(
-        self,
-        run: Run,
-        curves: Curves,
-        note: Callable[[int, float, dict[str, float]], None],
-        *,
-        summary_interval: int | None,
-        log_interval: int | None,
-        actions: tuple[Action, ...],
+        self, run: Run, note: Callable[[int, float, dict[str, float]], None]
     ) -> None:
-        self._run, self.curves, self._note = run, curves, note
-        self._summary_interval, self._log_interval = summary_interval, log_interval
-        self.actions = actions
+        self._run, self._note = run, note
         # Since the last log line: steps, seconds, and the last loop.
         self._steps, self._seconds = 0, 0.0
         self._last: tuple[int, dict[str, Any]] | None = None
@@ -87,17 +47,17 @@ class LoopReports:
         self._steps += reached - step
         self._seconds += (reached - step) / speed
         self._last = reached, output
-        if _passes(self._log_interval, step, reached):
+        if _passes(self._run.log_interval, step, reached):
             self._log()
         self._warn_once(reached, scalars)
-        if _passes(self._summary_interval, step, reached):
+        if _passes(self._run.summary_interval, step, reached):
             values = {**output, "steps_per_second": speed}
-            self.curves.write(
+            self._run.curves.write(
                 "train", reached, values, steps_per_second=speed, values=scalars
             )
-        if self.actions:
+        if self._run.train_actions:
             with self._run.scope():
-                call_actions(self.actions, output)
+                call_actions(self._run.train_actions, output)
 
     def _log(self) -> None:
         """Logs the last loop, unless that was done."""
@@ -163,7 +123,7 @@ def call_actions(actions: Iterable[Action], output: dict[str, Any]) -> None:
 
 
 def run_evaluations(
-    run: Run, curves: Curves, evaluator: Any, num_steps: int, actions: Iterable[Action]
+    run: Run, evaluator: Any, num_steps: int, actions: Iterable[Action]
 ) -> dict[str, Any]:
     """Runs one evaluation, or those that have names; returns NumPy values.
 
@@ -188,8 +148,8 @@ def run_evaluations(
         log_line("eval", step, *named, took, f"output: {format_output(output)}")
         nested = {name: output} if name else output
         fields = {"name": name, "seconds": seconds, "values": find_numbers(output)}
-        curves.write("eval", step, nested, **fields)
-        curves.flush()
+        run.eval_curves.write("eval", step, nested, **fields)
+        run.eval_curves.flush()
         return output
 
     if isinstance(evaluator, Mapping):

@@ -7,9 +7,10 @@ from typing import Any
 
 from armillary._logging import logger
 from armillary.cluster._join import expire_boundary, get_peers
-from armillary.controller._outputs import History
+from armillary.controller._outputs import Curves, History
 from armillary.goodput._journal import Recorder
 from armillary.state._summarize import StepCounter
+from armillary.typing import Action
 
 
 class StopRequest:
@@ -70,22 +71,30 @@ class StopRequest:
 
 @dataclasses.dataclass
 class Run:
-    """What the parts of one controller share.
+    """What the parts of one controller share; settings are those of `Controller`.
 
     Attributes:
-        trainer: As given to the controller, like `directory`, that of the checkpoints.
+        directory: That of the checkpoints.
         read_step: Returns the global step; waits for the device if it must.
         scope: Enters the strategy's scope.
         goodput: Counts what the time goes into.
+        curves: Take the outputs of loops, and `eval_curves` those of evaluations.
         stop: The request to end the call in progress.
         history: What the call in progress has seen.
     """
 
     trainer: Any
+    strategy: Any
+    steps_per_loop: int | Callable[[int], int] | None
+    summary_interval: int | None
+    log_interval: int | None
+    train_actions: tuple[Action, ...]
     directory: str | None
     read_step: StepCounter
     scope: Callable[[], contextlib.AbstractContextManager[Any]]
     goodput: Recorder
+    curves: Curves
+    eval_curves: Curves
     stop: StopRequest = dataclasses.field(default_factory=StopRequest)
     history: History = dataclasses.field(default_factory=History)
 

@@ -20,7 +20,6 @@ from armillary._format import format_bytes
 from armillary._logging import logger
 from armillary._process import get_process
 from armillary.cluster.resolvers._resolver import TFConfigClusterResolver
-from armillary.controller._reports import Curves
 from armillary.controller._run import Run
 from armillary.data._dataset import DistributedDataset
 from armillary.distribute._strategy import Strategy
@@ -40,11 +39,8 @@ _PACKAGES = ("jax", "flax", "optax", "orbax.checkpoint", "numpy", "keras")
 class Start:
     """Tells what one controller trains, when it begins to."""
 
-    def __init__(
-        self, run: Run, curves: Curves, strategy: Any, hyperparameters: dict[str, Any]
-    ) -> None:
-        self._run, self._curves, self._strategy = run, curves, strategy
-        self._hyperparameters = hyperparameters
+    def __init__(self, run: Run, hyperparameters: dict[str, Any]) -> None:
+        self._run, self._hyperparameters = run, hyperparameters
         self._has_logged = self._has_begun = False
 
     def log(self) -> None:
@@ -54,14 +50,14 @@ class Start:
         self._has_logged = True
         _warn_if_alone()
         trainer, places = self._run.trainer, []
-        strategy = self._strategy
+        strategy = self._run.strategy
         if strategy is None:  # It is that of the trainer.
             strategy = getattr(trainer, "strategy", None)
         if not isinstance(strategy, Strategy) or type(strategy) is DefaultStrategy:
             strategy = None
         for name, directory in (
             ("checkpoints", self._run.directory),
-            ("summaries", self._curves.summary_dir),
+            ("summaries", self._run.curves.summary_dir),
         ):
             if directory is not None:
                 is_inside = directory.startswith(os.getcwd() + os.sep)
@@ -81,9 +77,9 @@ class Start:
         It is written again where training begins at a step before one that is recorded:
         the controller has restored an earlier checkpoint.
         """
-        file = self._curves.file
+        file = self._run.curves.file
         if not self._has_begun and self._hyperparameters:
-            manager: Any = self._curves.summary_manager
+            manager: Any = self._run.curves.summary_manager
             if hasattr(manager, "write_hyperparameters"):
                 manager.write_hyperparameters(self._hyperparameters)
         if not self._has_begun or step < file.last_step:
@@ -95,7 +91,7 @@ class Start:
 
     def _describe(self) -> dict[str, Any]:
         """Returns what runs here, where, and with which numbers."""
-        strategy, place = self._strategy, {}
+        strategy, place = self._run.strategy, {}
         if uses_devices(self._run.trainer):
             place["devices"] = f"{jax.device_count()} {jax.devices()[0].device_kind}"
         if strategy is not None:
@@ -104,8 +100,14 @@ class Start:
                 place["replicas"] = strategy.num_replicas_in_sync
         main = getattr(sys.modules["__main__"], "__file__", None)
         folder = Path(main).resolve().parent if main else Path.cwd()
+        versions = {"armillary": sys.modules["armillary"].__version__}
+        for package in _PACKAGES:
+            if package in sys.modules:
+                name = package.partition(".")[0]
+                versions[name] = getattr(sys.modules[package], "__version__", "unknown")
         record = {
-            **find_versions(),
+            **versions,
+            "python": platform.python_version(),
             **place,
             "processes": get_process().count,
             "command": sys.orig_argv,
@@ -121,23 +123,11 @@ class Start:
         return record
 
 
-def find_versions() -> dict[str, str]:
-    """Returns the versions of what is loaded, by name."""
-    versions = {"armillary": sys.modules["armillary"].__version__}
-    for package in _PACKAGES:
-        if package in sys.modules:
-            name = package.partition(".")[0]
-            versions[name] = getattr(sys.modules[package], "__version__", "unknown")
-    return {**versions, "python": platform.python_version()}
-
-
 @functools.cache
 def read_git(folder: Path) -> dict[str, Any] | None:
     """Returns the commit of a folder, and whether files that git knows have changed.
 
-    It is `{"commit": ..., "dirty": ...}`, or `None` without git, without a repository
-    or a commit, or if git takes more than five seconds. Of a process, the first answer
-    counts.
+    It is `None` without git, a repository or a commit, or if git takes five seconds.
     """
     # It takes no lock and starts no daemon. The commit comes first, then changed files.
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "status"]

@@ -196,7 +196,7 @@ def test_stop_reason_is_a_string():
         (
             [Evaluator(), Evaluator()],
             TypeError,
-            r"`evaluator` is \[.*\] of type list, but several evaluators need names.*"
+            r"`evaluator` is \[.*\] of type list, but it must have `evaluate`.*"
             r'`evaluator=\{"validation": a, "test": b\}`',
         ),
         ({"a/b": 1}, ValueError, "`evaluator` has the name 'a/b', but each evaluator"),

@@ -172,7 +172,7 @@ def train_own():
                     epochs=2
                 )
             ),
-            "`epochs` is 2, but the trainer has 2 datasets, whose passes": lambda: (
+            "`epochs` is 2, but `train_dataset` has 2 datasets, which": lambda: (
                 make_sum({"a": BATCHES, "b": BATCHES}).train(epochs=2)
             ),
             "`epochs` is 2, but Own does not say how many passes": train_own,
