@@ -22,83 +22,53 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from armillary._traceback import mark_public as _mark_public
-from armillary.distribute._strategy import Strategy as Strategy
-from armillary.distribute._strategy import ValueContext as ValueContext
-from armillary.distribute.program._function import function as function
-from armillary.distribute.replica._collectives import ReplicaContext as ReplicaContext
+from armillary.distribute._strategy import Strategy, ValueContext
+from armillary.distribute.program._function import function
+from armillary.distribute.replica._collectives import ReplicaContext
 from armillary.distribute.replica._context import (
-    get_replica_context as get_replica_context,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+    set_strategy,
 )
-from armillary.distribute.replica._context import get_strategy as get_strategy
-from armillary.distribute.replica._context import has_strategy as has_strategy
-from armillary.distribute.replica._context import (
-    in_cross_replica_context as in_cross_replica_context,
-)
-from armillary.distribute.replica._context import set_strategy as set_strategy
-from armillary.distribute.replica._gradient import (
-    value_and_grad as value_and_grad,
-)
+from armillary.distribute.replica._gradient import value_and_grad
 from armillary.distribute.replica._loss import (
-    compute_average_loss as compute_average_loss,
-)
-from armillary.distribute.replica._loss import (
-    scale_regularization_loss as scale_regularization_loss,
-)
-from armillary.distribute.replica._loss import weighted_mean as weighted_mean
-from armillary.distribute.replica._policy import (
-    VariableAggregation as VariableAggregation,
+    compute_average_loss,
+    scale_regularization_loss,
+    weighted_mean,
 )
 from armillary.distribute.replica._policy import (
-    VariableSynchronization as VariableSynchronization,
-)
-from armillary.distribute.replica._policy import (
-    create_global_step as create_global_step,
-)
-from armillary.distribute.replica._reductions import (
-    CrossDeviceOps as CrossDeviceOps,
+    VariableAggregation,
+    VariableSynchronization,
+    create_global_step,
 )
 from armillary.distribute.replica._reductions import (
-    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+    all_reduce,
+    all_reduce_gradients,
+    over_replicas,
 )
-from armillary.distribute.replica._reductions import (
-    NcclAllReduce as NcclAllReduce,
-)
-from armillary.distribute.replica._reductions import (
-    ReductionToOneDevice as ReductionToOneDevice,
-)
-from armillary.distribute.replica._reductions import all_reduce as all_reduce
-from armillary.distribute.replica._reductions import (
-    all_reduce_gradients as all_reduce_gradients,
-)
-from armillary.distribute.replica._reductions import over_replicas as over_replicas
-from armillary.distribute.replica._values import PerReplica as PerReplica
-from armillary.distribute.replica._values import ReduceOp as ReduceOp
-from armillary.distribute.replica._values import is_per_replica as is_per_replica
-from armillary.distribute.strategies._make_dataset import (
-    make_distributed_dataset as make_distributed_dataset,
-)
+from armillary.distribute.replica._values import PerReplica, ReduceOp, is_per_replica
+from armillary.distribute.strategies._make_dataset import make_distributed_dataset
 from armillary.distribute.strategies._multi_worker import (
-    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    TPUStrategy,
 )
-from armillary.distribute.strategies._multi_worker import TPUStrategy as TPUStrategy
-from armillary.distribute.strategies._sharded import ShardedStrategy as ShardedStrategy
+from armillary.distribute.strategies._sharded import ShardedStrategy
 from armillary.distribute.strategies._single import (
-    CentralStorageStrategy as CentralStorageStrategy,
-)
-from armillary.distribute.strategies._single import DefaultStrategy as DefaultStrategy
-from armillary.distribute.strategies._single import (
-    MirroredStrategy as MirroredStrategy,
-)
-from armillary.distribute.strategies._single import (
-    OneDeviceStrategy as OneDeviceStrategy,
+    CentralStorageStrategy,
+    DefaultStrategy,
+    MirroredStrategy,
+    OneDeviceStrategy,
 )
 
 if TYPE_CHECKING:
-    from armillary.distribute import coordinator as coordinator
-    from armillary.distribute import partitioners as partitioners
-    from armillary.parameter_server import (
-        ParameterServerStrategy as ParameterServerStrategy,
-    )
+    from armillary.distribute import coordinator, partitioners
+    from armillary.parameter_server import ParameterServerStrategy
 
 __all__ = [
     "CentralStorageStrategy",

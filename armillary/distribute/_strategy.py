@@ -27,11 +27,12 @@ from armillary.distribute._keras_fit import follow_keras
 from armillary.distribute._reduce import gather_values, list_values, reduce_values
 from armillary.distribute.replica._collectives import is_argument
 from armillary.distribute.replica._context import (
-    Scope,
+    entered,
     get_running_context,
     is_in_default_step,
     lifted_state,
     require_cross_replica_context,
+    require_scope,
 )
 from armillary.distribute.replica._reductions import CrossDeviceOps
 from armillary.distribute.replica._values import (
@@ -225,15 +226,16 @@ class Strategy:
 
         Code under it is in cross-replica context, and `get_strategy()` returns this
         strategy. Variables may be made inside or outside; they are placed on the
-        strategy's devices when a step first uses them. It may be entered more than
-        once.
+        strategy's devices when a step first uses them. Scopes of one strategy may be
+        within each other.
 
         Raises:
-            ReplicaContextError: If entered inside `run`, or inside another strategy's
+            ReplicaContextError: If called inside `run`, or inside another strategy's
                 scope.
         """
         follow_keras()
-        return Scope(self)
+        require_scope(self)
+        return entered(self, None)
 
     @hides_frames
     def run(

@@ -157,12 +157,3 @@ def test_the_parameter_device_is_a_choice():
 def test_wrong_devices_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_without_a_cpu_the_place_must_be_said(monkeypatch):
-    def refuse(backend=None):
-        raise RuntimeError("Unknown backend cpu")
-
-    monkeypatch.setattr(jax, "local_devices", refuse)
-    with pytest.raises(ValueError, match=r"told to use no CPU .*Unknown backend cpu"):
-        armillary.CentralStorageStrategy(jax.devices()[:2])

@@ -26,34 +26,6 @@ def test_there_is_a_replica_for_each_device_and_the_resolver_is_kept():
     assert not hasattr(strategy, "no_such_name")
 
 
-@pytest.mark.parametrize(
-    ("platforms", "reason"),
-    [
-        ("cpu", r"JAX was told to use cpu alone \(`JAX_PLATFORMS`\)"),
-        (None, "the package `libtpu` is not installed"),
-    ],
-)
-def test_without_a_tpu_no_device_is_asked_and_no_process_joins(
-    monkeypatch, platforms, reason
-):
-    def fail(*_, **__):
-        pytest.fail("asked for devices, or joined a cluster")
-
-    monkeypatch.setattr(jax, "local_devices", fail)
-    monkeypatch.setattr(jax.distributed, "initialize", fail)
-    before = jax.config.jax_platforms
-    jax.config.update("jax_platforms", platforms)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    resolver = SimpleClusterResolver({"worker": ["one:1", "two:1"]}, "worker", 0)
-    try:
-        with pytest.raises(ClusterError, match=reason) as caught:
-            armillary.TPUStrategy(resolver)
-    finally:
-        jax.config.update("jax_platforms", before)
-    assert "`armillary.MirroredStrategy()`" in str(caught.value)
-
-
 @mistakes(
     {
         ClusterError: {

@@ -106,29 +106,14 @@ def set_strategy(strategy: "Strategy | None") -> None:
     _ambient.chosen = None if strategy is _default_frame[0].strategy else strategy
 
 
-class Scope:
-    """A strategy's scope, which may be entered again and again."""
-
-    def __init__(self, strategy: "Strategy") -> None:
-        self._strategy = strategy
-
-    def __enter__(self) -> "Strategy":
-        require_scope(self._strategy)
-        _ambient.frames.append(_Frame(self._strategy, None))
-        return self._strategy
-
-    def __exit__(self, *_: object) -> None:
-        _ambient.frames.pop()
-
-
 @contextlib.contextmanager
 def entered(
     strategy: "Strategy", replica_context: "ReplicaContext | None"
-) -> Iterator[None]:
+) -> Iterator["Strategy"]:
     """Puts a strategy, and a replica of it or none, in effect for a while."""
     _ambient.frames.append(_Frame(strategy, replica_context))
     try:
-        yield
+        yield strategy
     finally:
         _ambient.frames.pop()
 

@@ -127,19 +127,9 @@ class Conflict(NamedTuple):
 
 
 class Differences(Dataflow[Facts]):
-    """What differs in the program of a replica.
+    """What differs in the program of a replica, and the reductions that are not right.
 
-    Args:
-        program: What each replica runs.
-        inputs: What is known of its operands.
-        counts: The numbers of replicas by which a sum of them becomes their mean.
-        with_gradients: Whether to label gradients of losses of one replica.
-
-    Attributes:
-        results: What is known of its results.
-        conflicts: Branches and loops that replicas take differently, with a reduction.
-        problems: Sums that should be means, and the other way round.
-        sums_gradients: Whether gradients are summed, if they have labels.
+    A sum of the replicas' values becomes their mean by one of the numbers `counts`.
     """
 
     nothing = EQUAL

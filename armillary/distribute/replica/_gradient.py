@@ -1,15 +1,10 @@
-"""Gradients of a large batch, made of one micro-batch after the other.
-
-The share of a replica is cut into equal parts. A loop on the device differentiates the
-loss of each and adds up, so that the activations of one part are there at a time. It is
-the caller who asks for it (`value_and_grad`): what a step differentiates by other means
-is a finished gradient before anyone could cut its batch.
-
-Gradients with respect to variables: what a tape is in TensorFlow, in one call.
+"""Gradients with respect to variables, of a whole batch or of one part after the other.
 
 A loss is a function of the variables that it reads. They are swapped for the values
 that JAX differentiates by; what the loss writes to any other variable comes out as a
-result, and is written when the derivative is done.
+result, and is written when the derivative is done. A batch that is too large is cut: a
+loop on the device differentiates the loss of each part and adds up, so that the
+activations of one part are there at a time.
 """
 
 import contextlib
@@ -33,6 +28,40 @@ from armillary.state._lift import State, strong
 from armillary.state._nnx import is_node
 from armillary.state._nnx import is_variable as is_nnx_variable
 from armillary.typing import PyTree
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        # For each step: in how many parts to take a batch, and how often that was done.
+        self.steps: list[list[int]] = []
+        # In how many parts the batch is taken whose loss is being computed.
+        self.num_parts = 1
+
+
+_local = _Local()
+
+
+@contextlib.contextmanager
+def accumulating(count: int, step_name: str) -> Iterator[None]:
+    """Lets a step accumulate gradients over so many parts of its batch."""
+    _local.steps.append([count, 0])
+    try:
+        yield
+        _, num_uses = _local.steps[-1]
+    finally:
+        _local.steps.pop()
+    if count > 1 and not num_uses:
+        raise ValueError(
+            f"`accumulate_steps` is {count}, but `{step_name}` makes no gradient that "
+            "can be accumulated: what `nnx.grad` or `jax.grad` return is already that "
+            "of the whole batch. Let the loss take its batch, and write `loss, "
+            "gradients = armillary.value_and_grad(loss_fn, model, batch=batch)`."
+        )
+
+
+def num_parts() -> int:
+    """Returns in how many parts the batch is taken whose loss is being computed."""
+    return _local.num_parts
 
 
 @hides_frames
@@ -114,10 +143,12 @@ def value_and_grad(
     state = lifted_state() or State([(loss_fn, ""), (wanted, "variables")])
     ranges = [_find(state, variable) for variable in wanted]
     before = state.read()
+    # Nearly every variable is one array.
+    values = [
+        before[i] if i + 1 == stop else list(before[i:stop]) for i, stop in ranges
+    ]
 
-    def compute(
-        values: Sequence[Any], slots: dict[int, Any], part: PyTree
-    ) -> tuple[Any, Any]:
+    def compute(values: Sequence[Any], slots: dict[int, Any], part: PyTree) -> Any:
         start = [slots.get(i, leaf) for i, leaf in enumerate(before)]
         for (first, stop), value in zip(ranges, values, strict=True):
             start[first:stop] = jax.tree.leaves(value)
@@ -129,18 +160,15 @@ def value_and_grad(
         # What an earlier part has changed stays, if this one does not.
         return loss, (aux, {i: strong(leaf) for i, leaf in {**slots, **new}.items()})
 
-    def differentiate(
-        values: Sequence[Any], slots: dict[int, Any], part: PyTree
-    ) -> Part:
+    def differentiate(slots: dict[int, Any], part: PyTree) -> _Found:
         compute_both = jax.value_and_grad(compute, has_aux=True)
         (loss, (aux, new)), gradients = compute_both(values, slots, part)
-        return Part(loss, aux, new, gradients)
+        return _Found(loss, aux, new, gradients)
 
-    values = [_join(before[first:stop]) for first, stop in ranges]
     if count == 1:
-        found = differentiate(values, {}, batch)
+        found = differentiate({}, batch)
     else:
-        found = accumulate(differentiate, values, before, batch, count, op)
+        found = _accumulate(differentiate, before, batch, count, op)
     new = found.slots
     state.write([new.get(i, leaf) for i, leaf in enumerate(before)], set(new))
     gradients = found.gradients
@@ -153,13 +181,12 @@ def value_and_grad(
 
 
 def _count_parts(batch: PyTree, accumulate_steps: int | None) -> int:
-    """Returns in how many parts to take the batch.
-
-    Raises:
-        ValueError: If there is none to take in parts.
-    """
-    wanted = wanted_count(is_used=batch is not None)
-    count = wanted if accumulate_steps is None else accumulate_steps
+    """Returns in how many parts to take the batch."""
+    count = accumulate_steps
+    if _local.steps:
+        _local.steps[-1][1] += batch is not None
+        count = _local.steps[-1][0] if count is None else count
+    count = 1 if count is None else count
     check_positive_int("accumulate_steps", count)
     if batch is None and accumulate_steps not in (None, 1):
         raise ValueError(
@@ -171,11 +198,7 @@ def _count_parts(batch: PyTree, accumulate_steps: int | None) -> int:
 
 
 def _variables_of(variables: Any) -> tuple[list[Any], Any]:
-    """Returns a list of variables, and the structure of gradients for a module.
-
-    Raises:
-        TypeError: If one is not a variable.
-    """
+    """Returns a list of variables, and the structure of gradients for a module."""
     if is_node(variables):
         from flax import nnx
 
@@ -195,11 +218,7 @@ def _variables_of(variables: Any) -> tuple[list[Any], Any]:
 
 
 def _find(state: State, variable: Any) -> tuple[int, int]:
-    """Returns which arrays of the state belong to a variable.
-
-    Raises:
-        CapturedStateError: If none do.
-    """
+    """Returns which arrays of the state belong to a variable."""
     for slot, first, stop in state.ranges:
         if slot.key == id(variable):
             return first, stop
@@ -209,78 +228,6 @@ def _find(state: State, variable: Any) -> tuple[int, int]:
         "does not reach, so there is nothing to differentiate by. Assign what holds it "
         "to the trainer (`self.model = model` in `__init__`)."
     )
-
-
-def _join(leaves: Sequence[Any]) -> Any:
-    # Nearly every variable is one array.
-    return leaves[0] if len(leaves) == 1 else list(leaves)
-
-
-class MicroBatch:
-    """The part of a batch whose loss is being computed.
-
-    Attributes:
-        count: Parts of the batch.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-
-class Part(NamedTuple):
-    """What a loss and its derivative give, for a part of a batch or all of it.
-
-    Attributes:
-        loss: The loss, a scalar.
-        outputs: What else the loss function returned.
-        slots: What it wrote to the state, by the index of the array.
-        gradients: In the structure of what it was differentiated by.
-    """
-
-    loss: Any
-    outputs: PyTree
-    slots: dict[int, Any]
-    gradients: Any
-
-
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.wanted: list[list[int]] = []
-        self.micro_batch: MicroBatch | None = None
-
-
-_local = _Local()
-
-
-@contextlib.contextmanager
-def accumulating(count: int, step_name: str) -> Iterator[None]:
-    """Lets a step accumulate gradients over so many parts of its batch."""
-    _local.wanted.append([count, 0])
-    try:
-        yield
-        _, num_uses = _local.wanted[-1]
-    finally:
-        _local.wanted.pop()
-    if count > 1 and not num_uses:
-        raise ValueError(
-            f"`accumulate_steps` is {count}, but `{step_name}` makes no gradient that "
-            "can be accumulated: what `nnx.grad` or `jax.grad` return is already that "
-            "of the whole batch. Let the loss take its batch, and write `loss, "
-            "gradients = armillary.value_and_grad(loss_fn, model, batch=batch)`."
-        )
-
-
-def wanted_count(*, is_used: bool) -> int:
-    """Returns in how many parts the running step is to take a batch."""
-    if not _local.wanted:
-        return 1
-    _local.wanted[-1][1] += is_used
-    return _local.wanted[-1][0]
-
-
-def current_micro_batch() -> MicroBatch | None:
-    """Returns the part of a batch whose loss is being computed, if it is one."""
-    return _local.micro_batch
 
 
 def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -295,74 +242,70 @@ def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     return result[0], result[1]
 
 
-def accumulate(
-    differentiate: Callable[[Sequence[Any], dict[int, Any], PyTree], Part],
-    values: Sequence[Any],
+class _Found(NamedTuple):
+    """What a loss function gives, and writes to the state by the index of the array."""
+
+    loss: Any
+    outputs: PyTree
+    slots: dict[int, Any]
+    gradients: Any
+
+
+def _accumulate(
+    differentiate: Callable[[dict[int, Any], PyTree], _Found],
     before: Sequence[Any],
     batch: PyTree,
     count: int,
     op: str | None,
-) -> Part:
+) -> _Found:
     """Returns the loss and gradients of a batch from those of its parts."""
     require_replica_context("value_and_grad", "leave `batch` out")
     size = _part_size(batch, count)
     parts = jax.tree.map(lambda rows: rows.reshape(count, size, *rows.shape[1:]), batch)
-    values = list(values)
 
-    def run(slots: dict[int, Any], part: PyTree) -> Part:
-        with _computing(MicroBatch(count)):
-            return differentiate(values, slots, part)
+    def run(slots: dict[int, Any], part: PyTree) -> _Found:
+        outer, _local.num_parts = _local.num_parts, count
+        try:
+            return differentiate(slots, part)
+        finally:
+            _local.num_parts = outer
 
     first = jax.tree.map(lambda rows: rows[0], parts)
     program, kinds = jax.make_jaxpr(run, return_shape=True)({}, first)
     _check_op(program, count, op)
-    _check_outputs(kinds.outputs, size)
+    for leaf in jax.tree.leaves(kinds.outputs):
+        if leaf.shape[:1] != (size,):
+            raise ValueError(
+                f"The loss returned an array of shape {leaf.shape} beside the loss, "
+                f"for a part of {size} examples. Only values of each example can be "
+                f"joined to those of the whole batch, shape ({size}, ...): update a "
+                "metric of the trainer in the loss instead."
+            )
+    sums = kinds.loss, kinds.gradients
 
     def body(carry: Any, part: PyTree) -> Any:
-        slots, total, sums = carry
+        slots, total = carry
         found = run(slots, part)
-        sums = jax.tree.map(
-            lambda sum_, one: sum_ + one.astype(sum_.dtype), sums, found.gradients
-        )
-        return (found.slots, total + found.loss, sums), found.outputs
+        new = found.loss, found.gradients
+        total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, new)
+        return (found.slots, total), found.outputs
 
-    zeros = jax.tree.map(_zeros, [kinds.loss, values])
-    slots = {i: strong(before[i]) for i in kinds.slots}
-    (slots, total, sums), outputs = jax.lax.scan(body, (slots, *zeros), parts)
-
-    divisor = 1 if op == "sum" else count
-
-    def finish(value: Any, sum_: Any) -> Any:
-        return (sum_ / divisor).astype(value.dtype)
-
-    return Part(
-        finish(kinds.loss, total),
-        jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), outputs),
-        slots,
-        jax.tree.map(finish, values, sums),
-    )
-
-
-def _zeros(kind: Any) -> jax.Array:
     # A sum of many small numbers in half precision would lose them.
-    return jnp.zeros(kind.shape, jnp.promote_types(kind.dtype, jnp.float32))
-
-
-@contextlib.contextmanager
-def _computing(part: MicroBatch) -> Iterator[None]:
-    before, _local.micro_batch = _local.micro_batch, part
-    try:
-        yield
-    finally:
-        _local.micro_batch = before
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), sums
+    )
+    slots = {i: strong(before[i]) for i in kinds.slots}
+    (slots, total), outputs = jax.lax.scan(body, (slots, zeros), parts)
+    divisor = 1 if op == "sum" else count
+    loss, gradients = jax.tree.map(
+        lambda kind, sum_: (sum_ / divisor).astype(kind.dtype), sums, total
+    )
+    outputs = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), outputs)
+    return _Found(loss, outputs, slots, gradients)
 
 
 def _check_op(program: core.ClosedJaxpr, count: int, op: str | None) -> None:
-    """Raises if nothing tells how the loss is made of those of the parts.
-
-    Raises:
-        ValueError: If so, or if two things do.
-    """
+    """Raises if nothing tells how the loss is made of those of the parts, or two do."""
     is_scaled = any(
         equation.params.get("name") == DIVISOR
         for jaxpr, _ in walk_programs(program)
@@ -384,11 +327,11 @@ def _check_op(program: core.ClosedJaxpr, count: int, op: str | None) -> None:
 
 
 def _part_size(batch: PyTree, count: int) -> int:
-    sizes = {jnp.shape(rows)[:1] for rows in jax.tree.leaves(batch)}
+    shapes = sorted(jnp.shape(rows) for rows in jax.tree.leaves(batch))
+    sizes = {shape[:1] for shape in shapes}
     if len(sizes) != 1 or sizes == {()}:
-        shown = sorted(jnp.shape(rows) for rows in jax.tree.leaves(batch))
         raise BatchSizeError(
-            f"`batch` has arrays of shapes {shown}, but to be taken in {count} parts, "
+            f"`batch` has arrays of shapes {shapes}, but to be taken in {count} parts, "
             "they must be arrays with the same number of examples as first axis. Pass "
             "what the function given to `strategy.run` gets, and let the loss close "
             "over anything else."
@@ -401,14 +344,3 @@ def _part_size(batch: PyTree, count: int) -> int:
             "a global batch size that both the replicas and the parts divide."
         )
     return size // count
-
-
-def _check_outputs(outputs: PyTree, size: int) -> None:
-    for leaf in jax.tree.leaves(outputs):
-        if leaf.shape[:1] != (size,):
-            raise ValueError(
-                f"The loss returned an array of shape {leaf.shape} beside the loss, "
-                f"for a part of {size} examples. Only values of each example can be "
-                f"joined to those of the whole batch, shape ({size}, ...): update a "
-                "metric of the trainer in the loss instead."
-            )

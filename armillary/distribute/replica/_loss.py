@@ -18,7 +18,7 @@ from armillary.distribute.replica._context import (
     require_replica_context,
 )
 from armillary.distribute.replica._differences import DIVISOR, WEIGHT
-from armillary.distribute.replica._gradient import current_micro_batch
+from armillary.distribute.replica._gradient import num_parts
 from armillary.distribute.replica._values import count_active
 
 
@@ -47,17 +47,15 @@ def compute_average_loss(
         ValueError: If a shape does not fit, or `global_batch_size` is not a positive
             integer of shape `()`.
     """
-    losses = _as_array("per_example_loss", per_example_loss)
+    losses = _as_floats("per_example_loss", per_example_loss)
     if losses.ndim == 0:
         raise ValueError(
             "`per_example_loss` has shape (), but it must have one entry per example, "
             "shape (batch, ...). Pass the losses before taking their mean."
         )
-    if not jnp.issubdtype(losses.dtype, jnp.floating):
-        losses = losses.astype(jnp.result_type(float))
     if sample_weight is not None:
         losses = losses * _weights(sample_weight, losses, "sample_weight")
-    context, micro_batch = get_replica_context(), current_micro_batch()
+    context = get_replica_context()
     if global_batch_size is None:
         context = require_replica_context(
             "compute_average_loss", "pass `global_batch_size=...` here"
@@ -65,8 +63,8 @@ def compute_average_loss(
         global_batch_size = losses.shape[0] * context.num_active
     else:
         _check_global_batch_size(global_batch_size)
-        if micro_batch is not None:
-            global_batch_size = _size_of_part(global_batch_size, micro_batch.count)
+        if num_parts() > 1:
+            global_batch_size = global_batch_size / num_parts()
     if context is not None:
         context.was_asked = True  # Any divisor here is one for all replicas.
     # In half precision a sum overflows soon, and a divisor of 65,520 is infinite.
@@ -124,16 +122,14 @@ def weighted_mean(values: Any, weights: Any) -> jax.Array:
     context = require_replica_context(
         "weighted_mean", "use `jnp.average(values, weights=weights)` here"
     )
-    if current_micro_batch() is not None:
+    if num_parts() > 1:
         raise ValueError(
             "`weighted_mean` was called where gradients are accumulated "
-            "(`accumulate_steps`), but the parts of a batch weigh different amounts, "
-            "and their mean is not that of the batch. Use `accumulate_steps=1`, or "
-            "`compute_average_loss(losses, sample_weight=...)`."
+            "(`accumulate_steps`), but the parts of a batch weigh different amounts. "
+            "Use `accumulate_steps=1`, or `compute_average_loss(losses, "
+            "sample_weight=...)`."
         )
-    losses = _as_array("values", values)
-    if not jnp.issubdtype(losses.dtype, jnp.floating):
-        losses = losses.astype(jnp.result_type(float))
+    losses = _as_floats("values", values)
     weights = jnp.broadcast_to(_weights(weights, losses, "weights"), losses.shape)
     wide = jnp.promote_types(losses.dtype, jnp.float32)
     total = jnp.sum((losses * weights).astype(wide))
@@ -157,6 +153,12 @@ def _as_array(name: str, value: Any, dtype: Any = None) -> jax.Array:
         ) from error
 
 
+def _as_floats(name: str, value: Any) -> jax.Array:
+    array = _as_array(name, value)
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
+    return array if is_float else array.astype(jnp.result_type(float))
+
+
 def _weights(given: Any, losses: jax.Array, name: str) -> jax.Array:
     weights = _as_array(name, given, losses.dtype)
     if weights.shape != losses.shape[: weights.ndim]:
@@ -168,26 +170,16 @@ def _weights(given: Any, losses: jax.Array, name: str) -> jax.Array:
     return weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
 
 
-def _size_of_part(global_batch_size: Any, count: int) -> Any:
-    """Returns the size of one part of a batch that is taken in parts.
-
-    Raises:
-        ValueError: If it is not known while the step is traced.
-    """
-    if isinstance(global_batch_size, jax.Array):
-        raise ValueError(
-            "`global_batch_size` is an array, and the loss is accumulated over "
-            f"{count} parts of the batch (`accumulate_steps`), which would all need "
-            "the number of the whole batch. Pass an integer, weigh examples with "
-            "`sample_weight`, or use `accumulate_steps=1`."
-        )
-    return global_batch_size / count
-
-
 def _check_global_batch_size(value: Any) -> None:
     is_array = isinstance(value, jax.Array)
-    is_integer = jnp.issubdtype(value.dtype, jnp.integer) if is_array else False
-    if is_array and is_integer and value.shape == ():
+    if is_array and num_parts() > 1:
+        raise ValueError(
+            "`global_batch_size` is an array, and the loss is accumulated over "
+            f"{num_parts()} parts of the batch (`accumulate_steps`), which would all "
+            "need the number of the whole batch. Pass an integer, or weigh examples "
+            "with `sample_weight`."
+        )
+    if is_array and jnp.issubdtype(value.dtype, jnp.integer) and value.shape == ():
         return
     if isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0:
         return

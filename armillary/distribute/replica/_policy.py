@@ -207,14 +207,9 @@ def leave(
     *,
     is_equal: bool = False,
 ) -> jax.Array:
-    """Returns what a slot holds when the step ends.
+    """Returns what a slot holds when the step ends that entered and left such values.
 
-    Args:
-        policy: The slot's policy.
-        entered: What `enter` made of it.
-        after: What the step left.
-        context: The replica, for its number and for which replicas hold data.
-        is_equal: Whether the step is known to leave the same on all replicas.
+    The step may be known to leave the same on all replicas (`is_equal`).
     """
     if policy is Policy.MIRRORED or (is_equal and policy is not Policy.SUM):
         return after

@@ -15,17 +15,9 @@ from armillary.errors import DoubleReductionError, ReplicaMismatchError
 
 
 class Proof:
-    """What was proved of a replica's program.
+    """What was proved of a replica's program: for each result, whether it is equal.
 
-    Args:
-        program: The program.
-        inputs: What is known of its operands.
-        counts: The numbers of replicas: that run it, and that hold data.
-        with_gradients: Whether gradients get labels.
-
-    Attributes:
-        is_equal: For each result, whether it is equal on all replicas.
-        sums_gradients: Whether the program sums gradients, if they have labels.
+    The first of `counts` is the number of replicas that run it.
     """
 
     def __init__(

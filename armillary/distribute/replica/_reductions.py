@@ -9,7 +9,7 @@ of `all_reduce` and of on-read state.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -223,10 +223,6 @@ def all_reduce(op: ReduceOp | str, tree: PyTree, *, dtype: Any = None) -> PyTree
     return context.all_reduce(reduce_op, tree, dtype=dtype)
 
 
-class AllReduceState(NamedTuple):
-    """The state of `all_reduce_gradients`: there is none."""
-
-
 def all_reduce_gradients(
     op: ReduceOp | str = "mean", *, dtype: Any = None
 ) -> "optax.GradientTransformationExtraArgs":
@@ -251,9 +247,9 @@ def all_reduce_gradients(
 
     reduce_op = ReduceOp.of(op, "op")
 
-    def init(params: PyTree) -> AllReduceState:
+    def init(params: PyTree) -> optax.EmptyState:
         del params
-        return AllReduceState()
+        return optax.EmptyState()
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **_: Any

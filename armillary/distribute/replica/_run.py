@@ -3,8 +3,7 @@
 The function gets the lifted slots as their policies say, split batches, and everything
 else as it is. All that it computes is the replica's own, and nothing is reduced that it
 does not reduce. So its program is traced, looked at, and then bound as one call: state
-that would differ between replicas is refused where it is written. An eager step stays
-concrete, and what it leaves is compared.
+that would differ between replicas is refused where it is written.
 """
 
 import contextlib
@@ -18,7 +17,6 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
-from armillary._checks import list_lines
 from armillary._jaxpr import call_program, is_in_trace
 from armillary.data._layout import Active
 from armillary.distribute._global_arrays import is_array, is_key, narrow_mesh
@@ -39,7 +37,6 @@ from armillary.errors import (
     BatchSizeError,
     CapturedStateError,
     ReplicaContextError,
-    ReplicaMismatchError,
 )
 from armillary.state._lift import State, as_array
 from armillary.state._slots import Role
@@ -50,14 +47,7 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """A call of a function that changes state.
-
-    Attributes:
-        name: What the function is called.
-        before: The arrays of the state.
-        policies: What becomes of each of them.
-        changed: Which of them the function has changed.
-    """
+    """A call of a function that changes state, and what it changed and returned."""
 
     def __init__(self, fn: Callable[..., PyTree], state: State) -> None:
         self._fn, self._state = fn, state
@@ -145,13 +135,12 @@ def run_in_replicas(
     """Maps `fn` over the replicas of `mesh`, and updates `state`."""
     call = _MappedCall(strategy, fn, args, kwargs, state)
     mesh = narrow_mesh(mesh, call.num_replicas)
-    is_traced = is_in_trace()
+    evaluate = call_program if is_in_trace() else _evaluate
 
     def replica(slots: list[Any], arrays: list[Any]) -> Any:
         pairs = zip(arrays, call.is_split, strict=True)
         own = [array[0] if is_split else array for array, is_split in pairs]
-        body = call.trace_and_prove if is_traced else call.run_and_compare
-        return take_first_copy(mesh, body(slots, own))
+        return take_first_copy(mesh, call.trace_and_prove(evaluate, slots, own))
 
     whole, split = PartitionSpec(), PartitionSpec(AXIS_NAME)
     mapped = jax.shard_map(
@@ -159,24 +148,16 @@ def run_in_replicas(
         mesh=mesh,
         in_specs=(whole, [split if own else whole for own in call.is_split]),
         out_specs=(whole, split, whole),
-        # What varies is proved, or compared. JAX's types would also sum gradients.
+        # What varies is proved. JAX's types would also sum gradients.
         check_vma=False,
     )
     final, own, equal = mapped(call.before, call.arrays)
-    if not is_traced:
-        call.check_compared(equal.pop())
     call.write(final)
     return call.returned(call.wrap(own, equal))
 
 
 class _MappedCall(Call):
-    """A call in several replicas.
-
-    Attributes:
-        num_replicas: How many run it.
-        arrays: The arrays of its arguments.
-        is_split: Whether each is split between replicas.
-    """
+    """A call in several replicas, between which some of its arguments are split."""
 
     def __init__(
         self,
@@ -206,9 +187,9 @@ class _MappedCall(Call):
         self._is_equal: list[bool] = []
 
     def trace_and_prove(
-        self, slots: list[Any], arrays: list[Any]
+        self, evaluate: Callable[..., list[Any]], slots: list[Any], arrays: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Binds the function as one call, when its program is proved to be right."""
+        """Evaluates the function's program when that is proved to be right."""
         context = self._make_context()
         # JAX uses a trace of a user's `jit` again where axes are the same: which
         # replicas hold data must tell them apart.
@@ -218,7 +199,7 @@ class _MappedCall(Call):
             axis_env=[(active, 1)],
         )(slots, arrays)
         is_equal = self._prove(program, context)
-        results = call_program(program, [*slots, *arrays], self.name)
+        results = evaluate(program, [*slots, *arrays], self.name)
         start, after, values = self.split(results)
         final = self._leave(context, start, after, self.split(is_equal)[1])
         self._is_equal = list(self.split(is_equal)[2])
@@ -247,36 +228,14 @@ class _MappedCall(Call):
                 "`armillary.compute_average_loss(losses)`, or read `strategy."
                 "num_replicas_in_sync` inside the function given to `strategy.run`."
             )
-        names = self._mirrored_names(first=len(self.changed))
-        proof.require_equal(names, len(self._state.paths))
+        state = self._state
+        names = {
+            place: f"{state.paths[i]} ({state.owners[i].role.value}, mirrored)"
+            for place, i in enumerate(self.changed, start=len(self.changed))
+            if self.policies[i] is Policy.MIRRORED
+        }
+        proof.require_equal(names, len(state.paths))
         return proof.is_equal
-
-    def run_and_compare(
-        self, slots: list[Any], arrays: list[Any]
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Runs the function operation by operation; returns last what differs."""
-        context = self._make_context()
-        start, after, values = self._run_replica(context, slots, arrays)
-        final = self._leave(context, start, after, [False] * len(after))
-        differs = []
-        for place in self._mirrored_names():
-            final[place], is_other = _compare(final[place])
-            differs.append(is_other)
-        self._is_equal = [False] * len(values)
-        return final, [value[None] for value in values], [jnp.array(differs, bool)]
-
-    def check_compared(self, differs: jax.Array) -> None:
-        """Raises if mirrored state differs between replicas."""
-        names = self._mirrored_names().values()
-        wrong = list(compress(names, differs.tolist()))
-        if wrong:
-            raise ReplicaMismatchError(
-                f"{len(wrong)} of {len(self._state.paths)} slots are mirrored, so they "
-                "must be equal on all replicas, but `strategy.run` left values in them "
-                f"that differ:\n{list_lines(wrong, most=10)}\n"
-                'Reduce first (`armillary.all_reduce("mean", gradients)`). '
-                "A compiled step (`compile_step=True`) names the line."
-            )
 
     def wrap(self, own: Iterable[Any], equal: Iterable[Any]) -> Iterable[Any]:
         """Yields what users get for the arrays that the function returned."""
@@ -330,14 +289,11 @@ class _MappedCall(Call):
                     facts[i] = Facts(labels=frozenset({label}))
         return facts
 
-    def _mirrored_names(self, first: int = 0) -> dict[int, str]:
-        """Returns what mirrored state that changed is called, by its place."""
-        state = self._state
-        return {
-            place: f"{state.paths[i]} ({state.owners[i].role.value}, mirrored)"
-            for place, i in enumerate(self.changed, first)
-            if self.policies[i] is Policy.MIRRORED
-        }
+
+def _evaluate(program: core.ClosedJaxpr, inputs: list[Any], name: str) -> list[Any]:
+    """Runs a program operation by operation, as parts of an eager step."""
+    del name
+    return core.jaxpr_as_fun(program)(*inputs)
 
 
 def take_first_copy(mesh: Mesh, values: PyTree) -> PyTree:
@@ -356,17 +312,6 @@ def take_first_copy(mesh: Mesh, values: PyTree) -> PyTree:
         return jax.lax.psum(own, copies).astype(value.dtype)
 
     return jax.tree.map(take, values) if copies else values
-
-
-def _compare(value: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the first replica's value, and whether another one has another."""
-    data = jax.random.key_data(value) if is_key(value) else value
-    first, *others = jax.lax.all_gather(data, AXIS_NAME)
-    # NaN is equal to NaN here.
-    differs = [jnp.any((first != x) & ~((x != x) & (first != first))) for x in others]
-    if is_key(value):
-        first = jax.random.wrap_key_data(first, impl=jax.random.key_impl(value))
-    return first, jnp.any(jnp.array(differs, bool))
 
 
 def _find_active(

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
-from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from armillary.data._layout import Active
 
@@ -60,7 +59,7 @@ def _refuse(use: str) -> Callable[..., NoReturn]:
 
 
 @jax.tree_util.register_pytree_node_class
-class PerReplica(NDArrayOperatorsMixin):
+class PerReplica:
     """One value per replica.
 
     It is no array: what arrays can do is an error that says so.
@@ -147,19 +146,10 @@ class PerReplica(NDArrayOperatorsMixin):
     __len__ = _refuse("was asked for its length")
     __float__ = __int__ = _refuse("was converted to a number")
     __bool__ = _refuse("was used as a condition")
-
-    def __array_ufunc__(self, function: np.ufunc, *_: Any, **__: Any) -> NoReturn:
-        """Says what to do instead of arithmetic; all operators lead here.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise TypeError(self._explain(f"was used in `{function.__name__}`"))
-
-    # Programs look values up by identity, as they do with any object that is no array.
-    __eq__ = object.__eq__
-    __ne__ = object.__ne__
-    __hash__ = object.__hash__
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _refuse("was added")
+    __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse("was multiplied")
+    __truediv__ = __rtruediv__ = __pow__ = _refuse("was divided")
+    __lt__ = __gt__ = __le__ = __ge__ = _refuse("was compared")
 
     def __getattr__(self, name: str) -> Any:
         # What is asked for by protocol, such as `__array_interface__`, is just missing.

@@ -89,11 +89,7 @@ class _OneReplica:
 
 @dataclass(frozen=True)
 class SingleLayout(_OneReplica):
-    """Batches as they are, for a strategy with one replica and no mesh.
-
-    Args:
-        sharding: Where they go, or `None` for JAX's default device.
-    """
+    """Batches as they are, on a device or, for `None`, JAX's default one."""
 
     sharding: Sharding | None
 
@@ -127,12 +123,7 @@ class SingleLayout(_OneReplica):
 
 @dataclass(frozen=True)
 class ReplicaLayout:
-    """One row of a batch on each device of a mesh.
-
-    Args:
-        mesh: A mesh with the axis `replica`, the devices of each process in a row.
-        peers: The processes that have its devices; `None` for one.
-    """
+    """One row of a batch on each device of a mesh, those of each process in a row."""
 
     mesh: Mesh
     peers: Peers | None = None
@@ -193,14 +184,8 @@ class ReplicaLayout:
 class MeshLayout(_OneReplica):
     """Batches of a single replica, split over a mesh by their examples.
 
-    A batch that the devices cannot share equally is split over fewer axes, or none; the
-    devices along the others have copies.
-
-    Args:
-        mesh: The mesh.
-        axes: The axes of it that examples are split over.
-        peers: The processes that have its devices; `None` for one. Each has all of a
-            batch, and gives its devices their parts.
+    A batch that the devices cannot share equally is split over fewer of `axes`, or
+    none; the devices along the others have copies. Each process has all of a batch.
     """
 
     mesh: Mesh | AbstractMesh

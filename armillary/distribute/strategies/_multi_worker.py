@@ -1,10 +1,8 @@
 """Synchronous training on the devices of several processes, or of a TPU slice."""
 
-import importlib.util
 import numbers
-import os
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from jax.core import Tracer
@@ -194,12 +192,6 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
         return self._show(f", {count} process{'' if count == 1 else 'es'}")
 
 
-_ONE_DEVICE = (
-    "A replica is one core: there are no logical devices inside of it to spread a "
-    "model over. Leave it out."
-)
-
-
 class TPUStrategy(MultiWorkerMirroredStrategy):
     """One replica per TPU core, with equal variables on all of them.
 
@@ -227,10 +219,6 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         if resolver is not None:
             fix = "Use one of `armillary.cluster`, or leave it out."
             check_instance("resolver", resolver, ClusterResolver, fix)
-        # Before the machines join, which would wait for others in vain.
-        reason = _why_there_is_none() if self._kind == "tpu" else None
-        if reason is not None:
-            _refuse(reason)
         super().__init__(resolver, reduce_dtype=reduce_dtype)
 
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:
@@ -238,24 +226,9 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         try:
             return find(backend=self._kind)
         except RuntimeError as error:
-            _refuse(f"JAX found none ({error})")
-
-
-def _why_there_is_none() -> str | None:
-    """Returns why JAX cannot have a TPU, as far as that is known without asking it."""
-    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-    if platforms and "tpu" not in platforms.split(","):
-        return f"JAX was told to use {platforms} alone (`JAX_PLATFORMS`)"
-    is_installed = importlib.util.find_spec("libtpu") is not None
-    if not is_installed and "TPU_LIBRARY_PATH" not in os.environ:
-        return "the package `libtpu` is not installed"
-    return None
-
-
-def _refuse(reason: str) -> NoReturn:
-    raise ClusterError(
-        f"`TPUStrategy` needs a TPU, but {reason}. On a TPU machine, install "
-        "`armillary[tpu]` and leave `JAX_PLATFORMS` unset. Elsewhere the same program "
-        "runs under `armillary.MirroredStrategy()` or "
-        "`armillary.MultiWorkerMirroredStrategy()`."
-    )
+            raise ClusterError(
+                f"`TPUStrategy` needs a TPU, but JAX found none ({error}). On a TPU "
+                "machine, install `armillary[tpu]` and leave `JAX_PLATFORMS` unset. "
+                "Elsewhere the same program runs under `armillary.MirroredStrategy()` "
+                "or `armillary.MultiWorkerMirroredStrategy()`."
+            ) from error

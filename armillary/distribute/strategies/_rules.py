@@ -31,13 +31,7 @@ _RULES_FIX = 'Write `rules={"kernel": PartitionSpec("fsdp", "tensor")}`.'
 
 
 class ShardingRules:
-    """Chooses a `PartitionSpec` for each array of a state.
-
-    Args:
-        mesh: A mesh with the axes that rules may name.
-        rules: From regular expressions, searched for in the paths of arrays that are
-            not of an optimizer, to how such arrays are split.
-    """
+    """Chooses a `PartitionSpec` for each array of a state."""
 
     def __init__(self, mesh: Mesh, rules: Mapping[str, PartitionSpec] | None) -> None:
         if rules is not None:

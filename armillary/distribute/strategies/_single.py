@@ -217,11 +217,8 @@ class CentralStorageStrategy(MirroredStrategy):
     ) -> None:
         found = as_devices("compute_devices", compute_devices)
         super().__init__(found, reduce_dtype=reduce_dtype)
-        self._parameter_device = (
-            _host()
-            if parameter_device is None
-            else as_device("parameter_device", parameter_device)
-        )
+        home = "cpu:0" if parameter_device is None else parameter_device
+        self._parameter_device = as_device("parameter_device", home)
         self.home = SingleDeviceSharding(self._parameter_device)
 
     @property
@@ -232,14 +229,3 @@ class CentralStorageStrategy(MirroredStrategy):
     def __repr__(self) -> str:
         home = f"{self._parameter_device.platform}:{self._parameter_device.id}"
         return self._show(f", state on {home}")
-
-
-def _host() -> Device:
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError as error:
-        raise ValueError(
-            "`parameter_device` is None, which means the first CPU, but JAX was told "
-            f"to use no CPU ({error}). Add it to what it uses, as in "
-            "`JAX_PLATFORMS=cuda,cpu`, or pass `parameter_device=...`."
-        ) from error
