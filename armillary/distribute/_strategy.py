@@ -27,7 +27,7 @@ from armillary.distribute._keras_fit import follow_keras
 from armillary.distribute._reduce import gather_values, list_values, reduce_values
 from armillary.distribute.replica._collectives import is_argument
 from armillary.distribute.replica._context import (
-    entered,
+    Scope,
     get_running_context,
     is_in_default_step,
     lifted_state,
@@ -226,8 +226,8 @@ class Strategy:
 
         Code under it is in cross-replica context, and `get_strategy()` returns this
         strategy. Variables may be made inside or outside; they are placed on the
-        strategy's devices when a step first uses them. Scopes of one strategy may be
-        within each other.
+        strategy's devices when a step first uses them. It may be entered more than
+        once.
 
         Raises:
             ReplicaContextError: If called inside `run`, or inside another strategy's
@@ -235,7 +235,7 @@ class Strategy:
         """
         follow_keras()
         require_scope(self)
-        return entered(self, None)
+        return Scope(self)
 
     @hides_frames
     def run(

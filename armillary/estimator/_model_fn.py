@@ -20,7 +20,7 @@ from flax import nnx
 
 from armillary._checks import check_callable
 from armillary.distribute.replica._collectives import ReplicaContext
-from armillary.distribute.replica._context import entered
+from armillary.distribute.replica._context import Scope
 from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.errors import EstimatorError
 from armillary.state._lift import find_slots
@@ -253,7 +253,7 @@ class Model:
         strategy = DefaultStrategy()
         context = ReplicaContext(strategy, None, active=1)
         try:
-            with entered(strategy, context):
+            with Scope(strategy, context):
                 return self.model_fn(modules, features, labels, mode)
         finally:
             for slot, leaves in self._before:

@@ -94,7 +94,7 @@ def test_groups_are_those_of_neighbours():
     np.testing.assert_array_equal(total[...], [6, 10, 14])
     (function,) = [value for _, value in strategy._functions._functions.values()]
     (program,) = function._programs.values()
-    step = program._step.program
+    step = program.step.program
     text = jax.jit(core.jaxpr_as_fun(step)).lower(*step.in_avals).as_text()
     groups = re.findall(r"replica_groups = dense<(\[\[.*?\]\])>", text)
     assert groups == ["[[0, 1], [2, 3]]", "[[0, 2], [1, 3]]", "[[0, 1], [2, 3]]"]

@@ -20,7 +20,7 @@ from armillary._jaxpr import (
     walk_programs,
 )
 from armillary.distribute.replica._collectives import ReplicaContext, is_argument
-from armillary.distribute.replica._context import entered
+from armillary.distribute.replica._context import Scope
 from armillary.distribute.replica._run import Call
 from armillary.distribute.replica._values import AXIS_NAME
 from armillary.errors import ReplicaContextError, StateStructureError
@@ -92,7 +92,7 @@ def _run_in_place(
 
     def run(_: Any) -> list[Any]:
         move()
-        with entered(context.strategy, context):
+        with Scope(context.strategy, context):
             result[:] = jax.tree.flatten(fn(*args, **kwargs), is_leaf=is_claimed)
         held = [leaf for slot in state.slots for leaf in _read_slot(slot)]
         # Only what asks for the number of the replica has the axis, of length 1.

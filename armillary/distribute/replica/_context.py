@@ -106,15 +106,19 @@ def set_strategy(strategy: "Strategy | None") -> None:
     _ambient.chosen = None if strategy is _default_frame[0].strategy else strategy
 
 
-@contextlib.contextmanager
-def entered(
-    strategy: "Strategy", replica_context: "ReplicaContext | None"
-) -> Iterator["Strategy"]:
-    """Puts a strategy, and a replica of it or none, in effect for a while."""
-    _ambient.frames.append(_Frame(strategy, replica_context))
-    try:
-        yield strategy
-    finally:
+class Scope:
+    """A strategy, and a replica of it or none, in effect; it may be entered again."""
+
+    def __init__(
+        self, strategy: "Strategy", replica_context: "ReplicaContext | None" = None
+    ) -> None:
+        self._frame = _Frame(strategy, replica_context)
+
+    def __enter__(self) -> "Strategy":
+        _ambient.frames.append(self._frame)
+        return self._frame.strategy
+
+    def __exit__(self, *_: object) -> None:
         _ambient.frames.pop()
 
 

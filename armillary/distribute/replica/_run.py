@@ -21,7 +21,7 @@ from armillary._jaxpr import call_program, is_in_trace
 from armillary.data._layout import Active
 from armillary.distribute._global_arrays import is_array, is_key, narrow_mesh
 from armillary.distribute.replica._collectives import ReplicaContext, is_argument
-from armillary.distribute.replica._context import entered, is_in_inner_trace
+from armillary.distribute.replica._context import Scope, is_in_inner_trace
 from armillary.distribute.replica._differences import BATCH, EQUAL, Facts, Kind, Label
 from armillary.distribute.replica._policy import Policy, enter, leave, policies_of
 from armillary.distribute.replica._proof import Proof
@@ -64,7 +64,7 @@ class Call:
         """Calls it; returns what changed, before and after, and arrays returned."""
         state, around = self._state, _tracers_around(self._fn)
         start = [enter(*pair) for pair in zip(self.policies, slots, strict=True)]
-        with state.swapped(start), entered(context.strategy, context):
+        with state.swapped(start), Scope(context.strategy, context):
             result = self._fn(*args, **kwargs)
             # Not a copy of an object that holds state.
             self._values, self._treedef = jax.tree.flatten(result, is_leaf=state.holds)
