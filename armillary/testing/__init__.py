@@ -6,13 +6,11 @@ change that makes it gather what it only had to sum.
 """
 
 from armillary._traceback import mark_public as _mark_public
-from armillary.testing._count_collectives import (
-    assert_collectives as assert_collectives,
-)
-from armillary.testing._count_collectives import find_collectives as find_collectives
-from armillary.testing._strategies_agree import (
+from armillary.testing._asserts import assert_collectives as assert_collectives
+from armillary.testing._asserts import (
     assert_strategies_agree as assert_strategies_agree,
 )
+from armillary.testing._asserts import find_collectives as find_collectives
 
 __all__ = ["assert_collectives", "assert_strategies_agree", "find_collectives"]
 

@@ -1,0 +1,288 @@
+"""Checks that a trainer gets the same numbers under every strategy, and sends no more.
+
+What devices send each other is counted in *rounds*: the CPU's compiler makes a
+collective for each array, but those that need nothing of each other are one round,
+which compilers for TPUs and GPUs combine into one operation. A step that sums its
+gradients once has one round of all-reduces, however many parameters there are. One that
+first sums statistics, and then what it computes from them, has two.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from armillary._checks import (
+    check_callable,
+    check_instance,
+    check_not_negative,
+    check_not_negative_int,
+    check_positive_int,
+    list_lines,
+)
+from armillary.distribute._global_arrays import is_key
+from armillary.distribute._strategy import Strategy
+from armillary.plan._compile_worker import compile_exported
+from armillary.plan._compiler import export_loop
+from armillary.plan._costs import Collective, count_rounds
+from armillary.plan._traffic import find_traffic, parse_module
+from armillary.state._lift import State
+from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
+from armillary.trainer._standard_trainer import StandardTrainer
+
+_PLATFORM = "cpu"
+_START = "Before the first step"
+_CAUSES = (
+    'Look for a reduction that does not fit the loss ("mean" for a mean over the '
+    'examples of a replica, "sum" for one divided by the global batch), for a loss '
+    "that is no mean of examples, and for statistics of a batch or random numbers, of "
+    "which each replica has its own. What only grows with the steps is rounding: raise "
+    "`tolerance`. Where a gradient is zero but for rounding, Adam makes a step of "
+    "noise: name its path in `ignore`."
+)
+
+
+def assert_strategies_agree(
+    make_trainer: Callable[[Strategy], AbstractTrainer],
+    strategies: Sequence[Strategy],
+    *,
+    steps: int = 20,
+    tolerance: float = 1e-4,
+    ignore: Sequence[str] = (),
+) -> None:
+    """Checks that a trainer computes the same under each of several strategies.
+
+    Each strategy gets a trainer of its own, which trains: one step, and then the
+    others. Before and after both, everything that a checkpoint would hold is compared,
+    and what `train` returned. A trainer that is also an evaluator then evaluates, until
+    its data ends. With data whose last batch is short, and fewer of them than `steps`,
+    the end of the data is part of the test: all must see it at the same step.
+
+    Args:
+        make_trainer: Called under the scope of each strategy, with it. It must make
+            the same model, optimizer and data each time: with fixed seeds.
+        strategies: At least two. The first one is what the others are compared with,
+            such as `OneDeviceStrategy("cpu:0")`.
+        steps: How many steps to train. All batches of the data may be fewer.
+        tolerance: Largest difference in an array: the root of its mean square, relative
+            to that of the values, or to 0.01 if that is smaller. Integers and random
+            keys must be equal.
+        ignore: Regular expressions, searched for in paths such as
+            `Trainer/model/kernel`: arrays that are not compared.
+
+    Raises:
+        AssertionError: If they differ. It names the strategy, the arrays, by how much
+            and where.
+        TypeError: If something is no strategy, or `make_trainer` returns no trainer.
+        ValueError: If there are fewer than two strategies.
+    """
+    check_callable("make_trainer", make_trainer)
+    check_positive_int("steps", steps)
+    check_not_negative("tolerance", tolerance)
+    fix = 'Use paths, such as `ignore=["attention/key/bias"]`.'
+    check_instance("ignore", ignore, list | tuple, fix)
+    fix = 'Pass objects, as in `[OneDeviceStrategy("cpu:0"), MirroredStrategy()]`.'
+    check_instance("strategies", strategies, list | tuple, fix)
+    for index, strategy in enumerate(strategies):
+        check_instance(f"strategies[{index}]", strategy, Strategy, fix)
+    if len(strategies) < 2:
+        raise ValueError(
+            f"`strategies` has {len(strategies)}, but it takes two to compare. {fix}"
+        )
+    first, *others = strategies
+    expected = _record(make_trainer, first, steps, ignore)
+    for strategy in others:
+        found = _record(make_trainer, strategy, steps, ignore)
+        for moment, ours in expected.items():
+            lines = _find_differences(ours, found[moment], tolerance)
+            if lines:
+                fix = _CAUSES
+                if moment == _START:
+                    fix = "Seed what `make_trainer` draws, as by `nnx.Rngs(0)`."
+                raise AssertionError(
+                    f"{moment}, {strategy} has other values than {first}, in "
+                    f"{len(lines)} of {len(ours | found[moment])} places:\n"
+                    f"{list_lines(lines)}\n{fix}"
+                )
+
+
+def _record(
+    make_trainer: Callable[[Strategy], AbstractTrainer],
+    strategy: Strategy,
+    steps: int,
+    ignore: Sequence[str],
+) -> dict[str, dict[str, Any]]:
+    """Returns what a trainer has at each moment: arrays and facts, by name."""
+    moments: dict[str, dict[str, Any]] = {}
+    with strategy.scope():
+        trainer = make_trainer(strategy)
+        fix = "Return a trainer, with its dataset, from `make_trainer(strategy)`."
+        check_instance("make_trainer(strategy)", trainer, AbstractTrainer, fix)
+
+        def note(name: str, output: Any) -> None:
+            state = State([(trainer, type(trainer).__name__)])
+            values = dict(zip(state.paths, state.read(), strict=True))
+            for path, leaf in jax.tree_util.tree_leaves_with_path(output):
+                values[f"output{jax.tree_util.keystr(path)}"] = leaf
+            values["data_exhausted"] = trainer.data_exhausted
+            moments[name] = {
+                path: np.asarray(jax.random.key_data(value) if is_key(value) else value)
+                for path, value in values.items()
+                if not any(re.search(pattern, path) for pattern in ignore)
+            }
+
+        note(_START, None)
+        note("After one step", trainer.train(1))
+        if steps > 1:
+            note(f"After {steps} steps", trainer.train(steps - 1))
+        if isinstance(trainer, AbstractEvaluator):
+            note("After an evaluation", trainer.evaluate(-1))
+    return moments
+
+
+def _find_differences(
+    ours: dict[str, Any], theirs: dict[str, Any], tolerance: float
+) -> list[str]:
+    lines = [
+        f"{name}: only under the {'first' if name in ours else 'second'}"
+        for name in sorted(ours.keys() ^ theirs.keys())
+    ]
+    for name in (name for name in ours if name in theirs):
+        difference = _describe_difference(ours[name], theirs[name], tolerance)
+        if difference is not None:
+            lines.append(f"{name}: {difference}")
+    return lines
+
+
+def _describe_difference(a: np.ndarray, b: np.ndarray, tolerance: float) -> str | None:
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return f"{b.dtype} {b.shape} instead of {a.dtype} {a.shape}"
+    if a.size == 0 or np.array_equal(a, b):
+        return None
+
+    def show(at: tuple[Any, ...]) -> str:
+        return f" at {[int(index) for index in at]}" if at else ""
+
+    if not jax.dtypes.issubdtype(a.dtype, np.inexact):
+        at = np.unravel_index(np.argmax(a != b), a.shape)
+        return f"{b[at]} instead of {a[at]}{show(at)}"
+    wide = np.complex128 if np.iscomplexobj(a) else np.float64
+    a, b = a.astype(wide), b.astype(wide)
+    with np.errstate(invalid="ignore"):
+        off = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+    off = np.where(np.isnan(off), np.inf, off)
+    at = np.unravel_index(np.argmax(off), off.shape)
+    size = _root_mean_square(a[np.isfinite(a)])
+    # What is zero but for rounding, such as a bias that a normalization undoes, has no
+    # scale of its own.
+    # One value of many may differ more: Adam divides tiny gradients by each other.
+    ratio = _root_mean_square(off) / max(size, 0.01)
+    if ratio <= tolerance:
+        return None
+    return f"{b[at]:.6g} instead of {a[at]:.6g}{show(at)}; all differ by {ratio:.2g}"
+
+
+def _root_mean_square(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.abs(values) ** 2))) if values.size else 0.0
+
+
+def assert_collectives(
+    trainer: StandardTrainer,
+    *,
+    all_reduce: int = 1,
+    all_gather: int = 0,
+    reduce_scatter: int = 0,
+    all_to_all: int = 0,
+    collective_permute: int = 0,
+    max_bytes: int | None = None,
+    num_replicas: int | None = None,
+) -> None:
+    """Checks how many collectives one step of a trainer compiles to.
+
+    The step is compiled and not run; the trainer and its data stay as they are.
+
+    Args:
+        trainer: The trainer, under a `MirroredStrategy`.
+        all_reduce: Rounds of all-reduces: how many must follow each other. The default
+            is a step that sums its gradients once.
+        all_gather: The same of all-gathers, and so on.
+        reduce_scatter: Of reduce-scatters.
+        all_to_all: Of all-to-all exchanges.
+        collective_permute: Of permutes.
+        max_bytes: Most bytes over all collectives of a step: of operands on each
+            device, for all-gathers of the result. Gradients have as many bytes as the
+            parameters.
+        num_replicas: How many replicas to compile for. `None` takes all CPU devices of
+            this process.
+
+    Raises:
+        AssertionError: If a number is another one, or there are more bytes.
+        ValueError: If there are fewer than two CPU devices, or the strategy is for one.
+    """
+    expected = {
+        "all_reduce": all_reduce,
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+        "all_to_all": all_to_all,
+        "collective_permute": collective_permute,
+    }
+    limits = expected if max_bytes is None else expected | {"max_bytes": max_bytes}
+    for name, wanted in limits.items():
+        check_not_negative_int(name, wanted)
+    found = find_collectives(trainer, num_replicas)
+    counts = {name: count_rounds(found, name.replace("_", "-")) for name in expected}
+    total = sum(each.times * each.num_bytes for each in found)
+    wrong = [
+        f"{counts[name]} rounds of `{name}` and not {wanted}"
+        for name, wanted in expected.items()
+        if counts[name] != wanted
+    ]
+    if max_bytes is not None and total > max_bytes:
+        wrong.append(f"{total} bytes on each device, and `max_bytes` is {max_bytes}")
+    if wrong:
+        shown = list_lines(
+            f"round {each.round}: {each.kind} of {each.num_bytes} bytes"
+            + (f", {each.times} times" if each.times > 1 else "")
+            for each in sorted(found, key=lambda each: each.round)
+        )
+        raise AssertionError(
+            f"A step of {type(trainer).__name__} has {', '.join(wrong)}. Its "
+            f"collectives are:\n{shown or '  none'}"
+        )
+
+
+def find_collectives(
+    trainer: StandardTrainer, num_replicas: int | None = None
+) -> list[Collective]:
+    """Returns the collectives that run in every step of a trainer, on CPU devices.
+
+    Args:
+        trainer: As for `assert_collectives`, like `num_replicas`.
+        num_replicas: How many replicas to compile for.
+
+    Raises:
+        ValueError: If there are fewer than two CPU devices, or the strategy is for one.
+    """
+    fix = "Derive it from `armillary.StandardTrainer`."
+    check_instance("trainer", trainer, StandardTrainer, fix)
+    devices = jax.local_devices(backend=_PLATFORM)
+    count = len(devices)
+    if num_replicas is not None:
+        count = check_positive_int("num_replicas", num_replicas)
+    if not 2 <= count <= len(devices):
+        raise ValueError(
+            f"`num_replicas` is {num_replicas!r}, and this process has {len(devices)} "
+            "CPU devices. It takes two replicas to send anything, and a device for "
+            'each: begin the tests with `jax.config.update("jax_num_cpu_devices", 8)`.'
+        )
+    with trainer.described(count, _PLATFORM) as loop:
+        program = export_loop(loop, _PLATFORM)
+    axis_types = (AxisType.Auto,) * len(loop.mesh.axis_names)
+    shape = np.asarray(devices[:count]).reshape(loop.mesh.axis_sizes)
+    mesh = Mesh(shape, loop.mesh.axis_names, axis_types=axis_types)
+    compiled = compile_exported(program, mesh, _PLATFORM, loop.compiler_options)
+    module = parse_module(compiled.as_text())
+    return find_traffic(module, loop.depth, count).of_step()
