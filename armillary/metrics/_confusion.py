@@ -3,6 +3,7 @@
 import math
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -39,53 +40,39 @@ class ConfusionMatrix(LabeledMetric):
                 "but one of them must be given. Use `num_classes=10` for scores of "
                 "classes, or `threshold=0.0` for one logit."
             )
-        if threshold is not None and (
-            isinstance(threshold, bool)
-            or not isinstance(threshold, int | float)
-            or not math.isfinite(threshold)
-        ):
+        is_number = type(threshold) in (int, float, np.float64)
+        if threshold is not None and not (is_number and math.isfinite(threshold)):
             raise TypeError(
                 f"`threshold` is {threshold!r} of type {type(threshold).__name__}, but "
                 "it must be a finite number. Use `threshold=0.0`."
             )
-        count = num_classes if is_positive_int(num_classes) else None
-        if threshold is None and not 2 <= (count or 0) <= _MOST_CLASSES:
+        size = 2 if num_classes is None else num_classes
+        if not is_positive_int(size) or not 2 <= size <= _MOST_CLASSES:
             raise ValueError(
-                f"`num_classes` is {num_classes!r}, but there must be 2 or more, and "
-                f"no more than {_MOST_CLASSES:,}. Use `num_classes=2`, or "
-                "`threshold=0.0` for one logit."
+                f"`num_classes` is {num_classes!r}, but there must be 2 to "
+                f"{_MOST_CLASSES:,}. Use `num_classes=2`, or `threshold=0.0` for one "
+                "logit."
             )
         super().__init__()
-        self.num_classes = num_classes or 2
-        self.threshold = threshold
-        self.counts = Counts.zeros(self.num_classes, self.num_classes)
+        self.num_classes, self.threshold = size, threshold
+        self.counts = Counts.zeros(size, size)
 
-    def update(self, *, logits: Any, labels: Any, mask: Any = None, **_: Any) -> None:
-        """Counts the examples of a batch.
+    @property
+    def _has_classes(self) -> bool:
+        return self.threshold is None
 
-        Args:
-            logits: Scores of shape `(..., num_classes)`; `(...)` with a `threshold`.
-            labels: Numbers of classes, of shape `(...)`.
-            mask: Booleans of the shape of `labels`, or of its first axes: which
-                examples count. `None` for all.
-            **_: What an `nnx.MultiMetric` has for other metrics.
-
-        Raises:
-            TypeError: If labels are no integers, or the mask is not boolean.
-            ValueError: If shapes do not belong together.
-        """
-        size, threshold = self.num_classes, self.threshold
-        has_classes = threshold is None
-        if has_classes and jnp.shape(logits)[-1:] != (size,):
+    def _as_scores(self, logits: Any) -> jax.Array:
+        if self._has_classes and jnp.shape(logits)[-1:] != (self.num_classes,):
             raise ValueError(
                 f"`logits` of `{type(self).__name__}.update` has the shape "
-                f"{jnp.shape(logits)}, but its last axis must be the {size} classes. "
-                "Pass the scores of all classes, or make the metric with "
-                "`threshold=0.0` for one logit."
+                f"{jnp.shape(logits)}, but its last axis must be the "
+                f"{self.num_classes} classes. Pass the scores of all classes, or make "
+                "the metric with `threshold=0.0` for one logit."
             )
-        scores, labels, counted = self._take(
-            logits, labels, mask, has_classes=has_classes
-        )
+        return jnp.asarray(logits)
+
+    def _count(self, scores: jax.Array, labels: jax.Array, counted: jax.Array) -> None:
+        size, threshold = self.num_classes, self.threshold
         predicted = scores.argmax(-1) if threshold is None else scores >= threshold
         cells = jnp.where(counted, labels * size + predicted.astype(jnp.int32), size**2)
         matrix = jnp.zeros(size**2 + 1, jnp.int32).at[cells].add(1)
@@ -119,14 +106,10 @@ class _Score(ConfusionMatrix):
         self.average = average
 
     def compute(self) -> Any:
-        """Returns the score, in floats of 64 bits.
+        """Returns the score, in floats of 64 bits; NaN if there was no example.
 
-        It is 0 for a class for which it would be 0 / 0, as in scikit-learn, and NaN if
-        there was no example.
-
-        Raises:
-            ValueError: If a label was the number of no class, or a score was NaN.
-            TypeError: If called while JAX traces.
+        It is 0 for a class for which it would be 0 / 0, as in scikit-learn. Raises what
+        `ConfusionMatrix.compute` does.
         """
         matrix = super().compute()
         right, predicted, labeled = matrix.diagonal(), matrix.sum(0), matrix.sum(1)

@@ -1,15 +1,11 @@
-"""What metrics of scores and labels share: what they take, and what they refuse.
+"""Metrics of scores and labels: what they take, and what they refuse.
 
 Shapes and types are checked when a step is traced. What a label is shows on the device
 only, where nothing can be raised: examples that cannot be judged are counted there, and
 `compute` raises.
-
-The area under a curve of binary scores.
-
-How often the label is among the classes with the highest scores.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +17,8 @@ from armillary._checks import check_one_of, check_positive_int
 from armillary._logging import logger
 from armillary.metrics._counts import Counts
 
-
-class Examples(NamedTuple):
-    """Examples in a row.
-
-    Attributes:
-        scores: Of shape `(examples, classes)`, or `(examples,)` if there is one each.
-        labels: Of shape `(examples,)` and type `int32`.
-        counted: Which examples count.
-    """
-
-    scores: jax.Array
-    labels: jax.Array
-    counted: jax.Array
+_HIGHEST = 20.0  # Probabilities in 32 bits are no nearer to 1 than a logit of 17.
+_MOST_TIED = 0.01
 
 
 class CountingMetric(nnx.metrics.Metric):
@@ -49,15 +34,28 @@ class CountingMetric(nnx.metrics.Metric):
 class LabeledMetric(CountingMetric):
     """A metric of scores and labels, which counts what it refuses."""
 
+    _has_classes = True
+
     def __init__(self) -> None:
         self.refused = Counts.zeros(2)
 
-    def _take(
-        self, logits: Any, labels: Any, mask: Any, *, has_classes: bool
-    ) -> Examples:
-        """Returns the examples in a row; those without a meaning do not count."""
-        scores, labels = jnp.asarray(logits), jnp.asarray(labels)
-        name = f"{type(self).__name__}.update"
+    def update(self, *, logits: Any, labels: Any, mask: Any = None, **_: Any) -> None:
+        """Counts the examples of a batch.
+
+        Args:
+            logits: Scores of shape `(..., num_classes)`; of shape `(...)` for `AUC`,
+                and with a `threshold`.
+            labels: Numbers of classes, of shape `(...)`.
+            mask: Booleans of the shape of `labels`, or of its first axes: which
+                examples count. `None` for all.
+            **_: What an `nnx.MultiMetric` has for other metrics.
+
+        Raises:
+            TypeError: If labels are no integers, or the mask is not boolean.
+            ValueError: If shapes do not belong together, or there are too few classes.
+        """
+        scores, labels = self._as_scores(logits), jnp.asarray(labels)
+        name, has_classes = f"{type(self).__name__}.update", self._has_classes
         if not jnp.issubdtype(labels.dtype, jnp.integer) and labels.dtype != bool:
             raise TypeError(
                 f"`labels` of `{name}` has the dtype {labels.dtype}, but labels are "
@@ -81,10 +79,17 @@ class LabeledMetric(CountingMetric):
             labels = labels.astype(jnp.int32)
         is_class = (labels >= 0) & (labels < num_classes)
         is_score = ~(jnp.isnan(scores).any(-1) if has_classes else jnp.isnan(scores))
-        bad = [counted & ~is_class, counted & ~is_score]
-        self.refused.add(jnp.stack([count(bad[0]), count(bad[1])]))
+        bad = [count(counted & ~is_class), count(counted & ~is_score)]
+        self.refused.add(jnp.stack(bad))
         labels = jnp.where(is_class, labels, 0).astype(jnp.int32)
-        return Examples(scores, labels, counted & is_class & is_score)
+        self._count(scores, labels, counted & is_class & is_score)
+
+    def _as_scores(self, logits: Any) -> jax.Array:
+        return jnp.asarray(logits)
+
+    def _count(self, scores: jax.Array, labels: jax.Array, counted: jax.Array) -> None:
+        """Counts examples in a row, of which scores may have an axis of classes."""
+        raise NotImplementedError
 
     def _check(self) -> None:
         """Raises if an example had no meaning."""
@@ -123,10 +128,6 @@ def count(flags: jax.Array) -> jax.Array:
     return flags.sum(dtype=jnp.int32)
 
 
-_HIGHEST = 20.0  # Probabilities in 32 bits are no nearer to 1 than a logit of 17.
-_MOST_TIED = 0.01
-
-
 class AUC(LabeledMetric):
     """The area under the ROC curve, or under that of precision and recall.
 
@@ -146,6 +147,8 @@ class AUC(LabeledMetric):
         ValueError: If `curve` is neither, or `num_buckets` is not positive.
     """
 
+    _has_classes = False
+
     def __init__(
         self,
         curve: Literal["ROC", "PR"] = "ROC",
@@ -160,23 +163,13 @@ class AUC(LabeledMetric):
         self.num_buckets = check_positive_int("num_buckets", num_buckets, 2**24)
         self.counts = Counts.zeros(2, self.num_buckets)
 
-    def update(self, *, logits: Any, labels: Any, mask: Any = None, **_: Any) -> None:
-        """Counts the examples of a batch.
+    def _as_scores(self, logits: Any) -> jax.Array:
+        if self.from_logits:
+            return jnp.asarray(logits)
+        # NaN outside of 0 to 1, which is refused.
+        return jax.scipy.special.logit(jnp.asarray(logits, jnp.float32))
 
-        Args:
-            logits: One score for each example; with `from_logits=False`, from 0 to 1.
-            labels: 0 or 1, of the same shape.
-            mask: As in `ConfusionMatrix.update`.
-            **_: What an `nnx.MultiMetric` has for other metrics.
-
-        Raises:
-            TypeError: If labels are no integers, or the mask is not boolean.
-            ValueError: If shapes do not belong together.
-        """
-        if not self.from_logits:
-            # NaN outside of 0 to 1, which is refused.
-            logits = jax.scipy.special.logit(jnp.asarray(logits, jnp.float32))
-        scores, labels, counted = self._take(logits, labels, mask, has_classes=False)
+    def _count(self, scores: jax.Array, labels: jax.Array, counted: jax.Array) -> None:
         scaled = (scores.astype(jnp.float32) + _HIGHEST) / (2 * _HIGHEST)
         last = self.num_buckets - 1
         buckets = jnp.clip(scaled * self.num_buckets, 0, last).astype(jnp.int32)
@@ -234,21 +227,7 @@ class TopKAccuracy(LabeledMetric):
         self.k = check_positive_int("k", k)
         self.counts = Counts.zeros(2)
 
-    def update(self, *, logits: Any, labels: Any, mask: Any = None, **_: Any) -> None:
-        """Counts the examples of a batch.
-
-        Args:
-            logits: Scores of shape `(..., num_classes)`, with `num_classes >= k`.
-            labels: Numbers of classes, of shape `(...)`.
-            mask: As in `ConfusionMatrix.update`.
-            **_: What an `nnx.MultiMetric` has for other metrics.
-
-        Raises:
-            TypeError: If labels are no integers, or the mask is not boolean.
-            ValueError: If there are fewer than `k` classes, or shapes do not belong
-                together.
-        """
-        scores, labels, counted = self._take(logits, labels, mask, has_classes=True)
+    def _count(self, scores: jax.Array, labels: jax.Array, counted: jax.Array) -> None:
         if scores.shape[1] < self.k:
             raise ValueError(
                 f"`logits` of `TopKAccuracy.update` has {scores.shape[1]} classes, but "

@@ -1,8 +1,6 @@
-"""A histogram of all values that a loop has seen.
+"""Metrics of numbers: how far they are from targets, and where they lie."""
 
-How far predictions of numbers are from their targets.
-"""
-
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,9 +19,8 @@ class _MeanError(CountingMetric):
         self.total = FloatSum.zeros(256)
         self.count = Counts.zeros()
 
-    def _error(self, difference: jax.Array) -> jax.Array:
-        """Returns the error of each element, which is not negative."""
-        raise NotImplementedError
+    # The error of each element, which is not negative.
+    _error: Callable[[jax.Array], jax.Array]
 
     def update(
         self, *, predictions: Any, targets: Any, mask: Any = None, **_: Any
@@ -46,9 +43,8 @@ class _MeanError(CountingMetric):
         if predictions.shape != targets.shape:
             raise ValueError(
                 f"`predictions` of `{name}` has the shape {predictions.shape}, and "
-                f"`targets` {targets.shape}, but they must be equal, or each would be "
-                "compared with each. Reshape one of them, such as "
-                "`predictions[..., 0]`."
+                f"`targets` {targets.shape}, but they must be equal. Reshape one of "
+                "them, such as `predictions[..., 0]`."
             )
         counted = as_mask(name, mask, targets.shape)
         difference = predictions.astype(jnp.float32) - targets.astype(jnp.float32)
@@ -69,15 +65,13 @@ class _MeanError(CountingMetric):
 class MeanAbsoluteError(_MeanError):
     """The mean distance of predictions from targets."""
 
-    def _error(self, difference: jax.Array) -> jax.Array:
-        return jnp.abs(difference)
+    _error = staticmethod(jnp.abs)
 
 
 class MeanSquaredError(_MeanError):
     """The mean squared distance of predictions from targets."""
 
-    def _error(self, difference: jax.Array) -> jax.Array:
-        return jnp.square(difference)
+    _error = staticmethod(jnp.square)
 
 
 class Distribution(CountingMetric):
