@@ -23,7 +23,6 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
 from armillary.distribute._dispatch import Dispatch
 from armillary.distribute._global_arrays import is_array
-from armillary.distribute._keras_fit import follow_keras
 from armillary.distribute._reduce import gather_values, list_values, reduce_values
 from armillary.distribute.replica._collectives import is_argument
 from armillary.distribute.replica._context import (
@@ -43,6 +42,7 @@ from armillary.distribute.replica._values import (
     other_count,
 )
 from armillary.errors import ReplicaContextError
+from armillary.state._keras import follow_keras
 from armillary.state._lift import State
 from armillary.typing import PyTree
 from armillary.xla._lowerings import Split

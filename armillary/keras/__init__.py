@@ -12,16 +12,13 @@ A model that knows its optimizer, loss and metrics (`model.compile`) is a traine
     )
 
 In a step of your own, Keras objects work like those of Flax NNX, and this package is
-not needed. It imports Keras, which `import armillary` alone does not.
+not needed.
 """
 
 from armillary._traceback import mark_public as _mark_public
-from armillary.keras import _backend
 from armillary.keras._trainer import KerasEvaluator as KerasEvaluator
 from armillary.keras._trainer import KerasTrainer as KerasTrainer
 
 __all__ = ["KerasEvaluator", "KerasTrainer"]
 
 _mark_public(globals())
-
-_backend.import_keras()

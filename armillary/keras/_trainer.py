@@ -1,14 +1,8 @@
-"""The inner training loop of a compiled Keras model.
-
-Scales the losses of a compiled model for the replicas that share a batch.
+"""The training loop and the evaluation of a compiled Keras model.
 
 A loss object may average over its examples, sum them, or neither, and only it knows. So
 Keras asks two functions of its own to scale each mean, and a third one to scale what
 layers add; they do so under TensorFlow. Inside `scaled_for_replicas` they do it here.
-
-What a trainer and an evaluator ask of a compiled Keras model.
-
-The evaluation of a compiled Keras model.
 """
 
 import contextlib
@@ -20,10 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from armillary._optional import import_optional
 from armillary.data._dataset import DistributedDataset
 from armillary.distribute.replica._context import get_strategy, require_replica_context
 from armillary.distribute.replica._gradient import value_and_grad
-from armillary.keras._backend import import_keras
+from armillary.distribute.replica._reductions import all_reduce
+from armillary.state._keras import check_backend
 from armillary.trainer._options import StandardEvaluatorOptions, StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_trainer import StandardTrainer
@@ -74,7 +70,8 @@ def _install() -> None:
 
 def check_compiled(model: Any) -> None:
     """Raises if `model` is not a compiled Keras model."""
-    keras = import_keras()
+    keras = import_optional("keras", "Keras, on which `armillary.keras` runs,", "keras")
+    check_backend()
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"`model` is {model!r:.60} of type {type(model).__name__}, but it must be "
@@ -108,7 +105,8 @@ def build(model: Any, dataset: DistributedDataset) -> None:
 
     They must be there before a checkpoint is restored into them.
     """
-    keras = import_keras()
+    import keras
+
     spec = jax.tree.map(
         lambda leaf: keras.KerasTensor(leaf.shape, np.dtype(leaf.dtype).name),
         dataset.element_spec,
@@ -116,24 +114,21 @@ def build(model: Any, dataset: DistributedDataset) -> None:
     model._symbolic_build(data_batch=spec)
 
 
-def compute_loss(
-    model: Any, batch: Batch, num_replicas: int, *, training: bool
-) -> tuple[jax.Array, int]:
-    """Calls a model, and updates its metrics but for that of the loss."""
+def compute_loss(model: Any, batch: Batch, *, training: bool) -> jax.Array:
+    """Calls a model, in replica context, and updates its metrics."""
+    import keras
+
+    context = require_replica_context("a Keras model", "")
+    num_replicas = context.num_replicas_in_sync
     with scaled_for_replicas(num_replicas):
-        x, y, weights = import_keras().utils.unpack_x_y_sample_weight(batch)
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
         options = {"training": training} if model._call_has_training_arg else {}
         predictions = model(x, **options)
         loss = model._compute_loss(x, y, predictions, weights, training=training)
         model.compute_metrics(x, y, predictions, weights)
-        return loss, jax.tree.leaves(x)[0].shape[0]
-
-
-def track_loss(
-    model: Any, loss: jax.Array, num_examples: int, num_replicas: int
-) -> None:
-    """Updates the metric of the loss with what `compute_loss` returned."""
-    model._loss_tracker.update_state(loss * num_replicas, sample_weight=num_examples)
+    size = jax.tree.leaves(x)[0].shape[0]
+    model._loss_tracker.update_state(loss * num_replicas, sample_weight=size)
+    return loss
 
 
 class KerasEvaluator(StandardEvaluator):
@@ -169,20 +164,13 @@ class KerasEvaluator(StandardEvaluator):
 
     def eval_step(self, iterator: Any) -> None:
         """Adds one batch to the metrics of the model."""
-        get_strategy().run(self._add, args=(next(iterator),))
+        add = functools.partial(compute_loss, self.model, training=False)
+        get_strategy().run(add, args=(next(iterator),))
 
     def eval_end(self, *state: Any) -> Output:
         """Returns the loss and the metrics of the model."""
         del state
         return dict(self.model.get_metrics_result())
-
-    def _add(self, batch: Batch) -> None:
-        context = require_replica_context("KerasEvaluator", "")
-        num_replicas = context.num_replicas_in_sync
-        loss, num_examples = compute_loss(
-            self.model, batch, num_replicas, training=False
-        )
-        track_loss(self.model, loss, num_examples, num_replicas)
 
 
 class KerasTrainer(StandardTrainer):
@@ -230,18 +218,13 @@ class KerasTrainer(StandardTrainer):
 
     def _update(self, batch: Batch) -> None:
         model, optimizer = self.model, self.model.optimizer
-        context = require_replica_context("KerasTrainer", "")
-        num_replicas = context.num_replicas_in_sync
         variables = model.trainable_variables
 
-        def loss_fn() -> tuple[Any, Any]:
-            loss, num_examples = compute_loss(model, batch, num_replicas, training=True)
-            return optimizer.scale_loss(loss), (loss, num_examples)
+        def loss_fn() -> Any:
+            return optimizer.scale_loss(compute_loss(model, batch, training=True))
 
-        (_, aux), gradients = value_and_grad(loss_fn, variables, has_aux=True)
-        gradients = context.all_reduce("sum", gradients)
-        loss, num_examples = aux
-        track_loss(model, loss, num_examples, num_replicas)
+        _, gradients = value_and_grad(loss_fn, variables)
+        gradients = all_reduce("sum", gradients)
         # Some optimizers assign inside branches when they are applied in place.
         new, own = optimizer.stateless_apply(
             [variable.value for variable in optimizer.variables],

@@ -8,6 +8,7 @@ import, so this file looks for it among the modules that are loaded.
 
 import contextlib
 import functools
+import importlib
 import operator
 import sys
 import threading
@@ -84,6 +85,12 @@ def keras_module() -> Any:
     """Returns the package `keras`, if it is loaded; else `None`."""
     module = sys.modules.get("keras")
     return module if hasattr(module, "Variable") else None
+
+
+def follow_keras() -> None:
+    """Lets `fit` of Keras, if that is loaded, run under the strategy of its model."""
+    if keras_module() is not None:
+        importlib.import_module("armillary.keras._fit").follow()
 
 
 def check_backend() -> None:

@@ -11,7 +11,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, Sharding, SingleDeviceSha
 from armillary._checks import check_instance
 from armillary.data._layout import BatchLayout
 from armillary.distribute._global_arrays import everywhere
-from armillary.distribute._keras_fit import follow_keras
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import Functions
 from armillary.distribute.program._notes import add_trace_note
@@ -29,6 +28,7 @@ from armillary.distribute.strategies._layouts import (
     as_device,
     as_devices,
 )
+from armillary.state._keras import follow_keras
 from armillary.state._lift import State
 from armillary.typing import PyTree
 

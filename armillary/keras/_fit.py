@@ -2,11 +2,9 @@
 
 A model that was made or compiled under `strategy.scope()` trains, evaluates and
 predicts on the devices of the strategy: variables are copied to all of them, or divided
-where the strategy divides state, and each global batch is divided, through
-`keras.distribution`. The program is the one of a
-single device, which XLA partitions, so the numbers are those of one replica for any
-model: statistics of a batch are those of the global batch. A batch that the devices
-cannot share equally runs whole on each of them.
+where the strategy divides state, and so is each global batch, by XLA. The program is
+that of a single device, so the numbers are those of one replica for any model. A batch
+that the devices cannot share equally runs whole on each of them.
 
 Keras decides by a global setting where a model runs, and once for all batches how they
 are divided. So the methods of `keras.Model` that run a model are wrapped, when a
@@ -69,63 +67,53 @@ _strategies: "weakref.WeakKeyDictionary[Any, Strategy]" = weakref.WeakKeyDiction
 _made_for: "weakref.WeakKeyDictionary[Any, Strategy]" = weakref.WeakKeyDictionary()
 
 
-def follow_keras() -> None:
-    """Lets compiled models of Keras run under the strategies they belong to."""
-    if _keras.keras_module() is not None:
-        _follow()
-
-
 @functools.cache
-def _follow() -> None:
+def follow() -> None:
+    """Lets models of Keras, which is loaded, run under their strategies."""
     import keras
 
     kind: Any = keras.Model
-    make = kind.__new__
-
-    @functools.wraps(make)
-    def make_here(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        model = make(cls, *args, **kwargs)
-        _remember(model)
-        return model
-
-    kind.__new__ = make_here
+    _wrap(kind, "__new__", _make_model, bind=False)
     _wrap(kind, "compile", _compile)
     if keras.config.backend() != "jax":
         return  # A model of a strategy is an error; one of no strategy is not ours.
     from keras.src.backend.jax import trainer as keras_trainer
 
+    module: Any = keras_trainer
     for name in _RUNNING:
         _wrap(kind, name, functools.partial(_run, name=name))
     for name in _MAKING:
         _wrap(kind, name, functools.partial(_make, name=name))
     _wrap(kind, "_make_function", _bound)
     _wrap(kind, "_symbolic_build", _alone)
-    module: Any = keras_trainer
+    _wrap(module.JAXEpochIterator, "_get_distributed_iterator", _iterate)
     distribute = module._distribute_data
-    get_iterator = module.JAXEpochIterator._get_distributed_iterator
 
     def distribute_data(data: Any, layouts: Any = None) -> Any:
         return _divide(data) if _is_running_here() else distribute(data, layouts)
 
-    def get_distributed_iterator(self: Any, distribution: Any) -> Iterator[Any]:
-        if _is_running_here():
-            return map(_divide, self.data_adapter.get_jax_iterator())
-        return get_iterator(self, distribution)
-
     module._distribute_data = distribute_data
-    module.JAXEpochIterator._get_distributed_iterator = get_distributed_iterator
 
 
-def _wrap(kind: Any, name: str, around: Callable[..., Any]) -> None:
+def _wrap(
+    kind: Any, name: str, around: Callable[..., Any], *, bind: bool = True
+) -> None:
     # Where it is defined: a model that is loaded asks whether its class overrides it.
     kind = next(base for base in kind.__mro__ if name in vars(base))
     method = getattr(kind, name)
 
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(functools.partial(method, self), self, args, kwargs)
+        bound = functools.partial(method, self) if bind else method
+        return around(bound, self, args, kwargs)
 
     setattr(kind, name, wrapped)
+
+
+def _make_model(method: Any, kind: Any, args: Any, kwargs: Any) -> Any:
+    model = method(kind, *args, **kwargs)
+    _remember(model)
+    return model
 
 
 def _compile(method: Any, model: Any, args: Any, kwargs: Any) -> None:
@@ -213,6 +201,12 @@ def _bound(method: Any, model: Any, args: Any, kwargs: Any) -> Any:
     return method(bounded_step, *others, **kwargs)
 
 
+def _iterate(method: Any, iterator: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    if _is_running_here():
+        return map(_divide, iterator.data_adapter.get_jax_iterator())
+    return method(*args, **kwargs)
+
+
 def _divide(data: Any) -> Any:
     """Returns a global batch, which each process has whole, on the devices."""
     import keras
@@ -221,9 +215,9 @@ def _divide(data: Any) -> Any:
 
     def place(leaf: Any) -> jax.Array:
         sharding = distribution.divide(np.shape(leaf))
-        if sharding.is_fully_addressable:
-            return jax.device_put(leaf, sharding)
-        return place_parts(np.asarray(leaf), sharding)
+        is_here = sharding.is_fully_addressable
+        put = jax.device_put if is_here else place_parts
+        return put(leaf if is_here else np.asarray(leaf), sharding)
 
     return jax.tree.map(place, data)
 
@@ -326,8 +320,7 @@ def _adapt(arguments: dict[str, Any], strategy: "Strategy", name: str) -> None:
         if isinstance(dataset, IndexedDataset):
             dataset = strategy.distribute_dataset(dataset)
         if isinstance(dataset, DistributedDataset):
-            _check_alone(name, *beside)
-            _check_readable(dataset, name, steps, arguments.get(steps))
+            _check_dataset(dataset, beside, name, steps, arguments.get(steps))
             arguments[key] = _as_adapter(dataset, class_weight)
 
     given = arguments.get
@@ -337,21 +330,17 @@ def _adapt(arguments: dict[str, Any], strategy: "Strategy", name: str) -> None:
     adapt("validation_data", data, "validation_steps")
 
 
-def _check_alone(name: str, y: Any, sample_weight: Any) -> None:
-    """Raises if targets or weights were passed beside a data set, as Keras does."""
-    for argument, value in (("y", y), ("sample_weight", sample_weight)):
+def _check_dataset(
+    dataset: DistributedDataset, beside: Any, name: str, steps_name: str, steps: Any
+) -> None:
+    """Raises if a data set cannot be read whole, or something is passed beside it."""
+    for argument, value in zip(("y", "sample_weight"), beside, strict=True):
         if value is not None:
             raise ValueError(
                 f"`model.{name}` was given `{argument}` beside a data set, which must "
-                "hold it in its batches. Leave it out, and make a data set of batches "
-                "`(x, y)` or `(x, y, sample_weight)`."
+                "hold it in its batches `(x, y)` or `(x, y, sample_weight)`. Leave it "
+                "out."
             )
-
-
-def _check_readable(
-    dataset: DistributedDataset, name: str, steps_name: str, steps: int | None
-) -> None:
-    """Raises if the global batches of a data set cannot be read, or never end."""
     if dataset.per_replica_batches or dataset.options.place_on_device:
         raise ValueError(
             f"`model.{name}` was given a dataset of per-replica batches, or one that "
@@ -398,8 +387,7 @@ def _weigh(batch: Any, class_weight: Any) -> tuple[Any, ...]:
     if sample_weight is not None or not isinstance(y, np.ndarray):
         raise ValueError(
             "`model.fit` was given `class_weight`, which needs a data set of batches "
-            "`(x, y)` with one array of classes, but these hold sample weights as "
-            "well, no targets, or several. Leave it out, and give each example its "
-            "weight: batches `(x, y, sample_weight)`."
+            "`(x, y)` with one array of classes. Leave it out, and give each example "
+            "its weight: batches `(x, y, sample_weight)`."
         )
     return x, y, data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
