@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import armillary
 from armillary.checkpoint import Checkpoint, CheckpointManager
-from armillary.errors import CheckpointMismatchError
 
 MakeManager = Callable[..., CheckpointManager]
 
@@ -225,27 +224,19 @@ def test_memory_kinds_are_kept(make_manager: MakeManager) -> None:
     assert holder.array.sharding.memory_kind == "pinned_host"
 
 
-def test_objects_stay_the_same_objects(make_manager: MakeManager) -> None:
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    kernel = model.kernel
-    manager = make_manager(Checkpoint(model=model))
-    manager.save(1)
-    manager.restore_or_initialize()
-
-    assert model.kernel is kernel
-
-
-def test_restoring_does_not_trace_again(
+def test_objects_stay_the_same_and_nothing_is_traced_again(
     make_manager: MakeManager, no_retrace: Callable[[], Any]
 ) -> None:
-    holder = SimpleNamespace(array=jnp.ones(3))
+    variable = nnx.Variable(jnp.ones(3))
+    holder = SimpleNamespace(variable=variable)
     manager = make_manager(Checkpoint(holder=holder))
     step = jax.jit(lambda x: x + 1)
-    holder.array = step(holder.array)
+    variable.set_value(step(variable.get_value()))
     manager.save(1)
     manager.restore_or_initialize()
+    assert holder.variable is variable
     with no_retrace():
-        step(holder.array)
+        step(variable.get_value())
 
 
 @pytest.mark.slow
@@ -295,29 +286,6 @@ def test_host_arrays_may_change_after_save(make_manager: MakeManager) -> None:
     manager.restore_or_initialize()
 
     np.testing.assert_array_equal(variable.get_value(), np.zeros(100_000))
-
-
-def test_a_mismatch_changes_nothing(make_manager: MakeManager) -> None:
-    position = Position()
-    saved = make_manager(
-        Checkpoint(model=nnx.Linear(3, 3, rngs=nnx.Rngs(0)), data=position)
-    )
-    saved.save(1)
-    saved.sync()
-    position.index = 5
-    model = nnx.Linear(4, 3, rngs=nnx.Rngs(1))
-    manager = make_manager(Checkpoint(model=model, data=position))
-    before = dict(manager.checkpoint.read_leaves())
-
-    with pytest.raises(
-        CheckpointMismatchError,
-        match=r"~ model/kernel: float32 \(3, 3\) in the checkpoint, float32 \(4, 3\)",
-    ):
-        manager.restore_or_initialize()
-
-    after = manager.checkpoint.read_leaves()
-    assert all(after[path] is leaf for path, leaf in before.items())
-    assert position.index == 5
 
 
 def test_a_checkpoint_without_arrays_round_trips(make_manager: MakeManager) -> None:
