@@ -24,9 +24,8 @@ ends when the evaluation loss has not improved five times in a row::
             run_dir, checkpoint_interval=1000))
     controller.train_and_evaluate(train_steps=100_000, eval_interval=1000)
 
-Every process of a run calls the actions with the same output, so a condition holds on
-all of them or on none. An action of your own that writes to a shared place must
-therefore write in one process only, where `jax.process_index() == 0`.
+Every process of a run calls the actions with the same output. An action of your own
+that writes to a shared place must therefore write where `jax.process_index() == 0`.
 """
 
 from armillary._traceback import mark_public as _mark_public

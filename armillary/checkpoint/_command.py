@@ -21,11 +21,11 @@ from armillary._commands import add_json, make_table, print_json, print_out
 from armillary._process import ExitCode
 from armillary.checkpoint._disk import find_damage, read_checksums
 from armillary.checkpoint._folder import (
-    Header,
+    Saved,
     as_absolute,
     find_superseded,
     list_directory,
-    read_header,
+    read_saved,
 )
 from armillary.checkpoint._store import LeafSpec, read_arrays, read_description
 
@@ -56,9 +56,9 @@ def prepare_checkpoint(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
 
 
 def _describe(path: epath.Path) -> dict[str, Any]:
-    header = read_header(path)
-    if header is not None:
-        return _describe_checkpoint(path, header)
+    one = read_saved(path)
+    if one is not None:
+        return _describe_checkpoint(one)
     saved, broken, unfinished = list_directory(path)
     if not (saved or broken or unfinished):
         is_there = "in which there is none" if path.is_dir() else "which is no folder"
@@ -74,7 +74,7 @@ def _describe(path: epath.Path) -> dict[str, Any]:
     for entry in saved:
         try:
             if entry not in superseded:
-                checkpoints.append(_describe_entry(entry.path, entry.header))
+                checkpoints.append(_describe_entry(entry))
         except ValueError as error:
             problems[str(entry.path)] = str(error)
     return {
@@ -85,13 +85,13 @@ def _describe(path: epath.Path) -> dict[str, Any]:
     }
 
 
-def _describe_checkpoint(path: epath.Path, header: Header) -> dict[str, Any]:
-    described = _describe_header(path, header)
-    with _reading(path):
-        leaves, states, _ = read_description(path)
+def _describe_checkpoint(saved: Saved) -> dict[str, Any]:
+    described = _describe_header(saved)
+    with _reading(saved.path):
+        leaves, states, _ = read_description(saved.path)
         # Numbers alone, such as counts of steps, come with their values.
         numbers = [n for n, spec in leaves.items() if not (spec.shape or spec.is_key)]
-        values = read_arrays(path, dict.fromkeys(numbers))
+        values = read_arrays(saved.path, dict.fromkeys(numbers))
     shown = {
         name: {
             "dtype": spec.dtype,
@@ -104,18 +104,19 @@ def _describe_checkpoint(path: epath.Path, header: Header) -> dict[str, Any]:
     return {**described, "leaves": shown, "states": states}
 
 
-def _describe_entry(path: epath.Path, header: Header) -> dict[str, Any]:
-    with _reading(path):
-        _, states, _ = read_description(path)
+def _describe_entry(saved: Saved) -> dict[str, Any]:
+    with _reading(saved.path):
+        _, states, _ = read_description(saved.path)
     best = {
         name: state["best_value"]
         for name, state in states.items()
         if isinstance(state, dict) and state.get("best_value") is not None
     }
-    return {**_describe_header(path, header), "best_values": best}
+    return {**_describe_header(saved), "best_values": best}
 
 
-def _describe_header(path: epath.Path, header: Header) -> dict[str, Any]:
+def _describe_header(saved: Saved) -> dict[str, Any]:
+    path = saved.path
     # All files must be there; what is in them is not looked at.
     with _reading(path):
         sizes = {name: size for name, (size, _) in read_checksums(path).items()}
@@ -123,8 +124,8 @@ def _describe_header(path: epath.Path, header: Header) -> dict[str, Any]:
             raise ValueError("a file has another size")
     return {
         "path": str(path),
-        "number": header.number,
-        "saved_at": header.saved_at,
+        "number": saved.number,
+        "saved_at": saved.saved_at,
         "bytes_on_disk": sum(sizes.values()),
     }
 

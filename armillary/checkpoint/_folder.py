@@ -41,10 +41,11 @@ _LEFTOVER = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Header:
-    """The short description of a checkpoint, read whenever folders are listed.
+class Saved:
+    """A complete checkpoint, as its header describes it.
 
     Attributes:
+        path: The folder.
         number: The number in the name of the folder.
         serial: Counts the saves of a directory, so a larger one is newer.
         saved_at: Seconds since the epoch, never falling from one save to the next.
@@ -53,6 +54,7 @@ class Header:
         has_arrays: Whether arrays belong to it.
     """
 
+    path: epath.Path
     number: int
     serial: int
     saved_at: float
@@ -60,16 +62,9 @@ class Header:
     has_arrays: bool
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what `read_header` reads."""
-        return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """A complete checkpoint and its header."""
-
-    path: epath.Path
-    header: Header
+        """Returns what the header says."""
+        fields = {name: value for name, value in vars(self).items() if name != "path"}
+        return {"format": FORMAT, "version": VERSION, **fields}
 
 
 def as_absolute(name: str, path: str | os.PathLike[str]) -> epath.Path:
@@ -100,7 +95,7 @@ def check_is_writable(directory: epath.Path) -> None:
 
 def check_is_checkpoint(folder: epath.Path, directory: epath.Path) -> None:
     """Raises if `folder` is not a complete checkpoint."""
-    if read_header(folder) is not None:
+    if read_saved(folder) is not None:
         return
     found = find_checkpoints(folder) or find_checkpoints(directory)
     newest = [repr(str(entry.path)) for entry in reversed(found[-3:])]
@@ -112,20 +107,20 @@ def check_is_checkpoint(folder: epath.Path, directory: epath.Path) -> None:
     )
 
 
-def read_header(path: epath.Path) -> Header | None:
-    """Returns the header of a complete checkpoint, or `None` if `path` is not one."""
-    header = _read_header(path)
-    return header if isinstance(header, Header) else None
+def read_saved(path: epath.Path) -> Saved | None:
+    """Returns what a complete checkpoint says of itself, or `None` if there is none."""
+    saved = _read_header(path)
+    return saved if isinstance(saved, Saved) else None
 
 
-def _read_header(path: epath.Path) -> Header | str:
-    """Returns the header, or why there is no complete checkpoint."""
+def _read_header(path: epath.Path) -> Saved | str:
+    """Returns a checkpoint, or why there is no complete one."""
     try:
         value = read_json(path / _HEADER)
         if value.pop("format") != FORMAT or value.pop("version") not in _READABLE:
             return f"`{_HEADER}` is of another version of Armillary, or another library"
-        header = Header(**value)
-        numbers = (header.number, header.serial, header.saved_at, header.preserved_at)
+        saved = Saved(path, **value)
+        numbers = (saved.number, saved.serial, saved.saved_at, saved.preserved_at)
         if not all(map(math.isfinite, numbers)):
             raise ValueError
     except FileNotFoundError:
@@ -134,24 +129,24 @@ def _read_header(path: epath.Path) -> Header | str:
         return f"`{_HEADER}` cannot be read ({type(error).__name__}: {error})"
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return f"`{_HEADER}` is not what was written"
-    for item in ("manifest", "arrays") if header.has_arrays else ("manifest",):
+    for item in ("manifest", "arrays") if saved.has_arrays else ("manifest",):
         if not (path / item).is_dir():
             return f"`{item}` is missing"
-    return header
+    return saved
 
 
-def _find_mismatch(path: epath.Path, number: int, header: Header) -> str | None:
+def _find_mismatch(saved: Saved, number: int) -> str | None:
     """Returns why a header cannot be believed in a folder of this number, or `None`.
 
     The order of checkpoints depends on it.
     """
     # Unusable sums are damage too, which a restore finds and names.
     with contextlib.suppress(ValueError, KeyError):
-        damage = compare(path, _HEADER, read_checksums(path)[_HEADER])
+        damage = compare(saved.path, _HEADER, read_checksums(saved.path)[_HEADER])
         if damage is not None:
             return damage
-    if header.number != number:
-        return f"`{_HEADER}` is that of checkpoint {header.number}, copied or renamed"
+    if saved.number != number:
+        return f"`{_HEADER}` is that of checkpoint {saved.number}, copied or renamed"
     return None
 
 
@@ -175,14 +170,14 @@ def list_directory(
         if _UNFINISHED.fullmatch(path.name):
             unfinished.append(path)
         elif name := _NAME.fullmatch(path.name):
-            header = _read_header(path)
-            if isinstance(header, Header):
-                header = _find_mismatch(path, int(name[1]), header) or header
-            if isinstance(header, Header):
-                saved.append(Saved(path, header))
+            found = _read_header(path)
+            if isinstance(found, Saved):
+                found = _find_mismatch(found, int(name[1])) or found
+            if isinstance(found, Saved):
+                saved.append(found)
             elif _is_ours(path):
-                broken[path] = header
-    saved.sort(key=lambda entry: entry.header.serial)
+                broken[path] = found
+    saved.sort(key=lambda entry: entry.serial)
     return saved, broken, unfinished
 
 
@@ -218,8 +213,8 @@ def choose_path(
 
 def find_superseded(saved: Sequence[Saved]) -> list[Saved]:
     """Returns checkpoints whose number was saved again."""
-    newest = {entry.header.number: entry for entry in saved}
-    return [entry for entry in saved if newest[entry.header.number] is not entry]
+    newest = {entry.number: entry for entry in saved}
+    return [entry for entry in saved if newest[entry.number] is not entry]
 
 
 def find_expired(
@@ -232,12 +227,12 @@ def find_expired(
     """Returns the checkpoints to remove, and the new `preserved_at`."""
     if max_to_keep is None:
         return [], preserved_at
-    active = [entry for entry in saved if entry.header.saved_at > preserved_at]
+    active = [entry for entry in saved if entry.saved_at > preserved_at]
     expired = []
     for entry in active[: max(0, len(active) - max_to_keep)]:
-        age = entry.header.saved_at - preserved_at
+        age = entry.saved_at - preserved_at
         if keep_every_hours is not None and age >= 3600 * keep_every_hours:
-            preserved_at = entry.header.saved_at
+            preserved_at = entry.saved_at
         else:
             expired.append(entry)
     return expired, preserved_at

@@ -222,7 +222,7 @@ class CheckpointManager:
         number = step if checkpoint_number is None else checkpoint_number
         if number is None:
             saved = find_checkpoints(self._directory)
-            number = max((entry.header.number for entry in saved), default=0) + 1
+            number = max((entry.number for entry in saved), default=0) + 1
         number = check_not_negative_int("checkpoint_number", number)
         return self.save_content(number, self.read_content())
 

@@ -23,7 +23,7 @@ from armillary.checkpoint._folder import (
     check_is_checkpoint,
     find_checkpoints,
     list_directory,
-    read_header,
+    read_saved,
 )
 from armillary.checkpoint._selection import RestoreReport, Selection, is_inside, match
 from armillary.checkpoint._store import (
@@ -142,9 +142,12 @@ def _restore_intact(
             raise _read_error(folder, error) from error
         program = {
             **dict.fromkeys(checkpoint.state_names, _STATE),
-            **describe_leaves(leaves),
+            **{path: str(spec) for path, spec in describe_leaves(leaves).items()},
         }
-        all_saved = {**dict.fromkeys(states, _STATE), **saved}
+        all_saved = {
+            **dict.fromkeys(states, _STATE),
+            **{path: str(spec) for path, spec in saved.items()},
+        }
         may_differ = (*selection.may_differ, *checkpoint.passing)
         selection = dataclasses.replace(selection, may_differ=may_differ)
         sources, differences = match(
@@ -245,7 +248,7 @@ def _look(chosen: epath.Path | None, directory: epath.Path) -> tuple[str, bool]:
         damage = find_damage(chosen)
     if damage is not None:
         return damage, True
-    if read_header(chosen) is None:
+    if read_saved(chosen) is None:
         return "nothing", False
     # All files are as they are listed there: the same list means the same content.
     sums = hashlib.sha256((chosen / CHECKSUM_FILE).read_bytes()).hexdigest()[:12]

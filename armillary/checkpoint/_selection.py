@@ -15,14 +15,13 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from armillary._checks import check_instance, list_lines
-from armillary.checkpoint._store import LeafSpec
 from armillary.errors import CheckpointMismatchError
 
 Paths = str | Iterable[str]
 """One path, or several."""
 
-Specs = Mapping[str, LeafSpec | str]
-"""What is at each path: a leaf, or the state of an object."""
+Specs = Mapping[str, str]
+"""What is at each path: dtype and shape of a leaf, or the state of an object."""
 
 _MOST_PARTS = 8
 
@@ -202,14 +201,9 @@ def _find_differences(saved: Specs, program: Specs) -> dict[str, str]:
             lines[path] = f"- {path}: {old}  only in the checkpoint"
         elif old is None:
             lines[path] = f"+ {path}: {own}  only in the program"
-        elif old != own and not _fits(old, own):
+        elif old != own:
             lines[path] = f"~ {path}: {old} in the checkpoint, {own} in the program"
     return lines
-
-
-def _fits(saved: Any, program: Any) -> bool:
-    both_leaves = isinstance(saved, LeafSpec) and isinstance(program, LeafSpec)
-    return both_leaves and saved.matches(program)
 
 
 def _find_parts(differing: Iterable[str], matching: Collection[str]) -> Any:

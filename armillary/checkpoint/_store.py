@@ -28,7 +28,7 @@ from etils import epath
 from armillary._checks import list_lines
 from armillary._process import get_process
 from armillary.checkpoint._disk import read_json, sync_tree, write_checksums
-from armillary.checkpoint._folder import HEADER_FILE, Header
+from armillary.checkpoint._folder import HEADER_FILE
 from armillary.cluster._peers import Peers
 from armillary.distribute._global_arrays import as_global, as_whole, is_key
 
@@ -37,7 +37,7 @@ _MANIFEST_FILE = "manifest.json"
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """What must be the same in a checkpoint and a program.
+    """What is known of a leaf without its values.
 
     Attributes:
         dtype: Name of the dtype, such as `bfloat16`, or `key<threefry2x32>`.
@@ -51,26 +51,15 @@ class LeafSpec:
     is_host: bool = False
 
     def __str__(self) -> str:
-        return f"{self.dtype} {self.shape}"
+        # A checkpoint fits a program where these are equal.
+        if not self.is_host:
+            return f"{self.dtype} {self.shape}"
+        return f"{jax.dtypes.canonicalize_dtype(self.dtype).name} {self.shape}"
 
     @property
     def is_key(self) -> bool:
         """Whether it is a typed random key."""
         return self.dtype.startswith("key<")
-
-    def matches(self, other: "LeafSpec") -> bool:
-        """Returns whether a value of one can be restored as the other."""
-        if self.shape != other.shape:
-            return False
-        if self.is_host or other.is_host:
-            return self._canonical == other._canonical
-        return self.dtype == other.dtype
-
-    @property
-    def _canonical(self) -> str:
-        if self.is_key:
-            return self.dtype
-        return jax.dtypes.canonicalize_dtype(jnp.dtype(self.dtype)).name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +177,7 @@ class Store:
         *,
         arrays: Mapping[str, jax.Array | np.ndarray],
         manifest: Mapping[str, Any],
-        header: Header,
+        header: Mapping[str, Any],
         earlier: Sequence[threading.Thread] = (),
     ) -> None:
         """Starts writing a new folder; returns once the arrays may change again.
@@ -203,7 +192,7 @@ class Store:
             self._writer = self._make_writer()
         items: dict[str, Any] = {
             "manifest": ocp.args.JsonSave(manifest),
-            "header": ocp.args.JsonSave(header.as_json()),
+            "header": ocp.args.JsonSave(header),
         }
         if arrays:
             items["arrays"] = ocp.args.PyTreeSave(dict(arrays))

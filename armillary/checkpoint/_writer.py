@@ -19,7 +19,7 @@ import re
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import sleep, time
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from armillary._logging import logger
 from armillary._process import is_first
 from armillary.checkpoint import _folder
 from armillary.checkpoint._disk import sync_name
+from armillary.checkpoint._folder import Saved
 from armillary.checkpoint._store import Content, Store, as_stored
 from armillary.cluster._join import get_peers
 from armillary.cluster._peers import Peers
@@ -161,7 +162,7 @@ class Writer:
             self._has_cleaned = True
             saved = _folder.find_checkpoints(self._directory)
             path = _folder.choose_path(self._directory, number, saved)
-            header = self._make_header(number, saved, has_arrays=bool(arrays))
+            saved.append(self._describe(path, number, saved, bool(arrays)))
             self._store.write(
                 path,
                 arrays=arrays,
@@ -170,7 +171,7 @@ class Writer:
                     "states": content.states,
                     "evaluation": content.evaluation,
                 },
-                header=header,
+                header=saved[-1].as_json(),
                 # Such as that of a model which this checkpoint says is the best.
                 earlier=find_running(),
             )
@@ -179,7 +180,6 @@ class Writer:
             raise failure from failure.__cause__
         _finish_before_exit()
         _writers.add(self)
-        saved = [*saved, _folder.Saved(path, header)]
         self.thread = threading.Thread(
             target=self._finish,
             args=(path, num_bytes, saved),
@@ -188,16 +188,17 @@ class Writer:
         self.thread.start()
         return str(path)
 
-    def _make_header(
-        self, number: int, saved: Sequence[_folder.Saved], *, has_arrays: bool
-    ) -> _folder.Header:
-        last = saved[-1].header if saved else None
+    def _describe(
+        self, path: epath.Path, number: int, earlier: list[Saved], has_arrays: bool
+    ) -> Saved:
+        last = earlier[-1] if earlier else None
         if last is not None:
             # A restarted run goes on from what the run before it kept.
             self._preserved_at = last.preserved_at
         # Rising strictly, also when a clock is set back, because ages are compared.
         earliest = max(self._preserved_at, last.saved_at if last else 0.0) + 1e-3
-        return _folder.Header(
+        return Saved(
+            path=path,
             number=number,
             serial=last.serial + 1 if last else 1,
             saved_at=max(time(), earliest),
@@ -205,9 +206,7 @@ class Writer:
             has_arrays=has_arrays,
         )
 
-    def _finish(
-        self, path: epath.Path, num_bytes: int, saved: list[_folder.Saved]
-    ) -> None:
+    def _finish(self, path: epath.Path, num_bytes: int, saved: list[Saved]) -> None:
         try:
             self._store.wait()
             # ORDER: before an older checkpoint goes.

@@ -124,14 +124,14 @@ def _checkpoints(run: Run) -> str:
     if not run.checkpoints:
         return "<p>There are no checkpoints in the directory.</p>"
     keys = sorted({key for key in run.curves if key[0] != "train"})
-    steps = [each.header.number for each in run.checkpoints]
+    steps = [each.number for each in run.checkpoints]
     measured = [_measured(run.curves[key], steps) for key in keys]
     rows = []
     for index, each in enumerate(run.checkpoints):
-        when = format_time(each.header.saved_at)
+        when = format_time(each.saved_at)
         folder = _text(each.path.relative_to(run.path))
         cells = [column[index] for column in measured]
-        rows.append([number(each.header.number), when, *cells, folder])
+        rows.append([number(each.number), when, *cells, folder])
     head = ["step", "saved", *(f"{source} {metric}" for source, metric in keys)]
     note = "<p>▼ lowest and ▲ highest of these checkpoints.</p>" if keys else ""
     return _table([*head, "folder"], rows) + note

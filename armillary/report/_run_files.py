@@ -109,7 +109,7 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
         path=path,
         records=tuple(read_metrics(path)),
         entries=tuple(read_entries(journals[0])[0] if len(journals) == 1 else ()),
-        checkpoints=tuple(sorted(saved, key=lambda each: each.header.number)),
+        checkpoints=tuple(sorted(saved, key=lambda each: each.number)),
     )
 
 

@@ -22,11 +22,9 @@ the dictionary. A loop's output is written in the same way, so these may be in w
     def train_loop_end(self):
         return {"loss": self.loss.compute(), "kernel": Histogram(self.model.kernel)}
 
-`NoopSummaryManager` has the same methods and writes nothing. Another place or format is
-one class with the methods of `SummaryWriter`, given as `writer_fn`, alone or with
-others: `WandbWriter` and `MlflowWriter` are such.
-
-A `Controller` also writes `metrics.jsonl`, which `read_metrics` reads.
+Another place or format is one class with the methods of `SummaryWriter`, given as
+`writer_fn`: `WandbWriter` and `MlflowWriter` are such. A `Controller` also writes
+`metrics.jsonl`, which `read_metrics` reads.
 """
 
 from armillary._traceback import mark_public as _mark_public

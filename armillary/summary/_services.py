@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,22 +31,6 @@ _STEP = "global_step"
 _MOST_BINS = 512  # that Weights & Biases takes
 _BATCH = 1000  # Most metrics of one request to MLflow.
 _PAUSE_SECONDS = 600.0
-
-
-class _Writer:
-    """Hands what one directory is told to a service, with the directory in names."""
-
-    def __init__(self, service: "_Service", prefix: str) -> None:
-        self.flush, self.close = service.flush, service.close
-        self.hyperparameters = service._configure
-        for kind in ("scalar", "histogram", "image", "text"):
-            write = getattr(service, f"_{kind}", None)
-            if write is not None:
-                vars(self)[kind] = functools.partial(_write, write, prefix)
-
-
-def _write(write: Any, prefix: str, tag: str, *arguments: Any) -> None:
-    write(prefix + tag, *arguments)
 
 
 class _Service(abc.ABC):
@@ -72,7 +57,22 @@ class _Service(abc.ABC):
             self._begin()
         self._num_writers += 1
         below = own.relative_to(self._run_dir).as_posix()
-        return _Writer(self, "" if below == "." else f"{below}/")
+        prefix = "" if below == "." else f"{below}/"
+        kinds = ("scalar", "histogram", "image", "text")
+        methods = {
+            kind: functools.partial(self._write, kind, prefix)
+            for kind in kinds
+            if hasattr(self, f"_{kind}")
+        }
+        return SimpleNamespace(
+            flush=self.flush,
+            close=self.close,
+            hyperparameters=self._configure,
+            **methods,
+        )
+
+    def _write(self, kind: str, prefix: str, tag: str, *arguments: Any) -> None:
+        getattr(self, f"_{kind}")(prefix + tag, *arguments)
 
     def close(self) -> None:
         """Ends the run with the last of its writers."""

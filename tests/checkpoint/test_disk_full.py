@@ -92,7 +92,7 @@ def test_a_full_disk_is_an_error_with_figures_and_costs_no_checkpoint(
         CheckpointError,
         match=r"(?s)Saving `.*/run/checkpoint_3` failed: .*No space left on device.*"
         r"earlier checkpoints are as they were\. Its arrays need about 400 kB, and "
-        r"`.*/run` has \d+ kB free\. .*on_write_error='warn'",
+        r"`.*/run` has [\d.]+ kB free\. .*on_write_error='warn'",
     ):
         controller.train(9)
 

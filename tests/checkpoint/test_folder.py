@@ -8,17 +8,17 @@ import pytest
 from etils import epath
 
 from armillary.checkpoint import _folder
-from armillary.checkpoint._folder import Header, Saved
+from armillary.checkpoint._folder import Saved
 
 HOUR = 3600.0
 
 
 def make(directory: Path, name: str, *, serial: int = 1) -> epath.Path:
     number = int(name.split("_")[1].split(".")[0])
-    header = Header(number, serial, 1.0, 0.0, has_arrays=True)
+    saved = Saved(epath.Path(), number, serial, 1.0, 0.0, has_arrays=True)
     for item in ("header", "manifest", "arrays"):
         (directory / name / item).mkdir(parents=True)
-    write_header(epath.Path(directory / name), json.dumps(header.as_json()))
+    write_header(epath.Path(directory / name), json.dumps(saved.as_json()))
     return epath.Path(directory / name)
 
 
@@ -152,7 +152,7 @@ def test_a_number_gets_a_revision_if_anything_has_its_name(tmp_path: Path) -> No
 )
 def test_which_checkpoints_expire(hours, options, gone, preserved_hour) -> None:
     saved = [
-        Saved(epath.Path(str(i)), Header(i, i, hour * HOUR, 0.0, has_arrays=True))
+        Saved(epath.Path(str(i)), i, i, hour * HOUR, 0.0, has_arrays=True)
         for i, hour in enumerate(hours)
     ]
     max_to_keep, every, preserved = options

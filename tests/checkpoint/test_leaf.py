@@ -27,8 +27,9 @@ def describe(leaf: object) -> LeafSpec:
         (jnp.zeros((2, 3)), "float32 (2, 3)"),
         (jnp.zeros(4, jnp.bfloat16), "bfloat16 (4,)"),
         (jnp.asarray(True), "bool ()"),
-        (np.zeros(2, np.float64), "float64 (2,)"),
-        (7, "int64 ()"),
+        # What a step makes of it.
+        (np.zeros(2, np.float64), "float32 (2,)"),
+        (7, "int32 ()"),
         (jax.random.key(0), "key<threefry2x32> ()"),
         (jax.random.split(jax.random.key(0, impl="rbg"), 3), "key<rbg> (3,)"),
     ],
@@ -44,24 +45,6 @@ def test_values_without_numbers_are_an_error_that_names_all() -> None:
         match=r"(?s)holds 3 values .*  a: str 'text'\n  b: object .*\n  c: ndarray",
     ):
         describe_leaves(leaves)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "fits"),
-    [
-        (jnp.zeros(3), jnp.ones(3), True),
-        (jnp.zeros(3), jnp.zeros((3, 1)), False),
-        (jnp.zeros(3), jnp.zeros(3, jnp.float16), False),
-        # Host arrays match what a step makes of them.
-        (np.zeros(3), jnp.zeros(3), True),
-        (0, jnp.asarray(0), True),
-        (0, jnp.asarray(0.0), False),
-        (0, jax.random.key(0), False),
-    ],
-)
-def test_what_can_be_restored_as_what(one: object, other: object, fits: bool) -> None:
-    assert describe(one).matches(describe(other)) == fits
-    assert not LeafSpec("float64", ()).matches(LeafSpec("float32", ()))
 
 
 def test_free_arrays_stay_free_and_on_a_device_that_is_not_the_default() -> None:

@@ -69,7 +69,7 @@ def test_a_new_manager_goes_on_with_the_same_retention(
         save_steps(manager, counter, *range(3 * i, 3 * i + 3))
 
     *kept, _, _ = _folder.find_checkpoints(managers[-1]._directory)
-    times = [entry.header.saved_at / 3600 for entry in kept]
+    times = [entry.saved_at / 3600 for entry in kept]
     assert len(times) >= 2
     assert all(b - a >= 4 for a, b in zip([0, *times], times, strict=False))
     assert names(managers[-1])[-2:] == ["checkpoint_10", "checkpoint_11"]

@@ -192,7 +192,7 @@ def find_newest(directory: Path) -> int:
     if not saved:
         return 0
     assert find_damage(saved[-1].path) is None
-    return saved[-1].header.serial
+    return saved[-1].serial
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ def test_a_run_is_its_last_attempt_and_what_that_built_on(crashed):
     assert run.curves["eval", "loss"] == [(20, 0.9), (40, 0.3)]
     assert run.curves["eval test", "accuracy"] == [(20, 0.5)]
     assert run.curves["train", "steps_per_second"][-1] == (40, 4.0)
-    assert [each.header.number for each in run.checkpoints] == [20, 30, 40]
+    assert [each.number for each in run.checkpoints] == [20, 30, 40]
     assert run.goodput is not None
     assert (run.goodput.num_attempts, run.goodput.num_lost_steps) == (2, 10)
     assert len(run.starts) == 2
