@@ -67,17 +67,15 @@ from armillary.estimator._canned import LinearClassifier as LinearClassifier
 from armillary.estimator._canned import LinearRegressor as LinearRegressor
 from armillary.estimator._canned import ftrl as ftrl
 from armillary.estimator._estimator import Estimator as Estimator
+from armillary.estimator._estimator import train_and_evaluate as train_and_evaluate
 from armillary.estimator._heads import NumericColumn as NumericColumn
 from armillary.estimator._heads import numeric_column as numeric_column
 from armillary.estimator._model_fn import EstimatorSpec as EstimatorSpec
 from armillary.estimator._model_fn import ModeKeys as ModeKeys
 from armillary.estimator._model_fn import Modules as Modules
+from armillary.estimator._run_config import EvalSpec as EvalSpec
 from armillary.estimator._run_config import RunConfig as RunConfig
-from armillary.estimator._train_and_evaluate import EvalSpec as EvalSpec
-from armillary.estimator._train_and_evaluate import TrainSpec as TrainSpec
-from armillary.estimator._train_and_evaluate import (
-    train_and_evaluate as train_and_evaluate,
-)
+from armillary.estimator._run_config import TrainSpec as TrainSpec
 
 __all__ = [
     "DNNClassifier",

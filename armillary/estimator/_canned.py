@@ -1,6 +1,4 @@
-"""The estimators that come with the package: linear models and dense networks.
-
-Optimizers of the estimators that come with the package, by TensorFlow's names.
+"""The estimators that come with the package, and their optimizers by name.
 
 Learning rates and constants are those of TensorFlow 2: `estimator/canned/linear.py`
 gives 0.2 to any optimizer that a linear estimator is named, and `canned/dnn.py` leaves
@@ -9,10 +7,10 @@ in another place of Optax's formulas, which shows for gradients as small as it i
 """
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -30,17 +28,15 @@ from armillary.controller._controller import Controller
 from armillary.errors import EstimatorError, NonFiniteError
 from armillary.estimator._estimator import Estimator
 from armillary.estimator._heads import (
-    BinaryClassHead,
     Head,
-    MultiClassHead,
-    RegressionHead,
     check_columns,
-    read_columns,
+    class_head,
+    regression_head,
 )
 from armillary.estimator._model_fn import EstimatorSpec, ModeKeys
 from armillary.estimator._run_config import RunConfig
 
-LINEAR_LEARNING_RATE = 0.2
+StrPath = str | os.PathLike[str]
 
 
 class FtrlState(NamedTuple):
@@ -68,52 +64,48 @@ def ftrl(
         l1_regularization_strength: Weights below it are exactly 0.
         l2_regularization_strength: Pulls weights towards 0.
     """
+    l1, l2 = l1_regularization_strength, l2_regularization_strength
     check_not_negative("learning_rate", learning_rate)
     check_not_negative("initial_accumulator_value", initial_accumulator_value)
-    check_not_negative("l1_regularization_strength", l1_regularization_strength)
-    check_not_negative("l2_regularization_strength", l2_regularization_strength)
+    check_not_negative("l1_regularization_strength", l1)
+    check_not_negative("l2_regularization_strength", l2)
 
     def init_fn(params: optax.Params) -> FtrlState:
-        def fill(value: float) -> optax.Updates:
-            return jax.tree.map(lambda leaf: jnp.full_like(leaf, value), params)
-
-        return FtrlState(fill(initial_accumulator_value), fill(0.0))
+        first = functools.partial(jnp.full_like, fill_value=initial_accumulator_value)
+        return FtrlState(
+            jax.tree.map(first, params), jax.tree.map(jnp.zeros_like, params)
+        )
 
     def update_leaf(gradient: Any, total: Any, linear: Any, param: Any) -> Any:
         new_total = total + gradient**2
         sigma = (jnp.sqrt(new_total) - jnp.sqrt(total)) / learning_rate
         linear = linear + gradient - sigma * param
-        quadratic = jnp.sqrt(new_total) / learning_rate + 2 * l2_regularization_strength
-        shrunk = jnp.clip(
-            linear, -l1_regularization_strength, l1_regularization_strength
-        )
+        quadratic = jnp.sqrt(new_total) / learning_rate + 2 * l2
+        shrunk = jnp.clip(linear, -l1, l1)
         return (shrunk - linear) / quadratic - param, new_total, linear
 
     def update_fn(
         updates: optax.Updates, state: FtrlState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, FtrlState]:
-        leaves, treedef = jax.tree.flatten(updates)
-        others = (jax.tree.leaves(tree) for tree in (*state, params))
-        found = [update_leaf(*each) for each in zip(leaves, *others, strict=True)]
-        new, totals, linear = (
-            treedef.unflatten(part) for part in zip(*found, strict=True)
-        )
+        found = jax.tree.map(update_leaf, updates, *state, params)
+        outer, inner = jax.tree.structure(updates), jax.tree.structure((0, 0, 0))
+        new, totals, linear = jax.tree.transpose(outer, inner, found)
         return new, FtrlState(totals, linear)
 
     return optax.GradientTransformation(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
 # The name, the default learning rate of Keras, and what makes it.
-_BY_NAME: dict[str, tuple[float, Callable[[float], optax.GradientTransformation]]] = {
+_BY_NAME: dict[str, tuple[float, Callable[..., optax.GradientTransformation]]] = {
     "Adagrad": (
         0.001,
-        lambda rate: optax.adagrad(rate, initial_accumulator_value=0.1, eps=1e-7),
+        functools.partial(optax.adagrad, initial_accumulator_value=0.1, eps=1e-7),
     ),
-    "Adam": (0.001, lambda rate: optax.adam(rate, eps=1e-7)),
+    "Adam": (0.001, functools.partial(optax.adam, eps=1e-7)),
     "Ftrl": (0.001, ftrl),
     "RMSProp": (
         0.001,
-        lambda rate: optax.rmsprop(rate, decay=0.9, eps=1e-7, eps_in_sqrt=False),
+        functools.partial(optax.rmsprop, decay=0.9, eps=1e-7, eps_in_sqrt=False),
     ),
     "SGD": (0.01, optax.sgd),
 }
@@ -122,13 +114,7 @@ _BY_NAME: dict[str, tuple[float, Callable[[float], optax.GradientTransformation]
 def as_optimizer(
     optimizer: Any, learning_rate: float | None = None
 ) -> optax.GradientTransformation:
-    """Returns an optimizer, from itself, a function that makes it, or its name.
-
-    A name has a learning rate by default.
-
-    Raises:
-        EstimatorError: If it is none of these.
-    """
+    """Returns an optimizer, from itself, a function that makes it, or its name."""
     if isinstance(optimizer, str) and optimizer in _BY_NAME:
         default, make = _BY_NAME[optimizer]
         return make(default if learning_rate is None else learning_rate)
@@ -191,22 +177,19 @@ class _Canned(Estimator):
         self,
         feature_columns: Any,
         head: Head,
-        make_network: Callable[[int, int, nnx.Rngs], Any],
-        optimizer: Any,
-        model_dir: str | os.PathLike[str] | None,
+        make_network: Callable[..., Any],
+        optimizer: optax.GradientTransformation,
+        model_dir: StrPath | None,
         config: RunConfig | None,
     ) -> None:
         columns = check_columns(feature_columns)
-        num_inputs = sum(column.num_inputs for column in columns)
+        sizes = sum(column.num_inputs for column in columns), head.num_logits
 
         def model_fn(
             features: Any, labels: Any, mode: ModeKeys, modules: Any
         ) -> EstimatorSpec:
-            network = modules.make(
-                "network",
-                lambda rngs: make_network(num_inputs, head.num_logits, rngs),
-            )
-            inputs = read_columns(columns, features)
+            network = modules.make("network", lambda rngs: make_network(*sizes, rngs))
+            inputs = jnp.concatenate([each.read(features) for each in columns], axis=1)
             logits = network(inputs, training=mode is ModeKeys.TRAIN)
             return head.make_spec(mode, logits, labels, optimizer)
 
@@ -229,11 +212,16 @@ class _Canned(Estimator):
             raise
 
 
-class LinearRegressor(_Canned):
+class _Linears(_Canned):
+    def __init__(self, columns: Any, head: Head, optimizer: Any, *rest: Any) -> None:
+        super().__init__(columns, head, _Linear, as_optimizer(optimizer, 0.2), *rest)
+
+
+class LinearRegressor(_Linears):
     """Linear regression of columns (`tf.estimator.LinearRegressor`).
 
     Args:
-        feature_columns: What to regress on.
+        feature_columns: The columns that are read.
         model_dir: As in `Estimator`.
         label_dimension: How many numbers a label has.
         optimizer: An Optax transformation, a function without arguments that returns
@@ -249,60 +237,86 @@ class LinearRegressor(_Canned):
     def __init__(
         self,
         feature_columns: Any,
-        model_dir: str | os.PathLike[str] | None = None,
+        model_dir: StrPath | None = None,
         *,
         label_dimension: int = 1,
         optimizer: Any = "Ftrl",
         config: RunConfig | None = None,
     ) -> None:
-        check_positive_int("label_dimension", label_dimension)
-        optimizer = as_optimizer(optimizer, LINEAR_LEARNING_RATE)
-        head = RegressionHead(label_dimension)
-        super().__init__(feature_columns, head, _Linear, optimizer, model_dir, config)
+        head = regression_head(check_positive_int("label_dimension", label_dimension))
+        super().__init__(feature_columns, head, optimizer, model_dir, config)
 
 
-class LinearClassifier(_Canned):
+class LinearClassifier(_Linears):
     """Logistic regression of columns (`tf.estimator.LinearClassifier`).
 
+    Arguments are those of `LinearRegressor`, but for one.
+
     Args:
-        feature_columns: What to classify by.
-        model_dir: As in `Estimator`.
         n_classes: How many classes there are. Labels are their numbers.
-        optimizer: As in `LinearRegressor`.
-        config: As in `Estimator`.
 
     Raises:
-        EstimatorError: If a column or the optimizer is of another kind, or there are
-            fewer than two classes.
+        EstimatorError: As in `LinearRegressor`, or if there are fewer than two classes.
     """
 
     def __init__(
         self,
         feature_columns: Any,
-        model_dir: str | os.PathLike[str] | None = None,
+        model_dir: StrPath | None = None,
         *,
         n_classes: int = 2,
         optimizer: Any = "Ftrl",
         config: RunConfig | None = None,
     ) -> None:
-        optimizer = as_optimizer(optimizer, LINEAR_LEARNING_RATE)
-        head = _class_head(n_classes)
-        super().__init__(feature_columns, head, _Linear, optimizer, model_dir, config)
+        head = class_head(n_classes)
+        super().__init__(feature_columns, head, optimizer, model_dir, config)
 
 
-class DNNRegressor(_Canned):
+class _DNN(_Canned):
+    def __init__(
+        self,
+        feature_columns: Any,
+        head: Head,
+        optimizer: Any,
+        hidden_units: Any,
+        activation_fn: Any,
+        dropout: Any,
+        *rest: Any,
+    ) -> None:
+        check_callable("activation_fn", activation_fn)
+        sizes = tuple(hidden_units) if isinstance(hidden_units, list | tuple) else ()
+        if not sizes or not all(map(is_positive_int, sizes)):
+            raise EstimatorError(
+                f"`hidden_units` is {hidden_units!r}, but it must be a list of "
+                "positive integers, one for each hidden layer. Write "
+                "`hidden_units=[64, 32]`."
+            )
+        if dropout is not None and not (
+            isinstance(dropout, int | float)
+            and dropout is not False
+            and 0 <= dropout < 1
+        ):
+            raise EstimatorError(
+                f"`dropout` is {dropout!r}, but it must be a share from 0 to below 1. "
+                "Write `dropout=0.1`."
+            )
+        make = functools.partial(
+            _Network, hidden_units=sizes, activation_fn=activation_fn, dropout=dropout
+        )
+        super().__init__(feature_columns, head, make, as_optimizer(optimizer), *rest)
+
+
+class DNNRegressor(_DNN):
     """Regression by a dense network (`tf.estimator.DNNRegressor`).
+
+    Other arguments are those of `LinearRegressor`.
 
     Args:
         hidden_units: The size of each hidden layer.
-        feature_columns: What to regress on.
-        model_dir: As in `Estimator`.
-        label_dimension: How many numbers a label has.
         optimizer: As in `LinearRegressor`, with the learning rates of Keras: 0.01 for
             `"SGD"`, 0.001 for the others.
         activation_fn: What follows each hidden layer.
         dropout: The share of hidden values that training drops; `None` for none.
-        config: As in `Estimator`.
 
     Raises:
         EstimatorError: If a column, the optimizer or `hidden_units` is of another kind.
@@ -314,7 +328,7 @@ class DNNRegressor(_Canned):
         self,
         hidden_units: Sequence[int],
         feature_columns: Any,
-        model_dir: str | os.PathLike[str] | None = None,
+        model_dir: StrPath | None = None,
         *,
         label_dimension: int = 1,
         optimizer: Any = "Adagrad",
@@ -322,24 +336,18 @@ class DNNRegressor(_Canned):
         dropout: float | None = None,
         config: RunConfig | None = None,
     ) -> None:
-        check_positive_int("label_dimension", label_dimension)
-        make = _network_fn(hidden_units, activation_fn, dropout)
-        optimizer, head = as_optimizer(optimizer), RegressionHead(label_dimension)
-        super().__init__(feature_columns, head, make, optimizer, model_dir, config)
+        head = regression_head(check_positive_int("label_dimension", label_dimension))
+        network = hidden_units, activation_fn, dropout
+        super().__init__(feature_columns, head, optimizer, *network, model_dir, config)
 
 
-class DNNClassifier(_Canned):
+class DNNClassifier(_DNN):
     """Classification by a dense network (`tf.estimator.DNNClassifier`).
 
+    Arguments are those of `DNNRegressor`, but for one.
+
     Args:
-        hidden_units: The size of each hidden layer.
-        feature_columns: What to classify by.
-        model_dir: As in `Estimator`.
         n_classes: How many classes there are. Labels are their numbers.
-        optimizer: As in `DNNRegressor`.
-        activation_fn: What follows each hidden layer.
-        dropout: The share of hidden values that training drops; `None` for none.
-        config: As in `Estimator`.
 
     Raises:
         EstimatorError: As in `DNNRegressor`, or if there are fewer than two classes.
@@ -350,7 +358,7 @@ class DNNClassifier(_Canned):
         self,
         hidden_units: Sequence[int],
         feature_columns: Any,
-        model_dir: str | os.PathLike[str] | None = None,
+        model_dir: StrPath | None = None,
         *,
         n_classes: int = 2,
         optimizer: Any = "Adagrad",
@@ -358,37 +366,5 @@ class DNNClassifier(_Canned):
         dropout: float | None = None,
         config: RunConfig | None = None,
     ) -> None:
-        make = _network_fn(hidden_units, activation_fn, dropout)
-        optimizer, head = as_optimizer(optimizer), _class_head(n_classes)
-        super().__init__(feature_columns, head, make, optimizer, model_dir, config)
-
-
-def _class_head(n_classes: Any) -> Head:
-    if not is_positive_int(n_classes) or n_classes == 1:
-        raise EstimatorError(
-            f"`n_classes` is {n_classes!r}, but there must be 2 classes or more. Use "
-            "`n_classes=2` for labels 0 and 1."
-        )
-    return BinaryClassHead() if n_classes == 2 else MultiClassHead(int(n_classes))
-
-
-def _network_fn(
-    hidden_units: Any, activation_fn: Any, dropout: float | None
-) -> Callable[[int, int, nnx.Rngs], Any]:
-    check_callable("activation_fn", activation_fn)
-    sizes = tuple(hidden_units) if isinstance(hidden_units, list | tuple) else ()
-    if not sizes or not all(map(is_positive_int, sizes)):
-        raise EstimatorError(
-            f"`hidden_units` is {hidden_units!r}, but it must be a list of positive "
-            "integers, one for each hidden layer. Write `hidden_units=[64, 32]`."
-        )
-    if dropout is not None and not (
-        isinstance(dropout, Real) and dropout is not False and 0 <= dropout < 1
-    ):
-        raise EstimatorError(
-            f"`dropout` is {dropout!r}, but it must be a share from 0 to below 1. "
-            "Write `dropout=0.1`."
-        )
-    return lambda num_inputs, num_logits, rngs: _Network(
-        num_inputs, num_logits, rngs, sizes, activation_fn, dropout
-    )
+        head, network = class_head(n_classes), (hidden_units, activation_fn, dropout)
+        super().__init__(feature_columns, head, optimizer, *network, model_dir, config)

@@ -4,16 +4,11 @@ import contextlib
 import copy
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from armillary._checks import (
-    check_callable,
-    check_instance,
-    check_one_of,
-    check_positive_int,
-)
+from armillary._checks import check_instance, check_one_of
 from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary.checkpoint._checkpoint import Checkpoint
@@ -21,6 +16,7 @@ from armillary.checkpoint._folder import as_absolute, find_checkpoints
 from armillary.checkpoint._manager import CheckpointManager
 from armillary.cluster._join import get_peers
 from armillary.controller._controller import Controller
+from armillary.data._dataset import DistributedDataset
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
 from armillary.errors import CapturedStateError, EstimatorError
@@ -30,18 +26,18 @@ from armillary.estimator._input import (
     distribute_input,
     find_specs,
 )
-from armillary.estimator._model_fn import NO_EXPORT, ModeKeys, Model, ModelFn
-from armillary.estimator._run_config import RunConfig, choose_directory
+from armillary.estimator._model_fn import ModeKeys, Model, ModelFn
+from armillary.estimator._run_config import (
+    EvalSpec,
+    RunConfig,
+    TrainSpec,
+    check_call,
+    choose_directory,
+)
 from armillary.estimator._runners import EstimatorEvaluator, EstimatorTrainer, predict
-from armillary.typing import Output
+from armillary.typing import Output, PyTree
 
-_NOT_THERE = {
-    "export_saved_model": NO_EXPORT,
-    "experimental_export_all_saved_models": NO_EXPORT,
-    "get_variable_names": "`armillary checkpoint show PATH` lists the arrays.",
-    "get_variable_value": "Read a module from a checkpoint: `armillary.Checkpoint("
-    "net=net).read(path, rename={'model/net': 'net'})`.",
-}
+StrPath = str | os.PathLike[str]
 
 
 class Estimator:
@@ -55,12 +51,8 @@ class Estimator:
             that of `config`, or else a new temporary directory. All processes of a job
             must see it.
         config: Strategies and intervals.
-        params: What `model_fn` and input functions get as `params`: a copy of it.
-
-    Attributes:
-        config: As given.
-        params: The copy.
-        model_dir: The directory.
+        params: What `model_fn` and input functions get as `params`: a copy of it. The
+            last three are attributes as well.
 
     Raises:
         EstimatorError: If `model_fn` has other arguments than a model function, two
@@ -72,26 +64,24 @@ class Estimator:
     def __init__(
         self,
         model_fn: Callable[..., Any],
-        model_dir: str | os.PathLike[str] | None = None,
+        model_dir: StrPath | None = None,
         config: RunConfig | None = None,
         params: Any = None,
     ) -> None:
         self.config = config = RunConfig() if config is None else config
         fix = "Write `config=armillary.estimator.RunConfig(...)`."
         check_instance("config", config, RunConfig, fix)
-        config.check_joined()
-        self.params = _copy_params(params)
+        try:
+            self.params = copy.deepcopy(params)
+        except TypeError as error:
+            raise EstimatorError(
+                f"`params` is {params!r}, but it must be copied: {error}. Put numbers, "
+                "strings and what holds those in it, and make the rest in `model_fn`."
+            ) from error
         self._model_fn = ModelFn(model_fn, self.params, config)
         self._model = Model(self._model_fn, config.tf_random_seed or 0)
         self._path: str | None = None
         self.model_dir = choose_directory(model_dir, config)
-
-    if not TYPE_CHECKING:  # which knows which names there are
-
-        def __getattr__(self, name: str) -> Any:
-            problem = f"{type(self).__name__!r} object has no attribute {name!r}"
-            fix = f". {_NOT_THERE[name]}" if name in _NOT_THERE else ""
-            raise AttributeError(problem + fix)
 
     @hides_frames
     def train(
@@ -124,11 +114,9 @@ class Estimator:
                 "them may be given. Use `steps` for so many steps more, and "
                 "`max_steps` for the step to train up to."
             )
-        check_callable("input_fn", input_fn)
-        _check_steps(steps=steps, max_steps=max_steps)
-        with self.make_controller(
-            input_fn, resumes=max_steps is not None
-        ) as controller:
+        check_call(input_fn, steps=steps, max_steps=max_steps)
+        resumes = max_steps is not None
+        with self.make_controller(input_fn, resumes=resumes) as controller:
             start = self.global_step
             if max_steps is not None and start >= max_steps:
                 logger.info("train | step %d: `max_steps` is reached already.", start)
@@ -143,7 +131,7 @@ class Estimator:
         input_fn: Callable[..., Any],
         *,
         steps: int | None = None,
-        checkpoint_path: str | os.PathLike[str] | None = None,
+        checkpoint_path: StrPath | None = None,
         name: str | None = None,
     ) -> dict[str, Any]:
         """Evaluates the latest checkpoint, or an untrained model if there is none.
@@ -164,13 +152,10 @@ class Estimator:
             TypeError: If `name` is no string, or `checkpoint_path` no path.
             EstimatorError: If a function cannot work.
         """
-        check_callable("input_fn", input_fn)
-        check_instance("name", name, str | None, 'Write `name="test"`.')
-        _check_steps(steps=steps)
+        check_call(input_fn, name, steps=steps)
         made = self._at(checkpoint_path)
-        with made.make_controller(
-            None, eval_input_fn=input_fn, eval_name=name
-        ) as controller:
+        inputs = {"eval_input_fn": input_fn, "eval_name": name}
+        with made.make_controller(None, **inputs) as controller:
             return made.describe(controller.evaluate(-1 if steps is None else steps))
 
     @hides_frames
@@ -178,7 +163,7 @@ class Estimator:
         self,
         input_fn: Callable[..., Any],
         *,
-        checkpoint_path: str | os.PathLike[str] | None = None,
+        checkpoint_path: StrPath | None = None,
         yield_single_examples: bool = True,
     ) -> Iterator[Any]:
         """Returns an iterator over the predictions of the latest checkpoint.
@@ -202,18 +187,17 @@ class Estimator:
             TypeError: If `input_fn` cannot be called, or `checkpoint_path` is no path.
             ValueError: If `yield_single_examples` is neither True nor False.
         """
-        check_callable("input_fn", input_fn)
+        check_call(input_fn)
         check_one_of("yield_single_examples", yield_single_examples, (True, False))
         if get_peers() is not None:
             raise EstimatorError(
                 "`predict` was called where several processes train together, but it "
                 "runs in one. Call it in a program of its own, on the same `model_dir`."
             )
-        make_data = self._bind(input_fn, ModeKeys.PREDICT)
         made = self._at(checkpoint_path)
         return predict(
             made._model,
-            make_data,
+            InputFn(input_fn, ModeKeys.PREDICT, self.params, self.config),
             lambda: made._path or made.latest_checkpoint(),
             yields_examples=yield_single_examples,
         )
@@ -239,7 +223,7 @@ class Estimator:
         Raises:
             TypeError: If it is no string.
         """
-        check_name(name)
+        check_instance("name", name, str | None, 'Write `name="test"`.')
         return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
     @contextlib.contextmanager
@@ -253,9 +237,8 @@ class Estimator:
     ) -> Iterator[Controller]:
         """Makes what runs the loops, once it has restored the latest checkpoint.
 
-        A context manager, which ends the threads that write checkpoints. `train`,
-        `evaluate` and `train_and_evaluate` call methods of the controller; use it for
-        what they lack, such as `request_stop`.
+        `train`, `evaluate` and `train_and_evaluate` call methods of the controller; use
+        it for what they lack, such as `request_stop`.
 
         Args:
             train_input_fn: The input function of training; `None` for no trainer.
@@ -275,22 +258,24 @@ class Estimator:
         config, position = self.config, InputPosition()
         trainer = evaluator = None
         if train_input_fn is not None:
-            self._check_trains()
+            if not config.plan.is_training:
+                raise EstimatorError(
+                    f"`train` was called in the task {config.task_type} "
+                    f"{config.task_id}, which does not train. Call "
+                    "`armillary.estimator.train_and_evaluate` in all processes."
+                )
             strategy = config.train_distribute or get_strategy()
-            make_data = self._bind(train_input_fn, ModeKeys.TRAIN)
-            dataset = distribute_input(make_data, strategy, is_training=True)
-            self._model.build_training(*find_specs(dataset))
+            dataset, specs = self._distribute(train_input_fn, ModeKeys.TRAIN, strategy)
+            self._model.build_training(*specs)
             position = InputPosition(dataset, resumes=resumes)
             trainer = EstimatorTrainer(dataset, strategy, self._model)
         if eval_input_fn is not None:
             strategy = self._eval_strategy
-            make_data = self._bind(eval_input_fn, ModeKeys.EVAL)
-            dataset = distribute_input(make_data, strategy, is_training=False)
-            specs = find_specs(dataset)
+            dataset, specs = self._distribute(eval_input_fn, ModeKeys.EVAL, strategy)
             # The checkpoint holds what training needs.
             self._model.build_training(*specs)
-            spec = self._model.build(*specs, ModeKeys.EVAL)
-            evaluator = EstimatorEvaluator(dataset, strategy, self._model, spec)
+            ops = self._model.build(*specs, ModeKeys.EVAL).eval_metric_ops
+            evaluator = EstimatorEvaluator(dataset, strategy, self._model, ops)
         has_summaries = config.save_summary_steps is not None
         checkpoint = Checkpoint(
             model=self._model.store, optimizer=self._model.optimizer, input=position
@@ -332,24 +317,27 @@ class Estimator:
 
     def describe(self, output: Output) -> dict[str, Any]:
         """Returns the output of an evaluation as numbers, with the `global_step`."""
-        arrays = {name: np.asarray(value) for name, value in (output or {}).items()}
-        values = {
-            name: array.item() if array.ndim == 0 else array
-            for name, array in arrays.items()
-        }
-        return {**values, "global_step": self.global_step}
+        values = {name: np.asarray(value) for name, value in (output or {}).items()}
+        numbers = {n: each if each.ndim else each.item() for n, each in values.items()}
+        return {**numbers, "global_step": self.global_step}
 
     @property
     def _eval_strategy(self) -> Strategy:
-        config = self.config
-        if config.eval_distribute is not None:
-            return config.eval_distribute
-        training = config.train_distribute
-        if training is not None and training.peers is not None:
-            return training
-        return get_strategy()
+        training = self.config.train_distribute
+        is_joint = training is not None and training.peers is not None
+        found = self.config.eval_distribute or (training if is_joint else None)
+        return found or get_strategy()
 
-    def _at(self, checkpoint_path: str | os.PathLike[str] | None) -> "Estimator":
+    def _distribute(
+        self, input_fn: Callable[..., Any], mode: ModeKeys, strategy: Strategy
+    ) -> tuple[DistributedDataset, tuple[PyTree, PyTree]]:
+        """Returns the data of a strategy, and what features and labels look like."""
+        make_data = InputFn(input_fn, mode, self.params, self.config)
+        is_training = mode is ModeKeys.TRAIN
+        dataset = distribute_input(make_data, strategy, is_training=is_training)
+        return dataset, find_specs(dataset)
+
+    def _at(self, checkpoint_path: StrPath | None) -> "Estimator":
         """Returns this estimator, or one like it that is at a checkpoint."""
         if checkpoint_path is None:
             return self
@@ -359,37 +347,55 @@ class Estimator:
         made._model = Model(self._model_fn, self.config.tf_random_seed or 0)
         return made
 
-    def _bind(self, input_fn: Callable[..., Any], mode: ModeKeys) -> InputFn:
-        return InputFn(input_fn, mode, self.params, self.config)
 
-    def _check_trains(self) -> None:
-        plan = self.config.plan
-        if not plan.is_training:
-            raise EstimatorError(
-                f"`train` was called in the task {plan.task_type} {plan.task_id}, "
-                "which does not train. Call `armillary.estimator.train_and_evaluate` "
-                "in all processes: each does its part."
-            )
+@hides_frames
+def train_and_evaluate(
+    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
+) -> tuple[dict[str, Any] | None, list[Any]]:
+    """Trains up to a step, evaluating whenever a checkpoint is due, and at the end.
 
+    In one process the two take turns. In a cluster (`TF_CONFIG`), processes that train
+    together train alone, as in TensorFlow: a process whose task is `evaluator`
+    evaluates each checkpoint that appears in `model_dir`, until training has ended.
+    Without one, call `Estimator.evaluate` in all processes when they have trained.
 
-def check_name(name: Any) -> None:
-    """Raises if the name of an evaluation is neither a string nor `None`."""
-    if name is not None:
-        check_instance("name", name, str, 'Write `name="test"`.')
+    Args:
+        estimator: What to train.
+        train_spec: How to train.
+        eval_spec: How to evaluate.
 
+    Returns:
+        What the last evaluation of this process returned, `None` if there was none, and
+        an empty list: TensorFlow's second value is what exporters returned.
 
-def _check_steps(**numbers: int | None) -> None:
-    for name, number in numbers.items():
-        if number is not None:
-            check_positive_int(name, number)
-
-
-def _copy_params(params: Any) -> Any:
-    try:
-        return copy.deepcopy(params)
-    except TypeError as error:
-        raise EstimatorError(
-            f"`params` is {params!r}, but it must be copied: {error}. "
-            "Put numbers, strings and what holds those in it, and make the rest in "
-            "`model_fn`."
-        ) from error
+    Raises:
+        TypeError: If an argument is of another type.
+        EstimatorError: As in `Estimator.train`.
+    """
+    for name, value, kind in (
+        ("estimator", estimator, Estimator),
+        ("train_spec", train_spec, TrainSpec),
+        ("eval_spec", eval_spec, EvalSpec),
+    ):
+        fix = f"Make one, `armillary.estimator.{kind.__name__}(...)`."
+        check_instance(name, value, kind, fix)
+    config, max_steps = estimator.config, train_spec.max_steps
+    eval_steps = -1 if eval_spec.steps is None else eval_spec.steps
+    evaluates = {"eval_input_fn": eval_spec.input_fn, "eval_name": eval_spec.name}
+    if config.plan.task_type == "evaluator":
+        with estimator.make_controller(None, **evaluates) as controller:
+            output = controller.evaluate_continuously(eval_steps, until_step=max_steps)
+        return (None if output is None else estimator.describe(output)), []
+    if config.plan.is_distributed:
+        estimator.train(train_spec.input_fn, max_steps=max_steps)
+        return None, []
+    resumes = max_steps is not None
+    with estimator.make_controller(
+        train_spec.input_fn, resumes=resumes, **evaluates
+    ) as controller:
+        # At a step that was reached already, what is left is to evaluate.
+        target = -1 if max_steps is None else max(max_steps, estimator.global_step)
+        output = controller.train_and_evaluate(
+            target, eval_steps, eval_interval=config.save_checkpoints_steps
+        )
+    return estimator.describe(output), []

@@ -1,13 +1,11 @@
-"""Heads: what logits mean, with the loss, the predictions and the metrics of each.
+"""Columns, which read features, and heads, which say what logits mean.
 
 Keys and meanings are those of TensorFlow's heads. Predictions have no `classes`, which
 are strings there, and areas under curves are counted by `armillary.metrics.AUC`.
-
-Columns: which features the estimators of the package read, and how.
 """
 
+import functools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +56,7 @@ class NumericColumn:
             )
         values = jnp.asarray(features[self.key])
         shape = values.shape[1:]
-        if shape != self.shape and not (self.shape == (1,) and shape == ()):
+        if shape != self.shape and (shape, self.shape) != ((), (1,)):
             raise EstimatorError(
                 f"The feature {self.key!r} has the shape {shape} for each example, "
                 f"but its column has {self.shape}. Write `numeric_column({self.key!r}, "
@@ -105,14 +103,9 @@ def numeric_column(
 
 
 def check_columns(columns: Any) -> tuple[NumericColumn, ...]:
-    """Returns columns in the order of their names, as TensorFlow sorts them.
-
-    Raises:
-        EstimatorError: If there is none, or one is of another kind.
-    """
+    """Returns columns in the order of their names, as TensorFlow sorts them."""
     found = columns if isinstance(columns, list | tuple) else (columns,)
-    wrong = [column for column in found if not isinstance(column, NumericColumn)]
-    if wrong or not found:
+    if not found or not all(isinstance(column, NumericColumn) for column in found):
         raise EstimatorError(
             f"`feature_columns` is {columns!r:.80}, but it must "
             'be a list of numeric columns. Write `[numeric_column("x")]`; turn other '
@@ -121,38 +114,21 @@ def check_columns(columns: Any) -> tuple[NumericColumn, ...]:
     return tuple(sorted(found, key=lambda column: column.key))
 
 
-def read_columns(columns: tuple[NumericColumn, ...], features: Any) -> jax.Array:
-    """Returns the numbers of all columns, of shape `(batch, numbers)`."""
-    return jnp.concatenate([column.read(features) for column in columns], axis=1)
+@dataclass(frozen=True)
+class Head:
+    """What logits of shape `(batch, num_logits)` mean.
 
-
-class Head(ABC):
-    """What all heads have.
-
-    Attributes:
-        num_logits: How many logits an example has.
-        label_rule: Which labels there are; any other one has a loss that is no number.
+    `predict` makes the predictions of them, `evaluate` losses and other metrics of them
+    and the labels. Of a label against `label_rule`, the loss is no number.
     """
 
     num_logits: int
+    predict: Callable[[jax.Array], dict[str, jax.Array]]
+    evaluate: Callable[[jax.Array, Any], tuple[jax.Array, dict[str, Any]]]
     label_rule: str | None = None
 
-    @abstractmethod
-    def predict(self, logits: jax.Array) -> dict[str, jax.Array]:
-        """Returns the predictions for logits of shape `(batch, num_logits)`."""
-
-    @abstractmethod
-    def evaluate(
-        self, logits: jax.Array, labels: Any
-    ) -> tuple[jax.Array, dict[str, Any]]:
-        """Returns the losses, and the other metrics."""
-
     def make_spec(
-        self,
-        mode: ModeKeys,
-        logits: jax.Array,
-        labels: Any,
-        optimizer: optax.GradientTransformation,
+        self, mode: ModeKeys, logits: jax.Array, labels: Any, optimizer: Any
     ) -> EstimatorSpec:
         """Returns what a model function of this head returns."""
         predictions = self.predict(logits)
@@ -168,102 +144,84 @@ class Head(ABC):
         )
 
 
-class RegressionHead(Head):
-    """Mean squared error over examples, and over the numbers of a label."""
+def regression_head(label_dimension: int) -> Head:
+    """Returns mean squared error over examples, and over the numbers of a label."""
 
-    def __init__(self, label_dimension: int) -> None:
-        self.num_logits = label_dimension
-
-    def predict(self, logits: jax.Array) -> dict[str, jax.Array]:
-        return {"predictions": logits}
-
-    def evaluate(
-        self, logits: jax.Array, labels: Any
-    ) -> tuple[jax.Array, dict[str, Any]]:
-        """Returns the squared errors, and the means of labels and predictions."""
-        labels = _match(labels, self.num_logits).astype(jnp.float32)
+    def evaluate(logits: jax.Array, labels: Any) -> tuple[jax.Array, dict[str, Any]]:
+        labels = _match(labels, label_dimension).astype(jnp.float32)
         metrics = {"label/mean": labels, "prediction/mean": logits}
         return jnp.square(logits - labels), metrics
 
-
-class BinaryClassHead(Head):
-    """Cross-entropy of one logit, that of class 1."""
-
-    num_logits = 1
-    label_rule = (
-        "A label that is not 0 or 1 is such a value: `n_classes` is 2. If there are "
-        "more classes, pass `n_classes=`."
-    )
-
-    def predict(self, logits: jax.Array) -> dict[str, jax.Array]:
-        pair = jnp.concatenate([jnp.zeros_like(logits), logits], axis=-1)
-        return {
-            "logits": logits,
-            "logistic": jax.nn.sigmoid(logits),
-            "probabilities": jax.nn.softmax(pair),
-            "class_ids": pair.argmax(axis=-1, keepdims=True),
-        }
-
-    def evaluate(
-        self, logits: jax.Array, labels: Any
-    ) -> tuple[jax.Array, dict[str, Any]]:
-        """Returns the losses, and what TensorFlow reports of two classes."""
-        labels = _match(labels, 1).astype(jnp.float32)
-        predictions = self.predict(logits)
-        class_ids = predictions["class_ids"]
-        # Any other label ends training, and is refused when the metric is computed.
-        is_class = (labels == 0) | (labels == 1)
-        numbers = jnp.where(is_class, labels, -1).astype(jnp.int32)
-        taken = {"logits": class_ids.astype(jnp.float32), "labels": numbers}
-        scored = {"logits": logits, "labels": numbers}
-        metrics = {
-            "accuracy": (class_ids == labels).astype(jnp.float32),
-            "accuracy_baseline": (_AccuracyBaseline, {"values": labels}),
-            "auc": (_AUC, scored),
-            "auc_precision_recall": (_PrecisionRecallAUC, scored),
-            "label/mean": labels,
-            "precision": (_precision, taken),
-            "prediction/mean": predictions["logistic"],
-            "recall": (_recall, taken),
-        }
-        losses = optax.sigmoid_binary_cross_entropy(logits, labels)
-        return jnp.where(is_class, losses, jnp.nan), metrics
+    return Head(label_dimension, lambda logits: {"predictions": logits}, evaluate)
 
 
-class MultiClassHead(Head):
-    """Cross-entropy of one logit for each class."""
-
-    def __init__(self, n_classes: int) -> None:
-        self.num_logits = n_classes
-        self.label_rule = (
-            f"A label that is not one of 0 to {n_classes - 1} is such a value: "
-            f"`n_classes` is {n_classes}. Pass the number of classes that there are."
+def class_head(n_classes: Any) -> Head:
+    """Returns cross-entropy: of two classes of one logit, that of class 1."""
+    if not is_positive_int(n_classes) or n_classes == 1:
+        raise EstimatorError(
+            f"`n_classes` is {n_classes!r}, but there must be 2 classes or more. Use "
+            "`n_classes=2` for labels 0 and 1."
         )
+    count = int(n_classes)
+    rule = "0 or 1" if count == 2 else f"one of 0 to {count - 1}"
+    rule = (
+        f"A label that is not {rule} is such a value: `n_classes` is {count}. Pass the "
+        "number of classes that there are, `n_classes=`."
+    )
+    if count == 2:
+        return Head(1, _predict_two, _evaluate_two, rule)
+    return Head(count, _predict_many, _evaluate_many, rule)
 
-    def predict(self, logits: jax.Array) -> dict[str, jax.Array]:
-        return {
-            "logits": logits,
-            "probabilities": jax.nn.softmax(logits),
-            "class_ids": logits.argmax(axis=-1, keepdims=True),
-        }
 
-    def evaluate(
-        self, logits: jax.Array, labels: Any
-    ) -> tuple[jax.Array, dict[str, Any]]:
-        """Returns the losses and the accuracy."""
-        labels = _match(labels, 1)
-        if not jnp.issubdtype(labels.dtype, jnp.integer):
-            raise EstimatorError(
-                f"The labels have the dtype {labels.dtype}, but of {self.num_logits} "
-                "classes they must be integers from 0 on. Convert them in `input_fn`, "
-                'such as by `labels.astype("int32")`.'
-            )
-        labels = labels[:, 0]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        is_class = (labels >= 0) & (labels < self.num_logits)
-        losses = jnp.where(is_class, losses, jnp.nan)
-        accuracy = (logits.argmax(axis=-1) == labels).astype(jnp.float32)
-        return losses, {"accuracy": accuracy}
+def _predict_two(logits: jax.Array) -> dict[str, jax.Array]:
+    pair = jnp.concatenate([jnp.zeros_like(logits), logits], axis=-1)
+    return {"logistic": jax.nn.sigmoid(logits), **_predict_many(pair), "logits": logits}
+
+
+def _predict_many(logits: jax.Array) -> dict[str, jax.Array]:
+    return {
+        "logits": logits,
+        "probabilities": jax.nn.softmax(logits),
+        "class_ids": logits.argmax(axis=-1, keepdims=True),
+    }
+
+
+def _evaluate_two(logits: jax.Array, labels: Any) -> tuple[jax.Array, dict[str, Any]]:
+    labels = _match(labels, 1).astype(jnp.float32)
+    predictions = _predict_two(logits)
+    class_ids = predictions["class_ids"]
+    # Any other label ends training, and is refused when the metric is computed.
+    is_class = (labels == 0) | (labels == 1)
+    numbers = jnp.where(is_class, labels, -1).astype(jnp.int32)
+    taken = {"logits": class_ids.astype(jnp.float32), "labels": numbers}
+    scored = {"logits": logits, "labels": numbers}
+    metrics = {
+        "accuracy": (class_ids == labels).astype(jnp.float32),
+        "accuracy_baseline": (_AccuracyBaseline, {"values": labels}),
+        "auc": (_AUC, scored),
+        "auc_precision_recall": (functools.partial(_AUC, "PR"), scored),
+        "label/mean": labels,
+        "precision": (functools.partial(Precision, threshold=0.5), taken),
+        "prediction/mean": predictions["logistic"],
+        "recall": (functools.partial(Recall, threshold=0.5), taken),
+    }
+    losses = optax.sigmoid_binary_cross_entropy(logits, labels)
+    return jnp.where(is_class, losses, jnp.nan), metrics
+
+
+def _evaluate_many(logits: jax.Array, labels: Any) -> tuple[jax.Array, dict[str, Any]]:
+    labels, count = _match(labels, 1), logits.shape[-1]
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise EstimatorError(
+            f"The labels have the dtype {labels.dtype}, but of {count} classes they "
+            "must be integers from 0 on. Convert them in `input_fn`, such as by "
+            '`labels.astype("int32")`.'
+        )
+    labels = labels[:, 0]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    losses = jnp.where((labels >= 0) & (labels < count), losses, jnp.nan)
+    accuracy = (logits.argmax(axis=-1) == labels).astype(jnp.float32)
+    return losses, {"accuracy": accuracy}
 
 
 class _AccuracyBaseline(nnx.metrics.Average):
@@ -283,19 +241,6 @@ class _AUC(AUC):
             return area
         _, positive = self.counts.read()
         return float(self.curve == "PR" and positive.any())
-
-
-class _PrecisionRecallAUC(_AUC):
-    def __init__(self) -> None:
-        super().__init__("PR")
-
-
-def _precision() -> Precision:
-    return Precision(threshold=0.5)
-
-
-def _recall() -> Recall:
-    return Recall(threshold=0.5)
 
 
 def _match(labels: Any, size: int) -> jax.Array:

@@ -13,7 +13,7 @@ from armillary.data._layout import InputContext, InputOptions
 from armillary.data.feed._position import Position, decode_position, encode_position
 from armillary.distribute._strategy import Strategy
 from armillary.errors import DatasetStateError, EstimatorError
-from armillary.estimator._model_fn import ModeKeys
+from armillary.estimator._model_fn import ModeKeys, call_with
 from armillary.estimator._run_config import RunConfig
 from armillary.typing import PyTree
 
@@ -27,9 +27,6 @@ class InputFn:
     """An input function of the user's, and what it is called with.
 
     Any of `input_context`, `mode`, `params` and `config` may be among its arguments.
-
-    Raises:
-        TypeError: If it cannot be called.
     """
 
     def __init__(
@@ -37,18 +34,12 @@ class InputFn:
     ) -> None:
         check_callable("input_fn", fn)
         self._fn = fn
-        self._values: dict[str, Any] = {
-            "mode": mode,
-            "params": params,
-            "config": config,
-        }
+        self._values = {"mode": mode, "params": params, "config": config}
 
     def __call__(self, context: InputContext) -> Any:
         """Returns the data set of this process."""
-        names = inspect.signature(self._fn).parameters
         values = {**self._values, "input_context": context}
-        arguments = {name: values[name] for name in names if name in values}
-        made = self._fn(**arguments)
+        made = call_with(self._fn, values)
         if made is None or isinstance(made, tuple | Mapping):
             raise EstimatorError(
                 f"`input_fn` returned {made!r:.80} of type {type(made).__name__}, but "
@@ -56,7 +47,7 @@ class InputFn:
             )
         if inspect.isgenerator(made):
             # A generator function can begin again; the generator it made cannot.
-            return lambda: self._fn(**arguments)
+            return lambda: call_with(self._fn, values)
         return made
 
 
@@ -105,10 +96,7 @@ def find_batch_spec(dataset: DistributedDataset) -> PyTree:
 class InputPosition:
     """Where in its data a training is, for checkpoints.
 
-    Args:
-        dataset: The data; `None` where a checkpoint is only read.
-        resumes: Whether a position that is restored is gone to. Otherwise the data
-            begins anew.
+    Without data, a checkpoint is only read. Unless it `resumes`, the data begin anew.
     """
 
     def __init__(

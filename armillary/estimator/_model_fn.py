@@ -2,8 +2,6 @@
 
 Modules are made in a call of the function in Python, on zeros. All later calls are part
 of a traced step, and find them.
-
-What a model function returns, and what of it each mode needs.
 """
 
 import enum
@@ -35,12 +33,6 @@ class ModeKeys(enum.StrEnum):
     PREDICT = "infer"
 
 
-NO_EXPORT = (
-    "Read a module from a checkpoint, `armillary.Checkpoint(net=net).read(path, "
-    "rename={'model/net': 'net'})`, and export it by `armillary.actions.ExportModel`."
-)
-
-
 @dataclass(frozen=True)
 class EstimatorSpec:
     """What a model function returns; see the package for an example.
@@ -65,26 +57,21 @@ class EstimatorSpec:
     eval_metric_ops: Mapping[str, Any] = field(default_factory=dict)
 
 
+# What each mode needs of it, and how to write that.
 _NEEDED = {
-    ModeKeys.TRAIN: {
-        "loss": "the mean of the losses of the batch, as `loss=losses.mean()`",
-        "train_op": "an Optax transformation, as `train_op=optax.sgd(0.1)`",
-    },
-    ModeKeys.EVAL: {
-        "loss": "the mean of the losses of the batch, as `loss=losses.mean()`"
-    },
-    ModeKeys.PREDICT: {
-        "predictions": "a dictionary, as `predictions={'logits': logits}`"
-    },
+    ModeKeys.TRAIN: ("loss", "train_op"),
+    ModeKeys.EVAL: ("loss",),
+    ModeKeys.PREDICT: ("predictions",),
+}
+_FIXES = {
+    "loss": "loss=losses.mean()",
+    "train_op": "train_op=optax.sgd(0.1)",
+    "predictions": "predictions={'logits': logits}",
 }
 
 
-def check_spec(spec: Any, mode: ModeKeys) -> EstimatorSpec:
-    """Returns what a model function returned, if it is good for a mode.
-
-    Raises:
-        EstimatorError: If it is not.
-    """
+def _check_spec(spec: Any, mode: ModeKeys) -> EstimatorSpec:
+    """Returns what a model function returned, if it is good for a mode."""
     if not isinstance(spec, EstimatorSpec):
         raise EstimatorError(
             f"`model_fn` returned {spec!r:.80} of type {type(spec).__name__}, but it "
@@ -96,32 +83,26 @@ def check_spec(spec: Any, mode: ModeKeys) -> EstimatorSpec:
             f"`mode` of the `EstimatorSpec` is {str(spec.mode)!r}, but `model_fn` was "
             f"called with {str(mode)!r}. Write `EstimatorSpec(mode, ...)`."
         )
-    for name, what in _NEEDED[mode].items():
-        if getattr(spec, name) is None:
-            raise EstimatorError(
-                f"`{name}` of the `EstimatorSpec` is None, but the mode {str(mode)!r} "
-                f"needs it. Give {what}."
-            )
-    if mode is not ModeKeys.PREDICT and jnp.shape(spec.loss):
-        raise EstimatorError(
-            f"`loss` of the `EstimatorSpec` has the shape {jnp.shape(spec.loss)}, but "
-            "it must be a scalar, the mean over the batch. Write `loss=losses.mean()`."
-        )
-    train_op = spec.train_op
-    if mode is ModeKeys.TRAIN and not isinstance(
-        train_op, optax.GradientTransformation
-    ):
-        raise EstimatorError(
-            f"`train_op` of the `EstimatorSpec` is {train_op!r:.80} of type "
-            f"{type(train_op).__name__}, but it must be an Optax transformation, to "
-            "which the gradients of `loss` are given. Write "
-            "`train_op=optax.sgd(0.1)`."
-        )
+    for name in _NEEDED[mode]:
+        value = getattr(spec, name)
+        if value is None:
+            problem = f"is None, but the mode {str(mode)!r} needs it"
+        elif name == "loss" and jnp.shape(value):
+            problem = f"has the shape {jnp.shape(value)}, but it must be a scalar"
+        elif name == "train_op" and not isinstance(value, optax.GradientTransformation):
+            kind = type(value).__name__
+            problem = f"is {value!r:.80} of type {kind}, which is none of Optax"
+        else:
+            continue
+        fix = f"Write `{_FIXES[name]}`"
+        raise EstimatorError(f"`{name}` of the `EstimatorSpec` {problem}. {fix}.")
     return spec
 
 
-_ARGUMENTS = ("features", "labels", "mode", "params", "config", "modules")
-_EXAMPLE = "`def model_fn(features, labels, mode, params, modules):`"
+def call_with(fn: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """Calls a user's function with those of some values that it has arguments for."""
+    names = inspect.signature(fn).parameters
+    return fn(**{name: values[name] for name in names if name in values})
 
 
 class ModuleStore(nnx.Module):
@@ -140,7 +121,7 @@ class Modules:
     def __init__(
         self, store: ModuleStore, make: Callable[..., Any] | None = None
     ) -> None:
-        self._store, self._make = store, make or _refuse_in_step
+        self._store, self._make = store, make
 
     def make(self, name: str, make_fn: Callable[[nnx.Rngs], Any]) -> Any:
         """Returns the module of a name.
@@ -154,64 +135,54 @@ class Modules:
             EstimatorError: If the name is none, `make_fn` makes no module, or the
                 module cannot be made any more.
         """
-        found = vars(self._store).get(name) if _is_name(name) else None
-        return self._make(name, make_fn) if found is None else found
+        if not isinstance(name, str) or not name.isidentifier() or name[0] == "_":
+            raise EstimatorError(
+                f"`modules.make` was given the name {name!r}, but it must be a Python "
+                'identifier that does not begin with "_". Use `"model"`.'
+            )
+        if (found := vars(self._store).get(name)) is not None:
+            return found
+        if self._make is None:
+            raise EstimatorError(
+                f"`modules.make({name!r}, ...)` was called in a step that is traced, "
+                "but not in the call of `model_fn` that made the modules. Make every "
+                "module in every call, whatever the features and the mode are."
+            )
+        return self._make(name, make_fn)
 
 
 class ModelFn:
-    """A model function of the user's, and what it is called with.
-
-    Raises:
-        EstimatorError: If its arguments are not those of a model function.
-        TypeError: If it cannot be called.
-    """
+    """A model function of the user's, and what it is called with."""
 
     def __init__(self, fn: Callable[..., Any], params: Any, config: Any) -> None:
-        self._names = _find_arguments(fn)
-        self._fn, self._params, self._config = fn, params, config
+        _check_arguments(fn)
+        self._fn, self._values = fn, {"params": params, "config": config}
 
     def __call__(
         self, modules: Modules, features: PyTree, labels: PyTree, mode: ModeKeys
     ) -> EstimatorSpec:
-        """Calls it.
-
-        Raises:
-            EstimatorError: If it takes no labels and there are some, or returns what
-                the mode cannot use.
-        """
-        if labels is not None and "labels" not in self._names:
+        """Calls the function."""
+        if (
+            labels is not None
+            and "labels" not in inspect.signature(self._fn).parameters
+        ):
             raise EstimatorError(
                 "`model_fn` has no argument `labels`, but `input_fn` returns batches "
                 f"with labels. Write it as {_EXAMPLE}"
             )
-        values = {
-            "features": features,
-            "labels": labels,
-            "mode": mode,
-            "params": self._params,
-            "config": self._config,
-            "modules": modules,
-        }
-        spec = self._fn(**{name: values[name] for name in self._names})
-        return check_spec(spec, mode)
+        batch = {"features": features, "labels": labels}
+        values = {**self._values, **batch, "mode": mode, "modules": modules}
+        return _check_spec(call_with(self._fn, values), mode)
 
 
 class Model:
-    """The modules of a model function, and the optimizer that trains them.
-
-    Args:
-        model_fn: The function.
-        seed: What the modules' random numbers begin with.
-
-    Attributes:
-        model_fn: As given.
-        store: The modules.
-    """
+    """The modules of a model function, and the optimizer that trains them."""
 
     def __init__(self, model_fn: ModelFn, seed: int) -> None:
         self.model_fn, self._seed = model_fn, seed
         self.store = ModuleStore()
         self._optimizer: nnx.Optimizer[Any] | None = None
+        # What slots of modules held before the function was called in Python.
         self._before: list[tuple[Any, list[Any]]] = []
 
     @property
@@ -226,11 +197,7 @@ class Model:
         return self._optimizer
 
     def build_training(self, features: PyTree, labels: PyTree) -> None:
-        """Makes the modules and the optimizer, unless they are there.
-
-        Raises:
-            EstimatorError: If the function makes no module with parameters.
-        """
+        """Makes the modules and the optimizer, unless they are there."""
         if self._optimizer is not None:
             return
         spec = self.build(features, labels, ModeKeys.TRAIN)
@@ -248,12 +215,11 @@ class Model:
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (features, labels)
         )
         self._before = _read(self.store)
-        modules = Modules(self.store, self._make)
         # One replica, whatever strategy is in effect.
         strategy = DefaultStrategy()
-        context = ReplicaContext(strategy, None, active=1)
         try:
-            with Scope(strategy, context):
+            with Scope(strategy, ReplicaContext(strategy, None, active=1)):
+                modules = Modules(self.store, self._make)
                 return self.model_fn(modules, features, labels, mode)
         finally:
             for slot, leaves in self._before:
@@ -261,11 +227,6 @@ class Model:
             self._before = []
 
     def _make(self, name: str, make_fn: Callable[..., Any]) -> Any:
-        if not _is_name(name):
-            raise EstimatorError(
-                f"`modules.make` was given the name {name!r}, but it must be a Python "
-                'identifier that does not begin with "_". Use `"model"`.'
-            )
         if self._optimizer is not None:
             raise EstimatorError(
                 f"`modules.make({name!r}, ...)` was not called when the model was "
@@ -273,8 +234,7 @@ class Model:
                 "Make every module in every mode, before looking at `mode`."
             )
         key = jax.random.key(self._seed)
-        rngs = nnx.Rngs(jax.random.fold_in(key, zlib.crc32(name.encode())))
-        module = make_fn(rngs)
+        module = make_fn(nnx.Rngs(jax.random.fold_in(key, zlib.crc32(name.encode()))))
         if not isinstance(module, nnx.Module):
             raise EstimatorError(
                 f"`make_fn` of the module {name!r} returned {module!r:.80} of type "
@@ -290,30 +250,18 @@ def _read(holder: Any) -> list[tuple[Any, list[Any]]]:
     return [(slot, slot.read()) for slot in find_slots(holder, "modules")]
 
 
-def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and name.isidentifier() and not name.startswith("_")
+_ARGUMENTS = {"features", "labels", "mode", "params", "config", "modules"}
+_EXAMPLE = "`def model_fn(features, labels, mode, params, modules):`"
 
 
-def _refuse_in_step(name: str, make_fn: Callable[..., Any]) -> Any:
-    del make_fn
-    raise EstimatorError(
-        f"`modules.make({name!r}, ...)` was called in a step that is traced, but not "
-        "in the call of `model_fn` that made the modules. Make every module in every "
-        "call, whatever the features, the mode and the parameters are."
-    )
-
-
-def _find_arguments(fn: Callable[..., Any]) -> list[str]:
+def _check_arguments(fn: Callable[..., Any]) -> None:
     check_callable("model_fn", fn)
     try:
         parameters = inspect.signature(fn).parameters
     except ValueError:  # Of some builtins.
         parameters = {}
-    unknown = [
-        name
-        for name, parameter in parameters.items()
-        if name not in _ARGUMENTS and parameter.default is parameter.empty
-    ]
+    required = [n for n, each in parameters.items() if each.default is each.empty]
+    unknown = [name for name in required if name not in _ARGUMENTS]
     missing = [name for name in ("features", "modules") if name not in parameters]
     if missing or unknown:
         what = f"lacks `{missing[0]}`" if missing else f"has `{unknown[0]}`"
@@ -321,4 +269,3 @@ def _find_arguments(fn: Callable[..., Any]) -> list[str]:
             f"`model_fn` {what}, but its arguments are `features` and `modules`, and "
             f"any of `labels`, `mode`, `params` and `config`. Write it as {_EXAMPLE}"
         )
-    return [name for name in parameters if name in _ARGUMENTS]

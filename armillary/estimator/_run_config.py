@@ -1,14 +1,16 @@
-"""How estimators run: strategies, intervals, and which process this is."""
+"""How estimators run, train and evaluate, and which process this is."""
 
 import dataclasses
 import functools
 import math
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from armillary._checks import (
+    check_callable,
     check_instance,
     check_not_negative,
     check_not_negative_int,
@@ -64,21 +66,10 @@ class RunConfig:
     keep_checkpoint_every_n_hours: float | None = None
 
     def __post_init__(self) -> None:
-        if self.model_dir is not None:
-            check_path("model_dir", self.model_dir)
-        check_positive_int("log_step_count_steps", self.log_step_count_steps)
-        for name in ("save_summary_steps", "save_checkpoints_steps"):
-            if getattr(self, name) is not None:
-                check_positive_int(name, getattr(self, name))
-        for name in ("keep_checkpoint_max", "tf_random_seed"):
-            if getattr(self, name) is not None:
-                check_not_negative_int(name, getattr(self, name))
-        if (hours := self.keep_checkpoint_every_n_hours) is not None:
-            check_not_negative("keep_checkpoint_every_n_hours", hours)
-        for name in ("train_distribute", "eval_distribute"):
-            if getattr(self, name) is not None:
-                fix = f"Write `{name}=armillary.MirroredStrategy()`."
-                check_instance(name, getattr(self, name), Strategy, fix)
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            if value is not None or name == "log_step_count_steps":
+                check(name, value)
 
     def replace(self, **changes: Any) -> "RunConfig":
         """Returns a copy with other values of some arguments."""
@@ -143,28 +134,92 @@ class RunConfig:
         """How many parameter servers the cluster has, which estimators do not use."""
         return len(self.cluster_spec.as_dict().get("ps", ()))
 
-    def check_joined(self) -> None:
-        """Raises if processes that should train together would each train alone.
 
-        Raises:
-            EstimatorError: If they would.
-        """
-        strategy, plan = self.train_distribute, self.plan
-        if not (plan.is_training and plan.is_distributed):
-            return
-        if strategy is None or strategy.peers is None:
-            raise EstimatorError(
-                f"`train_distribute` is {strategy!r}, but the cluster has "
-                f"{plan.num_processes} processes that train, and each would train "
-                "alone into one directory. Use `RunConfig(train_distribute="
-                "armillary.MultiWorkerMirroredStrategy(), ...)`."
-            )
+def _check_strategy(name: str, value: Any) -> None:
+    fix = f"Write `{name}=armillary.MirroredStrategy()`."
+    check_instance(name, value, Strategy, fix)
+
+
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    "model_dir": check_path,
+    "log_step_count_steps": check_positive_int,
+    "save_summary_steps": check_positive_int,
+    "save_checkpoints_steps": check_positive_int,
+    "keep_checkpoint_max": check_not_negative_int,
+    "tf_random_seed": check_not_negative_int,
+    "keep_checkpoint_every_n_hours": check_not_negative,
+    "train_distribute": _check_strategy,
+    "eval_distribute": _check_strategy,
+}
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """How `train_and_evaluate` trains.
+
+    Args:
+        input_fn: The input function.
+        max_steps: The global step to train up to; `None` trains until the data ends.
+
+    Raises:
+        TypeError: If `input_fn` cannot be called.
+        ValueError: If `max_steps` is not positive.
+    """
+
+    input_fn: Callable[..., Any]
+    max_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        check_call(self.input_fn, max_steps=self.max_steps)
+
+
+@dataclass(frozen=True)
+class EvalSpec:
+    """How `train_and_evaluate` evaluates.
+
+    Args:
+        input_fn: The input function.
+        steps: Steps of each evaluation; `None` evaluates all of the data.
+        name: As in `Estimator.evaluate`.
+
+    Raises:
+        TypeError: If `input_fn` cannot be called, or `name` is no string.
+        ValueError: If `steps` is not positive.
+    """
+
+    input_fn: Callable[..., Any]
+    steps: int | None = 100
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        check_call(self.input_fn, self.name, steps=self.steps)
+
+
+def check_call(input_fn: Any, name: Any = None, **numbers: int | None) -> None:
+    """Raises if an input function, the name of an evaluation or a number is wrong."""
+    check_callable("input_fn", input_fn)
+    check_instance("name", name, str | None, 'Write `name="test"`.')
+    for which, number in numbers.items():
+        if number is not None:
+            check_positive_int(which, number)
 
 
 def choose_directory(
     model_dir: str | os.PathLike[str] | None, config: RunConfig
 ) -> str:
-    """Returns the directory of an estimator: as given to it or its configuration."""
+    """Returns the directory of an estimator: as given to it or its configuration.
+
+    Processes that should train together must not each train alone into one.
+    """
+    strategy, plan = config.train_distribute, config.plan
+    joins = strategy is not None and strategy.peers is not None
+    if plan.is_training and plan.is_distributed and not joins:
+        raise EstimatorError(
+            f"`train_distribute` is {strategy!r}, but the cluster has "
+            f"{plan.num_processes} processes that train, and each would train "
+            "alone into one directory. Use `RunConfig(train_distribute="
+            "armillary.MultiWorkerMirroredStrategy(), ...)`."
+        )
     given, other = (
         None if path is None or str(path) == "" else str(as_absolute("model_dir", path))
         for path in (model_dir, config.model_dir)
@@ -176,7 +231,7 @@ def choose_directory(
         )
     if (directory := given or other) is not None:
         return directory
-    if config.plan.is_distributed:
+    if plan.is_distributed:
         raise EstimatorError(
             f"`model_dir` is {model_dir!r}, but all processes of a job need the same "
             'directory. Write `model_dir="runs/model"`.'

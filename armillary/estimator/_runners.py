@@ -1,7 +1,4 @@
-"""The inner loops of an estimator: a model function as a training and an eval step.
-
-Predictions of a model function, by examples or by batches.
-"""
+"""A model function as a training step, as an evaluation step, and as predictions."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -67,24 +64,19 @@ def predict(
             yield predictions
             continue
         leaves, treedef = jax.tree.flatten(predictions)
-        _check_rows(leaves, batch)
-        for row in zip(*leaves, strict=True):
-            yield treedef.unflatten(row)
+        num_rows = len(jax.tree.leaves(batch)[0])
+        shapes = [np.shape(leaf) for leaf in leaves]
+        if not leaves or any(shape[:1] != (num_rows,) for shape in shapes):
+            raise EstimatorError(
+                f"`predictions` of the `EstimatorSpec` have the shapes {shapes}, but "
+                f"the batch has {num_rows} examples. Give arrays with an entry for "
+                "each, or call `predict(..., yield_single_examples=False)`."
+            )
+        yield from map(treedef.unflatten, zip(*leaves, strict=True))
 
 
 def _features_of(batch: Any) -> Any:
     return batch[0] if type(batch) in (tuple, list) else batch
-
-
-def _check_rows(leaves: list[Any], batch: Any) -> None:
-    num_rows = len(jax.tree.leaves(batch)[0])
-    shapes = [np.shape(leaf) for leaf in leaves]
-    if not leaves or any(shape[:1] != (num_rows,) for shape in shapes):
-        raise EstimatorError(
-            f"`predictions` of the `EstimatorSpec` have the shapes {shapes}, but the "
-            f"batch has {num_rows} examples. Give arrays with an entry for each, or "
-            "take whole batches: `predict(..., yield_single_examples=False)`."
-        )
 
 
 class EstimatorTrainer(StandardTrainer):
@@ -124,9 +116,8 @@ class EstimatorTrainer(StandardTrainer):
         if context.was_asked:
             raise EstimatorError(
                 "`model_fn` uses the number of replicas, as `compute_average_loss` "
-                "does, but its loss is the mean over one replica's batch, and the mean "
-                "over replicas is taken of that. Write `loss=losses.mean()`, and pass "
-                "in `params` what else depends on the number."
+                "does, but its loss is the mean over one replica's batch. Write "
+                "`loss=losses.mean()`: the mean over replicas is taken of that."
             )
         return spec
 
@@ -135,25 +126,16 @@ class EstimatorTrainer(StandardTrainer):
 
 
 class EstimatorEvaluator(StandardEvaluator):
-    """Evaluates a model function; the loss is the mean over batches.
-
-    `spec` is what the function returned when it was built for evaluation.
-    """
+    """Evaluates a model function; the loss is the mean over batches."""
 
     def __init__(
-        self,
-        dataset: DistributedDataset,
-        strategy: Strategy,
-        model: Model,
-        spec: EstimatorSpec,
+        self, dataset: DistributedDataset, strategy: Strategy, model: Model, ops: Any
     ) -> None:
         super().__init__(dataset)
         self.strategy, self.model_fn = strategy, model.model_fn
         self.modules = model.store
-        self.metrics = {"loss": nnx.metrics.Average()}
-        self.metrics |= {
-            name: _make_metric(name, op) for name, op in spec.eval_metric_ops.items()
-        }
+        metrics = {name: _make_metric(name, op) for name, op in ops.items()}
+        self.metrics = {"loss": nnx.metrics.Average(), **metrics}
 
     def eval_begin(self) -> None:
         for metric in self.metrics.values():

@@ -182,19 +182,6 @@ def test_keywords_of_tensorflow_are_answered_when_a_method_is_called(
         call(make_input_fn(), **{name: None})
 
 
-def test_methods_of_tensorflow_that_are_not_there_are_answered(tmp_path):
-    made = make_regressor(tmp_path)
-    for name, answer in {
-        "export_saved_model": "`armillary.actions.ExportModel`",
-        "get_variable_names": "`armillary checkpoint show PATH`",
-        "get_variable_value": r"Read a module from a checkpoint",
-    }.items():
-        with pytest.raises(AttributeError, match=f"no attribute '{name}'.* {answer}"):
-            getattr(made, name)
-    with pytest.raises(AttributeError, match=r"no attribute 'other'$"):
-        _ = made.other
-
-
 def test_predictions_have_an_entry_for_each_example(tmp_path):
     def model_fn(features, mode, modules):
         modules.make("layer", make_layer)
@@ -255,9 +242,9 @@ def test_labels_of_classes(tmp_path):
     ("count", "label", "rule"),
     [
         (2, 9, "A label that is not 0 or 1 is such a value: `n_classes` is 2."),
-        (2, -1, "pass `n_classes=`"),
+        (2, -1, "Pass the number of classes that there are, `n_classes=`."),
         (5, 9, "not one of 0 to 4 is such a value: `n_classes` is 5."),
-        (5, -1, "Pass the number of classes that there are."),
+        (5, -1, "not one of 0 to 4"),
     ],
 )
 def test_a_label_of_no_class_ends_training(tmp_path, count, label, rule):

@@ -294,7 +294,7 @@ def test_other_data_begin_anew_with_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         made = make_regressor(tmp_path).train(make_input_fn(), max_steps=3)
     assert "The data of `input_fn` begins anew" in caplog.text
-    assert "8 examples" in caplog.text
+    assert "72 examples" in caplog.text
     batches = list(batches_of(X[:8], Y[:8], 4))
     expected = train_plainly([batches[0], *batches])
     np.testing.assert_allclose(read_linear(made)[0], expected[0], rtol=1e-5)
