@@ -183,7 +183,7 @@ def _variables_by_name(fn: Callable[..., Any]) -> dict[int, tuple[str, Variable]
     return {
         id(slot.variable): (slot.path, slot.variable)
         for slot in Walk(roots).slots.values()
-        if isinstance(slot, _nnx.NnxSlot | _keras.KerasSlot)
+        if slot.variable is not None
     }
 
 

@@ -58,27 +58,11 @@ class KerasSlot(Slot):
 
     def __init__(self, variable: "keras.Variable", path: str) -> None:
         _check_keras()
-        self.variable, self.path = variable, path
-        self.paths = (path,)
-        self.key = id(variable)
-        self.annotations = {}
+        super().__init__(variable, "_value", path, put=setattr)
+        self.variable, self.key = variable, id(variable)
         self.role = _ROLES.get(variable.aggregation, Role.PLAIN)
         if variable.name == _SEED_NAME:
             self.role = Role.RANDOM_KEY
-
-    def raw(self) -> Any:
-        return self.variable._value
-
-    def read(self) -> list[jax.Array]:
-        return [self.variable._value]
-
-    def write(self, leaves: list[Any]) -> None:
-        self.variable._value = leaves[0]
-
-    def swap(self, leaves: list[Any]) -> Callable[[], None]:
-        value = self.variable._value
-        self.write(leaves)
-        return lambda: self.write([value])
 
 
 def keras_module() -> Any:

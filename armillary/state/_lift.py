@@ -23,7 +23,7 @@ from armillary.errors import StateStructureError
 from armillary.state import _nnx
 from armillary.state._holders import ATTRIBUTES
 from armillary.state._opaque import ABSENT
-from armillary.state._slots import PlaceSlot, Slot, describe
+from armillary.state._slots import Slot, describe
 from armillary.state._walk import Walk
 from armillary.state._watch import Watch, find_differences, find_facts
 
@@ -171,7 +171,7 @@ class State:
         """Puts `leaves` into the slots."""
         for slot, start, stop in self.ranges:
             if only is None or not only.isdisjoint(range(start, stop)):
-                slot.write(list(leaves[start:stop]))
+                slot.write(leaves[start:stop])
 
     @contextlib.contextmanager
     def swapped(self, leaves: Sequence[Any]) -> Iterator[None]:
@@ -183,7 +183,7 @@ class State:
         undo: list[Callable[[], None]] = []
         try:
             for slot, start, stop in self.ranges:
-                undo.append(slot.swap(list(leaves[start:stop])))
+                undo.append(slot.swap(leaves[start:stop]))
             undo.extend(_nnx.swap_node(node) for node in self._nodes)
             yield
         finally:
@@ -296,7 +296,7 @@ def _held_by_first(walk: Walk) -> dict[str, Any]:
 
 def _describe_new(slot: Slot, walk: Walk) -> str:
     """Returns what a step did to make a slot."""
-    if not isinstance(slot, PlaceSlot):
+    if slot.variable is not None:
         return _MADE
     parts = (part for node in walk.nodes.values() for part in node.parts)
     held = (part.held for part in parts if part.source is slot.source)
@@ -327,12 +327,12 @@ def unsettled_message(step_name: str, changes: dict[str, str]) -> str:
     )
 
 
-def take_tracers(roots: Sequence[tuple[Any, str]]) -> list[PlaceSlot]:
+def take_tracers(roots: Sequence[tuple[Any, str]]) -> list[Slot]:
     """Takes arrays of a trace out of plain places that hold some; returns these."""
     left = [
         slot
         for slot in Walk(roots).slots.values()
-        if isinstance(slot, PlaceSlot)
+        if slot.variable is None
         if any(isinstance(leaf, Tracer) for leaf in slot.read())
     ]
     for slot in left:

@@ -13,71 +13,34 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
-
-from armillary.errors import StateStructureError
-from armillary.state._opaque import is_array
-from armillary.state._slots import Held, Role, Slot, join_keys
+from armillary.state._slots import Role, Slot
 
 if TYPE_CHECKING:
     from flax import nnx
-
-
-_LEAF = jax.tree.structure(0)
 
 
 class NnxSlot(Slot):
     """The value of one `nnx.Variable`."""
 
     def __init__(self, variable: "nnx.Variable", path: str) -> None:
-        self.variable, self.path = variable, path
-        self.key = id(variable)
+        super().__init__(variable, "_raw_value", path, is_state=lambda _: True)
+        self.variable, self.key = variable, id(variable)
         self.role = _role_of(type(variable))
         self.annotations = dict(variable.get_metadata())
-        value = variable._raw_value
-        # Nearly every variable is one array, and many are read at each loop.
-        if is_array(value):
-            self.paths, self._treedef, self.is_leaf = (path,), _LEAF, True
-            return
-        entries, self._treedef = jax.tree_util.tree_flatten_with_path(value)
-        self.paths = tuple(join_keys(path, keys) for keys, _ in entries)
-        # JAX also calls a node without leaves, such as `optax.MaskedNode()`, a leaf.
-        self.is_leaf = jax.tree_util.treedef_is_leaf(self._treedef) and bool(entries)
 
-    def raw(self) -> Any:
-        value = self.variable._raw_value
-        if self.is_leaf:
-            return value
-        leaves, treedef = jax.tree.flatten(value)
-        return Held(treedef, leaves)
-
-    def read(self) -> list[jax.Array]:
-        value = self.variable._raw_value
-        if self.is_leaf and isinstance(value, jax.Array):
-            return [value]
-        leaves, treedef = jax.tree.flatten(value)
+    def _is_alike(self, value: Any, treedef: Any) -> bool:
         # The optimizers of Flax make a `State` of a list.
         is_state = isinstance(value, _flax().state_type)
-        is_alike = is_state and treedef.num_leaves == self._treedef.num_leaves
-        if treedef != self._treedef and not is_alike:
-            raise StateStructureError(
-                f"{self.path}: tree structure {self._treedef} became {treedef}"
-            )
-        return leaves
-
-    def write(self, leaves: list[Any]) -> None:
-        value = leaves[0] if self.is_leaf else self._treedef.unflatten(leaves)
-        object.__setattr__(self.variable, "_raw_value", value)
+        return is_state and treedef.num_leaves == self.treedef.num_leaves
 
     def is_of_optimizer(self) -> list[bool]:
         return [isinstance(self.variable, _flax().optimizer)] * len(self.paths)
 
-    def swap(self, leaves: list[Any]) -> Callable[[], None]:
-        value, move_back = self.variable._raw_value, move_variable(self.variable)
-        self.write(leaves)
+    def swap(self, leaves: Sequence[Any]) -> Callable[[], None]:
+        move_back, put_back = move_variable(self.variable), super().swap(leaves)
 
         def restore() -> None:
-            object.__setattr__(self.variable, "_raw_value", value)
+            put_back()
             move_back()
 
         return restore

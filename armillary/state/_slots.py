@@ -7,9 +7,8 @@ for tracers, and put back, while the object that owns the place stays the same o
 
 import enum
 import operator
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -17,8 +16,7 @@ from armillary.errors import StateStructureError
 from armillary.state._opaque import ABSENT, is_array, is_equal
 from armillary.typing import PyTree
 
-if TYPE_CHECKING:
-    from armillary.state._holders import Part
+_LEAF = jax.tree.structure(0)
 
 
 class Role(enum.Enum):
@@ -31,119 +29,104 @@ class Role(enum.Enum):
     FIRST_REPLICA = "step counter"
 
 
-class Slot(ABC):
-    """One place that holds arrays.
+class Slot:
+    """One place that holds arrays, in a pytree.
+
+    A step changes it by putting another value there: `self.params = new_params`. The
+    arrays of the value are swapped, everything else in it must stay as it is.
+
+    Args:
+        source: What has the place.
+        name: The name of the place.
+        path: Where it is, from the root of the search, such as `model/kernel`.
+        get: Returns what a source holds under a name.
+        put: Makes it hold something else.
+        is_leaf: Tells which parts of the value are slots or objects of their own.
+        is_state: Tells which leaves are arrays to carry.
 
     Attributes:
-        path: Where the place is, from the root of the search, such as `model/kernel`.
-        paths: One path per array of the place. Most places hold one array, and then
-            this is `(path,)`; an attribute that holds a pytree has one for each leaf.
+        paths: One path per array of the place.
         key: Equal for two slots exactly if they are the same place.
+        variable: The variable of NNX or Keras that it is the value of, if it is one.
         holder: The `id` of the object that has the place; `None` for a variable.
         role: What the slot is for.
         annotations: What the user set on the variable, such as `aggregation`.
-    """
-
-    path: str
-    paths: tuple[str, ...]
-    key: Hashable
-    holder: int | None = None
-    role: Role = Role.PLAIN
-    annotations: dict[str, Any]
-
-    @abstractmethod
-    def raw(self) -> Any:
-        """Returns what the place holds, for `is_same_raw` to tell if it changes."""
-
-    @abstractmethod
-    def read(self) -> list[jax.Array]:
-        """Returns the arrays, in the order of `paths`."""
-
-    @abstractmethod
-    def write(self, leaves: list[Any]) -> None:
-        """Puts other arrays into the place, in the order of `paths`."""
-
-    @abstractmethod
-    def swap(self, leaves: list[Any]) -> Callable[[], None]:
-        """Puts tracers into the place and returns a function that undoes it."""
-
-    def replace(self, raw: Any, leaves: Mapping[int, Any]) -> Any:
-        """Puts other arrays into the place; returns what `raw` then returns."""
-        del raw
-        values = self.read()
-        for index, leaf in leaves.items():
-            values[index] = leaf
-        self.write(values)
-        return self.raw()
-
-    def holds_same_objects(self) -> bool:
-        """Returns whether the objects beside the arrays are those that were found."""
-        return True
-
-    def is_of_optimizer(self) -> list[bool]:
-        """Returns, for each array, whether it is part of an optimizer's state."""
-        return [False] * len(self.paths)
-
-
-class PlaceSlot(Slot):
-    """An attribute or item whose value is a pytree with arrays.
-
-    A step changes such a place by rebinding it: `self.params = new_params`. The arrays
-    of the value are swapped, everything else in it must stay as it is.
-
-    Attributes:
+        is_leaf: Whether the value is one array, and no container.
         treedef: The structure of the value.
         is_dynamic: For each leaf, whether it is an array.
-        others: The leaves that are no arrays, with their paths.
     """
 
+    variable: Any = None
+    holder: int | None = None
+    role: Role = Role.PLAIN
+
     def __init__(
-        self, part: "Part", name: Any, path: str, is_leaf: Callable[[Any], bool]
+        self,
+        source: Any,
+        name: Any,
+        path: str,
+        *,
+        get: Callable[[Any, Any], Any] = object.__getattribute__,
+        put: Callable[[Any, Any, Any], None] = object.__setattr__,
+        is_leaf: Callable[[Any], bool] | None = None,
+        is_state: Callable[[Any], bool] = is_array,
     ) -> None:
-        self.source, self.name, self.path = part.source, name, path
-        self._kind = part.kind
-        self.key = (id(part.source), name)
-        self.annotations = {}
-        self._is_leaf = is_leaf
-        entries, self.treedef = jax.tree_util.tree_flatten_with_path(
-            self.get(), is_leaf=is_leaf
-        )
-        self.is_dynamic = [is_array(leaf) for _, leaf in entries]
+        self.source, self.name, self.path = source, name, path
+        self._get, self._put, self._is_claimed = get, put, is_leaf
+        self.key: Hashable = (id(source), name)
+        self.annotations: dict[str, Any] = {}
+        value = self.get()
+        if is_array(value):  # as nearly every variable
+            entries, self.treedef = [((), value)], _LEAF
+        else:
+            entries, self.treedef = jax.tree_util.tree_flatten_with_path(
+                value, is_leaf=is_leaf
+            )
+        leaves = [leaf for _, leaf in entries]
         self._leaf_paths = [join_keys(path, keys) for keys, _ in entries]
+        self._is_state, self.is_dynamic = is_state, list(map(is_state, leaves))
         self._positions = [i for i, dynamic in enumerate(self.is_dynamic) if dynamic]
         self.paths = tuple(self._leaf_paths[i] for i in self._positions)
         # The leaves that are no arrays, and `None` in place of those that are.
-        self._static = [None if is_array(leaf) else leaf for _, leaf in entries]
+        self._static = [None if is_state(leaf) else leaf for leaf in leaves]
         # JAX looks for leaves of its own much faster if it need not ask.
-        self._is_leaf_if_any = is_leaf if any(map(is_leaf, self._static)) else None
+        has_objects = is_leaf is not None and any(map(is_leaf, self._static))
+        self._is_leaf_if_any = is_leaf if has_objects else None
+        # JAX also calls a node without leaves, such as `optax.MaskedNode()`, a leaf.
+        self.is_leaf = self.paths == (path,) and self.treedef == _LEAF
 
     @property
     def others(self) -> list[tuple[str, Any]]:
+        """The leaves that are no arrays, with their paths."""
         triples = zip(self._leaf_paths, self._static, self.is_dynamic, strict=True)
         return [(path, leaf) for path, leaf, dynamic in triples if not dynamic]
 
     def get(self) -> PyTree:
         """Returns what the place holds, or `ABSENT`."""
         try:
-            return self._kind.get(self.source, self.name)
+            return self._get(self.source, self.name)
         except (AttributeError, LookupError):
             return ABSENT
 
     def put(self, value: PyTree) -> None:
         """Makes the place hold `value`."""
-        assert self._kind.put is not None
-        self._kind.put(self.source, self.name, value)
+        self._put(self.source, self.name, value)
 
     def raw(self) -> Any:
+        """Returns what the place holds, for `is_same_raw` to tell if it changes."""
         value = self.get()
         if isinstance(value, jax.Array):
             return value
         leaves, treedef = jax.tree.flatten(value, is_leaf=self._is_leaf_if_any)
-        return Held(treedef, leaves)
+        return value if self.is_leaf and treedef == _LEAF else Held(treedef, leaves)
 
     def read(self) -> list[jax.Array]:
-        leaves, treedef = jax.tree.flatten(self.get(), is_leaf=self._is_leaf)
-        if treedef != self.treedef:
+        """Returns the arrays, in the order of `paths`."""
+        value = self.get()
+        if self.is_leaf and isinstance(value, jax.Array):
+            return [value]
+        leaves, treedef = jax.tree.flatten(value, is_leaf=self._is_claimed)
+        if treedef != self.treedef and not self._is_alike(value, treedef):
             raise StateStructureError(
                 f"{self.path}: tree structure {self.treedef} became {treedef}"
             )
@@ -152,19 +135,26 @@ class PlaceSlot(Slot):
             f"{path}: {'an array' if dynamic else describe(old)} became {describe(new)}"
             f"{_hint(old)}"
             for path, dynamic, old, new in rows
-            if dynamic != is_array(new) or not (dynamic or is_equal(old, new))
+            if dynamic != self._is_state(new) or not (dynamic or is_equal(old, new))
         ]
         if changes:
             raise StateStructureError("\n".join(changes))
         return [leaves[i] for i in self._positions]
 
-    def write(self, leaves: list[Any]) -> None:
+    def _is_alike(self, value: Any, treedef: Any) -> bool:
+        """Returns whether another structure is as good as the one that was found."""
+        del value, treedef
+        return False
+
+    def write(self, leaves: Sequence[Any]) -> None:
+        """Puts other arrays into the place, in the order of `paths`."""
         values = list(self._static)
         for position, leaf in zip(self._positions, leaves, strict=True):
             values[position] = leaf
-        self.put(self.treedef.unflatten(values))
+        self.put(values[0] if self.is_leaf else self.treedef.unflatten(values))
 
     def replace(self, raw: Any, leaves: Mapping[int, Any]) -> Any:
+        """Puts other arrays into the place; returns what `raw` then returns."""
         if not isinstance(raw, Held):
             self.put(leaves[0])
             return leaves[0]
@@ -175,27 +165,37 @@ class PlaceSlot(Slot):
         self.put(raw.treedef.unflatten(values))
         return Held(raw.treedef, values)
 
+    def swap(self, leaves: Sequence[Any]) -> Callable[[], None]:
+        """Puts tracers into the place and returns a function that undoes it."""
+        old = self.get()
+        self.write(leaves)
+        return lambda: self.put(old)
+
     def holds_same_objects(self) -> bool:
+        """Returns whether the objects beside the arrays are those that were found."""
+        is_leaf = self._is_leaf_if_any
+        if is_leaf is None:
+            return True
         # An object that is equal to another may hold other arrays.
-        now = jax.tree.leaves(self.get(), is_leaf=self._is_leaf)
+        now = jax.tree.leaves(self.get(), is_leaf=is_leaf)
         pairs = zip(self._static, now, strict=False)
-        return all(old is new for old, new in pairs if self._is_leaf(old))
+        return all(old is new for old, new in pairs if is_leaf(old))
 
     def is_of_optimizer(self) -> list[bool]:
+        """Returns, for each array, whether it is part of an optimizer's state."""
+
         def is_part(value: Any) -> bool:
-            return self._is_leaf(value) or _is_optax_state(value)
+            return self._is_own(value) or _is_optax_state(value)
 
         return [
             _is_optax_state(part)
             for part in jax.tree.leaves(self.get(), is_leaf=is_part)
-            for leaf in jax.tree.leaves(part, is_leaf=self._is_leaf)
-            if is_array(leaf)
+            for leaf in jax.tree.leaves(part, is_leaf=self._is_claimed)
+            if self._is_state(leaf)
         ]
 
-    def swap(self, leaves: list[Any]) -> Callable[[], None]:
-        old = self.get()
-        self.write(leaves)
-        return lambda: self.put(old)
+    def _is_own(self, value: Any) -> bool:
+        return self._is_claimed is not None and self._is_claimed(value)
 
 
 class Held(NamedTuple):

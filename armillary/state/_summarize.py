@@ -21,7 +21,7 @@ from jax import numpy as jnp
 from armillary._format import format_bytes
 from armillary._traceback import hides_frames
 from armillary.state import _keras, _nnx
-from armillary.state._slots import PlaceSlot, Role, join_keys
+from armillary.state._slots import Role, join_keys
 from armillary.state._walk import Walk
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def summarize(model: Any) -> ModelSummary:
 def _find_rows(model: Any) -> Iterator[ArrayRow]:
     walk = Walk([(model, "")])
     slots = walk.slots.values()
-    has_variables = any(not isinstance(slot, PlaceSlot) for slot in slots)
+    has_variables = any(slot.variable is not None for slot in slots)
     # A pytree may hold abstract arrays. What JAX does not know, such as an object of
     # the user's, is a leaf of it.
     leaves = [] if has_variables else jax.tree_util.tree_leaves_with_path(model)
@@ -212,7 +212,7 @@ def _find_rows(model: Any) -> Iterator[ArrayRow]:
             if isinstance(slot, _nnx.NnxSlot):
                 kind = type(slot.variable)
                 yield _row(path, array, kind.__name__, _nnx.is_parameter(slot))
-            elif isinstance(slot, PlaceSlot):
+            elif slot.variable is None:
                 # A scalar in an attribute is a loss, a rate or a count.
                 is_parameter = _is_number(array) and array.shape != ()
                 is_parameter &= not (has_variables or is_of_optimizer)

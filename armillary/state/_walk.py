@@ -22,7 +22,7 @@ from armillary.state._holders import (
     parts_of,
 )
 from armillary.state._opaque import PLAIN, are_plain, global_names, is_array
-from armillary.state._slots import PlaceSlot, Role, Slot
+from armillary.state._slots import Role, Slot
 
 # Of nests that are deeper (or reach themselves), JAX can make no tree.
 _MAX_TREE_DEPTH = 100
@@ -76,14 +76,11 @@ class Walk:
             self.slots[key].role = Role.BATCH_STATISTIC
 
     def _visit(self, task: _Task) -> None:
-        value, path, part, name, above = task
+        value, path, _, _, above = task
         if type(value) in PLAIN:
             return
-        is_place = part is not None and part.kind.put is not None
         if is_array(value):
-            if part and is_place:
-                self._add(PlaceSlot(part, name, path, is_claimed), above)
-            else:
+            if not self._add_place(task):
                 self.constants.append((path, value))
             return
         if _nnx.is_variable(value) and id(value) not in self.slots:
@@ -91,7 +88,7 @@ class Walk:
         elif _keras.is_variable(value) and id(value) not in self.slots:
             if not _keras.is_unset(value):
                 self._add(_keras.KerasSlot(value, path), None)
-        elif is_place and not is_claimed(value) and self._add_tree(task):
+        elif not is_claimed(value) and self._add_place(task):
             return
         if above is not None:
             self.edges[above[0]].append((above[1], id(value)))
@@ -116,13 +113,16 @@ class Walk:
                     above = (id(value), name)
                     self._tasks.append(_Task(held, place, part, name, above))
 
-    def _add_tree(self, task: _Task) -> bool:
-        """Adds the place of a pytree with arrays; returns whether it is one."""
+    def _add_place(self, task: _Task) -> bool:
+        """Adds the place of an array, or a pytree with arrays; returns if it is one."""
         value, path, part, name, above = task
+        if part is None or part.kind.put is None:
+            return False
         try:
-            if part is None or not _holds_arrays(value):
+            if not (is_array(value) or _holds_arrays(value)):
                 return False
-            slot = PlaceSlot(part, name, path, is_claimed)
+            get, put = part.kind.get, part.kind.put
+            slot = Slot(part.source, name, path, get=get, put=put, is_leaf=is_claimed)
         except (RecursionError, TypeError, ValueError):
             # JAX makes no tree of it, such as of a dict with mixed keys.
             return False

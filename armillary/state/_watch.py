@@ -26,7 +26,7 @@ from armillary.state._holders import (
     part_of,
 )
 from armillary.state._opaque import ABSENT, PLAIN, is_equal
-from armillary.state._slots import PlaceSlot, describe
+from armillary.state._slots import describe
 from armillary.state._walk import Found, Walk
 
 _END = object()
@@ -127,7 +127,7 @@ def find_facts(
                     continue
                 place = part.kind.join(path, name)
                 slot = walk.slots.get((id(part.source), name))
-                if not isinstance(slot, PlaceSlot):
+                if slot is None:
                     facts[place, name] = walk.fact(value)
                     continue
                 facts[place, name] = _Tree(value, slot.treedef, slot.is_dynamic)
