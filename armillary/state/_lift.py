@@ -28,25 +28,6 @@ from armillary.state._walk import Walk
 from armillary.state._watch import Watch, find_differences, find_facts
 
 _MADE = "made by the step, so nothing carries it to the next one"
-_MADE_ANEW = (
-    "in a new object that the step made, while the loop carries what the old one "
-    "holds: assign to that (`variable[...] = value`, `setattr`), or make its class a "
-    "pytree (`jax.tree_util.register_dataclass`), so that a new value takes its place"
-)
-_LOST = (
-    "the step put an array into a name, a tuple or a function, which nothing carries "
-    "to the next step: hold it in an attribute or a variable"
-)
-_FINAL = (
-    "Make every place in the constructor with its final shape and dtype (an array, "
-    "`jnp.zeros(...)`, where it counts), and cast before assigning "
-    "(`value.astype(jnp.float32)`)."
-)
-_ONE_VALUE = (
-    "A `PerReplica` holds a value for each replica, as `strategy.run` returns them. "
-    'Reduce it in the step (`armillary.all_reduce("mean", gradients)`), so that all '
-    'have the same, and take that one: `strategy.reduce("mean", value)`.'
-)
 
 
 class State:
@@ -56,8 +37,6 @@ class State:
         roots: Pairs of an object (or function) to search, and its path.
         reads: The attributes of the first root that steps have looked at so far, which
             grows with them. `None` if nobody keeps count: then everything matters.
-        has_constants: Whether the globals of functions are constants, as in `jax.jit`,
-            unless they lead to state.
 
     Attributes:
         slots: The slots, each place once.
@@ -70,12 +49,9 @@ class State:
         self,
         roots: Sequence[tuple[Any, str]],
         reads: set[str] | None = None,
-        *,
-        has_constants: bool = False,
     ) -> None:
         warn_if_untested()  # Every step begins here.
         self.roots, self._reads = tuple(roots), reads
-        self._has_constants = has_constants
         self._walk = Walk(self.roots)
         self.slots: tuple[Slot, ...] = tuple(
             sorted(self._walk.slots.values(), key=lambda slot: slot.path)
@@ -93,17 +69,13 @@ class State:
         """The attributes of the first root that matter; `None` for all."""
         return None if "__dict__" in (self._reads or ()) else self._reads
 
-    @property
-    def _constants(self) -> set[tuple[int, Any]]:
-        return self._walk.globals if self._has_constants else set()
-
     @functools.cached_property
     def _watch(self) -> Watch:
-        return Watch(self._walk, self._names, self._constants)
+        return Watch(self._walk, self._names)
 
     def search_again(self) -> "State":
         """Returns what the same roots reach by now."""
-        return State(self.roots, self._reads, has_constants=self._has_constants)
+        return State(self.roots, self._reads)
 
     def watch(self) -> None:
         """Begins to watch what the steps have looked at by now."""
@@ -111,11 +83,7 @@ class State:
         _ = self._watch
 
     def is_current(self) -> bool:
-        """Returns whether a new search would find the same; much faster than one.
-
-        What no step has looked at may differ, and so may what slots hold, which
-        `Slot.read` and `Slot.holds_same_objects` tell.
-        """
+        """Returns whether a new search would find the same, but for what slots hold."""
         return self._watch.is_current()
 
     def signature(self) -> tuple[Any, ...]:
@@ -134,8 +102,7 @@ class State:
 
     def changes_since(self, old: "State") -> dict[str, str]:
         """Returns, by path, what is another than in `old`, but for arrays."""
-        before = find_facts(old._walk, self._names, old._constants)
-        now = find_facts(self._walk, self._names, self._constants)
+        before, now = (find_facts(each._walk, self._names) for each in (old, self))
         return find_differences(before, now)
 
     def note_read(self, name: str) -> None:
@@ -150,17 +117,15 @@ class State:
         return walk
 
     def changes_between(self, before: Walk, after: Walk) -> dict[str, str]:
-        """Returns, by path, the plain values that a step changed while it was traced.
-
-        Of those that no step has looked at, only what it has rebound.
-        """
+        """Returns, by path, the plain values that a step changed when traced."""
+        # Of those that no step has looked at, only what it has rebound.
         names = self._names
         if names is not None:
             old, new = _held_by_first(before), _held_by_first(after)
             every = {*old, *new}
             kept = {n for n in every if old.get(n, ABSENT) is new.get(n, ABSENT)}
             names = names | (every - kept)
-        old, new = (find_facts(walk, names, ()) for walk in (before, after))
+        old, new = (find_facts(walk, names) for walk in (before, after))
         return find_differences(old, new, before.holding_slots())
 
     def read(self) -> list[Any]:
@@ -175,11 +140,7 @@ class State:
 
     @contextlib.contextmanager
     def swapped(self, leaves: Sequence[Any]) -> Iterator[None]:
-        """Holds `leaves`, in the order of `paths`, in the slots for a while.
-
-        They are held in the current trace. Plain values that change meanwhile stay
-        changed.
-        """
+        """Holds `leaves` in the slots for a while, in the current trace."""
         undo: list[Callable[[], None]] = []
         try:
             for slot, start, stop in self.ranges:
@@ -206,10 +167,7 @@ class State:
 
     @contextlib.contextmanager
     def moved(self) -> Iterator[Callable[[], None]]:
-        """Lets what may be changed here be changed in another trace for a while.
-
-        Gets a function to call there.
-        """
+        """Gives a function that moves what may be changed here into another trace."""
         variables = [s.variable for s in self.slots if isinstance(s, _nnx.NnxSlot)]
         variables = [each for each in variables if _nnx.is_here(each)]
         nodes = [node for node in self._nodes if _nnx.is_here(node)]
@@ -245,10 +203,9 @@ class State:
     def collect(
         self, before: Sequence[Any], step_name: str, new_places: Sequence[str] = ()
     ) -> list[Any]:
-        """Returns what the slots hold after a step that began with `before`.
+        """Returns what the slots hold after a step, inside `swapped`.
 
-        Called inside `swapped`. Raises if they hold other arrays than a loop can carry,
-        or if there are `new_places`.
+        Raises if a loop cannot carry that, or if there are `new_places`.
         """
         changes: list[str] = []
         leaves: list[Any] = []
@@ -267,25 +224,44 @@ class State:
         if not changes:
             return leaves
         lines = "\n".join(f"  {change}" for change in changes)
+        way_out = (
+            "Make every place in the constructor with its final shape and dtype (an "
+            "array, `jnp.zeros(...)`, where it counts), and cast before assigning "
+            "(`value.astype(jnp.float32)`)."
+        )
+        if "PerReplica" in lines:
+            way_out = (
+                "A `PerReplica` holds a value for each replica: reduce it in the step "
+                '(`armillary.all_reduce("mean", gradients)`), so that all have the '
+                'same, and take that one: `strategy.reduce("mean", value)`.'
+            )
         raise StateStructureError(
             f"`{step_name}` changed {len(changes)} of "
             f"{len(self.paths) + len(new_places)} slots, and a compiled loop needs the "
             "same places with the same shape and dtype after every step:\n"
-            f"{lines}\n{_ONE_VALUE if 'PerReplica' in lines else _FINAL}"
+            f"{lines}\n{way_out}"
         )
 
     def find_new_places(self, before: Walk, after: Walk) -> list[str]:
         """Returns what is wrong with places that a step put arrays into."""
         keys = {slot.key for slot in self.slots}
         paths = {slot.path for slot in self.slots}
-        made = [slot for key, slot in after.slots.items() if key not in keys]
-        texts = [
-            f"{slot.path}: "
-            f"{_MADE_ANEW if slot.path in paths else _describe_new(slot, before)}"
-            for slot in made
+        found = [
+            f"{slot.path}: in a new object that the step made, while the loop carries "
+            "what the old one holds: assign to that (`variable[...] = value`, "
+            "`setattr`), or make its class a pytree "
+            "(`jax.tree_util.register_dataclass`), so that a new value takes its place"
+            if slot.path in paths
+            else f"{slot.path}: {_describe_new(slot, before)}"
+            for key, slot in after.slots.items()
+            if key not in keys
         ]
-        lost = [path for path, array in after.constants if isinstance(array, Tracer)]
-        return texts + [f"{path}: {_LOST}" for path in lost]
+        return found + [
+            f"{path}: the step put an array into a name, a tuple or a function, which "
+            "nothing carries to the next step: hold it in an attribute or a variable"
+            for path, array in after.constants
+            if isinstance(array, Tracer)
+        ]
 
 
 def _held_by_first(walk: Walk) -> dict[str, Any]:

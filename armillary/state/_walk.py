@@ -137,14 +137,10 @@ class Walk:
         slot.holder = above and above[0]
         self.slots.setdefault(slot.key, slot)
 
-    def reached_from(
-        self,
-        names: Collection[str] | None,
-        but: Collection[tuple[int, Any]] = (),
-    ) -> set[int]:
+    def reached_from(self, names: Collection[str] | None) -> set[int]:
         """Returns the holders that these attributes of the first root lead to.
 
-        `None` stands for all, and for all roots. Places in `but` lead to nothing.
+        `None` stands for all, and for all roots. Constants lead to nothing.
         """
         first = None if names is None else id(self.roots[0][0])
 
@@ -153,7 +149,7 @@ class Walk:
                 child
                 for name, child in self.edges.get(holder, ())
                 if (holder != first or name in (names or ()))
-                and (holder, name) not in but
+                and (holder, name) not in self.globals
             ]
 
         return _spread((id(root) for root, _ in self.roots), below) & self.nodes.keys()

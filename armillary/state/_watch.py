@@ -33,22 +33,16 @@ _END = object()
 
 
 class Watch:
-    """Watches the holders that a walk found, except for their slots.
+    """Watches the holders that a walk found, except for slots and constants.
 
-    Of the first root, the attributes of these names matter; `None` stands for all. The
-    places `but` may hold anything.
+    Of the first root, the attributes of these names matter; `None` stands for all.
     """
 
-    def __init__(
-        self,
-        walk: Walk,
-        names: Collection[str] | None,
-        but: Collection[tuple[int, Any]],
-    ) -> None:
-        reached, leading = walk.reached_from(names, but), walk.leading_to_slots
+    def __init__(self, walk: Walk, names: Collection[str] | None) -> None:
+        reached, leading = walk.reached_from(names), walk.leading_to_slots
         root = 0 if names is None else id(walk.roots[0][0])
         without: dict[int, set[Any]] = collections.defaultdict(set)
-        for key in (*walk.slots, *but):
+        for key in (*walk.slots, *walk.globals):
             if isinstance(key, tuple):
                 without[key[0]].add(key[1])
         # What is iterated over to see what is held; and parts to look at again.
@@ -106,24 +100,20 @@ def _pick(part: Part, left_out: Collection[Any], only: list[str] | None) -> list
     return kept if part.kind is SEQUENCE else [*part.names, *kept]
 
 
-def find_facts(
-    walk: Walk,
-    names: Collection[str] | None,
-    but: Collection[tuple[int, Any]],
-) -> dict[tuple[str, Any], Any]:
+def find_facts(walk: Walk, names: Collection[str] | None) -> dict[tuple[str, Any], Any]:
     """Returns all plain values that a walk found, by path and name."""
     root = 0 if names is None else id(walk.roots[0][0])
     facts: dict[tuple[str, Any], Any] = {
         (path, None): walk.fact(value) for value, path in walk.roots
     }
-    for holder in walk.reached_from(names, but):
+    for holder in walk.reached_from(names):
         for part in walk.nodes[holder].parts:
             path = walk.nodes[holder].path
             if part.kind.is_ordered:
                 facts[path, _Order] = _Order(part.names)
             for name, value in part.pairs:
                 is_other = holder == root and name not in (names or ())
-                if is_other or (holder, name) in but or _nnx.is_internal(name):
+                if is_other or (holder, name) in walk.globals or _nnx.is_internal(name):
                     continue
                 place = part.kind.join(path, name)
                 slot = walk.slots.get((id(part.source), name))

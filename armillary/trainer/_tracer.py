@@ -118,7 +118,7 @@ class StepPrograms:
 
     def _search(self) -> State:
         roots = [(self._method.owner, "")]
-        return State(roots, self._reads, has_constants=True)
+        return State(roots, self._reads)
 
     def _trace_again(self, changes: Collection[str]) -> None:
         """Traces again where plain values changed, and drops programs if it must.

@@ -43,7 +43,7 @@ def snapshot(root: Any) -> Walk:
 
 
 def differences(old: Walk, root: Any, names: Any = None) -> dict[str, str]:
-    facts = [find_facts(walk, names, ()) for walk in (old, snapshot(root))]
+    facts = [find_facts(walk, names) for walk in (old, snapshot(root))]
     return find_differences(*facts)
 
 

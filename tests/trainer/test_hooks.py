@@ -452,7 +452,7 @@ def needs_python(kind, body=None):
         kind = type("Written", (kind,), names)
     trainer = kind()
     trainer.own, trainer.history = Own(), []
-    state = State([(trainer, "")], set(), has_constants=True)
+    state = State([(trainer, "")], set())
     flat = FlatState(state, trainer.strategy)
     with recorded_reads(trainer, state.note_read):
         return trace_hooks(trainer, flat, is_asked=False) is None

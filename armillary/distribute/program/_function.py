@@ -139,8 +139,7 @@ class Function:
         program = self._programs.use(key)
         if program is None or not program.is_current():
             roots = [(self.fn, ""), *((leaf, "") for leaf in objects_of(leaves))]
-            # What `Strategy.run` is given sees globals as they are.
-            state = State(roots, has_constants=self.body is self.fn)
+            state = State(roots)
             is_lifted = any(isinstance(leaf, Tracer) for leaf in state.read())
             if is_lifted and self.body is self.fn:
                 # A transformation of NNX has lifted what the arguments hold already.
