@@ -1,7 +1,5 @@
-"""Tests of nested outputs as a hierarchy of summary directories."""
+"""Nested outputs as a hierarchy of summary directories, for one writer or several."""
 
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import jax
@@ -9,151 +7,90 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from armillary.summary import (
-    Histogram,
-    NoopSummaryManager,
-    SummaryManager,
-    SummaryWriter,
-)
+from armillary.distribute import PerReplica
+from armillary.summary import Histogram, NoopSummaryManager, SummaryManager, Text
 
-
-class RecordingWriter:
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
-        self.values: list[tuple[str, float, int]] = []
-        self.num_flushes = 0
-        self.is_closed = False
-
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        self.values.append((tag, value, step))
-
-    def flush(self) -> None:
-        self.num_flushes += 1
-
-    def close(self) -> None:
-        self.is_closed = True
+SCALARS = ["scalar", "flush", "close"]
 
 
 class Recorder:
-    def __init__(self) -> None:
-        self.writers: list[RecordingWriter] = []
+    """Makes writers, and keeps them by directory."""
 
-    def __call__(self, directory: str) -> SummaryWriter:
-        self.writers.append(RecordingWriter(directory))
-        return self.writers[-1]
+    def __init__(self):
+        self.writers = {}
+
+    def __call__(self, directory):
+        self.writers.setdefault(directory, []).append(Mock(spec=SCALARS))
+        return self.writers[directory][-1]
+
+    def values(self, directory):
+        writers = self.writers[str(directory)]
+        return [call.args for each in writers for call in each.scalar.call_args_list]
 
 
-def test_nested_dictionaries_are_subdirectories(tmp_path: Path) -> None:
-    recorder = Recorder()
+@pytest.fixture
+def recorder():
+    return Recorder()
+
+
+def test_nested_dictionaries_are_subdirectories(tmp_path, recorder):
+    output = {"train": {"loss": 2.0}, "validation": {"a": {"loss": 1.0}}, "rate": 3.0}
     manager = SummaryManager(tmp_path, writer_fn=recorder)
+    manager.write_summaries(output, step=7)
 
-    manager.write_summaries(
-        {"train": {"loss": 2.0}, "validation": {"set_a": {"loss": 1.0}}, "rate": 3.0},
-        step=7,
-    )
+    assert len(recorder.writers) == 3
+    assert recorder.values(tmp_path) == [("rate", 3.0, 7)]
+    assert recorder.values(tmp_path / "train") == [("loss", 2.0, 7)]
+    assert recorder.values(tmp_path / "validation" / "a") == [("loss", 1.0, 7)]
 
-    assert {writer.directory: writer.values for writer in recorder.writers} == {
-        str(tmp_path): [("rate", 3.0, 7)],
-        str(tmp_path / "train"): [("loss", 2.0, 7)],
-        str(tmp_path / "validation" / "set_a"): [("loss", 1.0, 7)],
-    }
+    manager.flush()
+    manager.close()
+    for writers in recorder.writers.values():
+        writers[0].flush.assert_called_once_with()
+        writers[0].close.assert_called_once_with()
+    manager.write_summaries({"rate": 4.0}, step=8)
+    assert len(recorder.writers[str(tmp_path)]) == 2
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("value", "written"),
     [
-        3,
-        3.0,
-        np.float64(3),
-        np.asarray(3, np.int16),
-        jnp.asarray(3.0),
-        jnp.asarray(3, jnp.bfloat16),
+        (3, 3.0),
+        (3.0, 3.0),
+        (np.float64(3), 3.0),
+        (np.asarray(3, np.int16), 3.0),
+        (jnp.asarray(3.0), 3.0),
+        (jnp.asarray(3, jnp.bfloat16), 3.0),
+        (True, 1.0),
+        (float("nan"), float("nan")),
+        (jnp.asarray(-jnp.inf), -float("inf")),
     ],
 )
-def test_every_kind_of_number_is_a_scalar(tmp_path: Path, value: object) -> None:
-    recorder = Recorder()
+def test_every_kind_of_number_is_a_scalar(tmp_path, recorder, value, written):
+    manager = SummaryManager(tmp_path, writer_fn=recorder)
+    manager.write_summaries({"x": value}, step=jnp.asarray(4))
 
-    SummaryManager(tmp_path, writer_fn=recorder).write_summaries(
-        {"x": value}, step=jnp.asarray(4)
-    )
-
-    assert recorder.writers[0].values == [("x", 3.0, 4)]
-
-
-def test_booleans_and_numbers_that_are_not_finite_are_written(tmp_path: Path) -> None:
-    recorder = Recorder()
-
-    SummaryManager(tmp_path, writer_fn=recorder).write_summaries(
-        {"nan": float("nan"), "inf": jnp.asarray(-jnp.inf), "flag": True}, step=0
-    )
-
-    (_, nan, _), (_, inf, _), (_, flag, _) = recorder.writers[0].values
-    assert np.isnan(nan)
-    assert inf == -np.inf
-    assert flag == 1.0
+    [(tag, number, step)] = recorder.values(tmp_path)
+    assert (tag, step) == ("x", 4)
+    np.testing.assert_equal(number, written)
 
 
-def test_nothing_is_made_before_the_first_value(tmp_path: Path) -> None:
-    recorder = Recorder()
+def test_nothing_is_made_before_the_first_value(tmp_path, recorder):
     manager = SummaryManager(tmp_path / "run", writer_fn=recorder)
-
-    manager.write_summaries({}, step=0)
-    manager.write_summaries(None, step=0)
-    manager.write_summaries({"empty": {}}, step=0)
+    for output in ({}, None, {"empty": {}}):
+        manager.write_summaries(output, step=0)
     manager.flush()
     manager.close()
 
-    assert recorder.writers == []
+    assert not recorder.writers
     assert manager.summary_dir == str(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_flush_and_close_reach_every_writer(tmp_path: Path) -> None:
-    recorder = Recorder()
-    manager = SummaryManager(tmp_path, writer_fn=recorder)
-    manager.write_summaries({"a": 1, "b": {"a": 2}}, step=0)
-
-    manager.flush()
-    manager.close()
-
-    assert [writer.num_flushes for writer in recorder.writers] == [1, 1]
-    assert all(writer.is_closed for writer in recorder.writers)
-
-
-def test_write_after_close_starts_a_new_writer(tmp_path: Path) -> None:
-    recorder = Recorder()
-    manager = SummaryManager(tmp_path, writer_fn=recorder)
-    manager.write_summaries({"a": 1}, step=0)
-    manager.close()
-
-    manager.write_summaries({"a": 2}, step=1)
-
-    assert [writer.values for writer in recorder.writers] == [
-        [("a", 1.0, 0)],
-        [("a", 2.0, 1)],
-    ]
-
-
-def test_empty_arrays_are_an_error_with_path_and_shape_and_write_nothing(
-    tmp_path: Path,
-) -> None:
-    recorder = Recorder()
-    manager = SummaryManager(tmp_path, writer_fn=recorder)
-
-    with pytest.raises(TypeError, match=r"(?s)^2 values cannot be.*not empty") as info:
-        manager.write_summaries(
-            {"ok": 1, "train": {"loss": jnp.zeros((0, 3))}, "no": np.zeros(0)}, step=0
-        )
-
-    assert "  train/loss: float32 (0, 3)\n  no: float64 (0,)\n" in str(info.value)
-    assert recorder.writers == []
-
-
 @pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
-def test_arrays_are_written_as_histograms(tmp_path: Path, as_array: Any) -> None:
+def test_arrays_are_written_as_histograms(tmp_path, as_array):
     writer = Mock()
     values = as_array([[1.0, 4.0], [-1.0, 4.0]])
-
     manager = SummaryManager(tmp_path, writer_fn=lambda _: writer)
     manager.write_summaries({"x": 2.0, "per_class": values}, step=3)
 
@@ -165,52 +102,45 @@ def test_arrays_are_written_as_histograms(tmp_path: Path, as_array: Any) -> None
     assert sum(found.values()) == 4
 
 
-@pytest.mark.parametrize(
-    ("value", "described"),
-    [
-        ("text", "'text' of type str"),
-        (None, "None of type NoneType"),
-        ([1, [2]], r"\[1, \[2\]\] of type list"),
-        (1j, "1j of type complex"),
-        (np.asarray(1j), r"complex128 \(\)"),
-        (np.asarray("text"), r"<U4 \(\)"),
-        (jax.random.key(0), r"key<fry> \(\)"),
-    ],
-)
-def test_values_that_are_not_numeric_are_an_error(
-    tmp_path: Path, value: object, described: str
-) -> None:
-    manager = SummaryManager(tmp_path, writer_fn=Recorder())
+def test_all_that_cannot_be_written_is_listed_and_then_nothing_is(tmp_path, recorder):
+    bad = {
+        "word": ("text", "'text' of type str"),
+        "none": (None, "None of type NoneType"),
+        "list": ([1, [2]], "[1, [2]] of type list"),
+        "complex": (1j, "1j of type complex"),
+        "complex array": (np.asarray(1j), "complex128 ()"),
+        "string": (np.asarray("text"), "<U4 ()"),
+        "key": (jax.random.key(0), "key<fry> ()"),
+        "empty": (jnp.zeros((0, 3)), "float32 (0, 3)"),
+        "replicas": (PerReplica(jnp.ones((2, 3)), 2), "PerReplica(2 x float32[3])"),
+    }
+    values = {key: value for key, (value, _) in bad.items()}
+    names = {"../other": {"a": 1.0}, "/else": {"a": 1.0}, "": {"a": 1.0}, 3: 1.0}
+    output = {"ok": 1, "train": values, "inner": {"a/../../b": {"a": 1.0}, **names}}
+    manager = SummaryManager(tmp_path, writer_fn=recorder)
+    with pytest.raises(
+        TypeError, match=r"(?s)^14 values cannot .*strategy.reduce"
+    ) as info:
+        manager.write_summaries(output, step=0)
 
-    with pytest.raises(TypeError, match=rf"1 values.*\n  train/x: {described}\n"):
-        manager.write_summaries({"train": {"x": value}}, step=0)
-
-
-def test_keys_that_are_not_strings_are_an_error(tmp_path: Path) -> None:
-    manager = SummaryManager(tmp_path, writer_fn=Recorder())
-
-    with pytest.raises(TypeError, match="train/3: the key 3 is no name"):
-        manager.write_summaries({"train": {3: 1.0}}, step=0)
-
-
-@pytest.mark.parametrize("name", ["../other", "/elsewhere", "a/../../b", ""])
-def test_nested_names_cannot_leave_the_directory(tmp_path: Path, name: str) -> None:
-    manager = SummaryManager(tmp_path, writer_fn=Recorder())
-
-    with pytest.raises(TypeError, match=r"cannot name a subdirectory|is no name"):
-        manager.write_summaries({name: {"loss": 1.0}}, step=0)
+    lines = str(info.value).splitlines()
+    for key, (_, described) in bad.items():
+        assert f"  train/{key}: {described}" in lines
+    for key in ("a/../../b", "../other", "/else"):
+        assert f"  inner/{key}: {key!r} cannot name a subdirectory" in lines
+    assert "  inner/: the key '' is no name" in lines
+    assert "  inner/3: the key 3 is no name" in lines
+    assert not recorder.writers
 
 
-def test_a_file_as_directory_is_an_error(tmp_path: Path) -> None:
+def test_a_file_as_directory_is_an_error(tmp_path):
     (tmp_path / "file").touch()
-
     with pytest.raises(ValueError, match=r"`summary_dir` is .*file', which is a file"):
         SummaryManager(tmp_path / "file")
 
 
-def test_event_files_are_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_files_are_local(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
     with pytest.raises(ValueError, match=r"is 'gs://bucket/a', but .* `writer_fn`"):
         SummaryManager("gs://bucket/a")
 
@@ -221,17 +151,9 @@ def test_event_files_are_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not list(tmp_path.iterdir())
 
 
-def test_writer_fn_must_be_callable(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="`writer_fn` is 3 of type int"):
-        SummaryManager(tmp_path, writer_fn=3)
-
-
-def test_noop_manager_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noop_manager_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     manager = NoopSummaryManager()
-
     manager.write_summaries({"loss": jnp.zeros(3)}, step=0)
     manager.flush()
     manager.close()
@@ -241,16 +163,59 @@ def test_noop_manager_writes_nothing(
 
 
 def test_processes_that_are_not_the_chief_write_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch, recorder
+):
     process = Mock(is_chief=False)
     monkeypatch.setattr(
         "armillary.summary._summary_manager.get_process", lambda: process
     )
-    manager = SummaryManager(tmp_path, writer_fn=Recorder())
-
+    manager = SummaryManager(tmp_path, writer_fn=recorder)
     manager.write_summaries({"x": 1.0, "h": Histogram(np.ones(2))}, step=0)
     with pytest.raises(TypeError, match="x: float64"):
         manager.write_summaries({"x": np.ones(0)}, step=0)
 
-    assert not manager._writers
+    assert not recorder.writers
+
+
+def test_every_writer_gets_what_it_has_a_method_for(tmp_path):
+    plain, rich = Mock(spec=SCALARS), Mock(spec=[*SCALARS, "text", "hyperparameters"])
+    manager = SummaryManager(tmp_path, writer_fn=(lambda _: plain, lambda _: rich))
+
+    manager.write_summaries({"loss": 1.0, "note": Text("hello")}, step=2)
+    manager.write_hyperparameters({"rate": 0.1})
+    manager.flush()
+    manager.close()
+
+    shared = [("scalar", ("loss", 1.0, 2)), ("flush", ()), ("close", ())]
+    assert [call[:2] for call in plain.method_calls] == shared
+    assert [call[:2] for call in rich.method_calls] == [
+        shared[0],
+        ("text", ("note", "hello", 2)),
+        ("hyperparameters", ({"rate": 0.1},)),
+        *shared[1:],
+    ]
+
+
+def test_what_no_writer_can_write_is_an_error(tmp_path):
+    makers = [lambda _: Mock(spec=SCALARS)] * 2
+    manager = SummaryManager(tmp_path, writer_fn=makers)
+    with pytest.raises(AttributeError, match=r"none .* has a method 'histogram'"):
+        manager.write_summaries({"x": np.ones(2)}, step=1)
+    manager = SummaryManager(tmp_path, writer_fn=makers[0])
+    with pytest.raises(AttributeError, match="no attribute 'histogram'"):
+        manager.write_summaries({"x": np.ones(2)}, step=1)
+
+
+@pytest.mark.parametrize(
+    ("writer_fn", "name"), [(3, "writer_fn"), ([Mock(), 3], r"writer_fn\[1\]")]
+)
+def test_each_writer_fn_must_be_callable(tmp_path, writer_fn, name):
+    with pytest.raises(TypeError, match=f"`{name}` is 3 of type int"):
+        SummaryManager(tmp_path, writer_fn=writer_fn)
+
+
+def test_no_writer_at_all_writes_nothing(tmp_path):
+    manager = SummaryManager(tmp_path, writer_fn=[])
+    manager.write_summaries({"loss": 1.0}, step=1)
+    manager.close()
+    assert not list(tmp_path.iterdir())

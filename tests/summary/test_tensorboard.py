@@ -1,10 +1,13 @@
 """Tests of event files, with the reader of TensorBoard itself."""
 
+import dataclasses
 import math
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -43,23 +46,20 @@ def test_tensorboard_reads_separate_runs_with_the_same_tag(tmp_path: Path) -> No
     manager.close()
 
 
-def test_tensorboard_reads_values_that_are_not_finite(tmp_path: Path) -> None:
-    writer = TensorBoardWriter(tmp_path)
-    writer.scalar("nan", math.nan, 1)
+def test_tensorboard_reads_large_steps_and_values_that_are_not_finite(
+    tmp_path: Path,
+) -> None:
+    writer = TensorBoardWriter(tmp_path / "new" / "folder")
+    writer.scalar("nan", math.nan, 2**40)
     writer.scalar("inf", math.inf, 1)
     writer.close()
 
-    scalars = read_scalars(tmp_path)
-    assert math.isnan(scalars["nan"][0][1])
+    assert isinstance(writer, SummaryWriter)
+    scalars = read_scalars(tmp_path / "new" / "folder")
+    [(step, nan)] = scalars["nan"]
+    assert step == 2**40
+    assert math.isnan(nan)
     assert scalars["inf"] == [(1, math.inf)]
-
-
-def test_large_steps_are_kept(tmp_path: Path) -> None:
-    writer = TensorBoardWriter(tmp_path)
-    writer.scalar("x", 1.0, 2**40)
-    writer.close()
-
-    assert read_scalars(tmp_path) == {"x": [(2**40, 1.0)]}
 
 
 def test_resuming_appends_files_and_keeps_the_old_ones(tmp_path: Path) -> None:
@@ -107,14 +107,79 @@ def test_flushed_values_survive_a_kill(tmp_path: Path) -> None:
     assert len(read_scalars(tmp_path)["x"]) == 50
 
 
-def test_the_tensorboard_writer_is_a_summary_writer(tmp_path: Path) -> None:
-    writer = TensorBoardWriter(tmp_path / "new" / "folder")
-
-    assert isinstance(writer, SummaryWriter)
-    writer.close()
-
-
 @pytest.mark.slow
 def test_importing_summaries_does_not_import_tensorboardx() -> None:
     code = "import sys, armillary.summary; assert 'tensorboardX' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@dataclasses.dataclass
+class Optimizer:
+    name: str
+    nesterov: bool
+    schedule: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+VALUES = {
+    "rate": 0.1,
+    "layers": 3,
+    "optimizer": Optimizer("adam", True, {"begin": 0.1}),
+    "sizes": [4, 5],
+    "seed": None,
+    "dtype": jnp.bfloat16,
+    "class": Optimizer,
+    "activation": jax.nn.relu,
+}
+FLAT = {
+    "rate": 0.1,
+    "layers": 3,
+    "optimizer/name": "adam",
+    "optimizer/nesterov": True,
+    "optimizer/schedule/begin": 0.1,
+    "sizes": "[4, 5]",
+    "seed": "None",
+    "dtype": "bfloat16",
+    "class": "Optimizer",
+    "activation": "relu",
+}
+
+
+def test_tensorboard_shows_hyperparameters_with_the_metrics(tmp_path):
+    from tensorboard.backend.event_processing import (
+        data_provider,
+        plugin_event_multiplexer,
+    )
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins.base_plugin import TBContext
+    from tensorboard.plugins.hparams import (
+        api_pb2,
+        backend_context,
+        list_session_groups,
+    )
+
+    for attempt in range(2):  # A run that is resumed writes them again.
+        manager = SummaryManager(tmp_path / "train")
+        manager.write_hyperparameters(VALUES)
+        manager.write_summaries({"loss": 0.5}, step=attempt)
+        manager.close()
+
+    multiplexer = plugin_event_multiplexer.EventMultiplexer()
+    multiplexer.AddRunsFromDirectory(str(tmp_path))
+    multiplexer.Reload()
+    provider = data_provider.MultiplexerDataProvider(multiplexer, str(tmp_path))
+    context = backend_context.Context(TBContext(data_provider=provider))
+    request = api_pb2.ListSessionGroupsRequest(
+        start_index=0,
+        slice_size=10,
+        allowed_statuses=[api_pb2.STATUS_UNKNOWN],
+        col_params=[],
+    )
+    handler = list_session_groups.Handler(RequestContext(), context, "", request)
+    (group,) = handler.run().session_groups
+
+    shown = {
+        name: getattr(value, value.WhichOneof("kind"))
+        for name, value in group.hparams.items()
+    }
+    assert shown == FLAT
+    assert [metric.name.tag for metric in group.metric_values] == ["loss"]

@@ -15,12 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from armillary.distribute import PerReplica
-from armillary.summary import Histogram, Image, SummaryManager, SummaryWriter, Text
+from armillary.summary import Histogram, Image, SummaryManager, Text
+from tests.mistakes import mistakes
 
 event_accumulator = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator",
     reason="These tests need TensorBoard: pip install tensorboard.",
 )
+
+
+REPLICAS = PerReplica(jnp.ones((2, 3)), 2)
 
 
 class Recorder:
@@ -33,16 +37,6 @@ class Recorder:
         self.written.append(arguments)
 
     image = text = histogram
-
-
-class ScalarWriter:
-    """A writer as it was before there was more than scalars."""
-
-    def __init__(self, directory: str) -> None:
-        self.values: list[Any] = []
-
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        self.values.append((tag, value, step))
 
 
 def read_events(directory: Path) -> Any:
@@ -175,58 +169,33 @@ def test_values_print_in_short():
     assert repr(jax.tree.map(lambda _: None, output["h"])) == "Histogram(...)"
 
 
-@pytest.mark.parametrize(
-    ("values", "kind", "match"),
-    [
-        (["a"], TypeError, "`values` holds 'a' of type str.*`jnp.asarray"),
-        (np.array(["a"]), TypeError, r"`values` holds array\(\['a'\]"),
-        (jax.random.key(0), TypeError, "`values` holds Array"),
-        (np.array([1j]), TypeError, "array of real numbers"),
-        (PerReplica(jnp.ones((2, 3)), 2), TypeError, r"strategy\.reduce"),
-        (np.zeros((0, 3)), ValueError, r"`values` is array.*has no elements"),
-        ({}, ValueError, r"`values` is \{\}, which has no elements"),
-    ],
+@mistakes(
+    {
+        TypeError: {
+            "`values` holds 'a' of type str.*`jnp.asarray": lambda: Histogram(["a"]),
+            r"`values` holds array\(\['a'\]": lambda: Histogram(np.array(["a"])),
+            "`values` holds Array": lambda: Histogram(jax.random.key(0)),
+            "array of real numbers": lambda: Histogram(np.array([1j])),
+            r"strategy\.reduce": lambda: Histogram(REPLICAS),
+            r"dtype int32, but.*`pixels.astype": (
+                lambda: Image(np.zeros((2, 2), np.int32))
+            ),
+            "dtype bool": lambda: Image(np.zeros((2, 2), bool)),
+            r"`pixels` holds \[\[0.0\]\] of type list": lambda: Image([[0.0]]),
+            r"strategy\.gather": lambda: Image(REPLICAS),
+            r"`text` is 3 of type int.*`Text\(str": lambda: Text(3),
+        },
+        ValueError: {
+            "`values` is array.*has no elements": lambda: Histogram(np.zeros((0, 3))),
+            r"`values` is \{\}, which has no elements": lambda: Histogram({}),
+            r"shape \(4,\), but images have": lambda: Image(np.zeros(4)),
+            r"\(4, 28, 28\).*`pixels\[\.\.\., None\]`": (
+                lambda: Image(np.zeros((4, 28, 28)))
+            ),
+            r"\(0, 2, 2, 1\), but images have": lambda: Image(np.zeros((0, 2, 2, 1))),
+        },
+    }
 )
-def test_histograms_of_what_is_no_array_are_an_error(values, kind, match):
-    with pytest.raises(kind, match=match):
-        Histogram(values)
-
-
-@pytest.mark.parametrize(
-    ("pixels", "kind", "match"),
-    [
-        (np.zeros((2, 2), np.int32), TypeError, r"dtype int32, but.*`pixels.astype"),
-        (np.zeros((2, 2), bool), TypeError, "dtype bool"),
-        ([[0.0]], TypeError, r"`pixels` holds \[\[0.0\]\] of type list"),
-        (np.zeros(4), ValueError, r"shape \(4,\), but images have"),
-        (np.zeros((4, 28, 28)), ValueError, r"\(4, 28, 28\).*`pixels\[\.\.\., None\]`"),
-        (np.zeros((0, 2, 2, 1)), ValueError, r"\(0, 2, 2, 1\), but images have"),
-        (PerReplica(jnp.ones((2, 3)), 2), TypeError, r"strategy\.gather"),
-    ],
-)
-def test_images_of_another_form_are_an_error(pixels, kind, match):
-    with pytest.raises(kind, match=match):
-        Image(pixels)
-
-
-def test_text_is_a_string():
-    with pytest.raises(TypeError, match=r"`text` is 3 of type int.*`Text\(str"):
-        Text(3)
-
-
-def test_a_writer_of_scalars_only_writes_scalars(tmp_path: Path) -> None:
-    manager = SummaryManager(tmp_path, writer_fn=ScalarWriter)
-    manager.write_summaries({"loss": 1.0}, step=0)
-
-    with pytest.raises(AttributeError, match=r"'ScalarWriter'.*no .*'histogram'"):
-        manager.write_summaries({"h": Histogram(np.ones(2))}, step=0)
-    assert not isinstance(Recorder(), SummaryWriter)
-
-
-def test_other_values_are_listed_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"(?s)Convert.*`strategy.reduce`") as info:
-        SummaryManager(tmp_path).write_summaries(
-            {"a": PerReplica(jnp.ones((2, 3)), 2), "": 1.0, "h": Histogram(np.ones(1))},
-            step=0,
-        )
-    assert "  a: PerReplica(2 x float32[3])\n  : the key '' is no" in str(info.value)
+def test_values_of_another_form_are_an_error(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
