@@ -70,6 +70,13 @@ def training(
         )
 
 
+def end_of(run: Run, manager: CheckpointManager, config: Any = None) -> Any:
+    """Returns the exit code with which training ends."""
+    with training(run, manager, config) as controller, pytest.raises(SystemExit) as end:
+        controller.train(100)
+    return end.value.code
+
+
 def saved_names(manager: CheckpointManager) -> list[str]:
     return [Path(path).name for path in manager.checkpoints]
 
@@ -84,9 +91,7 @@ def test_a_signal_ends_the_program_with_77_after_the_loop(tmp_path, caplog):
     caplog.set_level("INFO", logger="armillary")
     run = Run(at_5=terminate)
     manager = make_manager(run, tmp_path, checkpoint_interval=4)
-    with training(run, manager) as controller, pytest.raises(SystemExit) as caught:
-        controller.train(100)
-    assert caught.value.code == ExitCode.PREEMPTED == 77
+    assert end_of(run, manager) == ExitCode.PREEMPTED == 77
     assert saved_names(manager) == ["checkpoint_2", "checkpoint_6"]
     assert said(caplog) == [
         f"preempted: SIGTERM; saved {tmp_path}/checkpoint_6; ends with exit code 77 "
@@ -128,9 +133,7 @@ def test_further_signals_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(Store, "wait", wait_and_terminate)
     run = Run(at_2=terminate)
     manager = make_manager(run, tmp_path)
-    with training(run, manager) as controller, pytest.raises(SystemExit) as caught:
-        controller.train(100)
-    assert caught.value.code == 77
+    assert end_of(run, manager) == 77
     assert saved_names(manager) == ["checkpoint_2"]
 
 
@@ -187,9 +190,7 @@ def test_a_save_in_the_background_is_complete_before_the_next_one(
 
     run = Run(at_3=terminate_while_saving)
     manager = make_manager(run, tmp_path, checkpoint_interval=6)
-    with training(run, manager) as controller, pytest.raises(SystemExit) as caught:
-        controller.train(100)
-    assert caught.value.code == 77
+    assert end_of(run, manager) == 77
     assert saved_names(manager) == ["checkpoint_2", "checkpoint_4"]
     again = Run()
     assert make_manager(again, tmp_path).restore_or_initialize()
@@ -219,9 +220,7 @@ def test_an_exit_function_ends_the_program_in_its_own_way(tmp_path, caplog):
         raise SystemExit(42)
 
     config = TerminationConfig(exit_fn=leave)
-    with training(run, manager, config) as controller, pytest.raises(SystemExit) as end:
-        controller.train(100)
-    assert end.value.code == 42
+    assert end_of(run, manager, config) == 42
     assert said(caplog)[0].endswith("checkpoint_2; calls `exit_fn`.")
 
 
@@ -268,8 +267,7 @@ def test_a_watcher_is_a_notice_like_a_signal(tmp_path, caplog):
     run = Run(at_3=take)
     manager = make_manager(run, tmp_path)
     config = TerminationConfig(watcher=watcher)
-    with training(run, manager, config) as controller, pytest.raises(SystemExit):
-        controller.train(100)
+    assert end_of(run, manager, config) == 77
     assert saved_names(manager) == ["checkpoint_4"]
     assert said(caplog)[0].startswith("preempted: `watcher`; saved")
 
@@ -291,9 +289,7 @@ def test_half_of_a_grace_period_is_used_for_training(tmp_path, monkeypatch, capl
     monkeypatch.setattr(_save_if_preempted, "time", clock)
     manager = make_manager(run, tmp_path, max_to_keep=None)
     config = TerminationConfig(grace_period=20)
-    with training(run, manager, config) as controller, pytest.raises(SystemExit) as end:
-        controller.train(100)
-    assert end.value.code == 77
+    assert end_of(run, manager, config) == 77
     # From the loop before the notice, 10 loops less one that is still to run.
     assert saved_names(manager) == ["checkpoint_4", "checkpoint_20"]
     first, last = said(caplog)
@@ -305,8 +301,7 @@ def test_a_grace_period_that_is_too_short_is_not_used(tmp_path):
     run = Run(at_4=terminate)
     manager = make_manager(run, tmp_path)
     config = TerminationConfig(grace_period=1e-3)
-    with training(run, manager, config) as controller, pytest.raises(SystemExit):
-        controller.train(100)
+    assert end_of(run, manager, config) == 77
     assert saved_names(manager) == ["checkpoint_4"]
 
 
