@@ -24,7 +24,7 @@ from armillary.typing import PyTree
 
 
 def everywhere(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Returns where an array lies of which each device of a mesh has a copy."""
+    """Returns where each device of a mesh has a copy of an array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -141,12 +141,10 @@ def _make_move(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def is_array(leaf: Any) -> bool:
-    """Returns whether `leaf` is an array of JAX or NumPy, or a scalar of NumPy."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def is_key(leaf: Any) -> bool:
-    """Returns whether `leaf` is a typed random key."""
     return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
         leaf.dtype, jax.dtypes.prng_key
     )

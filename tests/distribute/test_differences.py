@@ -10,12 +10,12 @@ from armillary.distribute.replica._differences import BATCH, EQUAL, Differences,
 def find(make_mirrored):
     """Returns what differs in a function of a replica's value and a shared one."""
 
-    def find(fn, **options):
+    def find(fn):
         found = []
 
         def replica_fn(x, w):
             program = jax.make_jaxpr(fn)(x, w)
-            found.append(Differences(program, [BATCH, EQUAL], {2}, **options))
+            found.append(Differences(program, [BATCH, EQUAL], {2}))
             return x
 
         mapped = jax.shard_map(
@@ -82,12 +82,7 @@ def test_what_differs_and_why(name, find):
 
 
 def test_a_gradient_of_one_replica_has_its_line(find):
-    found = find(lambda x, w: jax.grad(lambda w: jnp.sum(x * w) ** 2)(w))
-    assert found.results[0].find(Kind.GRADIENT) is None
-    found = find(
-        lambda x, w: jax.jit(jax.grad(lambda w: jnp.sum(x * w) ** 2))(w),
-        with_gradients=True,
-    )
+    found = find(lambda x, w: jax.jit(jax.grad(lambda w: jnp.sum(x * w) ** 2))(w))
     assert "test_differences.py" in found.results[0].find(Kind.GRADIENT)
 
 

@@ -60,7 +60,6 @@ def run_alone(
 
 
 def _names_axis(program: core.ClosedJaxpr) -> bool:
-    """Returns whether a program reduces over the axis, or asks for its index."""
     found = [
         equation
         for jaxpr, _ in walk_programs(program)

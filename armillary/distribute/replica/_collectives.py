@@ -181,7 +181,6 @@ _BY_ORDER = {ReduceOp.MAX: jax.lax.pmax, ReduceOp.MIN: jax.lax.pmin}
 
 
 def check_wire_dtype(name: str, dtype: Any) -> Any:
-    """Returns the dtype that values travel in, the argument `name`."""
     with contextlib.suppress(TypeError, ValueError):
         if dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
             return dtype

@@ -43,7 +43,6 @@ _default_frame: list[_Frame] = []
 
 
 def set_default(strategy: "Strategy", replica_context: "ReplicaContext") -> None:
-    """Registers the strategy that is in effect where no other is."""
     _default_frame[:] = [_Frame(strategy, replica_context)]
 
 
@@ -149,7 +148,6 @@ def lifted_state() -> State | None:
 
 
 def is_in_default_step() -> bool:
-    """Returns whether a step is running that was started under no strategy."""
     default = _default_frame[0].strategy
     return bool(_ambient.steps) and _ambient.steps[-1].strategy is default
 
@@ -191,6 +189,5 @@ def require_cross_replica_context(
 
 
 def require_scope(strategy: "Strategy") -> None:
-    """Raises where `strategy.scope()` cannot be entered."""
     instead = "enter the scope around `run`"
     require_cross_replica_context("strategy.scope", instead, strategy)

@@ -98,11 +98,9 @@ class Facts(NamedTuple):
     labels: frozenset[Label] = frozenset()
 
     def find(self, kind: Kind) -> str | None:
-        """Returns the origin of a label, if there is one of that kind."""
         return min((x.origin for x in self.labels if x.kind is kind), default=None)
 
     def only(self, *kinds: Kind) -> set[Label]:
-        """Returns the labels of these kinds."""
         return {label for label in self.labels if label.kind in kinds}
 
 
@@ -139,11 +137,9 @@ class Differences(Dataflow[Facts]):
         program: core.ClosedJaxpr,
         inputs: Sequence[Facts],
         counts: Iterable[int],
-        *,
-        with_gradients: bool = False,
     ) -> None:
         super().__init__()
-        self._counts, self._with_gradients = set(counts), with_gradients
+        self._counts = set(counts)
         # By where the operation stands: a loop is looked at until nothing changes.
         self._conflicts: dict[Any, Conflict | None] = {}
         self._problems: dict[Any, Problem | None] = {}
@@ -155,7 +151,6 @@ class Differences(Dataflow[Facts]):
         self.problems = list(filter(None, self._problems.values()))
 
     def join(self, facts: Iterable[Facts]) -> Facts:
-        """Returns all reasons and labels."""
         several = set(facts)
         if len(several) < 2:
             return several.pop() if several else EQUAL
@@ -163,7 +158,6 @@ class Differences(Dataflow[Facts]):
         return Facts(frozenset().union(*reasons), frozenset().union(*labels))
 
     def line(self, equation: Any) -> str:
-        """Returns the innermost line of the user's that is known."""
         return super().line(equation) or "a line that JAX does not know"
 
     def decide(self, equation: Any, decides: Facts) -> Facts:
@@ -176,7 +170,6 @@ class Differences(Dataflow[Facts]):
         return Facts(decides.reasons)
 
     def transfer(self, equation: Any, operands: list[Facts]) -> list[Facts] | None:
-        """Returns what is known of the results of one operation."""
         name = equation.primitive.name
         if name == "name":
             return [self._name(equation, operands[0])]
@@ -201,7 +194,6 @@ class Differences(Dataflow[Facts]):
         return operand
 
     def _reduce(self, equation: Any, operand: Facts, made: Any) -> Facts:
-        """Returns what is known of a result that is the same on all replicas."""
         where = self.line(equation)
         if self._is_backward(equation):
             # The transpose of a reduction within a loss. What it adds up is equal if
@@ -217,7 +209,10 @@ class Differences(Dataflow[Facts]):
         if equation.primitive.name.startswith("psum"):
             users = self._users_of(made)
             is_mean = bool(users) and all(map(_is_of_mean, users))
-            is_by_hand = bool(users) and all(map(self._is_divided_by_count, users))
+            is_by_hand = bool(users) and all(
+                user.primitive.name == "div" and self._is_count(user.invars[1])
+                for user in users
+            )
             if is_mean or not is_by_hand:
                 self._judge(equation, operand, made, is_mean=is_mean)
         return Facts(labels=self._labels(Kind.REDUCED, equation))
@@ -231,28 +226,29 @@ class Differences(Dataflow[Facts]):
     def _judge(
         self, equation: Any, operand: Facts, made: Any, *, is_mean: bool
     ) -> None:
-        """Notes whether a sum or a mean of an operand is the wrong one."""
         self.sums_gradients |= not is_mean and operand.find(Kind.GRADIENT) is not None
         wrong = [Kind.OF_REDUCED, *([] if operand.reasons else [Kind.REDUCED])]
         if not is_mean:
-            wrong += [Kind.WEIGHED]
+            wrong.append(Kind.WEIGHED)
         else:
             # Of a reduced loss a mean gives the sum of the parts, and of what was
             # reduced it is what it was.
             wrong = [] if any(map(operand.find, wrong)) else [Kind.DIVIDED]
-        found = [(kind, operand.find(kind)) for kind in wrong]
-        problems = [
-            Problem(kind, origin, self.line(equation))
-            for kind, origin in found
-            if origin is not None
-        ]
-        self._problems[self._place(equation), made] = next(iter(problems), None)
+        self._note(equation, operand, wrong, made)
+
+    def _note(
+        self, equation: Any, operand: Facts, wrong: list[Kind], made: Any = None
+    ) -> None:
+        """Notes the first label that an operand must not have here."""
+        where = self.line(equation)
+        found = [Problem(x, operand.find(x) or "", where) for x in wrong]
+        problem = next((each for each in found if each.origin), None)
+        self._problems[self._place(equation), made] = problem
 
     def mix(self, equation: Any, operands: list[Facts]) -> Facts:
-        """Returns what is known of a value computed from others."""
         both = self.join(operands)
         reasons, labels = both
-        is_new = self._with_gradients and reasons and not both.only(Kind.GRADIENT)
+        is_new = reasons and not both.only(Kind.GRADIENT)
         if is_new and self._is_backward(equation):
             labels |= self._labels(Kind.GRADIENT, equation)
         if not labels or not equation.outvars:
@@ -268,31 +264,30 @@ class Differences(Dataflow[Facts]):
         if name == "random_wrap":
             kept |= {Label(Kind.KEY, x.origin) for x in both.only(Kind.RAW_KEY)}
         if name in ("random_bits", "random_gamma") and not reasons:
-            origin, where = operands[0].find(Kind.KEY), self.line(equation)
-            if origin is not None:
-                problem = Problem(Kind.KEY, origin, where)
-                self._problems[self._place(equation), None] = problem
+            self._note(equation, operands[0], [Kind.KEY])
         return Facts(reasons, frozenset(kept - self._lost(equation, name, operands)))
 
     def _lost(self, equation: Any, name: str, operands: list[Facts]) -> set[Label]:
         """Returns the labels that a sum or a product of such operands has not."""
         both = self.join(operands)
-        lost: set[Label] = set()
         if name in _SUMS:
             # What is equal, such as the zeros that a sum begins with, changes nothing.
             own = [each for each in operands if each.reasons]
-            if not all(each.find(Kind.OF_REDUCED) for each in own):
-                lost |= both.only(Kind.OF_REDUCED)
-            return lost
-        is_divided = [each.find(Kind.DIVIDED) for each in operands]
-        pairs = zip(operands, is_divided, strict=True)
-        if any(divided and not each.find(Kind.REDUCED) for each, divided in pairs) or (
-            name == "div" and operands[1].find(Kind.DIVISOR)
-        ):
+            is_all = all(each.find(Kind.OF_REDUCED) for each in own)
+            return set() if is_all else both.only(Kind.OF_REDUCED)
+        lost: set[Label] = set()
+        divided = [each for each in operands if each.find(Kind.DIVIDED)]
+        is_by_divisor = name == "div" and operands[1].find(Kind.DIVISOR)
+        if is_by_divisor or not all(each.find(Kind.REDUCED) for each in divided):
             lost |= both.only(Kind.REDUCED)  # divided after it was reduced
-        is_forward = not self._is_backward(equation)
-        is_scaled = all(is_divided) or self._is_times_count(equation)
-        if name in _PRODUCTS and is_forward and is_scaled:
+        # A loss for a report, not an array of gradients that happens to be weighed so.
+        is_report = (
+            name == "mul"
+            and not equation.outvars[0].aval.ndim
+            and any(map(self._is_count, equation.invars))
+        )
+        is_square = name in _PRODUCTS and len(divided) == len(operands)
+        if (is_report or is_square) and not self._is_backward(equation):
             lost |= both.only(Kind.DIVIDED)
         return lost
 
@@ -329,22 +324,12 @@ class Differences(Dataflow[Facts]):
             found += self._users_of(user.outvars[0]) if is_cast else [user]
         return found
 
-    def _is_divided_by_count(self, equation: Any) -> bool:
-        is_division = equation.primitive.name == "div"
-        return is_division and _number(equation.invars[1]) in self._counts
-
-    def _is_times_count(self, equation: Any) -> bool:
-        # A loss for a report, not an array of gradients that happens to be weighed so.
-        is_product = equation.primitive.name == "mul"
-        return (
-            is_product
-            and not equation.outvars[0].aval.ndim
-            and any(_number(atom) in self._counts for atom in equation.invars)
-        )
+    def _is_count(self, atom: Any) -> bool:
+        is_number = isinstance(atom, core.Literal) and np.ndim(atom.val) == 0
+        return is_number and np.isrealobj(atom.val) and float(atom.val) in self._counts
 
 
 def _goes_through(label: Label, name: str, dtype: Any, reasons: Reasons) -> bool:
-    """Returns whether the result of an operation carries a label of its operand."""
     kind = label.kind
     if kind in _DIVISIONS:
         return name in _COPIES
@@ -359,15 +344,7 @@ def _goes_through(label: Label, name: str, dtype: Any, reasons: Reasons) -> bool
     return kind is not Kind.REDUCED or not reasons
 
 
-def _number(atom: Any) -> float | None:
-    """Returns the number that a literal is."""
-    if not isinstance(atom, core.Literal) or np.ndim(atom.val):
-        return None
-    return float(atom.val) if np.isrealobj(atom.val) else None
-
-
 def _is_of_mean(equation: Any) -> bool:
-    """Returns whether it is the division of `jax.lax.pmean` or of `all_reduce`."""
     return equation.primitive.name == "div" and is_made_by(
         equation, "pmean", "ReplicaContext.all_reduce"
     )

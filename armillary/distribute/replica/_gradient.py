@@ -181,7 +181,6 @@ def value_and_grad(
 
 
 def _count_parts(batch: PyTree, accumulate_steps: int | None) -> int:
-    """Returns in how many parts to take the batch."""
     count = accumulate_steps
     if _local.steps:
         _local.steps[-1][1] += batch is not None
@@ -218,7 +217,6 @@ def _variables_of(variables: Any) -> tuple[list[Any], Any]:
 
 
 def _find(state: State, variable: Any) -> tuple[int, int]:
-    """Returns which arrays of the state belong to a variable."""
     for slot, first, stop in state.ranges:
         if slot.key == id(variable):
             return first, stop
@@ -305,7 +303,6 @@ def _accumulate(
 
 
 def _check_op(program: core.ClosedJaxpr, count: int, op: str | None) -> None:
-    """Raises if nothing tells how the loss is made of those of the parts, or two do."""
     is_scaled = any(
         equation.params.get("name") == DIVISOR
         for jaxpr, _ in walk_programs(program)

@@ -109,7 +109,6 @@ def create_global_step(initial_value: int = 0) -> "nnx.Variable":
 
 
 def policies_of(state: State, leaves: Sequence[jax.Array]) -> list[Policy]:
-    """Returns the policy of each array of a state."""
     check_annotations(state)
     return [
         _policy_of(slot, leaf, is_of_optimizer)
@@ -121,7 +120,6 @@ def policies_of(state: State, leaves: Sequence[jax.Array]) -> list[Policy]:
 
 
 def check_annotations(state: State) -> None:
-    """Raises if the `synchronization` or `aggregation` of a variable has no meaning."""
     for slot in state.slots:
         if slot.annotations:
             _check_annotations(slot)
@@ -191,7 +189,7 @@ def _check_annotations(slot: Slot) -> None:
 
 
 def enter(policy: Policy, value: jax.Array) -> jax.Array:
-    """Returns what one replica sees of a slot when its step begins."""
+    """Returns what a replica sees of a slot when its step begins."""
     if policy is Policy.SUM:
         return jnp.where(_replica_id() == 0, value, jnp.zeros_like(value))
     if policy is Policy.RANDOM:

@@ -25,11 +25,9 @@ class Proof:
         program: core.ClosedJaxpr,
         inputs: Sequence[Facts],
         counts: Sequence[int],
-        *,
-        with_gradients: bool = False,
     ) -> None:
-        self._given = program, inputs, counts
-        found = Differences(*self._given, with_gradients=with_gradients)
+        self._jaxpr = program.jaxpr
+        found = Differences(program, inputs, counts)
         is_alone = counts[0] == 1
         if found.conflicts and not is_alone:
             conflict = found.conflicts[0]
@@ -45,24 +43,21 @@ class Proof:
             error = ValueError if kind is Kind.KEY else DoubleReductionError
             message = _MESSAGES[kind]
             raise error(message.format(origin=origin, where=where, count=counts[0]))
+        self._found = found
         self.sums_gradients = found.sums_gradients
         self.is_equal = [is_alone or not facts.reasons for facts in found.results]
 
     def require_equal(self, names: Mapping[int, str], num_slots: int) -> None:
-        """Raises if results that must be equal on all replicas are not."""
         differing = [i for i in names if not self.is_equal[i]]
         if not differing:
             return
-        jaxpr = self._given[0].jaxpr
-        makers = {made: each for each in jaxpr.eqns for made in each.outvars}
+        makers = {made: each for each in self._jaxpr.eqns for made in each.outvars}
         lines = []
         for i in differing:
-            maker = makers.get(jaxpr.outvars[i])
+            maker = makers.get(self._jaxpr.outvars[i])
             where = "" if maker is None else f", written at {source_line(maker)}"
             lines.append(names[i] + where)
-        # Once more, now with a label for every gradient.
-        again = Differences(*self._given, with_gradients=True)
-        facts = again.join(again.results[i] for i in differing)
+        facts = self._found.join(self._found.results[i] for i in differing)
         raise ReplicaMismatchError(
             f"{len(lines)} of {num_slots} slots are mirrored, so they must be equal "
             "on all replicas, but `strategy.run` left values in them that differ:\n"

@@ -86,7 +86,6 @@ class Call:
         return outputs[:count], outputs[count : 2 * count], outputs[2 * count :]
 
     def write(self, values: Sequence[Any]) -> None:
-        """Puts what the function changed into the state."""
         if not self.changed:
             return
         if is_in_inner_trace():
@@ -210,16 +209,15 @@ class _MappedCall(Call):
     def _prove(
         self, program: core.ClosedJaxpr, context: ReplicaContext
     ) -> Sequence[bool]:
-        """Returns which results of the program are equal, once it is proved right."""
         facts = [
             *self._facts_of_slots(),
             *(BATCH if is_split else EQUAL for is_split in self.is_split),
         ]
         num_all = self._strategy.num_replicas_in_sync
         counts = (self.num_replicas, count_active(self._active))
+        proof = Proof(program, facts, counts)
         is_narrow = self.num_replicas < num_all
-        proof = Proof(program, facts, counts, with_gradients=is_narrow)
-        if proof.sums_gradients and not context.was_asked:
+        if is_narrow and proof.sums_gradients and not context.was_asked:
             raise BatchSizeError(
                 f"`{self.name}` runs on {self.num_replicas} of {num_all} replicas, "
                 "since more cannot share its batch equally, and it sums gradients of a "
@@ -317,7 +315,6 @@ def take_first_copy(mesh: Mesh, values: PyTree) -> PyTree:
 def _find_active(
     batches: Sequence[PerReplica], strategy: "Strategy"
 ) -> tuple[Active, int]:
-    """Returns which replicas hold data, and how many run the step."""
     num_replicas = strategy.num_replicas_in_sync
     for batch in batches:
         if num_replicas % len(batch.array):

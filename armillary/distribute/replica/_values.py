@@ -50,8 +50,6 @@ class ReduceOp(enum.Enum):
 
 
 def _refuse(use: str) -> Callable[..., NoReturn]:
-    """Returns a method that says what to do instead of using a value as one array."""
-
     def method(self: "PerReplica", *_: Any, **__: Any) -> NoReturn:
         raise TypeError(self._explain(use))
 
@@ -190,12 +188,10 @@ def _copies(array: jax.Array, num_replicas: int) -> dict[int, jax.Array]:
 
 
 def count_active(active: Active) -> int:
-    """Returns how many replicas have data."""
     return active if isinstance(active, int) else len(active)
 
 
 def list_active(active: Active) -> Sequence[int]:
-    """Returns the numbers of the replicas that have data."""
     return range(active) if isinstance(active, int) else active
 
 
@@ -211,7 +207,6 @@ def array_of(leaf: Any) -> Any:
 
 
 def check_axis(axis: Any) -> None:
-    """Raises if `axis` is no integer."""
     if isinstance(axis, bool) or not isinstance(axis, Integral):
         raise TypeError(
             f"`axis` is {axis!r} of type {type(axis).__name__}, but it must be an "

@@ -66,10 +66,6 @@ def as_devices(name: str, devices: Any) -> list[Device]:
         raise ValueError(
             f"`{name}` is {names}, which repeats a device. Name each device once."
         )
-    if len({device.platform for device in found}) > 1:
-        raise ValueError(
-            f"`{name}` is {names}, which mixes platforms. Use devices of one platform."
-        )
     return found
 
 

@@ -1,8 +1,9 @@
 """One call from whatever holds data to a dataset that a trainer takes."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import Any
 
 from armillary._checks import check_instance
@@ -54,7 +55,8 @@ def make_distributed_dataset(
     check_instance("input_options", input_options, InputOptions | None, fix)
     if strategy is None:
         strategy = get_strategy()
-    if not _is_function(dataset_or_fn):
+    is_function = callable(dataset_or_fn) and not hasattr(dataset_or_fn, "__iter__")
+    if not is_function:
         if args or kwargs:
             given = [*(repr(arg) for arg in args), *kwargs]
             raise TypeError(
@@ -63,25 +65,17 @@ def make_distributed_dataset(
                 "function that makes the data set, or leave the arguments out."
             )
         return strategy.distribute_dataset(dataset_or_fn, input_options)
-    if not _takes_input_context(dataset_or_fn):
-        made = dataset_or_fn(*args, **kwargs)
-        if inspect.isgenerator(made):
-            # A generator function can begin again; the generator it made cannot.
-            made = functools.partial(dataset_or_fn, *args, **kwargs)
-        return strategy.distribute_dataset(made, input_options)
+    names: Collection[str] = ()
+    with contextlib.suppress(ValueError):  # Some builtins tell nothing.
+        names = inspect.signature(dataset_or_fn).parameters
+    if "input_context" in names:
 
-    def make_shard(context: InputContext) -> Any:
-        return dataset_or_fn(*args, input_context=context, **kwargs)
+        def make_shard(context: InputContext) -> Any:
+            return dataset_or_fn(*args, input_context=context, **kwargs)
 
-    return strategy.distribute_datasets_from_function(make_shard, input_options)
-
-
-def _is_function(value: Any) -> bool:
-    return callable(value) and not hasattr(value, "__iter__")
-
-
-def _takes_input_context(fn: Callable[..., Any]) -> bool:
-    try:
-        return "input_context" in inspect.signature(fn).parameters
-    except ValueError:  # Of some builtins.
-        return False
+        return strategy.distribute_datasets_from_function(make_shard, input_options)
+    made = dataset_or_fn(*args, **kwargs)
+    if inspect.isgenerator(made):
+        # A generator function can begin again; the generator it made cannot.
+        made = functools.partial(dataset_or_fn, *args, **kwargs)
+    return strategy.distribute_dataset(made, input_options)

@@ -39,7 +39,6 @@ class JoinedStrategy(Strategy):
         cluster_resolver: ClusterResolver | None,
         communication_options: CommunicationOptions | None,
     ) -> None:
-        """Sets `peers`. It must come before anything that uses a device."""
         fix = "Use one of `armillary.cluster`, or leave it out."
         for name, value, kind in (
             ("cluster_resolver", cluster_resolver, ClusterResolver),
@@ -47,6 +46,7 @@ class JoinedStrategy(Strategy):
         ):
             if value is not None:
                 check_instance(name, value, kind, fix)
+        # Before anything uses a device.
         self._cluster_resolver = cluster_resolver or resolve_cluster()
         self.peers = join_cluster(self._cluster_resolver, communication_options)
 
@@ -105,7 +105,6 @@ class JoinedStrategy(Strategy):
         return jax.tree.map(collect, value, is_leaf=is_per_replica)
 
     def _describe_shares(self) -> str:
-        """Returns how many replicas, or devices, the processes have."""
         assert self.peers is not None
         counts = [0] * self.peers.count
         for device in self._mesh.devices.flat:
@@ -159,7 +158,6 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
         super().__init__(devices, reduce_dtype=reduce_dtype)
 
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:
-        """Returns the devices of this process, or of all if it has joined them."""
         return jax.devices() if is_joined else jax.local_devices()
 
     def distribute_datasets_from_function(

@@ -71,7 +71,6 @@ class ShardingRules:
         leaves: Sequence[Any],
         mesh: Mesh | AbstractMesh,
     ) -> list[PartitionSpec]:
-        """Returns the specs of parameters."""
         specs: list[PartitionSpec] = []
         misfits: dict[int, list[str]] = {}
         for i in indices:
@@ -130,7 +129,6 @@ def _num_shared(path: list[str], other: list[str]) -> int:
 
 
 def _compile(pattern: Any) -> re.Pattern[str]:
-    """Returns a regular expression."""
     check_instance("rules", pattern, str, f"Its keys are paths. {_RULES_FIX}")
     try:
         return re.compile(pattern)
@@ -142,7 +140,6 @@ def _compile(pattern: Any) -> re.Pattern[str]:
 
 
 def _check_spec(mesh: Mesh, pattern: str, spec: Any) -> PartitionSpec:
-    """Returns a spec that names axes of the mesh, each once."""
     name = f'rules["{pattern}"]'
     if not isinstance(spec, PartitionSpec):
         raise TypeError(

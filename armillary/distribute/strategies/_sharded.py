@@ -229,7 +229,6 @@ def _without_batch_axes(spec: PartitionSpec) -> PartitionSpec:
 
 
 def _check_shape(mesh_shape: Any) -> tuple[int, ...] | None:
-    """Returns the size of each axis; `None` if none was given."""
     if mesh_shape is None:
         return None
     fix = 'Use `mesh_shape={"fsdp": 8}`, or leave it out.'
