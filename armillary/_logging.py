@@ -34,28 +34,28 @@ def ensure_visible() -> None:
 
 
 class _FallbackHandler(logging.Handler):
-    """Writes to stderr until the program configures logging, then hands over to it."""
+    """Writes to stderr until the program configures logging, then hands over to it.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._handler = _make_handler()
+    Terminals get colors, and lines that are not wrapped, so that paths can be copied.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes `record` to stderr or, once it is configured, to the root logger."""
-        if not _is_root_configured():
-            self._handler.handle(record)
-        elif logging.root.isEnabledFor(record.levelno):
-            logging.root.callHandlers(record)
-
-
-class _LineFormatter(logging.Formatter):
-    """Prints a message as it is, with its level in front of all but INFO."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = super().format(record)
-        if record.levelno == logging.INFO:
-            return line
-        return f"{record.levelname}: {line}"
+        """Writes `record`; a terminal that went away must not end the training."""
+        if _is_root_configured():
+            if logging.root.isEnabledFor(record.levelno):
+                logging.root.callHandlers(record)
+            return
+        try:
+            is_info = record.levelno == logging.INFO
+            line = "" if is_info else f"{record.levelname}: "
+            line += self.format(record)
+            if is_terminal(sys.stderr):
+                get_console().print(line, markup=False, soft_wrap=True)
+            else:
+                sys.stderr.write(f"{line}\n")
+                sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
 
 
 def _keep(record: logging.LogRecord) -> bool:
@@ -100,21 +100,3 @@ def is_terminal(stream: Any) -> bool:
         return bool(stream.isatty())
     except (AttributeError, ValueError):  # It is no file, or closed.
         return False
-
-
-def _make_handler() -> logging.Handler:
-    is_colored = is_terminal(sys.stderr)
-    handler = _ColorHandler() if is_colored else logging.StreamHandler()
-    handler.setFormatter(_LineFormatter("%(message)s"))
-    return handler
-
-
-class _ColorHandler(logging.Handler):
-    """Writes colored lines to a terminal, unwrapped so that paths can be copied."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Prints `record`; a terminal that went away must not end the training."""
-        try:
-            get_console().print(self.format(record), markup=False, soft_wrap=True)
-        except Exception:
-            self.handleError(record)

@@ -2,8 +2,6 @@
 
 Asking JAX would start its devices. So the code that joins processes records it here.
 A program that joins no others is process 0 of 1.
-
-The meaning of the exit codes of workers and of `armillary launch`.
 """
 
 from dataclasses import dataclass

@@ -1,31 +1,7 @@
 """Exceptions that a program may want to catch.
 
 Each one derives from `ArmillaryError` and from the nearest builtin, so that both
-`except armillary.errors.ArmillaryError` and `except ValueError` work::
-
-    ArmillaryError
-    |-- StateStructureError (ValueError)     a step changed a slot's shape or tree
-    |-- CapturedStateError (ValueError)      a step uses state it does not reach
-    |-- ReplicaMismatchError (ValueError)    mirrored state ended with unequal values
-    |-- DoubleReductionError (ValueError)    an already summed value is reduced again
-    |-- ReplicaContextError (RuntimeError)   a call in the wrong context
-    |-- BatchSizeError (ValueError)          a batch that replicas cannot share equally
-    |-- RetraceError (ValueError)            batches changed after compilation
-    |-- DatasetStateError (ValueError)       a data position that cannot be used
-    |-- TFRecordError (ValueError)           a file is damaged, or holds something else
-    |-- GlobalStepError (RuntimeError)       the global step did not advance as it must
-    |-- NonFiniteError (FloatingPointError)  a step left infinities or NaN in its state
-    |-- ReplicaDivergenceError (RuntimeError)  copies of the state are no longer equal
-    |-- ClusterError (ValueError)            the environment describes no usable cluster
-    |-- PeerError (RuntimeError)             the processes of a job do not agree
-    |-- EstimatorError (ValueError)          a model or input function that cannot work
-    |-- OutOfRangeError (IndexError)         the data of a worker has ended
-    |-- PSUnavailableError (RuntimeError)    a parameter server is gone
-    |-- ClosureCancelledError (RuntimeError) a scheduled call did not run
-    |-- PlanError (RuntimeError)             a step cannot be compiled for a topology
-    `-- CheckpointError (RuntimeError)       a checkpoint cannot be written or read
-        |-- CheckpointDamageError              a file of it is not as it was saved
-        `-- CheckpointMismatchError (ValueError)   it holds other leaves
+`except armillary.errors.ArmillaryError` and `except ValueError` work.
 """
 
 from collections.abc import Mapping

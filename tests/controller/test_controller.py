@@ -10,18 +10,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from armillary.actions import EarlyStopping
+from armillary.actions import EarlyStopping, NewBestMetric
 from armillary.controller._controller import Controller
 from armillary.errors import GlobalStepError
+from armillary.summary import read_metrics
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 
 
 class Trainer(AbstractTrainer):
     """Counts steps until its data ends, and remembers the loops it ran."""
 
-    def __init__(self, num_batches=10**6):
+    def __init__(self, num_batches=10**6, output=None):
         self.step = nnx.Variable(jnp.zeros((), jnp.int32))
-        self.num_batches = num_batches
+        self.num_batches, self.output = num_batches, output
         self.loops = []
 
     def train(self, num_steps) -> Any:
@@ -30,15 +31,14 @@ class Trainer(AbstractTrainer):
         self.data_exhausted = done < num_steps
         self.step.set_value(self.step.get_value() + done)
         self.loops.append(done)
-        return {"loss": 1 / self.step.get_value()}
+        return self.output or {"loss": 1 / self.step.get_value()}
 
 
 class Evaluator(AbstractEvaluator):
     """Remembers the global steps it was called at."""
 
     def __init__(self, step):
-        self.step = step
-        self.steps = []
+        self.step, self.steps = step, []
 
     def evaluate(self, num_steps):
         self.steps.append(int(self.step.get_value()))
@@ -71,12 +71,17 @@ def make_controller(trainer=None, **options):
 
 
 def test_train_runs_loops_up_to_the_global_step():
-    controller = make_controller()
-
+    trainer = Trainer()
+    controller = make_controller(trainer)
     controller.train(10)
     controller.train(11)
+    assert trainer.loops == [4, 4, 2, 1]
 
-    assert controller.trainer.loops == [4, 4, 2, 1]
+    trainer = Trainer()
+    Controller(
+        trainer=trainer, global_step=lambda: trainer.step.get_value(), steps_per_loop=4
+    ).train(6)
+    assert trainer.loops == [4, 2]
 
 
 def test_steps_per_loop_may_depend_on_the_global_step():
@@ -86,19 +91,6 @@ def test_steps_per_loop_may_depend_on_the_global_step():
 
     assert controller.trainer.loops == [1, 1, 5, 3]
     assert controller.steps_per_loop == 5
-
-
-def test_global_step_may_be_a_function():
-    trainer = Trainer()
-    controller = Controller(
-        trainer=trainer,
-        global_step=lambda: trainer.step.get_value(),
-        steps_per_loop=4,
-    )
-
-    controller.train(6)
-
-    assert trainer.loops == [4, 2]
 
 
 def test_training_at_its_target_does_nothing(caplog):
@@ -112,29 +104,21 @@ def test_training_at_its_target_does_nothing(caplog):
     assert "train | step:      4 | already at step 4, nothing to train." in caplog.text
 
 
-def test_end_of_data_ends_training(caplog):
+def test_the_end_of_the_data_ends_training_and_says_what_to_do(caplog):
     caplog.set_level("INFO", "armillary")
-    controller = make_controller(Trainer(num_batches=6))
-
-    controller.train(100)
-
-    assert controller.trainer.loops == [4, 2]
-    assert controller.trainer.step.get_value() == 6
-    assert caplog.text.count("the data ended, training ends here.") == 1
-    assert "train | step:      6 | the data ended" in caplog.text
-
-
-def test_training_after_the_end_of_the_data_says_what_to_do(caplog):
-    caplog.set_level("INFO", "armillary")
-    controller = make_controller(Trainer(num_batches=2))
+    trainer = Trainer(num_batches=6)
+    controller = make_controller(trainer)
 
     for _ in range(3):
-        controller.train(-1)
+        controller.train(100)
 
-    assert controller.trainer.step.get_value() == 2
-    assert caplog.text.count("the data ended, training ends here.") == 1
+    assert trainer.loops == [4, 2, 0, 0]
+    assert caplog.text.count("train | step:      6 | the data ended, training") == 1
     assert caplog.text.count("the data had ended before, and without `epochs`") == 2
     assert "`controller.train(epochs=epoch + 1)`" in caplog.text
+    trainer.num_batches = 100  # There is new data.
+    controller.train(12)
+    assert trainer.step.get_value() == 12
 
 
 def test_train_without_a_target_runs_until_the_data_ends():
@@ -145,16 +129,6 @@ def test_train_without_a_target_runs_until_the_data_ends():
 
     assert controller.trainer.loops == [4, 4, 0]
     assert len(outputs) == 2  # A loop without steps has no output.
-
-
-def test_training_goes_on_with_new_data():
-    controller = make_controller(Trainer(num_batches=6))
-    controller.train(-1)
-
-    controller.trainer.num_batches = 100
-    controller.train(12)
-
-    assert controller.trainer.step.get_value() == 12
 
 
 @pytest.mark.parametrize("advance", [3, 5, 0, -1])
@@ -175,15 +149,10 @@ def test_wrong_advance_of_the_global_step_is_an_error(advance):
 
 
 def test_output_reaches_actions_as_numpy_values():
-    class Nested(Trainer):
-        def train(self, num_steps):
-            super().train(num_steps)
-            return {"b": jnp.float32(0.5), "a": {"count": jnp.int32(3), "rate": 0.1}}
-
+    output = {"b": jnp.float32(0.5), "a": {"count": jnp.int32(3), "rate": 0.1}}
     outputs = []
-    controller = make_controller(Nested(), train_actions=[outputs.append])
-
-    controller.train(4)
+    trainer = Trainer(output=output)
+    make_controller(trainer, train_actions=[outputs.append]).train(4)
 
     assert outputs == [{"b": 0.5, "a": {"count": 3, "rate": 0.1}}]
     assert list(outputs[0]) == ["b", "a"]
@@ -202,18 +171,6 @@ def test_output_of_none_is_empty():
     assert outputs == [{}]
 
 
-def test_output_that_is_no_dictionary_is_an_error():
-    class Wrong(Trainer):
-        def train(self, num_steps):
-            super().train(num_steps)
-            return 0.5
-
-    with pytest.raises(
-        TypeError, match=r"`trainer.train` returned 0.5 of type float.*dictionary"
-    ):
-        make_controller(Wrong()).train(4)
-
-
 class Computed:
     def compute(self):
         return 0.5
@@ -222,24 +179,19 @@ class Computed:
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ({"loss": Computed()}, "an object of type Computed as 'loss'"),
+        (0.5, "0.5 of type float, but it must return a dictionary"),
+        (
+            {"loss": Computed()},
+            "an object of type Computed as .*loss.compute",
+        ),
         ({"a": {"loss": Computed().compute}}, "an object of type method as 'loss'"),
         ({"loss": nnx.metrics.Average()}, "an object of type Average as 'loss'"),
     ],
-    ids=["metric", "method", "nnx"],
+    ids=["number", "metric", "method", "nnx"],
 )
-def test_output_that_was_not_computed_is_an_error(output, message):
-    class Uncalled(Trainer):
-        def train(self, num_steps):
-            super().train(num_steps)
-            return output
-
-    with pytest.raises(TypeError) as info:
-        make_controller(Uncalled()).train(4)
-    assert str(info.value) == (
-        f"`trainer.train` returned {message}, but it must return scalars. Call what "
-        'computes it, such as `{"loss": self.loss.compute()}`.'
-    )
+def test_output_that_is_no_dictionary_of_scalars_is_an_error(output, message):
+    with pytest.raises(TypeError, match=f"`trainer.train` returned.*{message}"):
+        make_controller(Trainer(output=output)).train(4)
 
 
 def test_actions_run_in_order_after_summaries():
@@ -256,33 +208,25 @@ def test_actions_run_in_order_after_summaries():
     assert events == ["first", 1, "first", 2]
 
 
-def test_summaries_hold_output_and_speed():
-    controller = make_controller()
-
-    controller.train(8)
-
-    (first, values), (second, _) = controller.summary_manager.written
-    assert (first, second) == (4, 8)
-    assert values["loss"] == 0.25
-    assert values["steps_per_second"] > 0
-
-
-def test_summary_interval_thins_summaries_out():
-    controller = make_controller(summary_interval=8)
-
-    controller.train(26)
-
-    assert [step for step, _ in controller.summary_manager.written] == [8, 16, 24]
-
-
-def test_summary_interval_holds_for_loops_that_do_not_end_on_it():
+@pytest.mark.parametrize(
+    ("interval", "start", "steps"),
+    [
+        (None, 0, [*range(4, 25, 4), 26]),
+        (8, 0, [8, 16, 24]),
+        (8, 3, [11, 19, 26]),  # Loops do not end on it.
+    ],
+)
+def test_summaries_come_at_their_interval(interval, start, steps):
     trainer = Trainer()
-    trainer.step.set_value(jnp.int32(3))
-    controller = make_controller(trainer, summary_interval=8)
+    trainer.step.set_value(jnp.int32(start))
+    controller = make_controller(trainer, summary_interval=interval)
 
     controller.train(26)
 
-    assert [step for step, _ in controller.summary_manager.written] == [11, 19, 26]
+    written = controller.summary_manager.written
+    assert [step for step, _ in written] == steps
+    assert all(values["steps_per_second"] > 0 for _, values in written)
+    assert written[0][1]["loss"] == pytest.approx(1 / steps[0])
 
 
 def test_speed_counts_training_time_only():
@@ -295,28 +239,21 @@ def test_speed_counts_training_time_only():
 
 
 def test_evaluate_returns_and_writes_the_output():
-    outputs = []
-    controller = make_controller(eval_actions=[outputs.append])
+    outputs, elsewhere = [], Summaries()
+    controller = make_controller(
+        eval_actions=[outputs.append], eval_summary_manager=elsewhere
+    )
     controller.train(4)
 
     assert controller.evaluate(3) == {"num_steps": 3}
     assert controller.evaluate() == {"num_steps": -1}
 
     assert outputs == [{"num_steps": 3}, {"num_steps": -1}]
-    assert controller.eval_summary_manager.written[-1] == (4, {"num_steps": -1})
-
-
-def test_evaluation_summaries_may_go_elsewhere():
-    elsewhere = Summaries()
-    controller = make_controller(eval_summary_manager=elsewhere)
-
-    controller.train_and_evaluate(4)
-
+    assert elsewhere.written == [(4, {"num_steps": 3}), (4, {"num_steps": -1})]
     assert [step for step, _ in controller.summary_manager.written] == [4]
-    assert elsewhere.written == [(4, {"num_steps": -1})]
 
 
-def test_train_and_evaluate_takes_turns():
+def test_train_and_evaluate_takes_turns_and_evaluates_the_end_once():
     controller = make_controller()
 
     output = controller.train_and_evaluate(14, eval_steps=2, eval_interval=6)
@@ -324,16 +261,8 @@ def test_train_and_evaluate_takes_turns():
     assert controller.trainer.loops == [4, 2, 4, 2, 2]
     assert controller.evaluator.steps == [6, 12, 14]
     assert output == {"num_steps": 2}
-
-
-def test_the_end_is_evaluated_exactly_once():
-    controller = make_controller()
-
-    controller.train_and_evaluate(12, eval_interval=6)
-    assert controller.evaluator.steps == [6, 12]
-
-    controller.train_and_evaluate(16)
-    assert controller.evaluator.steps == [6, 12, 16]
+    controller.train_and_evaluate(18, eval_interval=6)
+    assert controller.evaluator.steps[3:] == [18]
 
 
 def test_finished_training_is_still_evaluated():
@@ -357,30 +286,19 @@ def test_train_and_evaluate_until_the_data_ends(num_batches, steps):
 
 def test_stop_request_ends_training_at_the_loop_boundary(caplog):
     caplog.set_level("INFO", "armillary")
-    controller = make_controller(
-        train_actions=[lambda output: controller.request_stop("the loss diverged")]
-    )
-
-    controller.train(100)
-    assert controller.trainer.loops == [4]
-    assert "stopped at step 4: the loss diverged" in caplog.text
-
-    controller.train(100)
-    assert controller.trainer.loops == [4, 4]
-
-
-def test_first_of_several_stop_requests_is_logged(caplog):
-    caplog.set_level("INFO", "armillary")
 
     def request_twice(output):
-        controller.request_stop("first")
+        controller.request_stop("the loss diverged")
         controller.request_stop("second")
 
     controller = make_controller(train_actions=[request_twice])
-    controller.train(100)
+    controller.request_stop("early")  # It concerns no call.
 
-    assert "stopped at step 4: first" in caplog.text
-    assert "second" not in caplog.text
+    for num_loops in (1, 2):
+        controller.train(100)
+        assert controller.trainer.loops == [4] * num_loops
+    assert "stopped at step 4: the loss diverged" in caplog.text
+    assert "second" not in caplog.text and "early" not in caplog.text
 
 
 def test_stop_request_of_an_evaluation_needs_no_further_one():
@@ -424,16 +342,12 @@ def test_stop_request_from_another_thread():
     assert controller.trainer.step.get_value() % 4 == 0
 
 
-def test_stop_request_before_a_run_does_not_concern_it():
-    controller = make_controller()
-
-    controller.request_stop("early")
-    controller.train(8)
-
-    assert controller.trainer.step.get_value() == 8
+class FailingSummaries(Summaries):
+    def flush(self):
+        raise OSError("disk full")
 
 
-def test_exception_leaves_summaries_flushed():
+def test_the_first_error_is_the_one_to_be_told(caplog):
     class Failing(Trainer):
         def train(self, num_steps):
             if self.loops:
@@ -443,42 +357,23 @@ def test_exception_leaves_summaries_flushed():
 
     flushed = []
     controller = make_controller(Failing())
-
     with pytest.raises(RuntimeError, match="out of memory"):
         controller.train(8)
-
     assert controller.summary_manager.num_flushes > flushed[0]
 
-
-def test_failing_flush_does_not_hide_the_first_error():
-    class Failing(Trainer):
-        def train(self, num_steps):
-            raise RuntimeError("out of memory")
-
-    class FailingSummaries(Summaries):
-        def flush(self):
-            raise OSError("disk full")
-
-    controller = make_controller(Failing(), summary_manager=FailingSummaries())
-
+    trainer = Failing()
+    trainer.loops = [0]
+    controller = make_controller(trainer)
+    controller.summary_manager.flush = FailingSummaries().flush
     with pytest.raises(RuntimeError, match="out of memory") as caught:
         controller.train(8)
+    note = "Pending writes failed as well: OSError('disk full')"
+    assert caught.value.__notes__ == [note]
 
-    assert caught.value.__notes__ == [
-        "Pending writes failed as well: OSError('disk full')"
-    ]
-
-
-def test_an_error_that_is_repeated_is_no_note_on_itself(caplog):
-    class FailingSummaries(Summaries):
-        def flush(self):
-            raise OSError("disk full")
-
-    controller = make_controller(Trainer(), summary_manager=FailingSummaries())
-
+    # An error that is repeated is no note on itself.
+    caplog.clear()
     with pytest.raises(OSError, match="disk full") as caught:
-        controller.train(8)
-
+        make_controller(summary_manager=FailingSummaries()).train(8)
     assert not hasattr(caught.value, "__notes__")
     assert "Pending writes" not in caplog.text
 
@@ -518,11 +413,72 @@ def test_attributes_exist_without_their_arguments():
     controller = Controller(evaluator=Evaluator(trainer.step), global_step=trainer.step)
 
     assert controller.global_step is trainer.step
-    assert controller.trainer is None
-    assert controller.strategy is None
-    assert controller.checkpoint_manager is None
-    assert controller.steps_per_loop is None
+    for name in ("trainer", "strategy", "checkpoint_manager", "steps_per_loop"):
+        assert getattr(controller, name) is None
     assert controller.summary_interval is None
     assert controller.train_actions == controller.eval_actions == ()
     assert controller.eval_summary_manager is controller.summary_manager
     assert controller.evaluate(2) == {"num_steps": 2}
+
+
+class Losses(AbstractEvaluator):
+    """Returns one loss after the other."""
+
+    def __init__(self, *losses):
+        self.losses = list(losses)
+
+    def evaluate(self, num_steps):
+        return {"loss": np.float32(self.losses.pop(0))}
+
+
+def make_two(*actions, **options):
+    evaluators = {"validation": Losses(3, 2, 1), "test": Losses(4, 5, 6)}
+    return make_controller(evaluator=evaluators, eval_actions=actions, **options)
+
+
+def test_outputs_of_several_evaluators_are_nested_and_logged_by_name(caplog):
+    caplog.set_level("INFO", "armillary")
+    outputs, summaries = [], Summaries()
+    controller = make_two(outputs.append, eval_summary_manager=summaries)
+
+    output = controller.train_and_evaluate(8, eval_interval=4)
+
+    assert outputs == [
+        {"validation": {"loss": 3}, "test": {"loss": 4}},
+        {"validation": {"loss": 2}, "test": {"loss": 5}},
+    ]
+    assert output == outputs[-1]
+    lines = [line.split(" | ") for line in caplog.messages if " eval |" in line]
+    assert [line[2] for line in lines] == 2 * [*2 * ["validation"], *2 * ["test"]]
+    assert lines[3][-1] == "output: {'loss': 4.0}"
+    written = [(step, name) for step, values in summaries.written for name in values]
+    assert written == [(s, name) for s in (4, 8) for name in ("validation", "test")]
+
+
+def test_summaries_of_several_go_to_directories_of_their_names(tmp_path):
+    make_two(eval_summary_dir=tmp_path).evaluate()
+
+    folders = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert folders == ["test", "validation"]
+    records = [record for record in read_metrics(tmp_path) if "values" in record]
+    assert [(each["name"], each["values"]) for each in records] == [
+        ("validation", {"loss": 3}),
+        ("test", {"loss": 4}),
+    ]
+
+
+def test_actions_look_at_one_of_several():
+    best = NewBestMetric("validation/loss", higher_is_better=False)
+    stopping = EarlyStopping(
+        lambda reason: controller.request_stop(reason),
+        "test/loss",
+        patience=2,
+        higher_is_better=False,
+    )
+    controller = make_two(best, stopping)
+
+    controller.train_and_evaluate(100, eval_interval=4)
+
+    assert best.best_value == 1
+    assert controller.trainer.step.get_value() == 12
+    assert stopping.best_value == 4

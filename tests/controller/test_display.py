@@ -1,6 +1,7 @@
 """Signs of life: one line in a terminal, and few log lines elsewhere."""
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -10,12 +11,13 @@ import threading
 import time
 
 import pytest
+from rich.text import Text
 
-from armillary import _process
+from armillary import _logging, _process
 from armillary._format import format_seconds
 from armillary.controller import _display
 from armillary.controller._controller import Controller
-from armillary.controller._display import Display
+from armillary.controller._display import Display, LiveLine
 from armillary.goodput import Category
 from armillary.goodput._journal import Recorder
 from armillary.trainer._contract import AbstractTrainer
@@ -38,17 +40,12 @@ def describe(display, category, seconds):
     return display._describe(category, seconds).plain
 
 
-def test_the_line_before_the_first_step(display):
-    display._step, display._target = 0, 2000
-
-    text = describe(display, Category.COMPILING, 12.7)
-
-    assert text == "step 0/2000 (0%) | compiling for 12 s"
-
-
-def test_the_line_of_a_run_that_goes_on(display, monkeypatch):
-    display._target = 1000
+def test_the_line_of_a_run(display, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: 100.0)
+    display._step, display._target = 0, 1000
+    said = describe(display, Category.COMPILING, 12.7)
+    assert said == "step 0/1000 (0%) | compiling for 12 s"
+
     display.note(400, 20.0, {"accuracy": 0.5, "loss": 0.123456789})
     assert describe(display, Category.STEPPING, 0.1) == (
         "step 400/1000 (40%) | ETA 30 s | 20.0 steps/sec | stepping | loss 0.12346"
@@ -65,19 +62,15 @@ def test_the_line_of_a_run_that_goes_on(display, monkeypatch):
 
 
 def test_the_line_of_a_run_without_an_end(display):
-    display.note(400, 20.0, {})
-
-    assert describe(display, Category.EVALUATING, 0.5) == (
-        "step 400 | 20.0 steps/sec | evaluating"
-    )
-
-
-def test_a_moment_between_steps_does_not_flicker(display):
-    display._step = 3
-    assert describe(display, Category.OTHER, 0.1) == "step 3 | stepping"
-    assert describe(display, Category.OTHER, 2.0) == (
-        "step 3 | actions, summaries, logging for 2 s"
-    )
+    display.note(3, 20.0, {})
+    said = [
+        describe(display, Category.EVALUATING, 0.5),
+        # A moment between steps does not flicker.
+        describe(display, Category.OTHER, 0.1),
+        describe(display, Category.OTHER, 2.0),
+    ]
+    doing = ["evaluating", "stepping", "actions, summaries, logging for 2 s"]
+    assert said == [f"step 3 | 20.0 steps/sec | {each}" for each in doing]
 
 
 @pytest.mark.parametrize(
@@ -226,18 +219,15 @@ def test_a_slow_loop_is_logged(quick, caplog):
     assert find_signs(caplog)[0] == "train | step:      0 | stepping for 0 s ..."
 
 
-def test_progress_may_be_off(quick, caplog, monkeypatch):
-    caplog.set_level("INFO", "armillary")
+@pytest.mark.parametrize(("progress", "index"), [(False, 0), (True, 1)])
+def test_progress_may_be_off_and_is_the_chiefs(
+    quick, caplog, monkeypatch, capsys, progress, index
+):
+    monkeypatch.setattr(_process, "_current", _process.Process(index, 1 + index))
     monkeypatch.setattr(Display, "_look", None)  # There is no thread to call it.
-    train(progress=False)
+    train(progress=progress)
 
     assert find_signs(caplog) == []
-
-
-def test_the_chief_alone_shows_something(quick, caplog, monkeypatch, capsys):
-    monkeypatch.setattr(_process, "_current", _process.Process(1, 2))
-    train(progress=True)
-
     assert capsys.readouterr().err == ""
 
 
@@ -249,6 +239,145 @@ def test_progress_may_be_on_where_there_is_no_terminal(capsys, monkeypatch):
     assert any(text.startswith("step 0/2 (0%) | stepping") for text in shown)
     assert shown[-1] == "\x1b[K"
     assert "armillary-display" not in [each.name for each in threading.enumerate()]
+
+
+say = print
+
+
+@contextlib.contextmanager
+def terminal():
+    """Yields the screen of a terminal, and a line on it.
+
+    No fixture: pytest sets the streams between the fixtures and the test.
+    """
+    with pytest.MonkeyPatch.context() as patch, open_screen() as (screen, follower):
+        patch.setenv("COLUMNS", "40")
+        patch.setenv("TERM", "xterm-256color")
+        _logging.get_console.cache_clear()
+        with os.fdopen(os.dup(follower), "w", buffering=1) as stream:
+            patch.setattr(sys, "stderr", stream)
+            patch.setattr(sys, "stdout", stream)
+            line = LiveLine()
+            yield screen, line
+            line.close()
+        _logging.get_console.cache_clear()
+
+
+def test_what_is_written_stands_above_the_line():
+    with terminal() as (screen, line):
+        early = logging.StreamHandler()  # It holds the stream.
+        line.show(Text("step 1"))
+        say("a", "print", file=sys.stdout)
+        line.show(Text("step 2"))
+        early.emit(logging.makeLogRecord({"msg": "a record"}))
+        own = logging.makeLogRecord({"msg": "of the library", "levelno": logging.INFO})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_logging, "_is_root_configured", lambda: False)
+            _logging._FallbackHandler().emit(own)
+        line.show(Text("step 3"))
+
+        assert screen.read() == "a print\na record\nof the library\nstep 3"
+        assert screen.column == 0
+        assert not screen.unknown
+
+
+def test_closing_leaves_a_clean_terminal():
+    with terminal() as (screen, line):
+        write = sys.stderr.write
+        line.show(Text("step 1"))
+        line.close()
+
+        assert screen.read() == ""
+        assert "write" not in vars(sys.stderr)
+        assert sys.stderr.write != write
+        line.show(Text("step 2"))
+        say("after", file=sys.stderr)
+        assert screen.read() == "after\n"
+
+
+def test_a_line_that_is_not_finished_is_left_alone():
+    with terminal() as (screen, line):
+        line.show(Text("step 1"))
+        say("50%", end="", file=sys.stderr)
+        line.show(Text("step 2"))
+        assert screen.read() == "50%"
+
+        say(" done", file=sys.stderr)
+        line.show(Text("step 3"))
+        assert screen.read() == "50% done\nstep 3"
+
+
+def test_a_long_line_is_cut_off_at_the_edge():
+    with terminal() as (screen, line):
+        line.show(Text("x" * 60))
+        line.show(Text("y" * 50))
+
+        assert screen.read() == "y" * 38 + "…"
+
+
+def test_functions_of_others_stay():
+    with terminal() as (screen, line):
+        inner, seen = sys.stderr.write, []
+        vars(sys.stderr)["write"] = lambda text: (seen.append(text), inner(text))[1]
+        own = sys.stderr.write
+        LiveLine().close()
+        assert vars(sys.stderr)["write"] is own
+        line.close()
+
+        say("one", file=sys.stderr)
+        assert screen.read() == "one\n"
+        assert seen == ["one", "\n"]
+        del vars(sys.stderr)["write"]
+
+
+def test_nothing_is_drawn_while_a_shell_has_the_terminal(monkeypatch):
+    with terminal() as (screen, line):
+        monkeypatch.setattr(os, "tcgetpgrp", lambda fd: os.getpgrp() + 1)
+        line.show(Text("step 1"))
+        assert screen.read() == ""
+
+        monkeypatch.setattr(os, "tcgetpgrp", lambda fd: os.getpgrp())
+        line.show(Text("step 2"))
+        assert screen.read() == "step 2"
+
+
+def test_a_terminal_that_is_gone_is_no_error(monkeypatch):
+    with terminal() as (screen, line):
+
+        def fail(text):
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(line, "_write", fail)
+        line.show(Text("step 1"))
+        line.show(Text("step 2"))
+
+        say("past it", file=sys.stderr)
+        assert screen.read() == "past it\n"
+
+
+def test_a_forked_process_needs_no_lock(monkeypatch):
+    with terminal() as (screen, line):
+        held, may_go = threading.Event(), threading.Event()
+
+        def hold():
+            with line._lock:
+                held.set()
+                may_go.wait(10)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait(10)
+        monkeypatch.setattr(line, "_pid", os.getpid() - 1)
+        writer = threading.Thread(
+            target=say, args=["child"], kwargs={"file": sys.stderr}
+        )
+        writer.start()
+        try:
+            assert screen.wait_for("child", seconds=5) == "child\n"
+        finally:
+            may_go.set()
+            thread.join()
+            writer.join()
 
 
 PROGRAM = """

@@ -23,6 +23,7 @@ from armillary.errors import (
     CheckpointMismatchError,
 )
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
+from tests.mistakes import mistakes
 
 
 class Run(AbstractTrainer, AbstractEvaluator):
@@ -70,48 +71,19 @@ def saved_steps(controller):
     return [int(name.removeprefix("checkpoint_").partition(".")[0]) for name in names]
 
 
-@pytest.mark.slow
-def test_saves_at_the_interval_and_at_the_end(tmp_path):
-    controller = make_controller(Run(), tmp_path)
-
-    controller.train(10)
-
-    assert saved_steps(controller) == [2, 6, 10]
-
-    controller.train(12)
-
-    assert saved_steps(controller) == [2, 6, 10, 12]
-
-
-def test_end_of_training_saves_on_request_only(tmp_path):
-    controller = make_controller(Run(), tmp_path, {"checkpoint_interval": 1000})
-
-    controller.train(6, checkpoint_at_completion=False)
-    before = saved_steps(controller)
-    controller.train(8)
-
-    assert 6 not in before
-    assert saved_steps(controller)[-1] == 8
-
-
-def test_without_an_interval_only_the_end_is_saved(tmp_path):
-    controller = make_controller(Run(), tmp_path, {"checkpoint_interval": None})
-
-    controller.train(10)
-
-    assert saved_steps(controller) == [10]
-
-
-@pytest.mark.slow
-def test_a_step_is_saved_once(tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("interval", "steps"), [(4, [2, 6, 10, 12]), (1000, [2, 12]), (None, [10, 12])]
+)
+def test_saves_at_the_interval_and_at_the_end(tmp_path, caplog, interval, steps):
     caplog.set_level("INFO", "armillary")
-    controller = make_controller(Run(), tmp_path)
+    controller = make_controller(Run(), tmp_path, {"checkpoint_interval": interval})
 
-    controller.train(4)
-    controller.train(4)
+    controller.train(10, checkpoint_at_completion=interval != 1000)
+    controller.train(12)
+    controller.train(12)  # A step is saved once.
 
-    assert caplog.text.count("saving checkpoint to") == 2
-    assert saved_steps(controller) == [2, 4]
+    assert saved_steps(controller) == steps
+    assert caplog.text.count("saving checkpoint to") == len(steps)
 
 
 def test_new_controller_resumes_where_the_last_one_ended(tmp_path, caplog):
@@ -131,14 +103,11 @@ def test_new_controller_resumes_where_the_last_one_ended(tmp_path, caplog):
 
 def test_finished_run_is_evaluated_again_without_saving(tmp_path, caplog):
     make_controller(Run(), tmp_path).train_and_evaluate(6)
-    run = Run()
-    controller = make_controller(run, tmp_path)
+    controller = make_controller(Run(), tmp_path)
     caplog.set_level("INFO", "armillary")
     caplog.clear()
 
-    output = controller.train_and_evaluate(6)
-
-    assert output == {"total": sum(range(7))}
+    assert controller.train_and_evaluate(6) == {"total": sum(range(7))}
     assert "saving" not in caplog.text
 
 
@@ -164,40 +133,28 @@ def test_last_state_is_saved_before_the_last_evaluation(tmp_path):
     assert run.step.get_value() == 6
 
 
-def test_stop_request_saves_first(tmp_path):
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_stop_request_saves_first(tmp_path, by_signal):
+    def stop(output):
+        if output["total"] > 20:
+            if by_signal:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            else:
+                controller.request_stop("x")
+
     run = Run()
-    controller = make_controller(
-        run,
-        tmp_path,
-        {"checkpoint_interval": 1000},
-        train_actions=[
-            lambda output: (
-                controller.request_stop("x") if output["total"] > 20 else None
-            )
-        ],
-    )
-
-    controller.train(100, checkpoint_at_completion=False)
-
-    assert run.step.get_value() == 6
-    assert saved_steps(controller)[-1] == 6
-
-
-def test_signal_handler_may_request_a_stop(tmp_path):
-    def kill_once(output):
-        if output["total"] == sum(range(5)):
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    controller = make_controller(Run(), tmp_path, train_actions=[kill_once])
+    options = {"checkpoint_interval": 1000}
+    controller = make_controller(run, tmp_path, options, train_actions=[stop])
     previous = signal.signal(
         signal.SIGUSR1, lambda *_: controller.request_stop("signal 10")
     )
     try:
-        controller.train(100)
+        controller.train(100, checkpoint_at_completion=False)
     finally:
         signal.signal(signal.SIGUSR1, previous)
 
-    assert saved_steps(controller)[-1] == 4
+    assert run.step.get_value() == 6
+    assert saved_steps(controller)[-1] == 6
 
 
 def test_early_stopping_is_part_of_the_checkpoint(tmp_path):
@@ -292,23 +249,17 @@ def test_nothing_to_restore_runs_the_init_function(tmp_path, caplog):
     assert controller.restore_checkpoint() is None
 
 
-def test_manager_takes_the_global_step_of_the_controller(tmp_path):
+@pytest.mark.parametrize(("counter", "number"), [(None, 7), (3, 3)])
+def test_manager_takes_the_global_step_of_the_controller(tmp_path, counter, number):
+    """It keeps a step counter of its own."""
     run = Run()
-    controller = make_controller(run, tmp_path)
+    options = {"step_counter": counter and nnx.Variable(jnp.int32(counter))}
+    controller = make_controller(run, tmp_path, options)
     run.step.set_value(jnp.int32(7))
 
-    assert controller.checkpoint_manager.save() == str(tmp_path / "checkpoint_7")
+    path = controller.checkpoint_manager.save()
     controller.checkpoint_manager.sync()
-
-
-def test_manager_keeps_its_own_step_counter(tmp_path):
-    run = Run()
-    counter = nnx.Variable(jnp.int32(3))
-
-    controller = make_controller(run, tmp_path, {"step_counter": counter})
-
-    assert controller.checkpoint_manager.save() == str(tmp_path / "checkpoint_3")
-    controller.checkpoint_manager.sync()
+    assert path == str(tmp_path / f"checkpoint_{number}")
 
 
 def make_evaluation_job(directory, run, **options):
@@ -444,22 +395,17 @@ def test_evaluation_ends_with_the_step_that_training_goes_up_to(tmp_path):
     assert run.evaluated == [2, 4, 6, 8, 10]
 
 
-def test_a_later_step_than_the_last_one_ends_evaluation_too(tmp_path):
-    make_controller(Run(), tmp_path, {"checkpoint_interval": 4}).train(6)
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [({"until_step": 5}, [2, 6]), ({"timeout": 0, "until_step": 9}, [2, 6])],
+)
+def test_a_later_step_or_a_timeout_ends_evaluation_too(tmp_path, options, steps):
+    make_controller(Run(), tmp_path).train(6)
     run = Run()
 
-    make_evaluation_job(tmp_path, run).evaluate_continuously(until_step=5)
+    make_evaluation_job(tmp_path, run).evaluate_continuously(**options)
 
-    assert run.evaluated == [2, 6]
-
-
-def test_a_timeout_ends_evaluation_before_the_last_step(tmp_path):
-    make_controller(Run(), tmp_path).train(2)
-    run = Run()
-
-    make_evaluation_job(tmp_path, run).evaluate_continuously(timeout=0, until_step=9)
-
-    assert run.evaluated == [2]
+    assert run.evaluated == steps
 
 
 def test_evaluation_ends_with_the_last_checkpoint_of_a_program_that_has_ended(tmp_path):
@@ -535,26 +481,15 @@ def test_stop_request_ends_continuous_evaluation(tmp_path, caplog):
     assert "enough" in caplog.text
 
 
-def test_wrong_timeouts_are_errors(tmp_path):
-    evaluation = make_evaluation_job(tmp_path, Run())
-
-    with pytest.raises(ValueError, match=r"`timeout` is -1.*not negative"):
-        evaluation.evaluate_continuously(timeout=-1)
-    with pytest.raises(TypeError, match=r"`timeout_fn` is 3.*callable"):
-        evaluation.evaluate_continuously(timeout_fn=3)
-    with pytest.raises(ValueError, match=r"`until_step` is 0.*`until_step=1` or more"):
-        evaluation.evaluate_continuously(until_step=0)
-
-
-def test_summaries_of_training_and_evaluation_in_their_own_directories(tmp_path):
-    controller = make_controller(
-        Run(), tmp_path, summary_dir=tmp_path, eval_summary_dir=tmp_path / "eval"
-    )
-
-    controller.train_and_evaluate(4)
-
-    training = EventAccumulator(str(tmp_path)).Reload()
-    evaluation = EventAccumulator(str(tmp_path / "eval")).Reload()
-    assert set(training.Tags()["scalars"]) == {"total", "steps_per_second"}
-    assert [event.step for event in training.Scalars("total")] == [2, 4]
-    assert [event.value for event in evaluation.Scalars("total")] == [10.0]
+@mistakes(
+    {
+        ValueError: {
+            r"`timeout` is -1.*not negative": {"timeout": -1},
+            r"`until_step` is 0.*`until_step=1` or more": {"until_step": 0},
+        },
+        TypeError: {r"`timeout_fn` is 3.*callable": {"timeout_fn": 3}},
+    }
+)
+def test_wrong_timeouts_are_errors(call, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        make_evaluation_job(tmp_path, Run()).evaluate_continuously(**call)

@@ -1,0 +1,205 @@
+"""Watching checkpoints of another job: each one once, until a timeout or its end."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from etils import epath
+
+from armillary import _process
+from armillary._process import Process
+from armillary.controller import _watching as _watch
+from armillary.controller._watching import (
+    announce_ends,
+    begin_training,
+    end_training,
+    read_end,
+    watch_checkpoints,
+)
+
+
+def watch(
+    list_checkpoints,
+    find_end=lambda: None,
+    *,
+    timeout=0.0,
+    timeout_fn=None,
+    should_stop=lambda: False,
+):
+    return watch_checkpoints(
+        list_checkpoints,
+        find_end,
+        timeout=timeout,
+        timeout_fn=timeout_fn,
+        should_stop=should_stop,
+    )
+
+
+def test_each_checkpoint_comes_once_oldest_first():
+    checkpoints, seen = ["1", "2", "3"], []
+
+    for path in watch(lambda: list(checkpoints)):
+        seen.append(path)
+        if path == "1":  # Meanwhile one is written, and one deleted.
+            checkpoints.append("4")
+            checkpoints.remove("2")
+
+    assert seen == ["1", "3", "4"]
+
+
+def test_waits_for_a_checkpoint_until_the_timeout():
+    checkpoints = []
+    timer = threading.Timer(0.1, checkpoints.append, ["1"])
+    timer.start()
+
+    assert list(watch(lambda: list(checkpoints), timeout=0.4)) == ["1"]
+
+
+def test_timeout_counts_from_the_last_checkpoint():
+    start = time.monotonic()
+    for _ in watch(lambda: ["1"], timeout=0.2):
+        time.sleep(0.3)
+
+    assert time.monotonic() - start >= 0.5
+
+
+def test_timeout_function_decides_whether_to_wait_on():
+    checkpoints = []
+    calls = []
+
+    def is_over():
+        calls.append(None)
+        if len(calls) == 2:
+            checkpoints.append("1")
+        return len(calls) == 3
+
+    found = list(watch(lambda: list(checkpoints), timeout=0.01, timeout_fn=is_over))
+
+    assert found == ["1"]
+    assert len(calls) == 3
+
+
+def test_the_last_checkpoint_of_a_job_that_ends_meanwhile_is_found(monkeypatch):
+    monkeypatch.setattr(_watch, "_POLL_SECONDS", 0.01)
+    checkpoints, ends = [], []
+
+    def list_checkpoints():
+        found = list(checkpoints)
+        if not checkpoints:
+            # Between this look at the directory and the next one.
+            checkpoints.append("1")
+            ends.append("end")
+        return found
+
+    found = watch(list_checkpoints, lambda: ends[0] if ends else None, timeout=None)
+    assert list(found) == ["1"]
+
+
+def test_the_end_of_an_earlier_training_does_not_count_while_another_begins(
+    monkeypatch,
+):
+    monkeypatch.setattr(_watch, "_POLL_SECONDS", 0.01)
+    # The end of the earlier training, then none, then that of the one that goes on.
+    ends = ["old", "old", "old", None, None, "new"]
+    checkpoints = ["1"]
+
+    def find_end():
+        if len(ends) == 3:
+            checkpoints.append("2")
+        return ends.pop(0) if len(ends) > 1 else ends[0]
+
+    found = watch(lambda: list(checkpoints), find_end, timeout=None)
+    assert list(found) == ["1", "2"]
+    assert ends == ["new"]
+
+
+def test_the_end_of_an_earlier_training_counts_if_no_other_one_begins(monkeypatch):
+    monkeypatch.setattr(_watch, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(_watch, "_OLD_END_SECONDS", 0.3)
+    start = time.monotonic()
+    assert list(watch(lambda: ["1"], lambda: "old", timeout=None)) == ["1"]
+    assert time.monotonic() - start >= 0.3
+
+
+def test_stop_ends_the_watch():
+    seen = []
+    for path in watch(
+        lambda: ["1", "2"], timeout=None, should_stop=lambda: len(seen) == 1
+    ):
+        seen.append(path)
+
+    assert seen == ["1"]
+
+
+@pytest.fixture(autouse=True)
+def texts(monkeypatch):
+    monkeypatch.setattr(_watch, "_ends", texts := {})
+    return texts
+
+
+def test_each_end_of_a_training_is_another_one(tmp_path):
+    folder = str(tmp_path)
+    ends = []
+    for step in (5, 5):
+        begin_training(folder)
+        assert read_end(folder) is None
+        end_training(folder, step)
+        assert read_end(folder) is None
+        announce_ends()
+        ends.append(read_end(folder))
+    first, second = ends
+    assert json.loads(first)["step"] == json.loads(second)["step"] == 5
+    assert first != second
+
+
+def test_only_the_chief_says_it(tmp_path, monkeypatch):
+    (tmp_path / "DONE").write_text("earlier")
+    monkeypatch.setattr(_process, "_current", Process(1, 2))
+    begin_training(str(tmp_path))
+    end_training(str(tmp_path), 5)
+    announce_ends()
+    assert read_end(str(tmp_path)) == "earlier"
+
+
+def test_without_a_directory_nothing_is_written(tmp_path):
+    begin_training(None)
+    end_training(None, 5)
+    end_training(str(tmp_path / "gone"), 5)
+    announce_ends()
+    assert list(tmp_path.iterdir()) == []
+    assert read_end(None) is None
+
+
+def test_a_file_that_cannot_be_changed_ends_nothing(tmp_path, caplog, monkeypatch):
+    def refuse(path):
+        raise OSError("read-only")
+
+    (tmp_path / "DONE").touch()
+    with monkeypatch.context() as patches:
+        patches.setattr(type(epath.Path(tmp_path)), "unlink", refuse)
+        begin_training(str(tmp_path))
+    (tmp_path / "DONE").unlink()
+    (tmp_path / "DONE").mkdir()  # This one is somebody else's, and stays.
+    begin_training(str(tmp_path))
+    end_training(str(tmp_path), 5)
+    announce_ends()
+    removal, writing = (record.getMessage() for record in caplog.records)
+    assert "DONE` cannot be removed (read-only): an evaluator may end too" in removal
+    assert "DONE` cannot be written (" in writing
+    assert "): an evaluator may wait on." in writing
+    assert (tmp_path / "DONE").is_dir()
+    assert read_end(str(tmp_path)) is None
+
+
+@pytest.mark.slow
+def test_the_interpreter_says_it_at_its_end(tmp_path):
+    code = (
+        "import sys; "
+        "from armillary.controller._watching import end_training, read_end; "
+        "end_training(sys.argv[1], 7); assert read_end(sys.argv[1]) is None"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    assert json.loads((tmp_path / "DONE").read_text())["step"] == 7
