@@ -253,7 +253,9 @@ def undisturbed(**options: Any) -> tuple[dict[str, Any], list[int]]:
         return program.outcome, program.kept
 
 
-def check(kind: str, index: int, place: str, options: dict[str, Any]) -> bool:
+def check(
+    kind: str, index: int, place: str, options: dict[str, Any], *more: int
+) -> bool:
     """Compares a run that is interrupted with one that is not."""
     if kind == "SIGTERM" and not place:
         place = "train_actions:1"
@@ -261,9 +263,12 @@ def check(kind: str, index: int, place: str, options: dict[str, Any]) -> bool:
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
         folder.mkdir()
-        interruption = Interruption(kind, index, folder)
-        with interruption.applied():
-            Program(folder, place=place, at=interruption.at, **options).run()
+        num_points = 0
+        for at in (index, *more):
+            interruption = Interruption(kind, at, folder)
+            with interruption.applied():
+                Program(folder, place=place, at=interruption.at, **options).run()
+            num_points = num_points or len(interruption.points)
         Program(folder, place=place, **options).run()
         finished = Program(folder, place=place, **options)
         outcome = finished.outcome
@@ -279,7 +284,7 @@ def check(kind: str, index: int, place: str, options: dict[str, Any]) -> bool:
         finished.run()
         assert finished.manager.checkpoints == paths
         assert finished.outcome | {"evaluated": 0} == expected | {"evaluated": 0}
-    return len(interruption.points) > index
+    return num_points > index
 
 
 KINDS = ("error", "Ctrl-C", "SIGTERM", "kill", "kill in save")
@@ -302,3 +307,50 @@ OPTIONS = st.fixed_dictionaries(
 def test_a_run_that_is_interrupted_ends_as_one_that_is_not(kind, index, place, options):
     while not check(kind, index, place, options):  # The run has fewer points.
         index //= 2
+
+
+FIXED = {"loop": 5, "eval_interval": 5, "checkpoint_interval": 5, "patience": 9}
+
+
+@pytest.mark.parametrize("index", range(10))
+def test_errors_at_any_points_of_evaluations_change_nothing(index):
+    assert check("error", index, "", FIXED, 7 * index % 10)
+
+
+def test_the_steps_before_a_failing_evaluation_are_not_lost(tmp_path):
+    def fail(point):
+        if point == "evaluation begins":
+            raise RuntimeError(point)
+
+    with pytest.raises(RuntimeError, match="evaluation begins"):
+        Program(tmp_path, at=fail, **FIXED).run()
+
+    again = Program(tmp_path, **FIXED)
+    assert again.step[...] == 5
+    assert again.best.best_value is None
+
+
+def test_a_run_that_was_stopped_early_stays_stopped(tmp_path):
+    for patience, step in ((1, 15), (1, 15), (9, 40)):
+        program = Program(tmp_path, **{**FIXED, "patience": patience}).run()
+        assert program.step[...] == step
+        # The best value is in the checkpoint of its step.
+        assert Program(tmp_path, **FIXED).best.best_value == min(LOSSES[: step // 5])
+
+
+def test_actions_that_forget_are_told(tmp_path, caplog):
+    step = armillary.create_global_step()
+    best = NewBestMetric("loss", higher_is_better=False)
+    for objects, told in (({"best": best}, 0), ({}, 1)):
+        armillary.Controller(
+            evaluator=Program.__new__(Program),
+            trainer=Program.__new__(Program),
+            global_step=step,
+            steps_per_loop=1,
+            eval_actions=[ConditionalAction(best.test, [best.commit])],
+            checkpoint_manager=armillary.CheckpointManager(
+                armillary.Checkpoint(step=step, **objects), tmp_path
+            ),
+        )
+        assert len(caplog.records) == told
+    assert "`NewBestMetric` is not in the `Checkpoint`" in caplog.text

@@ -88,22 +88,26 @@ def test_a_run_on_several_replicas(caplog, tmp_path, monkeypatch):
     ]
 
 
-def test_a_run_on_one_device_with_data_of_unknown_size(caplog):
-    trainer = Trainer(lambda: iter([ARRAYS] * 4))
-
-    assert find_lines(caplog, trainer) == [
+def test_what_is_not_known_is_left_out(caplog):
+    lines = find_lines(caplog, Trainer(lambda: iter([ARRAYS] * 4)))
+    assert lines == [
         "devices: 8 x cpu",
         "parameters: 1,508 (6.03 kB) | largest: model/large 1,500, model/small 8",
     ]
-
-
-def test_a_source_that_was_not_distributed(caplog):
+    caplog.clear()
     assert find_lines(caplog, Trainer(make_source()))[2:] == ["batch: 16"]
 
 
-def test_training_without_an_end_says_so(caplog):
+@pytest.mark.parametrize(
+    ("dataset", "target"),
+    [
+        (make_source(), "a stop is requested: the data never ends, and `steps` is not"),
+        (lambda: iter([ARRAYS] * 4), "the data ends..."),
+    ],
+)
+def test_training_without_a_target_says_so(caplog, dataset, target):
     caplog.set_level("INFO", "armillary")
-    trainer = Trainer(make_source())
+    trainer = Trainer(dataset)
     controller = armillary.Controller(
         trainer=trainer,
         steps_per_loop=1,
@@ -111,11 +115,7 @@ def test_training_without_an_end_says_so(caplog):
         train_actions=[lambda output: controller.request_stop("enough")],
     )
     controller.train()
-
-    assert (
-        "train | step:      0 | training until a stop is requested: the data never "
-        "ends, and `steps` is not given..." in caplog.messages
-    )
+    assert f"train | step:      0 | training until {target}" in caplog.text
 
 
 WORKERS = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
@@ -138,12 +138,8 @@ def test_a_worker_that_trains_alone_is_warned(
     monkeypatch.setenv("TF_CONFIG", config)
     find_lines(caplog, Trainer(make_source()))
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert warnings == is_warned * [
-        "`TF_CONFIG` says that this is process 1 of 2, but the program has not joined "
-        "the others: each trains alone, and writes to the same directories unless you "
-        "name others. To train together, make an "
-        "`armillary.MultiWorkerMirroredStrategy()` at the top of the program."
-    ]
+    assert len(warnings) == is_warned
+    assert not is_warned or "says that this is process 1 of 2, but the" in warnings[0]
 
 
 @pytest.mark.slow

@@ -108,45 +108,29 @@ def test_loops_that_ctrl_c_leaves_behind_are_reported(caplog, monkeypatch):
     ]
 
 
-def make_arrays_controller(**options):
-    class Arrays(Loops):
-        def train(self, num_steps):
-            self.step += num_steps
-            return {"loss": 0.5, "counts": jnp.arange(3)}
-
-    loops = Arrays()
-    return Controller(
-        trainer=loops, global_step=lambda: loops.step, steps_per_loop=1, **options
-    )
-
-
-def test_arrays_reach_log_lines_and_actions(caplog):
+def test_arrays_reach_log_lines_actions_and_summaries(caplog, tmp_path):
     caplog.set_level("INFO", "armillary")
     seen = []
+    output = {"loss": 0.5, "counts": jnp.arange(3)}
 
-    make_arrays_controller(train_actions=[seen.append]).train(1)
+    train_with_output(output, train_actions=[seen.append], summary_dir=tmp_path)
 
     assert "output: {'loss': 0.5, 'counts': array([0, 1, 2]" in caplog.messages[-1]
     np.testing.assert_array_equal(seen[0]["counts"], [0, 1, 2])
-
-
-def test_arrays_become_histograms_in_summaries(tmp_path):
-    make_arrays_controller(summary_dir=tmp_path).train(2)
-
     (file,) = tmp_path.glob("events*")
-    assert file.read_bytes().count(b"counts") == 2
+    assert file.read_bytes().count(b"counts") == 3
 
 
-def train_with_output(output):
+def train_with_output(output, **options):
     class Fixed(Loops):
         def train(self, num_steps):
             super().train(num_steps)
             return output
 
     loops = Fixed()
-    Controller(trainer=loops, global_step=lambda: loops.step, steps_per_loop=4).train(
-        12
-    )
+    Controller(
+        trainer=loops, global_step=lambda: loops.step, steps_per_loop=4, **options
+    ).train(12)
 
 
 @pytest.mark.parametrize(
@@ -204,23 +188,6 @@ def test_a_state_that_is_not_finite_is_a_warning_where_no_output_shows_it(
     assert len(told) == (0 if shows else 1)
     assert (
         shows or "no output shows it. Return the loss from `train_loop_end`" in told[0]
-    )
-
-
-def test_training_without_a_target_says_so(caplog):
-    caplog.set_level("INFO", "armillary")
-    loops = Loops()
-    controller = Controller(
-        trainer=loops,
-        global_step=lambda: loops.step,
-        steps_per_loop=3,
-        train_actions=[lambda output: controller.request_stop("enough")],
-    )
-
-    controller.train()
-
-    assert caplog.messages[1] == (
-        "train | step:      0 | training until the data ends..."
     )
 
 
@@ -333,7 +300,9 @@ def train_counting(caplog, steps, **options):
     caplog.set_level("INFO", "armillary")
     loops = Counting()
     controller = Controller(
-        trainer=loops, global_step=lambda: loops.step, steps_per_loop=1, **options
+        trainer=loops,
+        global_step=lambda: loops.step,
+        **{"steps_per_loop": 1, **options},
     )
     history = controller.train(steps)
     found = [
@@ -353,20 +322,10 @@ def test_log_interval_thins_lines_out(caplog):
     assert history.steps == list(range(1, 8))
     # What is not logged is looked at all the same.
     assert [r.levelname for r in caplog.records].count("WARNING") == 1
-
-
-def test_log_interval_holds_for_loops_that_do_not_end_on_it(caplog):
-    caplog.set_level("INFO", "armillary")
-    loops = Loops()
-    Controller(
-        trainer=loops,
-        global_step=lambda: loops.step,
-        steps_per_loop=lambda step: 3,
-        log_interval=5,
-    ).train(12)
-
-    logged = [message for message in caplog.messages if "steps/sec" in message]
-    assert [int(message.split()[3]) for message in logged] == [6, 12]
+    caplog.clear()
+    # Loops need not end on it.
+    lines, _ = train_counting(caplog, 12, log_interval=5, steps_per_loop=lambda step: 3)
+    assert [step for step, _ in lines] == [6, 12]
 
 
 def test_the_first_speed_does_not_count_compilation(caplog):
