@@ -1,6 +1,6 @@
 """Epochs of a number of steps, where a loop is not an epoch."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 from armillary._checks import check_positive_int
 from armillary._traceback import hides_frames
@@ -55,15 +55,10 @@ class EpochHelper:
         Raises:
             ValueError: If no epoch has begun.
         """
-        if not self._in_epoch or self._current_epoch is None:
-            raise ValueError(
-                "`epoch_end` was called outside an epoch, but it may only end one that "
-                "has begun. Call `epoch_begin()` first, as in `train_loop_begin`."
-            )
-        if self._read_step() // self._epoch_steps <= self._current_epoch:
-            return False
-        self._in_epoch = False
-        return True
+        if not self._in_epoch:
+            self._refuse("epoch_end")
+        self._in_epoch = self.batch_index < self._epoch_steps
+        return not self._in_epoch
 
     @property
     def batch_index(self) -> int:
@@ -73,13 +68,16 @@ class EpochHelper:
             ValueError: If no epoch has ever begun.
         """
         if self._current_epoch is None:
-            raise ValueError(
-                "`batch_index` was read before the first epoch, whose steps it counts. "
-                "Call `epoch_begin()` first, as in `train_loop_begin`."
-            )
+            self._refuse("batch_index")
         return self._read_step() - self._current_epoch * self._epoch_steps
 
     @property
     def current_epoch(self) -> int | None:
         """Number of the epoch that began last, from 0; `None` before the first."""
         return self._current_epoch
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise ValueError(
+            f"`{name}` belongs to an epoch, but none has begun. Call `epoch_begin()` "
+            "first, as in `train_loop_begin`."
+        )

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from armillary._checks import list_lines
+from armillary._checks import counted, list_lines
 from armillary._logging import logger
 from armillary.data.feed._position import Position
 from armillary.distribute._global_arrays import everywhere
@@ -70,7 +70,7 @@ class StepGuard:
     """Decides, on all replicas alike, whether a step counts.
 
     `types` has shape and dtype of the arrays of the state, by index, and `changed`
-    those that the step changes. A bad step `stops` training, or is left out.
+    those that the step changes.
     """
 
     def __init__(
@@ -101,21 +101,27 @@ class StepGuard:
 
         `old` and `new` are the arrays of `changed` before and after it.
         """
-        floats = [new[i] for i in self._checked]
-        is_fine = _fenced(self._are_finite, floats, health.num_steps)
+
+        def are_finite(arrays: Sequence[Any]) -> Any:
+            if not arrays:
+                return jnp.bool_(True)
+            return largest_on_replicas(self._mesh, _has_bad, arrays) == 0
+
+        is_fine = jax.lax.cond(
+            # The compiler cannot know it; the other branch is never taken.
+            health.num_steps >= 0,
+            are_finite,
+            lambda arrays: jnp.zeros((), jnp.bool_) & are_finite(arrays),
+            [new[i] for i in self._checked],
+        )
         return jax.lax.cond(
             is_fine & ~health.is_halted,
-            _go_on,
+            lambda _, new, last: (new, last._replace(num_steps=last.num_steps + 1)),
             self.look_closely,
             list(old),
             list(new),
             health,
         )
-
-    def _are_finite(self, arrays: Sequence[Any]) -> Any:
-        if not arrays:
-            return jnp.bool_(True)
-        return largest_on_replicas(self._mesh, _has_bad, arrays) == 0
 
     def look_closely(
         self, old: Sequence[Any], new: Sequence[Any], health: Health
@@ -151,18 +157,6 @@ def _is_counter_or_key(slot: Slot, dtype: Any) -> bool:
     # Narrow integers are quantized values, and those of a metric are parts of it.
     is_counter = jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4
     return is_counter and slot.role not in (Role.METRIC, Role.BATCH_STATISTIC)
-
-
-def _go_on(old: list[Any], new: list[Any], health: Health) -> tuple[list[Any], Health]:
-    del old
-    return new, health._replace(num_steps=health.num_steps + 1)
-
-
-def _fenced(fn: Any, arrays: list[Any], index: Any) -> Any:
-    # A branch whose condition the compiler cannot know; the other one is never taken.
-    return jax.lax.cond(
-        index >= 0, fn, lambda arrays: jnp.zeros((), jnp.bool_) & fn(arrays), arrays
-    )
 
 
 def _has_bad(arrays: Sequence[Any]) -> Any:
@@ -260,9 +254,8 @@ class LoopGuard:
     ) -> "LoopCheck | None":
         """Returns what is to be resolved of the loop that ended last, if anything.
 
-        For a bad step, the data is moved back to it by `rewind`. Then `find_origin`
-        gets the indices of the arrays that it leaves bad, and says where that comes
-        from if it can.
+        For a bad step, the data is moved back to it by `rewind`, and `find_origin` gets
+        the indices of the arrays that it leaves bad.
         """
         if self.health is None and self._checksums is None:
             return None
@@ -279,10 +272,10 @@ class LoopGuard:
 
 @dataclass
 class LoopCheck:
-    """Tells whether the `num_steps` steps of one loop are good.
+    """Tells whether the steps of one loop are good.
 
-    `halt` is called with the number of good steps, and the arrays that the next one
-    left bad, if that one has ended training; it says where they come from.
+    If one has ended training, `halt` is called with the number of those before it, and
+    the arrays that it left bad; it says where they come from.
     """
 
     name: str
@@ -299,43 +292,41 @@ class LoopCheck:
     def resolve(self, step: int | None = None) -> None:
         """Raises if a step ended training or replicas differ; logs skipped steps."""
         self.fetch()
-        health = self.health
+        health, count = self.health, self.num_steps
         if self.checksums is not None:
-            when = f"after {self._describe(step, self.num_steps)}"
+            when = f"after {_where(step, count, count)}"
             check_equal(np.asarray(self.checksums), self.paths, when)
         if health is None or not health.num_bad:
             return
         first = int(health.first_bad)
         bad = np.flatnonzero(health.counts).tolist()
         leaves = {self.paths[index]: int(health.counts[index]) for index in bad}
-        where = self._describe(step, first + 1)
-        shown = list_lines(
-            f"{path}: {count} value{'s' if count > 1 else ''}"
-            for path, count in leaves.items()
-        )
+        where = _where(step, first + 1, count)
+        shown = list_lines(f"{p}: {counted(n, 'value')}" for p, n in leaves.items())
         if not health.is_halted:
             logger.warning(
                 "`%s` left values that are not finite in %d of %d steps, which were "
                 "skipped. The first was %s:\n%s",
                 self.name,
                 health.num_bad,
-                self.num_steps,
+                count,
                 where,
                 shown,
             )
             return
-        origin = self.halt(first, bad)
+        origin = self.halt(first, bad) or _HOW_TO_FIND
         raise NonFiniteError(
             f"`{self.name}` left values that are not finite in {len(leaves)} of "
             f"{len(self.paths)} arrays, at {where}:\n{shown}\n"
-            f"The state is as it was before that step. {origin or _HOW_TO_FIND} Lower "
-            'the learning rate, clip gradients, or set `on_non_finite="skip"` to leave '
-            "such steps out.",
+            f"The state is as it was before that step. {origin} Lower the learning "
+            'rate, clip gradients, or set `on_non_finite="skip"` to leave such steps '
+            "out.",
             step=None if step is None else step + first + 1,
             leaves=leaves,
         )
 
-    def _describe(self, step: int | None, number: int) -> str:
-        if step is None:
-            return f"step {number} of the {self.num_steps} of this loop"
-        return f"step {step + number}"
+
+def _where(step: int | None, number: int, num_steps: int) -> str:
+    if step is None:
+        return f"step {number} of the {num_steps} of this loop"
+    return f"step {step + number}"

@@ -71,7 +71,9 @@ class ExponentialMovingAverage(nnx.Module):
         debias: bool = False,
     ) -> None:
         check_instance("model", model, nnx.Module, _OTHER_MODELS)
-        if not callable(decay) and not _is_share(decay):
+        is_number = isinstance(decay, int | float | np.floating | jax.Array)
+        is_share = is_number and jnp.ndim(decay) == 0 and bool(0 < decay < 1)
+        if not callable(decay) and not is_share:
             raise ValueError(
                 f"`decay` is {decay!r}, but it must be above 0 and below 1: the part "
                 "of the average that stays in an update. Use `decay=0.999`."
@@ -126,32 +128,19 @@ class ExponentialMovingAverage(nnx.Module):
         return (1.0 - self.decay) / -jnp.expm1(count * math.log(self.decay))
 
 
-def _is_share(value: Any) -> bool:
-    is_number = isinstance(value, int | float | np.floating | jax.Array)
-    return is_number and jnp.ndim(value) == 0 and bool(0 < value < 1)
-
-
 def _copy(value: jax.Array) -> jax.Array:
     is_short = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4
     return jnp.array(value, jnp.float32 if is_short else None, copy=True)
 
 
 def _check_same(new: Any, old: Any) -> None:
-    shapes = [
-        {"/".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(each)}
-        for each in (new, old)
-    ]
-    if shapes[0] == shapes[1]:
-        return
-    paths = sorted({**shapes[0], **shapes[1]})
-    lines = [
-        f"{path}: {shapes[0].get(path, 'missing')}, averaged "
-        f"{shapes[1].get(path, 'missing')}"
-        for path in paths
-        if shapes[0].get(path) != shapes[1].get(path)
-    ]
-    raise ValueError(
-        f"`model` has other parameters than the model whose average this is, in "
-        f"{len(lines)} places:\n{list_lines(lines)}\n"
-        "Pass the model that it was made with."
+    now, averaged = (
+        {("/".join(map(str, path)), leaf.shape) for path, leaf in nnx.to_flat_state(x)}
+        for x in (new, old)
     )
+    if now != averaged:
+        lines = sorted(f"{path}: {shape}" for path, shape in now ^ averaged)
+        raise ValueError(
+            "`model` has other parameters than the model whose average this is:\n"
+            f"{list_lines(lines)}\nPass the model that it was made with."
+        )

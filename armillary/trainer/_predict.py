@@ -24,15 +24,6 @@ from armillary.trainer._step_checks import check_evaluation
 from armillary.typing import Batch, PyTree
 
 _PROGRAMS = "armillary_predict"
-_NO_ORDER = (
-    "`dataset` gives batches of its own to each replica, so there is no one order of "
-    "its examples. Distribute one data set over all replicas: "
-    "`strategy.distribute_dataset(dataset)`, or a function without `input_context`."
-)
-_NO_END = (
-    "`dataset` repeats its data for ever, but `predict` goes through all of it once. "
-    "Make it without `repeat=True`."
-)
 
 
 @hides_frames
@@ -76,25 +67,27 @@ def predict(
             have one row for each example.
     """
     check_callable("fn", fn)
-    if strategy is None:
-        strategy = get_strategy()
-    check_instance(
-        "strategy", strategy, Strategy, "Leave it out for the one in effect."
-    )
+    strategy = get_strategy() if strategy is None else strategy
+    fix = "Leave it out for the one in effect."
+    check_instance("strategy", strategy, Strategy, fix)
     return _predict(fn, _begin_anew(dataset, strategy), strategy)
 
 
 def _begin_anew(dataset: Any, strategy: Strategy) -> DistributedDataset:
-    """Returns a dataset like this one at its beginning, of which all is used.
-
-    Raises:
-        ValueError: If it has no end, or no one order.
-    """
+    """Returns a dataset like this one at its beginning, of which all is used."""
     data = distribute(dataset, strategy)
     if data.per_replica_batches:
-        raise ValueError(_NO_ORDER)
+        raise ValueError(
+            "`dataset` gives batches of its own to each replica, so there is no one "
+            "order of its examples. Distribute one data set over all replicas: "
+            "`strategy.distribute_dataset(dataset)`, or a function without "
+            "`input_context`."
+        )
     if data.is_endless:
-        raise ValueError(_NO_END)
+        raise ValueError(
+            "`dataset` repeats its data for ever, but `predict` goes through all of it "
+            "once. Make it without `repeat=True`."
+        )
     remainder = "pad" if data.options.remainder == "pad" else None
     options = dataclasses.replace(data.options, remainder=remainder)
     return DistributedDataset(data.source, data.layout, options=options)
@@ -125,8 +118,8 @@ def _predict(
             if last is not None:
                 pieces.append(_fetch(arrays, strategy))
                 if last.is_last:
-                    outputs, pieces = _join(pieces), []
-                    yield outputs
+                    yield jax.tree.map(lambda *leaves: np.concatenate(leaves), *pieces)
+                    pieces = []
             if batch is None:
                 break
             last, arrays = batch, next_arrays
@@ -142,9 +135,8 @@ def _compile(
     fn: Callable[[Batch], PyTree], strategy: Strategy, *, has_mask: bool
 ) -> Function:
     """Returns the compiled step, which is kept with `fn` if that is a function."""
-    kept = (
-        vars(fn).setdefault(_PROGRAMS, {}) if isinstance(fn, types.FunctionType) else {}
-    )
+    is_function = isinstance(fn, types.FunctionType)
+    kept = vars(fn).setdefault(_PROGRAMS, {}) if is_function else {}
     # `functools.wraps` gives a function what another one keeps.
     key = id(fn), strategy, has_mask
     name = getattr(fn, "__name__", type(fn).__name__)
@@ -164,26 +156,16 @@ def _compile(
 
 
 def _check_rows(fn_name: str, outputs: PyTree, num_rows: int) -> None:
-    """Raises unless every output has a row for each example.
-
-    Raises:
-        TypeError: If there is none, or one is no array.
-        ValueError: If one has no such axis.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(outputs)
-    if not leaves:
-        raise TypeError(
-            f"`{fn_name}` returned {outputs!r:.80}, but `predict` yields what it "
-            "returns, which must hold an array. End it with `return`."
-        )
+    """Raises unless there are outputs, and each has a row for each example."""
+    leaves = jax.tree_util.tree_leaves_with_path(outputs) or [((), outputs)]
     for path, leaf in leaves:
         key = jax.tree_util.keystr(path, simple=True, separator="/")
-        name = f"`{key}` of what" if key else "What"
-        name = f"{name} `{fn_name}` returned"
+        name = f"{f'`{key}` of what' if key else 'What'} `{fn_name}` returned"
         if not isinstance(leaf, jax.Array | np.ndarray):
             raise TypeError(
                 f"{name} is {leaf!r:.80} of type {type(leaf).__name__}, but it must be "
-                "an array with the examples on its first axis. Leave it out."
+                "an array with the examples on its first axis. Leave it out, or end "
+                "the function with `return`."
             )
         if leaf.shape[:1] != (num_rows,):
             raise ValueError(
@@ -198,9 +180,3 @@ def _fetch(arrays: PyTree, strategy: Strategy) -> PyTree:
     with strategy.scope():
         outputs, mask = jax.tree.map(lambda leaf: np.asarray(as_whole(leaf)), arrays)
     return outputs if mask is None else jax.tree.map(lambda leaf: leaf[mask], outputs)
-
-
-def _join(pieces: list[PyTree]) -> PyTree:
-    if len(pieces) == 1:
-        return pieces[0]
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *pieces)

@@ -32,12 +32,9 @@ _MOST_OUTPUT_BYTES = 2**20
 
 
 class Loops(NamedTuple):
-    """How the steps of a call are divided into loops.
+    """Loops of `num_steps`, of which the first has had `num_done` steps already.
 
-    Attributes:
-        num_steps: Steps of a loop.
-        num_done: Steps that the first loop has had already.
-        is_end: Whether the last loop ends with the call, however short it is.
+    `is_end` says whether the last one ends with the call, however short it is.
     """
 
     num_steps: Any
@@ -146,21 +143,17 @@ class Program:
         first output takes its place; and the types of both.
         """
         donated, others = self._flat.describe(self.changed)
-        number = np.int32(0)
-        loops = None if self.hooks is None else Loops(number, number, np.bool_(False))
+        number = jax.ShapeDtypeStruct((), np.int32)
+        loops = None
+        if self.hooks is not None:
+            loops = Loops(number, number, jax.ShapeDtypeStruct((), np.bool_))
         inputs = _Inputs(others, list(chunk), number, number, health, loops)
-        leaves, tree = jax.tree.flatten(inputs)
+        types, tree = jax.tree.flatten(inputs)
 
         def run(donated: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
             new, *rest = self._run(donated, tree.unflatten(leaves))
             return new, jax.tree.leaves(rest)
 
-        types = [
-            leaf
-            if isinstance(leaf, jax.ShapeDtypeStruct)
-            else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-            for leaf in leaves
-        ]
         out_shardings = (self._flat.shardings(self.changed), None)
         fn = jax.jit(run, donate_argnums=0, out_shardings=out_shardings)
         return fn, (donated, types)
@@ -266,13 +259,9 @@ def _put(stacks: list[Any], values: Sequence[Any], index: Any) -> list[Any]:
     ]
 
 
-def _replace(
-    slots: Sequence[Any], indices: Sequence[int], values: Sequence[Any]
-) -> list[Any]:
-    now = list(slots)
-    for i, value in zip(indices, values, strict=True):
-        now[i] = value
-    return now
+def _replace(slots: Sequence[Any], indices: Sequence[int], values: Any) -> list[Any]:
+    now = dict(enumerate(slots)) | dict(zip(indices, values, strict=True))
+    return list(now.values())
 
 
 def _call_if(
@@ -304,35 +293,31 @@ def take_batches(
     """
 
     def take(index: Any) -> list[Any]:
-        return jax.tree.leaves(
-            [
-                [
-                    gather(resident, _take_batch(arrays, index * count + offset))
-                    for offset in range(count)
-                ]
-                for (arrays, resident), count, gather in zip(
-                    inputs, batches_per_step, gathers, strict=True
-                )
-            ]
+        triples = zip(inputs, batches_per_step, gathers, strict=True)
+        batches = [
+            gather(resident, _take_row(arrays, index * count + offset))
+            for (arrays, resident), count, gather in triples
+            for offset in range(count)
+        ]
+        return jax.tree.leaves(batches)
+
+    def take_in_branch(index: Any) -> list[Any]:
+        # XLA's CPU compiler drops barriers before it merges operations, but it keeps a
+        # branch whose condition it cannot know. The other one is never taken; being
+        # made of the same operations, it leaves the arrays split over devices as they
+        # are.
+        return jax.lax.cond(
+            index >= 0, take, lambda index: take(jnp.zeros_like(index)), index
         )
 
     return jax.lax.platform_dependent(
         index,
-        cpu=lambda index: _take_in_branch(take, index),
+        cpu=take_in_branch,
         default=lambda index: jax.lax.optimization_barrier(take(index)),
     )
 
 
-def _take_in_branch(take: Callable[[Any], list[Any]], index: Any) -> list[Any]:
-    # XLA's CPU compiler drops barriers before it merges operations, but it keeps a
-    # branch whose condition it cannot know. The other one is never taken; being made
-    # of the same operations, it leaves the arrays split over devices as they are.
-    return jax.lax.cond(
-        index >= 0, take, lambda index: take(jnp.zeros_like(index)), index
-    )
-
-
-def _take_batch(arrays: PyTree, index: Any) -> PyTree:
+def _take_row(arrays: PyTree, index: Any) -> PyTree:
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), arrays
     )

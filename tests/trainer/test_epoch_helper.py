@@ -93,8 +93,8 @@ def test_a_trainer_resets_a_metric_once_an_epoch():
     {
         ValueError: {
             "`epoch_steps` is 0": lambda: armillary.EpochHelper(0, int),
-            "`epoch_end` was called outside": armillary.EpochHelper(4, int).epoch_end,
-            "`batch_index` was read before": (
+            "`epoch_end` belongs to an epoch": armillary.EpochHelper(4, int).epoch_end,
+            "`batch_index` belongs to an epoch": (
                 lambda: armillary.EpochHelper(4, int).batch_index
             ),
         },

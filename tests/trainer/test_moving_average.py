@@ -235,8 +235,8 @@ def update_from_itself():
                 lambda: make(make_linear, decay=lambda count: 0.5, debias=True)
             ),
             "`model` is the model of the average itself": update_from_itself,
-            r"(?s)in 2 places:\n  bias: missing, averaged \(1,\)\n"
-            r"  kernel: \(2, 1\), averaged \(3, 1\)\nPass the": update_from_another,
+            r"(?s)other parameters .*  bias: \(1,\)\n  kernel: \(2, 1\)\n"
+            r"  kernel: \(3, 1\)\nPass the": update_from_another,
         },
     }
 )
