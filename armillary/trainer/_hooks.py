@@ -64,34 +64,22 @@ class Hooks(NamedTuple):
             and self.end.is_same(other.end)
         )
 
-    def output(self, arrays: Sequence[Any]) -> Output:
-        """Returns the output of one loop, from the arrays among its leaves."""
-        return _rebuild(self.shape, self.end.results(arrays))
-
 
 class LoopOutputs:
     """The outputs of loops that ran with their hooks, on the device until `fetch`."""
 
-    def __init__(self, hooks: Hooks) -> None:
-        self._hooks = hooks
-        self._stacks: list[tuple[Sequence[Any], int]] = []
-        self.num_loops = 0
-
-    def add(self, arrays: Sequence[jax.Array], count: int) -> None:
-        """Adds the first `count` loops of what a program puts out."""
-        if count:
-            self._stacks.append((arrays, count))
-            self.num_loops += count
+    def __init__(self, hooks: Hooks, arrays: Sequence[Any], num_loops: int) -> None:
+        self._hooks, self._arrays, self._num_loops = hooks, arrays, num_loops
 
     def fetch(self) -> None:
         """Waits for the device, and fetches the values."""
-        self._stacks = jax.device_get(self._stacks)
+        self._arrays = jax.device_get(self._arrays)
 
     def __iter__(self) -> Iterator[Output]:
         """Yields the output of each loop."""
-        for arrays, count in self._stacks:
-            for index in range(count):
-                yield self._hooks.output([array[index] for array in arrays])
+        for index in range(self._num_loops):
+            leaves = self._hooks.end.results([array[index] for array in self._arrays])
+            yield _rebuild(self._hooks.shape, leaves)
 
 
 def trace_hooks(owner: Any, flat: FlatState, *, is_asked: bool) -> Hooks | None:

@@ -22,7 +22,6 @@ from armillary.trainer._eager import run_eagerly
 from armillary.trainer._guard import LoopCheck, LoopGuard
 from armillary.trainer._hooks import LoopOutputs
 from armillary.trainer._origin import find_origin
-from armillary.trainer._program import Loops
 from armillary.trainer._step_checks import StepMethod
 from armillary.trainer._tracer import StepPrograms
 from armillary.typing import PyTree
@@ -166,44 +165,23 @@ class Loop:
 
     # Loops with the hooks of the trainer
 
-    def finds_hooks(self) -> bool:
-        """Finds the state; returns whether `run_loops` can run the owner's hooks."""
-        if self._programs.find_hooks() is None:
-            return False
-        chunk = self._next_chunk()
-        return chunk is not None and self._programs.get(chunk).hooks is not None
+    def count_loops(self, num_steps: int, num_loops: int) -> int:
+        """Finds the state; returns how many loops `run_loops` can run now, with hooks.
 
-    def run_loops(self, num_steps: int, num_loops: int) -> tuple[int, LoopOutputs]:
-        """Runs loops with the hooks of the owner, after `finds_hooks` was true.
-
-        Those that fit into what is left of a chunk are one program. One that does not
-        runs alone. Returns for how many steps there was data, and what the loops put
-        out.
+        Those that fit into what is left of a chunk. Others have their hooks in Python.
         """
-        hooks, flat = self._programs.hooks, self._programs.flat
-        assert hooks is not None and flat is not None
-        outputs = LoopOutputs(hooks)
-        count = num_done = 0
-        last: Chunk | None = None
+        if self._programs.find_hooks() is None or (chunk := self._next_chunk()) is None:
+            return 0
+        room = (chunk.num_steps - self.feed.offset) // num_steps
+        return min(num_loops, room, self._programs.get(chunk).most_loops)
+
+    def run_loops(self, num_steps: int, num_loops: int) -> LoopOutputs:
+        """Runs so many loops with the hooks of the owner, as one program."""
+        hooks, flat, chunk = self._programs.hooks, self._programs.flat, self.feed.chunk
+        assert hooks is not None and flat is not None and chunk is not None
         with flat.writing_back():
-            while not outputs.num_loops:
-                chunk = self._next_chunk()
-                if chunk is None:
-                    assert last is not None  # The data ends within the loop.
-                    loops = Loops(num_steps, num_done, is_end=True)
-                    outputs.add(self._start(flat, last, 0, loops), 1)
-                    break
-                last = chunk
-                most = min(num_loops, self._programs.get(chunk).most_loops)
-                size = chunk.num_steps - self.feed.offset
-                if num_done + size >= num_steps:
-                    size -= (num_done + size) % num_steps
-                size = min(size, most * num_steps - num_done)
-                loops = Loops(num_steps, num_done, is_end=False)
-                arrays = self._start(flat, chunk, size, loops)
-                outputs.add(arrays, (num_done + size) // num_steps)
-                count, num_done = count + size, (num_done + size) % num_steps
-        return count, outputs
+            arrays = self._start(flat, chunk, num_steps * num_loops, num_loops)
+        return LoopOutputs(hooks, arrays, num_loops)
 
     # Steps alone
 
@@ -287,7 +265,7 @@ class Loop:
         flat: FlatState,
         chunk: Chunk,
         count: int,
-        loops: Loops | None = None,
+        num_loops: int = 0,
         *,
         is_last: bool = True,
     ) -> list[jax.Array]:
@@ -299,13 +277,12 @@ class Loop:
         start = feed.offset
         with flat.lent(program.changed) as (donated, others):
             values, arrays, token, guard.health = program(
-                donated, others, chunk.inputs, start, count, guard.health, loops
+                donated, others, chunk.inputs, start, count, guard.health, num_loops
             )
             # The outputs of a loop on the device are arrays of their own.
             flat.give(values, token, may_share=not program.is_nested)
-            if count:
-                guard.add(chunk.positions[start : start + count])
-                feed.commit(count)
+            guard.add(chunk.positions[start : start + count])
+            feed.commit(count)
             feed.read_on()  # when the device has something to do
             if is_last:
                 flat.write_back()  # here, since Ctrl-C is kept away

@@ -5,9 +5,9 @@ one program serves every remainder, a chunk may be used up over several loops, a
 same instructions run for every step whatever the loop's length is: that is why results
 do not depend, bit for bit, on how steps are divided into loops and chunks.
 
-Where the hooks of the trainer are part of the program, it runs many loops, one after
-the other, or a part of one: how long a loop is, and how far the first one has come, are
-numbers as well.
+Where the hooks of the trainer are part of the program, it can run several loops, one
+after the other. A loop that is cut, by the end of a chunk or of the data, runs without
+them, and Python runs them around it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,17 +31,6 @@ Gather = Callable[[PyTree, PyTree], PyTree]
 _MOST_OUTPUT_BYTES = 2**20
 
 
-class Loops(NamedTuple):
-    """Loops of `num_steps`, of which the first has had `num_done` steps already.
-
-    `is_end` says whether the last one ends with the call, however short it is.
-    """
-
-    num_steps: Any
-    num_done: Any
-    is_end: Any
-
-
 class _Inputs(NamedTuple):
     """What a call takes besides the arrays that it takes over."""
 
@@ -49,8 +38,8 @@ class _Inputs(NamedTuple):
     chunk: list[Any]
     start: Any
     num_steps: Any
+    num_loops: Any
     health: Any
-    loops: Any
 
 
 class Program:
@@ -61,7 +50,7 @@ class Program:
 
     Attributes:
         changed: Indices of the arrays of the state that the program changes.
-        most_loops: The largest number of loops that one call may end, with hooks.
+        most_loops: The largest number of loops, with hooks, that one call may run.
     """
 
     def __init__(
@@ -122,15 +111,15 @@ class Program:
         start: int,
         num_steps: int,
         health: Health | None = None,
-        loops: Loops | None = None,
+        num_loops: int = 0,
     ) -> tuple[list[jax.Array], list[jax.Array], jax.Array, Health | None]:
-        """Runs steps `start` to `start + num_steps` of a chunk, given as `inputs`.
+        """Runs `num_steps` steps of a chunk, given as `inputs`, from `start` on.
 
-        `donated` and `others` are what `FlatState.lent` gives, and `health` what the
-        guard knows, if there is one.
+        They may be those of whole loops, with hooks. `donated` and `others` are what
+        `FlatState.lent` gives, and `health` what the guard knows, if there is one.
         """
-        begin, count = np.int32(start), np.int32(num_steps)
-        inputs = _Inputs(others, list(chunk), begin, count, health, loops)
+        begin, count, loops = np.int32(start), np.int32(num_steps), np.int32(num_loops)
+        inputs = _Inputs(others, list(chunk), begin, count, loops, health)
         return self._compiled(donated, inputs)
 
     def describe(
@@ -144,10 +133,7 @@ class Program:
         """
         donated, others = self._flat.describe(self.changed)
         number = jax.ShapeDtypeStruct((), np.int32)
-        loops = None
-        if self.hooks is not None:
-            loops = Loops(number, number, jax.ShapeDtypeStruct((), np.bool_))
-        inputs = _Inputs(others, list(chunk), number, number, health, loops)
+        inputs = _Inputs(others, list(chunk), number, number, number, health)
         types, tree = jax.tree.flatten(inputs)
 
         def run(donated: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -179,10 +165,10 @@ class Program:
         self, donated: Sequence[Any], inputs: _Inputs
     ) -> tuple[list[Any], list[Any], Any, Any]:
         slots = self._flat.join(self.changed, donated, inputs.others)
-        _, chunk, start, num_steps, health, _ = inputs
+        _, chunk, start, num_steps, _, health = inputs
         stop = jnp.asarray(start + num_steps)
         if self.hooks is not None:
-            new, outputs = self._run_loops(self.hooks, slots, inputs, stop)
+            new, outputs = self._run_loops(self.hooks, slots, inputs)
             return new, outputs, stop, None
         if not self.is_nested:
             new, results, health = self._one_step(slots, chunk, start, health)
@@ -216,36 +202,27 @@ class Program:
         return jax.lax.while_loop(goes_on, body, begin)
 
     def _run_loops(
-        self, hooks: Hooks, slots: list[Any], inputs: _Inputs, stop: Any
+        self, hooks: Hooks, slots: list[Any], inputs: _Inputs
     ) -> tuple[list[Any], list[Any]]:
-        """Runs steps up to `stop`, and hooks where a loop begins or ends."""
-        _, chunk, start, num_steps, _, loops = inputs
+        """Runs loops with their hooks, or as many steps without."""
+        _, chunk, start, num_steps, num_loops, _ = inputs
+        has_hooks, count = num_loops > 0, jnp.maximum(num_loops, 1)
+        size = num_steps // count
 
-        def goes_on(carry: tuple[Any, ...]) -> Any:
-            # A call without steps only ends a loop.
-            index, _, number, _, _ = carry
-            return (index < stop) | ((num_steps == 0) & (number == 0))
-
-        def body(carry: tuple[Any, ...]) -> Any:
-            index, num_done, number, changed, outputs = carry
+        def body(number: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            changed, outputs = carry
             now = _replace(slots, self.changed, changed)
-            now = _call_if(num_done == 0, hooks.begin, now)[0]
-            end = jnp.minimum(index + loops.num_steps - num_done, stop)
-            new = [now[i] for i in self.step.changed]
-            last, new, _, _ = self._run_steps(now, chunk, (index, new, [], None), end)
+            now, _ = _call_if(has_hooks, hooks.begin, now)
+            first = start + number * size
+            begin = (first, [now[i] for i in self.step.changed], [], None)
+            _, new, _, _ = self._run_steps(now, chunk, begin, first + size)
             now = _replace(now, self.step.changed, new)
-            num_done = num_done + last - index
-            is_over = (num_done == loops.num_steps) | (loops.is_end & (last == stop))
-            now, values = _call_if(is_over, hooks.end, now)
-            outputs = _put(outputs, values, number)
-            num_done = jnp.where(is_over, 0, num_done)
-            kept = [now[i] for i in self.changed]
-            return last, num_done, number + is_over, kept, outputs
+            now, values = _call_if(has_hooks, hooks.end, now)
+            return [now[i] for i in self.changed], _put(outputs, values, number)
 
         changed = [slots[i] for i in self.changed]
         outputs = _empty(hooks.end.result_types, self.most_loops)
-        begin = (start, loops.num_done, jnp.int32(0), changed, outputs)
-        return jax.lax.while_loop(goes_on, body, begin)[3:]
+        return jax.lax.fori_loop(0, count, body, (changed, outputs))
 
 
 def _empty(types: Sequence[Any], size: int) -> list[Any]:

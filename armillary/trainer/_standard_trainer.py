@@ -218,10 +218,10 @@ class StandardTrainer(Runner, AbstractTrainer):
             self.data_exhausted = not loop.has_data()
             if self.data_exhausted:
                 return _StartedLoops(0, [None])
-            if loop.finds_hooks():
-                num_run, outputs = loop.run_loops(num_steps, num_loops)
-                self.data_exhausted = num_run < num_steps * outputs.num_loops
-                return _StartedLoops(num_run, outputs)
+            if count := loop.count_loops(num_steps, num_loops):
+                return _StartedLoops(
+                    num_steps * count, loop.run_loops(num_steps, count)
+                )
             self.train_loop_begin()
             num_run = loop.run(num_steps)
             self.data_exhausted = num_run < num_steps
