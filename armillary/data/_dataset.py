@@ -9,8 +9,9 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from armillary.data._iterator import DistributedIterator
+from armillary._jaxpr import is_in_trace
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
+from armillary.data.feed._feed import Feed
 from armillary.data.feed._gather import make_gather
 from armillary.data.feed._position import (
     Position,
@@ -18,10 +19,10 @@ from armillary.data.feed._position import (
     decode_position,
     encode_position,
 )
-from armillary.data.feed._reader import BatchReader, BatchStream
-from armillary.data.feed._split import Splitter
+from armillary.data.feed._reader import BatchReader, BatchStream, place_pieces
+from armillary.data.feed._split import Piece, Splitter
 from armillary.data.sources._source import as_source
-from armillary.errors import DatasetStateError
+from armillary.errors import CapturedStateError, DatasetStateError
 from armillary.typing import Batch, PyTree
 
 _PIPELINES, _ORDER = "pipelines", "order"
@@ -86,7 +87,7 @@ class DistributedDataset:
         self._next_epoch = 0
         self._element_spec: PyTree | None = None
 
-    def __iter__(self) -> DistributedIterator:
+    def __iter__(self) -> "DistributedIterator":
         """Returns an iterator over the next pass.
 
         After `set_state` without a living iterator, it continues the pass that was
@@ -146,12 +147,7 @@ class DistributedDataset:
                     f"The source ({self.source_name}) has no batches, so there is no "
                     "`element_spec`. Pass a data set with at least one example."
                 )
-            splitter = Splitter(
-                self.layout,
-                self.options.remainder,
-                per_replica_batches=self.per_replica_batches,
-                exact=False,
-            )
+            splitter = Splitter(self, exact=False)
             spec = splitter.describe(stream.element_spec, stream.full_size or 0)
             self._element_spec = self.gather.rows(spec)
         return self._element_spec
@@ -249,3 +245,56 @@ class DistributedDataset:
                 "all of them (`strategy.distribute_dataset`)."
             )
         return states[peers.index]
+
+
+class DistributedIterator:
+    """One pass over a `DistributedDataset`, read ahead by a background thread.
+
+    The thread ends with the pass, with `close`, and when nobody holds the iterator.
+    """
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        self._layout = dataset.layout
+        self._feed: Feed[Piece] = Feed([dataset], exact=False, begins_anew=True)
+        self._feed.start(place_pieces, dataset.prefetch)
+
+    def __iter__(self) -> "DistributedIterator":
+        return self
+
+    def __next__(self) -> PyTree:
+        """Returns the next batch as the layout wraps it.
+
+        Raises:
+            StopIteration: If the data has ended, again at every call.
+            BatchSizeError: If the replicas cannot share the batch equally.
+            DatasetStateError: If Ctrl-C came while data was read that cannot go back.
+            CapturedStateError: If a function is being traced, which would make the
+                batch a constant of its program.
+        """
+        if is_in_trace():
+            raise CapturedStateError(
+                "A batch was taken from a distributed dataset while a function is "
+                "traced, so that every call of the program would use this same batch. "
+                "Take it outside and pass it in (`for batch in dataset: step(batch)`), "
+                "or let a `StandardTrainer` run the loop."
+            )
+        batch = self._feed.next_chunk()
+        if batch is None:
+            raise StopIteration
+        value = self._layout.wrap(batch.arrays, batch.num_active)
+        self._feed.read_on()
+        # ORDER: last, since an interrupt before it gives the batch out again.
+        self._feed.commit(1)
+        return value
+
+    def get_next(self) -> PyTree:
+        """Returns the next batch: `next(iterator)` as `tf.distribute` spells it.
+
+        Raises:
+            StopIteration: If the data has ended.
+        """
+        return next(self)
+
+    def close(self) -> None:
+        """Ends the pass and its thread; the dataset keeps the position reached."""
+        self._feed.close()

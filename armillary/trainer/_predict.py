@@ -12,8 +12,8 @@ import numpy as np
 from armillary._checks import check_callable, check_instance
 from armillary._traceback import hides_frames
 from armillary.data._dataset import DistributedDataset
-from armillary.data._iterator import place_batches
 from armillary.data.feed._feed import Feed
+from armillary.data.feed._reader import place_pieces
 from armillary.data.feed._split import Piece, get_mask
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute._strategy import Strategy
@@ -99,7 +99,7 @@ def _predict(
 ) -> Iterator[PyTree]:
     step = _compile(fn, strategy, has_mask=dataset.options.remainder == "pad")
     feed: Feed[Piece] = Feed([dataset], exact=True)
-    feed.start(place_batches, dataset.prefetch)
+    feed.start(place_pieces, dataset.prefetch)
     pieces: list[PyTree] = []
     last: Piece | None = None
     arrays: PyTree = None

@@ -12,7 +12,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from armillary.data.feed._lockstep import check_same_chunk, describe_chunk
 from armillary.data.feed._position import Position
@@ -23,20 +23,13 @@ from armillary.errors import DatasetStateError
 
 if TYPE_CHECKING:
     from armillary.data._dataset import DistributedDataset
+    from armillary.data.feed._chunks import Chunk
 
 _CLOSE_TIMEOUT_SECONDS = 5.0
 
 
-class Item(Protocol):
-    """The batches of some steps; `str` of it names what they look like."""
-
-    @property
-    def positions(self) -> Sequence[tuple[Position, ...]]:
-        """For each step, the position of each dataset after it."""
-        ...
-
-
-T = TypeVar("T", bound=Item)
+T = TypeVar("T", bound="Chunk | Piece")
+"""The batches of some steps; `str` of it names what they look like."""
 
 
 class Feed(Generic[T]):

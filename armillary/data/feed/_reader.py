@@ -2,6 +2,8 @@
 
 import copy
 import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -135,13 +137,7 @@ class BatchReader:
         dataset = self.dataset
         self.stream: BatchStream | None = stream
         self.position = stream.position
-        splitter = Splitter(
-            dataset.layout,
-            dataset.options.remainder,
-            per_replica_batches=dataset.per_replica_batches,
-            exact=self._exact,
-        )
-        pieces = splitter.split(stream)
+        pieces = Splitter(dataset, exact=self._exact).split(stream)
         self._ahead: Prefetcher[Piece] | None = None
         if dataset.is_agreed:
             # A thread reads ahead what the processes are to agree on.
@@ -184,3 +180,10 @@ class BatchReader:
             self._ahead.close(timeout_seconds)
         self._pieces.close()
         self.stream = None
+
+
+def place_pieces(readers: Sequence[BatchReader]) -> Iterator[Piece]:
+    """Yields the pieces of one reader on their devices."""
+    (reader,) = readers
+    for piece in reader:
+        yield replace(piece, arrays=reader.gather.place(piece))

@@ -24,8 +24,6 @@ import numpy as np
 from armillary._logging import logger
 from armillary.data._layout import (
     Active,
-    BatchLayout,
-    Remainder,
     hosted_replicas,
     name_fitting_sizes,
 )
@@ -35,6 +33,7 @@ from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
+    from armillary.data._dataset import DistributedDataset
     from armillary.data.feed._reader import BatchStream
 
 MASK = "mask"
@@ -73,46 +72,36 @@ class Piece:
 
 
 class Splitter:
-    """Splits the batches of a stream between the replicas of a layout.
+    """Splits the batches of a dataset's streams between its replicas.
 
-    Args:
-        layout: Where the replicas are.
-        remainder: As in `InputOptions`.
-        per_replica_batches: Whether a source batch is one replica's, not a global one.
-            Of several processes, each splits what it reads between its own replicas.
-        exact: Whether groups that do not fit become several pieces, unless `remainder`
-            is `"drop"` or `"pad"`.
+    With `exact`, groups that do not fit become several pieces, unless `remainder` is
+    `"drop"` or `"pad"`. Of several processes that read data of their own, each splits
+    what it reads between its own replicas.
     """
 
-    def __init__(
-        self,
-        layout: BatchLayout,
-        remainder: Remainder,
-        *,
-        per_replica_batches: bool,
-        exact: bool,
-    ) -> None:
-        self._stacked, self._remainder = layout.stacked, remainder
-        self._of_replicas, self._exact = per_replica_batches, exact
+    def __init__(self, dataset: "DistributedDataset", *, exact: bool) -> None:
+        layout, self._remainder = dataset.layout, dataset.options.remainder
+        self._stacked, self._exact = layout.stacked, exact
+        self._of_replicas = dataset.per_replica_batches
         self._num_all = self._num_replicas = layout.num_replicas
         self._local: range | None = None
         if layout.peers is not None and layout.stacked:
-            if per_replica_batches:
+            if self._of_replicas:
                 self._num_replicas = len(layout.local_replicas)
             else:
                 self._local = layout.local_replicas
         self._num_shares = self._num_replicas if layout.stacked else 1
-        self._group_size = self._num_shares if per_replica_batches else 1
+        self._group_size = self._num_shares if self._of_replicas else 1
         # Whether a group that does not fit is one piece for fewer replicas.
-        self._narrows = layout.stacked and remainder == "exact" and not exact
+        is_exact = self._remainder == "exact"
+        self._narrows = layout.stacked and is_exact and not exact
         fixes = [
             '`InputOptions(remainder="exact")` to run it on fewer replicas',
             '`InputOptions(remainder="drop")` to leave examples out, or '
             '`InputOptions(remainder="pad")` to fill up and get a `mask`',
         ]
         # Rows would have to travel where processes read data of their own.
-        is_alone = per_replica_batches and layout.peers is not None
-        self._fixes = ", ".join(fixes[1:] if is_alone else fixes)
+        self._fixes = ", ".join(fixes[dataset.is_agreed :])
 
     def split(self, stream: "BatchStream") -> Iterator[Piece]:
         """Yields all pieces of `stream`.
