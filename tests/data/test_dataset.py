@@ -305,7 +305,7 @@ def test_unequal_share_is_an_error_at_that_batch(make_dataset):
     iterator = iter(make_dataset(from_arrays(np.arange(7), batch_size=4)))
     next(iterator)
     for _ in range(2):
-        with pytest.raises(BatchSizeError, match="last batch of the data has the 3 ex"):
+        with pytest.raises(BatchSizeError, match="A batch has 3 examples, which"):
             next(iterator)
 
 

@@ -350,13 +350,3 @@ def test_arguments_are_checked(make_dataset):
             ChunkBuilder([1], **({"steps_per_chunk": 1} | {name: -1}))
     with pytest.raises(ValueError, match="`batches_per_step` is 0"):
         ChunkBuilder([1, 0], steps_per_chunk=1)
-
-
-def test_only_steps_of_the_current_chunk_can_be_committed(make_dataset):
-    feed = open_chunks(make_dataset([np.zeros(2)]), steps_per_chunk=1)
-    with pytest.raises(ValueError, match=r"is 1, but the current chunk has 0 steps"):
-        feed.commit(1)
-    feed.next_chunk()
-    for num_steps in (0, -1, 2):
-        with pytest.raises(ValueError, match=f"`num_steps` is {num_steps}, but the cu"):
-            feed.commit(num_steps)

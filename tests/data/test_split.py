@@ -183,10 +183,10 @@ def test_batches_that_all_run_on_fewer_replicas_are_told_of(
 
 UNEQUAL = (
     "A batch has 10 examples, which 4 replicas cannot share equally (10 % 4 = 2). "
-    "Use a batch size that is a multiple of 4, such as `8` or `12`, or "
-    '`InputOptions(remainder="exact")` to run it on fewer replicas, '
-    '`InputOptions(remainder="drop")` to leave examples out, or '
-    '`InputOptions(remainder="pad")` to fill up and get a `mask`.'
+    "Use a batch size that is a multiple of 4, such as `8` or `12`, with "
+    "`drop_remainder=True` if this is the last batch, or "
+    '`InputOptions(remainder="exact")` to run it on fewer replicas, `"drop"` to leave '
+    'examples out, or `"pad"` to fill up and get a `mask`.'
 )
 OF_REPLICAS = {"per_replica_batches": True}
 
@@ -206,20 +206,6 @@ def test_batches_that_replicas_cannot_share_are_errors(
 ):
     with pytest.raises(BatchSizeError, match=message):
         split(sized(*sizes), num_replicas, **options)
-
-
-def test_a_last_batch_that_cannot_be_shared_says_so(split):
-    message = (
-        "The last batch of the data has the 6 examples that were left, which 4 "
-        "replicas cannot share equally (6 % 4 = 2); the batches before it have 8. "
-        'Use `InputOptions(remainder="exact")` to run it on fewer replicas, '
-        '`InputOptions(remainder="drop")` to leave examples out, or '
-        '`InputOptions(remainder="pad")` to fill up and get a `mask`, or batch the '
-        "data with `drop_remainder=True`."
-    )
-    for source in [sized(8, 6), from_arrays(np.arange(22), batch_size=8)]:
-        with pytest.raises(BatchSizeError, match=re.escape(message)):
-            split(source, 4)
 
 
 def test_drop_leaves_out_short_batches_and_excess_rows(split):

@@ -36,16 +36,13 @@ class Chunk:
             Steps from `num_steps` on are no data and must not run.
         resident: For each reader, the arrays of its data that stay on the device.
         types: For each reader, shapes and dtypes of one batch as a step receives it.
-        num_steps: Steps that have data, at least 1.
-        capacity: Steps for which there is room; the same for all chunks of a signature,
-            so that one program serves them.
-        signature: Equal for chunks whose steps have batches of one structure, shape
-            and dtype, on as many replicas.
+        num_steps: Steps that have data.
+        capacity: Steps for which there is room; the same for all chunks of a signature.
+        signature: Equal for chunks that one program can run.
         num_active: For each reader, which replicas have data.
         num_replicas: For each reader, how many replicas share a batch.
         positions: For each step, the position of each reader after it.
-        ends: For each step, whether it is the last one of its batches; False only for
-            the first pieces of a batch that runs as several smaller steps.
+        ends: For each step, whether no piece of its batches follows.
     """
 
     arrays: list[PyTree]
@@ -77,11 +74,9 @@ class ChunkBuilder:
     Args:
         batches_per_step: For each reader, how many of its batches one step takes.
         steps_per_chunk: Most steps in one chunk.
-        max_chunk_bytes: Most host memory of one chunk. A chunk has at least one step,
-            however large.
-        gives_errors_at_once: Whether the steps that were read before an error are
-            lost, instead of being given out first, so that what runs does not depend on
-            the size of chunks.
+        max_chunk_bytes: Most host memory of one chunk, which has at least one step.
+        gives_errors_at_once: Whether the steps that were read before an error are lost,
+            instead of being given out first.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from armillary.data.feed._lockstep import check_same_chunk, describe_chunk
 from armillary.data.feed._position import Position
@@ -49,8 +49,7 @@ class Feed(Generic[T]):
     when nobody holds the feed.
 
     Args:
-        datasets: What to read, in the order in which steps take it. Each goes on where
-            it was saved, or with its next pass.
+        datasets: What to read. Each goes on where it was saved, or with its next pass.
         exact: Whether every example is used, as in `Splitter`.
         begins_anew: Whether a pass that was saved at its end is followed by the next
             one. Without it, there is no data then.
@@ -60,7 +59,6 @@ class Feed(Generic[T]):
     Attributes:
         readers: What reads each of them; not for use while a thread reads.
         offset: How many steps of the current chunk were used.
-        is_closed: Whether `close` was called.
     """
 
     def __init__(
@@ -74,6 +72,9 @@ class Feed(Generic[T]):
         self._datasets = tuple(datasets)
         self._name = name or ""
         self._peers = None if name is None else datasets[0].layout.peers
+        self._announcing = contextlib.nullcontext
+        if self._peers is not None:
+            self._announcing = self._peers.announcing_errors
         self._is_alike = False
         self.readers = [
             dataset.open_reader(exact=exact, begins_anew=begins_anew)
@@ -87,18 +88,13 @@ class Feed(Generic[T]):
         self._queue: Prefetcher[T] | None = None
         self._is_cut_off = False
         self.offset = 0
-        self.is_closed = False
+        self.is_started = self.is_closed = False
 
     def start(
         self, build: Callable[[Sequence[BatchReader]], Iterator[T]], prefetch: int
     ) -> None:
         """Says what to make of the batches; nothing is read yet."""
-        self._build, self._prefetch = build, prefetch
-
-    @property
-    def is_started(self) -> bool:
-        """Whether there are chunks, and not only single batches."""
-        return self._build is not None
+        self._build, self._prefetch, self.is_started = build, prefetch, True
 
     @property
     def positions(self) -> tuple[Position, ...]:
@@ -121,10 +117,7 @@ class Feed(Generic[T]):
         return self.is_closed or (self._queue is not None and self._queue.is_ready)
 
     def is_coming(self, seconds: float) -> bool:
-        """Waits that long for the next chunk; returns whether a thread still reads it.
-
-        Where no thread reads, that is false at once.
-        """
+        """Waits that long for the next chunk; returns whether a thread reads on."""
         queue = self._queue
         return not self.is_closed and queue is not None and queue.is_coming(seconds)
 
@@ -187,20 +180,12 @@ class Feed(Generic[T]):
     def commit(self, num_steps: int) -> None:
         """Marks the next steps of the current chunk as used."""
         queue, chunk, stop = self._queue, self.chunk, self.offset + num_steps
-        count = 0 if chunk is None else len(chunk.positions)
-        if queue is None or chunk is None or not self.offset < stop <= count:
-            raise ValueError(
-                f"`num_steps` is {num_steps}, but the current chunk has "
-                f"{count - self.offset} steps left. Commit between 1 and all of them."
-            )
-        for reader, position in zip(
-            self.readers, chunk.positions[stop - 1], strict=True
-        ):
+        assert queue is not None and chunk is not None
+        used = chunk.positions[stop - 1]
+        for reader, position in zip(self.readers, used, strict=True):
             reader.used = position
-        if stop < count:
-            self.offset = stop
-        else:
-            self.offset = 0
+        self.offset = stop % len(chunk.positions)
+        if not self.offset:
             queue.pop()
 
     def commit_taken(self) -> None:
@@ -248,10 +233,7 @@ class Feed(Generic[T]):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Returns a context in which this thread reads: Ctrl-C in it cuts the feed off.
-
-        A generator that is interrupted has ended, and what it has read is lost.
-        """
+        """Returns a context in which this thread reads: Ctrl-C cuts the feed off."""
         self._recover()
         self._is_cut_off = True
         try:
@@ -262,7 +244,7 @@ class Feed(Generic[T]):
         self._is_cut_off = False
 
     def _recover(self) -> None:
-        """Reads anew what was lost to Ctrl-C."""
+        """Reads anew what was lost to Ctrl-C: an interrupted generator has ended."""
         if not self._is_cut_off:
             return
         for dataset in self._datasets:
@@ -281,11 +263,6 @@ class Feed(Generic[T]):
             if reader.has_ended and reader.used is reader.position:
                 reader.position = replace(reader.position, is_exhausted=True)
                 reader.used = reader.position
-
-    def _announcing(self) -> contextlib.AbstractContextManager[Any]:
-        if self._peers is None:
-            return contextlib.nullcontext()
-        return self._peers.announcing_errors()
 
 
 def _close(readers: Sequence[BatchReader], timeout_seconds: float) -> None:

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from armillary.data.feed._reader import BatchStream
 
 MASK = "mask"
+_FIXES = (
+    '`InputOptions(remainder="exact")` to run it on fewer replicas, `"drop"` to leave '
+    'examples out, or `"pad"` to fill up and get a `mask`'
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,13 +99,6 @@ class Splitter:
         # Whether a group that does not fit is one piece for fewer replicas.
         is_exact = self._remainder == "exact"
         self._narrows = layout.stacked and is_exact and not exact
-        fixes = [
-            '`InputOptions(remainder="exact")` to run it on fewer replicas',
-            '`InputOptions(remainder="drop")` to leave examples out, or '
-            '`InputOptions(remainder="pad")` to fill up and get a `mask`',
-        ]
-        # Rows would have to travel where processes read data of their own.
-        self._fixes = ", ".join(fixes[dataset.is_agreed :])
 
     def split(self, stream: "BatchStream") -> Iterator[Piece]:
         """Yields all pieces of `stream`.
@@ -111,7 +108,7 @@ class Splitter:
         """
         before, is_first = stream.position, True
         for group in self._read_groups(stream):
-            pieces = self._split_group(group, stream)
+            pieces = self._split_group(group, stream.full_size or 0)
             is_wasted = self._narrows and pieces[0][1] < self._num_replicas
             # A last batch that is short may be so; a full one says that all are.
             if is_first and is_wasted and count_rows(group[0]) == stream.full_size:
@@ -180,12 +177,12 @@ class Splitter:
         return -(-num_rows // shares) * shares
 
     def _split_group(
-        self, group: list[PyTree], stream: "BatchStream"
+        self, group: list[PyTree], full_size: int
     ) -> list[tuple[PyTree, int]]:
         """Returns the pieces of one group, each with its number of active replicas."""
         if self._remainder == "pad":
             sizes = [count_rows(batch) for batch in group]
-            size = self._round_up(max(stream.full_size or 0, *sizes))
+            size = self._round_up(max(full_size, *sizes))
             empty = [_pad(group[-1], size, 0)] * (self._group_size - len(group))
             group = [_pad(batch, size, count_rows(batch)) for batch in group] + empty
         if not self._stacked:
@@ -198,15 +195,19 @@ class Splitter:
             return [(_add_replica_axis(arrays, num_sharing), num_sharing)]
         if self._of_replicas:
             return self._split_replica_batches(group)
-        return self._split_global_batch(group[0], stream)
+        return self._split_global_batch(group[0])
 
-    def _split_global_batch(
-        self, arrays: PyTree, stream: "BatchStream"
-    ) -> list[tuple[PyTree, int]]:
+    def _split_global_batch(self, arrays: PyTree) -> list[tuple[PyTree, int]]:
         count, num_rows = self._num_replicas, count_rows(arrays)
         num_left = num_rows % count
         if num_left and not self._exact:
-            raise self._unequal_shares(num_rows, stream)
+            raise BatchSizeError(
+                f"A batch has {num_rows} examples, which {count} replicas cannot share "
+                f"equally ({num_rows} % {count} = {num_left}). Use a batch size that "
+                f"is a multiple of {count}, such as "
+                f"{name_fitting_sizes(num_rows, count)}, with `drop_remainder=True` if "
+                f"this is the last batch, or {_FIXES}."
+            )
         pieces: list[tuple[PyTree, int]] = []
         whole = num_rows - num_left
         if whole:
@@ -217,26 +218,6 @@ class Splitter:
             shares = [_take_rows(arrays, row, row + 1) for row in rows]
             pieces.append((_stack(shares, count), num_left))
         return pieces
-
-    def _unequal_shares(self, num_rows: int, stream: "BatchStream") -> BatchSizeError:
-        """Returns the error for a batch that the replicas cannot share equally."""
-        count, full_size = self._num_replicas, stream.full_size or num_rows
-        rule = (
-            f"which {count} replicas cannot share equally ({num_rows} % {count} = "
-            f"{num_rows % count})"
-        )
-        # A short batch says nothing against a batch size that fits.
-        if full_size % count == 0 and stream.peek() is None:
-            return BatchSizeError(
-                f"The last batch of the data has the {num_rows} examples that were "
-                f"left, {rule}; the batches before it have {full_size}. Use "
-                f"{self._fixes}, or batch the data with `drop_remainder=True`."
-            )
-        return BatchSizeError(
-            f"A batch has {num_rows} examples, {rule}. Use a batch size that is a "
-            f"multiple of {count}, such as {name_fitting_sizes(num_rows, count)}, or "
-            f"{self._fixes}."
-        )
 
     def _split_replica_batches(self, group: list[PyTree]) -> list[tuple[PyTree, int]]:
         count = self._num_replicas
@@ -250,7 +231,7 @@ class Splitter:
                 f"have {sizes} examples"
                 f"{' and the data ends there' if len(group) < count else ''}. "
                 "Batch the data with `drop_remainder=True` and a number of batches "
-                f"that is a multiple of {count}, or use {self._fixes}."
+                f"that is a multiple of {count}, or use {_FIXES}."
             )
         return [(_stack(batches, count), len(batches)) for batches in by_size.values()]
 
