@@ -174,10 +174,8 @@ class DistributedDataset:
         if not self.is_repositionable:
             raise DatasetStateError(
                 f"The source ({self.source_name}) cannot be repositioned, so a "
-                "checkpoint cannot hold its position. Use "
-                "`armillary.data.from_arrays`, `from_tfrecords` or a Grain dataset, "
-                "return iterators with `get_state` and `set_state`, or leave the "
-                "dataset out of the checkpoint."
+                "checkpoint cannot hold its position. Use one that can, such as "
+                "`armillary.data.from_arrays`, or leave the dataset out."
             )
 
     def get_state(self) -> dict[str, Any]:
@@ -241,8 +239,7 @@ class DistributedDataset:
             raise DatasetStateError(
                 f"`state` holds the positions of {saved} input pipelines, but the "
                 f"program has {count}, one for each process that reads data of its "
-                "own. Restore on as many processes, or distribute one data set over "
-                "all of them (`strategy.distribute_dataset`)."
+                "own. Restore on as many processes."
             )
         return states[peers.index]
 

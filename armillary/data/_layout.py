@@ -49,13 +49,8 @@ class InputContext:
     def __post_init__(self) -> None:
         check_positive_int("num_input_pipelines", self.num_input_pipelines)
         check_positive_int("num_replicas_in_sync", self.num_replicas_in_sync)
-        check_not_negative_int("input_pipeline_id", self.input_pipeline_id)
-        if self.input_pipeline_id >= self.num_input_pipelines:
-            raise ValueError(
-                f"`input_pipeline_id` is {self.input_pipeline_id}, but it must be "
-                f"below `num_input_pipelines`, which is {self.num_input_pipelines}. "
-                f"Use an id from 0 to {self.num_input_pipelines - 1}."
-            )
+        most = self.num_input_pipelines - 1
+        check_not_negative_int("input_pipeline_id", self.input_pipeline_id, most)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Returns the number of examples that each replica takes of a global batch.
@@ -148,10 +143,7 @@ Active: TypeAlias = int | tuple[int, ...]
 
 
 class BatchLayout(Protocol):
-    """Puts host arrays where the replicas of this process expect them.
-
-    Strategies implement it, so that nothing in this package knows a strategy.
-    """
+    """Puts host arrays where the replicas of this process expect them."""
 
     @property
     def num_replicas(self) -> int:
@@ -170,10 +162,9 @@ class BatchLayout(Protocol):
 
     @property
     def stacked(self) -> bool:
-        """Whether leaves have a replica axis.
+        """Whether leaves have shape `(num_replicas, per_replica_batch, ...)`.
 
-        If True, leaves have shape `(num_replicas, per_replica_batch, ...)`, of which a
-        process gives the rows of its own replicas. If False, they have shape
+        A process has the rows of its own replicas then. Otherwise leaves have shape
         `(batch, ...)`, any batch size fits, and each process has all of it.
         """
         ...
@@ -181,10 +172,7 @@ class BatchLayout(Protocol):
     def place(
         self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
     ) -> PyTree:
-        """Returns host arrays as device arrays.
-
-        It is called from background threads too.
-        """
+        """Returns host arrays as device arrays; called from background threads too."""
         ...
 
     @property
@@ -206,10 +194,7 @@ class BatchLayout(Protocol):
         ...
 
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
-        """Returns the rows of a batch, each replica's taken on its own device.
-
-        It may be traced, and never waits for another device.
-        """
+        """Returns the rows of a batch, each replica's taken on its own device."""
         ...
 
     def wrap(self, arrays: PyTree, num_active: Active) -> PyTree:
@@ -220,8 +205,7 @@ class BatchLayout(Protocol):
 def hosted_replicas(local: range, num_devices: int, num_replicas: int) -> range:
     """Returns which of fewer replicas the devices `local` of all of them run.
 
-    Each replica is on as many devices in a row: with 4 devices, devices 0 and 1 run the
-    first of 2 replicas, and devices 2 and 3 the second.
+    With 4 devices, devices 0 and 1 run the first of 2 replicas, 2 and 3 the second.
     """
     num_copies = num_devices // num_replicas
     return range(local.start // num_copies, -(-local.stop // num_copies))

@@ -269,7 +269,7 @@ def test_states_that_do_not_fit_change_nothing(make_dataset):
 
 def test_state_of_another_source_shows_both_kinds(make_dataset):
     state = make_dataset(SOURCES["arrays"]()).get_state()
-    with pytest.raises(DatasetStateError, match=r"(?s)state:   arrays.*gram: iterable"):
+    with pytest.raises(DatasetStateError, match="arrays, and not iterable"):
         make_dataset(PositionedIterable()).set_state(state)
 
 

@@ -50,8 +50,8 @@ def test_a_batch_that_replicas_cannot_share_is_an_error(
         ({"input_pipeline_id": 1.5}, "`input_pipeline_id` is 1.5"),
         (
             {"num_input_pipelines": 2, "input_pipeline_id": 2},
-            "`input_pipeline_id` is 2, but it must be below `num_input_pipelines`, "
-            "which is 2. Use an id from 0 to 1.",
+            "`input_pipeline_id` is 2, but it must be an integer that is not negative "
+            "and at most 1",
         ),
     ],
 )

@@ -45,14 +45,12 @@ def test_what_is_no_position_is_an_error(state):
 
 def test_another_kind_shows_both_sides():
     state = encode_position(Position(), "grain.MapDataset")
-    with pytest.raises(DatasetStateError) as caught:
+    with pytest.raises(DatasetStateError, match=r"grain\.MapDataset, and not arrays"):
         decode_position(state, "arrays")
-    assert "in the state:   grain.MapDataset\n" in str(caught.value)
-    assert "in the program: arrays\n" in str(caught.value)
 
 
 @pytest.mark.parametrize("change", [{"epoch": -1}, {"epoch": "1"}, {"full_size": 1.5}])
 def test_bad_numbers_are_errors(change):
     state = encode_position(Position(), "arrays") | change
-    with pytest.raises(DatasetStateError, match="must be integers that are not neg"):
+    with pytest.raises(DatasetStateError, match="a data position is a dictionary"):
         decode_position(state, "arrays")

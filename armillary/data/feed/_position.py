@@ -11,7 +11,6 @@ from armillary._checks import list_lines
 from armillary.errors import DatasetStateError
 
 _KEYS = ("kind", "epoch", "source", "exhausted", "full_size")
-_FIX = "Pass what `get_state` of a distributed dataset returned."
 
 
 @dataclass(frozen=True)
@@ -50,28 +49,22 @@ def encode_position(position: Position, kind: str) -> dict[str, Any]:
 
 def decode_position(state: Any, kind: str) -> Position:
     """Returns the position that `encode_position` wrote."""
-    if not isinstance(state, dict) or not state.keys() >= set(_KEYS):
+    is_whole = isinstance(state, dict) and state.keys() >= set(_KEYS)
+    counts = [state["epoch"], state["full_size"] or 0] if is_whole else [-1]
+    if not all(type(count) is int and count >= 0 for count in counts):
         raise DatasetStateError(
             f"`state` is {state!r:.200}, but a data position is a dictionary with the "
-            f"keys {', '.join(_KEYS)}. {_FIX}"
+            f"keys {', '.join(_KEYS)}. Pass what `get_state` of a distributed dataset "
+            "returned."
         )
     if state["kind"] != kind:
         raise DatasetStateError(
-            "`state` was saved from another kind of source.\n"
-            f"  in the state:   {state['kind']}\n"
-            f"  in the program: {kind}\n"
-            "Build the dataset from the same kind of source, or leave the dataset out "
+            f"`state` was saved from another kind of source: {state['kind']}, and not "
+            f"{kind}. Build the dataset from the same kind of source, or leave it out "
             "of the checkpoint."
         )
-    epoch, full_size = state["epoch"], state["full_size"]
-    if not _is_count(epoch) or not (full_size is None or _is_count(full_size)):
-        raise DatasetStateError(
-            f"`state` has the epoch {epoch!r} and the full size {full_size!r}, but "
-            f"both must be integers that are not negative. {_FIX}"
-        )
-    return Position(
-        epoch, _decode(state["source"]), full_size, bool(state["exhausted"])
-    )
+    source, is_exhausted = _decode(state["source"]), bool(state["exhausted"])
+    return Position(state["epoch"], source, state["full_size"], is_exhausted)
 
 
 def check_same_order(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -92,10 +85,6 @@ def check_same_order(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             "checkpoint with other ones, from their beginning, name them in its "
             'manager: `CheckpointManager(..., may_differ="train_dataset")`.'
         )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _encode(value: Any, kind: str) -> Any:

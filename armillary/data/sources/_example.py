@@ -12,8 +12,7 @@ import numpy as np
 from armillary._checks import is_positive_int
 from armillary.errors import TFRecordError
 
-# The lists of values in the order of their numbers in the message, each with what its
-# values are called, and dtypes that fit them.
+# The lists of values, with what these are called, and dtypes that fit them.
 _KINDS = {
     "bytes_list": ("bytes", "bytes"),
     "float_list": ("floats", "np.float32"),
@@ -186,42 +185,35 @@ def _kind_of(dtype: np.dtype) -> str | None:
     return "float_list" if jax.dtypes.issubdtype(dtype, np.floating) else None
 
 
+_PROTO = """
+name: "armillary/example.proto" package: "armillary" syntax: "proto3"
+message_type { name: "BytesList"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "FloatList"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64List"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type { name: "Feature" oneof_decl { name: "kind" }
+  field { name: "bytes_list" number: 1 type_name: "BytesList" oneof_index: 0 }
+  field { name: "float_list" number: 2 type_name: "FloatList" oneof_index: 0 }
+  field { name: "int64_list" number: 3 type_name: "Int64List" oneof_index: 0 } }
+message_type { name: "Features"
+  nested_type { name: "FeatureEntry" options { map_entry: true }
+    field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
+    field { name: "value" number: 2 label: LABEL_OPTIONAL type_name: "Feature" } }
+  field { name: "feature" number: 1 label: LABEL_REPEATED type_name: "FeatureEntry" } }
+message_type { name: "Example"
+  field { name: "features" number: 1 type_name: "Features" } }
+"""
+"""The messages of `tensorflow/core/example/example.proto`."""
+
+
 @functools.cache
 def example_class() -> Any:
     """Returns the class of messages, in a pool of its own beside TensorFlow's."""
-    from google.protobuf import descriptor_pb2, descriptor_pool
+    from google.protobuf import descriptor_pb2, descriptor_pool, text_format
     from google.protobuf import message_factory as factory
 
-    file = descriptor_pb2.FileDescriptorProto(
-        name="armillary/example.proto", package="armillary", syntax="proto3"
-    )
-    types = descriptor_pb2.FieldDescriptorProto
-
-    def add(messages: Any, name: str, *fields: tuple[str, Any], **how: Any) -> Any:
-        """Adds a message; the kind of a field is a plain type, or a message's name."""
-        message = messages.add(name=name)
-        for number, (field, kind) in enumerate(fields, 1):
-            is_plain = isinstance(kind, int)
-            message.field.add(
-                name=field,
-                number=number,
-                label=how.get("label", types.LABEL_OPTIONAL),
-                oneof_index=how.get("oneof_index"),
-                **({"type": kind} if is_plain else {"type_name": f".armillary.{kind}"}),
-            )
-        return message
-
-    messages, repeated = file.message_type, {"label": types.LABEL_REPEATED}
-    add(messages, "BytesList", ("value", types.TYPE_BYTES), **repeated)
-    add(messages, "FloatList", ("value", types.TYPE_FLOAT), **repeated)
-    add(messages, "Int64List", ("value", types.TYPE_INT64), **repeated)
-    lists = zip(_KINDS, ("BytesList", "FloatList", "Int64List"), strict=True)
-    add(messages, "Feature", *lists, oneof_index=0).oneof_decl.add(name="kind")
-    entries = ("feature", "Features.FeatureEntry")
-    features = add(messages, "Features", entries, **repeated)
-    entry = [("key", types.TYPE_STRING), ("value", "Feature")]
-    add(features.nested_type, "FeatureEntry", *entry).options.map_entry = True
-    add(messages, "Example", ("features", "Features"))
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
+    pool.Add(text_format.Parse(_PROTO, descriptor_pb2.FileDescriptorProto()))
     return factory.GetMessageClass(pool.FindMessageTypeByName("armillary.Example"))

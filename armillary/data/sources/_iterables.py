@@ -86,12 +86,7 @@ class LoaderIterator:
     """One pass over a loader that has its position itself, as `state_dict`.
 
     What `iter` makes of such a loader has no state. So only one pass over it goes on at
-    a time, and begins when it is first asked for something.
-
-    Args:
-        loader: The loader.
-        convert: Makes a batch of what the loader gives.
-        begin: Takes the loader to the start of the pass.
+    a time; it begins, with `begin`, when it is first asked for something.
     """
 
     def __init__(

@@ -195,11 +195,8 @@ def _check_paths(paths: Paths) -> list[str]:
     return found
 
 
-def _check_features(
-    features: Mapping[str, FixedLenFeature],
-) -> dict[str, FixedLenFeature]:
-    is_mapping = isinstance(features, Mapping)
-    if not is_mapping or not all(
+def _check_features(features: Any) -> dict[str, FixedLenFeature]:
+    if not isinstance(features, Mapping) or not all(
         isinstance(feature, FixedLenFeature) for feature in features.values()
     ):
         raise TypeError(
