@@ -32,32 +32,17 @@ from armillary.state._slots import join, join_keys
 
 
 class Kind(NamedTuple):
-    """One way in which objects hold others.
-
-    Attributes:
-        look: Returns the names of all places, and what they hold.
-        get: Returns what one place holds.
-        put: Makes a place hold a value; without it, an array there is a constant.
-        join: Returns the path of a place, from that of the holder.
-        is_ordered: Whether the names have an order that the user made.
-    """
+    """One way in which objects hold others; without `put`, arrays are constants."""
 
     look: Callable[[Any], tuple[list[Any], list[Any]]]
     get: Callable[[Any, Any], Any] = operator.getitem
     put: Callable[[Any, Any, Any], None] | None = None
     join: Callable[[str, Any], str] = join
-    is_ordered: bool = False
+    is_ordered: bool = False  # by the user
 
 
 class Part(NamedTuple):
-    """What an object held in one way when it was looked at.
-
-    Attributes:
-        source: What holds: a container, the `__dict__` of an object, a function.
-        kind: How.
-        names: The names of the places, in order.
-        values: What they held.
-    """
+    """What an object (or its `__dict__`) held in one way when it was looked at."""
 
     source: Any
     kind: Kind

@@ -33,16 +33,8 @@ _MADE = "made by the step, so nothing carries it to the next one"
 class State:
     """The slots that `roots` reach, read and written as one flat list of arrays.
 
-    Args:
-        roots: Pairs of an object (or function) to search, and its path.
-        reads: The attributes of the first root that steps have looked at so far, which
-            grows with them. `None` if nobody keeps count: then everything matters.
-
-    Attributes:
-        slots: The slots, each place once.
-        paths: The path of each array in the flat list.
-        owners: The slot of each array in the flat list.
-        ranges: For each slot: the slot, and the range of its arrays in the flat list.
+    `reads` are the attributes of the first root that steps have looked at so far, which
+    grows with them; `None` if nobody keeps count: then everything matters.
     """
 
     def __init__(
@@ -59,6 +51,7 @@ class State:
         self._nodes = [
             node.value for node in self._walk.nodes.values() if _nnx.is_node(node.value)
         ]
+        # The path and the slot of each array, and the range of each slot's arrays.
         self.paths = tuple(path for slot in self.slots for path in slot.paths)
         self.owners = tuple(slot for slot in self.slots for _ in slot.paths)
         stops = list(itertools.accumulate(len(slot.paths) for slot in self.slots))

@@ -30,34 +30,14 @@ class Role(enum.Enum):
 
 
 class Slot:
-    """One place that holds arrays, in a pytree.
+    """One place that holds arrays, in a pytree of which all else must stay as it is.
 
-    A step changes it by putting another value there: `self.params = new_params`. The
-    arrays of the value are swapped, everything else in it must stay as it is.
-
-    Args:
-        source: What has the place.
-        name: The name of the place.
-        path: Where it is, from the root of the search, such as `model/kernel`.
-        get: Returns what a source holds under a name.
-        put: Makes it hold something else.
-        is_leaf: Tells which parts of the value are slots or objects of their own.
-        is_state: Tells which leaves are arrays to carry.
-
-    Attributes:
-        paths: One path per array of the place.
-        key: Equal for two slots exactly if they are the same place.
-        variable: The variable of NNX or Keras that it is the value of, if it is one.
-        holder: The `id` of the object that has the place; `None` for a variable.
-        role: What the slot is for.
-        annotations: What the user set on the variable, such as `aggregation`.
-        is_leaf: Whether the value is one array, and no container.
-        treedef: The structure of the value.
-        is_dynamic: For each leaf, whether it is an array.
+    `is_leaf` tells which parts of the value are slots or objects of their own,
+    `is_state` which leaves are arrays to carry. There is a path for each of these.
     """
 
-    variable: Any = None
-    holder: int | None = None
+    variable: Any = None  # of NNX or Keras, whose value this is
+    holder: int | None = None  # the `id` of the object that has the place
     role: Role = Role.PLAIN
 
     def __init__(

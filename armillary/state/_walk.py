@@ -48,21 +48,16 @@ class _Task(NamedTuple):
 class Walk:
     """One walk over objects, which collects slots and holders in a fixed order.
 
-    Args:
-        roots: Pairs of an object (or function) to search, and its path.
-
-    Attributes:
-        nodes: The holders, by their `id`, in the order of first discovery.
-        slots: The slots, each place once, by their keys.
-        constants: Arrays that nothing carries, such as those in a closure, by path.
-        edges: Which holders each one leads to, with the name of the place.
+    `roots` are pairs of an object (or function) to search, and its path.
     """
 
     def __init__(self, roots: Iterable[tuple[Any, str]]) -> None:
         self.roots = tuple(roots)
         self.nodes: dict[int, Node] = {}
         self.slots: dict[Any, Slot] = {}
+        # Which holders each one leads to, with the name of the place.
         self.edges: dict[int, list[tuple[Any, int]]] = collections.defaultdict(list)
+        # Arrays that nothing carries, such as those in a closure, by path.
         self.constants: list[tuple[str, Any]] = []
         self._copies: dict[int, Any] = {}
         self._unsummed: set[int] = set()
@@ -138,10 +133,7 @@ class Walk:
         self.slots.setdefault(slot.key, slot)
 
     def reached_from(self, names: Collection[str] | None) -> set[int]:
-        """Returns the holders that these attributes of the first root lead to.
-
-        `None` stands for all, and for all roots. Constants lead to nothing.
-        """
+        """Returns the holders that these attributes of the first root lead to."""
         first = None if names is None else id(self.roots[0][0])
 
         def below(holder: int) -> list[int]:
@@ -180,10 +172,7 @@ class Walk:
         }
 
     def copy(self, holders: Collection[int], *, is_read: bool) -> list[tuple[Any, Any]]:
-        """Copies what can change in itself; returns pairs of such values and copies.
-
-        Large NumPy arrays are copied only if steps read them (`is_read`).
-        """
+        """Copies what can change in itself; large arrays only if steps read them."""
         for holder in holders:
             value = self.nodes[holder].value
             if self.nodes[holder].parts or holder in self._copies:

@@ -88,7 +88,7 @@ def test_one_other_element_of_a_constant_is_found_wherever_it_is(
             raise outcome
 
 
-def test_a_constant_is_called_by_its_name_and_line():
+def test_a_constant_is_called_by_its_name():
     def make(index):
         table, key = jnp.full((2, 3), index), jax.random.key(index)
         same = jnp.ones(2)
@@ -102,8 +102,7 @@ def test_a_constant_is_called_by_its_name_and_line():
         with pytest.raises(PeerError, match="`step` computes with other") as e:
             raise outcome
         values = r"process 0 has int32 \(2, 3\) #\w+, process 1 has int32 \(2, 3\) #\w+"
-        line = rf"used at {re.escape(__file__)}:\d+ \(.*<lambda>\)"
-        assert re.search(rf"^  `table`, {line}: {values}$", str(e.value), re.MULTILINE)
+        assert re.search(rf"^  `table`: {values}$", str(e.value), re.MULTILINE)
         assert "\n  `key`: process 0 has uint32 (2,) #" in str(e.value)
         assert "`same`" not in str(e.value)
         assert "from one seed and the same data in all processes" in str(e.value)

@@ -3,9 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 
 import armillary
 from tests.problems import make_strategy
@@ -91,34 +89,6 @@ def test_what_the_library_raises_gets_no_note():
     with pytest.raises(armillary.errors.ReplicaContextError) as caught:
         Outside(strategy, None).train(1)
     assert not hasattr(caught.value, "__notes__")
-
-
-@pytest.mark.parametrize("transform", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9)])
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_an_optimizer_of_another_model_is_named(transform, num_replicas):
-    class Wrong(Trainer):
-        def __init__(self):
-            super().__init__(make_strategy(num_replicas), self.update)
-            rngs = nnx.Rngs(0)
-            self.model = nnx.Linear(4, 3, rngs=rngs)
-            other = nnx.Linear(4, 5, rngs=rngs)
-            self.optimizer = nnx.Optimizer(other, transform, wrt=nnx.Param)
-
-        def update(self, x):
-            gradients = armillary.all_reduce(
-                "sum", nnx.grad(lambda model: model(jnp.ones((2, 4))).sum())(self.model)
-            )
-            self.optimizer.update(self.model, gradients)
-
-    with pytest.raises(TypeError, match="incompatible shapes") as caught:
-        Wrong().train(1)
-    assert find_note(caught.value, "The optimizer") == (
-        "The optimizer was made for another model than the one it was to update:\n"
-        "  bias: shape (5,) in the optimizer, (3,) in the gradient\n"
-        "  kernel: shape (4, 5) in the optimizer, (4, 3) in the gradient\n"
-        "Make it of the model that is trained: `nnx.Optimizer(model, transform, "
-        "wrt=nnx.Param)`."
-    )
 
 
 # The value of an array

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
 from armillary._checks import list_lines
-from armillary._jaxpr import programs_in, source_line, walk_programs
 from armillary.cluster._peers import Peers
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.distribute._dispatch import Dispatch
@@ -133,8 +132,12 @@ def check_same_program(
     _check_same_lines(peers, name, lines)
     values = {str(i): text for i, text in enumerate(held)} | given
     differing = find_differences(peers, f"the constants of {name}", values)
-    titles = {str(i): title for i, title in enumerate(_find_titles(program, fn))}
-    shown = [f"{titles.get(key, f'`{key}`')}: {t}" for key, t in differing.items()]
+    known = {id(value): f"`{key}`" for key, value in captured(fn)}
+    titles = [known.get(id(each), "a constant") for each in find_constants(program)]
+    shown = [
+        f"{titles[int(key)] if key.isdigit() else f'`{key}`'}: {text}"
+        for key, text in differing.items()
+    ]
     raise PeerError(
         f"`{name}` computes with other values in each process, where all must have the "
         f"same:\n{list_lines(shown)}\n"
@@ -164,38 +167,6 @@ def _check_same_lines(peers: Peers, name: str, lines: list[str]) -> None:
         "Let nothing in the step depend on the process: `jax.process_index()`, the "
         "host's name, the time, or an argument that only some processes were given."
     )
-
-
-def _find_titles(program: core.ClosedJaxpr, fn: Callable[..., Any]) -> Iterator[str]:
-    """Yields the name and use of each constant, in the order of `find_constants`."""
-    known = {id(value): f"`{name}`" for name, value in captured(fn)}
-    for constant, equation in _find_uses(program):
-        title = known.get(id(constant), "a constant")
-        is_used = equation is not None
-        yield f"{title}, used at {source_line(equation)}" if is_used else title
-
-
-def _find_uses(program: core.ClosedJaxpr) -> Iterator[tuple[Any, Any]]:
-    for jaxpr, constants in walk_programs(program):
-        for variable, constant in zip(jaxpr.constvars, constants, strict=True):
-            yield constant, _find_use(jaxpr, variable)
-        for equation in jaxpr.eqns:
-            for operand in equation.invars:
-                if isinstance(operand, core.Literal):
-                    yield operand.val, equation
-
-
-def _find_use(jaxpr: Any, variable: Any) -> Any:
-    for equation in jaxpr.eqns:
-        for place, operand in enumerate(equation.invars):
-            if operand is not variable:
-                continue
-            for inner in programs_in(equation):
-                body = getattr(inner, "jaxpr", inner)
-                if len(body.invars) == len(equation.invars):
-                    return _find_use(body, body.invars[place])
-            return equation
-    return None
 
 
 def has_copies(mesh: Mesh | None) -> bool:

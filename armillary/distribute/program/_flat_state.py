@@ -117,19 +117,8 @@ class FlatState:
         flat.write_back()
 
     What is lent is what the slots hold, on its devices. Where no code of the user runs
-    between two programs, nothing need be written back there. Until it is, the slots
-    hold arrays that are gone.
-
-    Attributes:
-        state: The slots, as given, or as a new search has found them.
-        signature: Its signature, as it was at first.
-        types: Shape and dtype of the arrays, for tracing.
-        arrays: The arrays, in the order of the slots. They stay good until the next
-            program runs.
-        strategy: Says where they belong.
-        platform: The kind of device that they are on, such as `"cpu"`.
-        split: As in `Strategy`.
-        is_ahead: Whether the slots do not hold `arrays` yet.
+    between two programs, nothing need be written back there. Until it is (`is_ahead`),
+    the slots hold arrays that are gone. `arrays` stay good until the next program runs.
     """
 
     def __init__(self, state: State, strategy: Strategy) -> None:
@@ -171,10 +160,7 @@ class FlatState:
         self._has_looked = False
 
     def fits(self) -> bool:
-        """Returns whether the slots hold what programs for this state can take.
-
-        That is the structure that was found, with arrays of the same shape and dtype.
-        """
+        """Returns whether the slots hold arrays and structures as were found."""
         self._look()
         try:
             leaves = [pair for place in self._stale for pair in self._leaves(place)]
@@ -349,11 +335,7 @@ class FlatState:
         return moved
 
     def _separate(self) -> set[int]:
-        """Copies arrays that sit in two slots, of which one will be donated.
-
-        Such as a target network that was just set to the parameters. A buffer can be
-        donated once, and not be read as well.
-        """
+        """Copies arrays that sit in two slots, of which one will be donated."""
         arrays, use = self.arrays, self._use
         own = set(map(id, use.pick_donated(arrays)))
         if len(own) < len(use.donated):

@@ -106,13 +106,8 @@ def function(
 class Function:
     """One compiled function, with a program for each kind of arguments.
 
-    Args:
-        fn: The user's function.
-        strategy: Where state lives, or `None` to find it at each call.
-        body: What to trace, if it is not `fn` itself.
-        compiler_options: As in `function`.
-        check: Looks at what a program changes before it runs: at its state, and at the
-            indices of the arrays.
+    `body` is what to trace, if it is not `fn` itself; `check` looks at the state of a
+    program, and at the indices of the arrays that it changes, before it runs.
     """
 
     def __init__(
@@ -181,8 +176,7 @@ class Functions:
 
     def __init__(self) -> None:
         self._functions = _Newest[tuple[Any, Function]]()
-        # For each code, how often it was compiled, and what it captured last.
-        self._compiled: dict[Any, tuple[int, dict[str, Any]]] = {}
+        self._num_compiled = collections.Counter[Any]()  # by their code
 
     def get(self, fn: Callable[..., Any], strategy: Strategy) -> Function:
         """Returns the compiled function for `strategy.run(fn, ...)`."""
@@ -197,21 +191,18 @@ class Functions:
 
             # The values are kept, so that their identities stay theirs.
             found = values, Function(fn, strategy, body)
-            self._count(found[1].name, key[0], dict(held))
             self._functions.put(key, found)
+            self._num_compiled[key[0]] += 1
+            if self._num_compiled[key[0]] == _MANY_PROGRAMS:
+                logger.warning(
+                    "`%s`, given to `strategy.run`, was compiled %d times, because "
+                    "what it captures changes (some of %s). Pass what changes in "
+                    "`args`, as an array.",
+                    found[1].name,
+                    _MANY_PROGRAMS,
+                    ", ".join(name for name, _ in values),
+                )
         return found[1]
-
-    def _count(self, name: str, code: Any, held: dict[str, Any]) -> None:
-        count, before = self._compiled.get(code, (0, {}))
-        self._compiled[code] = count + 1, held
-        if count + 1 == _MANY_PROGRAMS:
-            logger.warning(
-                "`%s`, given to `strategy.run`, was compiled %d times, because what it "
-                "captures changes (%s). Pass what changes in `args`, as an array.",
-                name,
-                _MANY_PROGRAMS,
-                ", ".join(sorted(n for n in held if before.get(n) != held[n])),
-            )
 
 
 class _Newest(collections.OrderedDict[Any, _T]):

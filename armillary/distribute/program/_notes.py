@@ -1,14 +1,9 @@
-"""Adds notes to errors of a user's step that JAX, Flax and Optax cannot write.
+"""Adds notes to errors of a user's step that JAX and Flax cannot write.
 
-A note gives the shapes of the batch that the step was traced with, the difference
-between a model and an optimizer that was made for another one, or what to do where
-Python needs the value of an array. In a traced step `if loss > 0:`, `float(loss)` and
-`numpy.log(loss)` need one: JAX names the function that it traces, which is the
-library's; the note names the user's.
+A note gives the shapes of the batch that the step was traced with, or says what to do
+where Python needs the value of an array: `if loss > 0:`, `float(loss)`. JAX names the
+function that it traces, which is the library's; the note names the user's.
 """
-
-import types
-from collections.abc import Iterator
 
 import jax
 
@@ -76,8 +71,6 @@ def add_notes(
             "`strategy.run`, under every strategy: put the code into a function, and "
             "call it with `strategy.run(replica_fn, args=(batch,))`."
         )
-    if note := _optimizer_note(error):
-        error.add_note(note)
     if arguments and owner != "the function":
         error.add_note(_batch_note(step_name, arguments))
 
@@ -98,42 +91,3 @@ def _batch_note(step_name: str, arguments: tuple[PyTree, ...]) -> str:
         shown[_MOST_ARRAYS:] = [f"and {len(shown) - _MOST_ARRAYS} more"]
     where = " on each replica" if is_stacked else ""
     return f"The batch that `{step_name}` was traced with{where}: {', '.join(shown)}."
-
-
-def _optimizer_note(error: Exception) -> str | None:
-    """Returns what does not fit, if an optimizer was made for another model."""
-    for frame in _frames(error):
-        state = getattr(frame.f_locals.get("self"), "opt_state", None)
-        if frame.f_code.co_name != "update" or state is None:
-            continue
-        held = _shapes(state)
-        changes = [
-            f"  {path[1:].removesuffix('/value')}: shape {there} in the optimizer, "
-            f"{shape} in the gradient"
-            for path, shape in _shapes(frame.f_locals.get("grads")).items()
-            for there in sorted({s for p, s in held.items() if p.endswith(path)})
-            if there != shape
-        ]
-        if changes:
-            shown = "\n".join(changes[:_MOST_ARRAYS])
-            return (
-                "The optimizer was made for another model than the one it was to "
-                f"update:\n{shown}\nMake it of the model that is trained: "
-                "`nnx.Optimizer(model, transform, wrt=nnx.Param)`."
-            )
-    return None
-
-
-def _frames(error: Exception) -> Iterator[types.FrameType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
-
-
-def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
-    return {
-        "/" + jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if hasattr(leaf, "shape")
-    }

@@ -74,13 +74,6 @@ class StepIterator:
 
     get_next = __next__
 
-    def __getitem__(self, key: Any) -> Any:
-        """Says what to write instead."""
-        raise TypeError(
-            f"A step gets an iterator, not a batch, so it has no item {key!r}. Take "
-            "the batch first: `batch = next(iterator)`."
-        )
-
 
 def check_taken(step_name: str, taken: Sequence[int]) -> None:
     """Raises if a step took no batch from one of its datasets."""
@@ -99,19 +92,14 @@ ARRAY = object()
 class TracedStep(NamedTuple):
     """A step as a pure program.
 
-    Attributes:
-        program: From `(*slot arrays, *argument arrays)` to `(*changed slot arrays,
-            *result arrays)`.
-        changed: Indices of the slot arrays that the step changes.
-        result_tree: Structure of the results; not arrays, see `results`.
-        static_results: Results that are not arrays, and `ARRAY` for those that are.
-        fingerprint: Tells the program from others.
+    It takes `(*slot arrays, *argument arrays)`, and returns `(*changed slot arrays,
+    *result arrays)`.
     """
 
     program: core.ClosedJaxpr
     changed: tuple[int, ...]
     result_tree: Any
-    static_results: tuple[Any, ...]
+    static_results: tuple[Any, ...]  # with `ARRAY` for those that are
     fingerprint: Fingerprint
 
     def call(
@@ -195,10 +183,7 @@ class _Tracing(NamedTuple):
         return getattr(self.user_fn, "__name__", "the step")
 
     def trace(self) -> tuple[TracedStep, dict[str, str]]:
-        """Traces the step once; returns what plain values it changed as well.
-
-        After an error, the slots hold what they held, and no place an array of it.
-        """
+        """Traces the step once; returns what plain values it changed as well."""
         state = self.flat.state
         before = state.look()
         try:
@@ -299,11 +284,7 @@ def check_no_trace(fn: Callable[..., Any], state: State) -> None:
 
 
 def _check_nothing_left(fn: Callable[..., Any], owner: str) -> None:
-    """Raises if a step, which was just traced, left an array where it stays.
-
-    It would fail later, far from the line that put it there. Not searched is the object
-    of a method, which is the state that was traced.
-    """
+    """Raises if a step left an array where it stays, to fail far from its line."""
     functions = [getattr(fn, "__func__", fn), *methods_of(fn)]
     left = take_tracers([(function, "") for function in functions])
     if not left:
