@@ -86,7 +86,7 @@ class ClusterCoordinator:
         self._tasks: dict[Any, ScheduledTask] = {}
         self._counts: dict[Any, int] = {}
         self._left_out: list[Any] = []
-        self._named = {id(strategy): "strategy", id(self): "coordinator"}
+        self._named = {id(strategy): "strategy", id(self): "nothing"}
 
     @property
     def strategy(self) -> ParameterServerStrategy:
@@ -200,7 +200,7 @@ class ClusterCoordinator:
 
         def build() -> int:
             number = next(self._numbers)
-            self._scheduler.add_dataset(number, reference)
+            self._scheduler.datasets.append((number, reference))
             return number
 
         return PerWorkerDataset(build)

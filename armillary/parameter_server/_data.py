@@ -4,7 +4,7 @@ import collections
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext
@@ -20,11 +20,7 @@ _offered: list[dict[int, StepIterator]] = []
 
 
 class PerWorkerDataset:
-    """What `ClusterCoordinator.create_per_worker_dataset` returns.
-
-    Args:
-        build: Has each worker build the data set anew, and returns its number.
-    """
+    """What `ClusterCoordinator.create_per_worker_dataset` returns."""
 
     def __init__(self, build: Callable[[], int]) -> None:
         self._build = build
@@ -35,11 +31,7 @@ class PerWorkerDataset:
 
 
 class PerWorkerIterator:
-    """Iterators of the workers: in a scheduled function, `next` takes a batch.
-
-    Args:
-        number: The number of the data set.
-    """
+    """Iterators of the workers: in a scheduled function, `next` takes a batch."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -93,38 +85,26 @@ class WorkerStrategy(SingleStrategy):
         return run_alone(self, fn, args, kwargs)
 
 
-class Batches:
-    """The data set of one worker, with a look ahead."""
+class _Ahead(NamedTuple):
+    """A data set whose next batches are known before they are taken."""
 
-    def __init__(self, dataset_fn: Any, strategy: WorkerStrategy) -> None:
-        with strategy.scope():
-            # As in TensorFlow, it may do without.
-            takes_context = bool(inspect.signature(dataset_fn).parameters)
-            dataset = dataset_fn(*[strategy.input_context] * takes_context)
-        if not isinstance(dataset, DistributedDataset):
-            dataset = strategy.distribute_dataset(dataset)
-        self._name = dataset.source_name
-        self._iterator = iter(dataset)
-        self._held: collections.deque[Any] = collections.deque()
+    name: str
+    iterator: Iterator[PyTree]
+    held: collections.deque[PyTree]
 
     def peek(self, count: int) -> list[PyTree]:
         """Returns the next batches, which stay the next ones."""
-        while len(self._held) < count:
+        while len(self.held) < count:
             try:
-                self._held.append(next(self._iterator))
+                self.held.append(next(self.iterator))
             except StopIteration:
                 raise OutOfRangeError(
-                    f"The data of a worker has ended ({self._name}). Workers take "
+                    f"The data of a worker has ended ({self.name}). Workers take "
                     "batches as they are free, so none knows how many it will need: "
                     "give them data that repeats (`repeat=True`), or schedule fewer "
                     "calls."
                 ) from None
-        return [self._held[i] for i in range(count)]
-
-    def drop(self, count: int) -> None:
-        """Goes on behind the next batches."""
-        for _ in range(count):
-            self._held.popleft()
+        return [self.held[i] for i in range(count)]
 
 
 class Datasets:
@@ -132,16 +112,25 @@ class Datasets:
 
     def __init__(self, strategy: WorkerStrategy) -> None:
         self._strategy = strategy
-        self._found: dict[int, Batches | Exception] = {}
+        self._found: dict[int, _Ahead | Exception] = {}
 
     def make(self, number: int, find_dataset_fn: Callable[[], Any]) -> None:
         """Builds a data set; what is wrong is told when it is used."""
+        strategy = self._strategy
         try:
-            self._found[number] = Batches(find_dataset_fn(), self._strategy)
+            dataset_fn = find_dataset_fn()
+            with strategy.scope():
+                # As in TensorFlow, it may do without.
+                takes_context = bool(inspect.signature(dataset_fn).parameters)
+                dataset = dataset_fn(*[strategy.input_context] * takes_context)
+            if not isinstance(dataset, DistributedDataset):
+                dataset = strategy.distribute_dataset(dataset)
+            ahead = _Ahead(dataset.source_name, iter(dataset), collections.deque())
+            self._found[number] = ahead
         except Exception as error:
             self._found[number] = error
 
-    def __getitem__(self, number: int) -> Batches:
+    def _find(self, number: int) -> _Ahead:
         found = self._found.get(number)
         if found is None:
             raise RuntimeError(
@@ -155,11 +144,12 @@ class Datasets:
 
     def peek(self, counts: dict[int, int]) -> dict[int, list[PyTree]]:
         """Returns the next batches, as many as are asked for of each data set."""
-        return {number: self[number].peek(count) for number, count in counts.items()}
+        return {number: self._find(number).peek(n) for number, n in counts.items()}
 
     def take(self, counts: dict[int, int]) -> dict[int, list[PyTree]]:
         """Returns the next batches, and goes on behind them."""
         batches = self.peek(counts)
-        for number, count in counts.items():
-            self[number].drop(count)
+        for number, taken in batches.items():
+            for _ in taken:
+                self._find(number).held.popleft()
         return batches

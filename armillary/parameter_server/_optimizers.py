@@ -95,63 +95,58 @@ def make_stand_in(index: int) -> optax.GradientTransformationExtraArgs:
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **others: Any
     ) -> tuple[PyTree, PyTree]:
-        return _record(index, updates, state, params, others), state
+        given = sorted(name for name, value in others.items() if value is not None)
+        if given:
+            raise ValueError(
+                f"`update` of an optimizer was given {', '.join(given)} in a scheduled "
+                "function. Parameter servers get gradients only: use an optimizer that "
+                "needs nothing else."
+            )
+        if params is None:
+            raise ValueError(
+                "`update` of an optimizer was called without `params` in a scheduled "
+                "function, so nothing tells which variables are to be updated. Write "
+                "`tx.update(gradients, state, params)`."
+            )
+        leaves, tree = jax.tree.flatten(updates)
+        spec = UpdateSpec(index, tree, *_find_slots(state, params))
+        slots = spec.param_slots
+        if len(slots) != len(leaves) or len(set(slots)) < len(slots):
+            raise ValueError(
+                f"`update` of an optimizer was given {len(leaves)} gradients for "
+                f"{len(set(slots))} variables. Pass one gradient for each of `params`."
+            )
+        call = len(_recording[-1].specs)
+        _recording[-1].specs.append(spec)
+        _recording[-1].gradients.append(leaves)
+        marked = (
+            server_update_p.bind(leaf, call=call, leaf=i)
+            for i, leaf in enumerate(leaves)
+        )
+        return tree.unflatten(marked), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _record(
-    index: int, gradients: PyTree, state: PyTree, params: PyTree, others: dict[str, Any]
-) -> PyTree:
-    """Takes down one call, and returns its updates."""
+def _find_slots(state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the trees with the slot that holds each array."""
     lifted = lifted_state()
     if not _recording or lifted is None:
         raise RuntimeError(
             "An optimizer was used on a worker outside of a scheduled function."
         )
-    given = sorted(name for name, value in others.items() if value is not None)
-    if given:
-        raise ValueError(
-            f"`update` of an optimizer was given {', '.join(given)} in a scheduled "
-            "function. Parameter servers get gradients only: use an optimizer that "
-            "needs nothing else."
-        )
-    if params is None:
-        raise ValueError(
-            "`update` of an optimizer was called without `params` in a scheduled "
-            "function, so nothing tells which variables are to be updated. Write "
-            "`tx.update(gradients, state, params)`."
-        )
     places = {id(leaf): i for i, leaf in enumerate(lifted.read())}
 
-    def place_of(leaf: Any, what: str) -> int:
+    def find(leaf: Any) -> int:
         if id(leaf) not in places:
             raise ValueError(
-                f"`update` of an optimizer was given {what} that no variable holds "
-                "(an array computed in the scheduled function). Pass what variables "
-                "hold: updates are made where they live."
+                "`update` of an optimizer was given state or parameters that no "
+                "variable holds (an array computed in the scheduled function). Pass "
+                "what variables hold: updates are made where they live."
             )
         return places[id(leaf)]
 
-    leaves, tree = jax.tree.flatten(gradients)
-    spec = UpdateSpec(
-        index,
-        tree,
-        jax.tree.map(lambda leaf: place_of(leaf, "state"), state),
-        jax.tree.map(lambda leaf: place_of(leaf, "parameters"), params),
-    )
-    slots = spec.param_slots
-    if len(slots) != len(leaves) or len(set(slots)) < len(slots):
-        raise ValueError(
-            f"`update` of an optimizer was given {len(leaves)} gradients for "
-            f"{len(set(slots))} variables. Pass one gradient for each of `params`."
-        )
-    call = len(_recording[-1].specs)
-    _recording[-1].specs.append(spec)
-    _recording[-1].gradients.append(leaves)
-    return tree.unflatten(
-        server_update_p.bind(leaf, call=call, leaf=i) for i, leaf in enumerate(leaves)
-    )
+    return jax.tree.map(find, (state, params))
 
 
 def load_transformation(dumped: bytes) -> optax.GradientTransformationExtraArgs:

@@ -95,7 +95,8 @@ class Scheduler:
         self._open: dict[int, Closure] = {}
         self._error: BaseException | None = None
         self._num_added = self._num_applied = 0
-        self._datasets: list[tuple[int, Any]] = []
+        # Each worker builds them, before the next call that it runs.
+        self.datasets: list[tuple[int, Any]] = []
         self._is_broken = False
         self._threads = [
             threading.Thread(target=self._serve, args=(worker,), daemon=True)
@@ -105,17 +106,14 @@ class Scheduler:
             thread.start()
 
     def _make_server(self, index: int) -> Any:
-        # One that is lost takes its variables with it.
-        options = {"num_cpus": 0, **self._strategy.actor_options("ps", index)}
-        return import_ray().remote(ParameterServer).options(**options).remote()
+        actor = import_ray().remote(ParameterServer)
+        return actor.options(**self._strategy.actor_options("ps", index)).remote()
 
     def _make_worker(self, index: int) -> _Worker:
-        options = {"num_cpus": 0, **self._strategy.actor_options("worker", index)}
-        # Ray restarts one that is lost, wherever there is room.
-        options = {"max_restarts": -1, **options}
+        options = self._strategy.actor_options("worker", index)
         actor = import_ray().remote(Worker).options(**options)
-        actor = actor.remote(index, self._strategy.num_workers)
-        return _Worker(index, actor, f"worker {index}")
+        made = actor.remote(index, self._strategy.num_workers)
+        return _Worker(index, made, f"worker {index}")
 
     # What the threads of users call.
 
@@ -137,10 +135,6 @@ class Scheduler:
                 self._queue.append(closure)
             self._changed.notify_all()
         return closure.value
-
-    def add_dataset(self, number: int, reference: Any) -> None:
-        """Has a data set built by every worker, before the next call that it runs."""
-        self._datasets.append((number, reference))
 
     def wait(self) -> None:
         """Waits until every call has ended; raises what one of them raised."""
@@ -286,7 +280,7 @@ class Scheduler:
             worker.servers = self.servers
             worker.actor.connect.remote(worker.servers)
             worker.known.clear()
-        for number, reference in self._datasets[worker.num_datasets :]:
+        for number, reference in self.datasets[worker.num_datasets :]:
             worker.num_datasets += 1
             worker.actor.make_dataset.remote(number, reference)
         # Not in a list, where Ray would not fetch results of other calls.
@@ -356,12 +350,8 @@ class Scheduler:
             if self._error is not None:
                 self._cancel_queue()
             self._changed.notify_all()
-        logger.warning(
-            "%s is lost (%s). %d calls of it are run again; Ray starts it anew.",
-            worker.label,
-            error,
-            len(lost),
-        )
+        message = "%s is lost (%s). %d calls of it are run again; Ray starts it anew."
+        logger.warning(message, worker.label, error, len(lost))
 
     def _fail(self, closure: Closure, error: BaseException) -> None:
         """Remembers the first error, and cancels the calls that have not begun."""

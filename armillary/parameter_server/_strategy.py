@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import jax
 import numpy as np
 
 from armillary._checks import (
@@ -19,6 +20,7 @@ from armillary.data._layout import InputContext, InputOptions
 from armillary.distribute.strategies._single import SingleStrategy
 from armillary.errors import ClusterError
 from armillary.parameter_server._node import check_cluster
+from armillary.typing import PyTree
 
 
 class ParameterServerStrategy(SingleStrategy):
@@ -102,7 +104,10 @@ class ParameterServerStrategy(SingleStrategy):
 
     def actor_options(self, job: str, index: int) -> dict[str, Any]:
         """Returns Ray's options of the actor of a task."""
-        options = self._options[job]
+        # A lost worker is started anew, wherever there is room; what a lost server held
+        # is lost.
+        first = {"num_cpus": 0, "max_restarts": -1 if job == "worker" else 0}
+        options = {**first, **self._options[job]}
         if self._resolver is None:
             return options
         # As in `Server`: each task has a machine of its own.
@@ -128,16 +133,15 @@ class ParameterServerStrategy(SingleStrategy):
         dataset.dataset_fn = dataset_fn
         return dataset
 
-    def _check_whole(self, function: str, leaf: Any) -> None:
+    def _collect(self, value: PyTree) -> PyTree:
         from armillary.parameter_server._closures import RemoteValue
 
-        if isinstance(leaf, RemoteValue):
+        if any(isinstance(leaf, RemoteValue) for leaf in jax.tree.leaves(value)):
             raise ValueError(
-                f"`{function}` was given the `RemoteValue` of a scheduled call, whose "
-                "result is on a worker. Fetch it first, and compute with what comes: "
-                "`coordinator.fetch(values)`."
+                "A strategy was given the `RemoteValue` of a scheduled call, whose "
+                "result is on a worker. Fetch it first: `coordinator.fetch(values)`."
             )
-        super()._check_whole(function, leaf)
+        return super()._collect(value)
 
     def fit_scope(
         self, model: Any, arguments: dict[str, Any]

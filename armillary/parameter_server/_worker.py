@@ -133,10 +133,10 @@ class Worker:
         ahead: Ahead = {}
         for i, call in enumerate(calls):
             start, own = time.perf_counter(), arrays[i * size : (i + 1) * size]
-            is_last = i + 1 == len(calls)
+            last = i + 1 == len(calls)
             try:
                 staleness, results[i], ahead = self._run(
-                    number, call, oldest, own, ahead, is_last
+                    self._tasks[number], call, oldest, own, ahead, last
                 )
             except _ServerLostError as error:
                 ended.append(Failed(RuntimeError(str(error)), error.server))
@@ -148,20 +148,13 @@ class Worker:
         return [ended, *results]
 
     def _run(
-        self,
-        number: int,
-        call: int,
-        oldest: int,
-        arrays: Sequence[Any],
-        ahead: Ahead,
-        is_last: bool,
+        self, task: "_Task", call: int, oldest: int, arrays: Any, ahead: Any, last: bool
     ) -> tuple[int, Any, Ahead]:
         """Runs one call; returns its staleness, its result, and what it read ahead.
 
         Unless it is the last one, servers answer to what it sends with what the next
         call is to read: a message less for each of them.
         """
-        task = self._tasks[number]
         program, counts = task.trace(arrays, self._datasets)
         reads = task.reads(program.spec)
         known = {s: held for s, (parts, held) in ahead.items() if parts == reads.get(s)}
@@ -181,13 +174,13 @@ class Worker:
         ).items():
             push = Push(call, oldest, answers[server][0], updates, added)
             actor = self._servers[server]
-            if is_last:
+            if last:
                 asked[server] = actor.push.remote(push)
             else:
                 asked[server] = actor.push_and_read.remote(push, reads[server])
         staleness, ahead = 0, {}
         for server, answer in self._wait(asked).items():
-            if not is_last:
+            if not last:
                 answer, *read = answer
                 ahead[server] = reads[server], tuple(read)
             staleness = max(staleness, answer)
@@ -195,22 +188,18 @@ class Worker:
 
     def _wait(self, asked: dict[int, Any]) -> dict[int, Any]:
         """Returns what servers answered."""
-        ray = import_ray()
+        ray, lost = import_ray(), import_ray().exceptions
         answers: dict[int, Any] = {}
         for server, reference in asked.items():
             try:
                 answer = ray.get(reference)
                 answers[server] = fetch(answer) if isinstance(answer, tuple) else answer
-            except (
-                ray.exceptions.RayActorError,
-                ray.exceptions.ObjectLostError,
-            ) as error:
+            except (lost.RayActorError, lost.ObjectLostError) as error:
                 raise _ServerLostError(server, error) from error
         return answers
 
     def _find(self, name: str) -> Any:
-        found = {"strategy": self._strategy, "nothing": None}
-        return found[name] if name in found else _Coordinator()
+        return self._strategy if name == "strategy" else None
 
 
 def _failed(error: Exception) -> Failed:
@@ -222,21 +211,6 @@ def _failed(error: Exception) -> Failed:
         error = RuntimeError(f"{type(error).__name__}: {error}")
     error.add_note(f"It was raised on a worker:\n{trace}")
     return Failed(error.with_traceback(None))
-
-
-class _Coordinator:
-    """Stands for the coordinator in a function that was scheduled."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in {
-            *("schedule", "join", "done", "fetch", "create_per_worker_dataset"),
-            *("shutdown", "strategy"),
-        }:
-            raise AttributeError(name)
-        raise RuntimeError(
-            f"`{name}` of the `ClusterCoordinator` was used on a worker. Functions are "
-            "scheduled, and results fetched, in the process that made it."
-        )
 
 
 class _Task:

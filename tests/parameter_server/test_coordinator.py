@@ -37,12 +37,12 @@ def test_a_model_is_trained_by_two_workers_on_two_servers(coordinator, problem):
     assert isinstance(last, np.ndarray)
     assert isinstance(losses[0].get(), jnp.ndarray)
     strategy, remote = coordinator.strategy, {"loss": losses[0]}
-    with pytest.raises(ValueError, match=r"`strategy.reduce` .* `coordinator.fetch\("):
-        strategy.reduce("sum", remote)
-    with pytest.raises(ValueError, match=r"`strategy.gather` was given the `RemoteV"):
-        strategy.gather(remote, axis=0)
-    with pytest.raises(ValueError, match=r"`strategy.local_results` was given the"):
-        strategy.local_results(remote)
+    for call in (
+        lambda: strategy.reduce("sum", remote),
+        lambda: strategy.gather(remote, 0),
+    ):
+        with pytest.raises(ValueError, match=r"`RemoteValue` .* `coordinator.fetch\("):
+            call()
     assert strategy.reduce("sum", coordinator.fetch(remote))["loss"] == first
     servers = coordinator._scheduler.servers
     assert len(servers) == 2
@@ -260,14 +260,6 @@ def test_mistakes_are_errors_before_anything_is_sent(coordinator, problem):
     with pytest.raises(RuntimeError, match="outside of a scheduled function"):
         next(iterator)
     assert ClusterCoordinator(coordinator.strategy) is coordinator
-
-
-def test_the_coordinator_is_not_on_workers(coordinator):
-    coordinator.schedule(lambda: coordinator.join())
-    with pytest.raises(
-        RuntimeError, match="`join` of the `ClusterCoordinator` was used"
-    ):
-        coordinator.join()
 
 
 @pytest.mark.parametrize("num_lost", [1, 2])

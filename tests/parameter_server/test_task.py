@@ -201,7 +201,7 @@ def new_state(h, strategy):
     ("step", "error", "message"),
     [
         (no_params, ValueError, "without `params`"),
-        (computed_params, ValueError, "given parameters that no variable holds"),
+        (computed_params, ValueError, "state or parameters that no variable holds"),
         (with_value, ValueError, "was given value in a scheduled function"),
         (new_state, RuntimeError, "`init` of an Optax transformation"),
     ],
