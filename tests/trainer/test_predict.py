@@ -178,7 +178,7 @@ def own_batches(input_context):
             "`n` of what `<lambda>` returned is 3 of type int": lambda: run(
                 lambda batch: {"n": 3}
             ),
-            "What `without_return` returned is None .* end the function with `return`": lambda: run(
+            "`without_return` returned is None .*with `return`": lambda: run(
                 without_return
             ),
             "`strategy` is 'gpu' of type str, but it must be": lambda: (

@@ -357,9 +357,7 @@ def make_rows(num_rows, batch_size):
 def test_a_remainder_that_replicas_cannot_share_is_an_error_after_the_others():
     trainer = Rows(make_strategy(4), make_rows(22, 8))
 
-    with pytest.raises(
-        BatchSizeError, match="A batch has 6 examples, which"
-    ):
+    with pytest.raises(BatchSizeError, match="A batch has 6 examples, which"):
         trainer.train(10)
     assert int(trainer.sum.count[...]) == 16
 
