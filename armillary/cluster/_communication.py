@@ -12,8 +12,7 @@ GPU_PLATFORMS = ("cuda", "gpu", "rocm")
 PLATFORMS = ("cpu", *GPU_PLATFORMS, "tpu")
 _MISFITS = {
     ("cpu", "NCCL"): "NCCL exchanges values between GPUs only",
-    ("gpu", "RING"): "XLA exchanges values between GPUs with NCCL, which chooses "
-    "between rings and trees by itself unless the variable `NCCL_ALGO` is set",
+    ("gpu", "RING"): "NCCL, which it has, chooses by itself or by `NCCL_ALGO`",
     ("tpu", "RING"): "TPUs have a network of their own",
     ("tpu", "NCCL"): "TPUs have a network of their own",
 }
@@ -53,7 +52,11 @@ class JaxSettings:
         Raises:
             ValueError: If `flags` sets one of them to another value.
         """
-        present = dict(_split_flag(flag) for flag in flags.split())
+        present = {}
+        for flag in flags.split():
+            name, _, value = flag.lstrip("-").partition("=")
+            present[name] = value
+        added = []
         for name, value in self.xla_flags.items():
             if present.get(name, value) != value:
                 raise ValueError(
@@ -61,11 +64,8 @@ class JaxSettings:
                     f"communication options need `--{name}={value}`. Remove the flag "
                     "from `XLA_FLAGS`, or leave the option out."
                 )
-        added = [
-            f"--{name}={value}"
-            for name, value in self.xla_flags.items()
-            if name not in present
-        ]
+            if name not in present:
+                added.append(f"--{name}={value}")
         return " ".join([*flags.split(), *added])
 
 
@@ -128,7 +128,22 @@ class CommunicationOptions:
         """
         check_one_of("platform", platform, PLATFORMS)
         kind = "gpu" if platform in GPU_PLATFORMS else platform
-        self._check_fits(kind)
+        if (reason := _MISFITS.get((kind, str(self.implementation)))) is not None:
+            raise ValueError(
+                f"`implementation` is '{self.implementation}', but the platform is "
+                f"{kind!r}, and {reason}. Use `CommunicationImplementation.AUTO`."
+            )
+        if self.bytes_per_pack and kind != "gpu":
+            raise ValueError(
+                f"`bytes_per_pack` is {self.bytes_per_pack}, but XLA packs collective "
+                f"operations by size on GPUs only, and the platform is {kind!r}. "
+                "Leave `bytes_per_pack` out."
+            )
+        if self.timeout_seconds is not None and kind == "tpu":
+            raise ValueError(
+                f"`timeout_seconds` is {self.timeout_seconds!r}, but XLA cannot limit "
+                "how long TPUs wait for each other. Leave `timeout_seconds` out."
+            )
         config: dict[str, Any] = {}
         flags: dict[str, str] = {}
         if kind == "cpu" and self.implementation == CommunicationImplementation.RING:
@@ -148,32 +163,3 @@ class CommunicationOptions:
                 if XLA_LIMITS_PROGRAMS:
                     flags["xla_gpu_execution_terminate_timeout"] = f"{seconds}s"
         return JaxSettings(config=config, xla_flags=flags)
-
-    def _check_fits(self, kind: str) -> None:
-        """Raises if a kind of platform cannot follow an option.
-
-        Raises:
-            ValueError: If there is such an option.
-        """
-        reason = _MISFITS.get((kind, str(self.implementation)))
-        if reason is not None:
-            raise ValueError(
-                f"`implementation` is '{self.implementation}', but the platform is "
-                f"{kind!r}, and {reason}. Use `CommunicationImplementation.AUTO`."
-            )
-        if self.bytes_per_pack and kind != "gpu":
-            raise ValueError(
-                f"`bytes_per_pack` is {self.bytes_per_pack}, but XLA packs collective "
-                f"operations by size on GPUs only, and the platform is {kind!r}. "
-                "Leave `bytes_per_pack` out, or use `bytes_per_pack=0`."
-            )
-        if self.timeout_seconds is not None and kind == "tpu":
-            raise ValueError(
-                f"`timeout_seconds` is {self.timeout_seconds!r}, but XLA cannot limit "
-                "how long TPUs wait for each other. Leave `timeout_seconds` out."
-            )
-
-
-def _split_flag(flag: str) -> tuple[str, str]:
-    name, _, value = flag.partition("=")
-    return name.lstrip("-"), value

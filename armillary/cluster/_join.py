@@ -1,8 +1,7 @@
 """Joins this process to the others of its job, once.
 
-How the processes of a CPU job connect, to exchange values.
-
-Connects the lifeline of a job, at the address where its processes met.
+Three connections are made: JAX's coordination service, the lifeline, at the address
+where the processes met, and Gloo's, through which processes on CPUs exchange values.
 """
 
 import contextlib
@@ -29,14 +28,16 @@ from armillary.lifeline._ending import put_off_aborts
 from armillary.lifeline._lifeline import Lifeline, set_lifeline
 from armillary.lifeline._link import Link, connect, listen
 
+_LIFELINE_KEY = "armillary/lifeline"
+_LIFELINE_TIMEOUT_SECONDS = 60
+_TIMEOUT_SECONDS = 1800.0
+"""How long XLA waits on CPUs, where nothing else is said."""
+
 
 def keep_gloo_on(host: str) -> None:
-    """Makes Gloo listen at an address of this machine, once it starts.
-
-    By default it listens at the address of the machine's name, which others may reach,
-    and JAX has no option to change that.
-    """
-    # Private, as is all of JAX that makes a client.
+    """Makes Gloo listen at an address of this machine, once it starts."""
+    # By default it listens at the address of the machine's name, which others may
+    # reach, and JAX has no option for it. All that makes a client is private.
     from jax._src import distributed, xla_bridge  # noqa: TID251
     from jax._src.lib import _jax  # noqa: TID251
 
@@ -62,12 +63,9 @@ def keep_gloo_on(host: str) -> None:
 
 
 def connect_gloo(peers: Peers) -> None:
-    """Lets the processes connect to each other, if they compute on CPUs.
-
-    Gloo does so at the first operation between devices, and gives up after 30 seconds,
-    while one process may still compile what the others run already. Here each waits for
-    the others as it does in any round.
-    """
+    """Lets the processes connect to each other, if they compute on CPUs."""
+    # Gloo does so at the first operation, and gives up after 30 seconds,
+    # while one process may still compile what the others run already.
     implementation = jax.config.jax_cpu_collectives_implementation  # pyright: ignore[reportAttributeAccessIssue]
     if jax.default_backend() != "cpu" or implementation != "gloo":
         return
@@ -83,26 +81,27 @@ def connect_gloo(peers: Peers) -> None:
     jax.block_until_ready(connect(row))
 
 
-_KEY = "armillary/lifeline"
-_LIFELINE_TIMEOUT_SECONDS = 60
-
-
 def start_lifeline(
     store: KeyValueStore, index: int, count: int, coordinator_address: str
 ) -> Lifeline | None:
-    """Returns what tells of the end of the other processes, once it is connected.
-
-    Process 0 listens on the loopback interface if the coordinator's address is there,
-    and on all interfaces otherwise, as JAX's coordination service does. Who connects
-    must know a token, which is given out by that service.
-    """
-    host = split_address(coordinator_address)[0]
+    """Returns what tells of the end of the other processes, once it is connected."""
+    # As JAX's service does, process 0 listens on loopback if its address is there.
+    host, listener = split_address(coordinator_address)[0], None
     try:
         if index == 0:
-            link = _listen(store, host if is_loopback(coordinator_address) else None)
+            token = secrets.token_hex(16)
+            listener = listen(host if is_loopback(coordinator_address) else None)
+            port = listener.getsockname()[1]
+            store.key_value_set(_LIFELINE_KEY, json.dumps([port, token]))
+            link = Link(listener, token)
         else:
-            link = _connect(store, host, index)
+            timeout = 1000 * _LIFELINE_TIMEOUT_SECONDS
+            text = store.blocking_key_value_get(_LIFELINE_KEY, timeout)
+            port, token = json.loads(text)
+            link = connect(host, port, token, index)
     except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
+        if listener is not None:
+            listener.close()
         logger.warning(
             "no connection that tells of dead and stuck processes (%s: %s). They are "
             "noticed by JAX's own heartbeat, which takes longer. Let the processes "
@@ -116,34 +115,6 @@ def start_lifeline(
     lifeline = Lifeline(index, count, link)
     lifeline.start()
     return lifeline
-
-
-def _listen(store: KeyValueStore, host: str | None) -> Link:
-    token = secrets.token_hex(16)
-    try:
-        listener = listen(host)
-    except OSError:
-        # The others wait for it in any case.
-        store.key_value_set(_KEY, json.dumps([0, token]))
-        raise
-    try:
-        store.key_value_set(_KEY, json.dumps([listener.getsockname()[1], token]))
-    except BaseException:
-        listener.close()
-        raise
-    return Link(listener, token)
-
-
-def _connect(store: KeyValueStore, host: str, index: int) -> Link:
-    text: Any = store.blocking_key_value_get(_KEY, 1000 * _LIFELINE_TIMEOUT_SECONDS)
-    port, token = json.loads(text)
-    if not port:
-        raise OSError("process 0 cannot listen")
-    return connect(host, port, index, token)
-
-
-_TIMEOUT_SECONDS = 1800.0
-"""How long XLA waits on CPUs, where nothing else is said."""
 
 
 class _Joined(NamedTuple):
@@ -171,11 +142,7 @@ def expire_boundary() -> None:
 def join_cluster(
     resolver: ClusterResolver, options: CommunicationOptions | None = None
 ) -> Peers | None:
-    """Joins the processes that a resolver tells of, and waits until all are there.
-
-    It must come before anything that uses a device. A second call with the same cluster
-    returns what the first one did.
-    """
+    """Joins the processes that a resolver tells of, and waits until all are there."""
     global _joined
     plan = resolver.process_plan()
     if not plan.is_distributed:
@@ -191,8 +158,7 @@ def join_cluster(
                 "strategies."
             )
         return _joined.peers
-    is_joined_here = not jax.distributed.is_initialized()
-    if is_joined_here:
+    if not jax.distributed.is_initialized():
         _apply(options)
         _initialize(arguments)
     elif options != CommunicationOptions():
@@ -203,17 +169,11 @@ def join_cluster(
         )
     index, count = jax.process_index(), jax.process_count()
     if plan.num_processes not in (None, count) or plan.process_id not in (None, index):
-        if is_joined_here:
-            raise ClusterError(
-                f"`cluster_resolver` says that this is process {plan.process_id} of "
-                f"{plan.num_processes}, but process 0 was started for {count} "
-                "processes. Describe the same cluster to all of them."
-            )
         raise ClusterError(
             f"`cluster_resolver` says that this is process {plan.process_id} of "
-            f"{plan.num_processes}, but `jax.distributed.initialize` was called for "
-            f"process {index} of {count}. Leave the call out, or give it "
-            "`**resolver.process_plan().initialize_arguments()`."
+            f"{plan.num_processes}, but JAX was started as process {index} of {count}. "
+            "Describe the same cluster to all processes, and leave "
+            "`jax.distributed.initialize` to the strategy."
         )
     timeout_seconds = options.timeout_seconds or _TIMEOUT_SECONDS
     set_process(Process(index, count))

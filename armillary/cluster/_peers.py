@@ -54,15 +54,9 @@ class KeyValueStore(Protocol):
 
 
 class Peers:
-    """The processes that train together, of which this is the one with number `index`.
+    """The processes that train together, of which this is number `index`."""
 
-    Only the main thread may use it: rounds must follow each other in one order. Each
-    waits `timeout_seconds` for the others; the lifeline knows of those that are gone.
-
-    Attributes:
-        has_failed: Whether one of the processes has failed, as far as is known here.
-        boundary: What they tell each other between two loops.
-    """
+    # Only the main thread may use it: rounds must follow each other in one order.
 
     def __init__(
         self,
@@ -88,33 +82,31 @@ class Peers:
                 "Start all processes again."
             )
         entries = self._exchange(["value", topic, value])
-        failures = [
-            f"  process {index} of {self.count}: {text}"
-            for index, (kind, _, text) in enumerate(entries)
-            if kind == "error"
-        ]
-        if failures:
+
+        def list_processes(position: int, kind: str) -> str:
+            lines = [
+                f"  process {index} of {self.count}: {entry[position]}"
+                for index, entry in enumerate(entries)
+                if entry[0] == kind
+            ]
+            return "\n".join(lines)
+
+        if failures := list_processes(2, "error"):
             self._fail(
-                "Another process has failed:\n" + "\n".join(failures) + "\n"
-                "Repair what it says, and start all processes again."
+                f"Another process has failed:\n{failures}\nRepair what it says, and "
+                "start all processes again."
             )
         if len({topic for _, topic, _ in entries}) > 1:
-            points = "\n".join(
-                f"  process {index} of {self.count}: {topic}"
-                for index, (_, topic, _) in enumerate(entries)
-            )
             self._fail(
-                f"The processes are at different points of the program:\n{points}\n"
-                "All must run the same program with the same arguments, and take the "
-                "same decisions in it. Take them from values that all processes share."
+                "The processes are at different points of the program:\n"
+                f"{list_processes(1, 'value')}\nAll must run the same program with the "
+                "same arguments, and take the same decisions in it. Take them from "
+                "values that all processes share."
             )
         return [text for _, _, text in entries]
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others, at their next round, that this process has failed.
-
-        It does not wait for them. Nothing can be agreed on afterwards.
-        """
+        """Tells the others, at their next round, that this process has failed."""
         if not self.has_failed:
             self.has_failed = True
             if self._lifeline is not None:
@@ -122,11 +114,7 @@ class Peers:
             self._tell(error)
 
     def explain(self, error: BaseException) -> PeerError | None:
-        """Returns what has caused an error, if that is another process.
-
-        If not, it tells the others. When a process ends in the middle of an
-        operation of all, what reaches the others is an error of the network.
-        """
+        """Returns what has caused an error, if that is another process."""
         if self.has_failed or isinstance(error, PeerError):
             return None
         if isinstance(error, Exception):
@@ -157,7 +145,9 @@ class Peers:
         if self.index:
             self._set(str(self.index), entry)
             self._round += 1
-            return self._get(f"{_folder(number)}/all", 0, entry[1], self._find_end(1.1))
+            # It waits longer than the chief, which names the late.
+            end = time.monotonic() + 1.1 * self._timeout_seconds
+            return self._get(f"{_folder(number)}/all", 0, entry[1], end)
         try:
             entries = self._collect(_folder(number), entry)
         except PeerError as error:
@@ -172,13 +162,10 @@ class Peers:
         return entries
 
     def _collect(self, folder: str, entry: list[str]) -> list[list[str]]:
-        """Returns the entries of all, however late and in which order they come.
-
-        It waits for one process, and then reads what the others have said meanwhile all
-        at once: after the last one has answered, that takes two requests.
-        """
+        """Returns the entries of all, however late and in which order they come."""
+        # It waits for one process, and then reads at once what others said meanwhile.
         entries = {0: entry}
-        end = self._find_end()
+        end = time.monotonic() + self._timeout_seconds
         while missing := [i for i in range(self.count) if i not in entries]:
             first = missing[0]
             entries[first] = self._get(f"{folder}/{first}", first, entry[1], end)
@@ -188,10 +175,6 @@ class Peers:
                     for key, text in self._store.key_value_dir_get(folder):
                         entries[int(key.rpartition("/")[2])] = json.loads(text)
         return [entries[index] for index in range(self.count)]
-
-    def _find_end(self, patience: float = 1.0) -> float:
-        """Returns until when to wait: longer for the chief, which names the late."""
-        return time.monotonic() + self._timeout_seconds * patience
 
     def _tell(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {error}"
@@ -208,7 +191,10 @@ class Peers:
         self._store.key_value_set(key, json.dumps(value))
 
     def _get(self, key: str, index: int, topic: str, end: float) -> Any:
+        """Returns what a process has said, or raises what keeps it from that."""
         has_ended = False
+        who = f"Process {index} of {self.count}"
+        waiting = f"while process {self.index} waits for it ({topic})"
         while True:
             try:
                 # In slices, so that Ctrl-C is heard between them.
@@ -216,35 +202,31 @@ class Peers:
                 text = self._store.blocking_key_value_get(key, milliseconds)
                 return json.loads(text)
             except jax.errors.JaxRuntimeError as error:
-                is_late = "DEADLINE_EXCEEDED" in str(error)
-                cause = self._find_cause(0.0 if is_late else _VERDICT_SECONDS)
-                if cause is not None:
-                    raise cause from None
-                who = f"Process {index} of {self.count}"
-                waiting = f"while process {self.index} waits for it ({topic})"
-                if not is_late:
-                    self._fail(
-                        f"{who} cannot be reached {waiting}: {error}. It has ended, or "
-                        "the network is down: look at its output, and start all "
-                        "processes again.",
-                        error,
-                    )
-                if has_ended:
-                    self._fail(
-                        f"{who} has reached the end of its program, {waiting}. All "
-                        "processes must run the same steps, loops and saves.",
-                        error,
-                    )
-                # What it said before may have come after the last look.
-                has_ended = self._has_ended(index)
-                if time.monotonic() > end:
-                    self._fail(
-                        f"{who} has not answered for {self._timeout_seconds:g} "
-                        f"seconds, {waiting}. It is stuck, slow, or does not run the "
-                        "same program: look at its output, or allow more time with "
-                        "`CommunicationOptions(timeout_seconds=...)`.",
-                        error,
-                    )
+                failure = error
+            is_late = "DEADLINE_EXCEEDED" in str(failure)
+            cause = self._find_cause(0.0 if is_late else _VERDICT_SECONDS)
+            if cause is not None:
+                raise cause
+            if not is_late:
+                self._fail(
+                    f"{who} cannot be reached {waiting}: {failure}. It has ended, or "
+                    "the network is down: look at its output, and start all processes "
+                    "again."
+                )
+            if has_ended:
+                self._fail(
+                    f"{who} has reached the end of its program, {waiting}. All "
+                    "processes must run the same steps, loops and saves."
+                )
+            # What it said before may have come after the last look.
+            has_ended = self._lifeline is not None and self._lifeline.has_ended(index)
+            if time.monotonic() > end:
+                self._fail(
+                    f"{who} has not answered for {self._timeout_seconds:g} seconds, "
+                    f"{waiting}. It is stuck, slow, or does not run the same program: "
+                    "look at its output, or allow more time with "
+                    "`CommunicationOptions(timeout_seconds=...)`."
+                )
 
     def _find_cause(self, timeout_seconds: float) -> PeerError | None:
         if self._lifeline is None:
@@ -255,12 +237,9 @@ class Peers:
         self.has_failed = True
         return PeerError(verdict)
 
-    def _has_ended(self, index: int) -> bool:
-        return self._lifeline is not None and self._lifeline.has_ended(index)
-
-    def _fail(self, message: str, cause: BaseException | None = None) -> NoReturn:
+    def _fail(self, message: str) -> NoReturn:
         self.has_failed = True
-        raise PeerError(message) from cause
+        raise PeerError(message)
 
 
 def _folder(number: int) -> str:
@@ -268,18 +247,7 @@ def _folder(number: int) -> str:
 
 
 class Boundary:
-    """The last exchange between two loops. All processes call the same methods.
-
-    Parts are known by a method that returns what this process has to say, for JSON;
-    `None` is nothing. It is called in each exchange from its first use on, as long as
-    its object lives.
-
-    Args:
-        gather: Returns a text of each process; see `Peers.gather`.
-
-    Attributes:
-        num_expired: How often something has run; what was said counts until the next.
-    """
+    """The last exchange between two loops. All processes call the same methods."""
 
     def __init__(self, gather: Callable[[str, str], list[str]]) -> None:
         self._gather = gather

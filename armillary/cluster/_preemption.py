@@ -2,8 +2,6 @@
 
 A signal handler runs between any two instructions of the main thread, which may hold
 any lock. So it only sets an attribute, and whoever trains looks at it between loops.
-
-Options for jobs whose machines may be taken away.
 """
 
 import atexit
@@ -63,20 +61,7 @@ _kept: "set[PreemptionNotice]" = set()
 
 
 class PreemptionNotice:
-    """Listens to SIGTERM, and asks a watcher, until it is closed or forgotten.
-
-    The handler that the program had is not called meanwhile, because most end the
-    program. Afterwards it is again what SIGTERM does.
-
-    Args:
-        watcher: Returns whether the machine is going to be taken, or `None`.
-
-    Attributes:
-        source: What gave notice, or `None`.
-
-    Raises:
-        RuntimeError: If this is not the main thread.
-    """
+    """Listens to SIGTERM, and asks a watcher, until it is closed or forgotten."""
 
     def __init__(self, watcher: Callable[[], bool] | None = None) -> None:
         if not _is_main_thread():
@@ -105,11 +90,8 @@ class PreemptionNotice:
         return self._closed.is_set()
 
     def listen(self) -> None:
-        """Takes SIGTERM back from code outside Python that has taken it since.
-
-        `jax.distributed.initialize` does so if the program calls it itself. A handler
-        that the program has set since is left alone.
-        """
+        """Takes SIGTERM back from code outside Python that has taken it since."""
+        # `jax.distributed.initialize` takes it, if the program calls that itself.
         if self._is_installed():
             signal.signal(signal.SIGTERM, self._handler)
 
@@ -119,11 +101,8 @@ class PreemptionNotice:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Listens until the program has ended, if the code under it ends the program.
-
-        Signals often come again and again, and a later one must not change the exit
-        code while the processes say goodbye to each other.
-        """
+        """Listens until the program has ended, if the code under it ends it."""
+        # A later signal must not change the exit code while the processes say goodbye.
         _kept.add(self)
         yield  # No `finally`: what raises here ends the program.
         _kept.remove(self)

@@ -19,18 +19,11 @@ _PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlan:
-    """The devices of each process.
+    """The devices of each process."""
 
-    Args:
-        virtual_cpus: Virtual CPU devices of each one; `None` leaves it to the script.
-        gpus: The names of each one's GPUs, for `CUDA_VISIBLE_DEVICES`; empty where none
-            are used.
-        num_gpus: Number of GPUs of each one, where Ray chooses which ones.
-    """
-
-    virtual_cpus: int | None = None
-    gpus: tuple[tuple[str, ...], ...] = ()
-    num_gpus: int = 0
+    virtual_cpus: int | None = None  # `None` leaves it to the script.
+    gpus: tuple[tuple[str, ...], ...] = ()  # Names, for `CUDA_VISIBLE_DEVICES`.
+    num_gpus: int = 0  # Where Ray chooses which ones.
 
     def __str__(self) -> str:
         if num_gpus := self.num_gpus or (len(self.gpus[0]) if self.gpus else 0):
@@ -86,11 +79,9 @@ def find_gpus(environment: Mapping[str, str]) -> list[str]:
 
 
 def find_addresses(count: int) -> list[str]:
-    """Returns `count` different addresses on loopback that are free now.
-
-    Nothing holds them after the return, so another program can take one before the
-    worker does. That attempt fails, and the next one has other ports.
-    """
+    """Returns `count` different addresses on loopback that are free now."""
+    # Another program can take one before the worker does: that attempt fails, and the
+    # next one has other ports.
     with contextlib.ExitStack() as stack:
         # All are open at once, or the system could give the same one twice.
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]

@@ -34,22 +34,15 @@ _POLL_SECONDS = 0.02
 
 
 def read_lines(file: BufferedReader) -> Iterator[str]:
-    """Returns the lines that a terminal shows of what is in a file, and closes it.
-
-    Bytes that are not UTF-8 become replacement characters. Of a progress bar, which
-    returns to the start of its line, the last state before the line ends is kept.
-    """
+    """Returns the lines that a terminal shows of what is in a file, and closes it."""
+    # Of a progress bar, which returns to the start of its line, the last state is kept.
     with io.TextIOWrapper(file, "utf-8", "replace", newline="\n") as lines:
         while line := lines.readline(MAX_LINE):
             yield line.rstrip("\r\n").rpartition("\r")[2]
 
 
 class StreamSink:
-    """Writes to stdout or stderr of the launcher, with colored labels on a terminal.
-
-    A reader that went away (`armillary launch ... | head`) must not end the training,
-    so lines are dropped from then on.
-    """
+    """Writes to stdout or stderr of the launcher, with colored labels on a terminal."""
 
     def __init__(self, stream: TextIO | None) -> None:
         # Python has no stream where the launcher was started with a closed one.
@@ -74,17 +67,12 @@ class StreamSink:
         text = f"{prefix} {line}\n"
         try:
             _write_all(self._descriptor, text.encode(self._encoding, "replace"))
-        except OSError:
+        except OSError:  # A reader that went away (`| head`) must not end the job.
             self._descriptor = None
 
 
 class Output:
-    """Writes the lines of all processes and of the launcher.
-
-    Args:
-        logs: Unbuffered files to append to, by the label of their process. `finish`
-            closes them.
-    """
+    """Writes the lines of all processes and of the launcher."""
 
     def __init__(self, logs: Mapping[str, FileIO] | None = None) -> None:
         self._logs = dict(logs or {})
@@ -116,11 +104,8 @@ class Output:
     async def drain(
         self, labels: Collection[str] | None = None, *, seconds: float = _DRAIN_SECONDS
     ) -> bool:
-        """Waits until the streams of some processes, or of all, are written.
-
-        Returns whether they are. A process that left its worker's group may hold a
-        stream open for longer than `seconds`.
-        """
+        """Waits until the streams of some processes, or of all, are written."""
+        # A process that left its worker's group may hold a stream open for longer.
         end = time.monotonic() + seconds
         while is_late := not self._is_written(labels):
             if time.monotonic() > end:
@@ -129,10 +114,8 @@ class Output:
         return not is_late
 
     async def finish(self) -> None:
-        """Drains all streams, and closes the log files.
-
-        The last lines say what went wrong: a reader that pauses still gets them.
-        """
+        """Drains all streams, and closes the log files."""
+        # The last lines say what went wrong: a reader that pauses still gets them.
         while not await self.drain() and self._lock.locked():
             pass
         for log in self._logs.values():

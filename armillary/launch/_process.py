@@ -24,17 +24,11 @@ _SPOKEN_FOR = (ExitCode.USAGE, ExitCode.RESTART_REQUESTED, ExitCode.PREEMPTED)
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How one process ended.
-
-    Args:
-        returncode: Its exit code, or the negated number of the signal that killed it.
-        seconds: How long it ran.
-        loss: Where and why it was lost, if nobody saw how it ended.
-    """
+    """How one process ended."""
 
     returncode: int
     seconds: float
-    loss: str = ""
+    loss: str = ""  # Where and why, if nobody saw how it ended.
 
     @property
     def cause(self) -> ExitCode:
@@ -76,11 +70,9 @@ def start_tied(
     environment: Mapping[str, str],
     folder: str,
 ) -> "subprocess.Popen[bytes]":
-    """Starts a process that ends with the calling thread, in a group of its own.
-
-    The group keeps the terminal's Ctrl-C away, which the launcher passes on instead,
-    and lets what the process itself started end with it.
-    """
+    """Starts a process that ends with the calling thread, in a group of its own."""
+    # The group keeps the terminal's Ctrl-C away, which the launcher passes on instead,
+    # and lets what the process itself started end with it.
     return subprocess.Popen(
         # For the first moment without `site` and the folder of `_exec.py`.
         [sys.executable, "-S", "-P", exec_path, str(os.getpid()), *command],
@@ -103,15 +95,7 @@ def end_group(process: "subprocess.Popen[bytes]") -> int:
 
 
 class Process(ABC):
-    """A running process of a job, below a running event loop.
-
-    Args:
-        label: Its name, such as `worker 0`.
-
-    Attributes:
-        ended: How it ended, once it has.
-        stdout, stderr: What it says.
-    """
+    """A running process of a job, below a running event loop."""
 
     stdout: BufferedReader
     stderr: BufferedReader
@@ -127,11 +111,7 @@ class Process(ABC):
 
     @abstractmethod
     def send_signal(self, number: int) -> None:
-        """Sends a signal to the process alone, if it runs.
-
-        Its own children do not get it: they have to work for as long as it needs to
-        save.
-        """
+        """Sends a signal to the process, if it runs, but not to its own children."""
 
     def _end(self, code: int, loss: str = "", seconds: float | None = None) -> None:
         if not self.ended.done():
@@ -169,10 +149,7 @@ class Child(Process):
 
 
 class ThisMachine:
-    """The machine of the launcher, which has a place for every worker.
-
-    `RayMachines` has the same methods.
-    """
+    """The machine of the launcher, which has a place for every worker."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers

@@ -64,12 +64,10 @@ def connect(address: str) -> Any:
     return ray
 
 
+# Its methods run in one thread, that of its event loop, which lives as long as the
+# actor does. So the kernel ends the worker with the actor: see `_exec.py`.
 class _Actor:
-    """The parent of a worker on its machine, where Ray sends this class as a value.
-
-    Its methods run in one thread, that of its event loop, which lives as long as the
-    actor does. So the kernel ends the worker with the actor: see `_exec.py`.
-    """
+    """The parent of a worker on its machine, where Ray sends this class as a value."""
 
     async def look(self) -> tuple[str, str, int]:
         """Returns an address, the name and a free port of the machine."""
@@ -180,17 +178,7 @@ class _Stream(io.RawIOBase):
 
 
 class RayMachines:
-    """The machines of a Ray cluster, of which every attempt takes what there is.
-
-    Args:
-        ray: The package, connected to the cluster.
-        min_workers: Workers without which there is no attempt.
-        max_workers: Workers of an attempt at most.
-        devices_per_worker: GPUs of each worker, or virtual CPUs if there are none.
-
-    Attributes:
-        devices: Those of each worker.
-    """
+    """The machines of a Ray cluster, of which every attempt takes what there is."""
 
     def __init__(
         self,

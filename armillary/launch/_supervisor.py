@@ -32,12 +32,7 @@ _LAST_WORDS_SECONDS = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The command to run, and the options of `armillary launch`, already checked.
-
-    Args:
-        arguments: What follows `python` on the command line of each process.
-        logs: A log file for each process by its label, or none at all.
-    """
+    """The command to run, and the options of `armillary launch`, already checked."""
 
     arguments: Sequence[str]
     machines: "ThisMachine | RayMachines"
@@ -50,10 +45,7 @@ class Job:
 
 
 def run_job(job: Job) -> ExitCode:
-    """Runs a job to its end; no process of it is left after the return.
-
-    It must be called in the main thread, where signals arrive.
-    """
+    """Runs a job to its end; no process of it is left after the return."""
     output = Output(job.logs)
     with (
         contextlib.closing(job.machines),
@@ -65,12 +57,7 @@ def run_job(job: Job) -> ExitCode:
 
 
 class RestartPolicy:
-    """Counts restarts, and says when there is another one and after which pause.
-
-    Every restart counts, whatever its cause, so an error that is there on each start
-    ends the job as well. Each pause is twice as long as the one before, up to a minute,
-    unless the first one is longer than that.
-    """
+    """Counts restarts, and says when there is another one and after which pause."""
 
     def __init__(self, max_restarts: int, pause_seconds: float) -> None:
         self.max_restarts = max_restarts
@@ -95,10 +82,7 @@ class RestartPolicy:
 
 
 def find_stop_code(number: int, causes: Sequence[ExitCode]) -> ExitCode:
-    """Returns the exit code of a job that a signal stopped.
-
-    It depends on how each process ended; between two attempts there is none.
-    """
+    """Returns the exit code of a job that a signal stopped."""
     if causes and set(causes) <= {ExitCode.OK, ExitCode.PREEMPTED}:
         return max(causes)
     return ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED
@@ -147,11 +131,7 @@ class _Supervisor:
     async def _end_evaluation(
         self, evaluation: "asyncio.Task[ExitCode]", code: ExitCode
     ) -> ExitCode:
-        """Waits for the evaluator; returns the exit code of the job.
-
-        If the workers' `code` is good, it has all the time that it needs for the last
-        checkpoint. Otherwise it is made to end.
-        """
+        """Waits for the evaluator; returns the exit code of the job."""
         if code is ExitCode.OK and self.stop is None:
             if not evaluation.done():
                 self.say("all workers have ended; waits for the evaluator.")
@@ -189,11 +169,7 @@ class _Supervisor:
 
 
 class _Group:
-    """Processes that start and end together: the workers, or the evaluator alone.
-
-    The evaluator reads checkpoints and takes part in nothing else, so the workers go on
-    when it fails, and it goes on when they are restarted.
-    """
+    """Processes that start and end together: the workers, or the evaluator alone."""
 
     def __init__(self, supervisor: _Supervisor, *, is_evaluator: bool = False) -> None:
         self._supervisor, self._job = supervisor, supervisor.job
@@ -244,10 +220,7 @@ class _Group:
             child.send_signal(number)
 
     def end_after(self, *plan: tuple[float, signal.Signals]) -> None:
-        """Sends signals to those that still run, each after a pause in seconds.
-
-        It takes the place of an earlier plan.
-        """
+        """Sends signals to those that still run, each after a pause in seconds."""
         if self._ender is not None:
             self._ender.cancel()
         self._ender = asyncio.create_task(self._follow(plan))
@@ -334,11 +307,7 @@ class _Group:
         self._tails[label] = self._output.add(label, child.stdout, child.stderr)
 
     async def _find_failure(self) -> Process | None:
-        """Waits until every process has ended; returns the one that failed first.
-
-        When one fails, the others get the grace period to notice and end by themselves,
-        then SIGTERM, then SIGKILL.
-        """
+        """Waits until every process has ended; returns the one that failed first."""
         failure = None
         pending = {child.ended for child in self.children}
         while pending:

@@ -1,8 +1,7 @@
-"""Ends a process that cannot go on, from another thread than the main one.
+"""Says where a process is, and ends one that cannot go on.
 
-The main thread may wait in C code for ever, where no exception reaches it.
-
-Which line of the user's program a thread is at.
+Another thread does both: the main one may wait in C code for ever, where no exception
+reaches it.
 """
 
 import atexit
@@ -35,22 +34,24 @@ _DEBUGGER = tuple(
     os.path.join(sysconfig.get_path("stdlib"), name)
     for name in ("bdb.py", "pdb.py", "cmd.py")
 )
+_UNWIND_SECONDS = 3.0
+_FINISH_SECONDS = 8.0
+_PAUSE_SECONDS = 0.05
+
+_unfinished: list[Callable[[], bool]] = []
+_is_ending = False
 
 
 def find_line(phase: str) -> str:
-    """Returns the innermost line of the user's code in the main thread.
-
-    While data is waited for, also that of the threads that read it.
-    """
+    """Returns the innermost line of the user's code in the main thread."""
     frames = sys._current_frames()
     main = frames.get(threading.main_thread().ident or 0)
     if main is None:
         return "(the main thread has ended)"
     lines = [_describe(_find_users(main) or main)]
     for thread in threading.enumerate() if phase == "data" else ():
-        frame = frames.get(thread.ident or 0)
-        if thread.name == READER_THREADS and frame is not None:
-            user = _find_users(frame)
+        if thread.name == READER_THREADS:
+            user = _find_users(frames.get(thread.ident or 0))
             if user is not None:
                 lines.append(f"while a thread reads ahead at {_describe(user)}")
     return ", ".join(lines)
@@ -76,7 +77,7 @@ def _is_in(files: tuple[str, ...], thread: int | None) -> bool:
     return any(each.f_code.co_filename.endswith(files) for each in _outward(frame))
 
 
-def _find_users(frame: FrameType) -> FrameType | None:
+def _find_users(frame: FrameType | None) -> FrameType | None:
     frames = _outward(frame)
     return next((f for f in frames if not is_library_file(f.f_code.co_filename)), None)
 
@@ -94,33 +95,19 @@ def _describe(frame: FrameType) -> str:
     return f"{place}: {text}" if text else place
 
 
-_UNWIND_SECONDS = 3.0
-_FINISH_SECONDS = 8.0
-_PAUSE_SECONDS = 0.05
-
-_unfinished: list[Callable[[], bool]] = []
-_is_ending = False
-
-
 def finish_first(is_busy: Callable[[], bool]) -> None:
     """Lets the end of the process wait, for some seconds, while something is busy."""
     _unfinished.append(is_busy)
 
 
 def end_process(reason: str) -> None:
-    """Prints why, and ends this process with `ExitCode.RESTART_REQUESTED`.
-
-    The main thread gets a few seconds to come to an end by itself, since it may have
-    noticed something too, and so does what is being saved.
-    """
+    """Prints why, and ends this process with `ExitCode.RESTART_REQUESTED`."""
     global _is_ending
     code = ExitCode.RESTART_REQUESTED
     process = get_process()
     who = f"{process}: " if process.count > 1 else ""
-    text = (
-        f"ERROR: {who}{reason}\n{who or 'The program '}ends with exit code "
-        f"{code.value} ({code.name}).\n"
-    )
+    ends = f"ends with exit code {code.value} ({code.name})."
+    text = f"ERROR: {who}{reason}\n{who or 'The program '}{ends}\n"
     # Not the logger: the main thread may be stuck while it holds its lock.
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="replace"))
@@ -137,10 +124,7 @@ def _wait(end: float, is_busy: Callable[[], bool]) -> None:
 
 
 def leave(code: ExitCode) -> NoReturn:
-    """Ends the process now, without what Python and JAX do at the end of a program.
-
-    JAX would wait there for processes that are gone.
-    """
+    """Ends the process now: at its end JAX would wait for those that are gone."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -148,15 +132,10 @@ def leave(code: ExitCode) -> NoReturn:
 
 
 def put_off_aborts() -> None:
-    """Makes an abort of this process wait for six seconds.
-
-    When process 0 ends, or a new process takes the place of one that is gone, JAX
-    aborts the others at once, in C++, and does not say which process it was. Six
-    seconds are enough to say it, and to end with the right exit code.
-
-    The handler is the function `sleep` of the C library, which is safe to call in a
-    signal handler. Its argument is the number of the signal, which is 6 for SIGABRT.
-    """
+    """Makes an abort of this process wait for six seconds."""
+    # When process 0 ends, JAX aborts the others at once, in C++, without a name. The
+    # handler is the C library's `sleep`, which is safe there, called with the number
+    # of the signal, which is 6.
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         library.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)

@@ -1,12 +1,9 @@
-"""One thread in each process, which listens to the others and may end the process.
-
-The reports of the processes about themselves, and the conclusions from them.
-"""
+"""One thread in each process, which listens to the others and may end the process."""
 
 import asyncio
 import atexit
-import collections
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -17,39 +14,30 @@ from armillary._process import ExitCode
 from armillary.lifeline._ending import end_process, find_line, is_compiling, leave
 from armillary.lifeline._link import Link
 
+_BEAT_SECONDS = 1.0
+_FLUSH_SECONDS = 1.0
+_FAILURE_SECONDS = 5.0
+"""How long the others may take to notice a failure by themselves."""
 _FRESH_SECONDS = 10.0
 _SILENT_SECONDS = 3.0
 """Three reports that did not come: less than any sensible `hang_timeout_seconds`."""
+_CHIEF = 0
 
 
 class Place(NamedTuple):
-    """Where a program is, as far as its loops tell.
+    """Where a program is, as far as its loops tell."""
 
-    Attributes:
-        phase: What it does, such as `"data"` or `"step"`.
-        moves: A number that changes whenever it goes on.
-    """
-
-    phase: str
-    moves: int
+    phase: str  # Such as `"data"` or `"step"`.
+    moves: int  # It changes whenever the program goes on.
 
 
 class Report(NamedTuple):
-    """The report that a process sends every second.
-
-    Attributes:
-        phase: What it does.
-        line: The line of the user's program that it is at.
-        quiet_seconds: How long it has not gone on.
-        limit_seconds: How long it may, or `None` if it is in no loop that is watched.
-        is_compiling: Whether it compiles, which may take any time.
-        has_ended: Whether it has reached the end of its program.
-    """
+    """The report that a process sends every second."""
 
     phase: str
     line: str
     quiet_seconds: float
-    limit_seconds: float | None = None
+    limit_seconds: float | None = None  # `None` in no loop that is watched.
     is_compiling: bool = False
     has_ended: bool = False
 
@@ -64,6 +52,17 @@ class Sighting(NamedTuple):
         """Returns how long the process has not gone on, as far as is known."""
         return self.report.quiet_seconds + now - self.time
 
+    def describe(self, now: float) -> str:
+        """Returns where the process is, and since when."""
+        if self.report.has_ended:
+            return "has reached the end of its program"
+        phase = "compiling" if self.report.is_compiling else self.report.phase
+        text = f"{phase} for {self.quiet_seconds(now):.0f} s, at {self.report.line}"
+        silent = now - self.time
+        if silent > _SILENT_SECONDS:
+            text += f"; it has not answered for {silent:.0f} s (stopped?)"
+        return text
+
 
 def see_start(now: float) -> Sighting:
     """Returns what is known of a process that has just joined."""
@@ -71,11 +70,9 @@ def see_start(now: float) -> Sighting:
 
 
 def find_hang(sightings: Mapping[int, Sighting], count: int, now: float) -> str | None:
-    """Returns what to say if no process has gone on for too long, else `None`.
-
-    While one process goes on, or compiles, or is in no loop that is watched, the others
-    wait for it with good reason.
-    """
+    """Returns what to say if no process has gone on for too long, else `None`."""
+    # While one process goes on, or compiles, or is in no loop that is watched, the
+    # others wait for it with good reason.
     running = [seen for seen in sightings.values() if not seen.report.has_ended]
     limits = [seen.report.limit_seconds for seen in running]
     limits = [limit for limit in limits if limit is not None]
@@ -90,13 +87,12 @@ def find_hang(sightings: Mapping[int, Sighting], count: int, now: float) -> str 
             return None
         if seen.report.is_compiling and now - seen.time < _FRESH_SECONDS:
             return None
-    who = "No process has" if count > 1 else "The program has not"
+    who, advice = "The program has not", "Look at this line"
     if count > 1:
+        who = "No process has"
         advice = "Look at the one that does not wait for another one"
-    else:
-        advice = "Look at this line"
     places = "\n".join(
-        f"  process {index} of {count}: {_describe(seen, now)}"
+        f"  process {index} of {count}: {seen.describe(now)}"
         for index, seen in sightings.items()
     )
     return (
@@ -107,30 +103,8 @@ def find_hang(sightings: Mapping[int, Sighting], count: int, now: float) -> str 
     )
 
 
-def _describe(seen: Sighting, now: float) -> str:
-    if seen.report.has_ended:
-        return "has reached the end of its program"
-    phase = "compiling" if seen.report.is_compiling else seen.report.phase
-    text = f"{phase} for {seen.quiet_seconds(now):.0f} s, at {seen.report.line}"
-    silent = now - seen.time
-    if silent > _SILENT_SECONDS:
-        text += f"; it has not answered for {silent:.0f} s (stopped?)"
-    return text
-
-
-_BEAT_SECONDS = 1.0
-_FLUSH_SECONDS = 1.0
-_FAILURE_SECONDS = 5.0
-"""How long the others may take to notice a failure by themselves."""
-_CHIEF = 0
-
-
 class Lifeline:
-    """Watches over the processes of a job, or over one process that is alone.
-
-    Attributes:
-        verdict: Why the job ends, once it is known.
-    """
+    """Watches over the processes of a job, or over one process that is alone."""
 
     def __init__(
         self,
@@ -141,22 +115,20 @@ class Lifeline:
     ) -> None:
         self.verdict: str | None = None
         self._index, self._count = index, count
-        self._link = link
-        self._end = end
+        self._link, self._end = link, end
         # Process 0 hears of all, the others of process 0. All have joined, or this
         # process would not be here.
         known = range(count) if index == _CHIEF else (_CHIEF, index)
         self._sightings = dict.fromkeys(known, see_start(time.monotonic()))
         self._failures: dict[int, tuple[str, float]] = {}
-        self._outbox: collections.deque[dict[str, Any]] = collections.deque()
         self._limit: float | None = None
         self._find_place: Callable[[], Place] = _outside
         self._place, self._moved_at = _outside(), time.monotonic()
-        self._has_ended = self._has_failed = self._is_closed = False
-        self._has_verdict = threading.Event()
+        self._has_ended = self._has_failed = False
+        self._has_verdict, self._is_open = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_woken = asyncio.Event()
+        self._is_done = asyncio.Event()
 
     def start(self) -> None:
         """Starts to watch, unless it does already."""
@@ -166,6 +138,7 @@ class Lifeline:
                 target=self._run, name="armillary-lifeline", daemon=True
             )
             self._thread.start()
+            self._is_open.wait(_FLUSH_SECONDS)
             if self._link is not None:
                 # JAX's own end of the program, where it waits for the others, was
                 # registered before, and so comes later.
@@ -206,26 +179,25 @@ class Lifeline:
 
     def wait_for_verdict(self, timeout_seconds: float) -> str | None:
         """Returns why the job ends, if that is known in time."""
-        if self._link is None or self._thread is None:
-            return self.verdict
-        self._has_verdict.wait(timeout_seconds)
+        if self._link is not None and self._thread is not None:
+            self._has_verdict.wait(timeout_seconds)
         return self.verdict
 
     def close(self) -> None:
         """Sends the last reports, then ends the thread and the connections."""
-        self._is_closed = True
-        self._wake()
+        self._call(self._is_done.set)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_FLUSH_SECONDS + 2 * _BEAT_SECONDS)
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        self._outbox.append(message)
-        self._wake()
-
-    def _wake(self) -> None:
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Calls a function in the thread, after what was called there before."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # It is closed.
-                self._loop.call_soon_threadsafe(self._is_woken.set)
+            with contextlib.suppress(RuntimeError):  # The loop is closed.
+                self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        if self._link is not None:
+            self._call(self._link.send, message)
 
     def _tell_how_it_ends(self) -> None:
         error = getattr(sys, "last_value", None)
@@ -233,9 +205,9 @@ class Lifeline:
             self.tell_failure(f"{type(error).__name__}: {error}")
         if not self._has_failed:
             self.tell_end()
-        end = time.monotonic() + _FLUSH_SECONDS
-        while self._outbox and time.monotonic() < end:
-            time.sleep(_FLUSH_SECONDS / 50)
+        is_sent = threading.Event()
+        self._call(is_sent.set)
+        is_sent.wait(_FLUSH_SECONDS)
 
     def _run(self) -> None:
         assert self._loop is not None
@@ -245,21 +217,14 @@ class Lifeline:
     async def _watch(self) -> None:
         if self._link is not None:
             await self._link.open(self._note)
-        next_beat = 0.0
-        while not self._is_closed and self.verdict is None:
-            self._is_woken.clear()
-            now = time.monotonic()
-            if now >= next_beat:
-                next_beat = now + _BEAT_SECONDS
-                self._beat(now)
-            self._send_outbox()
-            if self.verdict is None:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._is_woken.wait(), next_beat - now)
-        self._send_outbox()
-        if self.verdict is not None and self._index == _CHIEF:
-            self._send({"verdict": self.verdict})
+        self._is_open.set()
+        while not self._is_done.is_set():
+            self._beat(time.monotonic())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_done.wait(), _BEAT_SECONDS)
         if self._link is not None:
+            if self.verdict is not None and self._index == _CHIEF:
+                self._link.send({"verdict": self.verdict})
             await self._link.flush(_FLUSH_SECONDS)
         if self.verdict is not None:
             self._has_verdict.set()
@@ -274,21 +239,18 @@ class Lifeline:
         """Reports, and looks whether anything goes on anywhere."""
         own = self._report(now)
         self._sightings[self._index] = Sighting(own, now)
-        self._send({"report": own})
+        if self._link is not None:
+            self._link.send({"report": own})
         for index, (failure, at) in self._failures.items():
             if now > at + _FAILURE_SECONDS:
                 self._conclude(f"{self._name(index)} has failed: {failure}")
-        if self._index == _CHIEF or self._is_chief_silent(now):
+        # Process 0 decides for all, unless it is itself stopped.
+        silent = now - self._sightings[_CHIEF].time
+        limit = math.inf if self._limit is None else self._limit
+        if self._index == _CHIEF or silent >= limit + 3 * _BEAT_SECONDS:
             text = find_hang(self._sightings, self._count, now)
             if text is not None:
                 self._conclude(text)
-
-    def _is_chief_silent(self, now: float) -> bool:
-        """Returns whether process 0, which decides for all, is itself stopped."""
-        if self._limit is None:
-            return False
-        silent = now - self._sightings[_CHIEF].time
-        return silent >= self._limit + 3 * _BEAT_SECONDS
 
     def _report(self, now: float) -> Report:
         place = self._find_place()
@@ -303,21 +265,18 @@ class Lifeline:
             has_ended=self._has_ended,
         )
 
-    def _send_outbox(self) -> None:
-        while self._outbox:
-            self._send(self._outbox[0])
-            # ORDER: whoever waits for an empty outbox waits for the sending.
-            self._outbox.popleft()
-
-    def _send(self, message: dict[str, Any]) -> None:
-        if self._link is not None:
-            self._link.send(message)
-
     def _note(self, index: int, message: dict[str, Any] | None) -> None:
         """Takes in the report of a process; `None` is the end of its connection."""
         now = time.monotonic()
         if message is None:
-            self._note_end(index)
+            if index in self._failures or self.has_ended(index):
+                return
+            report = self._sightings[index].report
+            self._conclude(
+                f"{self._name(index)} is gone ({report.phase}, {report.line}). It was "
+                "killed, has crashed, or its machine or network is down: its own "
+                "output may tell more."
+            )
         elif "report" in message:
             self._sightings[index] = Sighting(Report(*message["report"]), now)
         elif "failure" in message:
@@ -325,23 +284,13 @@ class Lifeline:
         elif "verdict" in message:
             self._conclude(str(message["verdict"]))
 
-    def _note_end(self, index: int) -> None:
-        if index in self._failures or self.has_ended(index):
-            return
-        report = self._sightings[index].report
-        self._conclude(
-            f"{self._name(index)} is gone ({report.phase}, {report.line}). It was "
-            "killed, has crashed, or its machine or network is down: its own output "
-            "may tell more."
-        )
-
     def _name(self, index: int) -> str:
         return f"Process {index} of {self._count}"
 
     def _conclude(self, text: str) -> None:
         if self.verdict is None:
             self.verdict = text
-            self._is_woken.set()
+            self._is_done.set()
 
 
 _current: Lifeline | None = None

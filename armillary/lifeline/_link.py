@@ -27,27 +27,35 @@ Note = Callable[[int, dict[str, Any] | None], None]
 
 
 class Link:
-    """The connections of one process, used by the event loop of one thread.
-
-    Args:
-        endpoint: Where the others connect, in process 0; its connection to process 0,
-            in the others.
-        token: What a process must say first; empty in the others.
-    """
+    """The connections of one process, used by the event loop of one thread."""
 
     def __init__(self, endpoint: socket.socket, token: str = "") -> None:
-        self._endpoint = _keep(endpoint)
-        self._token = token
+        # In process 0 the others connect there, and say the token first.
+        self._endpoint, self._token = endpoint, token
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._work: Any = None
+        _links.add(self)
 
     async def open(self, note: Note) -> None:
         """Begins to listen to the other processes; notes everything that they say."""
-        if self._token:
-            self._start(self._accept(note))
+        if not self._token:
+            streams = await asyncio.open_connection(
+                sock=self._endpoint, limit=_MOST_BYTES
+            )
+            self._work = asyncio.create_task(self._read(0, *streams, note))
             return
-        reader, self._writers[0] = await _open_streams(self._endpoint)
-        self._start(self._read(0, reader, note))
+
+        async def welcome(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
+            with contextlib.closing(writer):
+                index = await self._find_out(reader)
+                if index is not None:
+                    await self._read(index, reader, writer, note)
+
+        self._work = await asyncio.start_server(
+            welcome, sock=self._endpoint, limit=_MOST_BYTES
+        )
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends to all; what cannot go now goes later."""
@@ -68,52 +76,42 @@ class Link:
 
     async def close(self) -> None:
         """Closes all connections; the processes at their other ends notice."""
-        for task in self._tasks:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for writer in self._writers.values():
-            writer.close()
+        await asyncio.gather(*others, return_exceptions=True)
+        if isinstance(self._work, asyncio.Server):
+            self._work.close()
         self._endpoint.close()
+        await asyncio.sleep(0)  # The loop closes what is to be closed.
 
-    def _start(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _accept(self, note: Note) -> None:
-        loop = asyncio.get_running_loop()
-        self._endpoint.setblocking(False)
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(self._endpoint)
-            except OSError:  # For example, too many open files.
-                await asyncio.sleep(1.0)
-                continue
-            self._start(self._welcome(connection, note))
-
-    async def _welcome(self, connection: socket.socket, note: Note) -> None:
-        """Learns which process has connected; a stranger is shown out."""
-        reader, writer = await _open_streams(_keep(connection))
+    async def _find_out(self, reader: asyncio.StreamReader) -> int | None:
+        """Returns which process has connected; `None` for a stranger."""
         token = self._token.encode()
+        work = reader.readexactly(_INDEX_DIGITS + len(token))
         try:
-            greeting = await asyncio.wait_for(
-                reader.readexactly(_INDEX_DIGITS + len(token)), _GREETING_SECONDS
-            )
+            greeting = await asyncio.wait_for(work, _GREETING_SECONDS)
             index = int(greeting[:_INDEX_DIGITS])
         except (OSError, EOFError, ValueError, TimeoutError):
-            writer.close()
-            return
-        if not hmac.compare_digest(greeting[_INDEX_DIGITS:], token):
-            writer.close()
-            return
-        self._writers[index] = writer
-        await self._read(index, reader, note)
+            return None
+        return index if hmac.compare_digest(greeting[_INDEX_DIGITS:], token) else None
 
-    async def _read(self, index: int, reader: asyncio.StreamReader, note: Note) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            while line := await reader.readline():
-                note(index, json.loads(line))
-        self._writers.pop(index).close()
+    async def _read(
+        self,
+        index: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        note: Note,
+    ) -> None:
+        """Notes what a process says, until its connection ends."""
+        _ask_for_signs_of_life(writer.get_extra_info("socket"))
+        self._writers[index] = writer
+        try:
+            with contextlib.suppress(OSError, ValueError):
+                while line := await reader.readline():
+                    note(index, json.loads(line))
+        finally:
+            self._writers.pop(index).close()
         note(index, None)
 
 
@@ -127,18 +125,15 @@ def listen(host: str | None) -> socket.socket:
     return socket.create_server(address[:2], family=family)
 
 
-def connect(host: str, port: int, index: int, token: str) -> Link:
+def connect(host: str, port: int, token: str, index: int) -> Link:
     """Returns the link of process `index` to process 0, which listens at a port."""
     connection = socket.create_connection((host, port), _CONNECT_SECONDS)
     connection.sendall(f"{index:0{_INDEX_DIGITS}}{token}".encode())
+    connection.setblocking(False)
     return Link(connection)
 
 
-async def _open_streams(
-    connection: socket.socket,
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Returns the streams of a connection whose end the kernel will notice."""
-    connection.setblocking(False)
+def _ask_for_signs_of_life(connection: Any) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", 4),
@@ -148,21 +143,21 @@ async def _open_streams(
     ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return await asyncio.open_connection(sock=connection, limit=_MOST_BYTES)
 
 
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
-def _keep(endpoint: socket.socket) -> socket.socket:
-    """Returns a socket that a forked child closes: it would outlive a dead parent."""
-    _sockets.add(endpoint)
-    return endpoint
+def _let_go_in_child() -> None:
+    """Ends the connections of a forked child, which would outlive a dead parent."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for link in list(_links):
+        writers = link._writers.values()
+        sockets = (writer.get_extra_info("socket") for writer in writers)
+        for endpoint in (link._endpoint, *sockets):
+            if endpoint.fileno() >= 0:
+                os.dup2(nothing, endpoint.fileno())
+    os.close(nothing)
 
 
-def _close_in_child() -> None:
-    for endpoint in list(_sockets):
-        endpoint.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_let_go_in_child)

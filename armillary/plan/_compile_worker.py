@@ -81,11 +81,7 @@ def _answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
 def compile_exported(
     program: bytes, mesh: Any, platform: str, options: Mapping[str, Any]
 ) -> Any:
-    """Compiles an exported program whose first argument is donated.
-
-    It is what `jax.export.Exported.serialize` returned, and becomes a
-    `jax.stages.Compiled`.
-    """
+    """Compiles an exported program whose first argument is donated."""
     import jax
     from jax import export
 

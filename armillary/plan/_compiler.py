@@ -31,14 +31,7 @@ _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Ran out of memory", "exceeds the limit"
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a program.
-
-    Attributes:
-        memory: Bytes on each device: `arguments`, `donated`, `temporaries`, `outputs`
-            and `code`.
-        seconds: How long it took.
-        module: The program that it made.
-    """
+    """What the compiler says of a program."""
 
     memory: dict[str, int]
     seconds: float

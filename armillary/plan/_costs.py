@@ -81,11 +81,7 @@ def count_rounds(collectives: Iterable[Collective], kind: str) -> int:
 
 
 def count_flops(program: Any) -> dict[str, float]:
-    """Returns operations of one step on one replica, by the dtype of the operands.
-
-    A multiplication and an addition are two operations. A loop whose length is not
-    known while tracing counts as one round, a branch as the larger one.
-    """
+    """Returns operations of one step on one replica, by the dtype of the operands."""
     return dict(_Flops(program).total)
 
 
@@ -125,10 +121,7 @@ def _count_product(equation: Any) -> float:
 
 
 def find_traced(program: core.ClosedJaxpr, num_devices: int) -> list[Collective]:
-    """Returns the collectives of a traced step that so many devices run.
-
-    There is one for each array, as JAX writes them.
-    """
+    """Returns the collectives of a traced step that so many devices run."""
     if num_devices == 1:
         return []
     return _Collectives(program, num_devices).found
@@ -194,15 +187,7 @@ def estimate_step(
     memory_bytes: float,
     collectives: Iterable[Collective],
 ) -> Estimate:
-    """Returns how long a step takes with all figures at their peak.
-
-    Args:
-        topology: The devices, of a known kind.
-        flops: Operations on one device, by dtype. Dtypes without a peak count as
-            `float32`.
-        memory_bytes: What the step reads and writes on one device.
-        collectives: Those of the step.
-    """
+    """Returns how long a step takes with all figures at their peak."""
     target = topology.target
     assert target is not None
     peaks = target.peak_flops

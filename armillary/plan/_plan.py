@@ -135,13 +135,7 @@ def plan(
 
 
 def find_largest(size: int, is_small: bool, fits: Callable[[int], bool]) -> int:
-    """Returns the largest batch that fits, to an eighth; 0 for none.
-
-    Args:
-        size: A batch to begin with.
-        is_small: Whether that one fits.
-        fits: Returns whether another one does.
-    """
+    """Returns the largest batch that fits, to an eighth; 0 for none."""
     low, high = (size, None) if is_small else (0, size)
     while high is None:
         size = 2 * low

@@ -82,19 +82,12 @@ def _tpu(
 
 
 class _Architecture(NamedTuple):
-    """What the GPUs of one generation share.
+    """What the GPUs of one generation share."""
 
-    Attributes:
-        capability: Its compute capability, the major number.
-        links: Bytes per second over the links of a device, in both directions.
-        network: That of its adapter, one for each device in NVIDIA's own systems.
-        device: Further fields of XLA's `gpu_device_info`.
-    """
-
-    capability: int
-    links: float
-    network: float
-    device: str
+    capability: int  # The major number.
+    links: float  # Of a device, in both directions.
+    network: float  # Of its adapter: NVIDIA's own systems have one for each device.
+    device: str  # Further fields of XLA's `gpu_device_info`.
 
 
 _AMPERE = _Architecture(
@@ -189,13 +182,7 @@ _FORM = re.compile(r"([a-z0-9_.-]+):(\d+(?:x\d+)*)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Topology:
-    """Devices, and how they are connected.
-
-    Attributes:
-        text: As the user wrote it.
-        target: What kind they are; `None` if only their number matters.
-        shape: Chips along each axis, or hosts and devices of each.
-    """
+    """Devices, and how they are connected."""
 
     text: str
     target: Target | None
@@ -224,11 +211,7 @@ class Topology:
 def parse_topology(
     topology: str | int, target: Target | None = None, *, abstract: bool = False
 ) -> Topology:
-    """Returns the devices that a text describes.
-
-    A number of them will do for an abstract plan, and `target` replaces the kind that
-    the text names.
-    """
+    """Returns the devices that a text describes."""
     text = str(topology)
     if abstract and text.isdecimal() and int(text) > 0:
         return Topology(text, target, (int(text),))

@@ -40,25 +40,15 @@ _RUN_THEIRS = frozenset(("call", "while", "conditional"))
 
 @dataclass
 class Instruction:
-    """One instruction.
+    """One instruction."""
 
-    Attributes:
-        name: Its name, without the percent sign.
-        shape: The text of its result's type.
-        opcode: What it does, such as `fusion`.
-        operands: Names of the instructions that it takes results of.
-        attributes: The text behind the operands.
-        is_root: Whether it is the result of its computation.
-        number: Which parameter it is, if it is one.
-    """
-
-    name: str
-    shape: str
+    name: str  # Without the percent sign.
+    shape: str  # The text of its result's type.
     opcode: str
     operands: tuple[str, ...]
-    attributes: str
+    attributes: str  # The text behind the operands.
     is_root: bool
-    number: int | None = None
+    number: int | None = None  # Of a parameter.
 
     @cached_property
     def called(self) -> dict[str, list[str]]:
@@ -103,12 +93,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Module:
-    """A program.
-
-    Attributes:
-        computations: The instructions of each computation, by its name.
-        entry: The name of the computation that runs first.
-    """
+    """A program."""
 
     computations: dict[str, list[Instruction]]
     entry: str
@@ -163,16 +148,7 @@ def count_bytes(shape: str, *, skip_space: str | None = None) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a program sends and moves.
-
-    Attributes:
-        collectives: Between devices.
-        host_transfers: Names of operations inside loops that reach the host.
-        step_bytes: Bytes that one step reads and writes in a device's memory. A fusion
-            reads its operands once and writes its result once; of a stack of batches
-            that it slices it reads the slice. What the compiler keeps in on-chip memory
-            does not count.
-    """
+    """What a program sends and moves."""
 
     collectives: tuple[Collective, ...]
     host_transfers: tuple[str, ...]
@@ -184,13 +160,7 @@ class Traffic:
 
 
 def find_traffic(module: Module, depth: int, num_devices: int) -> Traffic:
-    """Returns what a compiled loop sends and moves.
-
-    Args:
-        module: The program.
-        depth: How many of its loops are around a step.
-        num_devices: How many devices run it.
-    """
+    """Returns what a compiled loop sends and moves."""
     walk = _Walk(module, depth, num_devices)
     walk.enter(module.entry, _Place(), Counter())
     return Traffic(tuple(walk.found), tuple(walk.host), walk.num_bytes)
@@ -198,15 +168,12 @@ def find_traffic(module: Module, depth: int, num_devices: int) -> Traffic:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the walk is: in how many loops, how often, under which condition.
-
-    In a fusion, and in what else runs as one operation, memory is not touched.
-    """
+    """Where the walk is: in how many loops, how often, under which condition."""
 
     depth: int = 0
     times: int = 1
     is_conditional: bool = False
-    is_fused: bool = False
+    is_fused: bool = False  # Inside of one operation, memory is not touched.
 
 
 _Rounds = Counter[str]
@@ -298,7 +265,7 @@ class _Walk:
         return True
 
     def _count_moved(self, each: Instruction, shapes: dict[str, str]) -> int:
-        """Returns the bytes that one operation reads and writes in memory."""
+        """Returns the bytes that one operation moves, but for those on the chip."""
         opcode, shape = each.opcode, each.shape
         if opcode in _FREE or opcode in _RUN_THEIRS:
             return 0

@@ -95,7 +95,7 @@ def test_a_flag_with_another_value_is_an_error():
     ("options", "platform", "message"),
     [
         ({"implementation": NCCL}, "cpu", r"is 'NCCL', but the platform is 'cpu', and"),
-        ({"implementation": RING}, "gpu", r"is 'RING', .* between GPUs with NCCL"),
+        ({"implementation": RING}, "gpu", r"is 'RING', .* NCCL, which it has, chooses"),
         ({"implementation": RING}, "tpu", r"is 'RING', .* have a network of their own"),
         (
             {"implementation": NCCL},

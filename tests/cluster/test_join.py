@@ -118,6 +118,6 @@ def test_a_jax_that_hides_gloo_is_warned_of(monkeypatch, caplog):
 
 def test_processes_must_agree_on_their_number(monkeypatch):
     monkeypatch.setattr(_join, "_initialize", lambda arguments: None)
-    message = "this is process 1 of 2, but process 0 was started for 1 proc"
+    message = "this is process 1 of 2, but JAX was started as process 0 of 1"
     with pytest.raises(ClusterError, match=message):
         _join.join_cluster(TWO)

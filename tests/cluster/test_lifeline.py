@@ -10,6 +10,7 @@ import pytest
 from armillary.cluster import _join as module
 from armillary.cluster._peers import Peers
 from armillary.lifeline._lifeline import Lifeline
+from armillary.lifeline._link import listen
 from tests.peers import Store
 
 
@@ -32,16 +33,16 @@ def test_processes_connect_at_the_address_of_the_coordinator(monkeypatch):
 
 
 def test_a_lifeline_on_loopback_is_not_reached_from_elsewhere():
-    link = module._listen(Store(), "127.0.0.1")
-    assert link._endpoint.getsockname()[0] == "127.0.0.1"
-    link._endpoint.close()
+    listener = listen("127.0.0.1")
+    assert listener.getsockname()[0] == "127.0.0.1"
+    listener.close()
 
 
 def test_without_a_connection_a_job_goes_on_with_a_warning(caplog):
     store = Store()
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    store.key_value_set(module._KEY, json.dumps([port, "token"]))
+    store.key_value_set(module._LIFELINE_KEY, json.dumps([port, "token"]))
     with caplog.at_level(logging.WARNING, "armillary"):
         assert module.start_lifeline(store, 1, 2, "127.0.0.1:1") is None
     assert "no connection that tells of dead and stuck processes" in caplog.text
@@ -55,19 +56,6 @@ def test_without_the_service_a_job_goes_on_with_a_warning(index, caplog):
     with caplog.at_level(logging.WARNING, "armillary"):
         assert module.start_lifeline(store, index, 2, "127.0.0.1:1") is None
     assert "dead and stuck processes (JaxRuntimeError: UNAVAILABLE" in caplog.text
-
-
-def test_a_chief_that_cannot_listen_tells_the_others(caplog, monkeypatch):
-    def fail(host: str | None) -> socket.socket:
-        raise OSError("no ports left")
-
-    monkeypatch.setattr(module, "listen", fail)
-    store = Store()
-    with caplog.at_level(logging.WARNING, "armillary"):
-        assert module.start_lifeline(store, 0, 2, "127.0.0.1:1") is None
-        assert module.start_lifeline(store, 1, 2, "127.0.0.1:1") is None
-    assert "no ports left" in caplog.text
-    assert "process 0 cannot listen" in caplog.text
 
 
 class Knowing(Lifeline):

@@ -36,7 +36,7 @@ class Job:
         listener = listen("127.0.0.1")
         port = listener.getsockname()[1]
         links = [Link(listener, TOKEN)]
-        links += [connect("127.0.0.1", port, i, TOKEN) for i in range(1, count)]
+        links += [connect("127.0.0.1", port, TOKEN, i) for i in range(1, count)]
         self.reasons: list[str | None] = [None] * count
         self.port = port
         self.lifelines = [
@@ -259,4 +259,4 @@ def cut_by_kernel(lifeline: Lifeline) -> None:
     assert lifeline._link is not None
     lifeline._end = lambda reason: None
     os.close(lifeline._link._endpoint.detach())
-    lifeline._is_closed = True
+    lifeline._call(lifeline._is_done.set)

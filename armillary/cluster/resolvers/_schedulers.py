@@ -34,12 +34,7 @@ _KUBERNETES_PORT = 2222
 
 
 class ScheduledResolver(ClusterResolver):
-    """Holds the plan that the variables gave when the resolver was made.
-
-    Args:
-        plan: What this process needs to join the others.
-        chief_job: The job of process 0, the one task whose address is known.
-    """
+    """Holds the plan that the variables gave when the resolver was made."""
 
     def __init__(self, plan: ProcessPlan, chief_job: str = "worker") -> None:
         self._plan = plan

@@ -209,11 +209,7 @@ def check_task(
     type_name: str = "task_type",
     id_name: str = "task_id",
 ) -> None:
-    """Raises if no task of the cluster has this type and number.
-
-    An evaluator need not be in the cluster: nobody connects to it. A cluster without
-    any job is a single process, which may call itself anything else.
-    """
+    """Raises if no task of the cluster has this type and number."""
     check_one_of(type_name, task_type, TASK_TYPES)
     index = check_not_negative_int(id_name, task_id)
     fix = "Use one of these, or add the address of the task to the cluster."
