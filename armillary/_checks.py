@@ -141,10 +141,7 @@ def check_methods(name: str, value: Any, methods: Collection[str], fix: str) -> 
 
 
 def ascii_number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns what reads numbers of a command line: with digits as people write them.
-
-    Python's own kinds also take `1_0`, and the digits of any script.
-    """
+    """Returns what reads numbers of a command line, without `1_0` and other scripts."""
 
     @functools.wraps(kind)  # `argparse` shows the name.
     def read(text: str) -> Any:

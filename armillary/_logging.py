@@ -21,10 +21,7 @@ logger = logging.getLogger("armillary")
 
 
 def ensure_visible() -> None:
-    """Shows INFO lines on stderr if the program has not configured any logging.
-
-    Calling it again, or after the program configured logging, changes nothing.
-    """
+    """Shows INFO lines on stderr if the program has not configured any logging."""
     if logger.handlers or logger.level != logging.NOTSET or _is_root_configured():
         return
     logger.addHandler(_FallbackHandler())
@@ -34,10 +31,7 @@ def ensure_visible() -> None:
 
 
 class _FallbackHandler(logging.Handler):
-    """Writes to stderr until the program configures logging, then hands over to it.
-
-    Terminals get colors, and lines that are not wrapped, so that paths can be copied.
-    """
+    """Writes to stderr until the program configures logging, then hands over to it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes `record`; a terminal that went away must not end the training."""

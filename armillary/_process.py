@@ -40,12 +40,7 @@ READER_THREADS = "armillary-prefetch"
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a job.
-
-    Args:
-        index: Its number, from 0. Process 0 is the chief.
-        count: How many processes train together.
-    """
+    """A process of a job: its number, from 0, and how many train together."""
 
     index: int
     count: int

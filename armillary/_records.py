@@ -53,10 +53,7 @@ def _as_number(value: Any) -> int | float | None:
 
 
 def as_json(value: Any) -> Any:
-    """Returns what JSON can hold: what it knows no kind for becomes a string.
-
-    A dataclass becomes a dictionary of its fields.
-    """
+    """Returns what JSON can hold: unknown kinds as strings, dataclasses as objects."""
     kind = type(value)
     if kind in _EXACT or (kind is float and math.isfinite(value)):
         return value

@@ -137,10 +137,7 @@ class Display:
         return Text(" | ").join(Text(*part) for part in parts)
 
     def _seconds_left(self) -> float | None:
-        """Returns how long training still takes, if it goes on as it did.
-
-        Evaluations and saves are counted, but for the first ones.
-        """
+        """Returns how long training still takes, evaluations and saves included."""
         first, last = self._first, self._last
         if self._target < 0 or not (first and last and self._speed):
             return None

@@ -70,11 +70,7 @@ class Loops:
         return epoch > 0
 
     def train_until(self, target: int, epochs: int | None = None) -> bool:
-        """Trains up to step `target`, or to the end of the data if that is -1.
-
-        Where one of several epochs ends, the next one is begun. Returns whether
-        training may go on after it.
-        """
+        """Trains to step `target`, -1 for the data's end; returns if it may go on."""
         stop = self._run.stop
         start = step = self._run.read_step()
         if step == target:
@@ -222,12 +218,7 @@ class Loops:
 
 
 class StartedLoops:
-    """Loops that were started together at a `step`, from the outside.
-
-    Attributes:
-        step: The global step before them.
-        reached: The global step after them, as far as is known without waiting.
-    """
+    """Loops that were started together at `step`, and are to reach `reached`."""
 
     def __init__(
         self,

@@ -122,10 +122,7 @@ class RunOutput(dict[str, Any]):
 
 
 class Curves:
-    """Where outputs go: to summaries, and to the file of metrics beside them.
-
-    Without summaries, the file is in `directory`, that of the checkpoints.
-    """
+    """Where outputs go: to summaries, and to the file of metrics beside them."""
 
     def __init__(
         self, summary_manager: SummaryManager | NoopSummaryManager, directory: Any

@@ -108,10 +108,7 @@ def _is_bad(array: jax.Array) -> bool:
 
 
 def _passes(interval: int | None, step: int, reached: int) -> bool:
-    """Returns whether a loop passes a multiple of an interval.
-
-    A loop may start anywhere after a restore, so it need not end on one.
-    """
+    """Returns whether a loop, from wherever, passes a multiple of an interval."""
     return interval is None or reached // interval > step // interval
 
 
@@ -125,10 +122,7 @@ def call_actions(actions: Iterable[Action], output: dict[str, Any]) -> None:
 def run_evaluations(
     run: Run, evaluator: Any, num_steps: int, actions: Iterable[Action]
 ) -> dict[str, Any]:
-    """Runs one evaluation, or those that have names; returns NumPy values.
-
-    The outputs of several are nested. Actions are called once, with the whole output.
-    """
+    """Runs and reports one evaluation, or those that have names, which are nested."""
     step = run.read_step()
 
     def evaluate(evaluator: Any, name: str) -> dict[str, Any]:

@@ -14,11 +14,7 @@ from armillary.typing import Action
 
 
 class StopRequest:
-    """The request to end a controller's call: made in one process, agreed by all.
-
-    Attributes:
-        reason: Why to stop, or `None` while this process knows of no request.
-    """
+    """The request to end a controller's call: made in one process, agreed by all."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -113,10 +109,7 @@ class Run:
 def finishing(
     report: Callable[[], None], *finishes: Callable[[], None]
 ) -> Iterator[None]:
-    """Calls `finishes` after a block; after an error, `report` and all of them.
-
-    The first error is the cause, and the one that is raised.
-    """
+    """Calls `finishes` after a block; after an error, which is raised, `report` too."""
     try:
         yield
     except BaseException as error:

@@ -125,10 +125,7 @@ class Start:
 
 @functools.cache
 def read_git(folder: Path) -> dict[str, Any] | None:
-    """Returns the commit of a folder, and whether files that git knows have changed.
-
-    It is `None` without git, a repository or a commit, or if git takes five seconds.
-    """
+    """Returns a folder's commit, and whether known files have changed, or `None`."""
     # It takes no lock and starts no daemon. The commit comes first, then changed files.
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "status"]
     command += ["--porcelain=v2", "--branch", "--untracked-files=no"]

@@ -109,10 +109,7 @@ def watch_checkpoints(
 
 
 def restore_if_good(restore: Callable[[str], object], path: str) -> bool:
-    """Restores a checkpoint, unless it is damaged or the other job deletes it now.
-
-    Returns whether it was restored; if not, a warning says why.
-    """
+    """Restores a checkpoint; returns False if it is damaged or deleted meanwhile."""
     try:
         restore(path)
     except Exception as error:

@@ -20,15 +20,7 @@ from armillary.goodput._stopwatch import Category
 
 @dataclass(frozen=True)
 class Span:
-    """The time between two lines of a journal.
-
-    Attributes:
-        attempt: The attempt of the second line.
-        end: Its time, in seconds since the epoch.
-        num_steps: Steps that were run.
-        is_lost: Whether they were run again later.
-        seconds: Seconds by category: how long it lasted, in all.
-    """
+    """The time between two lines of an attempt; lost if its steps were run again."""
 
     attempt: str
     end: float

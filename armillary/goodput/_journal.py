@@ -29,16 +29,7 @@ _is_claimed = False
 
 @dataclass(frozen=True)
 class Entry:
-    """One line: what an attempt has done so far.
-
-    Args:
-        attempt: Names the attempt, which is one controller in one process.
-        event: Why the line was written.
-        time: When, in seconds since the epoch.
-        step: The global step.
-        is_done: Whether training had ended as planned.
-        seconds: Seconds of the attempt by category.
-    """
+    """One line: what an attempt, which is one controller, has done so far."""
 
     attempt: str
     event: str

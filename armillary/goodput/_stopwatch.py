@@ -148,11 +148,7 @@ def _add_compilation(event: str, duration_secs: float, **_: str | int) -> None:
 
 
 class PhaseClock:
-    """Looks at a stopwatch from another thread, now and then; it is this thread's.
-
-    JAX reports a compilation when it has ended. What is still being compiled is seen on
-    the stack of the thread that the stopwatch counts.
-    """
+    """Looks at a stopwatch of this thread from another one, now and then."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self._stopwatch, self._thread = stopwatch, threading.get_ident()

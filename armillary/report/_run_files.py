@@ -21,15 +21,7 @@ SPEED = "steps_per_second"
 
 @dataclass(frozen=True)
 class Run:
-    """What the files of a run say.
-
-    Attributes:
-        name: What to call it.
-        path: Its directory.
-        records: Its records, in order of time.
-        entries: The lines of its journal of time; empty if it has none.
-        checkpoints: Its checkpoints, in order of steps.
-    """
+    """What the files of a run say."""
 
     name: str
     path: Path
@@ -77,11 +69,7 @@ class Run:
 
     @functools.cached_property
     def curves(self) -> dict[tuple[str, str], list[tuple[int, float]]]:
-        """Steps and values, by source and name: `("train", "loss")`.
-
-        Sources are `"train"`, and `"eval"` or `"eval NAME"` for each evaluator. The
-        speed of training is `("train", "steps_per_second")`.
-        """
+        """Steps and values, by source and name: `("train", "loss")`."""
         found: dict[tuple[str, str], list[tuple[int, float]]] = {}
         kinds = ("train", "eval")
         records = [each for each in self.records if each["record"] in kinds]
@@ -114,11 +102,7 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
 
 
 def find_runs(path: str | os.PathLike[str]) -> list[Path]:
-    """Returns the directories of all runs at or below a directory, in order of names.
-
-    A run is a directory whose training has left records in it; or in one directory of
-    it, beside those of evaluations or checkpoints.
-    """
+    """Returns the directories of all runs at or below one, in order of names."""
     path = Path(path)
     if not path.is_dir():
         problem = "is a file" if path.exists() else "does not exist"
@@ -137,10 +121,7 @@ def find_runs(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Run]:
-    """Reads all runs at or below some directories.
-
-    Each is called as the end of its path that tells it from the others.
-    """
+    """Reads all runs at or below some directories; the end of its path names each."""
     found = [run.resolve() for path in paths for run in find_runs(path)]
     found = list(dict.fromkeys(found))
     count = 1
