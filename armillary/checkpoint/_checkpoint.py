@@ -5,7 +5,6 @@ with both. Slots are looked up again at every save and restore, because objects 
 built lazily, and each place counts once, under the name it is reached by first.
 """
 
-import dataclasses
 import inspect
 import json
 import os
@@ -15,14 +14,15 @@ from typing import Any
 
 import jax
 
-from armillary._checks import list_lines
+from armillary._checks import check_instance, list_lines
 from armillary.checkpoint._folder import as_absolute
 from armillary.checkpoint._reader import merge_refusals, restore
 from armillary.checkpoint._selection import (
     Paths,
     RestoreReport,
+    Selection,
+    as_paths,
     is_inside,
-    make_selection,
 )
 from armillary.checkpoint._store import Content, describe_leaves
 from armillary.cluster._join import get_peers
@@ -123,23 +123,33 @@ class Checkpoint:
 
         Raises:
             TypeError: If `path` is no path, or another argument is not of strings.
-            ValueError: If `only` is empty, or one of the paths.
+            ValueError: If one of the paths is empty.
             CheckpointError: If `path` is not a complete checkpoint, cannot be read, or
                 is not the same one for processes that train together.
             CheckpointDamageError: If a file of it is not as it was saved.
             CheckpointMismatchError: If it does not fit the program, a part is missing,
                 or nothing would be restored. The objects are as they were in each case.
         """
-        selection = make_selection(
-            only=only, skip=skip, rename=rename, may_differ=may_differ
-        )
-        if selection.only is None:
+        fix = 'Use `rename={"path in checkpoint": "path in program"}`.'
+        check_instance("rename", rename, Mapping | None, fix)
+        old, new = (rename or {}).keys(), (rename or {}).values()
+        renamed = zip(as_paths("rename", old), as_paths("rename", new), strict=True)
+        skip = as_paths("skip", skip)
+        if only is None:
             # All that an object holds may be another's: of a model, its optimizer.
             found = [*self.read_leaves(), *self._states]
-            names = (n for n in self._objects if any(is_inside(p, [n]) for p in found))
-            selection = dataclasses.replace(selection, only=tuple(names))
+            found = [path for path in found if not is_inside(path, skip)]
+            only = [n for n in self._objects if any(is_inside(p, [n]) for p in found)]
+        selection = Selection(
+            only=as_paths("only", only),
+            skip=skip,
+            rename=dict(renamed),
+            may_differ=as_paths("may_differ", may_differ),
+        )
         folder = as_absolute("path", path)
-        return restore(self, folder, folder.parent, selection)[0]
+        restored = restore(self, folder.parent, selection, folder)
+        assert restored is not None  # or there is an error
+        return restored[0]
 
     def read_content(self) -> Content:
         """Returns the values of all objects now, without copying arrays.

@@ -5,8 +5,10 @@ How a save runs in the background is in `_writer`, how one is read in `_reader`.
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
+
+from etils import epath
 
 from armillary._checks import (
     check_callable,
@@ -25,13 +27,8 @@ from armillary.checkpoint._folder import (
     find_checkpoints,
     find_superseded,
 )
-from armillary.checkpoint._reader import restore, restore_latest
-from armillary.checkpoint._selection import (
-    Paths,
-    RestoreReport,
-    as_paths,
-    make_selection,
-)
+from armillary.checkpoint._reader import restore
+from armillary.checkpoint._selection import Paths, Selection, as_paths
 from armillary.checkpoint._store import Content
 from armillary.checkpoint._writer import Writer, announcing_errors
 from armillary.errors import CheckpointError
@@ -281,10 +278,9 @@ class CheckpointManager:
             CheckpointMismatchError: As in `restore`.
         """
         self.sync()
-        selection = make_selection(may_differ=self._may_differ)
-        restored = restore_latest(self._checkpoint, self._directory, selection)
-        if restored is not None:
-            return self._note_restored(*restored)
+        path = self._restore(None)
+        if path is not None:
+            return path
         logger.info("found no checkpoint in %s.", self._directory)
         if self._init_fn is not None:
             with announcing_errors():
@@ -292,53 +288,48 @@ class CheckpointManager:
             logger.info("`init_fn` ran, as there is no checkpoint to restore.")
         return None
 
-    def restore(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        only: Paths | None = None,
-        skip: Paths = (),
-        rename: Mapping[str, str] | None = None,
-        may_differ: Paths | None = None,
-    ) -> str:
-        """Puts the values of one checkpoint into the objects.
+    def restore(self, path: str | os.PathLike[str]) -> str:
+        """Puts the values of one checkpoint into the objects, with nothing left in it.
 
         Everything is verified and read before anything is written, and no other
         checkpoint takes the place of this one if it is damaged. Each array goes to the
         devices that the program's own array is on, so the number of devices may differ
-        from that of the save. Data positions are set after all arrays.
+        from that of the save. Data positions are set after all arrays. A part of one is
+        restored by `manager.checkpoint.read(path, only=...)`.
 
         Args:
             path: The folder of the checkpoint, in this directory or elsewhere.
-            only: As in `Checkpoint.read`, as are the next two; by default everything,
-                with nothing left in the checkpoint.
-            skip: Parts that stay as they are.
-            rename: Paths in the program by those in the checkpoint.
-            may_differ: Parts that may differ; by default those of this manager.
 
         Returns:
             The path.
 
         Raises:
-            TypeError: If `path` is no path, or another argument is not of strings.
-            ValueError: If `only` is empty, or one of the paths.
+            TypeError: If `path` is no path.
             CheckpointError: If `path` is not a complete checkpoint, cannot be read, or
                 is not the same one for processes that train together.
             CheckpointDamageError: If a file of it is not as it was saved.
-            CheckpointMismatchError: If it holds other leaves than the program. The
-                objects are as they were in each case.
+            CheckpointMismatchError: If it holds other leaves than the program, but for
+                those that `may_differ`. The objects are as they were in each case.
         """
-        if may_differ is None:
-            may_differ = self._may_differ
-        selection = make_selection(
-            only=only, skip=skip, rename=rename, may_differ=may_differ
-        )
-        self.sync()
         folder = as_absolute("path", path)
-        report, evaluation = restore(
-            self._checkpoint, folder, self._directory, selection
-        )
-        return self._note_restored(report, evaluation if selection.is_whole else None)
+        self.sync()
+        return self._restore(folder) or str(folder)
+
+    def _restore(self, folder: epath.Path | None) -> str | None:
+        selection = Selection(may_differ=self._may_differ)
+        restored = restore(self._checkpoint, self._directory, selection, folder)
+        if restored is None:
+            return None
+        report, evaluation = restored
+        # What was restored in part is on no disk, so that a save is due.
+        self._last_number = None
+        if self._read_step is not None and not (report.kept or report.unused):
+            self._last_step = self._read_step()
+            if report.path == self.latest_checkpoint:
+                self._last_number = self._last_step
+        if self._evaluation is not None:
+            self._evaluation.set_state(evaluation)
+        return report.path
 
     def sync(self) -> None:
         """Waits until the last save is complete and old checkpoints are removed.
@@ -355,17 +346,6 @@ class CheckpointManager:
         The manager can still be used; the next save starts them again.
         """
         self._writer.close()
-
-    def _note_restored(self, report: RestoreReport, evaluation: Any) -> str:
-        # What was restored in part is on no disk, so that a save is due.
-        self._last_number = None
-        if self._read_step is not None and not (report.kept or report.unused):
-            self._last_step = self._read_step()
-            if report.path == self.latest_checkpoint:
-                self._last_number = self._last_step
-        if self._evaluation is not None:
-            self._evaluation.set_state(evaluation)
-        return report.path
 
     def _step(self) -> int | None:
         if self._read_step is None and self._interval is not None:

@@ -9,10 +9,12 @@ cache or a disk may show one of them something else. What one refuses, nobody re
 processes that restored different ones would train a mixture.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from etils import epath
@@ -48,38 +50,31 @@ _Restored = tuple[RestoreReport, Any]
 
 def restore(
     checkpoint: "Checkpoint",
-    folder: epath.Path,
     directory: epath.Path,
     selection: Selection,
-) -> _Restored:
+    chosen: epath.Path | None = None,
+) -> _Restored | None:
     """Puts values of a folder into the objects of `checkpoint`.
 
-    An error names checkpoints of `directory` to take instead.
+    By default that is the newest checkpoint of a directory without damage, if it has
+    one at all. An error about another folder names checkpoints of the directory.
     """
     peers = get_peers()
-    decide("a checkpoint", lambda: check_is_checkpoint(folder, directory), peers)
-    damage = verify(folder, folder.parent, peers)
-    if damage is not None:
-        raise CheckpointDamageError(
-            f"`path` is {str(folder)!r}, a damaged checkpoint: {damage}. Nothing was "
-            "restored. Use another of `manager.checkpoints`.",
-            damage=damage,
-        )
-    return _restore_intact(checkpoint, folder, selection)
-
-
-def restore_latest(
-    checkpoint: "Checkpoint", directory: epath.Path, selection: Selection
-) -> _Restored | None:
-    """Restores the newest checkpoint without damage; `None` if there is none at all."""
-    peers = get_peers()
     damaged: dict[epath.Path, str] = {}
-
-    def find_next() -> str | None:
-        return _find_next(directory, damaged)
-
+    if chosen is not None:
+        folder = chosen
+        decide("a checkpoint", lambda: check_is_checkpoint(folder, directory), peers)
+        damage = verify(folder, folder.parent, peers)
+        if damage is not None:
+            raise CheckpointDamageError(
+                f"`path` is {str(folder)!r}, a damaged checkpoint: {damage}. Nothing "
+                "was restored. Use another of `manager.checkpoints`.",
+                damage=damage,
+            )
+        return _restore_intact(checkpoint, folder, selection)
     while True:
-        name = decide("the latest checkpoint", find_next, peers)
+        topic = "the latest checkpoint"
+        name = decide(topic, lambda: _find_next(directory, damaged), peers)
         folder = None if name is None else directory / name
         damage = verify(folder, directory, peers)
         if folder is None:
@@ -101,7 +96,7 @@ def restore_latest(
         if peers is not None or folder.exists():
             raise
         # The job that trains has removed it meanwhile, so there are newer ones.
-        return restore_latest(checkpoint, directory, selection)
+        return restore(checkpoint, directory, selection)
 
 
 def _find_next(directory: epath.Path, damaged: dict[epath.Path, str]) -> str | None:
@@ -136,10 +131,8 @@ def _restore_intact(
 ) -> _Restored:
     with announcing_errors():
         leaves = checkpoint.read_leaves()
-        try:
+        with _reading(folder):
             saved, states, evaluation = read_description(folder)
-        except Exception as error:
-            raise _read_error(folder, error) from error
         program = {
             **dict.fromkeys(checkpoint.state_names, _STATE),
             **{path: str(spec) for path, spec in describe_leaves(leaves).items()},
@@ -159,10 +152,8 @@ def _restore_intact(
             if new in leaves and 0 not in saved[old].shape
         }
         shardings = {sources[new]: stored_sharding(targets[new]) for new in targets}
-        try:
+        with _reading(folder):
             stored = read_arrays(folder, shardings)
-        except Exception as error:
-            raise _read_error(folder, error) from error
         restored = {
             new: as_restored(stored[sources[new]], leaf)
             for new, leaf in targets.items()
@@ -188,17 +179,21 @@ def _restore_intact(
         ),
     )
     if report.kept or report.unused:
-        is_new = selection.is_whole and report.kept
+        is_new = selection.only is None and report.kept
         logger.log(logging.WARNING if is_new else logging.INFO, "%s", report)
     return report, evaluation
 
 
-def _read_error(folder: epath.Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"Reading `{folder}` failed, though its files are as they were saved: "
-        f"{type(error).__name__}: {error}. Nothing was restored. Look at the memory of "
-        "the devices, or use another of `manager.checkpoints`."
-    )
+@contextlib.contextmanager
+def _reading(folder: epath.Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"Reading `{folder}` failed, though its files are as they were saved: "
+            f"{type(error).__name__}: {error}. Nothing was restored. Look at the "
+            "memory of the devices, or use another of `manager.checkpoints`."
+        ) from error
 
 
 def merge_refusals(refused: dict[str, str], peers: Peers | None) -> dict[str, str]:

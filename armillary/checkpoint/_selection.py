@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from armillary._checks import check_instance, list_lines
+from armillary._checks import list_lines
 from armillary.errors import CheckpointMismatchError
 
 Paths = str | Iterable[str]
@@ -93,41 +93,10 @@ class Selection:
     rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
     may_differ: tuple[str, ...] = ()
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether everything is to be restored."""
-        return self.only is None and not self.skip
-
     def has(self, path: str) -> bool:
         """Returns whether a path of the program is to be restored."""
         is_named = self.only is None or is_inside(path, self.only)
         return is_named and not is_inside(path, self.skip)
-
-
-def make_selection(
-    *,
-    only: Paths | None = None,
-    skip: Paths = (),
-    rename: Mapping[str, str] | None = None,
-    may_differ: Paths = (),
-) -> Selection:
-    """Returns the selection that the arguments of a user describe."""
-    fix = 'Use `rename={"path in checkpoint": "path in program"}`.'
-    check_instance("rename", rename, Mapping | None, fix)
-    pairs = rename or {}
-    parts = None if only is None else as_paths("only", only)
-    if parts == ():
-        raise ValueError(
-            f"`only` is {only!r}, which names nothing to restore. Name a part, such as "
-            '`only="model"`, or leave it out for everything.'
-        )
-    names = as_paths("rename", pairs.keys()), as_paths("rename", pairs.values())
-    return Selection(
-        only=parts,
-        skip=as_paths("skip", skip),
-        rename=dict(zip(*names, strict=True)),
-        may_differ=as_paths("may_differ", may_differ),
-    )
 
 
 def as_paths(argument: str, paths: Any) -> tuple[str, ...]:

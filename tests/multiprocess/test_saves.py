@@ -29,7 +29,7 @@ def test_all_processes_tell_the_same_story_of_a_save_or_a_restore(tmp_path: Path
     assert f"a damaged checkpoint: {changed}" in first["moved, by name"]
     assert f"is damaged and was skipped: {changed}" in outcome.errors[0]
     assert first["moved"] == "checkpoint_1"
-    newest = r"checkpoint_2 of 20.* \(`checksums.json` #\w+\), in /"
+    newest = r"checkpoint_2 \(`checksums.json` #\w+\), in /"
     for index in (0, 1):
         assert re.search(f"process {index} of 2: {newest}", first["stale"])
     for index, (one, other) in enumerate(
