@@ -7,7 +7,6 @@ programs are the same if they are so down to their constants.
 """
 
 import gc
-import itertools
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -46,8 +45,10 @@ class Fingerprint:
     def is_same(self, other: "Fingerprint") -> bool:
         """Returns whether two programs do the same, given the same arrays."""
         a, b = self._program, other._program
+        # Functions inside a program print with their address, which is new each time.
+        first, second = (re.sub(r"0x[0-9a-f]+", "", str(each)) for each in (a, b))
         return (
-            _print(a) == _print(b)
+            first == second
             and _is_same(self._constants, other._constants)
             and _is_same(_find_callbacks(a), _find_callbacks(b))
         )
@@ -107,11 +108,6 @@ def _held_by(callback: Any) -> dict[Any, Any]:
     return {} if wrapped is None else {"function": wrapped}
 
 
-def _print(program: core.ClosedJaxpr) -> str:
-    # Functions inside a program print with their address, which is new in each trace.
-    return re.sub(r"0x[0-9a-f]+", "", str(program))
-
-
 def check_captured(
     program: core.ClosedJaxpr, state: State, fn: Callable[..., Any], owner: str
 ) -> None:
@@ -127,9 +123,17 @@ def check_captured(
     lifted = {slot.key for slot in state.slots}
     named = _variables_by_name(fn)
     kept = {id(leaf) for leaf in state.read()}
+    # `type`, not `isinstance`: proxies among live objects may run code on access.
+    living = gc.get_objects()
+    kinds = {
+        kind
+        for kind in set(map(type, living))
+        if _nnx.is_variable_type(kind) or _keras.is_variable_type(kind)
+    }
+    variables = (each for each in living if type(each) in kinds)
     captured = [
         variable
-        for variable in _live_variables()
+        for variable in variables
         if id(variable) not in lifted
         and id(_value_of(variable)) in constants
         and (id(variable) in named or id(_value_of(variable)) not in kept)
@@ -164,18 +168,6 @@ def keras_write_error(
         "optimizers first: call the model with one batch (`model(batch)`), and then "
         "`optimizer.build(model.trainable_variables)`."
     )
-
-
-def _live_variables() -> Iterator[Variable]:
-    objects = gc.get_objects()
-    # `type`, not `isinstance`: proxies among live objects may run code on access.
-    types_ = list(map(type, objects))
-    kinds = {
-        kind
-        for kind in set(types_)
-        if _nnx.is_variable_type(kind) or _keras.is_variable_type(kind)
-    }
-    return itertools.compress(objects, map(kinds.__contains__, types_))
 
 
 def _variables_by_name(fn: Callable[..., Any]) -> dict[int, tuple[str, Variable]]:

@@ -57,7 +57,6 @@ class KerasSlot(Slot):
     """The value of one `keras.Variable`."""
 
     def __init__(self, variable: "keras.Variable", path: str) -> None:
-        _check_keras()
         super().__init__(variable, "_value", path, put=setattr)
         self.variable, self.key = variable, id(variable)
         self.role = _ROLES.get(variable.aggregation, Role.PLAIN)
@@ -209,21 +208,3 @@ def _is_on_jax(kind: type, names: Collection[str]) -> bool:
         return False
     check_backend()
     return True
-
-
-@functools.cache
-def _check_keras() -> None:
-    keras: Any = keras_module()
-    variable = keras.Variable(0.0, trainable=False)
-    names = ("_value", "_direct_assign", *_VARIABLE_ATTRIBUTES)
-    missing = [
-        f"keras.Variable.{name}" for name in names if not hasattr(variable, name)
-    ]
-    if not missing and not isinstance(variable._value, jax.Array):
-        missing = ["keras.Variable._value with an array"]
-    if missing:
-        raise ImportError(
-            f"keras {keras.__version__} has no {', '.join(missing)}, which Armillary "
-            "needs to lift Keras state. Install a release it knows: "
-            'pip install "keras==3.15.1".'
-        )

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from armillary._checks import list_lines
 from armillary._jax_compat import warn_if_untested
 from armillary.errors import StateStructureError
 from armillary.state import _nnx
@@ -26,8 +25,6 @@ from armillary.state._opaque import ABSENT
 from armillary.state._slots import Slot, describe
 from armillary.state._walk import Walk
 from armillary.state._watch import Watch, find_differences, find_facts
-
-_MADE = "made by the step, so nothing carries it to the next one"
 
 
 class State:
@@ -114,7 +111,8 @@ class State:
         # Of those that no step has looked at, only what it has rebound.
         names = self._names
         if names is not None:
-            old, new = _held_by_first(before), _held_by_first(after)
+            nodes = (walk.nodes[id(walk.roots[0][0])] for walk in (before, after))
+            old, new = (dict(p for part in n.parts for p in part.pairs) for n in nodes)
             every = {*old, *new}
             kept = {n for n in every if old.get(n, ABSENT) is new.get(n, ABSENT)}
             names = names | (every - kept)
@@ -235,7 +233,7 @@ class State:
             f"{lines}\n{way_out}"
         )
 
-    def find_new_places(self, before: Walk, after: Walk) -> list[str]:
+    def find_new_places(self, after: Walk) -> list[str]:
         """Returns what is wrong with places that a step put arrays into."""
         keys = {slot.key for slot in self.slots}
         paths = {slot.path for slot in self.slots}
@@ -245,7 +243,7 @@ class State:
             "`setattr`), or make its class a pytree "
             "(`jax.tree_util.register_dataclass`), so that a new value takes its place"
             if slot.path in paths
-            else f"{slot.path}: {_describe_new(slot, before)}"
+            else f"{slot.path}: made by the step, so nothing carries it to the next one"
             for key, slot in after.slots.items()
             if key not in keys
         ]
@@ -255,45 +253,6 @@ class State:
             for path, array in after.constants
             if isinstance(array, Tracer)
         ]
-
-
-def _held_by_first(walk: Walk) -> dict[str, Any]:
-    """Returns what the first root held, by name."""
-    parts = walk.nodes[id(walk.roots[0][0])].parts
-    return {name: value for part in parts for name, value in part.pairs}
-
-
-def _describe_new(slot: Slot, walk: Walk) -> str:
-    """Returns what a step did to make a slot."""
-    if slot.variable is not None:
-        return _MADE
-    parts = (part for node in walk.nodes.values() for part in node.parts)
-    held = (part.held for part in parts if part.source is slot.source)
-    before = next(held, {}).get(slot.name, ABSENT)
-    if before is ABSENT:
-        return _MADE
-    if before is slot.get():
-        kind = type(before).__name__
-        return f"the step put an array into this {kind}, which held none before"
-    arrays = slot.read()
-    is_one = slot.paths == (slot.path,)
-    became = describe(arrays[0]) if is_one else "a nest of arrays"
-    return f"held `{before!r:.60}` before the step, and {became} after it"
-
-
-def unsettled_message(step_name: str, changes: dict[str, str]) -> str:
-    """Returns what is wrong with a step that would not do the same a second time."""
-    lines = [
-        f"{path}: {change}, once, while the step was traced"
-        for path, change in sorted(changes.items())
-    ]
-    return (
-        f"`{step_name}` changed plain values, so that the next step would be another "
-        f"one, and a compiled loop runs Python only once:\n"
-        f"{list_lines(lines, most=10)}\n"
-        "Hold what a step counts or decides by in an array (`jnp.zeros(...)`, "
-        "`jnp.where`), and set what is set once in `__init__` or `train_loop_begin`."
-    )
 
 
 def take_tracers(roots: Sequence[tuple[Any, str]]) -> list[Slot]:

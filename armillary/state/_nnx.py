@@ -155,7 +155,6 @@ def _flax() -> _Flax:
     from flax import nnx
     from flax.nnx import tracers
 
-    _check_flax()
     return _Flax(
         parameter=nnx.Param,
         roles=(
@@ -168,36 +167,6 @@ def _flax() -> _Flax:
         make_trace_state=tracers.TraceState,
         set_raw=vars(nnx.Variable)["_raw_value"].__set__,
     )
-
-
-def _check_flax() -> None:
-    import flax
-    from flax import nnx
-
-    class Probe(nnx.Pytree):
-        pass
-
-    names = {
-        "nnx.Variable": (
-            nnx.Variable(0),
-            "_raw_value",
-            "_trace_state",
-            "_var_metadata",
-        ),
-        "nnx.Pytree": (Probe(), "_pytree__state"),
-    }
-    missing = [
-        f"{kind}.{name}"
-        for kind, (value, *private) in names.items()
-        for name in private
-        if not hasattr(value, name)
-    ]
-    if missing:
-        raise ImportError(
-            f"flax {flax.__version__} has no {', '.join(missing)}, which Armillary "
-            "needs to lift NNX state. Install a release it knows: "
-            'pip install "flax==0.12.8".'
-        )
 
 
 # A loop over hundreds of variables that Python runs itself would cost as much as a

@@ -113,7 +113,6 @@ class Slot:
         rows = zip(self._leaf_paths, self.is_dynamic, self._static, leaves, strict=True)
         changes = [
             f"{path}: {'an array' if dynamic else describe(old)} became {describe(new)}"
-            f"{_hint(old)}"
             for path, dynamic, old, new in rows
             if dynamic != self._is_state(new) or not (dynamic or is_equal(old, new))
         ]
@@ -212,12 +211,6 @@ def describe(leaf: PyTree) -> str:
         return f"{leaf.dtype} {leaf.shape}"
     shown = repr(leaf)
     return f"{type(leaf).__name__} {shown[:60]}{'...' if len(shown) > 60 else ''}"
-
-
-def _hint(old: Any) -> str:
-    if not isinstance(old, int | float) or isinstance(old, bool):
-        return ""
-    return f", once, while the step was traced: begin with `jnp.asarray({old})`"
 
 
 def _is_optax_state(value: Any) -> bool:

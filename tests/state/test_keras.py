@@ -8,7 +8,6 @@ import pytest
 
 import armillary
 from armillary.errors import CapturedStateError, StateStructureError
-from armillary.state import _keras
 from armillary.state._lift import State, find_slots
 from armillary.state._slots import Role
 
@@ -219,22 +218,6 @@ def test_a_checkpoint_of_keras_objects_is_restored_into_new_ones(keras, tmp_path
     for ours, theirs in zip((model, optimizer), others, strict=True):
         for a, b in zip(ours.variables, theirs.variables, strict=True):
             np.testing.assert_array_equal(np.array(a.value), np.array(b.value))
-
-
-def test_the_installed_keras_has_what_lifting_needs(keras):
-    _keras._check_keras.__wrapped__()
-
-
-def test_a_keras_without_a_private_attribute_is_named(keras, monkeypatch):
-    class Renamed:
-        aggregation, _direct_assign, _trainable, _constraint = "none", None, True, None
-
-        def __init__(self, value, trainable):
-            self._regularizer = self._overwrite_with_gradient = None
-
-    monkeypatch.setattr(keras, "Variable", Renamed)
-    with pytest.raises(ImportError, match=r"has no keras\.Variable\._value, which"):
-        _keras._check_keras.__wrapped__()
 
 
 @pytest.mark.slow

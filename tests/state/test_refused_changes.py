@@ -4,7 +4,6 @@ import argparse
 import collections
 import copy
 import dataclasses
-import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ def change(**changes: Any) -> Any:
 
 
 W = jnp.ones(2)
-PUT = "history: the step put an array into this %s, which held none before"
+NEW = "history: made by the step, so nothing carries it to the next one"
 
 
 @pytest.mark.parametrize(
@@ -63,18 +62,18 @@ PUT = "history: the step put an array into this %s, which held none before"
         (
             {"history": None, "w": W},
             change(history=lambda r: {"a": r.w, "b": [r.w]}),
-            "history: held `None` before the step, and a nest of arrays after it",
+            NEW,
         ),
-        ({"history": [], "w": W}, lambda r: r.history.append(r.w), PUT % "list"),
+        ({"history": [], "w": W}, lambda r: r.history.append(r.w), NEW),
         (
             {"history": {}, "w": W},
             lambda r: r.history.update(a=r.w),
-            PUT % "dict",
+            NEW,
         ),
         (
             {"state": {"step": 0, "w": W}},
             change(state=lambda r: {"step": r.state["step"] + 1, "w": r.state["w"]}),
-            r"state/step: int 0 became int 1, once.*begin with `jnp.asarray\(0\)`",
+            "state/step: int 0 became int 1",
         ),
         (
             {"a": Holder(w=W), "b": Holder(w=W + 1)},
@@ -162,24 +161,6 @@ def test_all_changes_are_reported_at_once(run_lifted):
     assert "  lost: tree structure" in message
     assert "  fresh: made by the step, so nothing carries it to the next one" in message
     assert "and cast before assigning (`value.astype(jnp.float32)`)" in message
-
-
-@pytest.mark.parametrize("before", [None, [], 0.0, np.zeros(3)])
-def test_a_place_that_held_no_array_says_what_it_held(run_lifted, before):
-    root = Holder(history=before, weight=jnp.ones(3))
-
-    def step():
-        root.history = root.weight * 2
-
-    message = (
-        "`step` changed 1 of 2 slots, and a compiled loop needs the same places with "
-        "the same shape and dtype after every step:\n"
-        f"  history: held `{before!r}` before the step, and float32 (3,) after it\n"
-        "Make every place in the constructor with its final shape and dtype"
-    )
-    with pytest.raises(StateStructureError, match=re.escape(message)):
-        run_lifted(step, root)
-    assert root.history is None and root.weight.shape == (3,)
 
 
 def test_what_a_step_that_fails_did_to_python_stays_without_its_arrays(run_lifted):

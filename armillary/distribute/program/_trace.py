@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from armillary._checks import list_lines
 from armillary._jaxpr import call_program, is_in_trace
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._notes import INSTEAD_OF_JIT, add_notes
@@ -39,7 +40,7 @@ from armillary.state._captured import (
 )
 from armillary.state._holders import held_by
 from armillary.state._keras import guarded_writes
-from armillary.state._lift import State, take_tracers, unsettled_message
+from armillary.state._lift import State, take_tracers
 from armillary.state._opaque import captured
 from armillary.state._walk import Walk
 from armillary.typing import PyTree
@@ -164,7 +165,18 @@ def trace_step(
                 "batches."
             )
         if changes and (more_changes or not is_same):
-            raise StateStructureError(unsettled_message(tracing.name, changes))
+            lines = [
+                f"{path}: {change}, once, while the step was traced"
+                for path, change in sorted(changes.items())
+            ]
+            raise StateStructureError(
+                f"`{tracing.name}` changed plain values, so that the next step would "
+                "be another one, and a compiled loop runs Python only once:\n"
+                f"{list_lines(lines, most=10)}\n"
+                "Hold what a step counts or decides by in an array (`jnp.zeros(...)`, "
+                "`jnp.where`), and set what is set once in `__init__` or "
+                "`train_loop_begin`."
+            )
     return step
 
 
@@ -187,14 +199,14 @@ class _Tracing(NamedTuple):
         state = self.flat.state
         before = state.look()
         try:
-            step, after = self._trace(before)
+            step, after = self._trace()
         except BaseException:
             if not is_in_trace():
                 take_tracers(state.roots)
             raise
         return step, state.changes_between(before, after)
 
-    def _trace(self, before: Walk) -> tuple[TracedStep, Walk]:
+    def _trace(self) -> tuple[TracedStep, Walk]:
         state, user_fn, owner = self.flat.state, self.user_fn, self.owner
         changed: list[int] = []
         results: list[Any] = []
@@ -203,8 +215,8 @@ class _Tracing(NamedTuple):
             with state.swapped(slots), lifted(state, self.flat.strategy):
                 result = self.fn(*arguments)
                 walk = state.look()
-                new_places = state.find_new_places(before, walk)
-                after = state.collect(slots, self.name, new_places)
+                new = state.find_new_places(walk)
+                after = state.collect(slots, self.name, new)
             pairs = zip(slots, after, strict=True)
             changed[:] = [i for i, (old, new) in enumerate(pairs) if old is not new]
             values, tree = jax.tree.flatten(result)
