@@ -77,7 +77,6 @@ if TYPE_CHECKING:
         make_distributed_dataset,
         over_replicas,
         scale_regularization_loss,
-        set_strategy,
         value_and_grad,
         weighted_mean,
     )
@@ -153,7 +152,6 @@ __all__ = [
     "plan",
     "predict",
     "scale_regularization_loss",
-    "set_strategy",
     "summarize",
     "summary",
     "testing",

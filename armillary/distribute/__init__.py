@@ -30,7 +30,6 @@ from armillary.distribute.replica._context import (
     get_strategy,
     has_strategy,
     in_cross_replica_context,
-    set_strategy,
 )
 from armillary.distribute.replica._gradient import value_and_grad
 from armillary.distribute.replica._loss import (
@@ -44,10 +43,6 @@ from armillary.distribute.replica._policy import (
     create_global_step,
 )
 from armillary.distribute.replica._reductions import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
     all_reduce,
     all_reduce_gradients,
     over_replicas,
@@ -72,17 +67,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CentralStorageStrategy",
-    "CrossDeviceOps",
     "DefaultStrategy",
-    "HierarchicalCopyAllReduce",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
-    "NcclAllReduce",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "PerReplica",
     "ReduceOp",
-    "ReductionToOneDevice",
     "ReplicaContext",
     "ShardedStrategy",
     "Strategy",
@@ -105,7 +96,6 @@ __all__ = [
     "over_replicas",
     "partitioners",
     "scale_regularization_loss",
-    "set_strategy",
     "value_and_grad",
     "weighted_mean",
 ]

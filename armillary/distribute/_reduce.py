@@ -11,7 +11,6 @@ from armillary.distribute._global_arrays import everywhere
 from armillary.distribute.replica._values import (
     ReduceOp,
     check_axis,
-    is_inside,
     is_per_replica,
     join,
 )
@@ -55,7 +54,6 @@ def reduce_values(
                     "Use an axis it has, or `axis=None` to reduce over replicas only."
                 )
             return _REDUCE[op](rows, (0, 1 + axis % ndim))
-        _check_whole("strategy.reduce", leaf)
         if op is ReduceOp.SUM and count > 1:
             if isinstance(leaf, int | float) and leaf == 0:
                 return leaf
@@ -75,7 +73,6 @@ def gather_values(strategy: "Strategy", value: PyTree, axis: int) -> PyTree:
 
     def gather_leaf(leaf: Any) -> Any:
         if not is_per_replica(leaf):
-            _check_whole("strategy.gather", leaf)
             return leaf
         whole = join(leaf, axis)
         is_part = leaf.num_active < leaf.stacked.shape[0]
@@ -93,7 +90,6 @@ def list_values(strategy: "Strategy", value: PyTree) -> tuple[PyTree, ...]:
     rows: list[list[Any] | None] = []
     for leaf in leaves:
         if not is_per_replica(leaf):
-            _check_whole("strategy.local_results", leaf)
             rows.append(None)
             continue
         parts = leaf.parts()
@@ -108,13 +104,3 @@ def list_values(strategy: "Strategy", value: PyTree) -> tuple[PyTree, ...]:
         treedef.unflatten(leaf if row is None else row[i] for leaf, row in pairs)
         for i in range(num_values)
     )
-
-
-def _check_whole(function: str, leaf: Any) -> None:
-    """Raises if a leaf is a part of a value, and stands for one elsewhere."""
-    if is_inside(leaf):
-        raise ValueError(
-            f"`{function}` was given the array inside a `PerReplica`, which "
-            f"`jax.tree.map` takes apart. Write `{function}(..., nest)`, or add "
-            "`is_leaf=armillary.distribute.is_per_replica` to `jax.tree.map`."
-        )

@@ -33,7 +33,6 @@ from armillary.distribute.replica._context import (
     require_cross_replica_context,
     require_scope,
 )
-from armillary.distribute.replica._reductions import CrossDeviceOps
 from armillary.distribute.replica._values import (
     ReduceOp,
     array_of,
@@ -72,12 +71,6 @@ class Strategy:
 
     peers: Peers | None = None
     """The processes that this strategy spans; `None` for a single one."""
-
-    cross_device_ops: CrossDeviceOps | None = None
-    """How steps sum over replicas; `None` leaves it to XLA."""
-
-    reduce_dtype: Any = None
-    """What floats travel in between replicas, unless a step says; `None` for theirs."""
 
     home: Sharding | None = None
     """Where state lives between programs; `None` for where programs have it."""

@@ -103,7 +103,7 @@ def read_names() -> dict[str, str]:
     """Returns where public names are described, by the full name.
 
     Names alone are there too if they look like names, and mean one thing: `Controller`
-    and `set_strategy`, but not `function`.
+    and `get_strategy`, but not `function`.
     """
     names = {}
     homes: dict[str, set[str]] = {}

@@ -12,7 +12,6 @@ from armillary import (
     ShardedStrategy,
     TPUStrategy,
 )
-from armillary.distribute import HierarchicalCopyAllReduce
 
 
 class TPUOnCPU(TPUStrategy):
@@ -28,9 +27,6 @@ MAKERS = {
     "mirrored 2": lambda: MirroredStrategy(jax.devices()[:2]),
     "mirrored 4": lambda: MirroredStrategy(jax.devices()[:4]),
     "mirrored 8": lambda: MirroredStrategy(),
-    "in groups": lambda: MirroredStrategy(
-        jax.devices()[:4], cross_device_ops=HierarchicalCopyAllReduce()
-    ),
     "multi worker": lambda: MultiWorkerMirroredStrategy(),
     "tpu": lambda: TPUOnCPU(),
     "sharded": lambda: ShardedStrategy({"data": 2, "fsdp": 2, "tensor": 2}),

@@ -189,14 +189,9 @@ def test_a_tree_travels_in_one_round(strategy):
     assert "f32[2]" in round_ and "f32[]" in round_
 
 
-@pytest.mark.parametrize("is_default", [False, True])
-def test_values_travel_in_another_dtype(is_default, rows):
-    options = {"reduce_dtype": jnp.bfloat16} if is_default else {}
-    strategy = armillary.MirroredStrategy(jax.devices()[:4], **options)
-
+def test_values_travel_in_another_dtype(strategy, rows):
     def reduce(x):
-        dtype = None if is_default else "bfloat16"
-        return armillary.all_reduce("mean", x, dtype=dtype)
+        return armillary.all_reduce("mean", x, dtype="bfloat16")
 
     program = str(jax.make_jaxpr(lambda x: strategy.run(reduce, (x,)))(rows))
     assert re.search(r":bf16\[2\] = psum\[", program)
@@ -227,11 +222,6 @@ def test_values_travel_in_another_dtype(is_default, rows):
             lambda: armillary.all_reduce("sum", jnp.ones(2), dtype="int8"),
             ValueError,
             "`dtype` is 'int8', but values travel between replicas in a dtype of float",
-        ),
-        (
-            lambda: armillary.MirroredStrategy(reduce_dtype=jnp.int32),
-            ValueError,
-            "`reduce_dtype` is .*int32.*, but values travel",
         ),
         (
             lambda: armillary.over_replicas(3),

@@ -42,18 +42,6 @@ def test_threads_do_not_share_a_scope(make_mirrored):
     assert seen == [DefaultStrategy()]
 
 
-def test_threads_do_not_share_set_strategy(make_mirrored):
-    seen = []
-    armillary.set_strategy(make_mirrored(2))
-    try:
-        thread = threading.Thread(target=lambda: seen.append(armillary.has_strategy()))
-        thread.start()
-        thread.join()
-    finally:
-        armillary.set_strategy(None)
-    assert seen == [False]
-
-
 def test_two_threads_run_steps_at_once(make_mirrored):
     strategy = make_mirrored(2)
     results = {}

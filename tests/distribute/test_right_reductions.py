@@ -5,7 +5,6 @@ Steps that reduce more than once: each of them once looked like one that counts 
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -14,7 +13,6 @@ import armillary
 from armillary import (
     all_reduce,
     compute_average_loss,
-    distribute,
     scale_regularization_loss,
 )
 from armillary.errors import DoubleReductionError
@@ -267,21 +265,6 @@ def test_what_is_right_is_right_behind(name, around, make_mirrored):
     expected = on_replicas(make_mirrored(1), gradient_of(loss_fn, op))
     step_fn = gradient_of(AROUND[around](loss_fn), op)
     check(on_replicas(make_mirrored(2), step_fn), expected)
-
-
-@pytest.mark.parametrize(
-    "ops",
-    [
-        distribute.NcclAllReduce,
-        distribute.HierarchicalCopyAllReduce,
-        distribute.ReductionToOneDevice,
-    ],
-)
-@pytest.mark.parametrize("name", ["a reduced loss, mean", "a mean of what is reduced"])
-def test_a_mean_by_cross_device_operations_is_no_sum(name, ops):
-    strategy = armillary.MirroredStrategy(jax.devices()[:2], cross_device_ops=ops())
-    expected = on_replicas(armillary.OneDeviceStrategy("cpu:0"), RIGHT[name])
-    np.testing.assert_allclose(on_replicas(strategy, RIGHT[name]), expected, 1e-9)
 
 
 def test_the_loss_of_all_may_draw_random_numbers(make_mirrored):

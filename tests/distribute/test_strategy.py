@@ -14,7 +14,6 @@ from armillary import (
     MirroredStrategy,
     ReduceOp,
     get_replica_context,
-    set_strategy,
 )
 from armillary.distribute import Strategy
 from armillary.errors import (
@@ -40,11 +39,6 @@ def all_reduce(op, value):
         TypeError: {
             "`fn` is 3 of type int, but it must be call": lambda s, _: s.run(3),
             "with the comma": lambda s, _: s.run(lambda x: x, args=jnp.ones(2)),
-        },
-        ReplicaContextError: {
-            "`set_strategy` was called inside": (
-                lambda s, _: s.run(lambda: set_strategy(None))
-            ),
         },
         DoubleReductionError: {
             r"no argument of `strategy\.run` is": lambda s, _: s.reduce(
@@ -112,19 +106,6 @@ def test_cross_replica_calls_inside_run_are_errors(strategy, call, name, instead
         f"own values. Move the call out of the function given to `strategy.run`, or "
         f"{instead}."
     )
-
-
-def test_set_strategy_inside_a_scope_is_an_error(make_mirrored):
-    strategy = make_mirrored(2)
-    with (
-        strategy.scope(),
-        pytest.raises(
-            ReplicaContextError,
-            match=r"`set_strategy` was called inside `strategy\.scope\(\)` or "
-            r"`strategy\.run`, which already decide the strategy\. Call it at the",
-        ),
-    ):
-        set_strategy(None)
 
 
 def test_a_scope_inside_another_strategy_is_an_error(make_mirrored):

@@ -8,7 +8,6 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.distribute import HierarchicalCopyAllReduce
 from armillary.testing import assert_strategies_agree
 
 NUM_EXAMPLES = 70
@@ -76,7 +75,7 @@ ONE = armillary.OneDeviceStrategy("cpu:0")
 @pytest.mark.slow
 def test_a_trainer_may_agree_under_all_with_short_batches_and_the_end_of_data():
     others = [
-        mirrored(4, cross_device_ops=HierarchicalCopyAllReduce()),
+        mirrored(4),
         armillary.ShardedStrategy({"data": 2, "fsdp": 2, "tensor": 2}),
         armillary.CentralStorageStrategy(jax.devices()[1:3]),
     ]

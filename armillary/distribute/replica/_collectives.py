@@ -9,7 +9,6 @@ import numpy as np
 from jax.dtypes import float0
 
 from armillary.data._layout import Active
-from armillary.distribute.replica._reductions import sum_by
 from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
@@ -97,38 +96,29 @@ class ReplicaContext:
             )
         if self.axis_name is None or self._num_replicas == 1:
             return value
-        wire = wire or self.strategy.reduce_dtype
         leaves, treedef = jax.tree.flatten(value)
         # Of what is not differentiable there is no gradient.
         places = [i for i, x in enumerate(leaves) if jnp.result_type(x) != float0]
         given = [jnp.asarray(leaves[i]) for i in places]
         wide = [self._counted(op, _widened(op, array)) for array in given]
-        results = self._combine(op, [_to_wire(array, wire) for array in wide])
+        reduce = _REDUCE.get(op, jax.lax.psum)
+        results = reduce([_to_wire(array, wire) for array in wide], self.axis_name)
         for i, old, new, result in zip(places, given, wide, results, strict=True):
-            leaves[i] = result.astype(old.dtype if op in _BY_ORDER else new.dtype)
+            leaves[i] = result.astype(old.dtype if op in _REDUCE else new.dtype)
             if op is ReduceOp.MEAN:
                 leaves[i] = leaves[i] / count_active(self.active)
         return treedef.unflatten(leaves)
 
     def sum(self, value: jax.Array) -> jax.Array:
-        """Returns the sum over all replicas, made as the strategy makes sums."""
-        return self._combine(ReduceOp.SUM, [_widened(ReduceOp.SUM, value)])[0]
-
-    def _combine(self, op: ReduceOp, values: list[jax.Array]) -> list[jax.Array]:
-        if op in _BY_ORDER:
-            return _BY_ORDER[op](values, self.axis_name)
-        ops = self.strategy.cross_device_ops
-        if ops is None or self._num_replicas == 1:
-            return jax.lax.psum(values, self.axis_name)
-        name = op.value.lower()
-        return [sum_by(ops, value, self._num_replicas, name) for value in values]
+        """Returns the sum over all replicas."""
+        return jax.lax.psum(_widened(ReduceOp.SUM, value), self.axis_name)
 
     def _counted(self, op: ReduceOp, value: jax.Array) -> jax.Array:
         """Returns a value that changes no result, where a replica holds no data."""
         if count_active(self.active) == self._num_replicas:
             return value
         other = 0
-        if op in _BY_ORDER:
+        if op in _REDUCE:
             is_float = jnp.issubdtype(value.dtype, jnp.inexact)
             limits = jnp.finfo(value.dtype) if is_float else jnp.iinfo(value.dtype)
             other = limits.min if op is ReduceOp.MAX else limits.max
@@ -177,7 +167,7 @@ def is_argument(value: Any) -> bool:
     return is_per_replica(value) or is_claimed(value)
 
 
-_BY_ORDER = {ReduceOp.MAX: jax.lax.pmax, ReduceOp.MIN: jax.lax.pmin}
+_REDUCE = {ReduceOp.MAX: jax.lax.pmax, ReduceOp.MIN: jax.lax.pmin}
 
 
 def check_wire_dtype(name: str, dtype: Any) -> Any:

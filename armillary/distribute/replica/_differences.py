@@ -65,10 +65,6 @@ DIVISOR = "armillary divisor"
 """Names the number that a loss is divided by, so that its sum is that of the batch."""
 WEIGHT = "armillary weight"
 """Names the number that a loss is divided by, so that its mean is that of the batch."""
-BY_OPS = "armillary %s by cross-device operations"
-"""Names what a `CrossDeviceOps` is to sum, for a sum or a mean."""
-MADE_BY_OPS = "armillary made by cross-device operations"
-"""Names what it made: equal on all replicas, by its word."""
 
 
 class Kind(enum.Enum):
@@ -79,7 +75,7 @@ class Kind(enum.Enum):
     )
 
 
-_MARKED = {DIVISOR: Kind.DIVISOR, WEIGHT: Kind.WEIGHT, MADE_BY_OPS: Kind.REDUCED}
+_MARKED = {DIVISOR: Kind.DIVISOR, WEIGHT: Kind.WEIGHT}
 _DIVISIONS = {Kind.DIVISOR: Kind.DIVIDED, Kind.WEIGHT: Kind.WEIGHED}
 _SCALES = tuple(_DIVISIONS.values())
 
@@ -172,7 +168,9 @@ class Differences(Dataflow[Facts]):
     def transfer(self, equation: Any, operands: list[Facts]) -> list[Facts] | None:
         name = equation.primitive.name
         if name == "name":
-            return [self._name(equation, operands[0])]
+            kind, (operand,) = _MARKED.get(equation.params["name"]), operands
+            labels = operand.labels if kind is None else self._labels(kind, equation)
+            return [Facts(operand.reasons, labels)]
         if name in _SOURCES:
             reasons = self.join(operands).reasons | _SOURCES[name]
             return [Facts(reasons)] * len(equation.outvars)
@@ -182,16 +180,6 @@ class Differences(Dataflow[Facts]):
         if name.startswith((*_REDUCTIONS, *_EXCHANGES)):
             return [self._exchange(equation, self.join(operands))]
         return None
-
-    def _name(self, equation: Any, operand: Facts) -> Facts:
-        name = equation.params["name"]
-        if name in _MARKED:
-            reasons = frozenset() if name == MADE_BY_OPS else operand.reasons
-            return Facts(reasons, self._labels(_MARKED[name], equation))
-        if name in (BY_OPS % "sum", BY_OPS % "mean"):
-            self._judge(equation, operand, None, is_mean=name == BY_OPS % "mean")
-            return Facts(operand.reasons)
-        return operand
 
     def _reduce(self, equation: Any, operand: Facts, made: Any) -> Facts:
         where = self.line(equation)

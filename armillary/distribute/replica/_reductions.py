@@ -1,9 +1,7 @@
-"""Reductions over replicas that a step says, and how sums over replicas are made.
+"""Reductions over replicas that a step says, as functions of its own words.
 
 Inside `strategy.run` every value is the replica's own, so that what all replicas are to
-have in common, such as an update of parameters, begins with one of these. Sums are made
-in XLA's own way or in that of a `CrossDeviceOps`, which `ReplicaContext` asks for those
-of `all_reduce` and of on-read state.
+have in common, such as an update of parameters, begins with one of these.
 """
 
 import functools
@@ -14,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from armillary._checks import check_callable, check_one_of, is_positive_int
-from armillary._jaxpr import mark
+from armillary._checks import check_callable, check_one_of
 from armillary.distribute.replica._context import require_replica_context
-from armillary.distribute.replica._differences import BY_OPS, MADE_BY_OPS
 from armillary.distribute.replica._gradient import split_aux
 from armillary.distribute.replica._values import AXIS_NAME, ReduceOp
 from armillary.state._lift import State
@@ -26,159 +22,6 @@ from armillary.typing import PyTree
 
 if TYPE_CHECKING:
     import optax
-
-
-class CrossDeviceOps:
-    """The base of ways to sum over replicas (`tf.distribute.CrossDeviceOps`).
-
-    A way of your own overrides `all_reduce`::
-
-        class Ring(armillary.distribute.CrossDeviceOps):
-            def all_reduce(self, value, axis_name, num_replicas):
-                ring = [(i, (i + 1) % num_replicas) for i in range(num_replicas)]
-                total = value
-                for _ in range(num_replicas - 1):
-                    value = jax.lax.ppermute(value, axis_name, ring)
-                    total = total + value
-                return total
-    """
-
-    def all_reduce(self, value: jax.Array, axis_name: str, num_replicas: int) -> Any:
-        """Returns the sum of an array over replicas, on every replica.
-
-        It runs in every replica, while a step is compiled. The result must be equal
-        on all of them, which is not proved: `check_replicas_every` of a trainer
-        compares what the step leaves. The ring above adds in another order on each
-        replica, so that sums of floats differ there by rounding.
-
-        Args:
-            value: This replica's value.
-            axis_name: What the functions of `jax.lax` call the axis of replicas.
-            num_replicas: At least 2.
-        """
-        raise NotImplementedError
-
-    def check(self, num_replicas: int) -> None:
-        """Raises if so many replicas cannot be summed over.
-
-        Raises:
-            ValueError: If so.
-        """
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
-
-class NcclAllReduce(CrossDeviceOps):
-    """XLA's own all-reduce, which is NCCL on NVIDIA GPUs: what there is by default."""
-
-    def all_reduce(self, value: jax.Array, axis_name: str, num_replicas: int) -> Any:
-        """Returns the sum, in one all-reduce."""
-        del num_replicas
-        return jax.lax.psum(value, axis_name)
-
-
-class HierarchicalCopyAllReduce(CrossDeviceOps):
-    """Sums inside groups of neighbours first, then over groups.
-
-    For devices that reach their neighbours faster than others. Each replica of a group
-    sums a part of the value over its group (a reduce-scatter), these parts are summed
-    over groups (an all-gather and a sum), and an all-gather inside groups puts them
-    together. Between groups, only a part of the value travels.
-
-    Args:
-        group_size: Replicas of a group, a divisor of the number of replicas. By default
-            the largest one below that number: two halves of an even number.
-
-    Raises:
-        ValueError: If `group_size` is not a positive integer.
-    """
-
-    def __init__(self, group_size: int | None = None) -> None:
-        if group_size is not None and not is_positive_int(group_size):
-            raise _group_error(group_size, "a positive integer")
-        self._group_size = group_size
-
-    def check(self, num_replicas: int) -> None:
-        """Raises if replicas cannot be divided into such groups.
-
-        Raises:
-            ValueError: If so.
-        """
-        if self._group_size is not None and num_replicas % self._group_size:
-            rule = f"a divisor of the number of replicas, which is {num_replicas}"
-            raise _group_error(self._group_size, rule)
-
-    def all_reduce(self, value: jax.Array, axis_name: str, num_replicas: int) -> Any:
-        """Returns the sum, made inside groups, over groups, and inside groups again."""
-        size = self._group_size
-        if size is None or num_replicas % size:  # fewer replicas share an uneven batch
-            size = max(n for n in range(1, num_replicas) if num_replicas % n == 0)
-        starts = range(0, num_replicas, size)
-        inside = [list(range(start, start + size)) for start in starts]
-        over = [[start + i for start in starts] for i in range(size)]
-        flat = jnp.ravel(value)
-        flat = jnp.pad(flat, (0, -flat.size % size))
-        part = jax.lax.psum_scatter(
-            flat, axis_name, axis_index_groups=inside, tiled=True
-        )
-        # Not `psum`, which takes no groups inside `shard_map`.
-        parts = jax.lax.all_gather(part, axis_name, axis_index_groups=over)
-        total = jax.lax.all_gather(
-            jnp.sum(parts, 0), axis_name, axis_index_groups=inside, tiled=True
-        )
-        return total[: value.size].reshape(value.shape)
-
-
-class ReductionToOneDevice(CrossDeviceOps):
-    """Sums on the first replica, which then sends the sum to all others.
-
-    Every value goes over the links of one device: for small values and few devices,
-    and for comparison.
-    """
-
-    def all_reduce(self, value: jax.Array, axis_name: str, num_replicas: int) -> Any:
-        """Returns the sum, by sending values to the first replica and back."""
-        total = value
-        for other in range(1, num_replicas):
-            total = total + jax.lax.ppermute(value, axis_name, [(other, 0)])
-        is_first = jax.lax.axis_index(axis_name) == 0
-        result = total = jnp.where(is_first, total, jnp.zeros_like(total))
-        # Who gets nothing has zeros, so that the parts of the sum add up to it.
-        for other in range(1, num_replicas):
-            result = result + jax.lax.ppermute(total, axis_name, [(0, other)])
-        return result
-
-
-def _group_error(size: Any, rule: str) -> ValueError:
-    return ValueError(
-        f"`group_size` is {size!r}, but it must be {rule}. Leave it out for the "
-        "largest groups that there are."
-    )
-
-
-def sum_by(ops: CrossDeviceOps, value: jax.Array, num_replicas: int, op: str) -> Any:
-    """Returns the sum over replicas that `ops` makes; `op` is what it is for."""
-
-    @jax.custom_jvp
-    def total(value: jax.Array) -> jax.Array:
-        parts = mark(value, BY_OPS % op)
-        result = ops.all_reduce(parts, AXIS_NAME, num_replicas)
-        found = (jnp.shape(result), jnp.result_type(result))
-        if found != (value.shape, value.dtype):
-            raise ValueError(
-                f"`all_reduce` of {ops!r} made {found[1]}{list(found[0])} of "
-                f"{value.dtype}{list(value.shape)}. Return a sum of the same shape "
-                "and dtype as the parts."
-            )
-        return mark(result, MADE_BY_OPS)
-
-    @total.defjvp
-    def derivative(values: Any, tangents: Any) -> Any:
-        # Within a loss, as for statistics of a batch, its transpose is needed.
-        return total(*values), jax.lax.psum(tangents[0], AXIS_NAME)
-
-    return total(value)
 
 
 _INSTEAD = "combine what `run` returned with `strategy.reduce`"
@@ -206,8 +49,7 @@ def all_reduce(op: ReduceOp | str, tree: PyTree, *, dtype: Any = None) -> PyTree
         tree: A pytree of arrays, of the same shapes on all replicas; it travels in one
             round. Replicas without data take no part.
         dtype: What floats travel in, such as `jnp.bfloat16` for half the bytes; by
-            default that of the strategy (`reduce_dtype`), or else their own. The result
-            has their own.
+            default their own, which the result has.
 
     Returns:
         The same pytree, with values that are equal on all replicas.

@@ -6,7 +6,6 @@ devices. Batches from a distributed dataset and results of `run` have this form;
 """
 
 import enum
-import weakref
 from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, NoReturn
@@ -79,7 +78,6 @@ class PerReplica:
         self.num_active = count_active(num_active)
         self.active_replicas = num_active
         self.shared_by = shared_by
-        _owners[id(array)] = self
 
     @property
     def is_shared(self) -> bool:
@@ -167,11 +165,6 @@ class PerReplica:
         return cls(children[0], *attributes)
 
 
-# To functions for nests, `jax.tree.map` hands the array that is inside, as if it were
-# the same on all replicas.
-_owners: weakref.WeakValueDictionary[int, PerReplica] = weakref.WeakValueDictionary()
-
-
 def _copies(array: jax.Array, num_replicas: int) -> dict[int, jax.Array]:
     """Returns the copies of an array on a mesh in this process, by replica.
 
@@ -193,12 +186,6 @@ def count_active(active: Active) -> int:
 
 def list_active(active: Active) -> Sequence[int]:
     return range(active) if isinstance(active, int) else active
-
-
-def is_inside(leaf: Any) -> bool:
-    """Returns whether `leaf` is the array inside a `PerReplica` that is in use."""
-    owner = _owners.get(id(leaf)) if isinstance(leaf, jax.Array) else None
-    return owner is not None and owner.array is leaf
 
 
 def array_of(leaf: Any) -> Any:

@@ -137,7 +137,6 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
             default `armillary.cluster.resolve_cluster()` finds out.
         communication_options: How values are exchanged between devices, and how long
             processes wait for each other.
-        reduce_dtype: As for `MirroredStrategy`.
 
     Raises:
         ClusterError: If a device was used before, or this process has joined another
@@ -150,12 +149,9 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
         self,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
-        *,
-        reduce_dtype: Any = None,
     ) -> None:
         self._join(cluster_resolver, communication_options)
-        devices = order_devices(self._find_devices(self.peers is not None))
-        super().__init__(devices, reduce_dtype=reduce_dtype)
+        super().__init__(order_devices(self._find_devices(self.peers is not None)))
 
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:
         return jax.devices() if is_joined else jax.local_devices()
@@ -200,7 +196,6 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     Args:
         resolver: Tells which machine this is, and where the others are. By default
             `armillary.cluster.resolve_cluster()` finds out.
-        reduce_dtype: As for `MirroredStrategy`.
 
     Raises:
         ClusterError: If JAX has no TPU here, a device was used before, or this process
@@ -211,13 +206,11 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     _kind = "tpu"
     """What devices must be; tests stand in with another one."""
 
-    def __init__(
-        self, resolver: ClusterResolver | None = None, *, reduce_dtype: Any = None
-    ) -> None:
+    def __init__(self, resolver: ClusterResolver | None = None) -> None:
         if resolver is not None:
             fix = "Use one of `armillary.cluster`, or leave it out."
             check_instance("resolver", resolver, ClusterResolver, fix)
-        super().__init__(resolver, reduce_dtype=reduce_dtype)
+        super().__init__(resolver)
 
     def _find_devices(self, is_joined: bool) -> Sequence[Any]:
         find = jax.devices if is_joined else jax.local_devices

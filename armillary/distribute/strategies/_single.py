@@ -8,17 +8,15 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, Sharding, SingleDeviceSharding
 
-from armillary._checks import check_instance
 from armillary.data._layout import BatchLayout
 from armillary.distribute._global_arrays import everywhere
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import Functions
 from armillary.distribute.program._notes import add_trace_note
 from armillary.distribute.replica._alone import run_alone
-from armillary.distribute.replica._collectives import ReplicaContext, check_wire_dtype
+from armillary.distribute.replica._collectives import ReplicaContext
 from armillary.distribute.replica._context import require_scope, set_default
 from armillary.distribute.replica._policy import check_annotations
-from armillary.distribute.replica._reductions import CrossDeviceOps
 from armillary.distribute.replica._run import run_in_replicas
 from armillary.distribute.replica._values import AXIS_NAME
 from armillary.distribute.strategies._layouts import (
@@ -125,35 +123,16 @@ class MirroredStrategy(Strategy):
     Args:
         devices: One `jax.Device` or name (`"gpu:0"`) per replica. By default all
             devices of this process.
-        cross_device_ops: How `all_reduce` sums over replicas: one of
-            `armillary.distribute`, or a `CrossDeviceOps` of your own. `None` leaves it
-            to XLA, which is nearly always best.
-        reduce_dtype: What floats travel in between replicas, such as `jnp.bfloat16`,
-            where a step does not say. `None` for the dtype of each value.
 
     Raises:
-        TypeError: If `cross_device_ops` is something else.
-        ValueError: If the devices cannot form replicas, or do not fit
-            `cross_device_ops`, or `reduce_dtype` is no dtype of floats.
+        ValueError: If the devices cannot form replicas.
     """
 
-    def __init__(
-        self,
-        devices: Sequence[Any] | None = None,
-        cross_device_ops: CrossDeviceOps | None = None,
-        *,
-        reduce_dtype: Any = None,
-    ) -> None:
+    def __init__(self, devices: Sequence[Any] | None = None) -> None:
         found = as_devices("devices", devices)
-        if cross_device_ops is not None:
-            fix = "Use `armillary.distribute.NcclAllReduce()`, or leave it out."
-            check_instance("cross_device_ops", cross_device_ops, CrossDeviceOps, fix)
-            cross_device_ops.check(len(found))
         axis_types = (AxisType.Auto,)
         mesh = Mesh(np.asarray(found), (AXIS_NAME,), axis_types=axis_types)
         super().__init__(mesh, num_replicas=len(found))
-        self.cross_device_ops = cross_device_ops
-        self.reduce_dtype = check_wire_dtype("reduce_dtype", reduce_dtype)
         self._functions = Functions()
 
     def _describe(self, num_devices: int) -> None:
@@ -202,7 +181,6 @@ class CentralStorageStrategy(MirroredStrategy):
         parameter_device: Where variables live, a device or a name. By default the first
             CPU, whose memory is that of the host. A name reaches platforms other than
             JAX's default one.
-        reduce_dtype: As for `MirroredStrategy`.
 
     Raises:
         ValueError: If a device does not exist, or the devices cannot form replicas.
@@ -212,11 +190,8 @@ class CentralStorageStrategy(MirroredStrategy):
         self,
         compute_devices: Sequence[Any] | None = None,
         parameter_device: Any = None,
-        *,
-        reduce_dtype: Any = None,
     ) -> None:
-        found = as_devices("compute_devices", compute_devices)
-        super().__init__(found, reduce_dtype=reduce_dtype)
+        super().__init__(as_devices("compute_devices", compute_devices))
         home = "cpu:0" if parameter_device is None else parameter_device
         self._parameter_device = as_device("parameter_device", home)
         self.home = SingleDeviceSharding(self._parameter_device)
