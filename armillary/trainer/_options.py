@@ -38,19 +38,10 @@ class LoopOptions:
         if self.steps_per_chunk is not None:
             check_positive_int("steps_per_chunk", self.steps_per_chunk)
         check_positive_int("max_chunk_bytes", self.max_chunk_bytes)
-        if isinstance(self.max_shapes, list | tuple | set | dict):
-            raise TypeError(
-                f"`max_shapes` is {self.max_shapes!r}, but it must be how many shapes "
-                f"there may be, not which. Use `max_shapes={len(self.max_shapes)}`."
-            )
         check_positive_int("max_shapes", self.max_shapes)
-        if self.compiler_options is not None:
-            check_instance(
-                "compiler_options",
-                self.compiler_options,
-                Mapping,
-                'Use a dictionary, such as `{"xla_cpu_enable_fast_math": True}`.',
-            )
+        if (options := self.compiler_options) is not None:
+            fix = 'Use a dictionary, such as `{"xla_cpu_enable_fast_math": True}`.'
+            check_instance("compiler_options", options, Mapping, fix)
 
     @property
     def hooks_in_program(self) -> bool | None:
@@ -122,13 +113,7 @@ class StandardTrainerOptions(LoopOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_one_of(
-            "on_non_finite",
-            self.on_non_finite,
-            (None, "raise", "skip"),
-            'Use `"skip"` to leave bad steps out, or `"raise"` to decide where '
-            "`NonFiniteError` is caught, such as to restore a checkpoint.",
-        )
+        check_one_of("on_non_finite", self.on_non_finite, (None, "raise", "skip"))
         check_positive_int("accumulate_steps", self.accumulate_steps)
         check_one_of("compile_hooks", self.compile_hooks, (None, True, False))
         if self.check_replicas_every is not None:
@@ -158,9 +143,3 @@ class StandardEvaluatorOptions(LoopOptions):
         super().__post_init__()
         name = "recreate_iterator_for_each_eval"
         check_one_of(name, self.recreate_iterator_for_each_eval, (True, False))
-
-
-def check_options(options: Any, kind: type) -> None:
-    if options is not None:
-        fix = f"Write `options=armillary.{kind.__name__}(...)`."
-        check_instance("options", options, kind, fix)

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from armillary._checks import check_instance
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._notes import add_part_note
 from armillary.distribute.replica._context import get_strategy, has_strategy
 from armillary.state._holders import held_by
 from armillary.trainer._datasets import check_datasets
 from armillary.trainer._loop import Loop
-from armillary.trainer._options import LoopOptions, check_options
+from armillary.trainer._options import LoopOptions
 from armillary.trainer._step_checks import RecordsReads, StepMethod
 from armillary.typing import PyTree
 
@@ -35,7 +36,9 @@ def make_run(
     argument: str, datasets: PyTree, options: LoopOptions | None, kind: type
 ) -> Run:
     """Returns what is to run over the datasets that were given as an argument."""
-    check_options(options, kind)
+    if options is not None:
+        fix = f"Write `options=armillary.{kind.__name__}(...)`."
+        check_instance("options", options, kind, fix)
     check_datasets(argument, datasets)
     return Run(datasets, options or kind())
 

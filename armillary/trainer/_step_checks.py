@@ -7,6 +7,7 @@ program, others may change between loops without a thought.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +15,6 @@ import jax
 
 from armillary._checks import counted, list_lines
 from armillary._logging import logger
-from armillary.data._layout import Active
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._gradient import accumulating
 from armillary.errors import RetraceError, StateStructureError
@@ -57,12 +57,6 @@ class StepMethod(NamedTuple):
     def owner_name(self) -> str:
         """What messages call the owner."""
         return "the evaluator" if self.is_evaluation else "the trainer"
-
-
-def key_of(batches: Sequence[PyTree], active: tuple[Active, ...]) -> Any:
-    """Returns a key that is equal for batches which one trace serves."""
-    leaves, treedef = jax.tree.flatten(list(batches))
-    return treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves), active
 
 
 def check_shapes(
@@ -153,11 +147,11 @@ def recorded_reads(owner: Any, record: Callable[[str], None]) -> Iterator[None]:
 
 def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
     """Checks what a step changes that is to leave a model as it is."""
-    owners = state.owners
+    owners = {i: state.owners[i] for i in changed}
     learned = [
         i
-        for i in changed
-        if owners[i].role is Role.BATCH_STATISTIC or _is_parameter(owners[i])
+        for i, slot in owners.items()
+        if slot.role is Role.BATCH_STATISTIC or _is_parameter(slot)
     ]
     if learned:
         raise StateStructureError(
@@ -167,8 +161,10 @@ def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
             "nnx.view(model, use_running_average=True)`, with `deterministic=True` if "
             "it has dropout), and call a Keras model with `training=False`."
         )
-    counts = _dropout_counts(state)
-    if drawn := [i for i in changed if owners[i].key in counts]:
+    nnx = sys.modules.get("flax.nnx")
+    dropouts = [n for n in state._nodes if nnx and isinstance(n, nnx.Dropout)]
+    counts = {id(dropout.rngs.count) for dropout in dropouts if dropout.rngs}
+    if drawn := [i for i, slot in owners.items() if slot.key in counts]:
         logger.warning(
             "`%s` draws random numbers for dropout, so that its results are those of a "
             "model in training mode:\n%s\nEvaluate a view of it, which shares its "
@@ -180,9 +176,14 @@ def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:
 
 def check_training(name: str, state: State, changed: Sequence[int]) -> None:
     """Warns of a step that advances an optimizer and changes no parameter."""
-    of_optimizer = {i for i, slot in enumerate(state.owners) if _is_of_optimizer(slot)}
-    trained = [i for i, slot in enumerate(state.owners) if _is_parameter(slot)]
-    others = {i for i in changed if state.owners[i].role is Role.PLAIN} - of_optimizer
+    owners = state.owners
+    of_optimizer = {
+        i
+        for i, slot in enumerate(owners)
+        if any(slot.is_of_optimizer()) or _is_nnx(slot, "OptState")
+    }
+    trained = [i for i, slot in enumerate(owners) if _is_parameter(slot)]
+    others = {i for i in changed if owners[i].role is Role.PLAIN} - of_optimizer
     if not trained or others or of_optimizer.isdisjoint(changed):
         return
     logger.warning(
@@ -199,32 +200,14 @@ def check_training(name: str, state: State, changed: Sequence[int]) -> None:
 def _is_parameter(slot: Slot) -> bool:
     if isinstance(slot, KerasSlot):
         return slot.variable.trainable
+    return _is_nnx(slot, "Param")
+
+
+def _is_nnx(slot: Slot, kind: str) -> bool:
+    """Returns whether a slot is a variable of a kind of Flax, which may be unloaded."""
     if not isinstance(slot, NnxSlot):
         return False
-    from flax import nnx  # It takes long to import, for nothing without its variables.
-
-    return isinstance(slot.variable, nnx.Param)
-
-
-def _is_of_optimizer(slot: Slot) -> bool:
-    if any(slot.is_of_optimizer()) or not isinstance(slot, NnxSlot):
-        return any(slot.is_of_optimizer())
-    from flax import nnx
-
-    return isinstance(slot.variable, nnx.OptState)
-
-
-def _dropout_counts(state: State) -> set[int]:
-    """Returns the keys of the slots that count what `nnx.Dropout` draws."""
-    if not any(isinstance(slot, NnxSlot) for slot in state.slots):
-        return set()
-    from flax import nnx
-
-    return {
-        id(node.rngs.count)
-        for node in state._nodes
-        if isinstance(node, nnx.Dropout) and node.rngs is not None
-    }
+    return isinstance(slot.variable, getattr(sys.modules["flax.nnx"], kind))
 
 
 def _list(state: State, indices: Sequence[int]) -> str:

@@ -8,6 +8,8 @@ New places or values are noticed between loops, and what is out of date is dropp
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from armillary._logging import logger
 from armillary.data._layout import Active
 from armillary.data.feed._chunks import Chunk
@@ -31,7 +33,6 @@ from armillary.trainer._step_checks import (
     check_evaluation,
     check_shapes,
     check_training,
-    key_of,
     recorded_reads,
 )
 from armillary.typing import PyTree
@@ -190,7 +191,8 @@ class StepPrograms:
 
     def trace(self, batches: list[PyTree], active: tuple[Active, ...]) -> Trace:
         """Returns the traced step for batches of some shape."""
-        key = key_of(batches, active)
+        leaves, structure = jax.tree.flatten(batches)
+        key = (structure, *leaves, active)
         if key not in self._traces:
             check_shapes(self._method, self._shapes, batches)
             self._traces[key] = self._trace(batches, active)

@@ -471,11 +471,6 @@ class Unprepared(Trainer):
         self.model = None
 
 
-class Indexing(Trainer):
-    def take(self, iterator):
-        return iterator["x"]
-
-
 def train(num_steps, options=None, kind=Trainer):
     kind(make_batches(2), options).train(num_steps)
 
@@ -513,7 +508,6 @@ def test_options_below_one_are_an_error(kind, name, value):
             r"Begin it with `super\(\).__init__\(train_dataset\)`": (
                 lambda: Unprepared().train(1)
             ),
-            r"`batch = next\(iterator\)`": lambda: train(1, kind=Indexing),
         }
     }
 )
