@@ -5,9 +5,12 @@ of them what a step receives, and a `Feed` says what was used of them. A dataset
 recipe, and remembers where the next reader begins.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import jax
 
 from armillary._jaxpr import is_in_trace
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
@@ -19,7 +22,13 @@ from armillary.data.feed._position import (
     decode_position,
     encode_position,
 )
-from armillary.data.feed._reader import BatchReader, BatchStream, place_pieces
+from armillary.data.feed._prefetch import Prefetcher
+from armillary.data.feed._reader import (
+    BatchReader,
+    SourceBatch,
+    place_pieces,
+    read_batches,
+)
 from armillary.data.feed._split import Piece, Splitter
 from armillary.data.sources._source import as_source
 from armillary.errors import CapturedStateError, DatasetStateError
@@ -81,11 +90,11 @@ class DistributedDataset:
         """Whether processes that read data of their own agree on each batch."""
         self._source, self.gather = make_gather(self.source, layout, self.options)
         self._reader: BatchReader | None = None
-        # A stream that was opened, to peek or at a restored position, and not yet used.
-        self._waiting: BatchStream | None = None
+        # Batches that were opened, to look at or at a restored position, and not used.
+        self._waiting: tuple[Position, Prefetcher[SourceBatch]] | None = None
         self._position = Position()
         self._next_epoch = 0
-        self._element_spec: PyTree | None = None
+        self._first: SourceBatch | None = None
 
     def __iter__(self) -> "DistributedIterator":
         """Returns an iterator over the next pass.
@@ -102,17 +111,28 @@ class DistributedDataset:
 
     def open_reader(self, *, exact: bool, begins_anew: bool) -> BatchReader:
         """Returns what a feed reads; its arguments are the feed's."""
-        stream = self._waiting
-        if stream is None or (stream.position.is_exhausted and begins_anew):
-            stream = self._open_next()
-        self._reader = BatchReader(self, stream, exact=exact)
+        waiting = self._waiting
+        if waiting is None or (waiting[0].is_exhausted and begins_anew):
+            waiting = self._open_next()
+        self._reader = BatchReader(self, *waiting, exact=exact)
         self._waiting = None
-        self._next_epoch = stream.position.epoch + 1
+        self._next_epoch = waiting[0].epoch + 1
         return self._reader
 
-    def open_stream(self, position: Position) -> BatchStream:
+    def read(self, position: Position) -> Prefetcher[SourceBatch]:
         """Returns the batches of the source, on from a position."""
-        return BatchStream(self._source, position)
+        return read_batches(self._source, position, self._note_first)
+
+    def _open_next(self) -> tuple[Position, Prefetcher[SourceBatch]]:
+        position = Position(epoch=self._next_epoch)
+        return position, self.read(position)
+
+    def _note_first(self, batch: SourceBatch) -> None:
+        if self._first is None:
+            types = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch.arrays
+            )
+            self._first = SourceBatch(types, batch.position)
 
     @property
     def num_global_batches(self) -> int | None:
@@ -121,8 +141,8 @@ class DistributedDataset:
 
     def global_batches(self, epoch: int) -> Iterator[Batch]:
         """Yields the batches of one pass over the source, on the host, undivided."""
-        for batch in self.open_stream(Position(epoch=epoch)):
-            yield self.gather.on_host(batch)
+        for batch in self.read(Position(epoch=epoch)):
+            yield self.gather.on_host(batch.arrays)
 
     @property
     def element_spec(self) -> PyTree:
@@ -133,27 +153,24 @@ class DistributedDataset:
         Raises:
             ValueError: If the source has no batch.
         """
-        if self._element_spec is None:
-            stream = None if self._reader is None else self._reader.stream
-            stream = stream or self._waiting
-            if stream is None or stream.position.is_exhausted:
-                stream = self._waiting = self._open_next()
-            has_none = stream.element_spec is None and stream.peek() is None
-            if has_none and stream.position.source is not None:
-                # The pass was saved behind its last batch; another one has some.
-                stream = self._open_next()
-            if stream.element_spec is None and stream.peek() is None:
-                raise ValueError(
-                    f"The source ({self.source_name}) has no batches, so there is no "
-                    "`element_spec`. Pass a data set with at least one example."
-                )
-            splitter = Splitter(self, exact=False)
-            spec = splitter.describe(stream.element_spec, stream.full_size or 0)
-            self._element_spec = self.gather.rows(spec)
-        return self._element_spec
-
-    def _open_next(self) -> BatchStream:
-        return self.open_stream(Position(epoch=self._next_epoch))
+        if self._first is None:
+            batches = None if self._reader is None else self._reader.batches
+            if batches is None:
+                self._waiting = self._waiting or self._open_next()
+                batches = self._waiting[1]
+            with contextlib.suppress(StopIteration):
+                batches.head()
+        if self._first is None and self.is_repositionable:
+            # The pass was saved behind its last batch; another one has some.
+            next(self._open_next()[1], None)
+        if self._first is None:
+            raise ValueError(
+                f"The source ({self.source_name}) has no batches, so there is no "
+                "`element_spec`. Pass a data set with at least one example."
+            )
+        types, position = self._first
+        splitter = Splitter(self, exact=False)
+        return self.gather.rows(splitter.describe(types, position.full_size or 0))
 
     @property
     def source_name(self) -> str:
@@ -218,7 +235,7 @@ class DistributedDataset:
         if self._reader is not None and self._reader.move(position):
             self._waiting = None
         else:
-            self._waiting = self.open_stream(position)
+            self._waiting = position, self.read(position)
             self._reader, self._position = None, position
         self._next_epoch = position.epoch + 1
 

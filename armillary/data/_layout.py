@@ -143,31 +143,28 @@ Active: TypeAlias = int | tuple[int, ...]
 
 
 class BatchLayout(Protocol):
-    """Puts host arrays where the replicas of this process expect them."""
+    """Puts host arrays where the replicas of this process expect them.
+
+    If it is `stacked`, leaves have shape `(num_replicas, per_replica_batch, ...)`, of
+    which a process has the rows of its `local_replicas`. Otherwise they have shape
+    `(batch, ...)`, any batch size fits, and each process has all of it. `num_replicas`
+    are those of all processes, which are the `peers`, None if there are no others;
+    `devices` are those of this one. A batch has at most `num_shares` parts, each with
+    its own devices.
+    """
 
     @property
-    def num_replicas(self) -> int:
-        """Replicas that share a global batch, in all processes."""
-        ...
-
+    def num_replicas(self) -> int: ...
     @property
-    def local_replicas(self) -> range:
-        """Those of them that this process feeds."""
-        ...
-
+    def local_replicas(self) -> range: ...
     @property
-    def peers(self) -> Peers | None:
-        """The processes that the replicas are in; None if this is the only one."""
-        ...
-
+    def peers(self) -> Peers | None: ...
     @property
-    def stacked(self) -> bool:
-        """Whether leaves have shape `(num_replicas, per_replica_batch, ...)`.
-
-        A process has the rows of its own replicas then. Otherwise leaves have shape
-        `(batch, ...)`, any batch size fits, and each process has all of it.
-        """
-        ...
+    def stacked(self) -> bool: ...
+    @property
+    def num_shares(self) -> int: ...
+    @property
+    def devices(self) -> Collection[Any]: ...
 
     def place(
         self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
@@ -175,18 +172,8 @@ class BatchLayout(Protocol):
         """Returns host arrays as device arrays; called from background threads too."""
         ...
 
-    @property
-    def num_shares(self) -> int:
-        """How many parts a batch has at most, each with its own devices."""
-        ...
-
     def describe(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
         """Returns the types of what `place` returns, with shardings."""
-        ...
-
-    @property
-    def devices(self) -> Collection[Any]:
-        """The devices of this process that the replicas run on."""
         ...
 
     def replicate(self, arrays: PyTree) -> PyTree:

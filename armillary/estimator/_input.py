@@ -132,6 +132,6 @@ def _begin_next_pass(dataset: DistributedDataset, state: dict[str, Any]) -> Any:
         return state  # Another process may have batches left.
     name = dataset.source_name
     position = decode_position(state, name)
-    if dataset.open_stream(position).peek() is not None:
+    if next(dataset.read(position), None) is not None:
         return state
     return encode_position(Position(epoch=position.epoch + 1), name)

@@ -262,7 +262,7 @@ def test_an_interrupted_seek_goes_on_from_what_was_used(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(dataset, "open_stream", interrupted)
+        patch.setattr(dataset, "read", interrupted)
         feed.seek(start)
     assert unstack(feed.next_chunk())[0] == [[6], [7]]
     feed.close()

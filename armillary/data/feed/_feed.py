@@ -221,7 +221,7 @@ class Feed(Generic[T]):
         for reader, position in zip(self.readers, positions, strict=True):
             if reader.dataset.is_repositionable:
                 reader.close()
-                reader.open(reader.dataset.open_stream(position))
+                reader.open(position, reader.dataset.read(position))
 
     def close(self) -> None:
         """Lets go of the data; the positions reached stay."""

@@ -29,7 +29,9 @@ class Prefetcher(Generic[T]):
         current: What `head` returned, until `pop`.
     """
 
-    def __init__(self, items: Iterator[T], size: int, owner: object) -> None:
+    def __init__(
+        self, items: Iterator[T], size: int, owner: object | None = None
+    ) -> None:
         self._items: Iterator[T] | None = items
         self._size = size
         self._ready: deque[T] = deque()  # `current` is the first of them.
@@ -38,8 +40,9 @@ class Prefetcher(Generic[T]):
         self._has_read_all = self._is_closed = False
         self._error: BaseException | None = None
         self.current: T | None = None
-        # Collection may happen anywhere: it asks the thread to end, but does not wait.
-        weakref.finalize(owner, self._request_stop)
+        if owner is not None:
+            # Collection may happen anywhere: it asks the thread to end, and goes on.
+            weakref.finalize(owner, self._request_stop)
 
     def __iter__(self) -> "Prefetcher[T]":
         return self

@@ -1,19 +1,19 @@
 """Reads one dataset on from a position: whole batches, then pieces for the replicas."""
 
 import copy
+import functools
+import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-import jax
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from armillary.data.feed._lockstep import MOST_OFFERS, Lockstep
 from armillary.data.feed._position import Position
 from armillary.data.feed._prefetch import Prefetcher
 from armillary.data.feed._split import Piece, Splitter
 from armillary.data.sources._batch import as_device_values, check_batch
-from armillary.data.sources._source import Source
+from armillary.data.sources._source import Source, SourceIterator
 from armillary.errors import DatasetStateError
 from armillary.typing import PyTree
 
@@ -22,67 +22,50 @@ if TYPE_CHECKING:
     from armillary.data.feed._feed import Feed
 
 
-class BatchStream:
-    """Reads one pass of a source: NumPy leaves of one leading size, in device dtypes.
+class SourceBatch(NamedTuple):
+    """A batch of a source, and the position after it."""
 
-    Batches without rows are left out: they hold no example.
+    arrays: PyTree
+    position: Position
 
-    Attributes:
-        position: The position after the last batch that `next` returned.
-        full_size: Examples in a batch that was not cut short, once that is known.
-        element_spec: Shapes and dtypes of the first batch, once it was read.
+
+def read_batches(
+    source: Source, position: Position, note: Callable[[SourceBatch], None]
+) -> Prefetcher[SourceBatch]:
+    """Returns the batches of one pass, on from a position, to look at or to take.
+
+    They are NumPy arrays of one leading size, in device dtypes. Those without rows are
+    left out. `note` is told of each that is read.
     """
+    if position.is_exhausted:
+        return Prefetcher(iter(()), 0)
+    iterator, has_positions = _open_iterator(source, position), source.is_repositionable
 
-    def __init__(self, source: Source, position: Position) -> None:
-        self._source = source
-        self._has_positions = source.is_repositionable
-        self._peeked: tuple[PyTree, Position] | None = None
-        self._num_read = 0
-        self.position = position
-        self.full_size = source.full_size or position.full_size
-        self.element_spec: PyTree | None = None
-        self._iterator: Any = None
-        if not position.is_exhausted:
-            self._iterator = _open_iterator(source, position)
-
-    def __iter__(self) -> "BatchStream":
-        return self
-
-    def __next__(self) -> PyTree:
-        if self.peek() is None or self._peeked is None:
-            raise StopIteration
-        (arrays, self.position), self._peeked = self._peeked, None
-        return arrays
-
-    def peek(self) -> PyTree | None:
-        """Returns the next batch without taking it, or None at the end."""
-        while self._peeked is None and self._iterator is not None:
+    def read() -> Iterator[SourceBatch]:
+        full_size = source.full_size or position.full_size
+        for number in itertools.count():
             try:
-                raw = next(self._iterator)
+                raw = next(iterator)
             except StopIteration:
-                self._iterator = None
-                return None
-            self._num_read += 1
-            arrays, num_rows = check_batch(raw, self._name_batch)
+                return
+            get_name = functools.partial(_name_batch, source, number)
+            arrays, num_rows = check_batch(raw, get_name)
             if num_rows:
-                arrays = as_device_values(arrays, self._name_batch)
-                self._peeked = arrays, self._find_position(arrays, num_rows)
-        return None if self._peeked is None else self._peeked[0]
+                arrays = as_device_values(arrays, get_name)
+                full_size = full_size or num_rows
+                state = iterator.get_state() if has_positions else None
+                batch = SourceBatch(arrays, Position(position.epoch, state, full_size))
+                note(batch)
+                yield batch
 
-    def _find_position(self, arrays: PyTree, num_rows: int) -> Position:
-        self.full_size = self.full_size or num_rows
-        if self.element_spec is None:
-            self.element_spec = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays
-            )
-        state = self._iterator.get_state() if self._has_positions else None
-        return Position(self.position.epoch, state, self.full_size)
-
-    def _name_batch(self) -> str:
-        return f"Batch {self._num_read - 1} of the source ({self._source.name})"
+    return Prefetcher(read(), 0)
 
 
-def _open_iterator(source: Source, position: Position) -> Any:
+def _name_batch(source: Source, number: int) -> str:
+    return f"Batch {number} of the source ({source.name})"
+
+
+def _open_iterator(source: Source, position: Position) -> SourceIterator:
     iterator = source.make_iterator(position.epoch)
     if position.source is not None:
         try:
@@ -102,7 +85,7 @@ def _open_iterator(source: Source, position: Position) -> Any:
 
 
 class BatchReader:
-    """Yields the pieces of a dataset's stream; one thread at a time may read.
+    """Yields the pieces of a dataset's batches; one thread at a time may read.
 
     An error of the source is raised again by every later `next`, since what comes after
     it is not known. After an interrupt (Ctrl-C) it must be opened again.
@@ -112,11 +95,16 @@ class BatchReader:
         feed: The feed that it belongs to.
         used: The position after the last batch that the program has used.
         position: The position after the last batch that was taken.
-        stream: What it reads from; None once it was closed.
+        batches: What it reads from; None once it was closed.
     """
 
     def __init__(
-        self, dataset: "DistributedDataset", stream: BatchStream, *, exact: bool
+        self,
+        dataset: "DistributedDataset",
+        position: Position,
+        batches: Prefetcher[SourceBatch],
+        *,
+        exact: bool,
     ) -> None:
         if dataset.is_agreed and dataset.options.remainder == "exact" and not exact:
             raise ValueError(
@@ -129,21 +117,21 @@ class BatchReader:
         self.dataset, self.gather = dataset, dataset.gather
         self._exact = exact
         self.feed: weakref.ref[Feed[Any]] | None = None
-        self.used = stream.position
-        self.open(stream)
+        self.used = position
+        self.open(position, batches)
 
-    def open(self, stream: BatchStream) -> None:
-        """Reads from this stream from now on."""
+    def open(self, position: Position, batches: Prefetcher[SourceBatch]) -> None:
+        """Reads these batches, from this position on."""
         dataset = self.dataset
-        self.stream: BatchStream | None = stream
-        self.position = stream.position
-        pieces = Splitter(dataset, exact=self._exact).split(stream)
+        self.batches: Prefetcher[SourceBatch] | None = batches
+        self.position = position
+        pieces = Splitter(dataset, exact=self._exact).split(batches, position)
         self._ahead: Prefetcher[Piece] | None = None
         if dataset.is_agreed:
             # A thread reads ahead what the processes are to agree on.
             num_ahead = MOST_OFFERS if dataset.options.prefetch else 0
             ahead = self._ahead = Prefetcher(pieces, num_ahead, self)
-            pieces = Lockstep(ahead, dataset.layout, self._exact).align(self.position)
+            pieces = Lockstep(ahead, dataset.layout, self._exact).align(position)
         self._pieces = Prefetcher(pieces, 0, self)
 
     def __iter__(self) -> "BatchReader":
@@ -179,7 +167,7 @@ class BatchReader:
         if self._ahead is not None:
             self._ahead.close(timeout_seconds)
         self._pieces.close()
-        self.stream = None
+        self.batches = None
 
 
 def place_pieces(readers: Sequence[BatchReader]) -> Iterator[Piece]:

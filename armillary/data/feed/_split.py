@@ -34,7 +34,7 @@ from armillary.typing import PyTree
 
 if TYPE_CHECKING:
     from armillary.data._dataset import DistributedDataset
-    from armillary.data.feed._reader import BatchStream
+    from armillary.data.feed._reader import SourceBatch
 
 MASK = "mask"
 _FIXES = (
@@ -100,23 +100,26 @@ class Splitter:
         is_exact = self._remainder == "exact"
         self._narrows = layout.stacked and is_exact and not exact
 
-    def split(self, stream: "BatchStream") -> Iterator[Piece]:
-        """Yields all pieces of `stream`.
+    def split(
+        self, batches: "Iterator[SourceBatch]", before: Position
+    ) -> Iterator[Piece]:
+        """Yields all pieces of batches that begin at the position `before`.
 
         The position of a piece that is not the last of its group is the one before the
         group, so that a program which stops between two pieces runs both again.
         """
-        before, is_first = stream.position, True
-        for group in self._read_groups(stream):
-            pieces = self._split_group(group, stream.full_size or 0)
+        is_first = True
+        for group, after in self._read_groups(batches):
+            full_size = after.full_size or 0
+            pieces = self._split_group(group, full_size)
             is_wasted = self._narrows and pieces[0][1] < self._num_replicas
             # A last batch that is short may be so; a full one says that all are.
-            if is_first and is_wasted and count_rows(group[0]) == stream.full_size:
+            if is_first and is_wasted and count_rows(group[0]) == full_size:
                 logger.warning(
                     "Batches of %d examples run on %d of %d replicas, and the other "
                     "devices do the same work again. With a multiple of the replicas "
                     "as the batch size, all would share it.",
-                    *(stream.full_size, pieces[0][1], self._num_replicas),
+                    *(full_size, pieces[0][1], self._num_replicas),
                 )
             is_first = False
             for index, (arrays, num_active) in enumerate(pieces, start=1):
@@ -125,9 +128,9 @@ class Splitter:
                 if self._local is not None:
                     own = hosted_replicas(self._local, self._num_replicas, count)
                     arrays = _take_rows(arrays, own.start, own.stop)
-                position = stream.position if is_last else before
+                position = after if is_last else before
                 yield Piece(arrays, num_active, count, position, is_last)
-            before = stream.position
+            before = after
 
     def describe(self, spec: PyTree, full_size: int) -> PyTree:
         """Returns the types of a distributed batch, given those of a source batch."""
@@ -144,20 +147,24 @@ class Splitter:
             spec,
         )
 
-    def _read_groups(self, stream: "BatchStream") -> Iterator[list[PyTree]]:
+    def _read_groups(
+        self, batches: "Iterator[SourceBatch]"
+    ) -> Iterator[tuple[list[PyTree], Position]]:
+        """Yields the batches of each group, and the position after it."""
         group: list[PyTree] = []
-        for batch in stream:
+        position = Position()
+        for batch, position in batches:
             if self._remainder == "drop":
-                num_rows, full_size = count_rows(batch), stream.full_size or 0
+                num_rows, full_size = count_rows(batch), position.full_size or 0
                 if num_rows < full_size:
                     continue
                 batch = _take_rows(batch, 0, self._round_down(num_rows, full_size))
             group.append(batch)
             if len(group) == self._group_size:
-                yield group
+                yield group, position
                 group = []
         if group and self._remainder != "drop":
-            yield group
+            yield group, position
 
     def _round_down(self, num_rows: int, full_size: int) -> int:
         """Returns how many rows of a batch `"drop"` keeps."""
