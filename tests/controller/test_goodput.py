@@ -67,30 +67,24 @@ def test_a_run_is_accounted_for_in_the_directory_of_its_checkpoints(tmp_path):
     assert (goodput.num_attempts, goodput.num_steps) == (1, 40)
 
 
-def test_the_next_controller_is_another_attempt_of_the_run(tmp_path):
-    make_controller(tmp_path).train(20)
-    time.sleep(0.5)
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_next_controller_is_another_attempt_of_the_run(tmp_path, stops):
+    def stop(output):
+        if stops:
+            controller.request_stop("preempted")
+
+    controller = make_controller(tmp_path, train_actions=[stop])
+    controller.train(20)
+    time.sleep(0.2)
     make_controller(tmp_path).train(40)
 
     goodput = read_goodput(tmp_path)
 
     assert (goodput.num_attempts, goodput.num_steps) == (2, 40)
     assert goodput.seconds[Category.RESTORING] > 0
-    assert goodput.seconds[Category.DOWN] == 0
-
-
-def test_the_time_after_a_stop_request_is_lost(tmp_path):
-    controller = make_controller(
-        tmp_path, train_actions=[lambda output: controller.request_stop("preempted")]
-    )
-    controller.train(20)
-    time.sleep(0.2)
-    make_controller(tmp_path).train(20)
-
-    goodput = read_goodput(tmp_path)
-
-    assert goodput.seconds[Category.DOWN] >= 0.2
     assert goodput.num_lost_steps == 0
+    # The time after a stop request is lost, that after the end of training is not.
+    assert (goodput.seconds[Category.DOWN] >= 0.2) == stops
 
 
 def test_steps_after_a_failure_are_lost(tmp_path):
