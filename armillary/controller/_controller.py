@@ -21,26 +21,33 @@ from armillary._checks import (
 from armillary._logging import ensure_visible
 from armillary._traceback import hides_frames
 from armillary.actions._periodic import tell
-from armillary.controller._arguments import (
+from armillary.controller._display import Display
+from armillary.controller._loops import Loops
+from armillary.controller._outputs import (
+    Curves,
+    History,
+    LoopReports,
+    RunOutput,
+    run_evaluations,
+)
+from armillary.controller._run import (
+    Run,
     as_actions,
     check_arguments,
     check_target,
+    finishing,
     require,
 )
-from armillary.controller._display import Display
-from armillary.controller._loops import Loops
-from armillary.controller._outputs import Curves, History, RunOutput
-from armillary.controller._reports import LoopReports, run_evaluations
-from armillary.controller._run import Run, finishing
-from armillary.controller._saving import Saving, warn_of_unsaved
-from armillary.controller._start import Start
-from armillary.controller._watching import (
+from armillary.controller._saving import (
+    Saving,
     begin_training,
     end_training,
     read_end,
     restore_if_good,
+    warn_of_unsaved,
     watch_checkpoints,
 )
+from armillary.controller._start import Start
 from armillary.goodput._journal import make_recorder
 from armillary.lifeline._lifeline import get_lifeline
 from armillary.state._summarize import as_step_counter

@@ -21,8 +21,7 @@ import jax
 
 from armillary._checks import check_positive_int, is_positive_int
 from armillary.cluster._join import expire_boundary, get_peers
-from armillary.controller._outputs import fetch_output, log_line
-from armillary.controller._reports import LoopReports
+from armillary.controller._outputs import LoopReports, fetch_output, log_line
 from armillary.controller._run import Run
 from armillary.controller._saving import Saving
 from armillary.controller._start import Start, repeats_for_ever

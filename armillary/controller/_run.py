@@ -1,16 +1,177 @@
-"""What the parts of a controller share, and whether its call is to stop."""
+"""What a controller is given, checked before it is used, and what its parts share."""
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
+from armillary._checks import (
+    check_callable,
+    check_methods,
+    check_num_steps,
+    check_one_of,
+    check_path,
+    check_positive_int,
+    check_seconds,
+)
 from armillary._logging import logger
 from armillary.cluster._join import expire_boundary, get_peers
 from armillary.controller._outputs import Curves, History
 from armillary.goodput._journal import Recorder
 from armillary.state._summarize import StepCounter
 from armillary.typing import Action
+
+_SUMMARIES = (
+    ["write_summaries", "flush"],
+    "Use `armillary.summary.SummaryManager(summary_dir)`.",
+)
+# The methods that the controller calls, and what has them.
+_METHODS = {
+    "trainer": (
+        ["train"],
+        "Derive it from `armillary.StandardTrainer` or `AbstractTrainer`.",
+    ),
+    "strategy": (["scope"], "Use a strategy such as `armillary.MirroredStrategy()`."),
+    "checkpoint_manager": (
+        ["save", "restore", "restore_or_initialize", "sync", "checkpoint"],
+        "Use `armillary.CheckpointManager(checkpoint, directory)`.",
+    ),
+    "summary_manager": _SUMMARIES,
+    "eval_summary_manager": _SUMMARIES,
+}
+_EVALUATOR = (
+    "Derive it from `armillary.StandardEvaluator` or `AbstractEvaluator`; several need "
+    'names: `evaluator={"validation": a, "test": b}`.'
+)
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Checks the arguments of `Controller`, by name."""
+    trainer, evaluator = arguments["trainer"], arguments["evaluator"]
+    if trainer is None and evaluator is None:
+        raise ValueError(
+            "`trainer` and `evaluator` are both None, but a controller needs at least "
+            "one of them. Pass `trainer=...`, `evaluator=...` or both."
+        )
+    for name, (methods, fix) in _METHODS.items():
+        if arguments[name] is not None:
+            check_methods(name, arguments[name], methods, fix)
+    _check_evaluator(evaluator)
+    _check_intervals(arguments)
+    for name in ("summary_dir", "eval_summary_dir"):
+        if arguments[name] is not None:
+            check_path(name, arguments[name])
+    if arguments["hang_timeout_seconds"] is not None:
+        fix = "Use `hang_timeout_seconds=600`, or `None` to wait for ever."
+        check_seconds("hang_timeout_seconds", arguments["hang_timeout_seconds"], fix)
+    fix = "Use `progress=False` to show nothing of what goes on."
+    check_one_of("progress", arguments["progress"], (None, True, False), fix)
+    _check_hyperparameters(arguments["hyperparameters"])
+
+
+def _check_evaluator(evaluator: Any) -> None:
+    if evaluator is None:
+        return
+    if not isinstance(evaluator, Mapping):
+        check_methods("evaluator", evaluator, ["evaluate"], _EVALUATOR)
+        return
+    if not evaluator:
+        raise ValueError(
+            "`evaluator` is an empty dictionary, but it must hold evaluators by name. "
+            'Use `evaluator={"validation": ...}`, or `None`.'
+        )
+    for name, each in evaluator.items():
+        is_word = isinstance(name, str) and name not in ("", ".", "..")
+        if not is_word or "/" in name:
+            raise ValueError(
+                f"`evaluator` has the name {name!r}, but each evaluator needs one that "
+                'a directory can have. Use `evaluator={"validation": ...}`.'
+            )
+        check_methods(f"evaluator[{name!r}]", each, ["evaluate"], _EVALUATOR)
+
+
+def _check_intervals(arguments: Mapping[str, Any]) -> None:
+    """Raises if numbers of steps are not positive or do not fit each other."""
+    steps_per_loop = arguments["steps_per_loop"]
+    if arguments["trainer"] is not None and steps_per_loop is None:
+        raise ValueError(
+            "`steps_per_loop` is None, but a controller with a `trainer` needs it. "
+            "Pass the steps of one inner loop, such as `steps_per_loop=100`."
+        )
+    is_number = steps_per_loop is not None and not callable(steps_per_loop)
+    if is_number:
+        check_positive_int("steps_per_loop", steps_per_loop)
+    for name, what in (
+        ("log_interval", "lines are logged"),
+        ("summary_interval", "summaries are written"),
+    ):
+        interval = arguments[name]
+        if interval is None:
+            continue
+        check_positive_int(name, interval)
+        if is_number and interval % steps_per_loop:
+            larger = (interval // steps_per_loop + 1) * steps_per_loop
+            raise ValueError(
+                f"`{name}` is {interval}, but it must be a multiple of "
+                f"`steps_per_loop` ({steps_per_loop}), because {what} between loops. "
+                f"Use `{name}={larger}`."
+            )
+
+
+def _check_hyperparameters(hyperparameters: Any) -> None:
+    if not isinstance(hyperparameters, Mapping | None):
+        raise TypeError(
+            f"`hyperparameters` is {hyperparameters!r} of type "
+            f"{type(hyperparameters).__name__}, but it must be a dictionary. Use "
+            "`vars(arguments)` of parsed arguments, or `dataclasses.asdict(config)`."
+        )
+    bad = [name for name in hyperparameters or () if not isinstance(name, str)]
+    if bad:
+        raise TypeError(
+            f"`hyperparameters` has the key {bad[0]!r} of type "
+            f"{type(bad[0]).__name__}, but its keys must be strings. Use `str(key)`."
+        )
+
+
+def as_actions(name: str, actions: Iterable[Action] | None) -> tuple[Action, ...]:
+    """Returns `actions` as a tuple; `None` means there are none."""
+    if actions is None:
+        return ()
+    is_text = isinstance(actions, str | bytes | Mapping)
+    if callable(actions) or is_text or not np.iterable(actions):
+        raise TypeError(
+            f"`{name}` is {actions!r}, but it must be a sequence of actions. "
+            f"Use `{name}=[action]`."
+        )
+    as_tuple = tuple(actions)
+    for index, action in enumerate(as_tuple):
+        check_callable(f"{name}[{index}]", action)
+    return as_tuple
+
+
+def require(controller: Any, attribute: str, *, for_method: str) -> Any:
+    """Returns an attribute of a controller that a method needs."""
+    value = getattr(controller, attribute)
+    if value is None:
+        raise ValueError(
+            f"`{attribute}` is None, but `{for_method}` needs it. Pass "
+            f"`{attribute}=...` to `Controller`."
+        )
+    return value
+
+
+def check_target(name: str, steps: Any, step: int, epochs: Any) -> None:
+    """Raises if training cannot go on from global step `step` up to `steps`."""
+    check_num_steps(name, steps)
+    if epochs is not None:
+        check_positive_int("epochs", epochs)
+    if steps != -1 and steps < step:
+        raise ValueError(
+            f"`{name}` is {steps}, but the global step is already {step}, and "
+            f"`{name}` is the step to train up to. Use `{name}={step}` or more."
+        )
 
 
 class StopRequest:

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from armillary.actions import EarlyStopping
 from armillary.checkpoint import Checkpoint, CheckpointManager
-from armillary.controller import _watching
+from armillary.controller import _saving
 from armillary.controller._controller import Controller
 from armillary.errors import (
     CheckpointDamageError,
@@ -419,7 +419,7 @@ def test_evaluation_ends_with_the_last_checkpoint_of_a_program_that_has_ended(tm
             assert not (tmp_path / "DONE").exists()
             training.train(8)
             # The program that trains would end now.
-            _watching.announce_ends()
+            _saving.announce_ends()
 
     evaluation = make_evaluation_job(tmp_path, run, eval_actions=[train_on])
     evaluation.evaluate_continuously()
@@ -431,7 +431,7 @@ def test_evaluation_ends_with_the_last_checkpoint_of_a_program_that_has_ended(tm
 def test_training_that_goes_on_or_fails_is_not_over(tmp_path):
     training = make_controller(Run(), tmp_path, {"checkpoint_interval": 2})
     training.train(2)
-    _watching.announce_ends()
+    _saving.announce_ends()
     assert (tmp_path / "DONE").exists()
 
     def fail(output):
@@ -441,7 +441,7 @@ def test_training_that_goes_on_or_fails_is_not_over(tmp_path):
     failing = make_controller(Run(), tmp_path, train_actions=[fail])
     with pytest.raises(SystemExit):
         failing.train(4)
-    _watching.announce_ends()
+    _saving.announce_ends()
     assert not (tmp_path / "DONE").exists()
 
 

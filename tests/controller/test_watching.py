@@ -11,8 +11,8 @@ from etils import epath
 
 from armillary import _process
 from armillary._process import Process
-from armillary.controller import _watching as _watch
-from armillary.controller._watching import (
+from armillary.controller import _saving as _watch
+from armillary.controller._saving import (
     announce_ends,
     begin_training,
     end_training,
@@ -198,7 +198,7 @@ def test_a_file_that_cannot_be_changed_ends_nothing(tmp_path, caplog, monkeypatc
 def test_the_interpreter_says_it_at_its_end(tmp_path):
     code = (
         "import sys; "
-        "from armillary.controller._watching import end_training, read_end; "
+        "from armillary.controller._saving import end_training, read_end; "
         "end_training(sys.argv[1], 7); assert read_end(sys.argv[1]) is None"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
