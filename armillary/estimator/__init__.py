@@ -33,18 +33,16 @@ step sees N batches, and gives the numbers of one replica with the N concatenate
             eval_metric_ops={"accuracy": logits.argmax(-1) == labels},
         )
 
-TensorFlow finds the variables of a model function by their names. Here `modules` does
-that for Flax NNX modules: `modules.make(name, make_fn)` calls `make_fn` with an
-`nnx.Rngs` the first time, and returns the same module ever after. The function itself
-is called more than once: first in Python, on zeros of the shape of a batch, to make the
-modules (whatever that call writes to them is undone), then once for each program that
-is traced. So
+`modules.make(name, make_fn)` calls `make_fn` with an `nnx.Rngs` the first time, and
+returns the same module ever after, as TensorFlow finds variables by their names. The
+function is called in Python first, on zeros of the shape of a batch, to make the
+modules (whatever that call writes to them is undone), and then for each program that is
+traced. So
 
 - `loss` is a scalar, the mean over this replica's batch. The mean over replicas is
   taken for you, so do not divide by the global batch size.
-- `train_op` is an Optax transformation, not an operation: the gradients of `loss` with
-  respect to all `nnx.Param` of the modules go through it. The one that the first call
-  in a process returns counts.
+- `train_op` is an Optax transformation: the gradients of `loss` with respect to all
+  `nnx.Param` of the modules go through it. That of the first call in a process counts.
 - `eval_metric_ops` has for each name an array with an entry for each example, of which
   the mean is reported, or a pair of a function that makes a metric of `nnx.metrics` or
   `armillary.metrics`, and the arguments of its `update`.
@@ -55,9 +53,6 @@ is traced. So
 `evaluate` and `predict` begins with the latest checkpoint there, and `train` saves one
 at its end. With `max_steps`, training that was stopped goes on where it was, also in
 the data, and ends bit for bit as if nothing had happened.
-
-This package imports Flax NNX and Optax, which `import armillary` alone does not: it is
-loaded when `armillary.estimator` is first used.
 """
 
 from armillary._traceback import mark_public as _mark_public
@@ -67,15 +62,17 @@ from armillary.estimator._canned import LinearClassifier as LinearClassifier
 from armillary.estimator._canned import LinearRegressor as LinearRegressor
 from armillary.estimator._canned import ftrl as ftrl
 from armillary.estimator._estimator import Estimator as Estimator
-from armillary.estimator._estimator import train_and_evaluate as train_and_evaluate
 from armillary.estimator._heads import NumericColumn as NumericColumn
 from armillary.estimator._heads import numeric_column as numeric_column
 from armillary.estimator._model_fn import EstimatorSpec as EstimatorSpec
 from armillary.estimator._model_fn import ModeKeys as ModeKeys
 from armillary.estimator._model_fn import Modules as Modules
-from armillary.estimator._run_config import EvalSpec as EvalSpec
 from armillary.estimator._run_config import RunConfig as RunConfig
-from armillary.estimator._run_config import TrainSpec as TrainSpec
+from armillary.estimator._train_and_evaluate import EvalSpec as EvalSpec
+from armillary.estimator._train_and_evaluate import TrainSpec as TrainSpec
+from armillary.estimator._train_and_evaluate import (
+    train_and_evaluate as train_and_evaluate,
+)
 
 __all__ = [
     "DNNClassifier",

@@ -6,11 +6,10 @@ gives 0.2 to any optimizer that a linear estimator is named, and `canned/dnn.py`
 in another place of Optax's formulas, which shows for gradients as small as it is.
 """
 
-import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +20,8 @@ from flax import nnx
 from armillary._checks import (
     check_callable,
     check_not_negative,
-    check_positive_int,
     is_positive_int,
 )
-from armillary.controller._controller import Controller
 from armillary.errors import EstimatorError, NonFiniteError
 from armillary.estimator._estimator import Estimator
 from armillary.estimator._heads import (
@@ -171,53 +168,57 @@ class _Network(nnx.Module):
 
 
 class _Canned(Estimator):
-    """An estimator of columns, a network and a head."""
+    """An estimator of columns, a head, and a network; without one, a linear layer."""
 
     def __init__(
         self,
         feature_columns: Any,
         head: Head,
-        make_network: Callable[..., Any],
-        optimizer: optax.GradientTransformation,
+        optimizer: Any,
         model_dir: StrPath | None,
         config: RunConfig | None,
+        make_network: Callable[..., Any] | None = None,
     ) -> None:
         columns = check_columns(feature_columns)
         sizes = sum(column.num_inputs for column in columns), head.num_logits
+        optimizer = as_optimizer(optimizer, None if make_network else 0.2)
 
         def model_fn(
             features: Any, labels: Any, mode: ModeKeys, modules: Any
         ) -> EstimatorSpec:
-            network = modules.make("network", lambda rngs: make_network(*sizes, rngs))
+            make = make_network or _Linear
+            network = modules.make("network", lambda rngs: make(*sizes, rngs))
             inputs = jnp.concatenate([each.read(features) for each in columns], axis=1)
             logits = network(inputs, training=mode is ModeKeys.TRAIN)
             return head.make_spec(mode, logits, labels, optimizer)
 
         super().__init__(model_fn, model_dir, config)
-        self._label_rule = head.label_rule
-
-    @contextlib.contextmanager
-    def make_controller(self, *args: Any, **kwargs: Any) -> Iterator[Controller]:
-        """As that of `Estimator`; an error of a label says which ones there are.
-
-        Raises:
-            NonFiniteError: If a label is the number of no class.
-        """
-        try:
-            with super().make_controller(*args, **kwargs) as controller:
-                yield controller
-        except NonFiniteError as error:
-            if self._label_rule is not None:
-                error.add_note(self._label_rule)
-            raise
+        if head.label_rule is not None:
+            self._notes = {**self._notes, NonFiniteError: head.label_rule}
 
 
-class _Linears(_Canned):
-    def __init__(self, columns: Any, head: Head, optimizer: Any, *rest: Any) -> None:
-        super().__init__(columns, head, _Linear, as_optimizer(optimizer, 0.2), *rest)
+def _network_fn(
+    hidden_units: Any, activation_fn: Any, dropout: Any
+) -> Callable[..., Any]:
+    check_callable("activation_fn", activation_fn)
+    sizes = tuple(hidden_units) if isinstance(hidden_units, list | tuple) else ()
+    if not sizes or not all(map(is_positive_int, sizes)):
+        raise EstimatorError(
+            f"`hidden_units` is {hidden_units!r}, but it must be a list of positive "
+            "integers, one for each hidden layer. Write `hidden_units=[64, 32]`."
+        )
+    is_number = isinstance(dropout, int | float) and dropout is not False
+    if dropout is not None and not (is_number and 0 <= dropout < 1):
+        raise EstimatorError(
+            f"`dropout` is {dropout!r}, but it must be a share from 0 to below 1. "
+            "Write `dropout=0.1`."
+        )
+    return functools.partial(
+        _Network, hidden_units=sizes, activation_fn=activation_fn, dropout=dropout
+    )
 
 
-class LinearRegressor(_Linears):
+class LinearRegressor(_Canned):
     """Linear regression of columns (`tf.estimator.LinearRegressor`).
 
     Args:
@@ -243,17 +244,16 @@ class LinearRegressor(_Linears):
         optimizer: Any = "Ftrl",
         config: RunConfig | None = None,
     ) -> None:
-        head = regression_head(check_positive_int("label_dimension", label_dimension))
+        head = regression_head(label_dimension)
         super().__init__(feature_columns, head, optimizer, model_dir, config)
 
 
-class LinearClassifier(_Linears):
+class LinearClassifier(_Canned):
     """Logistic regression of columns (`tf.estimator.LinearClassifier`).
 
-    Arguments are those of `LinearRegressor`, but for one.
-
     Args:
-        n_classes: How many classes there are. Labels are their numbers.
+        n_classes: How many classes there are. Labels are their numbers. The other
+            arguments are those of `LinearRegressor`.
 
     Raises:
         EstimatorError: As in `LinearRegressor`, or if there are fewer than two classes.
@@ -272,51 +272,16 @@ class LinearClassifier(_Linears):
         super().__init__(feature_columns, head, optimizer, model_dir, config)
 
 
-class _DNN(_Canned):
-    def __init__(
-        self,
-        feature_columns: Any,
-        head: Head,
-        optimizer: Any,
-        hidden_units: Any,
-        activation_fn: Any,
-        dropout: Any,
-        *rest: Any,
-    ) -> None:
-        check_callable("activation_fn", activation_fn)
-        sizes = tuple(hidden_units) if isinstance(hidden_units, list | tuple) else ()
-        if not sizes or not all(map(is_positive_int, sizes)):
-            raise EstimatorError(
-                f"`hidden_units` is {hidden_units!r}, but it must be a list of "
-                "positive integers, one for each hidden layer. Write "
-                "`hidden_units=[64, 32]`."
-            )
-        if dropout is not None and not (
-            isinstance(dropout, int | float)
-            and dropout is not False
-            and 0 <= dropout < 1
-        ):
-            raise EstimatorError(
-                f"`dropout` is {dropout!r}, but it must be a share from 0 to below 1. "
-                "Write `dropout=0.1`."
-            )
-        make = functools.partial(
-            _Network, hidden_units=sizes, activation_fn=activation_fn, dropout=dropout
-        )
-        super().__init__(feature_columns, head, make, as_optimizer(optimizer), *rest)
-
-
-class DNNRegressor(_DNN):
+class DNNRegressor(_Canned):
     """Regression by a dense network (`tf.estimator.DNNRegressor`).
-
-    Other arguments are those of `LinearRegressor`.
 
     Args:
         hidden_units: The size of each hidden layer.
         optimizer: As in `LinearRegressor`, with the learning rates of Keras: 0.01 for
             `"SGD"`, 0.001 for the others.
         activation_fn: What follows each hidden layer.
-        dropout: The share of hidden values that training drops; `None` for none.
+        dropout: The share of hidden values that training drops; `None` for none. The
+            other arguments are those of `LinearRegressor`.
 
     Raises:
         EstimatorError: If a column, the optimizer or `hidden_units` is of another kind.
@@ -336,18 +301,17 @@ class DNNRegressor(_DNN):
         dropout: float | None = None,
         config: RunConfig | None = None,
     ) -> None:
-        head = regression_head(check_positive_int("label_dimension", label_dimension))
-        network = hidden_units, activation_fn, dropout
-        super().__init__(feature_columns, head, optimizer, *network, model_dir, config)
+        make = _network_fn(hidden_units, activation_fn, dropout)
+        head = regression_head(label_dimension)
+        super().__init__(feature_columns, head, optimizer, model_dir, config, make)
 
 
-class DNNClassifier(_DNN):
+class DNNClassifier(_Canned):
     """Classification by a dense network (`tf.estimator.DNNClassifier`).
 
-    Arguments are those of `DNNRegressor`, but for one.
-
     Args:
-        n_classes: How many classes there are. Labels are their numbers.
+        n_classes: How many classes there are. Labels are their numbers. The other
+            arguments are those of `DNNRegressor`.
 
     Raises:
         EstimatorError: As in `DNNRegressor`, or if there are fewer than two classes.
@@ -366,5 +330,6 @@ class DNNClassifier(_DNN):
         dropout: float | None = None,
         config: RunConfig | None = None,
     ) -> None:
-        head, network = class_head(n_classes), (hidden_units, activation_fn, dropout)
-        super().__init__(feature_columns, head, optimizer, *network, model_dir, config)
+        make = _network_fn(hidden_units, activation_fn, dropout)
+        head = class_head(n_classes)
+        super().__init__(feature_columns, head, optimizer, model_dir, config, make)

@@ -17,24 +17,20 @@ from armillary.checkpoint._manager import CheckpointManager
 from armillary.cluster._join import get_peers
 from armillary.controller._controller import Controller
 from armillary.data._dataset import DistributedDataset
+from armillary.data._layout import InputOptions
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
 from armillary.errors import CapturedStateError, EstimatorError
-from armillary.estimator._input import (
-    InputFn,
-    InputPosition,
-    distribute_input,
-    find_specs,
-)
 from armillary.estimator._model_fn import ModeKeys, Model, ModelFn
-from armillary.estimator._run_config import (
-    EvalSpec,
-    RunConfig,
-    TrainSpec,
-    check_call,
-    choose_directory,
+from armillary.estimator._run_config import RunConfig, check_call, choose_directory
+from armillary.estimator._runners import (
+    EstimatorEvaluator,
+    EstimatorTrainer,
+    InputPosition,
+    bind_input,
+    find_specs,
+    predict,
 )
-from armillary.estimator._runners import EstimatorEvaluator, EstimatorTrainer, predict
 from armillary.typing import Output, PyTree
 
 StrPath = str | os.PathLike[str]
@@ -60,6 +56,12 @@ class Estimator:
         TypeError: If `config` is no `RunConfig`, `model_dir` no path, or `model_fn`
             cannot be called.
     """
+
+    # What is added to errors.
+    _notes: dict[type[Exception], str] = {  # noqa: RUF012
+        CapturedStateError: "`model_fn` is part of the step: it makes its modules by "
+        "`modules.make(name, make_fn)`, and uses no other."
+    }
 
     def __init__(
         self,
@@ -197,7 +199,7 @@ class Estimator:
         made = self._at(checkpoint_path)
         return predict(
             made._model,
-            InputFn(input_fn, ModeKeys.PREDICT, self.params, self.config),
+            bind_input(input_fn, ModeKeys.PREDICT, self.params, self.config),
             lambda: made._path or made.latest_checkpoint(),
             yields_examples=yield_single_examples,
         )
@@ -303,11 +305,8 @@ class Estimator:
         )
         try:
             yield controller
-        except CapturedStateError as error:
-            error.add_note(
-                "`model_fn` is part of the step: it makes its modules by "
-                "`modules.make(name, make_fn)`, and uses no other."
-            )
+        except tuple(self._notes) as error:
+            error.add_note(self._notes[type(error)])
             raise
         finally:
             if manager is not None:
@@ -332,9 +331,15 @@ class Estimator:
         self, input_fn: Callable[..., Any], mode: ModeKeys, strategy: Strategy
     ) -> tuple[DistributedDataset, tuple[PyTree, PyTree]]:
         """Returns the data of a strategy, and what features and labels look like."""
-        make_data = InputFn(input_fn, mode, self.params, self.config)
+        check_call(input_fn)
+        make_data = bind_input(input_fn, mode, self.params, self.config)
+        # A step of training needs a batch for each replica; an evaluation counts every
+        # example once in any case. Rows that some replicas lack cannot travel between
+        # processes.
+        remainder = "exact" if strategy.peers is None else "drop"
         is_training = mode is ModeKeys.TRAIN
-        dataset = distribute_input(make_data, strategy, is_training=is_training)
+        options = InputOptions(remainder=remainder if is_training else None)
+        dataset = strategy.distribute_datasets_from_function(make_data, options)
         return dataset, find_specs(dataset)
 
     def _at(self, checkpoint_path: StrPath | None) -> "Estimator":
@@ -346,56 +351,3 @@ class Estimator:
         made._path = str(as_absolute("checkpoint_path", checkpoint_path))
         made._model = Model(self._model_fn, self.config.tf_random_seed or 0)
         return made
-
-
-@hides_frames
-def train_and_evaluate(
-    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
-) -> tuple[dict[str, Any] | None, list[Any]]:
-    """Trains up to a step, evaluating whenever a checkpoint is due, and at the end.
-
-    In one process the two take turns. In a cluster (`TF_CONFIG`), processes that train
-    together train alone, as in TensorFlow: a process whose task is `evaluator`
-    evaluates each checkpoint that appears in `model_dir`, until training has ended.
-    Without one, call `Estimator.evaluate` in all processes when they have trained.
-
-    Args:
-        estimator: What to train.
-        train_spec: How to train.
-        eval_spec: How to evaluate.
-
-    Returns:
-        What the last evaluation of this process returned, `None` if there was none, and
-        an empty list: TensorFlow's second value is what exporters returned.
-
-    Raises:
-        TypeError: If an argument is of another type.
-        EstimatorError: As in `Estimator.train`.
-    """
-    for name, value, kind in (
-        ("estimator", estimator, Estimator),
-        ("train_spec", train_spec, TrainSpec),
-        ("eval_spec", eval_spec, EvalSpec),
-    ):
-        fix = f"Make one, `armillary.estimator.{kind.__name__}(...)`."
-        check_instance(name, value, kind, fix)
-    config, max_steps = estimator.config, train_spec.max_steps
-    eval_steps = -1 if eval_spec.steps is None else eval_spec.steps
-    evaluates = {"eval_input_fn": eval_spec.input_fn, "eval_name": eval_spec.name}
-    if config.plan.task_type == "evaluator":
-        with estimator.make_controller(None, **evaluates) as controller:
-            output = controller.evaluate_continuously(eval_steps, until_step=max_steps)
-        return (None if output is None else estimator.describe(output)), []
-    if config.plan.is_distributed:
-        estimator.train(train_spec.input_fn, max_steps=max_steps)
-        return None, []
-    resumes = max_steps is not None
-    with estimator.make_controller(
-        train_spec.input_fn, resumes=resumes, **evaluates
-    ) as controller:
-        # At a step that was reached already, what is left is to evaluate.
-        target = -1 if max_steps is None else max(max_steps, estimator.global_step)
-        output = controller.train_and_evaluate(
-            target, eval_steps, eval_interval=config.save_checkpoints_steps
-        )
-    return estimator.describe(output), []

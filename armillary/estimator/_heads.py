@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from armillary._checks import check_callable, is_positive_int
+from armillary._checks import check_callable, check_positive_int, is_positive_int
 from armillary.errors import EstimatorError
 from armillary.estimator._model_fn import EstimatorSpec, ModeKeys
 from armillary.metrics._confusion import Precision, Recall
@@ -146,6 +146,7 @@ class Head:
 
 def regression_head(label_dimension: int) -> Head:
     """Returns mean squared error over examples, and over the numbers of a label."""
+    check_positive_int("label_dimension", label_dimension)
 
     def evaluate(logits: jax.Array, labels: Any) -> tuple[jax.Array, dict[str, Any]]:
         labels = _match(labels, label_dimension).astype(jnp.float32)

@@ -155,23 +155,15 @@ class ModelFn:
     """A model function of the user's, and what it is called with."""
 
     def __init__(self, fn: Callable[..., Any], params: Any, config: Any) -> None:
-        _check_arguments(fn)
+        check_callable("model_fn", fn)
         self._fn, self._values = fn, {"params": params, "config": config}
 
     def __call__(
         self, modules: Modules, features: PyTree, labels: PyTree, mode: ModeKeys
     ) -> EstimatorSpec:
         """Calls the function."""
-        if (
-            labels is not None
-            and "labels" not in inspect.signature(self._fn).parameters
-        ):
-            raise EstimatorError(
-                "`model_fn` has no argument `labels`, but `input_fn` returns batches "
-                f"with labels. Write it as {_EXAMPLE}"
-            )
-        batch = {"features": features, "labels": labels}
-        values = {**self._values, **batch, "mode": mode, "modules": modules}
+        values = {"features": features, "labels": labels, "mode": mode}
+        values |= {"modules": modules, **self._values}
         return _check_spec(call_with(self._fn, values), mode)
 
 
@@ -248,24 +240,3 @@ class Model:
 
 def _read(holder: Any) -> list[tuple[Any, list[Any]]]:
     return [(slot, slot.read()) for slot in find_slots(holder, "modules")]
-
-
-_ARGUMENTS = {"features", "labels", "mode", "params", "config", "modules"}
-_EXAMPLE = "`def model_fn(features, labels, mode, params, modules):`"
-
-
-def _check_arguments(fn: Callable[..., Any]) -> None:
-    check_callable("model_fn", fn)
-    try:
-        parameters = inspect.signature(fn).parameters
-    except ValueError:  # Of some builtins.
-        parameters = {}
-    required = [n for n, each in parameters.items() if each.default is each.empty]
-    unknown = [name for name in required if name not in _ARGUMENTS]
-    missing = [name for name in ("features", "modules") if name not in parameters]
-    if missing or unknown:
-        what = f"lacks `{missing[0]}`" if missing else f"has `{unknown[0]}`"
-        raise EstimatorError(
-            f"`model_fn` {what}, but its arguments are `features` and `modules`, and "
-            f"any of `labels`, `mode`, `params` and `config`. Write it as {_EXAMPLE}"
-        )

@@ -1,4 +1,4 @@
-"""How estimators run, train and evaluate, and which process this is."""
+"""How estimators run: strategies, intervals, and which process this is."""
 
 import dataclasses
 import functools
@@ -124,16 +124,6 @@ class RunConfig:
         """How many processes train together, as far as is known."""
         return self.plan.num_processes
 
-    @property
-    def global_id_in_cluster(self) -> int | None:
-        """The number of this process among those that train; `None` if it does not."""
-        return self.plan.process_id if self.plan.is_training else None
-
-    @property
-    def num_ps_replicas(self) -> int:
-        """How many parameter servers the cluster has, which estimators do not use."""
-        return len(self.cluster_spec.as_dict().get("ps", ()))
-
 
 def _check_strategy(name: str, value: Any) -> None:
     fix = f"Write `{name}=armillary.MirroredStrategy()`."
@@ -151,48 +141,6 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "train_distribute": _check_strategy,
     "eval_distribute": _check_strategy,
 }
-
-
-@dataclass(frozen=True)
-class TrainSpec:
-    """How `train_and_evaluate` trains.
-
-    Args:
-        input_fn: The input function.
-        max_steps: The global step to train up to; `None` trains until the data ends.
-
-    Raises:
-        TypeError: If `input_fn` cannot be called.
-        ValueError: If `max_steps` is not positive.
-    """
-
-    input_fn: Callable[..., Any]
-    max_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        check_call(self.input_fn, max_steps=self.max_steps)
-
-
-@dataclass(frozen=True)
-class EvalSpec:
-    """How `train_and_evaluate` evaluates.
-
-    Args:
-        input_fn: The input function.
-        steps: Steps of each evaluation; `None` evaluates all of the data.
-        name: As in `Estimator.evaluate`.
-
-    Raises:
-        TypeError: If `input_fn` cannot be called, or `name` is no string.
-        ValueError: If `steps` is not positive.
-    """
-
-    input_fn: Callable[..., Any]
-    steps: int | None = 100
-    name: str | None = None
-
-    def __post_init__(self) -> None:
-        check_call(self.input_fn, self.name, steps=self.steps)
 
 
 def check_call(input_fn: Any, name: Any = None, **numbers: int | None) -> None:

@@ -1,6 +1,7 @@
-"""A model function as a training step, as an evaluation step, and as predictions."""
+"""Input functions, and a model function as training, evaluation and predictions."""
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,30 +14,134 @@ from armillary._traceback import hides_frames
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext
+from armillary.data.feed._position import Position, decode_position, encode_position
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import function
 from armillary.distribute.replica._context import get_replica_context
 from armillary.distribute.replica._reductions import all_reduce
 from armillary.distribute.strategies._single import DefaultStrategy
-from armillary.errors import EstimatorError
-from armillary.estimator._input import InputFn, find_batch_spec
+from armillary.errors import DatasetStateError, EstimatorError
 from armillary.estimator._model_fn import (
     EstimatorSpec,
     ModeKeys,
     Model,
     Modules,
     ModuleStore,
+    call_with,
 )
+from armillary.estimator._run_config import RunConfig
 from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.typing import Output, PyTree
 
+_BATCHES = (
+    "Return `armillary.data.from_arrays((features, labels), batch_size=...)`, or "
+    "anything else that gives batches `(features, labels)`."
+)
+
+
+def bind_input(
+    input_fn: Callable[..., Any], mode: ModeKeys, params: Any, config: RunConfig
+) -> Callable[[InputContext], Any]:
+    """Returns what makes the data set of this process, by a user's function.
+
+    Any of `input_context`, `mode`, `params` and `config` may be among its arguments.
+    """
+
+    def make(context: InputContext) -> Any:
+        values = {"mode": mode, "params": params, "config": config}
+        values |= {"input_context": context}
+        made = call_with(input_fn, values)
+        if made is None or isinstance(made, tuple | Mapping):
+            raise EstimatorError(
+                f"`input_fn` returned {made!r:.80} of type {type(made).__name__}, but "
+                f"it must return a data set that gives batches. {_BATCHES}"
+            )
+        if inspect.isgenerator(made):
+            # A generator function can begin again; the generator it made cannot.
+            return lambda: call_with(input_fn, values)
+        return made
+
+    return make
+
+
+def find_specs(dataset: DistributedDataset) -> tuple[PyTree, PyTree]:
+    """Returns what the features and the labels of one replica's batch look like."""
+    spec = find_batch_spec(dataset)
+    if type(spec) not in (tuple, list) or len(spec) != 2:
+        raise EstimatorError(
+            f"The batches of `input_fn` are of type {type(spec).__name__}, but they "
+            f"must be pairs. {_BATCHES}"
+        )
+    return spec[0], spec[1]
+
+
+def find_batch_spec(dataset: DistributedDataset) -> PyTree:
+    """Returns what one replica's batch looks like."""
+    try:
+        spec = dataset.element_spec
+    except ValueError as error:
+        raise EstimatorError(
+            f"`input_fn` returned a data set that cannot be used: {error}"
+        ) from error
+    count = dataset.layout.num_replicas
+
+    def divide(leaf: Any) -> Any:
+        shape = leaf.shape[0] // count, *leaf.shape[1:]
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    return jax.tree.map(divide, spec)
+
+
+class InputPosition:
+    """Where in its data a training is, for checkpoints.
+
+    Without data, a checkpoint is only read. Unless it `resumes`, the data begin anew.
+    """
+
+    def __init__(
+        self, dataset: DistributedDataset | None = None, *, resumes: bool = False
+    ) -> None:
+        self.dataset, self._resumes = dataset, resumes
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position; none, if the data has no positions."""
+        if self.dataset is None or not self.dataset.is_repositionable:
+            return {"position": None}
+        return {"position": self.dataset.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a position; warns if that is none of this data."""
+        dataset, position = self.dataset, state["position"]
+        if not self._resumes or dataset is None or position is None:
+            return
+        try:
+            dataset.check_repositionable()
+            dataset.set_state(_begin_next_pass(dataset, position))
+        except DatasetStateError as error:
+            logger.warning(
+                "The data of `input_fn` begins anew, because the position in the "
+                "checkpoint is not one of it: %s",
+                error,
+            )
+
+
+def _begin_next_pass(dataset: DistributedDataset, state: dict[str, Any]) -> Any:
+    """Returns a position, or, if no batch follows it, the start of the next pass."""
+    if dataset.layout.peers is not None:
+        return state  # Another process may have batches left.
+    name = dataset.source_name
+    position = decode_position(state, name)
+    if next(dataset.read(position), None) is not None:
+        return state
+    return encode_position(Position(epoch=position.epoch + 1), name)
+
 
 @hides_frames
 def predict(
     model: Model,
-    make_data: InputFn,
+    make_data: Callable[[InputContext], Any],
     find_checkpoint: Callable[[], str | None],
     *,
     yields_examples: bool,
