@@ -18,7 +18,6 @@ from armillary._traceback import mark_public as _mark_public
 from armillary.cluster._communication import (
     CommunicationImplementation,
     CommunicationOptions,
-    JaxSettings,
 )
 from armillary.cluster._preemption import TerminationConfig
 from armillary.cluster.resolvers._resolve import TPUClusterResolver, resolve_cluster
@@ -40,7 +39,6 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "ExitCode",
-    "JaxSettings",
     "KubernetesClusterResolver",
     "ProcessPlan",
     "SimpleClusterResolver",

@@ -2,8 +2,7 @@
 
 import enum
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from armillary._checks import check_not_negative_int, check_one_of, check_seconds
 from armillary._jax_compat import XLA_LIMITS_PROGRAMS
@@ -32,50 +31,12 @@ class CommunicationImplementation(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class JaxSettings:
-    """What to set, before JAX's devices are used for the first time.
-
-    Args:
-        config: Options of `jax.config.update`.
-        xla_flags: Flags of XLA and their values, without the dashes in front.
-    """
-
-    config: dict[str, Any] = field(default_factory=dict)
-    xla_flags: dict[str, str] = field(default_factory=dict)
-
-    def add_to_flags(self, flags: str) -> str:
-        """Returns the value of the `XLA_FLAGS` variable with these flags added.
-
-        Args:
-            flags: What the variable holds, or an empty string.
-
-        Raises:
-            ValueError: If `flags` sets one of them to another value.
-        """
-        present = {}
-        for flag in flags.split():
-            name, _, value = flag.lstrip("-").partition("=")
-            present[name] = value
-        added = []
-        for name, value in self.xla_flags.items():
-            if present.get(name, value) != value:
-                raise ValueError(
-                    f"`XLA_FLAGS` sets `--{name}={present[name]}`, but the "
-                    f"communication options need `--{name}={value}`. Remove the flag "
-                    "from `XLA_FLAGS`, or leave the option out."
-                )
-            if name not in present:
-                added.append(f"--{name}={value}")
-        return " ".join([*flags.split(), *added])
-
-
-@dataclass(frozen=True)
 class CommunicationOptions:
     """Options for the exchange of values between processes.
 
     The names are those of `tf.distribute.experimental.CommunicationOptions`. There they
     are hints; here an option that XLA cannot follow is an error that says so. Making
-    the options sets nothing: `jax_settings` returns what is to be set.
+    the options sets nothing: the strategy does that, when it joins the others.
 
     Args:
         bytes_per_pack: XLA joins small collective operations into packs of up to so
@@ -116,8 +77,10 @@ class CommunicationOptions:
         # The dataclass is frozen, and the field must hold one type.
         object.__setattr__(self, "implementation", implementation)
 
-    def jax_settings(self, platform: str) -> JaxSettings:
-        """Returns what to set so that JAX follows these options.
+    def xla_flags(self, platform: str) -> dict[str, str]:
+        """Returns the flags by which XLA follows these options, and their values.
+
+        XLA must know them before JAX's devices are used for the first time.
 
         Args:
             platform: What the processes compute on: `"cpu"`, `"gpu"`, `"cuda"`,
@@ -144,22 +107,18 @@ class CommunicationOptions:
                 f"`timeout_seconds` is {self.timeout_seconds!r}, but XLA cannot limit "
                 "how long TPUs wait for each other. Leave `timeout_seconds` out."
             )
-        config: dict[str, Any] = {}
         flags: dict[str, str] = {}
-        if kind == "cpu" and self.implementation == CommunicationImplementation.RING:
-            config["jax_cpu_collectives_implementation"] = "gloo"
-        if self.bytes_per_pack:
-            for operation in ("all_reduce", "all_gather", "reduce_scatter"):
+        for operation in ("all_reduce", "all_gather", "reduce_scatter"):
+            if self.bytes_per_pack:
                 name = f"xla_gpu_{operation}_combine_threshold_bytes"
                 flags[name] = str(self.bytes_per_pack)
         if self.timeout_seconds is not None:
             seconds = str(math.ceil(self.timeout_seconds))
             if kind == "cpu":
-                flags["xla_cpu_collective_timeout_seconds"] = seconds
-            else:
-                # The first flag does not end a process that waits inside NCCL
-                # (https://github.com/jax-ml/jax/issues/38503); the second one does.
-                flags["xla_gpu_nccl_termination_timeout_seconds"] = seconds
-                if XLA_LIMITS_PROGRAMS:
-                    flags["xla_gpu_execution_terminate_timeout"] = f"{seconds}s"
-        return JaxSettings(config=config, xla_flags=flags)
+                return {"xla_cpu_collective_timeout_seconds": seconds}
+            # The first flag does not end a process that waits inside NCCL
+            # (https://github.com/jax-ml/jax/issues/38503); the second one does.
+            flags["xla_gpu_nccl_termination_timeout_seconds"] = seconds
+            if XLA_LIMITS_PROGRAMS:
+                flags["xla_gpu_execution_terminate_timeout"] = f"{seconds}s"
+        return flags

@@ -19,7 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from armillary._logging import logger
 from armillary._process import Process, set_process
-from armillary.cluster._communication import PLATFORMS, CommunicationOptions
+from armillary.cluster._communication import (
+    PLATFORMS,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
 from armillary.cluster._peers import KeyValueStore, Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._spec import is_loopback, split_address
@@ -222,10 +226,20 @@ def _apply(options: CommunicationOptions) -> None:
             "processes have joined. Set the variable `JAX_PLATFORMS`, for example to "
             "`cuda`, or leave `communication_options` out."
         )
-    settings = options.jax_settings(platform)
-    os.environ["XLA_FLAGS"] = settings.add_to_flags(os.environ.get("XLA_FLAGS", ""))
-    for name, value in settings.config.items():
-        jax.config.update(name, value)
+    words = os.environ.get("XLA_FLAGS", "").split()
+    present = dict(word.lstrip("-").partition("=")[::2] for word in words)
+    for name, value in options.xla_flags(platform).items():
+        if present.get(name, value) != value:
+            raise ValueError(
+                f"`XLA_FLAGS` sets `--{name}={present[name]}`, but the communication "
+                f"options need `--{name}={value}`. Remove the flag, or leave the "
+                "option out."
+            )
+        if name not in present:
+            words.append(f"--{name}={value}")
+    os.environ["XLA_FLAGS"] = " ".join(words)
+    if options.implementation == CommunicationImplementation.RING:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
 
 
 def _get_service() -> tuple[Any, str]:

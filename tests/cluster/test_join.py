@@ -57,13 +57,21 @@ def test_options_need_a_platform_that_is_known():
 
 
 def test_options_reach_xla_before_the_processes_join(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1  --xla_b")
     options = CommunicationOptions(
         timeout_seconds=5, implementation=CommunicationImplementation.RING
     )
     _join._apply(options)
-    assert "--xla_cpu_collective_timeout_seconds=5" in os.environ["XLA_FLAGS"]
+    expected = "--xla_a=1 --xla_b --xla_cpu_collective_timeout_seconds=5"
+    assert os.environ["XLA_FLAGS"] == expected
     assert jax.config.jax_cpu_collectives_implementation == "gloo"
+
+
+def test_a_flag_with_another_value_is_an_error(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_timeout_seconds=9")
+    message = "`XLA_FLAGS` sets `--xla_cpu_collective_timeout_seconds=9`, but"
+    with pytest.raises(ValueError, match=message):
+        _join._apply(CommunicationOptions(timeout_seconds=5))
 
 
 def test_options_that_a_platform_cannot_follow_are_refused():

@@ -35,7 +35,6 @@ LIBRARY_MAKES_IT = "the library makes it"
 NOT_TESTED = {
     "armillary.PendingLoops": "trainers make it, for controllers",
     "armillary.RunOutput": LIBRARY_MAKES_IT,
-    "armillary.cluster.JaxSettings": LIBRARY_MAKES_IT,
     "armillary.cluster.ProcessPlan": "resolvers make it, of what they have checked",
     "armillary.data.ArrayDataset": "`from_arrays` makes it",
     "armillary.data.DistributedDataset": LIBRARY_MAKES_IT,
