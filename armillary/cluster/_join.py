@@ -24,7 +24,7 @@ from armillary.cluster._communication import (
     CommunicationImplementation,
     CommunicationOptions,
 )
-from armillary.cluster._peers import KeyValueStore, Peers
+from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.cluster.resolvers._spec import is_loopback, split_address
 from armillary.errors import ClusterError
@@ -86,7 +86,7 @@ def connect_gloo(peers: Peers) -> None:
 
 
 def start_lifeline(
-    store: KeyValueStore, index: int, count: int, coordinator_address: str
+    store: Any, index: int, count: int, coordinator_address: str
 ) -> Lifeline | None:
     """Returns what tells of the end of the other processes, once it is connected."""
     # As JAX's service does, process 0 listens on loopback if its address is there.

@@ -30,7 +30,7 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import jax
 
@@ -44,15 +44,6 @@ _VERDICT_SECONDS = 1.0
 """How long it takes at most until the end of a process is known."""
 
 
-class KeyValueStore(Protocol):
-    """The part of the coordination service's client that is used here."""
-
-    def key_value_set(self, key: str, value: str) -> Any: ...
-    def key_value_delete(self, key: str) -> Any: ...
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
-
-
 class Peers:
     """The processes that train together, of which this is number `index`."""
 
@@ -60,7 +51,7 @@ class Peers:
 
     def __init__(
         self,
-        store: KeyValueStore,
+        store: Any,
         index: int,
         count: int,
         timeout_seconds: float,
@@ -68,7 +59,7 @@ class Peers:
     ) -> None:
         self.index, self.count = index, count
         self._lifeline = lifeline
-        self._store = store
+        self._store = store  # JAX's client of it.
         self._timeout_seconds = timeout_seconds
         self._round = 0
         self.has_failed = False

@@ -17,6 +17,7 @@ from armillary.cluster.resolvers._schedulers import (
     SlurmClusterResolver,
     TorchrunClusterResolver,
     Variables,
+    plan_worker,
 )
 from armillary.cluster.resolvers._spec import ClusterSpec, ProcessPlan, check_port
 
@@ -79,15 +80,9 @@ class TPUClusterResolver(ScheduledResolver):
         if num_slices > 1:
             name = "MEGASCALE_COORDINATOR_ADDRESS"
             first = variables.text(name)
-        process_id = slice_id * len(hosts) + worker
-        super().__init__(
-            ProcessPlan(
-                task_id=process_id,
-                num_processes=num_slices * len(hosts),
-                process_id=process_id,
-                coordinator_address=variables.address(_drop_port(first), port, name),
-            )
-        )
+        address = variables.address(_drop_port(first), port, name)
+        index = slice_id * len(hosts) + worker
+        super().__init__(plan_worker(index, num_slices * len(hosts), address))
 
     @classmethod
     def is_present(cls, environ: Environ) -> bool:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from abc import abstractmethod
 from collections.abc import Mapping
 
 from armillary._checks import (
@@ -11,8 +10,8 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary.cluster.resolvers._resolver import (
-    ClusterResolver,
     Environ,
+    SimpleClusterResolver,
     find_environ,
     has_variables,
 )
@@ -20,7 +19,6 @@ from armillary.cluster.resolvers._spec import (
     HIGHEST_PORT,
     TASK_TYPES,
     TRAINING_TASK_TYPES,
-    ClusterSpec,
     ProcessPlan,
     check_address,
     check_port,
@@ -33,36 +31,32 @@ _FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 61_440, 4_096
 _KUBERNETES_PORT = 2222
 
 
-class ScheduledResolver(ClusterResolver):
-    """Holds the plan that the variables gave when the resolver was made."""
+class ScheduledResolver(SimpleClusterResolver):
+    """Holds the plan that the variables gave, and the one address that they tell."""
 
     def __init__(self, plan: ProcessPlan, chief_job: str = "worker") -> None:
-        self._plan = plan
         address = plan.coordinator_address
-        self._cluster_spec = ClusterSpec({chief_job: [address]} if address else {})
-
-    @classmethod
-    @abstractmethod
-    def is_present(cls, environ: Environ) -> bool:
-        """Returns whether this process seems to have been started this way."""
-
-    def cluster_spec(self) -> ClusterSpec:
-        """Returns the one task whose address is known: process 0."""
-        return self._cluster_spec
-
-    @property
-    def task_type(self) -> str | None:
-        """The job of this process, or None if JAX finds out."""
-        return None if self._plan.process_id is None else self._plan.task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The index of this process in its job, or None if JAX finds out."""
-        return None if self._plan.process_id is None else self._plan.task_id
+        super().__init__({chief_job: [address]} if address else {})
+        self._plan = plan
+        if plan.process_id is not None:  # Or JAX finds out.
+            self._task_type, self._task_id = plan.task_type, plan.task_id
 
     def process_plan(self) -> ProcessPlan:
         """Returns what this process needs to join the others."""
         return self._plan
+
+
+def plan_worker(
+    index: int, count: int, address: str, devices: tuple[int, ...] | None = None
+) -> ProcessPlan:
+    """Returns the plan of one of `count` workers."""
+    return ProcessPlan(
+        task_id=index,
+        num_processes=count,
+        process_id=index,
+        coordinator_address=address,
+        local_device_ids=devices,
+    )
 
 
 class Variables:
@@ -260,14 +254,8 @@ class KubernetesClusterResolver(ScheduledResolver):
                 "to Kubernetes."
             )
         first = f"{job}-0.{variables.text(service)}"
-        super().__init__(
-            ProcessPlan(
-                task_id=index,
-                num_processes=num_pods,
-                process_id=index,
-                coordinator_address=variables.address(first, port, service),
-            )
-        )
+        address = variables.address(first, port, service)
+        super().__init__(plan_worker(index, num_pods, address))
 
     @classmethod
     def is_present(cls, environ: Environ) -> bool:
@@ -333,15 +321,7 @@ class TorchrunClusterResolver(ScheduledResolver):
             local_rank = variables.number("LOCAL_RANK", below=num_local)
             devices = _take_share(local_rank, gpus_per_task or 1)
         address = variables.address(host, port, "MASTER_ADDR", "MASTER_PORT")
-        super().__init__(
-            ProcessPlan(
-                task_id=rank,
-                num_processes=num_processes,
-                process_id=rank,
-                coordinator_address=address,
-                local_device_ids=devices,
-            )
-        )
+        super().__init__(plan_worker(rank, num_processes, address, devices))
 
     @classmethod
     def is_present(cls, environ: Environ) -> bool:
