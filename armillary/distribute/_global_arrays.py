@@ -51,8 +51,7 @@ def as_global(leaf: Any, sharding: Sharding) -> jax.Array:
     All processes must call it.
     """
     if is_key(leaf):
-        data = as_global(jax.random.key_data(leaf), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        return on_data(lambda data: as_global(data, sharding), leaf)
     if is_divided(leaf):
         return _move(leaf, sharding)
     host = np.asarray(leaf)
@@ -102,10 +101,7 @@ def as_local(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return leaf
     if is_key(leaf):
-        data = np.array(jax.random.key_data(leaf))
-        return jax.random.wrap_key_data(
-            jax.numpy.asarray(data), impl=jax.random.key_impl(leaf)
-        )
+        return on_data(as_local, leaf)
     return jax.numpy.asarray(np.array(as_whole(leaf)))
 
 
@@ -138,6 +134,12 @@ def _move(leaf: jax.Array, sharding: Sharding) -> jax.Array:
 def _make_move(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
     # Made once for each: JAX compiles anew for each function object.
     return jax.jit(lambda array: array, out_shardings=sharding)
+
+
+def on_data(fn: Callable[[jax.Array], Any], keys: jax.Array) -> jax.Array:
+    """Returns random keys with a function applied to their data."""
+    data = fn(jax.random.key_data(keys))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
 
 
 def is_array(leaf: Any) -> bool:

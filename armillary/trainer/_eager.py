@@ -60,7 +60,7 @@ def run_eagerly(
         state.write(before)
         iterators = [EagerIterator(reader) for reader in readers]
         with (
-            lifted(state, method.strategy),
+            lifted(state),
             explained(step_fn, state, method.owner_name),
         ):
             try:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from armillary._checks import check_not_negative_int
+from armillary.distribute._global_arrays import on_data
 from armillary.distribute.replica._collectives import ReplicaContext
 from armillary.distribute.replica._values import AXIS_NAME
 from armillary.state._lift import State
@@ -167,24 +168,18 @@ def _check_annotations(slot: Slot) -> None:
                 "where the variable is made."
             )
     how = _aggregation_of(slot).name
-    is_random = slot.role is Role.RANDOM_KEY
-    fix = None
-    if when is VariableSynchronization.NONE:
-        fix = "Leave `synchronization` out: what replicas write must become one value."
-    elif when is VariableSynchronization.ON_WRITE and how != "NONE":
-        fix = (
-            "Leave `synchronization` out, for values that become one when `run` ends, "
-            'or both, and assign `armillary.all_reduce("mean", value)`.'
-        )
-    elif when is VariableSynchronization.ON_READ and how == "NONE" and not is_random:
-        fix = (
-            "No single value would be left to read outside `run`: use "
-            "`VariableAggregation.SUM`, `MEAN` or `ONLY_FIRST_REPLICA`."
-        )
-    if fix is not None:
+    is_wrong = {
+        VariableSynchronization.NONE: True,
+        VariableSynchronization.ON_WRITE: how != "NONE",
+        VariableSynchronization.ON_READ: how == "NONE"
+        and slot.role is not Role.RANDOM_KEY,
+    }
+    if when is not None and is_wrong.get(when, False):
         raise ValueError(
             f"`aggregation` of {slot.path} is {how} and its `synchronization` is "
-            f"{when.name}. {fix}"
+            f"{when.name}. Leave `synchronization` out: with an `aggregation`, values "
+            "become one when `run` ends; without one, assign what is equal on all "
+            'replicas, such as `armillary.all_reduce("mean", value)`.'
         )
 
 
@@ -253,8 +248,7 @@ def _fold_replica_in(value: jax.Array) -> jax.Array:
     def fold(key: jax.Array) -> jax.Array:
         other = jax.random.fold_in(key, _OTHER_REPLICAS)
         other = jax.random.key_data(jax.random.fold_in(other, _replica_id()))
-        data = jnp.where(_replica_id() == 0, jax.random.key_data(key), other)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+        return on_data(lambda own: jnp.where(_replica_id() == 0, own, other), key)
 
     # NNX splits a stream into an array of keys for layers that are scanned over.
     folded = jax.vmap(fold)(keys.reshape(-1)).reshape(keys.shape)
@@ -266,11 +260,11 @@ def _key_of_first(value: jax.Array) -> jax.Array:
 
     A key that the step split and assigned differs between replicas.
     """
-    keys = as_keys(value)
-    data = _masked(_replica_id() == 0, jax.random.key_data(keys))
-    first = jax.lax.psum(data, AXIS_NAME)
-    impl = jax.random.key_impl(keys)
-    return as_before(jax.random.wrap_key_data(first, impl=impl), value)
+
+    def share(data: jax.Array) -> jax.Array:
+        return jax.lax.psum(_masked(_replica_id() == 0, data), AXIS_NAME)
+
+    return as_before(on_data(share, as_keys(value)), value)
 
 
 def as_keys(value: jax.Array) -> jax.Array:

@@ -71,12 +71,11 @@ class JoinedStrategy(Strategy):
         distributed = super().distribute_dataset(dataset, options)
         if self.peers is not None:
             logger.info(
-                "data | %s: one data set for all; each of %d processes reads its "
-                "batches and keeps the rows of its own %ss (%s)",
+                "data | %s: one data set for all; each of %d processes keeps the rows "
+                "of its own %ss",
                 as_source(dataset).name,
                 self.peers.count,
                 self._unit,
-                self._describe_shares(),
             )
         return distributed
 
@@ -103,14 +102,6 @@ class JoinedStrategy(Strategy):
             return jax.tree.map(lambda _: local, leaf)
 
         return jax.tree.map(collect, value, is_leaf=is_per_replica)
-
-    def _describe_shares(self) -> str:
-        assert self.peers is not None
-        counts = [0] * self.peers.count
-        for device in self._mesh.devices.flat:
-            counts[device.process_index] += 1
-        each = f"{counts[0]} each" if len(set(counts)) == 1 else f"{counts}"
-        return f"{sum(counts)} {self._unit}s, {each}"
 
 
 def order_devices(devices: Any) -> list[Any]:
@@ -173,12 +164,7 @@ class MultiWorkerMirroredStrategy(JoinedStrategy, MirroredStrategy):
             plan = self._cluster_resolver.process_plan()
             dataset.ignores_state = not plan.is_training
         else:
-            logger.info(
-                "data | a data set for each of %d processes, which reads it for its "
-                "own replicas (%s)",
-                self.peers.count,
-                self._describe_shares(),
-            )
+            logger.info("data | a data set for each process, for its own replicas")
         return dataset
 
     def __repr__(self) -> str:
