@@ -18,13 +18,9 @@ Fact = TypeVar("Fact")
 class Dataflow(Generic[Fact]):
     """Follows facts about values through a program and all that is nested in it.
 
-    Facts may only grow by `join`, so that loops come to an end.
-
-    Attributes:
-        nothing: What is known of a constant.
-        jaxpr: The program that the current equation is in.
-        within: The equations that it is within, from outside.
-        times: How often it runs, as far as lengths of loops are known.
+    Facts may only grow by `join`, so that loops come to an end. `nothing` is what is
+    known of a constant, `within` the equations that the current one is in, and `times`
+    how often it runs.
     """
 
     nothing: Fact
@@ -41,10 +37,7 @@ class Dataflow(Generic[Fact]):
         raise NotImplementedError
 
     def transfer(self, equation: Any, operands: list[Fact]) -> list[Fact] | None:
-        """Returns the facts of an equation's results; `None` for those by default.
-
-        That is what its programs make of the operands, or else `mix`.
-        """
+        """Returns the facts of an equation's results; `None` for what follows here."""
         del equation, operands
 
     def mix(self, equation: Any, operands: list[Fact]) -> Fact:
@@ -89,14 +82,14 @@ class Dataflow(Generic[Fact]):
     def _follow(self, equation: Any, operands: list[Fact]) -> list[Fact]:
         """Returns the facts of results through the programs of an equation."""
         name = equation.primitive.name
-        if name == "cond":
-            return self._follow_branches(equation, operands)
-        if name == "while":
-            return self._follow_while(equation, operands)
-        if name == "scan":
-            return self._follow_scan(equation, operands)
-        if name == "custom_linear_solve":
-            return self._follow_solve(equation, operands)
+        known = {
+            "cond": self._follow_branches,
+            "while": self._follow_while,
+            "scan": self._follow_scan,
+            "custom_linear_solve": self._follow_solve,
+        }
+        if name in known:
+            return known[name](equation, operands)
         programs = list(programs_in(equation))
         if not programs:
             return [self.mix(equation, operands)] * len(equation.outvars)

@@ -19,11 +19,7 @@ def is_in_trace() -> bool:
 
 
 def walk_programs(program: core.ClosedJaxpr) -> Iterator[tuple[Any, list[Any]]]:
-    """Yields the equations' owner (a `Jaxpr`) and the constants of each program.
-
-    The program itself comes first, then the bodies of its loops, branches, calls and
-    maps, at any depth.
-    """
+    """Yields the `Jaxpr` and constants of a program and of each one nested in it."""
     pending: list[Any] = [program]
     while pending:
         current = pending.pop()

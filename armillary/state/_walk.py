@@ -60,15 +60,12 @@ class Walk:
         # Arrays that nothing carries, such as those in a closure, by path.
         self.constants: list[tuple[str, Any]] = []
         self._copies: dict[int, Any] = {}
-        self._unsummed: set[int] = set()
-        self._averaged: set[int] = set()
+        self._roles: dict[int, Role] = {}
         self._tasks = [_Task(*root) for root in reversed(self.roots)]
         while self._tasks:
             self._visit(self._tasks.pop())
-        for key in self._unsummed & self.slots.keys():
-            self.slots[key].role = Role.PLAIN
-        for key in self._averaged & self.slots.keys():
-            self.slots[key].role = Role.BATCH_STATISTIC
+        for key in self._roles.keys() & self.slots.keys():
+            self.slots[key].role = self._roles[key]
 
     def _visit(self, task: _Task) -> None:
         value, path, _, _, above = task
@@ -97,8 +94,10 @@ class Walk:
     def _push(self, value: Any, path: str, parts: list[Part]) -> None:
         is_node = _nnx.is_node(value)
         if is_node and not _nnx.merges_by_sum(value):
-            self._unsummed.update(id(held) for part in parts for held in part.values)
-        self._averaged.update(map(id, _keras.batch_statistics(value)))
+            held = (id(each) for part in parts for each in part.values)
+            self._roles.update(dict.fromkeys(held, Role.PLAIN))
+        averages = map(id, _keras.batch_statistics(value))
+        self._roles.update(dict.fromkeys(averages, Role.BATCH_STATISTIC))
         for part in reversed(parts):
             if are_plain(part.values):
                 continue
