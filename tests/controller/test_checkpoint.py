@@ -1,11 +1,9 @@
 """`Controller` with checkpoints: saves, restores, resumes, watches."""
 
-import itertools
 import json
 import os
 import shutil
 import signal
-import threading
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -13,7 +11,6 @@ import pytest
 from flax import nnx
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from armillary.actions import EarlyStopping
 from armillary.checkpoint import Checkpoint, CheckpointManager
 from armillary.controller import _saving
 from armillary.controller._controller import Controller
@@ -120,19 +117,6 @@ def test_evaluations_keep_their_steps_after_a_restart(tmp_path):
     assert run.evaluated == [10, 12]
 
 
-def test_last_state_is_saved_before_the_last_evaluation(tmp_path):
-    class Failing(Run):
-        def evaluate(self, num_steps):
-            raise RuntimeError("bad evaluation data")
-
-    with pytest.raises(RuntimeError, match="bad evaluation data"):
-        make_controller(Failing(), tmp_path).train_and_evaluate(6)
-
-    run = Run()
-    make_controller(run, tmp_path)
-    assert run.step.get_value() == 6
-
-
 @pytest.mark.parametrize("by_signal", [False, True])
 def test_stop_request_saves_first(tmp_path, by_signal):
     def stop(output):
@@ -155,29 +139,6 @@ def test_stop_request_saves_first(tmp_path, by_signal):
 
     assert run.step.get_value() == 6
     assert saved_steps(controller)[-1] == 6
-
-
-def test_early_stopping_is_part_of_the_checkpoint(tmp_path):
-    def stopping():
-        return EarlyStopping(
-            lambda reason: reasons.append(reason),
-            "total",
-            patience=3,
-            higher_is_better=False,
-        )
-
-    reasons = []
-    first = stopping()
-    make_controller(
-        Run(), tmp_path, objects={"stopping": first}, train_actions=[first]
-    ).train(4)
-    second = stopping()
-    make_controller(
-        Run(), tmp_path, objects={"stopping": second}, train_actions=[second]
-    )
-
-    assert second.best_value == first.best_value == 3.0
-    assert second.num_without_improvement == 1
 
 
 def test_exception_leaves_saves_on_disk(tmp_path):
@@ -288,28 +249,6 @@ def test_evaluates_every_checkpoint_of_another_job_once(tmp_path):
     assert output == {"total": sum(range(13))}
 
 
-def test_waits_for_checkpoints_of_a_running_job(tmp_path):
-    training = make_controller(Run(), tmp_path, {"checkpoint_interval": 2})
-    run = Run()
-    evaluation = make_evaluation_job(tmp_path, run)
-    waits = itertools.count()
-    thread = threading.Thread(target=training.train, args=(6,))
-
-    thread.start()
-    evaluation.evaluate_continuously(
-        timeout=0.05, timeout_fn=lambda: 6 in run.evaluated or next(waits) == 600
-    )
-    thread.join()
-
-    assert run.evaluated == saved_steps(training) == [2, 4, 6]
-
-
-def test_no_checkpoint_before_the_timeout_returns_none(tmp_path):
-    evaluation = make_evaluation_job(tmp_path, Run())
-
-    assert evaluation.evaluate_continuously(timeout=0.01) is None
-
-
 def test_checkpoint_deleted_while_it_is_restored_is_skipped(
     tmp_path, monkeypatch, caplog
 ):
@@ -396,16 +335,17 @@ def test_evaluation_ends_with_the_step_that_training_goes_up_to(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "steps"),
-    [({"until_step": 5}, [2, 6]), ({"timeout": 0, "until_step": 9}, [2, 6])],
+    "options", [{"until_step": 5}, {"timeout": 0, "until_step": 9}]
 )
-def test_a_later_step_or_a_timeout_ends_evaluation_too(tmp_path, options, steps):
-    make_controller(Run(), tmp_path).train(6)
+def test_a_later_step_or_a_timeout_ends_evaluation_too(tmp_path, options):
     run = Run()
+    job = make_evaluation_job(tmp_path, run)
+    assert job.evaluate_continuously(timeout=0.01) is None
+    make_controller(Run(), tmp_path).train(6)
 
-    make_evaluation_job(tmp_path, run).evaluate_continuously(**options)
+    job.evaluate_continuously(**options)
 
-    assert run.evaluated == steps
+    assert run.evaluated == [2, 6]
 
 
 def test_evaluation_ends_with_the_last_checkpoint_of_a_program_that_has_ended(tmp_path):
