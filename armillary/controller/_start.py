@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,45 +50,35 @@ class Start:
             return
         self._has_logged = True
         _warn_if_alone()
-        trainer, places = self._run.trainer, []
-        strategy = self._run.strategy
+        run = self._run
+        strategy = run.strategy
         if strategy is None:  # It is that of the trainer.
-            strategy = getattr(trainer, "strategy", None)
+            strategy = getattr(run.trainer, "strategy", None)
         if not isinstance(strategy, Strategy) or type(strategy) is DefaultStrategy:
             strategy = None
-        for name, directory in (
-            ("checkpoints", self._run.directory),
-            ("summaries", self._run.curves.summary_dir),
-        ):
-            if directory is not None:
-                is_inside = directory.startswith(os.getcwd() + os.sep)
-                place = os.path.relpath(directory) if is_inside else directory
-                places.append(f"{name}: {place}")
         for parts in (
-            _describe_devices(trainer, strategy),
-            _describe_parameters(trainer),
-            [*_describe_batch(trainer, strategy), *places],
+            _describe_place(run.trainer, strategy),
+            _describe_parameters(run.trainer),
+            _describe_data(run, strategy),
         ):
-            if parts:
-                logger.info("%s", " | ".join(parts))
+            line = " | ".join(parts)
+            if line:
+                logger.info("%s", line)
 
     def record(self, step: int) -> None:
-        """Writes the first record of an attempt, unless training only goes on.
-
-        It is written again where training begins at a step before one that is recorded:
-        the controller has restored an earlier checkpoint.
-        """
-        file = self._run.curves.file
-        if not self._has_begun and self._hyperparameters:
-            manager: Any = self._run.curves.summary_manager
-            if hasattr(manager, "write_hyperparameters"):
-                manager.write_hyperparameters(self._hyperparameters)
-        if not self._has_begun or step < file.last_step:
+        """Writes the first record of an attempt, unless training only goes on."""
+        file: Any = self._run.curves.file
+        manager: Any = self._run.curves.summary_manager
+        is_first, self._has_begun = not self._has_begun, True
+        takes = hasattr(manager, "write_hyperparameters")
+        if is_first and self._hyperparameters and takes:
+            manager.write_hyperparameters(self._hyperparameters)
+        # Training may go on at an earlier step, if a checkpoint was restored.
+        if is_first or step < file.last_step:
             if file.is_on:
                 file.write("start", step, **self._describe())
                 file.flush()
             file.last_step = step
-        self._has_begun = True
 
     def _describe(self) -> dict[str, Any]:
         """Returns what runs here, where, and with which numbers."""
@@ -98,14 +89,19 @@ class Start:
             place["strategy"] = type(strategy).__name__
             if hasattr(strategy, "num_replicas_in_sync"):
                 place["replicas"] = strategy.num_replicas_in_sync
-        main = getattr(sys.modules["__main__"], "__file__", None)
-        folder = Path(main).resolve().parent if main else Path.cwd()
         versions = {"armillary": sys.modules["armillary"].__version__}
         for package in _PACKAGES:
             if package in sys.modules:
                 name = package.partition(".")[0]
                 versions[name] = getattr(sys.modules[package], "__version__", "unknown")
-        record = {
+        main = getattr(sys.modules["__main__"], "__file__", None)
+        folder = Path(main).resolve().parent if main else Path.cwd()
+        summary, sizes = find_parameters(self._run.trainer), {}
+        if summary is not None:
+            modules = [dataclasses.asdict(each) for each in summary.modules]
+            counts = {"count": summary.count, "bytes": summary.bytes}
+            sizes["parameters"] = {**counts, "modules": modules}
+        return {
             **versions,
             "python": platform.python_version(),
             **place,
@@ -114,13 +110,8 @@ class Start:
             "directory": os.getcwd(),
             "git": read_git(folder),
             "config": self._hyperparameters,
+            **sizes,
         }
-        summary = find_parameters(self._run.trainer)
-        if summary is not None and summary.count:
-            modules = [dataclasses.asdict(each) for each in summary.modules]
-            sizes = {"count": summary.count, "bytes": summary.bytes}
-            record["parameters"] = {**sizes, "modules": modules}
-        return record
 
 
 @functools.cache
@@ -160,29 +151,26 @@ def _warn_if_alone() -> None:
     if plan.is_distributed and "ps" not in resolver.cluster_spec().jobs:
         logger.warning(
             "`TF_CONFIG` says that this is process %s of %s, but the program has not "
-            "joined the others: each trains alone, and writes to the same directories "
-            "unless you name others. To train together, make an "
-            "`armillary.MultiWorkerMirroredStrategy()` at the top of the program.",
+            "joined the others: each trains alone, and writes to the same directories. "
+            "To train together, make an `armillary.MultiWorkerMirroredStrategy()` at "
+            "the top of the program.",
             plan.process_id,
             plan.num_processes,
         )
 
 
 def uses_devices(trainer: Any) -> bool:
-    """Returns whether JAX may be asked for its devices.
-
-    That starts its threads, and a trainer written by hand may want to fork.
-    """
+    """Returns whether JAX may be asked for its devices: a trainer may want to fork."""
     return isinstance(trainer, StandardTrainer) or xla_bridge.backends_are_initialized()
 
 
-def _describe_devices(trainer: Any, strategy: Strategy | None) -> list[str]:
-    parts = []
+def _describe_place(trainer: Any, strategy: Strategy | None) -> Iterator[str]:
     if uses_devices(trainer):
         kinds = Counter(device.device_kind for device in jax.devices())
         shown = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-        parts.append(f"devices: {shown}")
-    return parts if strategy is None else [*parts, f"strategy: {strategy!r}"]
+        yield f"devices: {shown}"
+    if strategy is not None:
+        yield f"strategy: {strategy!r}"
 
 
 def find_parameters(trainer: Any) -> ModelSummary | None:
@@ -196,28 +184,25 @@ def find_parameters(trainer: Any) -> ModelSummary | None:
         summary = summarize(trainer if is_ours else model)
     except TypeError:
         return None  # There is nothing to count.
-    if not is_ours:
-        return summary
-    # An average of parameters is no more of them. Its class needs Flax.
-    module = sys.modules.get("armillary.trainer._moving_average")
-    average = getattr(module, "ExponentialMovingAverage", ())
-    copies = [name for name, each in attributes.items() if isinstance(each, average)]
-    rows = [row for row in summary.parameters if row.path.split("/")[0] not in copies]
-    if all(row.kind == "array" for row in rows):
-        rows = [row for row in rows if row.path.split("/")[0] in _PLACES]
-    return ModelSummary(tuple(rows))
+    if is_ours:
+        # An average of parameters is no more of them. Its class needs Flax.
+        module = sys.modules.get("armillary.trainer._moving_average")
+        average = getattr(module, "ExponentialMovingAverage", ())
+        tops = {row: row.path.split("/")[0] for row in summary.parameters}
+        rows = [r for r in tops if not isinstance(attributes.get(tops[r]), average)]
+        if all(row.kind == "array" for row in rows):
+            rows = [row for row in rows if tops[row] in _PLACES]
+        summary = ModelSummary(tuple(rows))
+    return summary if summary.count else None
 
 
-def _describe_parameters(trainer: Any) -> list[str]:
+def _describe_parameters(trainer: Any) -> Iterator[str]:
     summary = find_parameters(trainer)
-    if summary is None or not summary.count:
-        return []
-    parts = [f"parameters: {summary.count:,} ({format_bytes(summary.bytes)})"]
-    modules = summary.modules
-    if len(modules) > 1:
-        largest = (f"{each.name} {each.count:,}" for each in modules[:_MOST_MODULES])
-        parts.append(f"largest: {', '.join(largest)}")
-    return parts
+    if summary is not None:
+        yield f"parameters: {summary.count:,} ({format_bytes(summary.bytes)})"
+        largest = [f"{each.name} {each.count:,}" for each in summary.modules]
+        if len(largest) > 1:
+            yield f"largest: {', '.join(largest[:_MOST_MODULES])}"
 
 
 def repeats_for_ever(trainer: Any) -> bool:
@@ -235,15 +220,19 @@ def _find_datasets(trainer: Any) -> list[Any]:
     return flatten_datasets(getattr(trainer, "train_dataset", []))[0]
 
 
-def _describe_batch(trainer: Any, strategy: Strategy | None) -> list[str]:
-    sizes = {_find_batch_size(dataset) for dataset in _find_datasets(trainer)}
+def _describe_data(run: Run, strategy: Strategy | None) -> Iterator[str]:
+    sizes = {_find_batch_size(dataset) for dataset in _find_datasets(run.trainer)}
     size = sizes.pop() if len(sizes) == 1 else None
-    if size is None:
-        return []
     num_replicas = 1 if strategy is None else strategy.num_replicas_in_sync
-    if num_replicas == 1 or size % num_replicas:
-        return [f"batch: {size}"]
-    return [f"batch: {size} global, {size // num_replicas} per replica"]
+    if size is not None:
+        is_shared = num_replicas > 1 and size % num_replicas == 0
+        each = f" global, {size // num_replicas} per replica" if is_shared else ""
+        yield f"batch: {size}{each}"
+    places = {"checkpoints": run.directory, "summaries": run.curves.summary_dir}
+    for name, directory in places.items():
+        if directory is not None:
+            is_inside = directory.startswith(os.getcwd() + os.sep)
+            yield f"{name}: {os.path.relpath(directory) if is_inside else directory}"
 
 
 def _find_batch_size(dataset: Any) -> int | None:

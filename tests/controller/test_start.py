@@ -218,7 +218,7 @@ def test_plain_arrays_of_a_trainer_are_no_parameters_unless_called_so():
     trainer = Arrays(params=params, environment=environment, state=state)
 
     assert find_parameters(trainer).count == 18
-    assert find_parameters(Arrays(environment=environment)).count == 0
+    assert find_parameters(Arrays(environment=environment)) is None
 
 
 def test_an_average_of_the_parameters_is_no_more_of_them():
