@@ -136,16 +136,8 @@ def add_up(entries: Iterable[Entry], unreadable_lines: Iterable[int] = ()) -> Go
 
 
 def _find_journal(run_dir: Path) -> Path:
-    if not run_dir.is_dir():
-        problem = "is a file" if run_dir.exists() else "does not exist"
-        raise ValueError(
-            f"`run_dir` is {str(run_dir)!r}, which {problem}, but it must be the "
-            "directory of a run. Use the one that its `CheckpointManager` has, or the "
-            "one above it."
-        )
-    if (run_dir / FILE_NAME).exists():
-        return run_dir / FILE_NAME
-    found = sorted(run_dir.glob(f"*/{FILE_NAME}"))
+    own = run_dir / FILE_NAME
+    found = [own] if own.exists() else sorted(run_dir.glob(f"*/{FILE_NAME}"))
     if len(found) > 1:
         choices = ", ".join(repr(str(path.parent)) for path in found)
         raise ValueError(

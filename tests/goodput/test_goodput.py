@@ -159,8 +159,7 @@ def test_json(run_dir, capsys):
     ("words", "message"),
     [
         ([], "the following arguments are required: RUN_DIR"),
-        (["nowhere"], "`run_dir` is 'nowhere', which does not exist, but it must be"),
-        (["file"], "`run_dir` is 'file', which is a file, but it must be"),
+        (["file"], "`run_dir` is 'file', but there is no `goodput.jsonl` in it"),
         (["empty"], "`run_dir` is 'empty', but there is no `goodput.jsonl` in it"),
         (["."], "`run_dir` is '.', below which there are 2 runs, but it must be"),
     ],
