@@ -11,34 +11,18 @@ from typing import Any
 import jax
 
 from armillary.data.feed._feed import Feed
-from armillary.data.feed._reader import BatchReader
-from armillary.data.feed._split import Piece
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._trace import check_taken, explained
+from armillary.distribute.program._trace import (
+    MoreBatches,
+    StepIterator,
+    check_taken,
+    explained,
+)
 from armillary.distribute.replica._context import lifted
 from armillary.state._lift import State, as_array
 from armillary.trainer._guard import LoopGuard
 from armillary.trainer._step_checks import StepMethod
 from armillary.typing import PyTree
-
-
-class EagerIterator:
-    """Hands a reader's batches to an eager step."""
-
-    def __init__(self, reader: BatchReader) -> None:
-        self._reader = reader
-        self.taken: Piece | None = None
-
-    def __iter__(self) -> "EagerIterator":
-        return self
-
-    def __next__(self) -> PyTree:
-        """Returns the next batch, placed on its devices."""
-        self.taken = next(self._reader)
-        gather = self._reader.gather
-        return gather.layout.wrap(gather.place(self.taken), self.taken.num_active)
-
-    get_next = __next__
 
 
 def run_eagerly(
@@ -49,8 +33,7 @@ def run_eagerly(
     It also ends when `guard` finds a step that ends training. A step for which the data
     ends in the middle is not counted, but what it did before stays done.
     """
-    readers, step_fn = feed.readers, method.fn
-    while all(reader.peek() is not None for reader in readers):
+    while all(reader.peek() is not None for reader in feed.readers):
         if guard.health is not None and guard.health.is_halted:
             return
         state = State([(method.owner, "")])
@@ -58,22 +41,31 @@ def run_eagerly(
         every = tuple(range(len(state.paths)))
         before = flat.join(every, *flat.take(every))
         state.write(before)
-        iterators = [EagerIterator(reader) for reader in readers]
-        with (
-            lifted(state),
-            explained(step_fn, state, method.owner_name),
-        ):
-            try:
+        taken: list[list[Any]] = [[] for _ in feed.readers]
+        pairs = zip(feed.readers, taken, strict=True)
+        iterators = [StepIterator(i, _place(*pair)) for i, pair in enumerate(pairs)]
+        try:
+            with (
+                lifted(state),
+                explained(method.fn, state, method.owner_name),
+            ):
                 result = method(jax.tree.unflatten(structure, iterators))
-            except StopIteration:
-                return
-        taken = [iterator.taken for iterator in iterators if iterator.taken is not None]
-        check_taken(step_fn.__name__, [int(bool(i.taken)) for i in iterators])
+        except MoreBatches:
+            return
+        check_taken(method.name, list(map(len, taken)))
         _undo_if_bad(guard, state, before)
         FlatState(state, method.strategy).settle(())
         feed.commit_taken()
         guard.add([feed.positions])
-        yield result, all(batch.is_last for batch in taken)
+        yield result, all(batches[-1].is_last for batches in taken)
+
+
+def _place(reader: Any, taken: list[Any]) -> Iterator[PyTree]:
+    """Yields the batches of a reader on their devices, and notes which were taken."""
+    for batch in reader:
+        taken.append(batch)
+        gather = reader.gather
+        yield gather.layout.wrap(gather.place(batch), batch.num_active)
 
 
 def _undo_if_bad(guard: LoopGuard, state: State, before: list[jax.Array]) -> None:
