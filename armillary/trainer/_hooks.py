@@ -64,22 +64,11 @@ class Hooks(NamedTuple):
             and self.end.is_same(other.end)
         )
 
-
-class LoopOutputs:
-    """The outputs of loops that ran with their hooks, on the device until `fetch`."""
-
-    def __init__(self, hooks: Hooks, arrays: Sequence[Any], num_loops: int) -> None:
-        self._hooks, self._arrays, self._num_loops = hooks, arrays, num_loops
-
-    def fetch(self) -> None:
-        """Waits for the device, and fetches the values."""
-        self._arrays = jax.device_get(self._arrays)
-
-    def __iter__(self) -> Iterator[Output]:
-        """Yields the output of each loop."""
-        for index in range(self._num_loops):
-            leaves = self._hooks.end.results([array[index] for array in self._arrays])
-            yield _rebuild(self._hooks.shape, leaves)
+    def outputs(self, num_loops: int, arrays: Sequence[Any]) -> list[Output]:
+        """Returns the output of each loop, from what a program put out for them."""
+        results = self.end.results
+        rows = [results([each[i] for each in arrays]) for i in range(num_loops)]
+        return [_rebuild(self.shape, leaves) for leaves in rows]
 
 
 def trace_hooks(owner: Any, flat: FlatState, *, is_asked: bool) -> Hooks | None:

@@ -6,7 +6,9 @@ it (`StepPrograms`), mark them as used. The first batches are only looked at: wh
 step takes of them shows when it is traced, and then chunks can be built.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -20,7 +22,6 @@ from armillary.state._lift import State
 from armillary.trainer._datasets import distribute, flatten_datasets, waiting_for_data
 from armillary.trainer._eager import run_eagerly
 from armillary.trainer._guard import LoopCheck, LoopGuard
-from armillary.trainer._hooks import LoopOutputs
 from armillary.trainer._origin import find_origin
 from armillary.trainer._step_checks import StepMethod
 from armillary.trainer._tracer import StepPrograms
@@ -175,13 +176,16 @@ class Loop:
         room = (chunk.num_steps - self.feed.offset) // num_steps
         return min(num_loops, room, self._programs.get(chunk).most_loops)
 
-    def run_loops(self, num_steps: int, num_loops: int) -> LoopOutputs:
-        """Runs so many loops with the hooks of the owner, as one program."""
+    def run_loops(self, num_steps: int, num_loops: int) -> tuple[list[Any], Any]:
+        """Runs so many loops with the hooks of the owner, as one program.
+
+        Returns arrays, and a function from these, or copies, to the loops' outputs.
+        """
         hooks, flat, chunk = self._programs.hooks, self._programs.flat, self.feed.chunk
         assert hooks is not None and flat is not None and chunk is not None
         with flat.writing_back():
             arrays = self._start(flat, chunk, num_steps * num_loops, num_loops)
-        return LoopOutputs(hooks, arrays, num_loops)
+        return arrays, functools.partial(hooks.outputs, num_loops)
 
     # Steps alone
 

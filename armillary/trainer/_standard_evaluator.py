@@ -42,9 +42,8 @@ class StandardEvaluator(Runner, AbstractEvaluator):
     def __init__(
         self, eval_dataset: PyTree, options: StandardEvaluatorOptions | None = None
     ) -> None:
-        self._eval = make_run(
-            "eval_dataset", eval_dataset, options, StandardEvaluatorOptions
-        )
+        kind = StandardEvaluatorOptions
+        self._eval = make_run("eval_dataset", eval_dataset, options, kind)
 
     @property
     def eval_dataset(self) -> PyTree:

@@ -6,8 +6,10 @@ times in one device program.
 
 import abc
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import jax
 
 from armillary._checks import check_positive_int
 from armillary._traceback import hides_frames
@@ -17,7 +19,6 @@ from armillary.trainer._asynchronous import AsynchronousLoop
 from armillary.trainer._contract import AbstractTrainer, PendingLoops
 from armillary.trainer._described import DescribedLoop, described_loop
 from armillary.trainer._guard import LoopCheck
-from armillary.trainer._hooks import LoopOutputs
 from armillary.trainer._loop import FEW_STEPS, Loop
 from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._runner import Run, Runner, make_run
@@ -54,9 +55,8 @@ class StandardTrainer(Runner, AbstractTrainer):
     def __init__(
         self, train_dataset: PyTree, options: StandardTrainerOptions | None = None
     ) -> None:
-        self._train = make_run(
-            "train_dataset", train_dataset, options, StandardTrainerOptions
-        )
+        kind = StandardTrainerOptions
+        self._train = make_run("train_dataset", train_dataset, options, kind)
 
     @property
     def train_dataset(self) -> PyTree:
@@ -164,15 +164,13 @@ class StandardTrainer(Runner, AbstractTrainer):
         Args:
             num_devices: How many there are.
             platform: What kind they are, such as `"tpu"`.
-            steps_per_loop: Steps of a loop. `None` takes those of the last loop, or 20.
-            per_replica_batch: Examples that each replica has in a step. `None` takes
-                as many as each has now.
+            steps_per_loop: By default those of the last loop, or 20.
+            per_replica_batch: By default what each replica has now.
 
         Yields:
             The loop, which can be lowered inside.
 
         Raises:
-            TypeError: If the constructor of this class was not called.
             ValueError: If the trainer has a `train` of its own, or its strategy is for
                 one device.
         """
@@ -217,11 +215,10 @@ class StandardTrainer(Runner, AbstractTrainer):
             loop.set_chunk_size(run.steps_per_loop or num_steps)
             self.data_exhausted = not loop.has_data()
             if self.data_exhausted:
-                return _StartedLoops(0, [None])
+                return _StartedLoops(0, (), lambda _: [None])
             if count := loop.count_loops(num_steps, num_loops):
-                return _StartedLoops(
-                    num_steps * count, loop.run_loops(num_steps, count)
-                )
+                arrays, make = loop.run_loops(num_steps, count)
+                return _StartedLoops(num_steps * count, arrays, make)
             self.train_loop_begin()
             num_run = loop.run(num_steps)
             self.data_exhausted = num_run < num_steps
@@ -231,7 +228,7 @@ class StandardTrainer(Runner, AbstractTrainer):
             except BaseException as error:
                 loop.fail(error)
                 raise
-            return _StartedLoops(num_run, [output], check)
+            return _StartedLoops(num_run, (), lambda _: [output], check)
 
     def _start_asynchronously(
         self, run: Run, strategy: ParameterServerStrategy, num_steps: int
@@ -243,30 +240,31 @@ class StandardTrainer(Runner, AbstractTrainer):
         num_run = loop.run(num_steps)
         self.data_exhausted = num_run < num_steps
         output = self.train_loop_end() if num_run else None
-        return _StartedLoops(num_run, [loop.add_staleness(output)])
+        output = loop.add_staleness(output)
+        return _StartedLoops(num_run, (), lambda _: [output])
 
 
 class _StartedLoops(PendingLoops):
-    """Loops of a `StandardTrainer`."""
+    """Loops whose outputs are `make(arrays)`, with arrays that are on the device."""
 
     may_overlap = True
 
     def __init__(
         self,
         num_steps: int,
-        outputs: Sequence[Output] | LoopOutputs,
+        arrays: Sequence[jax.Array],
+        make: Callable[[Sequence[Any]], list[Output]],
         loop_check: LoopCheck | None = None,
     ) -> None:
-        self.num_steps = num_steps
-        self._values, self._check = outputs, loop_check
+        self.num_steps, self._check = num_steps, loop_check
+        self._arrays, self._make = arrays, make
 
     def outputs(self) -> list[Output]:
-        """Returns the output of each loop, with arrays that are on the device."""
-        return list(self._values)
+        """Returns the output of each loop, without waiting."""
+        return self._make(self._arrays)
 
     def fetch(self) -> list[Output]:
-        if isinstance(self._values, LoopOutputs):
-            self._values.fetch()
+        self._arrays = jax.device_get(self._arrays)
         if self._check is not None:
             self._check.fetch()
         return self.outputs()
