@@ -449,9 +449,9 @@ def test_the_controller_names_the_global_step_and_saves_good_states_only(bad, tm
     assert caught.value.step == bad + 1
     assert int(trainer.optimizer.step[...]) == bad
     assert is_finite(trainer)
-    expected = make_trainer(2)
+    expected = make_trainer(2, data={"bad_steps": [bad]})
     controller.save_checkpoint()
-    resumed = make_trainer(2)
+    resumed = make_trainer(2, data={"bad_steps": [bad]})
     make_controller(resumed, tmp_path)
     if bad:
         expected.train(bad)
