@@ -200,44 +200,13 @@ def test_values_travel_in_another_dtype(strategy, rows):
     np.testing.assert_allclose(found.array, [2.5, 6.5])
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda: armillary.all_reduce(jnp.ones(2), "mean"),
-            ValueError,
-            r'`op` is Array.* before the values: `armillary.all_reduce\("mean", grad',
-        ),
-        (
-            lambda: armillary.all_reduce("median", jnp.ones(2)),
-            ValueError,
-            '`op` is \'median\', but it must be "sum", "mean"',
-        ),
-        (
-            lambda: armillary.all_reduce_gradients("median"),
-            ValueError,
-            "`op` is 'median'",
-        ),
-        (
-            lambda: armillary.all_reduce("sum", jnp.ones(2), dtype="int8"),
-            ValueError,
-            "`dtype` is 'int8', but values travel between replicas in a dtype of float",
-        ),
-        (
-            lambda: armillary.over_replicas(3),
-            TypeError,
-            "`loss_fn` is 3 of type int",
-        ),
-        (
-            lambda: armillary.over_replicas(jnp.sum, "max"),
-            ValueError,
-            '`op` is \'max\', but the loss of a batch is the "mean" or the "sum"',
-        ),
-    ],
-)
-def test_what_cannot_be_right_is_an_error(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_what_cannot_be_right_is_an_error():
+    with pytest.raises(ValueError, match=r"before the values: `armillary.all_reduce"):
+        armillary.all_reduce(jnp.ones(2), "mean")
+    with pytest.raises(ValueError, match="`dtype` is 'int8', but values travel"):
+        armillary.all_reduce("sum", jnp.ones(2), dtype="int8")
+    with pytest.raises(ValueError, match=r"`op` is 'max', .* the \"mean\" or the"):
+        armillary.over_replicas(jnp.sum, "max")
 
 
 @pytest.mark.parametrize(

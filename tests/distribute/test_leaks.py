@@ -9,9 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental import sparse
-from jax.experimental.ode import odeint
-from jax.lax import scan as scan_bound_at_import
 
 import armillary
 from armillary import ReduceOp
@@ -30,102 +27,6 @@ def each(fn):
     return losses
 
 
-def ranked(w, row):
-    return jnp.sum(w * jnp.argsort(row))
-
-
-def taken(w, row):
-    return jnp.sum(w[jnp.argsort(row)] * row)
-
-
-def permuted(w, row):
-    return row @ w[jax.random.permutation(jax.random.key(jnp.int32(9 * row[0])), 3)]
-
-
-def sorted_pairs(w, row):
-    _, values = jax.lax.sort_key_val(row, w)
-    return values @ jnp.arange(3.0)
-
-
-def branch_of_parameter(w, row):
-    return jax.lax.cond(row[0] > 0, lambda: jnp.sum(w * row), lambda: w[0])
-
-
-def branch_of_constant(w, row):
-    chosen = jax.lax.cond(row[0] > 0, lambda: 2.0, lambda: 1.0)
-    return chosen * jnp.sum(w)
-
-
-def switched(w, row):
-    index = jnp.argmax(row)
-    return jax.lax.switch(index, [lambda: w[0], lambda: w[1] ** 2, lambda: jnp.sum(w)])
-
-
-def constant_branch_of_shared_predicate(w, row):
-    return jax.lax.cond(jnp.float32(1) > 0, lambda: row @ w, lambda: 0.0)
-
-
-def counted(w, row):
-    steps = jax.lax.while_loop(lambda n: n < jnp.sum(row > 0), lambda n: n + 1, 0)
-    return steps * jnp.sum(w**2)
-
-
-def looped(w, row):
-    count = jnp.sum(row > 0)
-    return jnp.sum(w) * jax.lax.fori_loop(0, count, lambda i, c: c + 1.5, 0.0)
-
-
-def called_back(w, row):
-    kind = jax.ShapeDtypeStruct((3,), jnp.float32)
-    return w @ jax.pure_callback(lambda v: np.asarray(v) ** 2, kind, row)
-
-
-def sparse_product(w, row):
-    return jnp.sum(sparse.BCOO.fromdense(row[None], nse=3) @ w[:, None])
-
-
-def scanned(w, row):
-    return scan_bound_at_import(lambda c, y: (c + y * w[0], None), 0.0, row)[0]
-
-
-def scanned_no_steps(w, row):
-    carry, _ = jax.lax.scan(lambda c, y: (c + y * row, y), w, jnp.zeros((0, 3)))
-    return jnp.sum(carry)
-
-
-def solved(w, row):
-    matrix = jnp.outer(w, w) + 5 * jnp.eye(3)
-    solution, _ = jax.scipy.sparse.linalg.cg(lambda v: v @ matrix, row, maxiter=5)
-    return jnp.sum(solution)
-
-
-def rooted(w, row):
-    def solve(f, y0):
-        return jax.lax.fori_loop(0, 9, lambda i, y: y - f(y) / (3 * y**2 + 1), y0)
-
-    return jax.lax.custom_root(
-        lambda y: y**3 + y - row @ w, 0.0, solve, lambda g, y: y / g(1.0)
-    )
-
-
-def integrated(w, row):
-    path = odeint(lambda y, t, w: -y * w[0] ** 2, row, jnp.array([0.0, 1.0]), w)
-    return jnp.sum(path[-1])
-
-
-def inverted(w, row):
-    return jax.scipy.special.erfinv(0.5 * jnp.tanh(row @ w))
-
-
-def incomplete_beta(w, row):
-    return jax.scipy.special.betainc(2.0, 3.0, jax.nn.sigmoid(row @ w))
-
-
-def gamma_drawn(w, row):
-    key = jax.random.key(jnp.int32(9 * row[0]))
-    return jax.random.gamma(key, jax.nn.softplus(row @ w))
-
-
 def with_own_backward(backward):
     @jax.custom_vjp
     def product(w, row):
@@ -133,42 +34,6 @@ def with_own_backward(backward):
 
     product.defvjp(lambda w, row: (row @ w, (w, row)), backward)
     return product
-
-
-unsummed_backward = with_own_backward(lambda res, g: (g * res[1], g * res[0]))
-zero_backward = with_own_backward(lambda res, g: (g * res[1], jnp.zeros(3)))
-local_constant_backward = with_own_backward(lambda res, g: (g * res[1], jnp.ones(3)))
-
-
-def through_a_constant_backward(w, row):
-    return local_constant_backward(jnp.ones(3), w * row)
-
-
-LOSSES = [
-    ranked,
-    taken,
-    permuted,
-    sorted_pairs,
-    branch_of_parameter,
-    branch_of_constant,
-    switched,
-    constant_branch_of_shared_predicate,
-    counted,
-    looped,
-    called_back,
-    sparse_product,
-    scanned,
-    scanned_no_steps,
-    solved,
-    rooted,
-    integrated,
-    inverted,
-    incomplete_beta,
-    gamma_drawn,
-    unsummed_backward,
-    zero_backward,
-    through_a_constant_backward,
-]
 
 
 def gradient(strategy, losses, w=W):
@@ -182,27 +47,6 @@ def gradient(strategy, losses, w=W):
 
     result = strategy.run(step_fn, args=(jnp.asarray(w), batch))
     return [np.asarray(part) for part in strategy.local_results(result)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-def test_the_gradient_is_that_of_one_replica(loss, make_mirrored):
-    losses = each(loss)
-    expected = jax.jit(jax.grad(lambda w: jnp.mean(losses(w, ROWS))))(W)
-    for part in gradient(make_mirrored(2), losses):
-        np.testing.assert_allclose(part, expected, rtol=2e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_branch_for_each_example(make_mirrored):
-    def losses(w, x):
-        return jax.vmap(
-            lambda row: jax.lax.cond(row[0] > 0, lambda: row @ w, lambda: w[0])
-        )(x)
-
-    expected = jax.grad(lambda w: jnp.mean(losses(w, ROWS)))(W)
-    for part in gradient(make_mirrored(4), losses):
-        np.testing.assert_allclose(part, expected, rtol=1e-5)
 
 
 def test_what_a_backward_pass_has_summed_is_not_summed_again(make_mirrored):

@@ -35,37 +35,18 @@ def test_batches_are_split_over_devices(make_mirrored):
     ]  # fmt: skip
 
 
-NO_SEQUENCE = (
-    "`devices` is {!r}, but it must be a sequence of at least one device. "
-    "Use `devices=jax.local_devices()`, or names as in "
-    '`devices=["cpu:0", "cpu:1"]`.'
-)
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("devices", "message"),
     [
-        ({"devices": []}, NO_SEQUENCE.format([])),
-        ({"devices": "cpu:0"}, NO_SEQUENCE.format("cpu:0")),
-        ({"devices": 4}, NO_SEQUENCE.format(4)),
-        ({"devices": {"cpu:0": 1}}, NO_SEQUENCE.format({"cpu:0": 1})),
-        (
-            {"devices": ["cpu:0", "gpu:1"]},
-            "`devices` is 'gpu:1', but this process has no such device. Its devices "
-            f"are {', '.join(f'cpu:{i}' for i in range(8))}: pass one of these names, "
-            "or a `jax.Device`.",
-        ),
-        (
-            {"devices": ["cpu:0", "cpu:1", "/cpu:0"]},
-            "`devices` is ['cpu:0', 'cpu:1', 'cpu:0'], which repeats a device. Name "
-            "each device once.",
-        ),
+        ([], r"`devices` is \[\], but it must be a sequence of at least one device"),
+        ("cpu:0", "`devices` is 'cpu:0', but it must be a sequence"),
+        (["cpu:0", "gpu:1"], "`devices` is 'gpu:1', but .* no such device.* cpu:7: p"),
+        (["cpu:0", "cpu:1", "/cpu:0"], "which repeats a device. Name each device once"),
     ],
 )
-def test_wrong_arguments_are_errors(options, message):
-    with pytest.raises(ValueError) as caught:
-        MirroredStrategy(**options)
-    assert str(caught.value) == message
+def test_wrong_devices_are_errors(devices, message):
+    with pytest.raises(ValueError, match=message):
+        MirroredStrategy(devices)
 
 
 def test_results_of_different_shape_are_stacked(make_mirrored):

@@ -41,14 +41,6 @@ def test_the_key_stays_and_the_count_advances(strategy):
     np.testing.assert_array_equal(jax.random.key_data(dropout.rngs.key[...]), key)
 
 
-def test_random_numbers_are_reproducible(strategy):
-    def draw():
-        dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(3))
-        return masks_of(strategy, dropout) + masks_of(strategy, dropout)
-
-    assert draw() == draw()
-
-
 @pytest.mark.slow
 def test_the_first_replica_draws_what_one_replica_alone_draws(make_mirrored):
     def draw(strategy):
@@ -83,20 +75,6 @@ def test_streams_are_those_of_folded_keys(strategy):
         assert float(value) == float(jax.random.uniform(key))
 
 
-def test_a_new_key_that_all_replicas_share_is_stored(strategy):
-    stream = nnx.Rngs(0).default
-    fresh = jax.random.key(9)
-
-    def step_fn():
-        stream.key[...] = jax.random.fold_in(fresh, stream.count[...])
-
-    strategy.run(step_fn)
-    expected = jax.random.fold_in(fresh, 0)
-    assert jnp.all(
-        jax.random.key_data(stream.key[...]) == jax.random.key_data(expected)
-    )
-
-
 def test_a_key_that_each_replica_splits_moves_on_for_all(strategy):
     stream = nnx.Rngs(0).default
     before = np.asarray(jax.random.key_data(stream.key[...]))
@@ -111,17 +89,6 @@ def test_a_key_that_each_replica_splits_moves_on_for_all(strategy):
     assert after.shape == before.shape and (after != before).any()
     copies = [shard.data for shard in stream.key[...].addressable_shards]
     assert len({tuple(np.asarray(jax.random.key_data(c))) for c in copies}) == 1
-
-
-def test_random_state_advances_inside_a_compiled_function(strategy):
-    rngs = nnx.Rngs(0)
-
-    @armillary.function
-    def step():
-        return strategy.run(lambda: jax.random.uniform(rngs()))
-
-    values = [float(v) for _ in range(2) for v in strategy.local_results(step())]
-    assert len(set(values)) == 8
 
 
 @pytest.mark.skipif(FLAX < (0, 12, 6), reason="Flax has no `Rngs.split`.")

@@ -1,4 +1,4 @@
-"""Errors that JAX's types for per-replica values make possible."""
+"""State that would differ between replicas is refused by name."""
 
 import re
 from typing import Any
@@ -10,14 +10,8 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary import ReduceOp, get_replica_context
 from armillary.errors import DoubleReductionError, ReplicaMismatchError
 from tests.problems import Holder
-
-ADVICE = (
-    "gradients with respect to mirrored parameters arrive already summed over "
-    "replicas, so reducing them again makes them too large by the number of replicas."
-)
 
 
 @pytest.fixture
@@ -57,16 +51,6 @@ def test_mirrored_slots_that_differ_are_all_named(strategy, batch):
     assert model.bias[...] is before
 
 
-def test_reducing_first_is_the_fix(strategy, batch):
-    total = nnx.Variable(jnp.zeros(2))
-
-    def step_fn(x):
-        total[...] = total[...] + get_replica_context().all_reduce(ReduceOp.MEAN, x)
-
-    strategy.run(step_fn, args=(batch,))
-    np.testing.assert_array_equal(total[...], [2, 3])
-
-
 def test_a_slot_that_is_set_to_a_constant_is_equal_everywhere(strategy, batch):
     total = nnx.Variable(jnp.ones(2))
 
@@ -84,41 +68,6 @@ def gradient(model: nnx.Module, x: jax.Array) -> Any:
     )
 
 
-DOUBLE = {
-    "psum": lambda grads: jax.lax.psum(grads, "replica"),
-    "all_reduce": lambda grads: armillary.all_reduce("sum", grads),
-    "context": lambda grads: get_replica_context().all_reduce(ReduceOp.SUM, grads),
-    "scaled psum": lambda grads: jax.lax.psum(
-        jax.tree.map(lambda g: g * 3, grads), "replica"
-    ),
-    "psum inside jit": lambda grads: jax.jit(lambda g: jax.lax.psum(g, "replica"))(
-        grads
-    ),
-    "psum inside scan": lambda grads: jax.lax.scan(
-        lambda c, _: (c, jax.lax.psum(grads, "replica")), 0, length=2
-    )[1],
-    "sum of what a branch gives": lambda grads: armillary.all_reduce(
-        "sum", jax.lax.cond(True, lambda g: g, lambda g: g, grads)
-    ),
-}
-
-
-@pytest.mark.parametrize("reduce_fn", DOUBLE.values(), ids=DOUBLE)
-def test_a_gradient_that_is_summed_again_is_an_error(strategy, batch, reduce_fn):
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-
-    def step_fn(x):
-        return reduce_fn(armillary.all_reduce("mean", gradient(model, x)))
-
-    line = step_fn.__code__.co_firstlineno + 1
-    with pytest.raises(DoubleReductionError) as caught:
-        strategy.run(step_fn, args=(batch,))
-    message = str(caught.value)
-    assert re.match(r"The sum over replicas at \S*test_replicas\.py:\d+", message)
-    assert re.search(rf"it was reduced at \S*test_replicas\.py:{line} ", message)
-    assert "would be 2 times too large. Use the value as it is" in message
-
-
 def test_the_error_is_that_of_the_run_in_a_compiled_function(strategy, batch):
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
 
@@ -133,64 +82,9 @@ def test_the_error_is_that_of_the_run_in_a_compiled_function(strategy, batch):
         step(batch)
 
 
-def test_a_mean_of_what_was_reduced_changes_nothing(strategy, batch):
-    def step_fn(x):
-        total = armillary.all_reduce("sum", x)
-        return total, armillary.all_reduce("mean", total)
-
-    total, mean = strategy.run(step_fn, args=(batch,))
-    np.testing.assert_array_equal(total.array, mean.array)
-
-
-MEANT = {
-    "pmean of a batch statistic": lambda m, x: jax.lax.pmean(jnp.mean(x), "replica"),
-    "psum of a per-replica value": lambda m, x: jax.lax.psum(x, "replica"),
-    "psum of one": lambda m, x: jax.lax.psum(1, "replica"),
-    "pmean of a loss": lambda m, x: jax.lax.pmean(jnp.sum(m(x[None])), "replica"),
-    "pmean inside value_and_grad": lambda m, x: nnx.value_and_grad(
-        lambda m: jax.lax.pmean(jnp.sum(m(x[None])), "replica")
-    )(m)[0],
-    "psum inside value_and_grad": lambda m, x: nnx.value_and_grad(
-        lambda m: jax.lax.psum(jnp.sum(m(x[None])), "replica")
-    )(m)[0],
-    "pmax": lambda m, x: jax.lax.pmax(x, "replica"),
-    "a gradient as it is": lambda m, x: gradient(m, x),
-    "psum of a gradient": lambda m, x: jax.lax.psum(gradient(m, x), "replica"),
-    "pmean of a gradient": lambda m, x: jax.lax.pmean(gradient(m, x), "replica"),
-    "psum of a constant array": lambda m, x: jax.lax.psum(jnp.ones(3), "replica"),
-    "psum of a gradient with respect to the batch": lambda m, x: jax.lax.psum(
-        jax.grad(lambda x: jnp.sum(m(x[None]) ** 2))(x), "replica"
-    ),
-    "psum of a shared value times a local one": lambda m, x: jax.lax.psum(
-        m.bias[...] * x, "replica"
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fn", MEANT.values(), ids=MEANT)
-def test_meant_reductions_are_no_errors(strategy, batch, fn):
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    results = strategy.run(lambda x: fn(model, x), args=(batch,))
-    assert len(strategy.local_results(results)) == (
-        1 if not jax.tree.leaves(results) or isinstance(results, int) else 2
-    )
-
-
 def test_psum_of_one_counts_replicas(strategy, batch):
     result = strategy.run(lambda x: x * 0 + jax.lax.psum(1, "replica"), args=(batch,))
     np.testing.assert_array_equal(strategy.local_results(result)[1], [2, 2])
-
-
-def test_a_loss_averaged_by_pmean_has_the_gradient_of_the_mean(strategy, batch):
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-
-    def step_fn(x):
-        grads = nnx.grad(lambda m: jax.lax.pmean(jnp.sum(m(x[None])), "replica"))
-        return armillary.all_reduce("mean", grads(model))
-
-    grads = strategy.local_results(strategy.run(step_fn, args=(batch,)))[0]
-    np.testing.assert_allclose(grads["kernel"][...], [[2], [3]])
 
 
 def test_a_branch_that_replicas_take_differently_cannot_reduce(strategy, batch):

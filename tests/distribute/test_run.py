@@ -70,25 +70,6 @@ def test_a_solver_of_equal_values_is_equal(make_mirrored, put_rows):
     np.testing.assert_allclose(found.array, [1 / 2, 1 / 3], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("op", "value", "expected"),
-    [
-        ("mean", np.uint8(200), 200.0),
-        ("max", np.bool_(True), True),
-        ("min", np.int8(-3), -3),
-    ],
-)
-@pytest.mark.parametrize("num_replicas", [1, 4])
-def test_small_numbers_and_flags_are_reduced(
-    op, value, expected, num_replicas, make_mirrored
-):
-    strategy = make_mirrored(num_replicas)
-    found = strategy.run(lambda: armillary.all_reduce(op, jnp.asarray(value)))
-    found = strategy.local_results(found)[0]
-    assert float(found) == expected
-    assert op == "mean" or found.dtype == value.dtype
-
-
 def test_a_mean_for_a_log_says_nothing_of_the_scale_of_a_sum(make_mirrored):
     strategy = make_mirrored(4)
     options = armillary.InputOptions(remainder="exact")

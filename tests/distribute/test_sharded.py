@@ -426,41 +426,6 @@ def test_a_resumed_run_equals_one_that_did_not_stop(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_loop_of_ones_own_trains_as_on_one_device():
-    def run(strategy, is_compiled):
-        model = Wide()
-        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-        dataset = strategy.distribute_dataset(
-            from_arrays(make_digits(64), batch_size=16, shuffle_seed=1)
-        )
-
-        def step_fn(batch):
-            def loss_fn(model):
-                losses = optax.softmax_cross_entropy_with_integer_labels(
-                    model(batch["image"]), batch["label"]
-                )
-                return armillary.compute_average_loss(losses)
-
-            loss, grads = nnx.value_and_grad(loss_fn)(model)
-            grads = armillary.all_reduce("sum", grads)
-            optimizer.update(model, grads)
-            return loss
-
-        def step(batch):
-            loss = strategy.run(step_fn, args=(batch,))
-            return strategy.reduce("sum", loss)
-
-        step = armillary.function(step) if is_compiled else step
-        return [float(step(batch)) for _ in range(2) for batch in dataset]
-
-    expected = run(MAKERS["one device"](), True)
-    assert expected[0] > 2 * expected[-1]
-    for is_compiled in (False, True):
-        losses = run(ShardedStrategy(CUBE, RULES), is_compiled)
-        np.testing.assert_allclose(losses, expected, 1e-3)
-
-
-@pytest.mark.slow
 def test_data_may_stay_on_the_devices():
     states = []
     for is_placed in (False, True):
@@ -583,20 +548,6 @@ SPEC = PartitionSpec
                 {"last/kernel": SPEC(None, "tensor")}, {"data": 2, "tensor": 4}
             ),
         },
-        TypeError: {
-            "`mesh_shape` is 8 of type int, but it must be a `Mapping`": (
-                lambda: ShardedStrategy(8)
-            ),
-            r"`rules` is \[\] of type list, but it must be a `Mapping`": (
-                lambda: ShardedStrategy(rules=[])
-            ),
-            "`rules` is 3 of type int, but it must be a `str`. Its keys are paths": (
-                lambda: ShardedStrategy(rules={3: SPEC()})
-            ),
-            r'`rules\["x"\]` is \(\'fsdp\',\) of type tuple, but it must be a `Pa': (
-                lambda: ShardedStrategy(rules={"x": ("fsdp",)})
-            ),
-        },
     }
 )
 def test_mistakes_are_told_before_anything_runs(call, error, message):
@@ -620,12 +571,6 @@ def test_metrics_are_whole_so_that_each_process_can_read_them():
     specs = specs_of(auc)
     assert specs and not any(specs.values())
     assert auc.compute() == 1
-
-
-@pytest.mark.parametrize("name", ["cluster_resolver", "communication_options"])
-def test_arguments_about_processes_are_checked(name):
-    with pytest.raises(TypeError, match=f"`{name}` is 3 of type int"):
-        ShardedStrategy(**{name: 3})
 
 
 def test_an_evaluator_joins_nobody():

@@ -17,7 +17,6 @@ from armillary import (
 )
 from armillary.distribute import Strategy
 from armillary.errors import (
-    BatchSizeError,
     DoubleReductionError,
     ReplicaContextError,
 )
@@ -63,16 +62,6 @@ def test_what_a_strategy_cannot_do_is_an_error(
     strategy = make_mirrored(2)
     with pytest.raises(error, match=message):
         call(strategy, put_rows(strategy, [1, 2]))
-
-
-@pytest.mark.parametrize("args", [3, {"x": 1}, None, "text"])
-def test_run_needs_a_tuple(args, make_mirrored):
-    with pytest.raises(TypeError) as caught:
-        make_mirrored(2).run(lambda x: x, args=args)
-    assert str(caught.value) == (
-        f"`args` is {args!r} of type {type(args).__name__}, but it must be a tuple of "
-        "arguments. Write `strategy.run(fn, args=(batch,))`, with the comma."
-    )
 
 
 @pytest.mark.parametrize(
@@ -159,14 +148,6 @@ def test_the_sum_of_what_all_replicas_share_is_an_error(make_mirrored, put_rows)
     assert jax.tree.leaves(same)[0].tolist() == [4]
 
 
-@pytest.mark.parametrize(("op", "expected"), [("max", 4), ("min", 1), ("mean", 2.5)])
-def test_values_are_reduced_outside_as_inside(op, expected, make_mirrored, put_rows):
-    strategy = make_mirrored(4)
-    batch = put_rows(strategy, [1.0, 2.0, 3.0, 4.0])
-    inside = strategy.run(lambda x: armillary.all_reduce(op, x), args=(batch,))
-    assert float(inside.array) == float(strategy.reduce(op, batch)) == expected
-
-
 def test_the_mean_of_what_all_replicas_share_is_that(make_mirrored):
     strategy = make_mirrored(4)
     assert float(strategy.reduce("mean", strategy.run(lambda: jnp.float32(3)))) == 3
@@ -188,33 +169,6 @@ def test_an_axis_that_is_not_there_is_an_error(axis, make_mirrored, put_rows):
         r"Use an axis it has, or `strategy\.local_results\(value\)`\.",
     ):
         strategy.gather(value, axis=axis)
-
-
-def test_arguments_with_data_on_different_replicas_are_an_error(
-    make_mirrored, put_rows
-):
-    strategy = make_mirrored(4)
-    rows = np.zeros((4, 1), np.float32)
-    args = (put_rows(strategy, rows, 3), put_rows(strategy, rows, 4))
-    with pytest.raises(BatchSizeError) as caught:
-        strategy.run(lambda x, y: x + y, args=args)
-    assert str(caught.value) == (
-        "`args` of `strategy.run` hold data for [3, 4] replicas, but all arguments of "
-        "one call must have data on the same replicas. Give the data sets the same "
-        'number of examples, or set `InputOptions(remainder="drop")` on each.'
-    )
-
-
-@pytest.mark.parametrize(
-    ("method", "name"),
-    [
-        ("distribute_datasets_from_function", "dataset_fn"),
-        ("distribute_values_from_function", "value_fn"),
-    ],
-)
-def test_from_function_needs_a_function(method, name, make_mirrored):
-    with pytest.raises(TypeError, match=f"`{name}` is 3 of type int, but it must be"):
-        getattr(make_mirrored(2), method)(3)
 
 
 def test_a_subclass_overrides_all_spellings_of_a_method():

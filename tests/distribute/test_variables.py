@@ -34,19 +34,6 @@ def add(variable, amount):
     variable[...] = variable[...] + amount
 
 
-def test_an_average_counts_every_replica(strategy, ids):
-    metric = nnx.metrics.Average()
-
-    @armillary.function
-    def step(x):
-        strategy.run(lambda x: metric.update(values=x), args=(x,))
-
-    for _ in range(3):
-        step(ids)
-    assert int(metric.count[...]) == 12
-    assert float(metric.compute()) == 2.5
-
-
 def test_a_metric_that_grows_by_a_constant_counts_every_replica(strategy):
     metric = nnx.metrics.Average()
     for _ in range(2):
@@ -73,30 +60,6 @@ def test_integer_metrics_stay_integers(strategy):
     assert int(count.value[...]) == 5 + 4 * 2
 
 
-def test_an_accuracy_equals_that_of_the_whole_batch(strategy):
-    logits = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
-    labels = np.arange(20) % 3
-    metric, expected = nnx.metrics.Accuracy(), nnx.metrics.Accuracy()
-    (batch,) = strategy.distribute_dataset([{"logits": logits, "labels": labels}])
-    strategy.run(lambda b: metric.update(**b), args=(batch,))
-    expected.update(logits=jnp.asarray(logits), labels=jnp.asarray(labels))
-    assert int(metric.count[...]) == int(expected.count[...]) == 20
-    assert float(metric.compute()) == float(expected.compute())
-
-
-@pytest.mark.slow
-def test_a_metric_that_is_reset_inside_a_step_starts_anew(strategy, ids):
-    metric = nnx.metrics.Average()
-    metric.update(values=jnp.asarray([100.0]))
-
-    def step_fn(x):
-        metric.reset()
-        metric.update(values=x)
-
-    strategy.run(step_fn, args=(ids,))
-    assert (float(metric.total[...]), int(metric.count[...])) == (10, 4)
-
-
 def test_batch_statistics_are_averaged(strategy):
     norm = nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0))
     rows = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
@@ -119,21 +82,6 @@ def test_batch_norm_over_the_axis_sees_the_global_batch(strategy):
     np.testing.assert_allclose(outputs, alone(rows), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(norm.mean[...], alone.mean[...], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(norm.var[...], alone.var[...], rtol=1e-5)
-
-
-def test_a_batch_norm_model_trains(strategy):
-    norm = nnx.BatchNorm(2, axis_name="replica", rngs=nnx.Rngs(0))
-    (batch,) = strategy.distribute_dataset([np.arange(16.0).reshape(8, 2)])
-
-    def step_fn(x):
-        def loss_fn(norm):
-            return armillary.compute_average_loss(jnp.sum(norm(x) ** 3, axis=-1))
-
-        grads = armillary.all_reduce("sum", nnx.grad(loss_fn)(norm))
-        norm.scale[...] = norm.scale[...] - 0.1 * grads["scale"][...]
-
-    strategy.run(step_fn, args=(batch,))
-    assert norm.scale[...].shape == (2,)
 
 
 @pytest.mark.slow
@@ -194,14 +142,6 @@ def test_no_aggregation_is_mirrored(strategy, ids):
     variable = nnx.Variable(jnp.asarray(0.0), aggregation=VariableAggregation.NONE)
     with pytest.raises(ReplicaMismatchError, match=r"variable \(plain, mirrored\)"):
         strategy.run(lambda x: add(variable, x), args=(ids,))
-
-
-@pytest.mark.slow
-def test_integer_means_keep_their_dtype(strategy, put_rows):
-    variable = nnx.Variable(jnp.asarray(0), aggregation=VariableAggregation.MEAN)
-    values = put_rows(strategy, np.asarray([2, 2, 4, 8], np.int32))
-    strategy.run(lambda x: add(variable, x), args=(values,))
-    assert variable[...].dtype == jnp.int32 and int(variable[...]) == 4
 
 
 @pytest.mark.parametrize("values", [[2**24 + 1] * 4, [2**31 - 1, 2**31 - 1, 1, 0]])
@@ -366,21 +306,6 @@ def test_an_annotation_of_another_type_is_an_error(strategy, name, kind, value):
         f"`armillary.{kind.__name__}`, such as {next(iter(kind))}. Set it where the "
         "variable is made."
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_replicas", [1, 2, 8])
-def test_policies_hold_for_any_number_of_replicas(num_replicas):
-    strategy = MirroredStrategy(jax.devices()[:num_replicas])
-    metric, step = nnx.metrics.Average(), armillary.create_global_step()
-
-    def step_fn():
-        metric.update(values=jnp.ones(2))
-        add(step, 1)
-
-    strategy.run(step_fn)
-    assert int(metric.count[...]) == 2 * num_replicas
-    assert int(step[...]) == 1
 
 
 def test_a_running_mean_is_not_summed_silently(strategy, ids):
