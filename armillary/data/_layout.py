@@ -97,11 +97,9 @@ class InputOptions:
             - `"exact"`: it is one step all the same, with the gradient and the metrics
               that one replica would have. It runs on as many replicas as can share it
               equally and divide the devices, each on several devices that do the same
-              work: 42 examples on 4 devices are 2 replicas of 21, and 41 examples are 1
-              replica. Such a step takes longer and needs more memory. The loss must be
-              scaled in the step, by `compute_average_loss` or by the
-              `num_replicas_in_sync` that is read there. In a complete evaluation it is
-              the same as `None`.
+              work: 42 examples on 4 devices are 2 replicas of 21, and 41 are 1 replica.
+              The loss must be scaled in the step, by `compute_average_loss` or by the
+              `num_replicas_in_sync` that is read there.
             - `"drop"`: a batch smaller than the full size is dropped whole. Of any
               other, the last rows that do not fill an equal share are dropped. Shapes
               never change, and some examples are not seen.

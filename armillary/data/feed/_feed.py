@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from armillary.data.feed._lockstep import check_same_chunk, describe_chunk
+from armillary._checks import list_lines
+from armillary.data.feed._lockstep import describe_chunk
 from armillary.data.feed._position import Position
 from armillary.data.feed._prefetch import Prefetcher
 from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import Piece
-from armillary.errors import DatasetStateError
+from armillary.errors import DatasetStateError, PeerError
 
 if TYPE_CHECKING:
     from armillary.data._dataset import DistributedDataset
@@ -144,10 +145,20 @@ class Feed(Generic[T]):
             texts = self._peers.boundary.take(self._say) or self._peers.gather(
                 f"the data of {self._name}", describe_chunk(chunk, self._datasets)
             )
-            check_same_chunk(self._name, texts)
+            self._check_alike(texts)
             # Batches that are agreed on make equal chunks, if the first ones are equal.
             self._is_alike = all(dataset.is_agreed for dataset in self._datasets)
         return chunk
+
+    def _check_alike(self, texts: list[str]) -> None:
+        if len(set(texts)) > 1:
+            shown = list_lines(f"process {i}: {text}" for i, text in enumerate(texts))
+            raise PeerError(
+                f"The processes have different data for `{self._name}`:\n{shown}\nA "
+                "data set that is distributed over all processes must be the same on "
+                "each, in the same order. Where each reads data of its own, use a "
+                "function with an `input_context`."
+            )
 
     def _say(self) -> str | None:
         """Describes the next chunk for the other processes, if it has been read."""

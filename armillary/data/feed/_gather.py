@@ -45,7 +45,7 @@ class _PlacedArrays:
         # Background threads of several iterators may ask at the same time.
         with self._lock:
             if self._placed is None:
-                arrays = as_device_values(self._arrays, _name_arrays)
+                arrays = as_device_values(self._arrays, lambda: "`arrays`")
                 self._placed = self._layout.replicate(arrays)
             return self._placed
 
@@ -156,8 +156,7 @@ def make_gather(
 ) -> tuple[Source, Gather]:
     """Returns what to read in place of `source`, and how its batches become rows.
 
-    Nothing is placed yet. Datasets of one source on one layout share the arrays that
-    stay on devices.
+    Datasets of one source on one layout share the arrays that stay on devices.
     """
     fix = "Leave `place_on_device` out, so that batches are sent from the host."
     if not isinstance(source, ArrayDataset):
@@ -194,10 +193,7 @@ _placed_lock = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Rows of an array, of which those are taken that a process sends to its devices.
-
-    Their numbers are of any shape.
-    """
+    """Rows of an array, of which a process takes those that its devices get."""
 
     path: str
     array: np.ndarray
@@ -219,24 +215,19 @@ def _take(arrays: PyTree, numbers: np.ndarray) -> PyTree:
         # Numbers are those of the data set; to check them, NumPy would copy the rows.
         return np.take(array, numbers, axis=0, out=rows, mode="clip")
 
-    return as_device_values(jax.tree.map(take, arrays), _name_arrays, numbers)
+    return as_device_values(jax.tree.map(take, arrays), lambda: "`arrays`", numbers)
 
 
 def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Returns a new array like `np.empty`, which must not be written to once placed.
+    """Returns a new array where XLA's CPU client takes one over without a copy.
 
-    XLA's CPU client takes an array over without a copy if it begins where it wants
-    arrays to begin; other devices copy in any case.
+    It must not be written to once it is placed.
     """
     dtype = np.dtype(dtype)
     num_bytes = int(np.prod(shape)) * dtype.itemsize
     memory = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT_BYTES
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
-
-
-def _name_arrays() -> str:
-    return "`arrays`"
 
 
 def _gather(layout: BatchLayout, arrays: PyTree, batch: Batch) -> Batch:

@@ -16,8 +16,7 @@ A process without data in a step takes part with copies of what it had before, w
 have no effect.
 
 Only the main thread may agree on something. So a background thread reads the pieces of
-this process ahead, and the agreement about them comes between two loops, where they are
-read by then, or just before their use.
+this process ahead, and they are agreed on between two loops, or just before their use.
 """
 
 import hashlib
@@ -37,7 +36,7 @@ from armillary.data.feed._prefetch import Prefetcher
 from armillary.data.feed._split import Piece
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.data.sources._batch import canonical_dtype, describe_shapes
-from armillary.errors import BatchSizeError, PeerError
+from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
 
 MOST_OFFERS = 10
@@ -189,8 +188,7 @@ def _copy_rows(arrays: PyTree, num_rows: int) -> PyTree:
 def describe_chunk(chunk: Any, datasets: Sequence[Any]) -> str:
     """Returns a text that is equal for chunks of these data sets that may run together.
 
-    Positions that a library has made may hold what differs between processes, such as
-    seeds of its workers, and in data of their own processes are where they are.
+    Positions that a library has made may hold what differs between processes.
     """
     if chunk is None:
         return "no more data"
@@ -201,19 +199,3 @@ def describe_chunk(chunk: Any, datasets: Sequence[Any]) -> str:
         if not dataset.is_agreed
     ]
     return "; ".join([str(chunk), *places])
-
-
-def check_same_chunk(name: str, texts: list[str]) -> None:
-    """Raises if the processes have described different chunks to run."""
-    if len(set(texts)) == 1:
-        return
-    shown = list_lines(
-        f"process {index} of {len(texts)}: {text}" for index, text in enumerate(texts)
-    )
-    raise PeerError(
-        f"The processes have different data for `{name}`:\n{shown}\n"
-        "A data set that is distributed over all processes must be the same on each, "
-        "in the same order, and no process may take batches of it alone. Where each "
-        "reads data of its own, use a function with an `input_context` "
-        "(`make_distributed_dataset`)."
-    )

@@ -13,20 +13,13 @@ from armillary.typing import Batch
 
 
 class IterableSource:
-    """Makes a new iterator for every pass.
-
-    It can be repositioned if its iterators have `get_state` and `set_state`.
+    """Makes a new iterator for every pass, given its number.
 
     Args:
-        make: Returns a new iterator, given the number of the pass.
+        make: Returns it.
         name: The kind of source, as messages and saved positions call it.
         copies: Whether to copy batches, which may be one buffer that is filled again.
-        is_repositionable: Whether states are all of a position; `None` finds out.
-
-    Attributes:
-        is_endless: Whether it is known that a pass never ends.
-        num_batches: Batches in one pass, if that is known.
-        order_of_examples: What a position depends on, where that is known.
+        is_repositionable: Whether the iterators have positions; `None` finds out.
     """
 
     full_size = None
@@ -40,6 +33,7 @@ class IterableSource:
         is_repositionable: bool | None = None,
     ) -> None:
         self.name = name
+        # What is known of its data; the last is what a position depends on.
         self.is_endless = False
         self.num_batches: int | None = None
         self.order_of_examples: dict[str, Any] = {}

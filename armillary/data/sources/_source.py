@@ -78,7 +78,9 @@ def as_source(source: Any) -> Source:
     made = as_library_source(source)
     if made is not None:
         return made
-    if _is_arrays(source):
+    parts = source if isinstance(source, tuple) and source else (None,)
+    are_arrays = all(isinstance(part, np.ndarray | jax.Array) for part in parts)
+    if are_arrays or isinstance(source, dict | np.ndarray | jax.Array):
         raise TypeError(
             f"The data set is a {type(source).__name__} of arrays, but it must give "
             "batches. Use `armillary.data.from_arrays(arrays, batch_size=...)`."
@@ -105,11 +107,3 @@ def as_source(source: Any) -> Source:
         "loader of Grain, TensorFlow, PyTorch or Hugging Face, an iterable of batches, "
         "or a generator function."
     )
-
-
-def _is_arrays(source: Any) -> bool:
-    """Returns whether `source` looks like arrays that were not batched."""
-    array_types = np.ndarray | jax.Array
-    if isinstance(source, tuple):
-        return bool(source) and all(isinstance(item, array_types) for item in source)
-    return isinstance(source, dict | array_types)
