@@ -25,19 +25,8 @@ from jax import lax
 MOST_TERMS = 64
 """Most products that one convolution is written out as: an 8 by 8 window's."""
 
-PARAMETERS = {
-    "batch_group_count",
-    "dimension_numbers",
-    "feature_group_count",
-    "lhs_dilation",
-    "out_sharding",
-    "padding",
-    "precision",
-    "preferred_element_type",
-    "rhs_dilation",
-    "window_strides",
-}
-"""The parameters of a convolution, all of which a form must heed."""
+NUM_PARAMETERS = 10
+"""How many a convolution has: with others, it would have to heed them."""
 
 
 class Form(enum.Enum):
@@ -51,7 +40,7 @@ class Form(enum.Enum):
 
 def choose_form(parameters: Mapping[str, Any], lhs: Any, rhs: Any, out: Any) -> Form:
     """Returns the form for a convolution of values with these abstract values."""
-    if parameters.keys() != PARAMETERS:
+    if len(parameters) != NUM_PARAMETERS:
         return Form.UNCHANGED
     numbers, is_in_order = parameters["dimension_numbers"], is_ordered(parameters)
     has_batch_groups = parameters["batch_group_count"] != 1
@@ -79,9 +68,7 @@ def is_ordered(parameters: Mapping[str, Any]) -> bool:
     return tuple(map(tuple, numbers)) == _canonical(len(numbers.lhs_spec))
 
 
-def example_axes(
-    parameters: Mapping[str, Any],
-) -> tuple[int | None, int | None, int | None]:
+def example_axes(parameters: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Returns along which axis both operands and the result of one may be divided.
 
     That is the axis of examples, which images have first. So a convolution that adds
@@ -97,10 +84,7 @@ def example_axes(
 
 
 def has_plain_shape(value: Any) -> bool:
-    """Returns whether a shape is of known sizes, none of them 0, and sharded freely.
-
-    Axes that the user shards explicitly keep the order in which the user names them.
-    """
+    """Returns whether a shape is of known sizes, none of them 0, and sharded freely."""
     return all(
         isinstance(size, int | np.integer) and size > 0 for size in value.shape
     ) and is_free(value.sharding)

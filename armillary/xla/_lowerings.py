@@ -43,14 +43,7 @@ def has_rules() -> bool:
 
 
 class Lowered:
-    """A program that is lowered in another way than JAX's, whenever it is.
-
-    Other programs are not, neither of this thread nor of others that lower meanwhile.
-
-    Args:
-        compiled: What `jax.jit` returned.
-        context: Makes the context in which it is lowered, such as `canonically`.
-    """
+    """What `jax.jit` returned, to be lowered in a context such as `canonically()`."""
 
     def __init__(
         self, compiled: Any, context: Callable[[], AbstractContextManager[Any]]
