@@ -64,24 +64,6 @@ def test_size_zero_reads_in_the_callers_thread():
     assert list(prefetcher) == [threading.current_thread()] * 2
 
 
-@pytest.mark.parametrize("size", [0, 2])
-def test_errors_come_in_their_place_with_their_traceback(size):
-    def fail_here():
-        raise OSError("the disk is gone")
-
-    def items():
-        yield 1
-        yield 2
-        fail_here()
-
-    prefetcher = Prefetcher(items(), size, OWNER)
-    assert [next(prefetcher), next(prefetcher)] == [1, 2]
-    for _ in range(2):
-        with pytest.raises(OSError, match="the disk is gone") as caught:
-            next(prefetcher)
-        assert "fail_here" in [entry.name for entry in caught.traceback]
-
-
 def test_close_ends_the_thread_and_the_items():
     prefetcher = Prefetcher(iter(range(1000)), 2, OWNER)
     next(prefetcher)

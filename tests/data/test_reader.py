@@ -26,15 +26,6 @@ def test_peek_does_not_take(dataset):
     assert reader.peek() is None
 
 
-def test_only_commit_moves_the_position(dataset):
-    feed = open_feed(dataset, exact=True)
-    for _ in range(4):
-        next(feed.readers[0])
-    assert get_index(dataset) == 0
-    feed.commit_taken()
-    assert get_index(dataset) == 12
-
-
 def test_the_first_piece_of_a_batch_does_not_lose_the_second(dataset):
     feed = open_feed(dataset, exact=True)
     positions = []
@@ -98,15 +89,3 @@ def test_a_closed_feed_keeps_the_position(dataset):
     feed.commit_taken()
     feed.close()
     assert get_index(dataset) == 6
-
-
-def test_an_error_is_raised_again(make_layout):
-    def generate():
-        yield np.arange(4)
-        raise OSError("gone")
-
-    reader = open_reader(DistributedDataset(generate, make_layout(2)))
-    next(reader)
-    for _ in range(2):
-        with pytest.raises(OSError, match="gone"):
-            next(reader)

@@ -1,3 +1,5 @@
+"""How batches become pieces that the replicas can share."""
+
 import re
 
 import jax
@@ -8,12 +10,11 @@ from hypothesis import strategies as st
 
 from armillary.data import DistributedDataset, InputOptions, from_arrays
 from armillary.errors import BatchSizeError
-from tests.feeds import open_reader
 
 
 @pytest.fixture
 def split(make_layout, read_all):
-    """Returns all host batches of `source` on `num_replicas` replicas."""
+    """Returns all pieces of `source` on `num_replicas` replicas."""
 
     def split(source, num_replicas, *, exact=False, remainder=None, stacked=True, **kw):
         dataset = DistributedDataset(
@@ -34,142 +35,129 @@ def sized(*sizes):
     ]
 
 
-def test_replicas_get_contiguous_rows(split):
-    (batch,) = split(sized(6), 3)
-    assert batch.num_active == 3
-    assert batch.arrays["x"].tolist() == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_replica_batches_are_stacked_in_order(split):
-    batches = split(sized(2, 2, 2, 2), 2, per_replica_batches=True)
-    assert [batch.arrays["x"].tolist() for batch in batches] == [
-        [[0, 1], [2, 3]],
-        [[4, 5], [6, 7]],
-    ]
-
-
 @settings(max_examples=150, deadline=None)
 @given(
-    size=st.integers(1, 50),
-    batch_size=st.integers(1, 16),
+    sizes=st.lists(st.integers(0, 6), max_size=12)
+    | st.tuples(st.integers(1, 50), st.integers(1, 16), st.none() | st.integers(0, 3)),
     num_replicas=st.integers(1, 4),
     per_replica_batches=st.booleans(),
-    seed=st.none() | st.integers(0, 3),
+    how=st.sampled_from([(None, True), ("pad", True), ("pad", False)]),
 )
-def test_exact_uses_every_example_once(
-    size,
-    batch_size,
-    num_replicas,
-    per_replica_batches,
-    seed,
-    make_layout,
-    examples,
-    read_all,
+def test_exact_and_pad_use_every_example_once(
+    sizes, num_replicas, per_replica_batches, how, make_layout, read_all, examples
 ):
+    if isinstance(sizes, tuple):
+        count, batch_size, seed = sizes
+        arrays = {"x": np.arange(count)}
+        source = from_arrays(arrays, batch_size=batch_size, shuffle_seed=seed)
+    else:
+        source, count = sized(*sizes), sum(sizes)
+    remainder, exact = how
     dataset = DistributedDataset(
-        from_arrays(np.arange(size), batch_size=batch_size, shuffle_seed=seed),
+        source,
         make_layout(num_replicas),
         per_replica_batches=per_replica_batches,
+        options=InputOptions(remainder=remainder),
     )
     seen = []
-    for batch in read_all(dataset, True):
-        assert batch.arrays.shape[0] == num_replicas
-        assert 1 <= batch.num_active <= num_replicas
-        assert np.isin(batch.arrays, np.arange(size)).all()
-        seen += examples(batch.arrays, batch.num_active)
-    assert sorted(seen) == list(range(size))
+    for piece in read_all(dataset, exact):
+        assert piece.arrays["x"].shape[0] == num_replicas
+        assert 1 <= piece.num_active <= num_replicas
+        rows = examples(piece.arrays["x"], piece.num_active)
+        if remainder == "pad":
+            assert piece.num_active == num_replicas
+            mask = examples(piece.arrays["mask"], piece.num_active)
+            rows = [row for row, kept in zip(rows, mask, strict=True) if kept]
+        seen += rows
+    assert sorted(seen) == list(range(count))
 
 
-@settings(max_examples=80, deadline=None)
-@given(
-    sizes=st.lists(st.integers(0, 6), max_size=12),
-    num_replicas=st.integers(1, 4),
-    per_replica_batches=st.booleans(),
-)
-def test_exact_and_pad_use_every_example_once_for_any_sizes(
-    sizes, num_replicas, per_replica_batches, make_layout, examples
-):
-    expected = list(range(sum(sizes)))
-    for remainder, exact in [(None, True), ("pad", True), ("pad", False)]:
-        dataset = DistributedDataset(
-            sized(*sizes),
-            make_layout(num_replicas),
-            per_replica_batches=per_replica_batches,
-            options=InputOptions(remainder=remainder),
-        )
-        seen = []
-        for batch in open_reader(dataset, exact=exact):
-            rows = examples(batch.arrays["x"], batch.num_active)
-            if remainder == "pad":
-                assert batch.num_active == num_replicas
-                mask = examples(batch.arrays["mask"], batch.num_active)
-                rows = [row for row, kept in zip(rows, mask, strict=True) if kept]
-            seen += rows
-        assert sorted(seen) == expected
+OF_REPLICAS = {"per_replica_batches": True}
+EXACT, DROP = {"remainder": "exact"}, {"remainder": "drop"}
+PIECES = {
+    "runs of rows": ((6,), 3, {}, [([[0, 1], [2, 3], [4, 5]], 3)]),
+    "batches of replicas in order": (
+        (2, 2, 2, 2),
+        2,
+        OF_REPLICAS,
+        [([[0, 1], [2, 3]], 2), ([[4, 5], [6, 7]], 2)],
+    ),
+    "two pieces in an evaluation": (
+        (10,),
+        4,
+        {"exact": True},
+        [([[0, 1], [2, 3], [4, 5], [6, 7]], 4), ([[8], [9], [8], [8]], 2)],
+    ),
+    "a tiny batch for the first replicas": (
+        (2,),
+        4,
+        {"exact": True},
+        [([[0], [1], [0], [0]], 2)],
+    ),
+    "replica batches by size in an evaluation": (
+        (2, 2, 1),
+        3,
+        {"exact": True} | OF_REPLICAS,
+        [([[0, 1], [2, 3], [0, 1]], 2), ([[4], [4], [4]], 1)],
+    ),
+    "any size for one replica": ((2, 1), 1, {}, [([[0, 1]], 1), ([[2]], 1)]),
+    "any size without a replica axis": (
+        (3, 1),
+        2,
+        {"stacked": False},
+        [([0, 1, 2], 2), ([3], 2)],
+    ),
+    "batches without rows": ((0, 2, 0), 2, {}, [([[0], [1]], 2)]),
+    "exact: as many replicas as can share it": (
+        (8, 6, 5),
+        4,
+        EXACT,
+        [
+            ([[0, 1], [2, 3], [4, 5], [6, 7]], 4),
+            ([[8, 9, 10], [11, 12, 13]], 2),
+            ([[14, 15, 16, 17, 18]], 1),
+        ],
+    ),
+    "exact: replica batches joined": (
+        (2, 2, 2, 1, 3),
+        2,
+        EXACT | OF_REPLICAS,
+        [([[0, 1], [2, 3]], 2), ([[4, 5, 6]], 1), ([[7, 8, 9]], 1)],
+    ),
+    "exact: smaller pieces in an evaluation": (
+        (6,),
+        4,
+        EXACT | {"exact": True},
+        [([[0], [1], [2], [3]], 4), ([[4], [5], [4], [4]], 2)],
+    ),
+    "drop: short batches and excess rows": (
+        (6, 7, 5, 6),
+        4,
+        DROP,
+        [
+            ([[0], [1], [2], [3]], 4),
+            ([[6], [7], [8], [9]], 4),
+            ([[18], [19], [20], [21]], 4),
+        ],
+    ),
+    "drop: short replica batches and incomplete groups": (
+        (2, 3, 1, 2, 2, 2),
+        2,
+        DROP | OF_REPLICAS,
+        [([[0, 1], [2, 3]], 2), ([[6, 7], [8, 9]], 2)],
+    ),
+}
 
 
-def test_exact_splits_a_global_batch_into_two_pieces(split):
-    first, second = split(sized(10), 4, exact=True)
-    assert first.arrays["x"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert first.num_active == 4
-    assert second.arrays["x"].tolist() == [[8], [9], [8], [8]]
-    assert second.num_active == 2
-
-
-def test_exact_gives_a_tiny_batch_to_the_first_replicas(split):
-    (batch,) = split(sized(2), 4, exact=True)
-    assert (batch.arrays["x"].tolist(), batch.num_active) == ([[0], [1], [0], [0]], 2)
-
-
-def test_exact_splits_unequal_replica_batches_by_size(split):
-    batches = split(sized(4, 4, 3), 4, exact=True, per_replica_batches=True)
-    assert [(b.arrays["x"].shape, b.num_active) for b in batches] == [
-        ((4, 4), 2),
-        ((4, 3), 1),
-    ]
-
-
-def test_without_a_replica_axis_any_size_fits(split):
-    for exact in [False, True]:
-        batches = split(sized(5, 3), 2, exact=exact, stacked=False)
-        assert [b.arrays["x"].shape for b in batches] == [(5,), (3,)]
-        assert [b.num_active for b in batches] == [2, 2]
-
-
-def test_one_replica_takes_any_size(split):
-    assert [b.arrays["x"].shape for b in split(sized(5, 3), 1)] == [(1, 5), (1, 3)]
-
-
-def test_batches_without_rows_are_left_out(split):
-    assert [b.arrays["x"].shape for b in split(sized(0, 4, 0, 4), 2)] == [(2, 2)] * 2
-
-
-def test_the_exact_option_runs_a_batch_on_as_many_replicas_as_can_share_it(split):
-    batches = split(sized(8, 6, 5), 4, remainder="exact")
-    assert [b.arrays["x"].tolist() for b in batches] == [
-        [[0, 1], [2, 3], [4, 5], [6, 7]],
-        [[8, 9, 10], [11, 12, 13]],
-        [[14, 15, 16, 17, 18]],
-    ]
-    assert [(b.num_active, b.num_replicas) for b in batches] == [(4, 4), (2, 2), (1, 1)]
-    assert all(b.is_last for b in batches)
-
-
-def test_the_exact_option_joins_replica_batches(split):
-    batches = split(
-        sized(2, 2, 2, 1, 3), 2, remainder="exact", per_replica_batches=True
-    )
-    assert [b.arrays["x"].tolist() for b in batches] == [
-        [[0, 1], [2, 3]],
-        [[4, 5, 6]],
-        [[7, 8, 9]],
-    ]
-
-
-def test_the_exact_option_means_smaller_pieces_in_an_evaluation(split):
-    pieces = split(sized(10), 4, remainder="exact", exact=True)
-    assert [b.num_active for b in pieces] == [4, 2]
-    assert [b.num_replicas for b in pieces] == [4, 4]
+@pytest.mark.parametrize("kind", PIECES)
+def test_pieces_are_these(split, kind):
+    sizes, num_replicas, options, expected = PIECES[kind]
+    pieces = split(sized(*sizes), num_replicas, **options)
+    assert [(p.arrays["x"].tolist(), p.num_active) for p in pieces] == expected
+    if options.get("remainder") == "exact" and not options.get("exact"):
+        assert all(p.num_replicas == p.num_active and p.is_last for p in pieces)
+    else:
+        assert {p.num_replicas for p in pieces} == {num_replicas}
 
 
 @pytest.mark.parametrize(("sizes", "count"), [((6, 6, 6), 1), ((8, 8, 6), 0)])
@@ -188,7 +176,6 @@ UNEQUAL = (
     '`InputOptions(remainder="exact")` to run it on fewer replicas, `"drop"` to leave '
     'examples out, or `"pad"` to fill up and get a `mask`.'
 )
-OF_REPLICAS = {"per_replica_batches": True}
 
 
 @pytest.mark.parametrize(
@@ -198,7 +185,7 @@ OF_REPLICAS = {"per_replica_batches": True}
         ([8, 6, 8], 4, {}, r"A batch has 6 .* such as `4` or `8`"),
         ([4, 3], 2, OF_REPLICAS, r'have 4, 3 examples\. Batch.*"exact"'),
         ([4, 4], 3, OF_REPLICAS, "have 4, 4 examples and the data ends th"),
-        ([3], 4, {"remainder": "drop"}, "A batch has 3 examples, fewer than the 4 rep"),
+        ([3], 4, DROP, "A batch has 3 examples, fewer than the 4 rep"),
     ],
 )
 def test_batches_that_replicas_cannot_share_are_errors(
@@ -206,25 +193,6 @@ def test_batches_that_replicas_cannot_share_are_errors(
 ):
     with pytest.raises(BatchSizeError, match=message):
         split(sized(*sizes), num_replicas, **options)
-
-
-def test_drop_leaves_out_short_batches_and_excess_rows(split):
-    batches = split(sized(6, 7, 5, 6), 4, remainder="drop")
-    assert [b.arrays["x"].tolist() for b in batches] == [
-        [[0], [1], [2], [3]],
-        [[6], [7], [8], [9]],
-        [[18], [19], [20], [21]],
-    ]
-
-
-def test_drop_leaves_out_short_replica_batches_and_incomplete_groups(split):
-    batches = split(
-        sized(2, 3, 1, 2, 2, 2), 2, remainder="drop", per_replica_batches=True
-    )
-    assert [b.arrays["x"].tolist() for b in batches] == [
-        [[0, 1], [2, 3]],
-        [[6, 7], [8, 9]],
-    ]
 
 
 def test_drop_compares_with_the_batch_size_of_arrays(split):
@@ -240,10 +208,6 @@ def test_pad_keeps_one_shape_and_marks_the_copies(split):
     assert batches[0].arrays["x"].reshape(-1).tolist() == [0, 1, 2, 3, 4, 5, 5, 5]
     assert batches[0].arrays["mask"].reshape(-1).tolist() == [True] * 6 + [False] * 2
     assert batches[2].arrays["mask"].dtype == np.dtype(bool)
-    assert batches[2].arrays["x"].reshape(-1).tolist() == [12, 13] + [13] * 6
-
-
-def test_pad_gives_replicas_without_data_only_copies(split):
     first, last = split(sized(2, 2, 1), 2, remainder="pad", per_replica_batches=True)
     assert first.arrays["mask"].all()
     assert last.arrays["x"].tolist() == [[4, 4], [4, 4]]
@@ -269,22 +233,23 @@ def test_pad_needs_a_place_for_the_mask(split):
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("num_replicas", "options", "expected"),
     [
-        ({}, {"x": (8, 3)}),
-        ({"per_replica_batches": True}, {"x": (16, 3)}),
-        ({"remainder": "exact", "num_replicas": 3}, {"x": (8, 3)}),
-        ({"remainder": "drop", "num_replicas": 3}, {"x": (6, 3)}),
-        ({"remainder": "pad", "num_replicas": 3}, {"x": (9, 3), "mask": (9,)}),
+        (2, {}, {"x": (8, 3)}),
+        (2, OF_REPLICAS, {"x": (16, 3)}),
+        (3, EXACT, {"x": (8, 3)}),
+        (3, DROP, {"x": (6, 3)}),
+        (3, {"remainder": "pad"}, {"x": (9, 3), "mask": (9,)}),
     ],
 )
-def test_element_spec_is_that_of_a_global_batch(options, expected, make_layout):
-    options = dict(options)
+def test_element_spec_is_that_of_a_global_batch(
+    num_replicas, options, expected, make_layout
+):
     dataset = DistributedDataset(
         [{"x": np.zeros((8, 3))}],
-        make_layout(options.pop("num_replicas", 2)),
-        options=InputOptions(remainder=options.pop("remainder", None)),
-        **options,
+        make_layout(num_replicas),
+        per_replica_batches="per_replica_batches" in options,
+        options=InputOptions(remainder=options.get("remainder")),
     )
     spec = dataset.element_spec
     assert {name: leaf.shape for name, leaf in spec.items()} == expected
