@@ -63,7 +63,7 @@ class Server:
                 "checkpoints."
             )
         self._name = f"{task_type} {task_id}"
-        # As in `Settings.options_of`.
+        # As in `ParameterServerStrategy.actor_options`.
         self._resource = f"armillary_{task_type}_{task_id or 0}"
         self._address = self._spec[task_type][task_id or 0]
         self._chief = self._spec["chief"][0]
@@ -73,7 +73,12 @@ class Server:
 
         It waits for the chief as long as it takes, and says so.
         """
-        self._wait_for_chief()
+        said = time.monotonic()
+        while not _answers(self._chief):
+            if time.monotonic() - said > _SAY_SECONDS:
+                said = time.monotonic()
+                logger.info("%s | waits for the chief at %s.", self._name, self._chief)
+            time.sleep(_LOOK_SECONDS)
         try:
             self._take_part()
         except Exception:
@@ -94,14 +99,6 @@ class Server:
                 misses = 0 if _answers(self._chief) else misses + 1
         finally:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
-
-    def _wait_for_chief(self) -> None:
-        said = time.monotonic()
-        while not _answers(self._chief):
-            if time.monotonic() - said > _SAY_SECONDS:
-                said = time.monotonic()
-                logger.info("%s | waits for the chief at %s.", self._name, self._chief)
-            time.sleep(_LOOK_SECONDS)
 
 
 def check_cluster(resolver: ClusterResolver) -> dict[str, list[str]]:
@@ -139,7 +136,13 @@ def start_ray(resolver: ClusterResolver | None) -> None:
     if ray.is_initialized():
         return
     if resolver is not None:
-        start_head(check_cluster(resolver)["chief"][0])
+        address = check_cluster(resolver)["chief"][0]
+        host, port = split_address(address)
+        node = _start_node(host, gcs_server_port=port)
+        atexit.register(node.kill_all_processes, check_alive=False, allow_graceful=True)
+        with quiet_forks():
+            ray.init(address=address, logging_level="ERROR")
+        atexit.register(ray.shutdown)
     elif address:
         ray.init(address=address)
     else:
@@ -154,16 +157,6 @@ def start_ray(resolver: ClusterResolver | None) -> None:
             )
         atexit.register(ray.shutdown)
         logger.info("ray | started on this machine, for as long as the program runs.")
-
-
-def start_head(address: str) -> None:
-    """Starts the cluster of a chief, which ends with this program, and joins it."""
-    host, port = split_address(address)
-    node = _start_node(host, gcs_server_port=port)
-    atexit.register(node.kill_all_processes, check_alive=False, allow_graceful=True)
-    with quiet_forks():
-        import_ray().init(address=address, logging_level="ERROR")
-    atexit.register(import_ray().shutdown)
 
 
 def use_one_machine(*, is_local: bool) -> None:

@@ -1,12 +1,10 @@
 """The strategy of asynchronous training."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-import numpy as np
 
 from armillary._checks import (
     check_callable,
@@ -77,7 +75,7 @@ class ParameterServerStrategy(SingleStrategy):
         check_instance("ps_options", ps_options, dict | None, fix)
         check_seconds("report_seconds", report_seconds, "Use a positive number.")
         if variable_partitioner is not None:
-            _check_partitioner(variable_partitioner)
+            check_callable("variable_partitioner", variable_partitioner)
         if type(max_staleness) is int and max_staleness == 0:
             raise ValueError(
                 f"`max_staleness` is {max_staleness!r}, but workers of parameter "
@@ -170,19 +168,6 @@ class ParameterServerStrategy(SingleStrategy):
             f"ParameterServerStrategy({self.num_workers} workers, "
             f"{self.num_ps} parameter servers)"
         )
-
-
-def _check_partitioner(partitioner: Callable[..., Sequence[int]]) -> None:
-    """Raises if a partitioner cannot be called as one."""
-    check_callable("variable_partitioner", partitioner)
-    try:
-        inspect.signature(partitioner).bind((1,), np.dtype("float32"), axis=0)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"`variable_partitioner` is {partitioner!r}, which cannot be called with "
-            f"`(shape, dtype, axis=0)` ({error}). Use one of "
-            "`armillary.distribute.partitioners`, or a function of these three."
-        ) from error
 
 
 def _count_tasks(

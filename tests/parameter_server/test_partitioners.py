@@ -67,10 +67,6 @@ def make(partitioner):
     return armillary.ParameterServerStrategy(variable_partitioner=partitioner)
 
 
-def max_rows(shape):
-    return [shape[0]]
-
-
 @mistakes(
     {
         ValueError: {
@@ -80,7 +76,6 @@ def max_rows(shape):
         },
         TypeError: {
             r"`variable_partitioner` is 2.* callable": lambda: make(2),
-            r"cannot be called with `\(shape, dtype, axis=0\)`": lambda: make(max_rows),
             "`cluster_resolver` is {}.*TFConfigClusterResolver": lambda: (
                 armillary.ParameterServerStrategy(cluster_resolver={})
             ),
