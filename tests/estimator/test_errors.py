@@ -22,6 +22,7 @@ from tests.estimator.problems import (
     make_input_fn,
     make_regressor,
 )
+from tests.mistakes import mistakes
 
 
 def make_layer(rngs: nnx.Rngs) -> nnx.Linear:
@@ -151,24 +152,12 @@ def test_several_processes_do_not_predict(tmp_path, monkeypatch):
         make_regressor(tmp_path).predict(make_input_fn())
 
 
-@pytest.mark.parametrize(
-    ("method", "name", "answer"),
-    [
-        ("train", "hooks", "Leave it out: there is no session"),
-        ("train", "saving_listeners", "Leave it out: there is no session"),
-        ("train", "step", "Did you mean `steps`?"),
-        ("evaluate", "hooks", "Leave it out: there is no session"),
-        ("predict", "hooks", "Leave it out: there is no session"),
-        ("predict", "predict_keys", "Take the entries that you need"),
-    ],
-)
-def test_keywords_of_tensorflow_are_answered_when_a_method_is_called(
-    tmp_path, method, name, answer
-):
+@pytest.mark.parametrize("method", ["train", "evaluate", "predict"])
+def test_keywords_of_tensorflow_are_answered_when_a_method_is_called(tmp_path, method):
     call = getattr(make_regressor(tmp_path), method)
-    message = rf"`{name}` is None, but `Estimator.{method}` has .* {re.escape(answer)}"
+    message = rf"`hooks` is None, but `Estimator.{method}` has .* Leave it out: there"
     with pytest.raises(TypeError, match=message):
-        call(make_input_fn(), **{name: None})
+        call(make_input_fn(), hooks=None)
 
 
 def test_predictions_have_an_entry_for_each_example(tmp_path):
@@ -225,15 +214,12 @@ def test_labels_of_classes(tmp_path):
         binary.evaluate(make_input_fn(X, np.full(len(X), 0.5, "float32")))
 
 
-@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "label", "rule"),
     [
-        (2, 9, "A label that is not 0 or 1 is such a value: `n_classes` is 2."),
-        (2, -1, "Pass the number of classes that there are, `n_classes=`."),
+        (2, -1, "A label that is not 0 or 1 is such a value: `n_classes` is 2."),
         (5, 9, "not one of 0 to 4 is such a value: `n_classes` is 5."),
-        (5, -1, "not one of 0 to 4"),
     ],
 )
 def test_a_label_of_no_class_ends_training(tmp_path, count, label, rule):
@@ -245,108 +231,56 @@ def test_a_label_of_no_class_ends_training(tmp_path, count, label, rule):
     assert rule in caught.value.__notes__[-1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments", "error", "message"),
-    [
-        ("LinearRegressor", {"optimizer": "Lion"}, EstimatorError, "'Lion', but it"),
-        ("LinearRegressor", {"optimizer": 0.1}, EstimatorError, "`optimizer` is 0.1"),
-        ("LinearRegressor", {"label_dimension": 0}, ValueError, "`label_dimension`"),
-        ("LinearClassifier", {"n_classes": 1}, EstimatorError, "`n_classes` is 1"),
-        ("LinearRegressor", {"weight_column": "w"}, TypeError, "no such argument"),
-        ("LinearRegressor", {"config": {}}, TypeError, "`config` is {}"),
-        ("DNNClassifier", {"hidden_units": 8}, EstimatorError, "`hidden_units` is 8"),
-        ("DNNRegressor", {"dropout": 1.5}, EstimatorError, "`dropout` is 1.5"),
-        ("DNNRegressor", {"activation_fn": "relu"}, TypeError, "must be callable"),
-        ("DNNRegressor", {"label_dimension": 0}, ValueError, "`label_dimension`"),
-        (
-            "LinearRegressor",
-            {"feature_columns": ["a"]},
-            EstimatorError,
-            "`feature_columns` is ['a'], but it must be a list",
-        ),
-        ("LinearRegressor", {"feature_columns": []}, EstimatorError, "is []"),
-    ],
-)
-def test_arguments_of_canned_estimators(tmp_path, kind, arguments, error, message):
-    defaults = {"feature_columns": COLUMNS, "model_dir": tmp_path}
-    if kind.startswith("DNN"):
-        defaults["hidden_units"] = [4]
-    with pytest.raises(error, match=re.escape(message)):
-        getattr(estimator, kind)(**{**defaults, **arguments})
+def make_canned(kind="LinearRegressor", **arguments):
+    network = {"hidden_units": [4]} if kind.startswith("DNN") else {}
+    defaults = {"feature_columns": COLUMNS, **network}
+    return lambda: getattr(estimator, kind)(**{**defaults, **arguments})
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: estimator.Estimator(None), TypeError, "`model_fn` is None of type"),
-        (
-            lambda: estimator.Estimator(no_labels, warm_start_from="run"),
-            TypeError,
-            "`Estimator` has no such argument. `make_fn`",
-        ),
-        (
-            lambda: estimator.Estimator(no_labels, 3),
-            TypeError,
-            "`model_dir` is 3 of type int",
-        ),
-        (lambda: estimator.RunConfig(""), ValueError, "`model_dir` is '', but it must"),
-        (lambda: estimator.RunConfig(3), TypeError, "`model_dir` is 3 of type int"),
-        (
-            lambda: estimator.RunConfig(keep_checkpoint_every_n_hours=-1),
-            ValueError,
-            "`keep_checkpoint_every_n_hours` is -1",
-        ),
-        (
-            lambda: estimator.RunConfig().replace(device_fn=None),
-            TypeError,
-            "Leave it out: there is no session here",
-        ),
-        (
-            lambda: EstimatorSpec(ModeKeys.TRAIN, training_hooks=[]),
-            TypeError,
-            "`EstimatorSpec` has no such argument. Leave it out: there is no session",
-        ),
-        (
-            lambda: EstimatorSpec(ModeKeys.PREDICT, export_outputs={}),
-            TypeError,
-            "`armillary.actions.ExportModel`",
-        ),
-        (
-            lambda: EstimatorSpec(ModeKeys.TRAIN, scaffold=None),
-            TypeError,
-            "`make_fn` of `modules.make` sets a module up",
-        ),
-        (lambda: estimator.EvalSpec(min, name=1), TypeError, "`name` is 1 of type int"),
-        (lambda: numeric_column(3), ValueError, "`key` is 3"),
-        (lambda: numeric_column("a", (0,)), ValueError, "`shape` is (0,)"),
-        (lambda: numeric_column("a", normalizer_fn=2), TypeError, "be callable"),
-        (lambda: estimator.TrainSpec(3), TypeError, "`input_fn` is 3"),
-        (lambda: estimator.TrainSpec(min, 0), ValueError, "`max_steps` is 0"),
-        (lambda: estimator.EvalSpec(3), TypeError, "`input_fn` is 3"),
-        (lambda: estimator.EvalSpec(min, 0), ValueError, "`steps` is 0"),
-        (
-            lambda: estimator.EvalSpec(min, throttle_secs=1),
-            TypeError,
-            "each checkpoint is evaluated",
-        ),
-        (lambda: estimator.RunConfig(keep_checkpoint_max=-1), ValueError, "is -1"),
-        (lambda: estimator.RunConfig(log_step_count_steps=0), ValueError, "is 0"),
-        (lambda: estimator.RunConfig(save_summary_steps=0), ValueError, "is 0"),
-        (lambda: estimator.RunConfig(train_distribute=2), TypeError, "a `Strategy`"),
-        (
-            lambda: estimator.RunConfig(save_checkpoints_secs=60),
-            TypeError,
-            "Use `save_checkpoints_steps`",
-        ),
-        (
-            lambda: estimator.train_and_evaluate(3, None, None),
-            TypeError,
-            "`estimator` is 3",
-        ),
-    ],
+# What `tests/meta/test_arguments.py` cannot tell from the names of arguments.
+@mistakes(
+    {
+        EstimatorError: {
+            "'Lion', but it": make_canned(optimizer="Lion"),
+            "`n_classes` is 1": make_canned("LinearClassifier", n_classes=1),
+            "`hidden_units` is 8": make_canned("DNNClassifier", hidden_units=8),
+            "`dropout` is 1.5": make_canned("DNNRegressor", dropout=1.5),
+            r"`feature_columns` is \['a'\], but": make_canned(feature_columns=["a"]),
+            r"`feature_columns` is \[\]": make_canned(feature_columns=[]),
+        },
+        TypeError: {
+            "`weight_column` .* no such argument": make_canned(weight_column="w"),
+            "`activation_fn` .* callable": make_canned(
+                "DNNRegressor", activation_fn="x"
+            ),
+            "`warm_start_from` .* `make_fn`": lambda: estimator.Estimator(
+                no_labels, warm_start_from="run"
+            ),
+            "`device_fn` .* Leave it out": lambda: estimator.RunConfig().replace(
+                device_fn=None
+            ),
+            "`training_hooks` .* Leave it out": lambda: EstimatorSpec(
+                ModeKeys.TRAIN, training_hooks=[]
+            ),
+            "`throttle_secs` .* each checkpoint is evaluated": lambda: (
+                estimator.EvalSpec(min, throttle_secs=1)
+            ),
+            "Use `save_checkpoints_steps`": lambda: estimator.RunConfig(
+                save_checkpoints_secs=60
+            ),
+        },
+        ValueError: {
+            "`key` is 3": lambda: numeric_column(3),
+            r"`shape` is \(0,\)": lambda: numeric_column("a", (0,)),
+            "`max_steps` is 0": lambda: estimator.TrainSpec(min, 0),
+            "`log_step_count_steps` is 0": lambda: estimator.RunConfig(
+                log_step_count_steps=0
+            ),
+        },
+    }
 )
 def test_arguments(call, error, message):
-    with pytest.raises(error, match=re.escape(message)):
+    with pytest.raises(error, match=message):
         call()
 
 
@@ -354,19 +288,8 @@ def test_steps(tmp_path):
     made = make_regressor(tmp_path)
     with pytest.raises(ValueError, match="`steps` is 1 and `max_steps` is 2, but only"):
         made.train(make_input_fn(), steps=1, max_steps=2)
-    for arguments in ({"steps": 0}, {"max_steps": -1}):
-        with pytest.raises(ValueError, match="must be a positive integer"):
-            made.train(make_input_fn(), **arguments)
     with pytest.raises(ValueError, match="`steps` is 0"):
         made.evaluate(make_input_fn(), steps=0)
-    for call in (made.train, made.predict):
-        with pytest.raises(TypeError, match="`input_fn` is 3"):
-            call(3)
-    for call in (made.evaluate, made.predict):
-        with pytest.raises(TypeError, match="`checkpoint_path` is 3 of type int"):
-            call(make_input_fn(), checkpoint_path=3)
-    with pytest.raises(TypeError, match="`name` is 3 of type int"):
-        made.evaluate(make_input_fn(), name=3)
 
 
 def test_two_directories(tmp_path):

@@ -99,30 +99,30 @@ def test_n_replicas_take_n_batches_as_one_replica_takes_them_joined(tmp_path, re
 
 
 @pytest.mark.slow
-def test_batches_that_are_left_over_train_too(tmp_path):
-    # 5 batches of 4 and one of 2: after a step of 4 batches, 6 rows are left.
-    made = make_regressor(tmp_path, 4).train(make_input_fn(X[:22], Y[:22]))
-
-    expected = train_plainly(list(batches_of(X[:22], Y[:22], 16)))
-    for found, wanted in zip(read_linear(made), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-    assert made.global_step == 2
-
-
-@pytest.mark.slow
-def test_batches_of_any_sizes_are_joined(tmp_path):
+@pytest.mark.parametrize(
+    ("sizes", "steps"),
+    [
+        # After a step of 4 batches, 6 rows are left.
+        ((4, 4, 4, 4, 4, 2), [slice(0, 16), slice(16, 22)]),
+        ((4, 3, 4, 4, 2, 4, 4, 1), [slice(0, 15), slice(15, 26)]),
+    ],
+)
+def test_batches_of_any_sizes_are_joined_and_the_last_ones_train_too(
+    tmp_path, sizes, steps
+):
     def input_fn():
         start = 0
-        for size in (4, 3, 4, 4, 2, 4, 4, 1):
+        for size in sizes:
             rows = slice(start, start + size)
             yield features_of(X[rows]), Y[rows]
             start += size
 
     made = make_regressor(tmp_path, 4).train(input_fn)
 
-    expected = train_plainly([(X[:15], Y[:15]), (X[15:26], Y[15:26])])
+    expected = train_plainly([(X[rows], Y[rows]) for rows in steps])
     for found, wanted in zip(read_linear(made), expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    assert made.global_step == 2
 
 
 @pytest.mark.slow
@@ -379,14 +379,6 @@ def test_parameters_are_those_that_the_estimator_was_made_with(tmp_path):
     params["hidden"][0] = 0
     assert made.params == {"hidden": [4]}
     assert next(made.predict(make_input_fn())) == pytest.approx(4 * X[0, 0])
-
-
-def test_a_configuration_is_replaced_in_part():
-    config = estimator.RunConfig(tf_random_seed=3, keep_checkpoint_max=2)
-    changed = config.replace(model_dir="runs", keep_checkpoint_max=7)
-    assert (changed.model_dir, changed.keep_checkpoint_max) == ("runs", 7)
-    assert changed.tf_random_seed == 3
-    assert (config.model_dir, config.keep_checkpoint_max) == (None, 2)
 
 
 @pytest.mark.slow

@@ -283,28 +283,6 @@ def test_calls_of_lost_workers_run_again_and_none_twice(
     np.testing.assert_allclose(problem.kernel[:, 0], [1, -2, 3], atol=0.1)
 
 
-@pytest.mark.thorough
-def test_a_worker_that_keeps_failing_does_not_stop_the_others(
-    coordinator, problem, kill
-):
-    step, iterator = problem.start(coordinator)
-    ended = threading.Event()
-
-    def keep_killing():
-        for _ in range(3):
-            kill(coordinator._scheduler.workers[0].actor)
-            ended.wait(0.5)
-
-    thread = threading.Thread(target=keep_killing)
-    thread.start()
-    for _ in range(300):
-        coordinator.schedule(step, args=(iterator,))
-    coordinator.join()
-    ended.set()
-    thread.join()
-    assert problem.num_steps == 300
-
-
 def test_a_call_that_ends_its_worker_is_not_run_for_ever(coordinator, monkeypatch):
     monkeypatch.setattr(_scheduler, "_MOST_LOSSES", 2)
     value = coordinator.schedule(lambda: os._exit(1))

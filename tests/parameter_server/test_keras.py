@@ -175,20 +175,3 @@ def test_what_servers_cannot_run_is_refused(keras, alone, make, message):
         model = make_model(keras, make(optimizers.SGD) if make else scaled)
     with pytest.raises(ValueError, match=message):
         model.fit(X, Y, verbose=0)
-
-
-@pytest.mark.thorough  # `make_model` has one as well.
-def test_preprocessing_layers_are_sent(keras, alone):
-    normalization = keras.layers.Normalization()
-    normalization.adapt(X)
-
-    def train():
-        keras.utils.set_random_seed(0)
-        layers = [normalization, keras.layers.Rescaling(2.0), keras.layers.Dense(1)]
-        model = keras.Sequential([keras.layers.Input((4,)), *layers])
-        model.compile("sgd", "mse")
-        return model.fit(X, Y, shuffle=False, verbose=0).history["loss"]
-
-    expected = train()
-    with alone.strategy.scope():
-        np.testing.assert_allclose(train(), expected, 1e-5)
