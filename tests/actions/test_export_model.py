@@ -13,13 +13,9 @@ from flax import nnx
 
 import armillary
 from armillary._process import Process, get_process, set_process
-from armillary.actions import (
-    ConditionalAction,
-    ExportFileManager,
-    ExportModel,
-    NewBestMetric,
-)
+from armillary.actions import ExportFileManager, ExportModel
 from tests.mistakes import mistakes
+from tests.problems import MLP, Classifier, make_digits, make_strategy
 
 IMAGES = np.random.default_rng(0).normal(size=(3, 4)).astype("float32")
 SPEC = jax.ShapeDtypeStruct((1, 4), jnp.float32)
@@ -138,6 +134,15 @@ def test_what_the_function_sets_is_set_back_and_no_array_changes(tmp_path):
     result = load(path).call(IMAGES)
     model.eval()
     np.testing.assert_allclose(result, model(IMAGES), rtol=1e-5)
+    model.train()
+
+    def fail(images):
+        model.eval()
+        raise KeyError("label")
+
+    with pytest.raises(KeyError, match="label"):
+        make(tmp_path, fail)()
+    assert not model.dropout.deterministic
 
 
 @pytest.mark.slow
@@ -150,18 +155,6 @@ def test_a_model_in_training_mode_is_an_error_that_names_what_it_changes(tmp_pat
     assert export.file_manager.managed_files == []
     jax.tree.map(np.testing.assert_array_equal, read_all(model), arrays)
     model(IMAGES)  # No tracer was left behind.
-
-
-def test_an_error_in_the_function_leaves_the_model_as_it_was(tmp_path):
-    model = Net()
-
-    def predict(images):
-        model.eval()
-        raise KeyError("label")
-
-    with pytest.raises(KeyError, match="label"):
-        make(tmp_path, predict)()
-    assert not model.dropout.deterministic
 
 
 def test_keys_and_other_dtypes_are_constants(tmp_path):
@@ -183,54 +176,37 @@ def test_keys_and_other_dtypes_are_constants(tmp_path):
 
 
 def test_mirrored_state_becomes_a_program_for_one_device(tmp_path):
-    strategy = armillary.MirroredStrategy(jax.devices()[:2])
-    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    strategy = make_strategy(2)
+    trainer = Classifier(strategy, MLP(nnx.Rngs(0)), optax.sgd(0.1))
+    model, step = trainer.model, trainer.optimizer.step
+    images = make_digits(3)["image"]
 
-    class Trainer(armillary.StandardTrainer):
-        def __init__(self):
-            super().__init__(
-                strategy.distribute_dataset(
-                    armillary.data.from_arrays(
-                        {"x": np.ones((8, 4), "float32")}, batch_size=4, repeat=True
-                    )
-                )
-            )
-            self.model, self.optimizer = model, optimizer
+    def predict(images):
+        model.eval()
+        return model(images)
 
-        def train_step(self, iterator):
-            def step_fn(batch):
-                grads = armillary.all_reduce(
-                    "sum",
-                    nnx.grad(
-                        lambda m: armillary.compute_average_loss(m(batch["x"])[:, 0])
-                    )(self.model),
-                )
-                self.optimizer.update(self.model, grads)
-
-            strategy.run(step_fn, args=(next(iterator),))
-
-    manager = ExportFileManager(tmp_path / "export", 2, next_id_fn=optimizer.step)
-    export = ExportModel(model, manager, args=(IMAGES,))
+    manager = ExportFileManager(tmp_path / "export", 2, next_id_fn=step)
     seen = {}
 
     def note(output):
-        seen[int(optimizer.step.get_value())] = np.array(model(IMAGES))
+        model.eval()
+        seen[int(step.get_value())] = np.array(model(images))
+        model.train()
 
     controller = armillary.Controller(
-        trainer=Trainer(),
-        global_step=optimizer.step,
+        trainer=trainer,
+        global_step=step,
         strategy=strategy,
         steps_per_loop=2,
-        train_actions=[export, note],
+        train_actions=[ExportModel(predict, manager, args=(images,)), note],
     )
     controller.train(steps=6)
     names = [Path(path).name for path in manager.managed_files]
     assert names == ["export-4", "export-6"]
-    for path, step in zip(manager.managed_files, (4, 6), strict=True):
+    for path, number in zip(manager.managed_files, (4, 6), strict=True):
         exported = load(path)
         assert exported.nr_devices == 1
-        np.testing.assert_allclose(exported.call(IMAGES), seen[step], rtol=1e-5)
+        np.testing.assert_allclose(exported.call(images), seen[number], rtol=1e-5)
 
 
 @pytest.mark.parametrize("platforms", ["cuda", ("tpu", "cuda")])
@@ -247,18 +223,6 @@ def test_a_program_for_several_devices_is_an_error(tmp_path):
     export = make(tmp_path, lambda x: jax.lax.with_sharding_constraint(x, sharding))
     with pytest.raises(ValueError, match="a program for 2 devices"):
         export()
-
-
-def test_an_export_of_the_best_model(tmp_path):
-    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
-    export = make(tmp_path, model)
-    best = NewBestMetric("accuracy", higher_is_better=True)
-    action = ConditionalAction(best.test, [export, best.commit])
-    counts = []
-    for accuracy in (0.5, 0.4, 0.6):
-        action({"accuracy": accuracy})
-        counts.append(len(export.file_manager.managed_files))
-    assert counts == [1, 1, 2]
 
 
 def test_only_the_chief_writes(tmp_path):
