@@ -219,33 +219,31 @@ def test_an_exit_function_ends_the_program_in_its_own_way(tmp_path, caplog):
         assert saved_names(manager) == ["checkpoint_2"]
         raise SystemExit(42)
 
-    config = TerminationConfig(exit_fn=leave)
-    assert end_of(run, manager, config) == 42
+    assert end_of(run, manager, TerminationConfig(exit_fn=leave)) == 42
     assert said(caplog)[0].endswith("checkpoint_2; calls `exit_fn`.")
 
 
-def test_training_goes_on_if_the_exit_function_returns(tmp_path):
-    before, calls = signal.getsignal(signal.SIGTERM), []
-    run = Run(at_1=terminate, at_5=terminate)
-    manager = make_manager(run, tmp_path)
-    config = TerminationConfig(exit_fn=lambda: calls.append("exit"))
-    with training(run, manager, config) as controller:
-        controller.train(8)
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert calls == ["exit", "exit"]
-    assert saved_names(manager) == ["checkpoint_2", "checkpoint_6", "checkpoint_8"]
-
-
-def test_a_machine_that_is_only_moved_saves_once_for_each_notice(tmp_path, caplog):
+@pytest.mark.parametrize("has_exit_fn", [True, False])
+def test_training_that_goes_on_saves_once_for_each_notice(
+    tmp_path, caplog, has_exit_fn
+):
     caplog.set_level("INFO", logger="armillary")
+    before, calls = signal.getsignal(signal.SIGTERM), []
     run = Run(at_1=terminate, at_2=terminate, at_5=terminate)
     manager = make_manager(run, tmp_path)
-    with training(run, manager, keep_running_after_save=True) as controller:
+    options: dict[str, Any] = {"keep_running_after_save": True}
+    if has_exit_fn:
+        options = {"config": TerminationConfig(exit_fn=lambda: calls.append("exit"))}
+    with training(run, manager, **options) as controller:
         controller.train(8)
+
+    assert signal.getsignal(signal.SIGTERM) is before
     assert saved_names(manager) == ["checkpoint_2", "checkpoint_6", "checkpoint_8"]
+    ending = "calls `exit_fn`" if has_exit_fn else "training goes on"
     assert [line.partition("; ")[2] for line in said(caplog)] == [
-        f"saved {tmp_path}/checkpoint_{step}; training goes on." for step in (2, 6)
+        f"saved {tmp_path}/checkpoint_{step}; {ending}." for step in (2, 6)
     ]
+    assert calls == ["exit", "exit"] * has_exit_fn
 
 
 @pytest.mark.slow
@@ -295,14 +293,6 @@ def test_half_of_a_grace_period_is_used_for_training(tmp_path, monkeypatch, capl
     first, last = said(caplog)
     assert first.endswith("checkpoint_4; trains on for a part of the grace period.")
     assert last.endswith("checkpoint_20; ends with exit code 77 (PREEMPTED).")
-
-
-def test_a_grace_period_that_is_too_short_is_not_used(tmp_path):
-    run = Run(at_4=terminate)
-    manager = make_manager(run, tmp_path)
-    config = TerminationConfig(grace_period=1e-3)
-    assert end_of(run, manager, config) == 77
-    assert saved_names(manager) == ["checkpoint_4"]
 
 
 def fail_to_save(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
@@ -436,8 +426,7 @@ def test_processes_save_the_same_step_if_one_of_them_is_to_end(
     assert all("SIGTERM in process 1 of 2; saved" in line for line in said(caplog))
 
 
-def test_a_signal_to_all_processes_is_one_notice(tmp_path, monkeypatch, caplog):
-    caplog.set_level("INFO", logger="armillary")
+def test_a_signal_to_all_processes_is_one_notice(tmp_path, monkeypatch):
     manager = make_manager(Run(), tmp_path)
     with (
         SaveCheckpointIfPreempted(manager, keep_running_after_save=True) as action,

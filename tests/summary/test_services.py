@@ -7,7 +7,7 @@ import sys
 import time
 import types
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -25,29 +25,13 @@ PIXELS = np.linspace(0, 1, 12, dtype=np.float32).reshape(2, 2, 3)
 RICH = {"loss": 0.5, "inner": {"note": Text("<b>"), "first": Image(PIXELS)}}
 
 
-class WandbRun:
-    """Keeps what a run of Weights & Biases is given."""
-
-    def __init__(self, **options):
-        self.options, self.rows, self.axes, self.is_finished = options, [], [], False
-        self.config = Mock()
-
-    def define_metric(self, name, **options):
-        self.axes.append((name, options))
-
-    def log(self, row):
-        self.rows.append(row)
-
-    def finish(self):
-        self.is_finished = True
-
-
 @pytest.fixture
 def wandb_runs(monkeypatch):
     runs = []
 
     def init(**options):
-        runs.append(WandbRun(**options))
+        runs.append(Mock(options=options, rows=[]))
+        runs[-1].log.side_effect = runs[-1].rows.append
         return runs[-1]
 
     module = types.ModuleType("wandb")
@@ -82,7 +66,10 @@ def test_wandb_gets_one_run_with_names_of_directories(tmp_path, wandb_runs):
     (run,) = wandb_runs
     assert run.options["project"] == "digits"
     assert run.options["dir"] == str(tmp_path)
-    assert run.axes == [("global_step", {}), ("*", {"step_metric": "global_step"})]
+    assert run.define_metric.call_args_list == [
+        call("global_step"),
+        call("*", step_metric="global_step"),
+    ]
     assert run.rows == [
         {"train/loss": 0.1, "train/speed": 2.0, "global_step": 10},
         {"eval/set/loss": 3.0, "global_step": 10},
@@ -90,13 +77,12 @@ def test_wandb_gets_one_run_with_names_of_directories(tmp_path, wandb_runs):
     run.config.update.assert_called_once_with(
         {"rate": 0.1, "optimizer/name": "adam"}, allow_val_change=True
     )
-    assert run.is_finished
+    run.finish.assert_called_once_with()
 
 
 def test_wandb_goes_on_with_the_run_of_the_directory(tmp_path, wandb_runs):
-    write_wandb(tmp_path, 10)
-    write_wandb(tmp_path, 10)  # Steps may repeat.
-    write_wandb(tmp_path / "another", 10)
+    for directory in (tmp_path, tmp_path, tmp_path / "another"):
+        write_wandb(directory, 10)  # Steps may repeat.
 
     first, second, other = (run.options for run in wandb_runs)
     assert first["id"] == second["id"] != other["id"]
