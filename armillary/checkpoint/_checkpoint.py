@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from armillary._checks import check_instance, list_lines
+from armillary._checks import list_lines
 from armillary.checkpoint._folder import as_absolute
 from armillary.checkpoint._reader import merge_refusals, restore
 from armillary.checkpoint._selection import (
@@ -89,7 +89,6 @@ class Checkpoint:
         *,
         only: Paths | None = None,
         skip: Paths = (),
-        rename: Mapping[str, str] | None = None,
         may_differ: Paths = (),
     ) -> RestoreReport:
         """Puts values of a saved checkpoint into the objects, which need not be all.
@@ -102,18 +101,16 @@ class Checkpoint:
 
         It is strict in what it restores: there, the checkpoint and the program must
         hold the same leaves, unless `may_differ` names them. A part is named by its
-        path in the program, and is everything below it; `*` stands for any one name, as
-        in `"model/layers/*/norm"`. Of the arrays, only those that are asked for are
-        read, to the devices that the program's own are on, so the number of devices and
-        processes may differ from that of the save. Of several processes, all call this.
+        path, and is everything below it. What a checkpoint calls otherwise gets its
+        path from a dictionary: `Checkpoint(model={"backbone": encoder})`. Of the
+        arrays, only those that are asked for are read, to the devices that the
+        program's own are on, so the number of devices and processes may differ from
+        that of the save. Of several processes, all call this.
 
         Args:
             path: The folder of the checkpoint.
             only: The parts to restore; by default all objects of this `Checkpoint`.
             skip: Parts of these that stay as they are.
-            rename: Paths in the program by those in the checkpoint, where they differ:
-                `{"model/encoder": "model/backbone"}` restores what was saved as
-                `model/encoder` into `model/backbone`.
             may_differ: Parts that may differ. One that does, or is missing on either
                 side, or is a data position that the data does not accept, stays whole
                 as the program made it.
@@ -130,10 +127,6 @@ class Checkpoint:
             CheckpointMismatchError: If it does not fit the program, a part is missing,
                 or nothing would be restored. The objects are as they were in each case.
         """
-        fix = 'Use `rename={"path in checkpoint": "path in program"}`.'
-        check_instance("rename", rename, Mapping | None, fix)
-        old, new = (rename or {}).keys(), (rename or {}).values()
-        renamed = zip(as_paths("rename", old), as_paths("rename", new), strict=True)
         skip = as_paths("skip", skip)
         if only is None:
             # All that an object holds may be another's: of a model, its optimizer.
@@ -143,7 +136,6 @@ class Checkpoint:
         selection = Selection(
             only=as_paths("only", only),
             skip=skip,
-            rename=dict(renamed),
             may_differ=as_paths("may_differ", may_differ),
         )
         folder = as_absolute("path", path)

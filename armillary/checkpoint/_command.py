@@ -4,11 +4,10 @@ It shows what is inside a checkpoint, or inside a directory of them, without any
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -58,7 +57,7 @@ def prepare_checkpoint(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
 def _describe(path: epath.Path) -> dict[str, Any]:
     one = read_saved(path)
     if one is not None:
-        return _describe_checkpoint(one)
+        return _describe_one(one)
     saved, broken, unfinished = list_directory(path)
     if not (saved or broken or unfinished):
         is_there = "in which there is none" if path.is_dir() else "which is no folder"
@@ -69,14 +68,22 @@ def _describe(path: epath.Path) -> dict[str, Any]:
             "directory of them. Use "
             f"{', '.join(below) or 'the directory of a `CheckpointManager`'}."
         )
-    superseded = find_superseded(saved)
     checkpoints, problems = [], {str(each): why for each, why in broken.items()}
-    for entry in saved:
+    superseded = find_superseded(saved)
+    for entry in (each for each in saved if each not in superseded):
         try:
-            if entry not in superseded:
-                checkpoints.append(_describe_entry(entry))
+            described = _describe_one(entry, has_values=False)
         except ValueError as error:
             problems[str(entry.path)] = str(error)
+            continue
+        states = described.pop("states").items()
+        described["best_values"] = {
+            name: state["best_value"]
+            for name, state in states
+            if isinstance(state, dict) and state.get("best_value") is not None
+        }
+        del described["leaves"]
+        checkpoints.append(described)
     return {
         "directory": str(path),
         "checkpoints": checkpoints,
@@ -85,68 +92,47 @@ def _describe(path: epath.Path) -> dict[str, Any]:
     }
 
 
-def _describe_checkpoint(saved: Saved) -> dict[str, Any]:
-    described = _describe_header(saved)
-    with _reading(saved.path):
-        leaves, states, _ = read_description(saved.path)
-        # Numbers alone, such as counts of steps, come with their values.
-        numbers = [n for n, spec in leaves.items() if not (spec.shape or spec.is_key)]
-        values = read_arrays(saved.path, dict.fromkeys(numbers))
-    shown = {
-        name: {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "bytes": _count_bytes(spec),
-            **({"value": values[name].item()} if name in values else {}),
-        }
-        for name, spec in leaves.items()
-    }
-    return {**described, "leaves": shown, "states": states}
-
-
-def _describe_entry(saved: Saved) -> dict[str, Any]:
-    with _reading(saved.path):
-        _, states, _ = read_description(saved.path)
-    best = {
-        name: state["best_value"]
-        for name, state in states.items()
-        if isinstance(state, dict) and state.get("best_value") is not None
-    }
-    return {**_describe_header(saved), "best_values": best}
-
-
-def _describe_header(saved: Saved) -> dict[str, Any]:
+def _describe_one(saved: Saved, *, has_values: bool = True) -> dict[str, Any]:
     path = saved.path
-    # All files must be there; what is in them is not looked at.
-    with _reading(path):
+    try:
+        # All files must be there; what is in them is not looked at.
         sizes = {name: size for name, (size, _) in read_checksums(path).items()}
         if any((path / name).stat().length != size for name, size in sizes.items()):
             raise ValueError("a file has another size")
-    return {
-        "path": str(path),
-        "number": saved.number,
-        "saved_at": saved.saved_at,
-        "bytes_on_disk": sum(sizes.values()),
-    }
-
-
-@contextlib.contextmanager
-def _reading(path: epath.Path) -> Iterator[None]:
-    try:
-        yield
+        leaves, states, _ = read_description(path)
+        # Numbers alone, such as counts of steps, come with their values.
+        numbers = [n for n, spec in leaves.items() if not (spec.shape or spec.is_key)]
+        values = read_arrays(path, dict.fromkeys(numbers if has_values else ()))
     except Exception as error:
         reason = find_damage(path) or f"{type(error).__name__}: {error}"
         raise ValueError(
             f"`path` is {str(path)!r}, a checkpoint that cannot be read: {reason}. "
             "Show another one."
         ) from error
+    shown = {
+        name: {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "bytes": math.prod(spec.shape) * _item_bytes(spec),
+            **({"value": values[name].item()} if name in values else {}),
+        }
+        for name, spec in leaves.items()
+    }
+    return {
+        "path": str(path),
+        "number": saved.number,
+        "saved_at": saved.saved_at,
+        "bytes_on_disk": sum(sizes.values()),
+        "leaves": shown,
+        "states": states,
+    }
 
 
-def _count_bytes(spec: LeafSpec) -> int:
+def _item_bytes(spec: LeafSpec) -> int:
     if not spec.is_key:
-        return math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize
+        return jnp.dtype(spec.dtype).itemsize
     key = jax.random.key(0, impl=spec.dtype.removeprefix("key<").removesuffix(">"))
-    return math.prod(spec.shape) * key.dtype.itemsize
+    return key.dtype.itemsize
 
 
 def _print_checkpoint(contents: dict[str, Any]) -> ExitCode:

@@ -10,7 +10,6 @@ processes that restored different ones would train a mixture.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
@@ -142,33 +141,24 @@ def _restore_intact(
             **{path: str(spec) for path, spec in saved.items()},
         }
         may_differ = (*selection.may_differ, *checkpoint.passing)
-        selection = dataclasses.replace(selection, may_differ=may_differ)
-        sources, differences = match(
+        selection = selection._replace(may_differ=may_differ)
+        taken, differences = match(
             str(folder), selection, saved=all_saved, program=program
         )
-        targets = {
-            new: leaves[new]
-            for new, old in sources.items()
-            if new in leaves and 0 not in saved[old].shape
-        }
-        shardings = {sources[new]: stored_sharding(targets[new]) for new in targets}
+        full = [name for name in taken if name in saved and 0 not in saved[name].shape]
+        shardings = {name: stored_sharding(leaves[name]) for name in full}
         with _reading(folder):
             stored = read_arrays(folder, shardings)
-        restored = {
-            new: as_restored(stored[sources[new]], leaf)
-            for new, leaf in targets.items()
-        }
-        new_states = {
-            new: states[old] for new, old in sources.items() if new not in leaves
-        }
+        restored = {name: as_restored(stored[name], leaves[name]) for name in full}
+        new_states = {name: states[name] for name in taken if name in states}
         may_refuse = [n for n in new_states if is_inside(n, selection.may_differ)]
         refused = checkpoint.write({**leaves, **restored}, new_states, may_refuse)
-    done = {new: old for new, old in sources.items() if new not in refused}
+    done = tuple(name for name in taken if name not in refused)
     report = RestoreReport(
         path=str(folder),
-        restored=tuple(done),
-        kept=tuple(sorted(program.keys() - done.keys())),
-        unused=tuple(sorted(all_saved.keys() - set(done.values()))),
+        restored=done,
+        kept=tuple(sorted(program.keys() - done)),
+        unused=tuple(sorted(all_saved.keys() - done)),
         # The last line of a long message is what to do about it: nothing, here.
         differences=(
             *differences,

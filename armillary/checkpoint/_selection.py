@@ -1,13 +1,11 @@
 """Which values of a checkpoint go where in a program, and which may be left out.
 
 A part is named by a path, and is everything at that path or below it: `model/backbone`
-has `model/backbone/kernel`; `*` stands for any one name between slashes. All names are
-paths of the program; `rename` says which of them a checkpoint calls otherwise. What is
-selected must be the same in both, except in parts that may differ: each of those is
-restored whole, or stays whole as the program made it.
+has `model/backbone/kernel`. What is selected must be the same in a checkpoint and a
+program, except in parts that may differ: each of those is restored whole, or stays
+whole as the program made it.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Self
@@ -84,17 +82,15 @@ class RestoreReport(NamedTuple):
         return self.assert_existing_objects_matched()
 
 
-@dataclasses.dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """What of a checkpoint to restore: the arguments of `Checkpoint.read`."""
 
     only: tuple[str, ...] | None = None
     skip: tuple[str, ...] = ()
-    rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
     may_differ: tuple[str, ...] = ()
 
     def has(self, path: str) -> bool:
-        """Returns whether a path of the program is to be restored."""
+        """Returns whether a path is to be restored."""
         is_named = self.only is None or is_inside(path, self.only)
         return is_named and not is_inside(path, self.skip)
 
@@ -116,23 +112,15 @@ def as_paths(argument: str, paths: Any) -> tuple[str, ...]:
 
 def match(
     path: str, selection: Selection, *, saved: Specs, program: Specs
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Returns where the selected values of a program come from, and what may differ.
-
-    The first is the path in the checkpoint of what is restored, by that in the program;
-    the second a line for each path that differs in a part that may.
-    """
-    sources = _rename(path, selection, saved)
-    _check_names(path, selection, sources, program)
-    old = {new: saved[name] for new, name in sources.items() if selection.has(new)}
+) -> tuple[list[str], tuple[str, ...]]:
+    """Returns the paths to restore, and a line for each that differs and may."""
+    _check_names(path, selection, saved, program)
+    old = {name: spec for name, spec in saved.items() if selection.has(name)}
     own = {name: spec for name, spec in program.items() if selection.has(name)}
     differences = _find_differences(old, own)
     matching = old.keys() & own.keys() - differences.keys()
-    refused = {
-        name: line
-        for name, line in differences.items()
-        if not is_inside(name, selection.may_differ)
-    }
+    allowed = selection.may_differ
+    refused = {n: line for n, line in differences.items() if not is_inside(n, allowed)}
     if refused:
         fix = "what to restore: `only=[...]`"
         if matching:
@@ -144,12 +132,7 @@ def match(
             "Build the objects as they were when this was saved, or, if they changed "
             f"on purpose, name {fix}. Nothing was restored."
         )
-    left = {
-        _parts_with(name)[part.count("/")]
-        for part in selection.may_differ
-        for name in differences
-        if is_inside(name, [part])
-    }
+    left = [each for each in allowed if any(is_inside(n, [each]) for n in differences)]
     taken = sorted(name for name in matching if not is_inside(name, left))
     lines = tuple(differences.values())
     if not taken:
@@ -158,7 +141,7 @@ def match(
             "in `only`, and less in `skip` and `may_differ`. These differ:\n"
             f"{list_lines(lines) or '  nothing'}"
         )
-    return {name: sources[name] for name in taken}, lines
+    return taken, lines
 
 
 def _find_differences(saved: Specs, program: Specs) -> dict[str, str]:
@@ -189,36 +172,15 @@ def _find_parts(differing: Iterable[str], matching: Collection[str]) -> Any:
     return names[0] if len(names) == 1 else names
 
 
-def _rename(path: str, selection: Selection, saved: Specs) -> dict[str, str]:
-    # To the path in the program, from that in the checkpoint.
-    for old in selection.rename:
-        _check_is_there(path, f"`rename` names {old!r}", "the checkpoint", old, saved)
-    found: dict[str, str] = {}
-    for name in saved:
-        new = name
-        # The longest part that has it: `a/b` is more exact than `a`.
-        for old in sorted(selection.rename, key=len):
-            rest = _below(name, old)
-            new = new if rest is None else selection.rename[old] + rest
-        if new in found and selection.has(new):
-            raise CheckpointMismatchError(
-                f"`path` is {path!r}, and `rename` is {dict(selection.rename)}, which "
-                f"gives {found[new]!r} and {name!r} of the checkpoint both the path "
-                f"{new!r}. Rename the other one as well, and `skip` it."
-            )
-        found[new] = name
-    return found
-
-
 def _check_names(
     path: str, selection: Selection, saved: Collection[str], program: Collection[str]
 ) -> None:
     # A name of nothing would be a slip of the pen.
+    places = {"the program": program, "the checkpoint": saved}
     for part in selection.only or ():
-        named = f"{part!r} is to be restored"
-        _check_is_there(path, named, "the program", part, program)
-        if not is_inside(part, selection.may_differ):
-            _check_is_there(path, named, "the checkpoint", part, saved)
+        may_lack = is_inside(part, selection.may_differ)
+        for where, names in list(places.items())[: 1 if may_lack else 2]:
+            _check_is_there(path, f"`only` names {part!r}", where, part, names)
     for part in selection.skip:
         both = [*saved, *program]
         _check_is_there(path, f"`skip` names {part!r}", "either of them", part, both)
@@ -234,23 +196,14 @@ def _check_is_there(
     raise CheckpointMismatchError(
         f"`path` is {path!r}, and {named}, which is not in {where}. There is:\n"
         f"{list_lines(there)}\n"
-        "Use one of these; if the checkpoint calls it otherwise, say so in `rename`."
+        "Use one of these. A dictionary gives an object the path that it has in a "
+        "checkpoint: `Checkpoint(model={'backbone': encoder})`."
     )
 
 
 def is_inside(path: str, parts: Iterable[str]) -> bool:
     """Returns whether a path is one of some parts, or lies in one."""
-    return any(_below(path, part) is not None for part in parts)
-
-
-def _below(path: str, part: str) -> str | None:
-    """Returns what follows `part` in a path, or `None` if it lies elsewhere."""
-    names, wanted = path.split("/"), part.split("/")
-    head = names[: len(wanted)]
-    fits = len(head) == len(wanted) and all(
-        want in ("*", name) for name, want in zip(head, wanted, strict=True)
-    )
-    return "".join(f"/{name}" for name in names[len(wanted) :]) if fits else None
+    return any(path == part or path.startswith(f"{part}/") for part in parts)
 
 
 def _parts_with(path: str) -> list[str]:

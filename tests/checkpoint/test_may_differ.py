@@ -177,7 +177,7 @@ def test_a_restore_by_hand_has_the_allowance_of_the_manager(make):
     other = make(["ema", "train_dataset"], has_ema=True).checkpoint_manager
     assert other.restore(path) == path
     assert not other.has_saved_step()
-    with pytest.raises(CheckpointMismatchError, match="'ema' is to be restored"):
+    with pytest.raises(CheckpointMismatchError, match="`only` names 'ema'"):
         other.checkpoint.read(path)
     assert other.checkpoint.read(path, skip="ema").kept == ("ema/kernel",)
 
@@ -218,22 +218,3 @@ def test_a_process_whose_data_fit_puts_them_back(monkeypatch):
 
     local = threading.local()
     assert run_together(run) == [(3, {"data": "no such position"}, 1.0)] * 2
-
-
-def test_a_star_stands_for_each_part_that_it_fits(tmp_path):
-    def make(num_outputs, seed):
-        rngs = nnx.Rngs(seed)
-        return {
-            "first": nnx.Linear(3, 3, rngs=rngs),
-            "head": nnx.Linear(3, num_outputs, rngs=rngs),
-        }
-
-    saved, model = make(2, 0), make(5, 1)
-    manager = armillary.CheckpointManager(armillary.Checkpoint(model=saved), tmp_path)
-    path = manager.save(1)
-    manager.sync()
-    before = model["head"].kernel[...]
-    armillary.Checkpoint(model=model).read(path, may_differ="model/*")
-    kernel = model["first"].kernel[...]
-    np.testing.assert_array_equal(kernel, saved["first"].kernel[...])
-    np.testing.assert_array_equal(model["head"].kernel[...], before)

@@ -19,7 +19,7 @@ def run(saved, program, selection=WHOLE):
 
 def test_equal_leaves_pass():
     both = {"a": KERNEL, "data": "saved state"}
-    assert run(both, both) == ({"a": "a", "data": "data"}, ())
+    assert run(both, both) == (["a", "data"], ())
 
 
 def test_the_diff_names_every_kind_of_difference_in_order_of_paths():
@@ -82,28 +82,21 @@ def test_an_error_names_the_largest_parts_that_would_have_to_differ(program, par
     with pytest.raises(CheckpointMismatchError, match=f"`may_differ='{part}'`"):
         run(ADAM, program)
     # What it says works.
-    sources, differences = run(ADAM, program, Selection(may_differ=(part,)))
+    taken, differences = run(ADAM, program, Selection(may_differ=(part,)))
     assert differences
-    assert not any(name.startswith(part) for name in sources)
-    assert "optimizer/step" in sources
+    assert not any(name.startswith(part) for name in taken)
+    assert "optimizer/step" in taken
 
 
 def test_a_part_may_be_missing_in_either():
     new = Selection(only=("model", "ema"), may_differ=("ema",))
     both = {"model/kernel": KERNEL, "ema/kernel": KERNEL}
-    assert run(ADAM, both, new)[0] == {"model/kernel": "model/kernel"}
+    assert run(ADAM, both, new)[0] == ["model/kernel"]
     gone = Selection(may_differ=("optimizer",))
     assert len(run(ADAM, {"model/kernel": KERNEL}, gone)[1]) == 4
 
 
-def test_the_longest_path_is_renamed():
-    saved = {"a/b/x": KERNEL, "a/c/x": KERNEL, "ab/x": KERNEL}
-    selection = Selection(rename={"a/b": "z", "a": "y"})
-    expected = {"ab/x": "ab/x", "y/c/x": "a/c/x", "z/x": "a/b/x"}
-    assert run(saved, dict.fromkeys(expected, KERNEL), selection)[0] == expected
-
-
-NAMES = st.sampled_from(["a", "b", "ab", "*"])
+NAMES = st.sampled_from(["a", "b", "ab"])
 PART = st.lists(NAMES, min_size=1, max_size=3).map("/".join)
 PARTS = st.lists(PART, max_size=3).map(tuple)
 PATHS = st.lists(st.sampled_from(["a", "b", "ab"]), min_size=3, max_size=3)
@@ -112,8 +105,7 @@ LEAVES = st.dictionaries(PATHS.map("/".join), st.sampled_from([KERNEL, BIAS]))
 
 def is_named(path, parts):
     """A second definition of what is inside a part, by regular expressions."""
-    patterns = (re.escape(part).replace(r"\*", "[^/]+") for part in parts)
-    return any(re.match(f"{pattern}(/|$)", path) for pattern in patterns)
+    return any(re.match(f"{part}(/|$)", path) for part in parts)
 
 
 @pytest.mark.slow
@@ -122,7 +114,7 @@ def is_named(path, parts):
 def test_what_is_restored_is_what_the_arguments_say(
     saved, program, only, skip, may_differ
 ):
-    selection = Selection(only or None, skip, {}, may_differ)
+    selection = Selection(only or None, skip, may_differ)
 
     def is_wanted(path):
         return (not only or is_named(path, only)) and not is_named(path, skip)
@@ -139,29 +131,12 @@ def test_what_is_restored_is_what_the_arguments_say(
         if is_wanted(path) and not is_named(path, left)
     }
     try:
-        sources, differences = run(saved, program, selection)
+        taken, differences = run(saved, program, selection)
     except CheckpointMismatchError as error:
         is_slip = "which is not in" in str(error)
         is_bad = any(not is_named(path, may_differ) for path in differing)
         assert is_slip or is_bad or not expected
     else:
-        assert sources == {path: path for path in sorted(expected)}
+        assert taken == sorted(expected)
         assert len(differences) == len(differing)
         assert all(is_named(path, may_differ) for path in differing)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    leaves=st.dictionaries(PATHS.map("/".join), st.just(KERNEL), min_size=1),
-    order=st.permutations(["a", "b", "ab"]),
-)
-def test_names_that_change_places_find_their_values(leaves, order):
-    """A program whose parts are named anew gets each value where it belongs."""
-    rename = dict(zip(["a", "b", "ab"], order, strict=True))
-    used = {path.split("/")[0] for path in leaves}
-    selection = Selection(rename={old: rename[old] for old in used})
-    program = {
-        "/".join([rename[path.split("/")[0]], *path.split("/")[1:]]): path
-        for path in leaves
-    }
-    assert run(leaves, dict.fromkeys(program, KERNEL), selection)[0] == program

@@ -610,12 +610,10 @@ def exports(strategy: Any, run_dir: str) -> dict[str, Any]:
     controller.train(6)
     other = make_trainer(strategy, seed=1)
     part = armillary.CheckpointManager(
-        armillary.Checkpoint(run=other), directory / "other"
+        armillary.Checkpoint(trainer=other), directory / "other"
     )
     path = directory / "checkpoints" / "checkpoint_6"
-    report = part.checkpoint.read(
-        path, only="run/model", rename={"trainer/model": "run/model"}
-    )
+    report = part.checkpoint.read(path, only="trainer/model")
     make_export(other, directory / "other")()
     part.save(0)
     part.sync()
