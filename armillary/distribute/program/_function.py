@@ -33,7 +33,6 @@ from armillary.xla._compile import compile_step
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_T = TypeVar("_T")
 _MAX_PROGRAMS = 64
 _MANY_PROGRAMS = 16
 
@@ -122,7 +121,7 @@ class Function:
         self.name = getattr(fn, "__name__", "the function")
         self._strategy, self._check = strategy, check
         self._num_compiled = 0
-        self._programs = _Newest[_Program]()
+        self._programs: dict[Any, _Program] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function on its arguments."""
@@ -131,7 +130,7 @@ class Function:
         strategy = self._strategy or _strategy_of(self.fn)
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_claimed)
         key = (strategy, treedef, tuple(kind_of(leaf) for leaf in leaves))
-        program = self._programs.use(key)
+        program = self._programs.get(key)
         if program is None or not program.is_current():
             roots = [(self.fn, ""), *((leaf, "") for leaf in objects_of(leaves))]
             state = State(roots)
@@ -146,7 +145,7 @@ class Function:
                 )
                 self._note(program, state, strategy)
                 program.reuse(last)
-                self._programs.put(key, program)
+        _keep(self._programs, key, program)
         return program((args, kwargs), leaves)
 
     def _note(self, program: "_Program", state: State, strategy: Strategy) -> None:
@@ -175,7 +174,7 @@ class Functions:
     """
 
     def __init__(self) -> None:
-        self._functions = _Newest[tuple[Any, Function]]()
+        self._functions: dict[Any, tuple[Any, Function]] = {}
         self._num_compiled = collections.Counter[Any]()  # by their code
 
     def get(self, fn: Callable[..., Any], strategy: Strategy) -> Function:
@@ -183,7 +182,7 @@ class Functions:
         values = tuple(captured(fn))
         held = tuple((name, identity_of(value)) for name, value in values)
         key = code_of(fn), held
-        found = self._functions.use(key)
+        found = self._functions.get(key)
         if found is None:
 
             def body(*args: Any, **kwargs: Any) -> PyTree:
@@ -191,7 +190,6 @@ class Functions:
 
             # The values are kept, so that their identities stay theirs.
             found = values, Function(fn, strategy, body)
-            self._functions.put(key, found)
             self._num_compiled[key[0]] += 1
             if self._num_compiled[key[0]] == _MANY_PROGRAMS:
                 logger.warning(
@@ -202,24 +200,16 @@ class Functions:
                     _MANY_PROGRAMS,
                     ", ".join(name for name, _ in values),
                 )
+        _keep(self._functions, key, found)
         return found[1]
 
 
-class _Newest(collections.OrderedDict[Any, _T]):
-    """Keeps what was used last."""
-
-    def use(self, key: Any) -> _T | None:
-        """Returns what is kept under a key."""
-        if key in self:
-            self.move_to_end(key)
-        return self.get(key)
-
-    def put(self, key: Any, value: _T) -> None:
-        """Keeps a value, and drops the one that was used least lately."""
-        self[key] = value
-        self.move_to_end(key)
-        if len(self) > _MAX_PROGRAMS:
-            self.popitem(last=False)
+def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keeps a value as the newest, and drops the one that was used least lately."""
+    kept.pop(key, None)
+    kept[key] = value
+    if len(kept) > _MAX_PROGRAMS:
+        del kept[next(iter(kept))]
 
 
 class _Program:

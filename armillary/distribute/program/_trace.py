@@ -12,7 +12,6 @@ import functools
 import itertools
 import pickle
 import random
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -38,10 +37,8 @@ from armillary.state._captured import (
     methods_of,
     write_error,
 )
-from armillary.state._holders import held_by
 from armillary.state._keras import guarded_writes
 from armillary.state._lift import State, take_tracers
-from armillary.state._opaque import captured
 from armillary.state._walk import Walk
 from armillary.typing import PyTree
 
@@ -147,14 +144,11 @@ def trace_step(
     changes no more, and gives the same program.
     """
     tracing = _Tracing(fn, flat, arguments, user_fn, owner, taken)
-    generators = _find_generators(user_fn)
-    states = {name: _state_of(each) for name, each in generators.items()}
-    step, changes = tracing.trace()
-    drawn = [n for n, each in generators.items() if _state_of(each) != states[n]]
+    step, changes, drawn = tracing.trace()
     if changes and refusal is not None:
         raise StateStructureError(refusal(tracing.name, changes))
     if changes or drawn:
-        again, more_changes = tracing.trace()
+        again, more_changes, _ = tracing.trace()
         is_same = again.is_same(step)
         if drawn and not is_same:
             raise CapturedStateError(
@@ -194,17 +188,26 @@ class _Tracing(NamedTuple):
     def name(self) -> str:
         return getattr(self.user_fn, "__name__", "the step")
 
-    def trace(self) -> tuple[TracedStep, dict[str, str]]:
-        """Traces the step once; returns what plain values it changed as well."""
+    def trace(self) -> tuple[TracedStep, dict[str, str], list[str]]:
+        """Traces the step; returns what plain values it changed, and drew from."""
         state = self.flat.state
         before = state.look()
+        generators = _find_generators(before, Walk(self._functions))
+        states = {name: _state_of(each) for name, each in generators.items()}
         try:
             step, after = self._trace()
         except BaseException:
             if not is_in_trace():
                 take_tracers(state.roots)
             raise
-        return step, state.changes_between(before, after)
+        drawn = [n for n, each in generators.items() if _state_of(each) != states[n]]
+        return step, state.changes_between(before, after), drawn
+
+    @property
+    def _functions(self) -> list[tuple[Any, str]]:
+        """The step and what it may call, without the object that is traced."""
+        function = getattr(self.user_fn, "__func__", self.user_fn)
+        return [(function, ""), *((method, "") for method in methods_of(self.user_fn))]
 
     def _trace(self) -> tuple[TracedStep, Walk]:
         state, user_fn, owner = self.flat.state, self.user_fn, self.owner
@@ -234,12 +237,26 @@ class _Tracing(NamedTuple):
         ):
             traced = jax.jit(pure).trace(self.flat.types, self.arguments)
         if not is_in_trace():
-            _check_nothing_left(user_fn, owner)
+            self._check_nothing_left()
         check_captured(traced.jaxpr, state, user_fn, owner)
         walk, tree, static = results
         program = self._without_unused(traced.jaxpr)
         step = TracedStep(program, tuple(changed), tree, static, Fingerprint(program))
         return step, walk
+
+    def _check_nothing_left(self) -> None:
+        """Raises if a step left an array where it stays, to fail far from its line."""
+        left = take_tracers(self._functions)
+        if not left:
+            return
+        paths = sorted({slot.path.rpartition("/")[0] or slot.path for slot in left})
+        shown = ", ".join(f"`{path}`" for path in paths)
+        raise CapturedStateError(
+            f"`{self.name}` put an array into {shown}, which {self.owner} does not "
+            "carry from step to step: it would hold a value of the trace, once. Hold "
+            f"it in an array or a metric of {self.owner}, and read that between loops; "
+            "to print values, use `jax.debug.print`."
+        )
 
     def _without_unused(self, program: core.ClosedJaxpr) -> core.ClosedJaxpr:
         """Returns a program that takes no batches that the step did not take."""
@@ -295,47 +312,17 @@ def check_no_trace(fn: Callable[..., Any], state: State) -> None:
     )
 
 
-def _check_nothing_left(fn: Callable[..., Any], owner: str) -> None:
-    """Raises if a step left an array where it stays, to fail far from its line."""
-    functions = [getattr(fn, "__func__", fn), *methods_of(fn)]
-    left = take_tracers([(function, "") for function in functions])
-    if not left:
-        return
-    name = getattr(fn, "__name__", "the step")
-    paths = sorted({slot.path.rpartition("/")[0] or slot.path for slot in left})
-    shown = ", ".join(f"`{path}`" for path in paths)
-    raise CapturedStateError(
-        f"`{name}` put an array into {shown}, which {owner} does not carry from step "
-        "to step: it would hold a value of the trace, once. Hold it in an array or a "
-        f"metric of {owner}, and read that between loops; to print values, use "
-        "`jax.debug.print`."
-    )
-
-
-def _find_generators(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the generators that a function, and what it calls, know by name."""
-    found: dict[str, Any] = {}
-    pending, seen = [fn], set[int]()
-    while pending:
-        current = pending.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        pending += methods_of(current)
-        for name, value in captured(current):
-            own = {name: value}
-            if name == "self":
-                own = {f"self.{key}": item for key, item in held_by(value)}
-            for path, item in own.items():
-                if isinstance(item, types.FunctionType):
-                    pending.append(item)
-                elif isinstance(item, _GENERATORS) or any(item is m for m in _MODULES):
-                    found[path] = item
-    return found
-
-
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
-_MODULES = (random, np, np.random)
+def _find_generators(*walks: Walk) -> dict[str, Any]:
+    """Returns the generators that a step knows by name."""
+    kinds = (np.random.Generator, np.random.RandomState, random.Random)
+    return {
+        part.kind.join(node.path, name): value
+        for walk in walks
+        for node in walk.nodes.values()
+        for part in node.parts
+        for name, value in part.pairs
+        if isinstance(value, kinds) or any(value is m for m in (random, np, np.random))
+    }
 
 
 def _state_of(generator: Any) -> bytes:
