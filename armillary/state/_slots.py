@@ -114,7 +114,8 @@ class Slot:
         changes = [
             f"{path}: {'an array' if dynamic else describe(old)} became {describe(new)}"
             for path, dynamic, old, new in rows
-            if dynamic != self._is_state(new) or not (dynamic or is_equal(old, new))
+            if dynamic != self._is_state(new)
+            or not (dynamic or self._is_same(old, new))
         ]
         if changes:
             raise StateStructureError("\n".join(changes))
@@ -150,16 +151,6 @@ class Slot:
         self.write(leaves)
         return lambda: self.put(old)
 
-    def holds_same_objects(self) -> bool:
-        """Returns whether the objects beside the arrays are those that were found."""
-        is_leaf = self._is_leaf_if_any
-        if is_leaf is None:
-            return True
-        # An object that is equal to another may hold other arrays.
-        now = jax.tree.leaves(self.get(), is_leaf=is_leaf)
-        pairs = zip(self._static, now, strict=False)
-        return all(old is new for old, new in pairs if is_leaf(old))
-
     def is_of_optimizer(self) -> list[bool]:
         """Returns, for each array, whether it is part of an optimizer's state."""
 
@@ -175,6 +166,10 @@ class Slot:
 
     def _is_own(self, value: Any) -> bool:
         return self._is_claimed is not None and self._is_claimed(value)
+
+    def _is_same(self, old: Any, new: Any) -> bool:
+        # An object that is equal to another may hold other arrays.
+        return old is new or (not self._is_own(old) and is_equal(old, new))
 
 
 class Held(NamedTuple):

@@ -29,20 +29,16 @@ if TYPE_CHECKING:
 
 
 class StepCounter:
-    """Reads a global step, which `read` returns as an array or a number."""
+    """Reads a global step, which may wait for the device."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self._read = read
 
     def __call__(self) -> int:
-        """Returns the current step; waits for the device if it must."""
-        return int(np.asarray(self._read()))
+        return self.snapshot()()
 
     def snapshot(self) -> Callable[[], int]:
-        """Returns what gives the step as it is now, which may wait for the device.
-
-        A program takes no scalar over, so that the array stays good.
-        """
+        """Returns what gives the step as it is now; a program takes no scalar over."""
         step = self._read()
         return lambda: int(np.asarray(step))
 

@@ -15,7 +15,7 @@ from armillary.data._layout import Active
 from armillary.data.feed._chunks import Chunk
 from armillary.distribute.program._compare import check_same_program
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._hardly_meant import MetricWarnings, tell_of_training
+from armillary.distribute.program._hardly_meant import MetricWarnings, warn_of_draws
 from armillary.distribute.program._trace import (
     MoreBatches,
     StepIterator,
@@ -287,7 +287,7 @@ class StepPrograms:
             check_evaluation(method.name, flat.state, step.changed)
         else:
             check_training(method.name, flat.state, step.changed)
-            tell_of_training(method.fn, method.name, step)
+            warn_of_draws(method.name, step)
         if is_slow and method.options.compile_loop:
             logger.info(
                 "`%s` has convolutions that XLA's CPU compiler runs slowly inside a "

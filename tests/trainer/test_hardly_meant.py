@@ -69,19 +69,6 @@ def test_numbers_that_state_or_batches_decide_are_not(name, caplog):
     assert not caplog.records
 
 
-def test_a_step_that_prints_is_told_that_it_runs_once(caplog):
-    class Prints(Noise):
-        def train_step(self, iterator):
-            print("step")  # noqa: T201
-            super().train_step(iterator)
-
-    caplog.set_level("INFO", "armillary")
-    Prints(FRESH["none"], make_strategy(1)).train(2)
-
-    assert "`train_step` calls `print`, which runs once" in caplog.text
-    assert "jax.debug.print" in caplog.text
-
-
 class Largest(nnx.Metric):
     def __init__(self):
         self.value = nnx.metrics.MetricState(jnp.zeros(()))

@@ -5,7 +5,7 @@ sums of metrics are those of one replica only if each adds a sum over its exampl
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from armillary._dataflow import Dataflow
@@ -13,19 +13,12 @@ from armillary._logging import logger
 from armillary.distribute.program._trace import TracedStep
 from armillary.distribute.replica._policy import Policy, policies_of
 from armillary.state._lift import State
-from armillary.state._opaque import global_names
 
 _DRAWS = ("random_bits", "random_gamma", "rng_bit_generator")
 
 
-def tell_of_training(fn: Callable[..., Any], name: str, step: TracedStep) -> None:
-    """Warns of draws that no state and no batch decides, and tells how to print."""
-    if "print" in global_names(getattr(fn, "__func__", fn)):
-        logger.info(
-            "`%s` calls `print`, which runs once, while the step is traced. "
-            '`jax.debug.print("{}", value)` runs in each step.',
-            name,
-        )
+def warn_of_draws(name: str, step: TracedStep) -> None:
+    """Warns of random numbers that no state and no batch decides."""
     draws = _Draws()
     draws.run(step.program, [True] * len(step.program.in_avals))
     if draws.lines:
