@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from armillary._format import format_seconds
@@ -36,8 +36,6 @@ _LOOK_SECONDS = 1.0
 _LONG_SECONDS = 30.0
 # What is over sooner is not worth a word, or a flicker.
 _SHORT_SECONDS = 1.0
-# As long as it was once, it may be again.
-_REGULAR = (Category.STEPPING, Category.EVALUATING)
 
 
 class Display:
@@ -46,7 +44,8 @@ class Display:
     def __init__(self, recorder: Recorder, progress: bool | None) -> None:
         self._recorder, self._progress = recorder, progress
         self._is_on = False
-        self._thresholds: dict[Hashable, float] = {}
+        # As long as a phase took once, it may take again.
+        self._thresholds: dict[Category, float] = {}
         self._reset("train", -1, -1)
 
     def _reset(self, loop: str, step: int, target: int) -> None:
@@ -100,14 +99,13 @@ class Display:
             if line is not None:
                 line.show(self._describe(category, seconds))
             else:
-                self._say_if_long(category, began, seconds)
+                self._say_if_long(category, seconds)
 
-    def _say_if_long(self, category: Category, began: float, seconds: float) -> None:
+    def _say_if_long(self, category: Category, seconds: float) -> None:
         """Logs that a phase takes long: after 30 seconds, and each time twice that."""
-        key = category if category in _REGULAR else (category, began)
-        threshold = self._thresholds.get(key, _LONG_SECONDS)
+        threshold = self._thresholds.get(category, _LONG_SECONDS)
         if seconds >= threshold:
-            self._thresholds[key] = 2 * threshold
+            self._thresholds[category] = 2 * threshold
             loop = "eval" if category is Category.EVALUATING else self._loop
             said = f"{category.label} for {format_seconds(int(threshold))} ..."
             log_line(loop, self._step, said)
@@ -201,6 +199,7 @@ class LiveLine:
     def _divert(self, stream: TextIO) -> Callable[[], None]:
         """Lets the line step aside for a stream; returns a function that undoes it."""
         write, own = stream.write, vars(stream)
+        had_own = "write" in own
 
         def write_beside(text: str) -> int:
             # A process that was forked has a copy of the lock, perhaps held for ever.
@@ -214,9 +213,10 @@ class LiveLine:
         def undo() -> None:
             # Somebody may have put a function of his own over this one.
             if own.get("write") is write_beside:
-                own.update(before) if before else own.pop("write")
+                own["write"] = write
+                if not had_own:
+                    del own["write"]
 
-        before = {"write": write} if "write" in own else {}
         own["write"] = write_beside
         return undo
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from armillary._checks import (
     check_callable,
+    check_instance,
     check_methods,
     check_num_steps,
     check_one_of,
@@ -68,28 +69,23 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         check_seconds("hang_timeout_seconds", arguments["hang_timeout_seconds"], fix)
     fix = "Use `progress=False` to show nothing of what goes on."
     check_one_of("progress", arguments["progress"], (None, True, False), fix)
-    _check_hyperparameters(arguments["hyperparameters"])
+    fix = "Use `vars(arguments)` of parsed arguments, or `dataclasses.asdict(config)`."
+    check_instance("hyperparameters", arguments["hyperparameters"], Mapping | None, fix)
 
 
 def _check_evaluator(evaluator: Any) -> None:
     if evaluator is None:
         return
-    if not isinstance(evaluator, Mapping):
-        check_methods("evaluator", evaluator, ["evaluate"], _EVALUATOR)
-        return
-    if not evaluator:
-        raise ValueError(
-            "`evaluator` is an empty dictionary, but it must hold evaluators by name. "
-            'Use `evaluator={"validation": ...}`, or `None`.'
-        )
-    for name, each in evaluator.items():
-        is_word = isinstance(name, str) and name not in ("", ".", "..")
-        if not is_word or "/" in name:
+    several = evaluator if isinstance(evaluator, Mapping) else {}
+    for name, each in several.items():
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
             raise ValueError(
                 f"`evaluator` has the name {name!r}, but each evaluator needs one that "
                 'a directory can have. Use `evaluator={"validation": ...}`.'
             )
         check_methods(f"evaluator[{name!r}]", each, ["evaluate"], _EVALUATOR)
+    if not several:
+        check_methods("evaluator", evaluator, ["evaluate"], _EVALUATOR)
 
 
 def _check_intervals(arguments: Mapping[str, Any]) -> None:
@@ -118,21 +114,6 @@ def _check_intervals(arguments: Mapping[str, Any]) -> None:
                 f"`steps_per_loop` ({steps_per_loop}), because {what} between loops. "
                 f"Use `{name}={larger}`."
             )
-
-
-def _check_hyperparameters(hyperparameters: Any) -> None:
-    if not isinstance(hyperparameters, Mapping | None):
-        raise TypeError(
-            f"`hyperparameters` is {hyperparameters!r} of type "
-            f"{type(hyperparameters).__name__}, but it must be a dictionary. Use "
-            "`vars(arguments)` of parsed arguments, or `dataclasses.asdict(config)`."
-        )
-    bad = [name for name in hyperparameters or () if not isinstance(name, str)]
-    if bad:
-        raise TypeError(
-            f"`hyperparameters` has the key {bad[0]!r} of type "
-            f"{type(bad[0]).__name__}, but its keys must be strings. Use `str(key)`."
-        )
 
 
 def as_actions(name: str, actions: Iterable[Action] | None) -> tuple[Action, ...]:

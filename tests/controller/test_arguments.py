@@ -167,16 +167,28 @@ def test_stop_reason_is_a_string():
 @pytest.mark.parametrize(
     ("evaluator", "error", "message"),
     [
-        ({}, ValueError, "`evaluator` is an empty dictionary, but it must hold"),
+        ({}, TypeError, "`evaluator` is {} of type dict, but it must have `evaluate`"),
         (
             [Evaluator(), Evaluator()],
             TypeError,
             r"`evaluator` is \[.*\] of type list, but it must have `evaluate`.*"
             r'`evaluator=\{"validation": a, "test": b\}`',
         ),
-        ({"a/b": 1}, ValueError, "`evaluator` has the name 'a/b', but each evaluator"),
-        ({"..": 1}, ValueError, "`evaluator` has the name '..', but each evaluator"),
-        ({3: 1}, ValueError, "`evaluator` has the name 3, but each evaluator"),
+        (
+            {"a/b": Evaluator()},
+            ValueError,
+            "`evaluator` has the name 'a/b', but each evaluator",
+        ),
+        (
+            {"..": Evaluator()},
+            ValueError,
+            "`evaluator` has the name '..', but each evaluator",
+        ),
+        (
+            {3: Evaluator()},
+            ValueError,
+            "`evaluator` has the name 3, but each evaluator",
+        ),
         ({"test": 1}, TypeError, r"`evaluator\['test'\]` is 1 of type int"),
     ],
 )

@@ -211,16 +211,10 @@ def test_the_first_record_counts_the_parameters(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (3, r"`hyperparameters` is 3 of type int.*dictionary.*dataclasses\.asdict"),
-        ({3: 1}, "`hyperparameters` has the key 3 of type int.*must be strings"),
-    ],
-)
-def test_hyperparameters_are_a_dictionary(value, message):
+def test_hyperparameters_are_a_dictionary():
+    message = r"`hyperparameters` is 3 of type int.*Mapping.*dataclasses\.asdict"
     with pytest.raises(TypeError, match=message):
-        make_controller(Loops(), hyperparameters=value)
+        make_controller(Loops(), hyperparameters=3)
 
 
 @pytest.fixture
