@@ -211,12 +211,12 @@ class Controller:
         if checkpoint_manager is not None:
             checkpoint_manager.bind_step_counter(global_step)
             if trainer is not None:
-                checkpoint_manager.bind_evaluation(self._saving.mark)
+                checkpoint_manager.bind_evaluation(self._saving)
                 warn_of_unsaved(self._actions, checkpoint_manager.checkpoint.objects)
             is_resumed = self.restore_checkpoint() is not None
         tell(self._actions, "bind_step_counter", global_step)
         if is_resumed and trainer is not None:
-            evaluated = self._saving.mark.evaluated or 0
+            evaluated = self._saving.evaluated or 0
             tell(self.eval_actions, "resume_at", evaluated)
 
     @property
@@ -263,7 +263,7 @@ class Controller:
         check_target("steps", steps, self._run.read_step(), epochs)
         name = "checkpoint_at_completion"
         check_one_of(name, checkpoint_at_completion, (True, False))
-        self._saving.mark.expect(None)
+        self._saving.expect_evaluation(None)
         with self._training(steps):
             goes_on = self._loops.begin_epoch(epochs)
             while goes_on:
@@ -368,18 +368,18 @@ class Controller:
         with self._training(train_steps):
             goes_on = self._loops.begin_epoch(epochs)
             # A checkpoint may have been saved before the evaluation of its step.
-            is_left = self._saving.mark.is_due
+            is_left = self._saving.is_evaluation_due()
             while True:
                 if goes_on and not is_left:
                     target = self._next_stop(train_steps, eval_interval)
-                    self._saving.mark.expect(target)
+                    self._saving.expect_evaluation(target)
                     goes_on = self._loops.train_until(target, epochs)
                 is_left, step = False, self._run.read_step()
                 goes_on = goes_on and step != train_steps
-                if step != self._saving.mark.evaluated:
-                    self._saving.mark.expect(step)
+                if step != self._saving.evaluated:
+                    self._saving.expect_evaluation(step)
                     self._saving.begin_evaluation(is_last=not goes_on)
-                    actions = self._saving.mark.take(self.eval_actions)
+                    actions = self._saving.take(self.eval_actions)
                     output = self._evaluate(eval_steps, actions)
                     self._saving.end_evaluation()
                 elif output is None:

@@ -149,34 +149,39 @@ def restore_if_good(restore: Callable[[str], object], path: str) -> bool:
     return True
 
 
-class EvaluationMark:
-    """How far the evaluation of a step is; checkpoints hold this state.
+class Saving:
+    """The checkpoints of one controller, and how far the evaluation of a step is.
 
     Attributes:
         evaluated: The step that was evaluated last, with all actions, or `None`.
-        due: The step at which an evaluation follows, -1 for where the data ends.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, manager: "CheckpointManager | None") -> None:
+        self.manager, self._run = manager, run
         self.evaluated: int | None = None
-        self.due: int | None = None
-        # Actions that have had the output of the evaluation that is due.
+        # The step at which an evaluation follows, -1 for where the data ends; and
+        # actions that have had its output.
+        self._expected: int | None = None
         self._num_actions = 0
+        # What a save would have written before the evaluation that runs.
+        self._before: Content | None = None
+        # Whether an evaluation has changed what was saved at its step.
+        self._is_outdated = False
+        # Whether somebody was told what checkpoints lack: all hold the same.
+        self._has_warned = False
 
-    def expect(self, step: int | None) -> None:
+    def expect_evaluation(self, step: int | None) -> None:
         """Says where the next evaluation is to be, or where the data ends before."""
-        if step != self.due:
-            self.due, self._num_actions = step, 0
+        if step != self._expected:
+            self._expected, self._num_actions = step, 0
 
-    @property
-    def is_due(self) -> bool:
-        """Whether an evaluation follows at this step, as far as is known."""
+    def is_evaluation_due(self) -> bool:
+        """Returns whether an evaluation follows at this step, as far as is known."""
         step = self._run.read_step()
-        if self.due is None or step == self.evaluated:
+        if self._expected is None or step == self.evaluated:
             return False
         has_ended = bool(getattr(self._run.trainer, "data_exhausted", False))
-        return step == self.due or has_ended
+        return step == self._expected or has_ended
 
     def take(self, actions: Sequence[Action]) -> Iterator[Action]:
         """Yields the actions that lack the output of this evaluation, and counts them.
@@ -195,29 +200,16 @@ class EvaluationMark:
         self.evaluated, self._num_actions = step, 0
 
     def get_state(self) -> dict[str, Any]:
-        """Returns what a checkpoint of this moment says."""
-        actions_done = self._num_actions if self.is_due else None
+        """Returns what a checkpoint of this moment says of the evaluation."""
+        actions_done = self._num_actions if self.is_evaluation_due() else None
         return {"evaluated": self.evaluated, "actions_done": actions_done}
 
     def set_state(self, state: dict[str, Any] | None) -> None:
         """Takes over what a checkpoint says; nothing, if it was saved without."""
         state = state or {"evaluated": None, "actions_done": None}
         self.evaluated, num_actions = state["evaluated"], state["actions_done"]
-        self.due = None if num_actions is None else self._run.read_step()
+        self._expected = None if num_actions is None else self._run.read_step()
         self._num_actions = num_actions or 0
-
-
-class Saving:
-    """The checkpoints of one controller; without a manager, nothing happens."""
-
-    def __init__(self, run: Run, manager: "CheckpointManager | None") -> None:
-        self.manager, self._run, self.mark = manager, run, EvaluationMark(run)
-        # What a save would have written before the evaluation that runs.
-        self._before: Content | None = None
-        # Whether an evaluation has changed what was saved at its step.
-        self._is_outdated = False
-        # Whether somebody was told what checkpoints lack: all hold the same.
-        self._has_warned = False
 
     def is_due(self, step: int) -> bool:
         """Returns whether the manager's interval asks for a save at `step`."""
@@ -232,8 +224,8 @@ class Saving:
         It must not where processes train together: if one of them failed meanwhile,
         they could not save any more.
         """
-        waits = get_peers() is None and self.mark.due is not None
-        if not (waits and (is_stop or self.mark.is_due)):
+        waits = get_peers() is None and self._expected is not None
+        if not (waits and (is_stop or self.is_evaluation_due())):
             self.save()
 
     def begin_evaluation(self, *, is_last: bool) -> None:
