@@ -113,14 +113,8 @@ class Strategy:
     def described(self, num_devices: int, platform: str) -> Iterator[AbstractMesh]:
         """Lets this strategy trace programs for devices that are not there.
 
-        Inside, it has that many devices, of which nothing but the number is known, and
-        it can trace steps but not run them. The context manager gives their mesh. What
-        it is in every object that holds it changes, since the user's step asks for the
-        number of replicas.
-
-        Args:
-            num_devices: How many there are.
-            platform: What kind they are, such as `"tpu"`.
+        Inside, it has so many devices of a platform such as `"tpu"`, in every object
+        that holds it. The context manager gives their mesh.
 
         Raises:
             ValueError: If the strategy is for one device, spans several processes, or
@@ -297,8 +291,7 @@ class Strategy:
             DoubleReductionError: If SUM is asked of values that `run` returned equal on
                 all replicas, such as gradients.
             ValueError: If a leaf is not a `PerReplica` and `reduce_op` is SUM, where a
-                sum over several replicas would mean nothing; or if it is the array
-                inside one.
+                sum over several replicas would mean nothing.
         """
         require_cross_replica_context(
             "strategy.reduce", "use `get_replica_context().all_reduce` there", self
@@ -325,8 +318,7 @@ class Strategy:
             PeerError: If a value that replicas share differs between processes.
             ReplicaContextError: In replica context, or in another strategy's scope.
             TypeError: If `axis` is no integer.
-            ValueError: If a value has no such axis, or is the array inside a
-                `PerReplica`.
+            ValueError: If a value has no such axis.
         """
         require_cross_replica_context(
             "strategy.gather", "use `get_replica_context().all_gather` there", self
@@ -345,9 +337,6 @@ class Strategy:
 
         Returns:
             One pytree for each replica of this process that holds data.
-
-        Raises:
-            ValueError: If a leaf is the array inside a `PerReplica`.
         """
         return list_values(self, value)
 

@@ -196,9 +196,8 @@ def leave(
     policy: Policy,
     entered: jax.Array,
     after: jax.Array,
+    is_equal: bool,
     context: ReplicaContext,
-    *,
-    is_equal: bool = False,
 ) -> jax.Array:
     """Returns what a slot holds when the step ends that entered and left such values.
 

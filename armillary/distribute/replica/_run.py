@@ -33,11 +33,7 @@ from armillary.distribute.replica._values import (
     is_per_replica,
     other_count,
 )
-from armillary.errors import (
-    BatchSizeError,
-    CapturedStateError,
-    ReplicaContextError,
-)
+from armillary.errors import BatchSizeError, CapturedStateError, ReplicaContextError
 from armillary.state._lift import State, as_array
 from armillary.state._slots import Role
 from armillary.typing import PyTree
@@ -133,8 +129,13 @@ def run_in_replicas(
 ) -> PyTree:
     """Maps `fn` over the replicas of `mesh`, and updates `state`."""
     call = _MappedCall(strategy, fn, args, kwargs, state)
-    mesh = narrow_mesh(mesh, call.num_replicas)
-    evaluate = call_program if is_in_trace() else _evaluate
+    mesh, is_traced = narrow_mesh(mesh, call.num_replicas), is_in_trace()
+
+    def evaluate(program: core.ClosedJaxpr, inputs: list[Any]) -> list[Any]:
+        if is_traced:
+            return call_program(program, inputs, call.name)
+        # An eager step goes on operation by operation.
+        return core.jaxpr_as_fun(program)(*inputs)
 
     def replica(slots: list[Any], arrays: list[Any]) -> Any:
         pairs = zip(arrays, call.is_split, strict=True)
@@ -169,55 +170,56 @@ class _MappedCall(Call):
         super().__init__(fn, state)
         self.policies = policies_of(state, self.before)
         self._strategy = strategy
-        self._leaves, self._structure = jax.tree.flatten(
-            (args, kwargs), is_leaf=is_argument
-        )
-        self._places = [
-            i for i, leaf in enumerate(self._leaves) if is_array(array_of(leaf))
-        ]
-        given = [self._leaves[i] for i in self._places]
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_argument)
+        self._leaves, self._structure = leaves, structure
+        self._places = [i for i, x in enumerate(leaves) if is_array(array_of(x))]
+        given = [leaves[i] for i in self._places]
         self.arrays = list(map(array_of, given))
         # What is equal on all replicas stays so when it comes back in.
         self.is_split = [is_per_replica(leaf) and not leaf.is_shared for leaf in given]
-        self._active, self.num_replicas = _find_active(
-            list(compress(given, self.is_split)), strategy
-        )
+        batches = list(compress(given, self.is_split))
+        active, self.num_replicas = _find_active(batches, strategy)
+        self._context = ReplicaContext(strategy, AXIS_NAME, active, self.num_replicas)
         # Which of the arrays that the function returned are equal.
-        self._is_equal: list[bool] = []
+        self._is_equal: Sequence[bool] = ()
 
     def trace_and_prove(
         self, evaluate: Callable[..., list[Any]], slots: list[Any], arrays: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Evaluates the function's program when that is proved to be right."""
-        context = self._make_context()
+
+        def run(slots: list[Any], arrays: list[Any]) -> Any:
+            leaves = list(self._leaves)
+            for place, array in zip(self._places, arrays, strict=True):
+                leaves[place] = array
+            return self.run(self._context, slots, *self._structure.unflatten(leaves))
+
         # JAX uses a trace of a user's `jit` again where axes are the same: which
         # replicas hold data must tell them apart.
-        active = f"data on {self._active} of {self.num_replicas}"
-        program = jax.make_jaxpr(
-            lambda *inputs: self._run_replica(context, *inputs),
-            axis_env=[(active, 1)],
-        )(slots, arrays)
-        is_equal = self._prove(program, context)
-        results = evaluate(program, [*slots, *arrays], self.name)
+        active = f"data on {self._context.active} of {self.num_replicas}"
+        program = jax.make_jaxpr(run, axis_env=[(active, 1)])(slots, arrays)
+        _, is_same, self._is_equal = self.split(self._prove(program))
+        results = evaluate(program, [*slots, *arrays])
         start, after, values = self.split(results)
-        final = self._leave(context, start, after, self.split(is_equal)[1])
-        self._is_equal = list(self.split(is_equal)[2])
-        is_own = [not is_same for is_same in self._is_equal]
+        policies = [self.policies[i] for i in self.changed]
+        final = [
+            leave(*row, self._context)
+            for row in zip(policies, start, after, is_same, strict=True)
+        ]
+        is_own = [not is_equal for is_equal in self._is_equal]
         own = [value[None] for value in compress(values, is_own)]
         return final, own, list(compress(values, self._is_equal))
 
-    def _prove(
-        self, program: core.ClosedJaxpr, context: ReplicaContext
-    ) -> Sequence[bool]:
+    def _prove(self, program: core.ClosedJaxpr) -> Sequence[bool]:
         facts = [
             *self._facts_of_slots(),
             *(BATCH if is_split else EQUAL for is_split in self.is_split),
         ]
         num_all = self._strategy.num_replicas_in_sync
-        counts = (self.num_replicas, count_active(self._active))
+        counts = (self.num_replicas, count_active(self._context.active))
         proof = Proof(program, facts, counts)
         is_narrow = self.num_replicas < num_all
-        if is_narrow and proof.sums_gradients and not context.was_asked:
+        if is_narrow and proof.sums_gradients and not self._context.was_asked:
             raise BatchSizeError(
                 f"`{self.name}` runs on {self.num_replicas} of {num_all} replicas, "
                 "since more cannot share its batch equally, and it sums gradients of a "
@@ -245,34 +247,7 @@ class _MappedCall(Call):
                 yield array if is_equal else array[0]
             else:
                 shared_by = self.num_replicas if is_equal else None
-                yield PerReplica(array, self._active, shared_by)
-
-    def _make_context(self) -> ReplicaContext:
-        return ReplicaContext(
-            self._strategy, AXIS_NAME, self._active, self.num_replicas
-        )
-
-    def _run_replica(
-        self, context: ReplicaContext, slots: list[Any], arrays: list[Any]
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        leaves = list(self._leaves)
-        for place, array in zip(self._places, arrays, strict=True):
-            leaves[place] = array
-        return self.run(context, slots, *self._structure.unflatten(leaves))
-
-    def _leave(
-        self,
-        context: ReplicaContext,
-        start: Sequence[Any],
-        after: Sequence[Any],
-        is_equal: Sequence[bool],
-    ) -> list[Any]:
-        policies = [self.policies[i] for i in self.changed]
-        rows = zip(policies, start, after, is_equal, strict=True)
-        return [
-            leave(policy, old, new, context, is_equal=is_same)
-            for policy, old, new, is_same in rows
-        ]
+                yield PerReplica(array, self._context.active, shared_by)
 
     def _facts_of_slots(self) -> list[Facts]:
         """Returns that arrays which may be keys of `jax.random.PRNGKey` are such."""
@@ -286,12 +261,6 @@ class _MappedCall(Call):
                     label = Label(Kind.RAW_KEY, self._state.paths[i])
                     facts[i] = Facts(labels=frozenset({label}))
         return facts
-
-
-def _evaluate(program: core.ClosedJaxpr, inputs: list[Any], name: str) -> list[Any]:
-    """Runs a program operation by operation, as parts of an eager step."""
-    del name
-    return core.jaxpr_as_fun(program)(*inputs)
 
 
 def take_first_copy(mesh: Mesh, values: PyTree) -> PyTree:
