@@ -1,5 +1,8 @@
 """Feeds of datasets, opened as loops open them."""
 
+import gc
+import time
+from collections.abc import Callable
 from typing import Any
 
 from armillary.data import DistributedDataset
@@ -43,3 +46,11 @@ def read_chunks(feed: Feed[Chunk]) -> list[Chunk]:
         chunks.append(chunk)
         feed.commit(chunk.num_steps)
     return chunks
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Waits until a condition holds, and lets go of what nobody holds meanwhile."""
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, "The condition did not come true."
+        gc.collect()

@@ -1,7 +1,8 @@
 """A layout without a strategy, and helpers to read what it hands out."""
 
 import dataclasses
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from armillary.data import DistributedDataset
 from armillary.data.feed._split import Piece
 from armillary.typing import PyTree
-from tests.feeds import open_reader
+from tests.feeds import open_reader, wait_until
 
 
 class HostValues(NamedTuple):
@@ -69,3 +70,16 @@ def read_all() -> Callable[[DistributedDataset, bool], list[Piece]]:
         ]
 
     return read
+
+
+@pytest.fixture
+def prefetch_threads() -> Iterator[Callable[[], list[threading.Thread]]]:
+    """Returns what lists the threads that read ahead; in the end none is left."""
+    others = set(threading.enumerate())  # Other tests may hold iterators still.
+
+    def find() -> list[threading.Thread]:
+        new = set(threading.enumerate()) - others
+        return [thread for thread in new if thread.name == "armillary-prefetch"]
+
+    yield find
+    wait_until(lambda: not find())

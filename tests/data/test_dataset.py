@@ -1,18 +1,17 @@
-import gc
 import json
 import threading
 import time
 
 import grain
-import jax
 import numpy as np
 import pytest
 
 from armillary.data import DistributedDataset, InputOptions, from_arrays
-from armillary.data.feed._position import decode_position
 from armillary.errors import BatchSizeError, DatasetStateError
 from tests import problems
-from tests.feeds import open_reader
+from tests.feeds import open_reader, wait_until
+
+pytestmark = pytest.mark.usefixtures("prefetch_threads")
 
 NUM_BATCHES = 5
 
@@ -73,30 +72,6 @@ def read(iterator, count=100):
         except StopIteration:
             break
     return batches
-
-
-others: set[threading.Thread] = set()
-
-
-def prefetch_threads():
-    new = set(threading.enumerate()) - others
-    return [t for t in new if t.name == "armillary-prefetch"]
-
-
-def wait_for_threads():
-    deadline = time.monotonic() + 5
-    while prefetch_threads():
-        assert time.monotonic() < deadline, "A prefetch thread is left."
-        gc.collect()
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    # Other tests of this process may hold iterators still.
-    others.clear()
-    others.update(threading.enumerate())
-    yield
-    wait_for_threads()
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -294,13 +269,6 @@ def test_sources_without_a_position_say_so(make_dataset, source, name):
     assert read(iter(dataset)) == [batch.tolist() for batch in make_batches()]
 
 
-def test_second_pass_over_a_generator_is_an_error(make_dataset):
-    dataset = make_dataset(iter(make_batches()))
-    assert len(read(iter(dataset))) == NUM_BATCHES
-    with pytest.raises(DatasetStateError, match="a second pass was asked for"):
-        iter(dataset)
-
-
 def test_unequal_share_is_an_error_at_that_batch(make_dataset):
     iterator = iter(make_dataset(from_arrays(np.arange(7), batch_size=4)))
     next(iterator)
@@ -343,7 +311,9 @@ def test_after_an_error_the_dataset_can_go_back(make_dataset):
     assert len(read(iterator)) == NUM_BATCHES - 2
 
 
-def test_threads_end_with_the_pass_with_close_and_with_the_iterator(make_dataset):
+def test_threads_end_with_the_pass_with_close_and_with_the_iterator(
+    make_dataset, prefetch_threads
+):
     dataset = make_dataset(SOURCES["repeated arrays"]())
     iterator = iter(dataset)
     next(iterator)
@@ -357,17 +327,14 @@ def test_threads_end_with_the_pass_with_close_and_with_the_iterator(make_dataset
     next(iterator)
     assert len(prefetch_threads()) == 1
     del iterator
-    wait_for_threads()
+    wait_until(lambda: not prefetch_threads())
 
     finite = iter(make_dataset(make_batches()))
     read(finite)
-    wait_for_threads()
-
-
-def test_breaking_out_of_a_loop_ends_the_thread(make_dataset):
+    wait_until(lambda: not prefetch_threads())
     for _ in make_dataset(SOURCES["repeated arrays"]()):
         break
-    wait_for_threads()
+    wait_until(lambda: not prefetch_threads())
 
 
 def test_element_spec_does_not_use_a_batch(make_dataset):
@@ -403,34 +370,6 @@ def test_element_spec_of_no_data_is_an_error(make_dataset):
     for source, name in [([], "iterable list"), (iter([]), "iterator")]:
         with pytest.raises(ValueError, match=rf"source \({name}\) has no batches"):
             _ = make_dataset(source).element_spec
-
-
-def test_batches_can_live_on_devices():
-    class DeviceLayout:
-        num_replicas, stacked, peers = 2, True, None
-
-        def place(self, arrays, leading_axes=0, num_replicas=None):
-            return jax.tree.map(jax.device_put, arrays)
-
-        def wrap(self, arrays, num_active):
-            return arrays
-
-    array = np.arange(8)
-    dataset = DistributedDataset(from_arrays(array, batch_size=4), DeviceLayout())
-    batches = list(dataset)
-    array[:] = -1
-    assert all(isinstance(batch, jax.Array) for batch in batches)
-    assert [batch.tolist() for batch in batches] == [
-        [[0, 1], [2, 3]],
-        [[4, 5], [6, 7]],
-    ]
-
-
-def test_a_bad_state_is_named(make_dataset):
-    with pytest.raises(DatasetStateError, match="the keys kind, epoch"):
-        make_dataset(SOURCES["arrays"]()).set_state({"step": 3})
-    state = make_dataset(SOURCES["arrays"]()).get_state()
-    assert decode_position(state, "arrays").epoch == 0
 
 
 def test_batches_can_be_asked_for_by_the_name_of_tf_distribute(make_layout):

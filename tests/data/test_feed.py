@@ -1,5 +1,3 @@
-import gc
-import threading
 import time
 
 import jax
@@ -13,6 +11,8 @@ from armillary.data.feed._chunks import ChunkBuilder
 from armillary.errors import BatchSizeError
 from tests.feeds import open_chunks, read_chunks
 
+pytestmark = pytest.mark.usefixtures("prefetch_threads")
+
 
 @pytest.fixture
 def make_dataset(make_layout):
@@ -20,19 +20,6 @@ def make_dataset(make_layout):
         return DistributedDataset(source, make_layout(num_replicas), **arguments)
 
     return make
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    # Other tests of this process may hold iterators still.
-    others = set(threading.enumerate())
-    yield
-    deadline = time.monotonic() + 5
-    while any(
-        t.name == "armillary-prefetch" for t in set(threading.enumerate()) - others
-    ):
-        assert time.monotonic() < deadline, "A prefetch thread is left."
-        gc.collect()
 
 
 def unstack(chunk, reader=0):

@@ -1,4 +1,3 @@
-import gc
 import threading
 import time
 
@@ -7,6 +6,9 @@ import jax.numpy as jnp
 import pytest
 
 from armillary.data.feed._prefetch import Prefetcher
+from tests.feeds import wait_until
+
+pytestmark = pytest.mark.usefixtures("prefetch_threads")
 
 
 class Owner:
@@ -14,23 +16,6 @@ class Owner:
 
 
 OWNER = Owner()
-
-
-def count_threads():
-    return sum(thread.name == "armillary-prefetch" for thread in threading.enumerate())
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    wait_for(lambda: count_threads() == 0)
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, "The condition did not come true."
-        gc.collect()
 
 
 def note_numbers(count, read):
@@ -53,7 +38,7 @@ def test_reads_no_further_than_size():
     prefetcher = Prefetcher(note_numbers(10, read), 3, OWNER)
     assert read == []
     next(prefetcher)
-    wait_for(lambda: len(read) == 4)
+    wait_until(lambda: len(read) == 4)
     time.sleep(0.02)
     assert len(read) == 4
     prefetcher.close()
@@ -64,30 +49,30 @@ def test_size_zero_reads_in_the_callers_thread():
     assert list(prefetcher) == [threading.current_thread()] * 2
 
 
-def test_close_ends_the_thread_and_the_items():
+def test_close_ends_the_thread_and_the_items(prefetch_threads):
     prefetcher = Prefetcher(iter(range(1000)), 2, OWNER)
     next(prefetcher)
     prefetcher.close()
-    assert count_threads() == 0
+    assert not prefetch_threads()
     with pytest.raises(StopIteration):
         next(prefetcher)
 
 
-def test_close_before_the_first_item_starts_nothing():
+def test_close_before_the_first_item_starts_nothing(prefetch_threads):
     prefetcher = Prefetcher(iter(range(3)), 2, OWNER)
     prefetcher.close()
     with pytest.raises(StopIteration):
         next(prefetcher)
-    assert count_threads() == 0
+    assert not prefetch_threads()
 
 
-def test_the_thread_ends_with_its_owner():
+def test_the_thread_ends_with_its_owner(prefetch_threads):
     owner = Owner()
     prefetcher = Prefetcher(iter(range(1000)), 2, owner)
     next(prefetcher)
-    assert count_threads() == 1
+    assert len(prefetch_threads()) == 1
     del owner
-    wait_for(lambda: count_threads() == 0)
+    wait_until(lambda: not prefetch_threads())
 
 
 def test_close_does_not_wait_longer_than_told():
@@ -119,9 +104,9 @@ def test_tells_whether_the_next_item_is_there():
     assert next(prefetcher) == 1
     assert not prefetcher.is_ready
     go_on.set()
-    wait_for(lambda: prefetcher.is_ready)
+    wait_until(lambda: prefetcher.is_ready)
     assert next(prefetcher) == 2
-    wait_for(lambda: prefetcher.is_ready)  # The end is there.
+    wait_until(lambda: prefetcher.is_ready)  # The end is there.
     prefetcher.close()
 
 
@@ -141,14 +126,14 @@ def test_the_thread_is_asleep_until_it_is_to_read_on():
     prefetcher = Prefetcher(note_numbers(4, read), 1, OWNER)
     assert prefetcher.head() == 0
     prefetcher.read_on()
-    wait_for(lambda: len(read) == 2)
+    wait_until(lambda: len(read) == 2)
     time.sleep(0.05)  # It falls asleep.
     prefetcher.pop()
     assert prefetcher.head() == 1
     time.sleep(0.05)
     assert len(read) == 2
     prefetcher.read_on()
-    wait_for(lambda: len(read) == 3)
+    wait_until(lambda: len(read) == 3)
     prefetcher.pop()
     assert prefetcher.head() == 2
     prefetcher.pop()

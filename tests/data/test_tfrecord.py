@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import armillary
-from armillary.data import FixedLenFeature, InputContext, from_tfrecords
-from armillary.errors import BatchSizeError, DatasetStateError, TFRecordError
+from armillary.data import FixedLenFeature, from_tfrecords
+from armillary.errors import BatchSizeError, TFRecordError
 from tests.mistakes import mistakes
 from tests.records import make_record, write_records
 
@@ -80,42 +80,6 @@ def test_the_order_is_that_of_arrays(ten, repeat):
     records = from_tfrecords(ten, {"x": INT}, **options)
     for _ in range(2):
         assert read_all(records, 7) == read_all(arrays, 7)
-
-
-def test_drop_remainder_leaves_out_the_partial_batch(ten):
-    source = from_tfrecords(ten, {"x": INT}, batch_size=4, drop_remainder=True)
-    assert read_all(source) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_a_position_goes_on_in_the_middle_of_an_epoch(ten):
-    def make(batch_size):
-        return from_tfrecords(
-            ten, {"x": INT}, batch_size=batch_size, shuffle_seed=1, repeat=True
-        ).make_iterator(0)
-
-    first, second = make(3), make(7)
-    read_all(first, 5)
-    second.set_state(first.get_state())
-    assert read_all(second, 3) == np.reshape(read_all(first, 7), (3, 7)).tolist()
-
-
-def test_a_position_of_other_files_shows_both_sizes(ten):
-    state = from_tfrecords(ten, {"x": INT}, batch_size=1).make_iterator(0).get_state()
-    other = from_tfrecords(ten[1], {"x": INT}, batch_size=1).make_iterator(0)
-    with pytest.raises(DatasetStateError, match="no place in 6 examples"):
-        other.set_state(state)
-
-
-def test_pipelines_read_the_files_of_their_shard(ten):
-    def make_data(input_context):
-        shard = slice(
-            input_context.input_pipeline_id, None, input_context.num_input_pipelines
-        )
-        return from_tfrecords(ten[shard], {"x": INT}, batch_size=10)
-
-    contexts = [InputContext(2, pipeline, 2) for pipeline in range(2)]
-    parts = [read_all(make_data(context)) for context in contexts]
-    assert parts == [[[0, 1, 2, 9]], [[3, 4, 5, 6, 7, 8]]]
 
 
 @given(
