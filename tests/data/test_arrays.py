@@ -4,6 +4,7 @@ import pytest
 
 from armillary.data import from_arrays
 from armillary.errors import BatchSizeError, DatasetStateError
+from tests.mistakes import mistakes
 
 
 def take(iterator, count):
@@ -104,43 +105,44 @@ def test_a_position_that_is_no_place_in_the_data_is_an_error(change):
         iterator.set_state(iterator.get_state() | change)
 
 
-@pytest.mark.parametrize(
-    ("arrays", "options", "error", "message"),
-    [
-        (np.arange(3), {"batch_size": 0}, ValueError, "`batch_size` is 0"),
-        (np.arange(3), {"batch_size": -1}, ValueError, "`batch_size` is -1"),
-        (np.arange(3), {"batch_size": 2.0}, ValueError, "`batch_size` is 2.0"),
-        (np.arange(3), {"batch_size": True}, ValueError, "`batch_size` is True"),
-        (np.arange(3), {"shuffle_seed": -1}, ValueError, "`shuffle_seed` is -1"),
-        ({}, {}, TypeError, r"`arrays` is \{\}, which holds no array"),
-        (np.zeros((0, 2)), {}, ValueError, "`arrays` has 0 examples"),
-        ([1, 2, 3], {}, TypeError, "`arrays` has leaves that are not arrays"),
-        (
-            np.arange(3),
-            {"repeat": "False"},
-            TypeError,
-            "`repeat` is 'False' of type str",
-        ),
-        (
-            np.arange(3),
-            {"drop_remainder": 1},
-            TypeError,
-            "`drop_remainder` is 1 of type",
-        ),
-        (
-            {"x": np.zeros(3), "y": np.zeros(4)},
-            {},
-            BatchSizeError,
-            r"(?s)`arrays` has leaves of diff.*  x: 3 examples.*  y: 4 examples",
-        ),
-        (
-            np.arange(5),
-            {"batch_size": 8, "drop_remainder": True},
-            BatchSizeError,
-            "`batch_size` is 8, but there are 5 ex",
-        ),
-    ],
+ROWS = np.arange(3)
+
+
+@mistakes(
+    {
+        ValueError: {
+            "`batch_size` is 0": lambda: from_arrays(ROWS, batch_size=0),
+            "`batch_size` is 2.0": lambda: from_arrays(ROWS, batch_size=2.0),
+            "`batch_size` is True": lambda: from_arrays(ROWS, batch_size=True),
+            "`shuffle_seed` is -1": lambda: from_arrays(
+                ROWS, batch_size=1, shuffle_seed=-1
+            ),
+            "`arrays` has 0 examples": lambda: from_arrays(ROWS[:0], batch_size=1),
+        },
+        TypeError: {
+            r"`arrays` is \{\}, which holds no array": (
+                lambda: from_arrays({}, batch_size=1)
+            ),
+            "`arrays` has leaves that are not arrays": (
+                lambda: from_arrays([1, 2], batch_size=1)
+            ),
+            "`repeat` is 'False' of type str": lambda: from_arrays(
+                ROWS, batch_size=1, repeat="False"
+            ),
+            "`drop_remainder` is 1 of type": lambda: from_arrays(
+                ROWS, batch_size=1, drop_remainder=1
+            ),
+        },
+        BatchSizeError: {
+            r"(?s)`arrays` has leaves of diff.*  x: 3 examples.*  y: 4 examples": (
+                lambda: from_arrays({"x": ROWS, "y": np.arange(4)}, batch_size=1)
+            ),
+            "`batch_size` is 8, but there are 3 ex": lambda: from_arrays(
+                ROWS, batch_size=8, drop_remainder=True
+            ),
+        },
+    }
 )
-def test_wrong_arguments_are_errors(arrays, options, error, message):
+def test_wrong_arguments_are_errors(call, error, message):
     with pytest.raises(error, match=message):
-        from_arrays(arrays, **({"batch_size": 1} | options))
+        call()

@@ -1,6 +1,5 @@
 import time
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -114,15 +113,6 @@ def test_memory_bounds_the_capacity(make_dataset):
         chunk = feed.next_chunk()
         assert (chunk.capacity, chunk.num_steps) == (capacity, capacity)
         feed.close()
-
-
-def test_wide_leaves_take_their_device_dtype(make_dataset):
-    source = [{"x": np.full(4, 2**31 - 5), "y": np.zeros((4, 1))}] * 2
-    (chunk,) = read_chunks(open_chunks(make_dataset(source), steps_per_chunk=5))
-    assert chunk.arrays[0]["x"].dtype == np.int32
-    assert chunk.arrays[0]["y"].dtype == np.float32
-    expected = jax.device_put(np.full((2, 2, 2), 2**31 - 5))
-    assert np.array_equal(chunk.arrays[0]["x"], expected)
 
 
 def test_steps_may_take_several_batches_of_several_datasets(make_dataset):

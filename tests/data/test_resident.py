@@ -18,7 +18,6 @@ from armillary.data import (
     InputOptions,
     from_arrays,
 )
-from armillary.errors import BatchSizeError
 from tests.feeds import open_chunks, open_reader
 from tests.problems import make_strategy
 
@@ -117,19 +116,6 @@ def test_per_replica_batches_are_those_of_the_host(strategy, remainder):
         assert_same(actual, expected)
 
 
-def test_numpy_datasets_can_stay_on_the_device(strategy):
-    source = armillary.data.from_arrays(np.arange(8.0), batch_size=8)
-    host, resident = make_pair(strategy, source)
-    assert resident.element_spec == jax.ShapeDtypeStruct((8,), np.float32)
-    assert_same(next(iter(resident)), next(iter(host)))
-
-
-def test_jax_arrays_can_stay_on_the_device():
-    source = from_arrays(jax.numpy.arange(8), batch_size=4)
-    host, resident = make_pair(make_strategy(2), source)
-    assert [b.stacked.tolist() for b in resident] == [b.stacked.tolist() for b in host]
-
-
 def test_leftovers_of_an_exact_pass_are_those_of_the_host(strategy):
     source = from_arrays(make_arrays(31), batch_size=7)
     host, resident = (open_reader(d, exact=True) for d in make_pair(strategy, source))
@@ -167,17 +153,6 @@ def test_a_position_can_be_restored_with_and_without_it(strategy, is_saved_resid
     for _ in range(7):
         assert_same(next(continued), next(iterator))
         assert restored.get_state() == saved.get_state()
-
-
-def test_set_state_moves_a_living_iterator():
-    source = from_arrays(np.arange(40), batch_size=4, shuffle_seed=5)
-    dataset = make_pair(make_strategy(2), source)[1]
-    iterator = iter(dataset)
-    next(iterator)
-    state = dataset.get_state()
-    expected = next(iterator)
-    dataset.set_state(state)
-    assert_same(next(iterator), expected)
 
 
 # Chunks
@@ -231,14 +206,6 @@ def test_the_room_in_a_chunk_is_that_of_row_numbers():
     )
     assert host.next_chunk().capacity == 1
     assert resident.next_chunk().capacity == 6
-
-
-def test_batches_of_one_step_that_differ_are_shown_as_the_step_sees_them():
-    source = from_arrays({"x": np.zeros((6, 5))}, batch_size=4)
-    dataset = make_pair(armillary.DefaultStrategy(), source)[1]
-    feed = open_chunks(dataset, batches_per_step=(2,), steps_per_chunk=1)
-    with pytest.raises(BatchSizeError, match=r"x: float32 \(2, 5\) on 1 replicas"):
-        feed.next_chunk()
 
 
 # Placed once
@@ -348,12 +315,6 @@ def test_more_rows_than_32_bits_count_are_an_error():
         armillary.DefaultStrategy().distribute_dataset(source, OPTIONS)
 
 
-def test_layouts_name_the_devices_whose_memory_counts(strategy):
-    batch = next(iter(strategy.distribute_dataset([np.zeros(4)])))
-    (leaf,) = jax.tree.leaves(batch)
-    assert set(strategy.layout.devices) == leaf.devices()
-
-
 def test_the_default_device_may_be_chosen():
     with jax.default_device(jax.devices()[3]):
         assert list(armillary.DefaultStrategy().layout.devices) == [jax.devices()[3]]
@@ -367,9 +328,3 @@ def test_masks_need_a_place_of_their_own():
     masked = from_arrays({"mask": np.zeros(4)}, batch_size=2)
     with pytest.raises(ValueError, match="have a leaf `mask` already"):
         strategy.distribute_dataset(masked, options)
-
-
-def test_a_batch_that_replicas_cannot_share_is_an_error():
-    source = from_arrays(np.zeros(9), batch_size=3)
-    with pytest.raises(BatchSizeError, match="3 examples, which 2 replicas cannot"):
-        next(iter(make_strategy(2).distribute_dataset(source, OPTIONS)))

@@ -102,21 +102,6 @@ def test_a_second_process_trains_without_compiling(
     assert "machine" not in messages.lower()
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_half_written_programs_are_compiled_again_with_a_warning(
-    tmp_path: Path,
-) -> None:
-    first, _ = run_program(tmp_path, 1)
-    for path in tmp_path.iterdir():
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    second, messages = run_program(tmp_path, 1)
-
-    assert second["hits"] == 0
-    assert second["results"] == first["results"]
-    assert "Error reading persistent compilation cache entry" in messages
-
-
 @pytest.fixture
 def restore_settings() -> Iterator[None]:
     """Puts the cache of this process back after the test."""
