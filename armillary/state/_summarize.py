@@ -8,7 +8,6 @@ Reads a global step, whatever holds it.
 
 import collections
 import functools
-import io
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
+from armillary._commands import as_text, make_table
 from armillary._format import format_bytes
 from armillary._traceback import hides_frames
 from armillary.state import _keras, _nnx
@@ -128,31 +128,29 @@ class ModelSummary:
         return sorted(sizes, key=lambda size: -size.count)
 
     def __rich__(self) -> "Table":
-        from rich.table import Table
-
+        head = ["array", "shape", "dtype", "kind", "count", "size"]
         sums = [_sum("parameters", self.parameters)]
         if others := [row for row in self.rows if not row.is_parameter]:
             sums.append(_sum("other state", others))
-        names = "\n".join(each.name for each in sums)
-        counts = "\n".join(f"{each.count:,}" for each in sums)
-        sizes = "\n".join(format_bytes(each.bytes) for each in sums)
-        table = Table(show_footer=True)
-        table.add_column("array", names, overflow="fold")
-        for header in ("shape", "dtype", "kind"):
-            table.add_column(header)
-        table.add_column("count", counts, justify="right")
-        table.add_column("size", sizes, justify="right")
-        for row in self.rows:
-            numbers = f"{row.count:,}", format_bytes(row.bytes)
-            table.add_row(row.path, str(row.shape), row.dtype, row.kind, *numbers)
-        return table
+        rows = [
+            (
+                r.path,
+                str(r.shape),
+                r.dtype,
+                r.kind,
+                f"{r.count:,}",
+                format_bytes(r.bytes),
+            )
+            for r in self.rows
+        ]
+        totals = [
+            (each.name, "", "", "", f"{each.count:,}", format_bytes(each.bytes))
+            for each in sums
+        ]
+        return make_table(head, rows, totals, numbers=head[-2:])
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        text = io.StringIO()
-        Console(file=text, width=88, highlight=False, markup=False).print(self)
-        return text.getvalue().rstrip("\n")
+        return as_text(self.__rich__(), width=88)
 
 
 def _sum(name: str, rows: list[ArrayRow]) -> ModuleSize:
