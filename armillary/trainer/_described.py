@@ -94,9 +94,7 @@ def described_loop(
         described = [
             _Dataset(layout, replace(each.gather, layout=layout)) for each in datasets
         ]
-        programs = StepPrograms(
-            method, described, structure, LoopGuard(method), keep_results=False
-        )
+        programs = StepPrograms(method, described, structure, LoopGuard(method))
         yield _describe(method, programs, described, shares, num_steps, mesh)
 
 

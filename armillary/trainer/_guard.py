@@ -188,20 +188,16 @@ class LoopGuard:
         self._method, strategy = method, method.strategy
         mesh = strategy.mesh if strategy.home is None else None
         self._comparison = ReplicaComparison(mesh, strategy.dispatch)
-        self._checksums: jax.Array | None = None
         self._start: Health | None = None
-        self._paths: Sequence[str] = ()
-        # Where the data is at the start of the loop and after each of its steps.
-        self._positions: list[tuple[Position, ...]] = []
-        self._num_steps = self._num_asked = 0
+        self._loop = LoopCheck(method.name, (), 0, [])
+        self._num_steps = 0
         self.health: Health | None = None
 
     def begin(
         self, paths: Sequence[str], position: tuple[Position, ...], num_steps: int
     ) -> None:
         """Prepares for a loop over the state with these paths, from these positions."""
-        self._paths, self._num_asked = paths, num_steps
-        self._positions, self._checksums = [position], None
+        self._loop = LoopCheck(self._method.name, paths, num_steps, [position])
         if self._method.options.on_non_finite is None:
             return
         start = self._start
@@ -225,7 +221,7 @@ class LoopGuard:
     def add(self, positions: Sequence[tuple[Position, ...]]) -> None:
         """Notes where the data is after each step of those that were started."""
         if self.health is not None:
-            self._positions.extend(positions)
+            self._loop.positions.extend(positions)
 
     def finish(self, num_steps: int, read: Callable[[], Sequence[jax.Array]]) -> None:
         """Ends a loop in which `num_steps` steps ran; `read` returns the state."""
@@ -233,7 +229,7 @@ class LoopGuard:
         self._num_steps += num_steps
         interval = self._method.options.check_replicas_every
         if interval is not None and before // interval < self._num_steps // interval:
-            self._checksums = self._comparison.start(read())
+            self._loop.checksums = self._comparison.start(read())
 
     def fail(
         self, error: BaseException, rewind: Callable[[Sequence[Position]], None]
@@ -257,17 +253,17 @@ class LoopGuard:
         For a bad step, the data is moved back to it by `rewind`, and `find_origin` gets
         the indices of the arrays that it leaves bad.
         """
-        if self.health is None and self._checksums is None:
+        check = self._loop
+        if self.health is None and check.checksums is None:
             return None
-        positions = self._positions
 
         def halt(num_good: int, bad: Sequence[int]) -> str | None:
             self.health = None
-            rewind(positions[num_good])
+            rewind(check.positions[num_good])
             return find_origin(bad)
 
-        name, health, checksums = self._method.name, self.health, self._checksums
-        return LoopCheck(name, self._paths, self._num_asked, health, checksums, halt)
+        check.health, check.halt = self.health, halt
+        return check
 
 
 @dataclass
@@ -275,15 +271,17 @@ class LoopCheck:
     """Tells whether the steps of one loop are good.
 
     If one has ended training, `halt` is called with the number of those before it, and
-    the arrays that it left bad; it says where they come from.
+    the arrays that it left bad; it says where they come from. `positions` are those of
+    the data at the start of the loop and after each of its steps.
     """
 
     name: str
     paths: Sequence[str]
     num_steps: int
-    health: Health | None
-    checksums: Any
-    halt: Callable[[int, Sequence[int]], str | None]
+    positions: list[tuple[Position, ...]]
+    health: Health | None = None
+    checksums: Any = None
+    halt: Callable[[int, Sequence[int]], str | None] = lambda _, bad: None
 
     def fetch(self) -> None:
         """Waits for the loop; may run in another thread than `resolve`, before it."""

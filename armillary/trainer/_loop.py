@@ -42,9 +42,6 @@ def choose_chunk_size(num_steps: int) -> int:
 class Loop:
     """Runs one step of the user's over one nest of datasets.
 
-    `exact` uses every example, in smaller steps where needed; `keep_results` says that
-    what steps return is needed.
-
     Attributes:
         datasets: The datasets, without the structure of their nest.
         feed: Reads them; a new one for each pass that begins anew.
@@ -52,39 +49,32 @@ class Loop:
         num_iterated: How many steps it ran.
     """
 
-    def __init__(
-        self, method: StepMethod, nest: PyTree, *, exact: bool, keep_results: bool
-    ) -> None:
-        self._method, self._strategy = method, method.strategy
-        self._nest, self._exact, self._keep_results = nest, exact, keep_results
+    def __init__(self, method: StepMethod, nest: PyTree) -> None:
+        self._method, self._strategy, self._nest = method, method.strategy, nest
         datasets, self._structure = flatten_datasets(nest)
         self.datasets = [distribute(data, self._strategy) for data in datasets]
         self._steps_per_chunk = method.options.steps_per_chunk
-        self.feed = self._open_feed(begins_anew=exact)
+        self.feed = self._open_feed(begins_anew=method.exact)
         self._guard = LoopGuard(method)
         self._programs = StepPrograms(
-            method,
-            self.datasets,
-            self._structure,
-            self._guard,
-            keep_results=keep_results,
+            method, self.datasets, self._structure, self._guard
         )
         self.is_cut_off, self.num_iterated = False, 0
 
-    def serves(self, method: StepMethod, nest: PyTree, *, keep_results: bool) -> bool:
+    def serves(self, method: StepMethod, nest: PyTree) -> bool:
         """Returns whether this loop was made for these arguments."""
         return (
-            not (self.feed.is_closed and not self._exact)  # which would `reopen` it
+            not (self.feed.is_closed and not method.exact)  # which would `reopen` it
             and nest is self._nest
             and method.strategy is self._strategy
             and method.options is self._method.options
-            and keep_results == self._keep_results
+            and method.keep_results == self._method.keep_results
         )
 
     # The data
 
     def _open_feed(self, *, begins_anew: bool) -> Feed[Chunk]:
-        exact, name = self._exact, self._method.name
+        exact, name = self._method.exact, self._method.name
         return Feed(self.datasets, exact=exact, begins_anew=begins_anew, name=name)
 
     def reopen(self) -> None:
@@ -256,7 +246,7 @@ class Loop:
             first = start if program.is_nested else 0
             arrays = self._start(flat, chunk, count, is_last=full == remaining)
             remaining -= full if remaining > 0 else 0
-            if not self._keep_results:
+            if not self._method.keep_results:
                 yield full, []
                 continue
             # Whoever gets the results may look at the state as well.

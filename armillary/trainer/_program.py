@@ -10,7 +10,7 @@ after the other. A loop that is cut, by the end of a chunk or of the data, runs 
 them, and Python runs them around it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep
 from armillary.trainer._guard import Health, StepGuard
 from armillary.trainer._hooks import Hooks
+from armillary.trainer._step_checks import StepMethod
 from armillary.typing import PyTree
 from armillary.xla._compile import compile_step
 
@@ -60,17 +61,15 @@ class Program:
         gathers: Sequence[Gather],
         capacity: int,
         flat: FlatState,
+        method: StepMethod,
+        guard: StepGuard | None,
+        hooks: Hooks | None,
         *,
-        keep_results: bool,
         is_nested: bool,
-        guard: StepGuard | None = None,
-        hooks: Hooks | None = None,
-        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.step, self.hooks, self.is_nested = step, hooks, is_nested
-        self._batches_per_step = tuple(batches_per_step)
-        self._gathers = tuple(gathers)
-        self._capacity, self._keep_results = capacity, keep_results
+        self._per_step, self._gathers = tuple(batches_per_step), tuple(gathers)
+        self._capacity, self._keep_results = capacity, method.keep_results
         self._flat, self._guard = flat, guard
         parts = [step] if hooks is None else [hooks.begin, step, hooks.end]
         self.changed = tuple(sorted({i for part in parts for i in part.changed}))
@@ -87,7 +86,7 @@ class Program:
             self._run,
             step.program,
             flat.platform,
-            compiler_options,
+            method.options.compiler_options,
             split=flat.split,
             donate_argnums=0,
             out_shardings=(
@@ -150,7 +149,7 @@ class Program:
 
     def batches(self, chunk: Sequence[PyTree], index: Any) -> list[Any]:
         """Returns the arrays of the batches of one step."""
-        return take_batches(chunk, self._batches_per_step, self._gathers, index)
+        return take_batches(chunk, self._per_step, self._gathers, index)
 
     def _one_step(
         self, slots: list[Any], chunk: Sequence[PyTree], index: Any, health: Any

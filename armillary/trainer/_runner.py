@@ -69,24 +69,23 @@ class Runner(RecordsReads):
             )
         return vars(self)[attribute]
 
-    def _get_loop(
-        self, run: Run, method: StepMethod, *, exact: bool, keep_results: bool
-    ) -> Loop:
+    def _get_loop(self, run: Run, method: StepMethod) -> Loop:
         """Returns the loop that ran last, or a new one if its use has changed."""
-        loop = run.loop
-        if isinstance(loop, Loop):
-            if loop.serves(method, run.datasets, keep_results=keep_results):
-                return loop
-            loop.feed.close()
-        run.loop = Loop(method, run.datasets, exact=exact, keep_results=keep_results)
+        if isinstance(run.loop, Loop):
+            if run.loop.serves(method, run.datasets):
+                return run.loop
+            run.loop.feed.close()
+        run.loop = Loop(method, run.datasets)
         return run.loop
 
-    def _get_method(self, run: Run, strategy: Strategy, step_name: str) -> StepMethod:
+    def _get_method(
+        self, run: Run, strategy: Strategy, name: str, *modes: bool
+    ) -> StepMethod:
         """Returns a step of this object, as its options have it run."""
-        if hasattr(inspect.getattr_static(self, step_name), "lower"):
+        if hasattr(inspect.getattr_static(self, name), "lower"):
             raise TypeError(
-                f"`{type(self).__name__}.{step_name}` is compiled by `jit`, which "
-                "takes no trainer. Remove the decorator: the loop compiles its steps."
+                f"`{type(self).__name__}.{name}` is compiled by `jit`, which takes no "
+                "trainer. Remove the decorator: the loop compiles its steps."
             )
-        step = getattr(self, step_name)
-        return StepMethod(self, step, step_name, strategy, run.options)
+        step = getattr(self, name)
+        return StepMethod(self, step, name, strategy, run.options, *modes)

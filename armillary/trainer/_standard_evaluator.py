@@ -124,9 +124,9 @@ class StandardEvaluator(Runner, AbstractEvaluator):
         run = self._get_eval()
         with self._in_strategy() as strategy:
             state = self.eval_begin()
-            method, last = self._get_method(run, strategy, "eval_step"), run.loop
-            is_kept = state is not None
-            loop = self._get_loop(run, method, exact=True, keep_results=is_kept)
+            modes, last = (True, state is not None), run.loop
+            method = self._get_method(run, strategy, "eval_step", *modes)
+            loop = self._get_loop(run, method)
             if num_steps == -1 and all(data.is_endless for data in loop.datasets):
                 raise ValueError(
                     "`num_steps` is -1, for all of the data, but `eval_dataset` "

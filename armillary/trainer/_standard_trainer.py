@@ -203,7 +203,7 @@ class StandardTrainer(Runner, AbstractTrainer):
         """Returns the loop over the data that the trainer has by now."""
         run = self._get_train()
         method = self._get_method(run, strategy, "train_step")
-        return self._get_loop(run, method, exact=False, keep_results=False)
+        return self._get_loop(run, method)
 
     def _start(self, num_steps: int, num_loops: int) -> "_StartedLoops":
         check_positive_int("num_steps", num_steps)

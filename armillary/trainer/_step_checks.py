@@ -35,6 +35,8 @@ class StepMethod(NamedTuple):
         name: How messages call it.
         strategy: The strategy in effect while it runs.
         options: How to run it.
+        exact: Whether every example is used, in smaller steps where needed.
+        keep_results: Whether what it returns is needed.
     """
 
     owner: Any
@@ -42,6 +44,8 @@ class StepMethod(NamedTuple):
     name: str
     strategy: Strategy
     options: LoopOptions
+    exact: bool = False
+    keep_results: bool = False
 
     def __call__(self, iterators: Any) -> PyTree:
         """Runs the step."""

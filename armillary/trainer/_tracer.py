@@ -65,7 +65,7 @@ class StepPrograms:
     """The programs of one step, which takes a nest of iterators over datasets.
 
     Of the datasets, whose nest has this structure, only `layout` and `gather` are
-    looked at. `keep_results` says that what steps return is needed.
+    looked at.
 
     Attributes:
         flat: The state on its devices; `None` before `find_state`.
@@ -79,11 +79,9 @@ class StepPrograms:
         datasets: Sequence[Any],
         structure: Any,
         guard: LoopGuard,
-        *,
-        keep_results: bool,
     ) -> None:
         self._method, self._datasets, self._structure = method, datasets, structure
-        self._guard, self._keep_results = guard, keep_results
+        self._guard = guard
         self._traces: dict[Any, Trace] = {}
         self._programs: dict[Any, Program] = {}
         # The first batches of each shape.
@@ -273,11 +271,10 @@ class StepPrograms:
             [dataset.gather.on_device for dataset in self._datasets],
             chunk.capacity,
             flat,
-            keep_results=self._keep_results,
+            method,
+            self._guard.for_step(flat.state, step.program.in_avals, step.changed),
+            None if is_slow else self.hooks,
             is_nested=not is_slow,
-            guard=self._guard.for_step(flat.state, step.program.in_avals, step.changed),
-            hooks=None if is_slow else self.hooks,
-            compiler_options=method.options.compiler_options,
         )
 
     def _look_at_first(self, step: TracedStep, flat: FlatState, is_slow: bool) -> None:

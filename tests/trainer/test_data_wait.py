@@ -107,8 +107,6 @@ def test_the_first_batch_is_waited_for(compile_step):
     loop = Loop(
         StepMethod(owner, owner.step, "step", DefaultStrategy(), options),
         read,
-        exact=False,
-        keep_results=False,
     )
     stopwatch = Stopwatch()
     with stopwatch.phase(Category.STEPPING):
