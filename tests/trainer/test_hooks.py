@@ -190,17 +190,6 @@ def test_uneven_batches_of_a_loop_are_one_loop():
 
 
 @pytest.mark.slow
-def test_train_by_hand_runs_the_hooks():
-    trainer = Regression()
-    plain = Regression(compile_hooks=False)
-
-    for num_steps in (3, 5, 3):
-        output, expected = trainer.train(num_steps), plain.train(num_steps)
-        assert list(output) == list(expected)
-        assert jax.tree.map(float, output) == jax.tree.map(float, expected)
-
-
-@pytest.mark.slow
 def test_a_plain_value_that_an_end_reads_is_watched():
     trainer = Regression()
     before = trainer.train(15)["loss"]
@@ -351,11 +340,6 @@ def test_hooks_stay_in_python_where_an_option_needs_it(options, calls):
 
     assert trainer.num_loops == 1
     assert not calls
-
-
-def test_compile_hooks_is_checked():
-    with pytest.raises(ValueError, match="`compile_hooks` is 'yes', but it must be"):
-        armillary.StandardTrainerOptions(compile_hooks="yes")
 
 
 class Own(nnx.Metric):

@@ -1,7 +1,6 @@
 """Tests of loops over chunks: positions, programs, and state between loops."""
 
 import gc
-import logging
 import time
 import weakref
 
@@ -126,55 +125,6 @@ def test_prefetch_zero_reads_no_further_than_the_chunk():
 
 
 # Programs
-
-
-@pytest.mark.slow
-def test_every_program_is_compiled_once(no_retrace):
-    strategy = make_strategy(2)
-    trainer = Classifier(strategy, MLP(nnx.Rngs(0)), optax.sgd(0.1), steps_per_chunk=7)
-
-    class Evaluator(armillary.StandardEvaluator):
-        def __init__(self):
-            source = from_arrays({"x": np.ones(23, np.float32)}, batch_size=4)
-            super().__init__(source)
-            self.strategy, self.average = strategy, nnx.metrics.Average("x")
-
-        def eval_begin(self):
-            self.average.reset()
-
-        def eval_step(self, iterator):
-            def step_fn(batch):
-                self.average.update(x=batch["x"])
-
-            self.strategy.run(step_fn, args=(next(iterator),))
-
-    evaluator = Evaluator()
-    for _ in range(2):
-        trainer.train(9)
-        evaluator.evaluate(-1)
-
-    with no_retrace():
-        for num_steps in (1, 2, 5, 7, 20):
-            trainer.train(num_steps)
-            evaluator.evaluate(-1)
-            evaluator.evaluate(2)
-
-    assert int(evaluator.average.count[...]) == 8
-
-
-@pytest.mark.slow
-def test_compiled_programs_are_warm_after_the_first_loop(no_retrace, caplog):
-    trainer = Classifier(
-        make_strategy(2), MLP(nnx.Rngs(0)), optax.sgd(0.1), steps_per_chunk=7
-    )
-    trainer.train(1)
-
-    caplog.set_level(logging.WARNING)
-    with no_retrace(), jax.log_compiles():
-        for num_steps in (1, 3, 8, 20):
-            trainer.train(num_steps)
-
-    assert "Compiling" not in caplog.text
 
 
 @pytest.mark.slow

@@ -68,17 +68,6 @@ def test_a_loop_begins_steps_and_ends():
     assert trainer.data_exhausted is False
 
 
-def test_hooks_do_nothing_by_default():
-    class Silent(Base):
-        def train_step(self, iterator):
-            next(iterator)
-
-    trainer = Silent(make_batches(2))
-
-    assert trainer.train(1) is None
-    assert trainer.data_exhausted is False
-
-
 def test_the_loop_begin_may_make_the_state():
     class Late(Base):
         def train_loop_begin(self):
@@ -486,14 +475,6 @@ def test_a_wrong_number_of_steps_is_an_error(num_steps):
     if num_steps != -1:
         with pytest.raises(ValueError, match=r"`num_steps` is .*, or `num_steps=-1`"):
             evaluate(num_steps)
-
-
-@pytest.mark.parametrize("name", ["steps_per_chunk", "max_chunk_bytes"])
-@pytest.mark.parametrize("value", [0, -1, 2.0])
-@pytest.mark.parametrize("kind", [Options, armillary.StandardEvaluatorOptions])
-def test_options_below_one_are_an_error(kind, name, value):
-    with pytest.raises(ValueError, match=f"`{name}` is {value}, but it must be a pos"):
-        kind(**{name: value})
 
 
 @mistakes(

@@ -41,61 +41,6 @@ def as_batches(*arrays):
     return [{"x": np.asarray(array)} for array in arrays]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("second", "change"),
-    [
-        (np.ones((2, 4), np.float32), r"x: float32 \(2, 3\) became float32 \(2, 4\)"),
-        (np.ones((2, 3), np.int32), r"x: float32 \(2, 3\) became int32 \(2, 3\)"),
-        (np.ones((2,), np.float32), r"x: float32 \(2, 3\) became float32 \(2,\)"),
-    ],
-    ids=["shape", "dtype", "rank"],
-)
-def test_batches_that_change_are_an_error(second, change):
-    trainer = Trainer(as_batches(np.ones((2, 3), np.float32), second))
-
-    with pytest.raises(
-        RetraceError,
-        match=rf"changed after `train_step` was compiled for 1 shape(.|\n)*{change}\n",
-    ):
-        trainer.train(2)
-    assert float(trainer.total) == 6
-
-
-def test_all_changes_are_reported_by_path():
-    first = {"a": np.ones(2), "b": {"c": np.ones((2, 3))}, "d": np.ones(2)}
-    second = {"a": np.ones(2, int), "b": {"c": np.ones((2, 5))}, "d": np.ones(2)}
-
-    class Any(Trainer):
-        def train_step(self, iterator):
-            next(iterator)
-
-    with pytest.raises(RetraceError) as caught:
-        Any([first, second]).train(2)
-    assert "\n  a: float32 (2,) became int32 (2,)\n  b/c: float32 (2, 3)" in str(
-        caught.value
-    )
-    assert "  d:" not in str(caught.value)
-
-
-def test_a_batch_of_another_structure_is_an_error():
-    trainer = Trainer([{"x": np.ones(2)}, {"x": np.ones(2), "y": np.ones(2)}])
-
-    with pytest.raises(RetraceError, match=r"structure .*'x'.* became .*'y'"):
-        trainer.train(2)
-
-
-def test_a_batch_that_is_an_array_is_named_so():
-    class Bare(Trainer):
-        def train_step(self, iterator):
-            self.total = self.total + next(iterator).sum()
-
-    batches = [np.ones((2, 3), np.float32), np.ones((2, 4), np.float32)]
-
-    with pytest.raises(RetraceError, match="the batch: float32"):
-        Bare(batches).train(2)
-
-
 def test_a_step_that_takes_all_data_is_an_error():
     class Greedy(Trainer):
         def train_step(self, iterator):
@@ -447,27 +392,6 @@ def test_what_no_step_reads_is_not_looked_at():
     assert state.is_current()
     trainer.scale = 2.0
     assert not state.is_current()
-
-
-def test_a_trace_that_was_cut_off_leaves_nothing_behind():
-    class Stacks(Trainer):
-        def __init__(self):
-            super().__init__()
-            self.names, self.stack = [], []
-
-        def train_step(self, iterator):
-            first = next(iterator)["x"].sum()
-            self.names.append("one")
-            self.stack.append(first)
-            second = next(iterator)["x"].sum()
-            self.total = self.total + len(self.names) * (self.stack.pop() + second)
-            self.names.clear()
-
-    trainer = Stacks()
-    trainer.train(3)
-
-    assert float(trainer.total) == 12
-    assert trainer.names == trainer.stack == []
 
 
 def test_a_step_that_looks_at_all_attributes_sees_all_changes():
