@@ -163,8 +163,9 @@ class _Watch:
             return
         if event == "c_call":
             holder, name = getattr(argument, "__self__", None), argument.__name__
-            is_fine = _top(argument.__module__) in _COMPUTING or name in _LOOKING
-            is_fine &= not isinstance(holder, types.ModuleType) or holder is _PYTHON
+            is_known = holder is _PYTHON or isinstance(holder, dict | list | tuple)
+            is_fine = is_known and name in _LOOKING
+            is_fine |= _top(argument.__module__) in _COMPUTING
         else:
             name, module = frame.f_code.co_name, _top(frame.f_globals.get("__name__"))
             is_fine = module in _COMPUTING and name not in _FETCHING

@@ -1,6 +1,7 @@
 """Tests of loops whose begin and end are part of the compiled program."""
 
 import logging
+import queue
 import re
 import sys
 import time
@@ -411,6 +412,7 @@ NOT_PURE = [
     "with self.strategy.scope(): pass",
     "return {'n': (n := print(1))}",
     "open('/dev/null').close()",
+    "return {'next': self.queue.get()}",
     "getattr(self, 'strategy').scope()",
 ]
 HELPERS = """
@@ -435,6 +437,8 @@ def needs_python(kind, body=None):
         kind = type("Written", (kind,), names)
     trainer = kind()
     trainer.own, trainer.history = Own(), []
+    trainer.queue = queue.SimpleQueue()
+    trainer.queue.put(1)
     state = State([(trainer, "")], set())
     flat = FlatState(state, trainer.strategy)
     with recorded_reads(trainer, state.note_read):
