@@ -64,6 +64,14 @@ class _BestValue:
                 "but it must be one number. Use a function that returns one."
             ) from None
 
+    def get_state(self) -> dict[str, Any]:
+        """Returns what a `Checkpoint` saves."""
+        return {"best_value": self.best_value}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Takes over what a `Checkpoint` saved."""
+        self.best_value = state["best_value"]
+
     def _is_better(self, value: float, margin: float = 0.0) -> bool:
         best = self.best_value
         if best is None or np.isnan(value):
@@ -164,14 +172,6 @@ class NewBestMetric(_BestValue):
             path, data = epath.Path(self.file), json.dumps(content).encode()
             write_whole(path, data, f".{path.name}.{os.getpid()}")
         return True
-
-    def get_state(self) -> dict[str, Any]:
-        """Returns what a `Checkpoint` saves."""
-        return {"best_value": self.best_value}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Takes over what a `Checkpoint` saved."""
-        self.best_value = state["best_value"]
 
     def _read(self, file: Path) -> float:
         try:
@@ -274,13 +274,11 @@ class EarlyStopping(_BestValue):
 
     def get_state(self) -> dict[str, Any]:
         """Returns what a `Checkpoint` saves."""
-        return {
-            "best_value": self.best_value,
-            "num_without_improvement": self.num_without_improvement,
-        }
+        count = self.num_without_improvement
+        return {**super().get_state(), "num_without_improvement": count}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Takes over what a `Checkpoint` saved."""
-        self.best_value = state["best_value"]
+        super().set_state(state)
         self.num_without_improvement = state["num_without_improvement"]
         self._was_stopped = self.num_without_improvement >= self.patience

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from etils import epath
 from jax import export
 
@@ -24,7 +23,7 @@ from armillary._process import get_process
 from armillary._records import write_whole
 from armillary.checkpoint._folder import as_absolute
 from armillary.checkpoint._writer import announcing_errors
-from armillary.distribute._global_arrays import as_local, is_key
+from armillary.distribute._global_arrays import as_local
 from armillary.state._lift import State
 from armillary.state._summarize import as_step_counter
 from armillary.typing import Output, PyTree
@@ -193,11 +192,11 @@ class ExportModel:
         logger.info("exported the model to %s.", path)
 
     def _export(self, state: State, leaves: Sequence[Any]) -> export.Exported:
-        hosts = [_as_host(leaf) for leaf in leaves]
+        device = jax.local_devices()[0]
+        constants = [jax.device_put(leaf, device) for leaf in leaves]
 
         # Not `self.model`: a program is traced once for each function.
         def program(*args: Any) -> Any:
-            constants = [make() for make in hosts]
             with state.swapped(constants):
                 result = self.model(*args)
                 now = zip(state.paths, constants, state.read(), strict=True)
@@ -236,12 +235,3 @@ def _describe(args: tuple[PyTree, ...], *, is_polymorphic: bool) -> tuple[PyTree
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
     return jax.tree.map(describe, args)
-
-
-def _as_host(leaf: Any) -> Callable[[], jax.Array]:
-    """Returns what makes a constant, on one device, of an array on any."""
-    if is_key(leaf):
-        data, impl = np.array(jax.random.key_data(leaf)), jax.random.key_impl(leaf)
-        return lambda: jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
-    host = np.asarray(leaf)
-    return lambda: jnp.asarray(host)

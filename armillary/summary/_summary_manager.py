@@ -1,5 +1,6 @@
 """Writes nested outputs: one directory, and one writer, for each level of nesting."""
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -54,9 +55,11 @@ class SummaryManager:
                 f"`summary_dir` is {self._summary_dir!r}, which is a file, but "
                 "summaries need a directory. Use another name."
             )
+        make: Any = writer_fn
         if isinstance(writer_fn, list | tuple):
             for index, each in enumerate(writer_fn):
                 check_callable(f"writer_fn[{index}]", each)
+            make = functools.partial(WriterGroup, tuple(writer_fn))
         elif writer_fn is not None:
             check_callable("writer_fn", writer_fn)
         if writer_fn is None and "://" in self._summary_dir:
@@ -64,7 +67,7 @@ class SummaryManager:
                 f"`summary_dir` is {self._summary_dir!r}, but event files are local. "
                 "Use a local directory, or a `writer_fn` that reaches that place."
             )
-        self._writer_fn = TensorBoardWriter if writer_fn is None else writer_fn
+        self._make: Any = TensorBoardWriter if writer_fn is None else make
         self._writers: dict[str, Any] = {}
 
     @property
@@ -143,11 +146,7 @@ class SummaryManager:
     def _writer(self, parents: tuple[str, ...]) -> Any:
         directory = os.path.join(self._summary_dir, *parents)
         if directory not in self._writers:
-            make: Any = self._writer_fn
-            if isinstance(make, Sequence):
-                self._writers[directory] = WriterGroup([fn(directory) for fn in make])
-            else:
-                self._writers[directory] = make(directory)
+            self._writers[directory] = self._make(directory)
         return self._writers[directory]
 
 

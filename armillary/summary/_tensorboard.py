@@ -12,7 +12,7 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -44,8 +44,8 @@ class SummaryWriter(Protocol):
 class WriterGroup:
     """Hands everything to each of several writers that has a method for it."""
 
-    def __init__(self, writers: Sequence[SummaryWriter]) -> None:
-        self._writers = writers
+    def __init__(self, makers: Iterable[Callable[[str], Any]], directory: str) -> None:
+        self._writers = [make(directory) for make in makers]
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         methods = [
