@@ -32,7 +32,7 @@ class RemoteValue:
 
     def __init__(self) -> None:
         # Of the reference by which Ray finds the result.
-        self._future: Future[Any] = Future()
+        self.future: Future[Any] = Future()
 
     def get(self) -> PyTree:
         """Returns what the function returned, with JAX arrays; waits for it.
@@ -55,46 +55,26 @@ class RemoteValue:
         Raises:
             ClosureCancelledError: If it did not run, because another call failed.
         """
-        return import_ray().get(self.reference)
+        return import_ray().get(self.future.result())
 
     def wait(self) -> None:
         """Returns when the call has ended, well or badly."""
-        wait([self._future])
+        wait([self.future])
 
     @property
     def has_ended(self) -> bool:
         """Whether the call has ended, well or badly, or was cancelled."""
-        return self._future.done()
+        return self.future.done()
 
     @property
     def has_failed(self) -> bool:
         """Whether the call has ended badly, or did not run."""
-        return self.has_ended and self.error is not None
+        return self.has_ended and self.future.exception() is not None
 
     @property
     def is_ready(self) -> bool:
         """Whether the call has ended well."""
-        return self.has_ended and self.error is None
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why the call has ended badly, if it has; waits for its end."""
-        return self._future.exception()
-
-    @property
-    def reference(self) -> Any:
-        """Where Ray keeps the result; waits for it."""
-        return self._future.result()
-
-    def set(self, reference: Any) -> None:
-        """Tells where the result is."""
-        if not self.has_ended:
-            self._future.set_result(reference)
-
-    def fail(self, error: BaseException) -> None:
-        """Tells that there will be none."""
-        if not self.has_ended:
-            self._future.set_exception(error)
+        return self.has_ended and self.future.exception() is None
 
 
 class ScheduledTask:
@@ -155,12 +135,20 @@ class Closure:
 
     def arguments(self) -> list[Any]:
         """Returns its inputs for Ray, which fetches references on the worker."""
-        return [v.reference if isinstance(v, RemoteValue) else v for v in self.inputs]
+        return [
+            value.future.result() if isinstance(value, RemoteValue) else value
+            for value in self.inputs
+        ]
+
+    def fail(self, error: BaseException) -> None:
+        """Tells that there will be no result, if there is none yet."""
+        if not self.value.has_ended:
+            self.value.future.set_exception(error)
 
     def cancel(self, why: str = _WHY) -> None:
         """Ends it before it has run."""
         message = f"This call of `{self.task.name}` did not run, because {why}."
-        self.value.fail(ClosureCancelledError(message))
+        self.fail(ClosureCancelledError(message))
 
 
 def is_dynamic(leaf: Any) -> bool:

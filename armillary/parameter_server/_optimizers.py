@@ -31,29 +31,18 @@ from armillary.typing import PyTree
 class UpdateSpec(NamedTuple):
     """One call of `update` in a scheduled function.
 
-    State and parameters have the number of the slot of each array, gradients are a
-    structure.
+    `trees` are the structures of gradients, state and parameters.
     """
 
     transformation: int
-    gradients: Any
-    state: PyTree
-    params: PyTree
-
-    @property
-    def param_slots(self) -> list[int]:
-        """The slots of the parameters."""
-        return jax.tree.leaves(self.params)
-
-    @property
-    def state_slots(self) -> list[int]:
-        """The slots of the state."""
-        return jax.tree.leaves(self.state)
+    trees: tuple[Any, Any, Any]
+    state_slots: list[int]
+    param_slots: list[int]
 
     def renumbered(self, numbers: Sequence[int]) -> "UpdateSpec":
         """Returns it with other numbers of slots."""
-        state, params = jax.tree.map(numbers.__getitem__, (self.state, self.params))
-        return self._replace(state=state, params=params)
+        state, params = ([numbers[slot] for slot in slots] for slots in self[2:])
+        return self._replace(state_slots=state, param_slots=params)
 
 
 # The updates that a worker's optimizer returns: an operation that names its call and
@@ -62,20 +51,15 @@ server_update_p = core.Primitive("server_update")
 server_update_p.def_abstract_eval(lambda gradient, **_: gradient)
 
 
-class Recorded(NamedTuple):
-    """What calls of `update` were given while a function was traced."""
-
-    specs: list[UpdateSpec]
-    gradients: list[list[jax.Array]]
-
-
+# What calls of `update` were given while a function was traced, and the gradients.
+Recorded = list[tuple[UpdateSpec, list[jax.Array]]]
 _recording: list[Recorded] = []
 
 
 @contextmanager
 def recording() -> Iterator[Recorded]:
     """Takes down what optimizers are given, while a function is traced."""
-    _recording.append(Recorded([], []))
+    _recording.append([])
     try:
         yield _recording[-1]
     finally:
@@ -109,16 +93,16 @@ def make_stand_in(index: int) -> optax.GradientTransformationExtraArgs:
                 "`tx.update(gradients, state, params)`."
             )
         leaves, tree = jax.tree.flatten(updates)
-        spec = UpdateSpec(index, tree, *_find_slots(state, params))
+        trees = tree, jax.tree.structure(state), jax.tree.structure(params)
+        spec = UpdateSpec(index, trees, _find_slots(state), _find_slots(params))
         slots = spec.param_slots
         if len(slots) != len(leaves) or len(set(slots)) < len(slots):
             raise ValueError(
                 f"`update` of an optimizer was given {len(leaves)} gradients for "
                 f"{len(set(slots))} variables. Pass one gradient for each of `params`."
             )
-        call = len(_recording[-1].specs)
-        _recording[-1].specs.append(spec)
-        _recording[-1].gradients.append(leaves)
+        call = len(_recording[-1])
+        _recording[-1].append((spec, leaves))
         marked = (
             server_update_p.bind(leaf, call=call, leaf=i)
             for i, leaf in enumerate(leaves)
@@ -128,25 +112,22 @@ def make_stand_in(index: int) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _find_slots(state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the trees with the slot that holds each array."""
+def _find_slots(tree: PyTree) -> list[int]:
+    """Returns the slots that hold the arrays of a tree."""
     lifted = lifted_state()
     if not _recording or lifted is None:
         raise RuntimeError(
             "An optimizer was used on a worker outside of a scheduled function."
         )
     places = {id(leaf): i for i, leaf in enumerate(lifted.read())}
-
-    def find(leaf: Any) -> int:
-        if id(leaf) not in places:
-            raise ValueError(
-                "`update` of an optimizer was given state or parameters that no "
-                "variable holds (an array computed in the scheduled function). Pass "
-                "what variables hold: updates are made where they live."
-            )
-        return places[id(leaf)]
-
-    return jax.tree.map(find, (state, params))
+    slots = [places.get(id(leaf), -1) for leaf in jax.tree.leaves(tree)]
+    if -1 in slots:
+        raise ValueError(
+            "`update` of an optimizer was given state or parameters that no variable "
+            "holds (an array computed in the scheduled function). Pass what variables "
+            "hold: updates are made where they live."
+        )
+    return slots
 
 
 def load_transformation(dumped: bytes) -> optax.GradientTransformationExtraArgs:
@@ -162,11 +143,10 @@ def flat_update(
 
     It returns those of the updates and of the new state.
     """
-    trees = spec.gradients, *map(jax.tree.structure, (spec.state, spec.params))
-    stops = list(itertools.accumulate(tree.num_leaves for tree in trees))
+    stops = list(itertools.accumulate(tree.num_leaves for tree in spec.trees))
 
     def update(*leaves: Any) -> list[Any]:
-        parts = zip(trees, [0, *stops], stops, strict=False)
+        parts = zip(spec.trees, [0, *stops], stops, strict=False)
         given = (tree.unflatten(leaves[start:stop]) for tree, start, stop in parts)
         return jax.tree.leaves(transformation.update(*given))
 

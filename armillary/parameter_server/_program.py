@@ -65,8 +65,8 @@ class TaskProgram:
         def body(*arguments: Any) -> PyTree:
             with recording() as recorded:
                 result = call(*arguments)
-            updates[:] = recorded.specs
-            return result, recorded.gradients
+            updates[:] = [spec for spec, _ in recorded]
+            return result, [gradients for _, gradients in recorded]
 
         self._step = trace_step(body, flat, arguments, user_fn=fn, owner="the function")
         name = getattr(fn, "__name__", "the function")

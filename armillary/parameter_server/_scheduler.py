@@ -127,9 +127,9 @@ class Scheduler:
                 )
             self._num_added += 1
             closure = Closure(self._num_added, task, inputs)
-            errors = [value.error for value in closure.awaited if value.has_failed]
-            if errors and errors[0] is not None:
-                self._fail(closure, errors[0])
+            failed = [value for value in closure.awaited if value.has_failed]
+            if failed and (error := failed[0].future.exception()) is not None:
+                self._fail(closure, error)
             else:
                 self._open[closure.number] = closure
                 self._queue.append(closure)
@@ -312,6 +312,8 @@ class Scheduler:
     def _end(self, worker: _Worker, message: _Message, statuses: list[Any]) -> None:
         """Tells the calls of a message how they ended."""
         with self._changed:
+            if self.is_stopped:
+                return
             worker.messages.remove(message)
             for i, closure in enumerate(message.closures):
                 self._open.pop(closure.number, None)
@@ -326,7 +328,7 @@ class Scheduler:
                     self._num_applied += 1
                     self.statistics.count(status.staleness)
                     closure.task.seconds = status.seconds
-                    closure.value.set(message.values[i])
+                    closure.value.future.set_result(message.values[i])
             self._changed.notify_all()
 
     def _lose(self, worker: _Worker, error: _WorkerLostError) -> None:
@@ -355,7 +357,7 @@ class Scheduler:
 
     def _fail(self, closure: Closure, error: BaseException) -> None:
         """Remembers the first error, and cancels the calls that have not begun."""
-        closure.value.fail(error)
+        closure.fail(error)
         if self._error is None:
             self._error = error
         self._cancel_queue()

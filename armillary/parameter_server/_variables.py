@@ -123,13 +123,9 @@ class Variables:
                     new.append(number)
             self._put(new, servers)
             self._define(keys, servers)
-            task.placed = PlacedTask(
-                {
-                    slot: self._variables[numbers[slot]].places
-                    for slot in (*slots, *spec.updated)
-                },
-                keys,
-            )
+            slots += spec.updated
+            places = {slot: self._variables[numbers[slot]].places for slot in slots}
+            task.placed = PlacedTask(places, keys)
 
     def _place_update(
         self, key: Any, spec: UpdateSpec, dumped: bytes, new: list[int]
@@ -145,18 +141,13 @@ class Variables:
                 sizes[owner] += types[slot].num_bytes
         for param in sorted(sizes, key=lambda param: (-sizes[param], param)):
             if not known[param].places:
-                count = self._count_parts(param, split)
-                self._assign(param, count, sizes[param])
+                self._assign(param, self._count_parts(param, split), sizes[param])
                 new.append(param)
         servers = {place.server for param in sizes for place in known[param].places}
+        shared = [Place(server, (0, 0)) for server in sorted(servers)]
         for slot, owner in split.owners.items():
-            if owner is None:
-                places = tuple(Place(server, (slot, 0)) for server in sorted(servers))
-            else:
-                places = tuple(
-                    place._replace(part=(slot, place.part[1]))
-                    for place in known[owner].places
-                )
+            of = shared if owner is None else known[owner].places
+            places = tuple(p._replace(part=(slot, p.part[1])) for p in of)
             if not known[slot].places:
                 known[slot].places = places
                 new.append(slot)

@@ -27,13 +27,13 @@ def make_case(transformation):
     }
     state = transformation.init(params)
     leaves = [params["kernel"], params["bias"], *jax.tree.leaves(state)]
-    spec = UpdateSpec(
-        0,
-        jax.tree.structure(params),
-        jax.tree.structure(state).unflatten(range(2, len(leaves))),
-        {"kernel": 0, "bias": 1},
-    )
     # Trees are in the order of their keys: the bias comes first.
+    trees = (
+        jax.tree.structure(params),
+        jax.tree.structure(state),
+        jax.tree.structure(params),
+    )
+    spec = UpdateSpec(0, trees, list(range(2, len(leaves))), [1, 0])
     types = dict(enumerate(map(type_of, leaves)))
     return transformation, spec, types, leaves
 
