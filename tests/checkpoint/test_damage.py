@@ -175,24 +175,6 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_names_the_file(
     assert run.read() == Run(9).read()
 
 
-@pytest.mark.parametrize(
-    "place",
-    ["header/header.json", "header", "manifest/manifest.json", "arrays", CHECKSUM_FILE],
-)
-def test_a_checkpoint_without_a_part_is_skipped_with_a_warning(
-    directory: Path, caplog: pytest.LogCaptureFixture, place: str
-) -> None:
-    path = directory / "checkpoint_2" / place
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-    run = Run(9)
-    with caplog.at_level(logging.WARNING, "armillary"):
-        make_manager(run, directory).restore_or_initialize()
-
-    assert run.read() == Run(1).read()
-    assert Path(place).name in caplog.text
-    assert "checkpoint_2` is damaged" in caplog.text
-
-
 @pytest.mark.parametrize("place", [".", "header/header.json", CHECKSUM_FILE, "arrays"])
 def test_a_checkpoint_without_rights_is_skipped_with_a_warning(
     saved: Path, caplog: pytest.LogCaptureFixture, place: str

@@ -1,6 +1,5 @@
 """Tests of saves that the kernel refuses to write."""
 
-import logging
 import os
 import shutil
 import subprocess
@@ -112,59 +111,6 @@ def test_a_full_disk_is_an_error_with_figures_and_costs_no_checkpoint(
     manager.sync()
     assert manager.last_error is None
     manager.close()
-
-
-def test_with_warn_training_goes_on_and_saves_again_when_there_is_room(
-    small_disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    filler = small_disk / "filler"
-
-    def fill_and_free(step: int) -> None:
-        manager.sync()
-        if step == 2:
-            filler.write_bytes(bytes(DISK_BYTES // 2))
-        if step == 5:
-            filler.unlink()
-
-    run = Run(fill_and_free)
-    manager = make_manager(
-        run,
-        small_disk / "run",
-        max_to_keep=1,
-        checkpoint_interval=1,
-        on_write_error="warn",
-    )
-    with caplog.at_level(logging.WARNING, "armillary"):
-        make_controller(run, manager).train(6)
-    manager.close()
-
-    assert run.step == 6
-    failed = [record.getMessage() for record in caplog.records]
-    assert [message.partition("` failed")[0][-1] for message in failed] == list("234")
-    for message in failed:
-        assert "the next save that is due tries again" in message
-    assert manager.last_error is None
-    assert list_saved(small_disk / "run") == ["checkpoint_6"]
-
-
-def test_with_warn_a_run_whose_last_save_fails_ends_and_says_so(
-    small_disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = Run(lambda _: (small_disk / "filler").write_bytes(bytes(DISK_BYTES // 2)))
-    manager = make_manager(run, small_disk / "run", on_write_error="warn")
-    controller = make_controller(run, manager)
-    controller.save_checkpoint()
-    with caplog.at_level(logging.WARNING, "armillary"):
-        controller.train(3)
-        with pytest.raises(CheckpointError, match=r"checkpoint_3(\.1)?` failed"):
-            controller.save_checkpoint()
-    manager.close()
-
-    assert run.step == 3
-    assert len(caplog.records) == 2
-    assert "checkpoint_3` failed" in caplog.text
-    assert manager.last_error is not None
-    assert list_saved(small_disk / "run") == ["checkpoint_0"]
 
 
 def fail_in_background(patch: pytest.MonkeyPatch, times: int = 100) -> None:
