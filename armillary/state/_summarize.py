@@ -128,25 +128,18 @@ class ModelSummary:
         return sorted(sizes, key=lambda size: -size.count)
 
     def __rich__(self) -> "Table":
-        head = ["array", "shape", "dtype", "kind", "count", "size"]
+        def shown(of: ArrayRow | ModuleSize) -> tuple[str, str]:
+            return f"{of.count:,}", format_bytes(of.bytes)
+
         sums = [_sum("parameters", self.parameters)]
         if others := [row for row in self.rows if not row.is_parameter]:
             sums.append(_sum("other state", others))
         rows = [
-            (
-                r.path,
-                str(r.shape),
-                r.dtype,
-                r.kind,
-                f"{r.count:,}",
-                format_bytes(r.bytes),
-            )
-            for r in self.rows
+            (row.path, str(row.shape), row.dtype, row.kind, *shown(row))
+            for row in self.rows
         ]
-        totals = [
-            (each.name, "", "", "", f"{each.count:,}", format_bytes(each.bytes))
-            for each in sums
-        ]
+        totals = [(each.name, "", "", "", *shown(each)) for each in sums]
+        head = ["array", "shape", "dtype", "kind", "count", "size"]
         return make_table(head, rows, totals, numbers=head[-2:])
 
     def __str__(self) -> str:
