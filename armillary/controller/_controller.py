@@ -76,29 +76,23 @@ class Controller:
             checkpoint_manager.save(check_interval=True)
         checkpoint_manager.save()
 
-    Where a step is evaluated as well, by `train_and_evaluate`, it is saved afterwards.
-
-    Several calls in a row on one controller work; each goes on at the global step that
-    the last one reached. An exception of the user's code reaches the caller, after
-    summaries are flushed and pending saves are on disk.
-
-    Constructing a controller restores the latest checkpoint. If the program configured
-    no logging, it also makes the `armillary` logger print to stderr.
+    Several calls in a row work; each goes on at the global step that the last one
+    reached. An exception of the user's code reaches the caller, after summaries are
+    flushed and pending saves are on disk. If the program configured no logging, a
+    controller makes the `armillary` logger print to stderr.
 
     Args:
         global_step: What counts training steps: a variable that the steps advance, such
             as `optimizer.step`, or a function without arguments that returns the step.
         trainer: Runs the training steps. Needed by `train` and `train_and_evaluate`.
-        evaluator: Runs evaluations. Needed by the loops that evaluate. A dictionary
-            holds several by name, such as `{"validation": a, "test": b}`: they run in
-            this order, outputs are nested under their names, and summaries go to
-            subdirectories of these names.
+        evaluator: Runs evaluations. A dictionary holds several by name, such as
+            `{"validation": a, "test": b}`: they run in this order, and outputs and
+            directories of summaries are nested under their names.
         strategy: Its scope is entered wherever the trainer, the evaluator, an action or
             a restore runs. `None` enters no scope.
         train_actions: Called with the output of each loop of training, after it is
             logged and before a checkpoint is saved.
-        eval_actions: Called with the output of each evaluation, after it is logged; of
-            several evaluators, with the outputs of all of them.
+        eval_actions: Called with the output of each evaluation, after it is logged.
         steps_per_loop: Steps in one call of `trainer.train`, or a function from the
             global step to that number. Required with a trainer. A larger value hides
             more Python time, and delays logging, saving and stopping by as many steps.
@@ -114,30 +108,24 @@ class Controller:
             `summary_dir`.
         summary_manager: Takes the place of the one made from `summary_dir`.
         eval_summary_manager: Takes the place of the one made from `eval_summary_dir`.
-        hyperparameters: What makes this run another than the next one: names and
-            numbers, nested if you like. They go to TensorBoard's page of them, and into
-            the record of the run.
-        hang_timeout_seconds: Time after which the program counts as stuck if it has not
-            gone on: it prints where it is, where all processes are if there are
-            several, and ends with `ExitCode.RESTART_REQUESTED`. It must exceed the
-            longest loop, evaluation, save and action; time in XLA's compiler does not
-            count. `None` waits for ever.
-        progress: Whether to show what goes on. `None` keeps one live line in a
-            terminal, unless `NO_COLOR` is set, and elsewhere logs what takes longer
-            than 30 seconds. True keeps the live line on stderr, whatever that is, and
-            False does neither.
+        hyperparameters: Names and numbers, nested if you like, for TensorBoard's page
+            of them and for the record of the run.
+        hang_timeout_seconds: Time after which a program that has not gone on prints
+            where all its processes are, and ends with `ExitCode.RESTART_REQUESTED`. It
+            must exceed the longest loop, evaluation, save and action; time in XLA's
+            compiler does not count. `None` waits for ever.
+        progress: `None` keeps one live line in a terminal, unless `NO_COLOR` is set,
+            and elsewhere logs what takes longer than 30 seconds. True keeps the live
+            line on stderr, whatever that is, and False does neither.
 
     Attributes:
-        global_step: As given, like all arguments; attributes are for reading only and
-            exist always, `None` or empty where nothing was given.
+        global_step: As given, like all arguments; attributes are for reading only, and
+            `None` or empty where nothing was given.
         steps_per_loop: Steps in the next loop, at the current global step.
 
     Raises:
-        ValueError: If trainer and evaluator are both missing, if `steps_per_loop` is
-            missing or not positive, if an interval does not fit it, or if `progress` is
-            none of the three.
-        TypeError: If an argument lacks the methods that the controller calls, or
-            `hyperparameters` is no dictionary with strings as keys.
+        ValueError: If trainer and evaluator are both missing, or a number does not fit.
+        TypeError: If an argument lacks the methods that the controller calls.
     """
 
     @hides_frames
@@ -241,23 +229,20 @@ class Controller:
                 trains until the data ends or a stop is requested.
             checkpoint_at_completion: Whether to save at the end, unless the last loop
                 did. A stop request saves in any case.
-            epochs: How many times to go through the training data in all, not how many
-                times more: passes that the position of the dataset counts, also after
-                a restore, are not trained again. `None` goes through it once.
+            epochs: How many times to go through the training data in all: passes that
+                its position counts, also after a restore, are not trained again. `None`
+                goes through it once.
 
         Returns:
             The scalars of the loops of this call; see `History`.
 
         Raises:
-            ValueError: If there is no trainer, or `steps` is neither -1 nor positive,
-                or lies before the current global step; or if `epochs` is not positive,
-                or cannot be told, such as for data that repeats itself.
-            GlobalStepError: If `trainer.train` did not advance the global step by the
-                number of steps it was asked for.
-            NonFiniteError: If a step left values that are not finite, and the trainer's
-                `on_non_finite` is `"raise"`.
-            ReplicaDivergenceError: If the trainer's `check_replicas_every` found copies
-                of the state that differ.
+            ValueError: If there is no trainer, if `steps` is neither -1 nor positive or
+                lies before the global step, or if `epochs` is not positive, or cannot
+                be told, such as for data that repeats itself.
+            GlobalStepError: If a loop did not advance the global step by its steps.
+            NonFiniteError: As `on_non_finite="raise"` of the trainer says.
+            ReplicaDivergenceError: As `check_replicas_every` of the trainer says.
         """
         require(self, "trainer", for_method="train")
         check_target("steps", steps, self._run.read_step(), epochs)
@@ -330,15 +315,14 @@ class Controller:
     ) -> RunOutput:
         """Trains and evaluates in turns, and evaluates once more at the end.
 
-        Evaluations are at global steps that are multiples of `eval_interval`, however
-        often the run was interrupted between them, and at the ends of `epochs`. The end
-        is evaluated exactly once: at `train_steps`, or where the data ended or a stop
-        was requested.
+        Evaluations are at multiples of `eval_interval`, however often the run was
+        interrupted, and at the ends of `epochs`. The end is evaluated exactly once: at
+        `train_steps`, or where the data ended or a stop was requested.
 
         A step that is saved as well is saved after its evaluation, with what this and
         its actions have changed. If they fail, or the job is preempted meanwhile, it is
-        saved nevertheless, and a run that resumes there evaluates it first. Processes
-        that train together save before, to the same effect.
+        saved as it was before, and a run that resumes there evaluates it first.
+        Processes that train together save before, to the same effect.
 
         Args:
             train_steps: The global step to train up to, or -1 as in `train`.
@@ -353,9 +337,8 @@ class Controller:
             has the scalars of all loops and evaluations of this call; see `History`.
 
         Raises:
-            ValueError: If there is no trainer or no evaluator, if `train_steps` or
-                `eval_steps` is neither -1 nor positive, or if `eval_interval` is not
-                positive; for `epochs` as in `train`.
+            ValueError: If there is no trainer or no evaluator, or a number is not what
+                it must be.
             GlobalStepError: As in `train`.
         """
         require(self, "trainer", for_method="train_and_evaluate")
@@ -401,14 +384,14 @@ class Controller:
     ) -> Output:
         """Evaluates every checkpoint that appears in the manager's directory.
 
-        Starts with the checkpoints that are there, oldest first, and evaluates each
-        once. One that is damaged, or that the training job deletes before it is
-        restored, is skipped with a warning. Nothing is written to the directory.
+        Starts with those that are there, oldest first, and evaluates each once. One
+        that is damaged, or deleted before it is restored, is skipped with a warning.
+        Nothing is written to the directory.
 
-        It also returns when the program that trains has ended, after its last training
-        ended well, and its last checkpoint is evaluated: there is a file `DONE` in the
-        directory then. One that is there from the start counts five minutes later: a
-        training that goes on takes it away when it begins.
+        It also returns when the program that trains has ended well, and its last
+        checkpoint is evaluated: there is a file `DONE` in the directory then. One that
+        is there from the start counts five minutes later, since a training that goes on
+        takes it away.
 
         Args:
             steps: Steps of each evaluation, or -1 as in `evaluate`.
@@ -423,11 +406,9 @@ class Controller:
             The output of the last evaluation, or `None` if there was none.
 
         Raises:
-            ValueError: If there is no evaluator or no checkpoint manager, if `steps` is
-                neither -1 nor positive, if `timeout` is negative, or if `until_step` is
-                not positive.
-            CheckpointMismatchError: If a checkpoint holds other leaves than this
-                program.
+            ValueError: If there is no evaluator or no checkpoint manager, or a number
+                is not what it must be.
+            CheckpointMismatchError: If a checkpoint holds other leaves.
         """
         require(self, "evaluator", for_method="evaluate_continuously")
         manager = require(
@@ -496,9 +477,8 @@ class Controller:
         """Ends the loop that is running at its next boundary, after saving.
 
         May be called from actions, other threads and signal handlers; of several
-        processes, a request in one of them stops all at the same step. The reason is
-        logged when the loop ends; of several requests the first counts. A request
-        concerns the call in progress: a later call starts afresh.
+        processes, a request in one stops all at the same step. The first reason is
+        logged when the loop ends. A later call starts afresh.
 
         Args:
             reason: Why to stop, for the log.
