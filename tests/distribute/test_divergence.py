@@ -82,14 +82,6 @@ def test_every_flipped_bit_is_found(dtype):
     assert (sums[1] != sums[0]).all()
 
 
-def test_values_that_swap_places_are_found():
-    strategy = make_strategy(2)
-    array = make_copies(strategy, [np.float32([1, 2, 3]), np.float32([2, 1, 3])])
-
-    with pytest.raises(ReplicaDivergenceError, match="no majority"):
-        compare(strategy, {"x": array})
-
-
 def test_keys_are_compared():
     strategy = make_strategy(2)
     data = np.array(jax.random.key_data(jax.random.key(3)))
@@ -123,15 +115,6 @@ def test_arrays_and_replicas_that_differ_are_named():
     everyone = (0, 1, 2, 3)
     assert caught.value.leaves == {"a": (2,), "c": everyone, "d": everyone}
     assert isinstance(caught.value, RuntimeError)
-
-
-def test_many_arrays_are_named_in_short():
-    strategy = make_strategy(2)
-    one = np.ones(1, np.float32)
-    arrays = {str(i): make_copies(strategy, [one, one * i]) for i in range(50)}
-
-    with pytest.raises(ReplicaDivergenceError, match=r"\n  \.\.\. and 29 more\n"):
-        compare(strategy, arrays)
 
 
 def test_nan_is_equal_to_itself():

@@ -158,8 +158,8 @@ def test_other_objects_are_other_programs(traces):
     assert len(traces) == 3
 
 
-def test_arrays_the_user_holds_stay_valid():
-    count = nnx.Variable(jnp.zeros(3))
+def test_arrays_that_the_user_holds_or_puts_into_a_slot_stay_valid():
+    count, mine = nnx.Variable(jnp.zeros(3)), jnp.full(3, 7.0)
     held = count[...]
 
     @armillary.function
@@ -168,17 +168,6 @@ def test_arrays_the_user_holds_stay_valid():
 
     step()
     np.testing.assert_array_equal(held, [0, 0, 0])
-    np.testing.assert_array_equal(count[...], [1, 1, 1])
-
-
-def test_an_array_put_into_a_slot_stays_valid():
-    count, mine = nnx.Variable(jnp.zeros(3)), jnp.full(3, 7.0)
-
-    @armillary.function
-    def step():
-        add(count)
-
-    step()
     count.set_value(mine)
     step()
     step()
@@ -213,33 +202,21 @@ def test_state_that_is_only_read_is_not_copied():
     assert float(total[...]) == 6
 
 
-def test_two_slots_may_begin_with_one_array():
+def test_two_slots_may_begin_or_end_with_one_array():
     model = nnx.Param(jnp.ones(2))
-    holder = Holder(average=model[...])
+    holder, target = Holder(average=model[...]), nnx.Variable(jnp.zeros(2))
 
     @armillary.function
     def step():
         add(model)
         holder.average = 0.5 * holder.average + 0.5 * model[...]
+        target[...] = model[...]
 
-    step()
-    step()
-    np.testing.assert_array_equal(model[...], [3, 3])
-    np.testing.assert_array_equal(holder.average, [2.25, 2.25])
-
-
-def test_two_slots_may_end_with_one_array():
-    model, average = nnx.Param(jnp.ones(2)), nnx.Variable(jnp.zeros(2))
-
-    @armillary.function
-    def step():
-        add(model)
-        average[...] = model[...]
-
-    for _ in range(3):
+    for _ in range(2):
         step()
-    np.testing.assert_array_equal(model[...], [4, 4])
-    np.testing.assert_array_equal(average[...], [4, 4])
+    np.testing.assert_array_equal(model[...], [3, 3])
+    np.testing.assert_array_equal(target[...], [3, 3])
+    np.testing.assert_array_equal(holder.average, [2.25, 2.25])
 
 
 def test_other_arguments_are_static(traces):
@@ -369,66 +346,54 @@ def test_run_is_compiled_once_for(kind, make_mirrored, traces):
     assert len(traces) == 1 and int(count[...]) == 4
 
 
-def test_closures_over_other_values_are_other_functions(make_mirrored):
+def times(factor):
+    def decorate(fn):
+        @functools.wraps(fn)
+        def wrapper(x):
+            return factor * fn(x)
+
+        return wrapper
+
+    return decorate
+
+
+def subtract(x, *, a, b):
+    return x + a - b
+
+
+class Times:
+    def __eq__(self, other):  # which takes the hash away
+        return isinstance(other, Times) and self.factor == other.factor
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, x):
+        return x * self.factor
+
+
+@pytest.mark.parametrize(
+    ("functions", "expected"),
+    [
+        ([lambda x, n=n: x * n for n in (2, 3, 2.5, True)], [2, 3, 2.5, 1]),
+        (
+            [
+                functools.partial(subtract, a=1, b=2),
+                functools.partial(subtract, b=1, a=2),
+            ],
+            [0, 2],
+        ),
+        ([times(n)(lambda x: x + 1) for n in (2, 3)], [4, 6]),
+        ([Times(2), Times(3)], [2, 3]),
+    ],
+    ids=["closures", "partials", "wrappers", "objects"],
+)
+def test_functions_that_captured_other_values_are_others(
+    make_mirrored, functions, expected
+):
     strategy = make_mirrored(2)
-
-    def run(factor):
-        return strategy.run(lambda x: x * factor, args=(jnp.ones(()),))
-
-    results = [float(run(factor).values[0]) for factor in (2, 3, 2.5, True)]
-    assert results == [2, 3, 2.5, 1]
-
-
-def test_partials_with_exchanged_keywords_are_other_functions(make_mirrored):
-    strategy = make_mirrored(2)
-
-    def subtract(x, *, a, b):
-        return x + a - b
-
-    one = strategy.run(functools.partial(subtract, a=1, b=2), (jnp.zeros(()),))
-    two = strategy.run(functools.partial(subtract, b=1, a=2), (jnp.zeros(()),))
-    assert (float(one.values[0]), float(two.values[0])) == (-1, 1)
-
-
-def test_wrappers_with_other_closures_are_other_functions(make_mirrored):
-    strategy = make_mirrored(2)
-
-    def times(factor):
-        def decorate(fn):
-            @functools.wraps(fn)
-            def wrapper(x):
-                return factor * fn(x)
-
-            return wrapper
-
-        return decorate
-
-    def step_fn(x):
-        return x + 1
-
-    results = [
-        float(strategy.run(times(n)(step_fn), args=(jnp.ones(()),)).values[0])
-        for n in (2, 3)
-    ]
-    assert results == [4, 6]
-
-
-def test_callable_objects_need_no_hash(make_mirrored):
-    class Callable:
-        def __eq__(self, other):  # which takes the hash away
-            return isinstance(other, Callable) and self.factor == other.factor
-
-        def __init__(self, factor):
-            self.factor = factor
-
-        def __call__(self, x):
-            return x * self.factor
-
-    strategy = make_mirrored(2)
-    results = [
-        float(strategy.run(Callable(n), args=(jnp.ones(()),)).values[0]) for n in (2, 3)
-    ]
-    assert results == [2, 3]
+    results = [strategy.run(fn, args=(jnp.ones(()),)) for fn in functions]
+    assert [float(result.values[0]) for result in results] == expected
 
 
 def test_a_module_may_be_run(make_mirrored):
@@ -515,7 +480,7 @@ def test_a_step_that_raises_leaves_state_as_it_was():
     assert count[...] is before
 
 
-def test_a_changed_structure_is_another_program(traces):
+def test_another_structure_or_shape_is_another_program(traces):
     holder = Holder(params={"a": jnp.ones(2)})
 
     @armillary.function
@@ -524,9 +489,12 @@ def test_a_changed_structure_is_another_program(traces):
         holder.params = jax.tree.map(lambda leaf: leaf + 1, holder.params)
 
     step()
-    holder.params = {"a": jnp.zeros(2), "b": jnp.zeros(1)}
-    step()
-    assert holder.params["b"].tolist() == [1] and len(traces) == 2
+    for params in ({"a": jnp.zeros(2), "b": jnp.zeros(1)}, {"a": jnp.zeros(3)}):
+        holder.params = params
+        step()
+        step()
+        assert all(leaf[0] == 2 for leaf in jax.tree.leaves(holder.params))
+    assert len(traces) == 3
 
 
 def test_a_numpy_array_that_is_replaced_by_an_equal_one_is_watched_like_it():
@@ -541,21 +509,6 @@ def test_a_numpy_array_that_is_replaced_by_an_equal_one_is_watched_like_it():
     assert step(jnp.ones(1)).tolist() == [1]
     holder.scale += 9
     assert step(jnp.ones(1)).tolist() == [10]
-
-
-def test_a_changed_shape_is_another_program(traces):
-    variable = nnx.Variable(jnp.ones(2))
-
-    @armillary.function
-    def step():
-        traces.append("fn")
-        add(variable)
-
-    step()
-    variable.set_value(jnp.zeros(3))
-    step()
-    step()
-    assert variable[...].tolist() == [2, 2, 2]
 
 
 def test_namespaces_and_optax_states_work():

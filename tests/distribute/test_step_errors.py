@@ -1,4 +1,4 @@
-"""Errors in a step come with what JAX, Flax and Optax cannot know."""
+"""Errors in a step come with what JAX and Flax cannot know."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from tests.problems import make_strategy
 
 
 class Trainer(armillary.StandardTrainer):
-    def __init__(self, strategy, use, **options):
-        data = [{"x": np.ones(4, np.float32)}] * 2
+    def __init__(self, strategy, use, data=None, **options):
+        data = data or [{"x": np.ones(4, np.float32)}] * 2
         super().__init__(data, armillary.StandardTrainerOptions(**options))
         self.strategy, self.use = strategy, use
         self.total = jnp.zeros(())
@@ -23,77 +23,6 @@ class Trainer(armillary.StandardTrainer):
         self.strategy.run(step_fn, args=(next(iterator),))
 
 
-def find_note(error, start):
-    return next(note for note in error.__notes__ if note.startswith(start))
-
-
-@pytest.mark.parametrize(
-    ("num_replicas", "expected"),
-    [
-        (1, "`train_step` was traced with on each replica: x: float32 (4,)."),
-        (2, "`train_step` was traced with on each replica: x: float32 (2,)."),
-        (None, "`train_step` was traced with: x: float32 (4,)."),
-    ],
-)
-def test_an_error_comes_with_the_shapes_of_the_batch(num_replicas, expected):
-    strategy = armillary.DefaultStrategy()
-    if num_replicas is not None:
-        strategy = make_strategy(num_replicas)
-
-    with pytest.raises(TypeError, match="incompatible shapes") as caught:
-        Trainer(strategy, lambda x: x + jnp.ones(3)).train(1)
-    assert find_note(caught.value, "The batch that") == "The batch that " + expected
-
-
-def test_the_arrays_of_several_datasets_are_numbered():
-    class Several(armillary.StandardTrainer):
-        def __init__(self):
-            data = {"b": [np.ones(3, np.int32)], "a": [{"y": np.ones((2, 1))}]}
-            super().__init__(
-                {
-                    name: lambda batches=batches: iter(batches)
-                    for name, batches in data.items()
-                }
-            )
-
-        def train_step(self, iterator):
-            next(iterator["a"])["z"]
-
-    with pytest.raises(KeyError, match="z") as caught:
-        Several().train(1)
-    assert find_note(caught.value, "The batch") == (
-        "The batch that `train_step` was traced with: 0/y: float32 (2, 1), 1: int32 "
-        "(3,)."
-    )
-
-
-def test_a_batch_of_many_arrays_is_cut_short():
-    class Many(Trainer):
-        def __init__(self):
-            super().__init__(armillary.DefaultStrategy(), None)
-            self.train_dataset = [{f"x{i:02}": np.ones(1) for i in range(30)}]
-
-    with pytest.raises(KeyError, match="x") as caught:
-        Many().train(1)
-    note = find_note(caught.value, "The batch that")
-    assert note.endswith("x19: float32 (1,), and 10 more.")
-
-
-def test_what_the_library_raises_gets_no_note():
-    class Outside(Trainer):
-        def train_step(self, iterator):
-            next(iterator)
-            self.strategy.run(lambda: self.strategy.run(lambda: None))
-
-    strategy = make_strategy(2)
-    with pytest.raises(armillary.errors.ReplicaContextError) as caught:
-        Outside(strategy, None).train(1)
-    assert not hasattr(caught.value, "__notes__")
-
-
-# The value of an array
-
-
 class Evaluator(armillary.StandardEvaluator):
     def __init__(self):
         super().__init__([{"x": np.ones(4, np.float32)}])
@@ -102,10 +31,57 @@ class Evaluator(armillary.StandardEvaluator):
         return float(next(iterator)["x"].sum())
 
 
+class Several(armillary.StandardTrainer):
+    def __init__(self):
+        data = {"b": [np.ones(3, np.int32)], "a": [{"y": np.ones((2, 1))}]}
+        super().__init__(
+            {key: lambda b=batches: iter(b) for key, batches in data.items()}
+        )
+
+    def train_step(self, iterator):
+        next(iterator["a"])["z"]
+
+
+def notes_of(trainer, kind=TypeError):
+    with pytest.raises(kind) as caught:
+        trainer.train(1)
+    return getattr(caught.value, "__notes__", [])
+
+
+def add_three(x):
+    return x + jnp.ones(3)
+
+
+ONE = armillary.DefaultStrategy()
+MANY = [{f"x{i:02}": np.ones(1) for i in range(30)}]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "end"),
+    [
+        (lambda: Trainer(ONE, add_three), TypeError, " with: x: float32 (4,)."),
+        (
+            lambda: Trainer(make_strategy(1), add_three),
+            TypeError,
+            " with on each replica: x: float32 (4,).",
+        ),
+        (
+            lambda: Trainer(make_strategy(2), add_three),
+            TypeError,
+            " with on each replica: x: float32 (2,).",
+        ),
+        (Several, KeyError, " with: 0/y: float32 (2, 1), 1: int32 (3,)."),
+        (lambda: Trainer(ONE, None, MANY), KeyError, "x19: float32 (1,), and 10 more."),
+    ],
+)
+def test_an_error_comes_with_the_shapes_of_the_batch(make, kind, end):
+    (note,) = [note for note in notes_of(make(), kind) if note.startswith("The batch")]
+    assert note.startswith("The batch that `train_step` was traced")
+    assert note.endswith(end)
+
+
 def branch(x):
-    if x.sum() > 0:
-        return x
-    return -x
+    return x if x.sum() > 0 else -x
 
 
 USES = [
@@ -117,64 +93,51 @@ USES = [
     (lambda x: x[x > 0], jax.errors.NonConcreteBooleanIndexError),
 ]
 START = (
-    "`{}` uses the value of an array in Python, but in a compiled step, and on several "
-    "replicas, an array has no value for Python. To choose by it, use `jnp.where` or "
-    "`jax.lax.cond`; to print it, use `jax.debug.print`; to read it, "
-)
-TRAINER_NOTE = START.format("train_step") + (
-    "hold it in an array of the trainer, made in the constructor, and return that from "
-    "`train_loop_end`. On one device, `StandardTrainerOptions(compile_step=False)` "
-    "runs the step line by line."
+    "`{}` uses the value of an array in Python, but in a compiled step, and on several"
 )
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize(("use", "kind"), USES)
 def test_a_step_that_needs_a_value_is_led_to_what_needs_none(use, kind, num_replicas):
-    trainer = Trainer(make_strategy(num_replicas), use)
-
-    with pytest.raises(kind) as caught:
-        trainer.train(1)
-    assert TRAINER_NOTE in caught.value.__notes__
+    (note,) = notes_of(Trainer(make_strategy(num_replicas), use), kind)
+    assert note.startswith(START.format("train_step"))
+    assert "`jnp.where` or `jax.lax.cond`" in note and "`train_loop_end`" in note
+    assert "`StandardTrainerOptions(compile_step=False)`" in note
+    Trainer(ONE, use, compile_step=False).train(2)  # There it has values.
 
 
 def test_so_is_a_step_that_is_not_compiled_on_several_replicas():
     trainer = Trainer(make_strategy(2), branch, compile_step=False)
-
-    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
-        trainer.train(1)
-    assert TRAINER_NOTE in caught.value.__notes__
+    (note,) = notes_of(trainer, jax.errors.TracerBoolConversionError)
+    assert note.startswith(START.format("train_step"))
 
 
-@pytest.mark.parametrize("use", [use for use, _ in USES])
-def test_a_step_that_is_not_compiled_has_values_on_one_device(use):
-    Trainer(armillary.DefaultStrategy(), use, compile_step=False).train(2)
-
-
-def test_the_note_of_an_evaluator_speaks_of_its_methods():
-    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
-        Evaluator().evaluate(1)
-    assert START.format("eval_step") + (
-        "return it from `eval_step`, for `eval_reduce`. On one device, "
-        "`StandardEvaluatorOptions(compile_step=False)` runs the step line by line."
-    ) in (caught.value.__notes__)
-
-
-def test_the_note_of_a_function_speaks_of_its_result():
+def test_evaluators_and_functions_are_led_to_their_results():
     @armillary.function
     def double(x):
         return 2 * float(x)
 
-    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+    with pytest.raises(jax.errors.ConcretizationTypeError) as of_evaluator:
+        Evaluator().evaluate(1)
+    with pytest.raises(jax.errors.ConcretizationTypeError) as of_function:
         double(jnp.ones(()))
-    note = START.format("double") + "return it, and read it after the call."
-    assert note in caught.value.__notes__
+    (first,), (second,) = of_evaluator.value.__notes__, of_function.value.__notes__
+    assert first.startswith(START.format("eval_step"))
+    assert "`StandardEvaluatorOptions(compile_step=False)`" in first
+    assert second.startswith(START.format("double"))
+    assert second.endswith("return it, and read it after the call.")
 
 
-def test_other_errors_get_no_such_note():
+def test_other_errors_and_those_of_the_library_get_no_such_note():
     def fail(x):
         raise TypeError("no")
 
-    with pytest.raises(TypeError, match="no") as caught:
-        Trainer(armillary.DefaultStrategy(), fail, compile_step=False).train(1)
-    assert not hasattr(caught.value, "__notes__")
+    class Nested(Trainer):
+        def train_step(self, iterator):
+            next(iterator)
+            self.strategy.run(lambda: self.strategy.run(lambda: None))
+
+    assert notes_of(Trainer(ONE, fail, compile_step=False)) == []
+    kind = armillary.errors.ReplicaContextError
+    assert notes_of(Nested(make_strategy(2), None), kind) == []

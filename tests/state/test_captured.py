@@ -93,17 +93,6 @@ def test_a_module_read_inside_a_scan_is_named():
         trace(step, Holder())
 
 
-def test_a_scalar_variable_is_named():
-    scale = nnx.Variable(jnp.asarray(2.0))
-    root = Holder(w=jnp.ones(3))
-
-    def step():
-        root.w = root.w * scale[...]
-
-    with pytest.raises(CapturedStateError, match=r"scale \(nnx.Variable \(\)\)"):
-        trace(step, root)
-
-
 def test_a_variable_that_no_name_leads_to_is_described():
     class Registry:
         model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -117,16 +106,6 @@ def test_a_variable_that_no_name_leads_to_is_described():
         CapturedStateError, match=r"a nnx.Param \(2, 3\) that no name in `step` leads"
     ):
         trace(step, root)
-
-
-def test_at_most_ten_variables_are_listed():
-    models = [nnx.Linear(1, 1, rngs=nnx.Rngs(i)) for i in range(8)]
-
-    def step():
-        return [model(jnp.ones((1, 1))) for model in models]
-
-    with pytest.raises(CapturedStateError, match=r"\n  \.\.\. and 6 more\nAssign"):
-        trace(step, Holder())
 
 
 def test_a_variable_that_shares_its_array_with_a_lifted_one_is_named():
@@ -175,16 +154,6 @@ def test_a_value_taken_on_purpose_is_a_constant():
         root.w = root.w + value
 
     trace(step, root)
-
-
-def test_variables_of_the_trainer_are_fine():
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-
-    def step():
-        return model(jnp.ones((1, 2)))
-
-    traced = trace(step, Holder(model=model))
-    assert traced.changed == ()
 
 
 def test_another_error_of_flax_is_passed_on():
