@@ -23,7 +23,6 @@ from armillary.state._opaque import (
     FUNCTION_TYPES,
     PLAIN,
     entries_of,
-    is_array,
     is_function,
     is_opaque,
     join_captured,
@@ -135,7 +134,7 @@ def parts_of(value: Any) -> list[Part]:
 @functools.lru_cache(maxsize=4096)
 def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
     """Returns `parts_of` for values of one type."""
-    if kind in PLAIN or issubclass(kind, _LEAVES):
+    if _is_leaf(kind):
         return lambda _: []
     if _nnx.is_variable_type(kind):
         return lambda value: [part_of(_nnx.metadata(value), METADATA)]
@@ -168,7 +167,11 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
     return parts_of_object
 
 
-_LEAVES = jax.Array | Tracer | np.ndarray | np.generic | set | frozenset | type
+@functools.lru_cache(maxsize=4096)
+def _is_leaf(kind: type) -> bool:
+    """Returns whether nothing is looked into that values of a type hold."""
+    leaves = jax.Array | Tracer | np.ndarray | np.generic | set | frozenset | type
+    return kind in PLAIN or issubclass(kind, leaves)
 
 
 def held_by(holder: Any) -> Iterator[tuple[Any, Any]]:
@@ -209,14 +212,13 @@ def _slot_names(kind: type) -> tuple[str, ...]:
 def is_claimed(value: Any) -> bool:
     """Returns whether a value is looked into on its own rather than as a pytree."""
     kind = type(value)
-    if kind in PLAIN or is_array(value) or issubclass(kind, np.ndarray):
+    if _is_leaf(kind):
         return False
-    if _nnx.is_variable_type(kind) or _nnx.is_node_type(kind):
-        return True
-    if _keras.is_variable_type(kind) or _keras.is_node_type(kind):
-        return True
     if issubclass(kind, FUNCTION_TYPES):
         return is_function(value)
+    is_of_nnx = _nnx.is_variable_type(kind) or _nnx.is_node_type(kind)
+    if is_of_nnx or _keras.is_variable_type(kind) or _keras.is_node_type(kind):
+        return True
     if issubclass(kind, Iterator):
         return True  # It cannot be looked into, and JAX warns if told to flatten it.
     # A registered class (an Equinox module, a Flax struct) is a value made of leaves.
@@ -230,7 +232,7 @@ def children_of(value: Any) -> Iterable[Any]:
         return value.values()
     if kind in (list, tuple):
         return value
-    if kind in PLAIN or is_array(value) or issubclass(kind, np.ndarray | np.generic):
+    if _is_leaf(kind):
         return ()
     if is_claimed(value) or jax.tree_util.all_leaves([value]):
         return ()

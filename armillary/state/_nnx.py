@@ -11,7 +11,7 @@ import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from armillary.state._slots import Role, Slot
 
@@ -30,11 +30,16 @@ class NnxSlot(Slot):
 
     def _is_alike(self, value: Any, treedef: Any) -> bool:
         # The optimizers of Flax make a `State` of a list.
-        is_state = isinstance(value, _flax().state_type)
+        from flax import nnx
+
+        is_state = isinstance(value, nnx.State)
         return is_state and treedef.num_leaves == self.treedef.num_leaves
 
     def is_of_optimizer(self) -> list[bool]:
-        return [isinstance(self.variable, _flax().optimizer)] * len(self.paths)
+        from flax import nnx
+
+        kinds = nnx.OptArray, nnx.OptVariable  # Its own count of steps is another.
+        return [isinstance(self.variable, kinds)] * len(self.paths)
 
     def swap(self, leaves: Sequence[Any]) -> Callable[[], None]:
         move_back, put_back = move_variable(self.variable), super().swap(leaves)
@@ -48,7 +53,9 @@ class NnxSlot(Slot):
 
 def is_parameter(slot: Slot) -> bool:
     """Returns whether a slot is an `nnx.Param`."""
-    return isinstance(slot, NnxSlot) and isinstance(slot.variable, _flax().parameter)
+    from flax import nnx
+
+    return isinstance(slot.variable, nnx.Param)
 
 
 def read_raw(variables: Sequence["nnx.Variable"]) -> list[Any]:
@@ -59,7 +66,10 @@ def read_raw(variables: Sequence["nnx.Variable"]) -> list[Any]:
 def write_raw(variables: Sequence["nnx.Variable"], values: Iterable[Any]) -> None:
     """Puts raw values into many variables, in one go."""
     if variables:
-        deque(map(_flax().set_raw, variables, values), maxlen=0)
+        from flax import nnx
+
+        set_raw = vars(nnx.Variable)["_raw_value"].__set__
+        deque(map(set_raw, variables, values), maxlen=0)
 
 
 def is_variable(value: Any) -> bool:
@@ -87,8 +97,15 @@ def is_node_type(kind: type) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _role_of(kind: type) -> Role:
-    roles = (role for base, role in _flax().roles if issubclass(kind, base))
-    return next(roles, Role.PLAIN)
+    from flax import nnx
+
+    roles = {
+        nnx.metrics.MetricState: Role.METRIC,
+        nnx.BatchStat: Role.BATCH_STATISTIC,
+        nnx.RngKey: Role.RANDOM_KEY,
+    }
+    found = (role for base, role in roles.items() if issubclass(kind, base))
+    return next(found, Role.PLAIN)
 
 
 def merges_by_sum(value: Any) -> bool:
@@ -118,7 +135,7 @@ def is_here(part: Any) -> bool:
 def move_variable(variable: "nnx.Variable") -> Callable[[], None]:
     """Moves a variable into the current trace; returns a function that undoes it."""
     trace_state = variable._trace_state
-    object.__setattr__(variable, "_trace_state", _flax().make_trace_state())
+    object.__setattr__(variable, "_trace_state", _make_trace_state())
     return lambda: object.__setattr__(variable, "_trace_state", trace_state)
 
 
@@ -126,7 +143,7 @@ def swap_node(node: "nnx.Pytree") -> Callable[[], None]:
     """Moves a graph node into the current trace; returns a function that undoes it."""
     state = node._pytree__state
     old = state._trace_state
-    state._trace_state = _flax().make_trace_state()
+    state._trace_state = _make_trace_state()
 
     def restore() -> None:
         state._trace_state = old
@@ -136,37 +153,11 @@ def swap_node(node: "nnx.Pytree") -> Callable[[], None]:
     return restore
 
 
-class _Flax(NamedTuple):
-    """What lifting needs of NNX, which is loaded when it is first needed."""
-
-    parameter: type
-    # The types of variables that have a role.
-    roles: tuple[tuple[type, Role], ...]
-    # Those in the state of an Optax transformation; its own count of steps is another.
-    optimizer: tuple[type, ...]
-    # What the updates of an optimizer leave in place of a list.
-    state_type: type
-    make_trace_state: Callable[[], Any]
-    set_raw: Callable[[Any, Any], None]
-
-
-@functools.cache
-def _flax() -> _Flax:
-    from flax import nnx
+def _make_trace_state() -> Any:
+    """Returns the state of the current trace."""
     from flax.nnx import tracers
 
-    return _Flax(
-        parameter=nnx.Param,
-        roles=(
-            (nnx.metrics.MetricState, Role.METRIC),
-            (nnx.BatchStat, Role.BATCH_STATISTIC),
-            (nnx.RngKey, Role.RANDOM_KEY),
-        ),
-        optimizer=(nnx.OptArray, nnx.OptVariable),
-        state_type=nnx.State,
-        make_trace_state=tracers.TraceState,
-        set_raw=vars(nnx.Variable)["_raw_value"].__set__,
-    )
+    return tracers.TraceState()
 
 
 # A loop over hundreds of variables that Python runs itself would cost as much as a
