@@ -139,7 +139,7 @@ def check_captured(
         and (id(variable) in named or id(_value_of(variable)) not in kept)
     ]
     if captured:
-        raise CapturedStateError(_message(captured, named, fn, owner, "reads"))
+        raise _error(captured, named, fn, owner, "reads")
 
 
 def write_error(
@@ -149,9 +149,7 @@ def write_error(
     named = _variables_by_name(fn)
     lifted = {slot.key for slot in state.slots}
     unlifted = [variable for key, (_, variable) in named.items() if key not in lifted]
-    if not unlifted:
-        return None
-    return CapturedStateError(_message(unlifted, named, fn, owner, "writes"))
+    return _error(unlifted, named, fn, owner, "writes") if unlifted else None
 
 
 def keras_write_error(
@@ -159,13 +157,12 @@ def keras_write_error(
 ) -> Exception:
     """Returns the error for a step that writes to a Keras variable out of its reach."""
     if not _keras.is_unset(variable):
-        named = _variables_by_name(fn)
-        return CapturedStateError(_message([variable], named, fn, owner, "writes"))
-    name = getattr(fn, "__name__", "the step")
+        return _error([variable], _variables_by_name(fn), fn, owner, "writes")
     return StateStructureError(
-        f"`{name}` makes the Keras variable `{variable.path}`, but a compiled program "
-        "carries only variables that exist before it is traced. Build models and "
-        "optimizers first: call the model with one batch (`model(batch)`), and then "
+        f"`{getattr(fn, '__name__', 'the step')}` makes the Keras variable "
+        f"`{variable.path}`, but a compiled program carries only variables that exist "
+        "before it is traced. Build models and optimizers first: call the model with "
+        "one batch (`model(batch)`), and then "
         "`optimizer.build(model.trainable_variables)`."
     )
 
@@ -191,31 +188,25 @@ def _value_of(variable: Any) -> Any:
     return _keras.value_of(variable) if is_keras else variable._raw_value
 
 
-def _message(
+def _error(
     variables: Sequence[Variable],
     named: dict[int, tuple[str, Variable]],
     fn: Callable[..., Any],
     owner: str,
     verb: str,
-) -> str:
-    name = getattr(fn, "__name__", "the step")
-    lines, example = [], ""
+) -> CapturedStateError:
+    lines, roots = [], []
     for variable in variables:
         library = "keras" if _keras.is_variable(variable) else "nnx"
-        kind = f"{library}.{type(variable).__name__}"
         shape = tuple(getattr(_value_of(variable), "shape", ()))
-        path, _ = named.get(id(variable), ("", None))
-        example = example or path.partition("/")[0]
-        lines.append(
-            f"{path} ({kind} {shape})"
-            if path
-            else f"a {kind} {shape} that no name in `{name}` leads to"
-        )
-    example = example or "model"
-    return (
-        f"`{name}` {verb} {counted(len(variables), 'variable')} that {owner} does not "
-        "reach, so they would be frozen into the compiled program:\n"
-        f"{list_lines(lines, most=10)}\n"
+        path, _ = named.get(id(variable), ("what no name leads to", None))
+        roots += [path.partition("/")[0]] if id(variable) in named else []
+        lines.append(f"{path} ({library}.{type(variable).__name__} {shape})")
+    example = roots[0] if roots else "model"
+    return CapturedStateError(
+        f"`{getattr(fn, '__name__', 'the step')}` {verb} "
+        f"{counted(len(variables), 'variable')} that {owner} does not reach, so they "
+        f"would be frozen into the compiled program:\n{list_lines(lines, most=10)}\n"
         f"Assign what holds them to {owner} (`self.{example} = {example}` in "
         "`__init__`), or take their value as a constant on purpose "
         "(`jnp.asarray(variable[...])` outside the step)."

@@ -184,17 +184,16 @@ class Walk:
     def fact(self, value: Any) -> Any:
         """Returns what a place held, to be compared with what it holds elsewhere."""
         node = self.nodes.get(id(value))
-        if node is None:
-            return value
-        if node.parts:
-            return Found(value, node.path)
+        if node is not None and node.parts:
+            return Found(value, type(value), node.path)
         return self._copies.get(id(value), value)
 
 
 class Found(NamedTuple):
-    """A holder, with the first path that leads to it."""
+    """A holder, with its type and the first path that leads to it."""
 
     value: Any
+    kind: Any
     path: str
 
 

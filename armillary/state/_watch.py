@@ -14,7 +14,7 @@ import collections
 import itertools
 import operator
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from armillary.state import _nnx
 from armillary.state._holders import (
@@ -120,7 +120,7 @@ def find_facts(walk: Walk, names: Collection[str] | None) -> dict[tuple[str, Any
                 if slot is None:
                     facts[place, name] = walk.fact(value)
                     continue
-                facts[place, name] = _Tree(value, slot.treedef, slot.is_dynamic)
+                facts[place, name] = Found(value, (slot.treedef, slot.is_dynamic), "")
                 for leaf_path, leaf in slot.others:
                     facts[leaf_path, None] = walk.fact(leaf)
     return facts
@@ -130,14 +130,6 @@ class _Order(tuple[Any, ...]):
     """The names of items, in the order that the user made."""
 
     __slots__ = ()
-
-
-class _Tree(NamedTuple):
-    """A pytree with arrays."""
-
-    value: Any
-    treedef: Any
-    is_dynamic: list[bool]
 
 
 def find_differences(
@@ -161,13 +153,9 @@ def find_differences(
 def _is_alike(old: Any, new: Any, fixed: Collection[int]) -> bool:
     if isinstance(old, _Order) or isinstance(new, _Order):
         return old == new or old is ABSENT or new is ABSENT or set(old) != set(new)
-    if type(old) is not type(new):
-        return False
-    if isinstance(old, _Tree):
-        return old[1:] == new[1:]
-    if isinstance(old, Found):
+    if isinstance(old, Found) and isinstance(new, Found):
         is_same = old.value is new.value or id(old.value) not in fixed
-        return is_same and old.path == new.path and type(old.value) is type(new.value)
+        return is_same and old[1:] == new[1:]
     return is_equal(old, new)
 
 
@@ -175,10 +163,7 @@ def _became(old: Any, new: Any) -> str:
     """Returns a sentence on what a place held and holds."""
     if isinstance(old, _Order):
         return "the order of its keys changed"
-    if isinstance(old, _Tree) and isinstance(new, _Tree):
-        return f"tree structure {old.treedef} became {new.treedef}"
-    old = old.value if isinstance(old, Found | _Tree) else old
-    new = new.value if isinstance(new, Found | _Tree) else new
+    old, new = (each.value if isinstance(each, Found) else each for each in (old, new))
     if old is ABSENT:
         return f"{describe(new)} was put there"
     if new is ABSENT:

@@ -103,7 +103,7 @@ def test_a_variable_that_no_name_leads_to_is_described():
         return root.registry.model.kernel[...] * 2
 
     with pytest.raises(
-        CapturedStateError, match=r"a nnx.Param \(2, 3\) that no name in `step` leads"
+        CapturedStateError, match=r"what no name leads to \(nnx.Param \(2, 3\)\)"
     ):
         trace(step, root)
 
