@@ -19,63 +19,46 @@ from typing import Any
 def main(folder: Path) -> None:
     """Answers the request in a folder."""
     request = json.loads((folder / "request.json").read_text())
+    platform, name = request["platform"], request["topology"]
+    details = {}
     os.environ["JAX_PLATFORMS"] = "cpu"
-    if request["platform"] == "cuda":
+    if platform == "cuda":
+        details = {"target_config": request["config"], "topology": name}
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
         # Autotuning and Triton's products want a device to try things on.
         os.environ["XLA_FLAGS"] = (
             "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
         )
-    answer = _answer(request, folder)
-    (folder / "answer.json").write_text(json.dumps(answer))
-
-
-def _answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     import jax
     from jax.experimental import mesh_utils, topologies
 
     jax.devices("cpu")  # This loads the plugins for other platforms too.
-    details = {}
-    if request["platform"] == "cuda":
-        details = {"target_config": request["config"], "topology": request["topology"]}
-    try:
-        topology = topologies.get_topology_desc(
-            platform=request["platform"], topology_name=request["topology"], **details
-        )
-    except Exception as error:
-        return {"error": "topology", "message": str(error)}
-    shape = tuple(request["mesh_shape"])
+    topology = topologies.get_topology_desc(
+        platform=platform, topology_name=name, **details
+    )
     if len(topology.devices) != request["num_devices"]:
-        message = f"it has {len(topology.devices)} devices"
-        return {"error": "topology", "message": message}
+        raise ValueError(f"The topology has {len(topology.devices)} devices.")
+    shape = tuple(request["mesh_shape"])
     # An axis of the mesh may be a part of one of the torus, such as 2 of 16.
     devices = mesh_utils.create_device_mesh(
         shape, list(topology.devices), allow_split_physical_axes=len(shape) > 1
     )
     mesh = jax.sharding.Mesh(devices, tuple(request["mesh_axes"]))
     began = time.perf_counter()
-    try:
-        compiled = compile_exported(
-            (folder / "program.bin").read_bytes(),
-            mesh,
-            request["platform"],
-            request["compiler_options"],
-        )
-    except Exception as error:
-        return {"error": "compile", "message": str(error)}
+    program = (folder / "program.bin").read_bytes()
+    compiled = compile_exported(program, mesh, platform, request["compiler_options"])
     seconds = time.perf_counter() - began
     (folder / "hlo.txt").write_text(compiled.as_text())
-    memory = compiled.memory_analysis()
-    return {
-        "compile_seconds": seconds,
-        "memory": {
-            "arguments": memory.argument_size_in_bytes,
-            "donated": memory.alias_size_in_bytes,
-            "temporaries": memory.temp_size_in_bytes,
-            "outputs": memory.output_size_in_bytes,
-            "code": memory.generated_code_size_in_bytes,
-        },
+    found = compiled.memory_analysis()
+    memory = {
+        "arguments": found.argument_size_in_bytes,
+        "donated": found.alias_size_in_bytes,
+        "temporaries": found.temp_size_in_bytes,
+        "outputs": found.output_size_in_bytes,
+        "code": found.generated_code_size_in_bytes,
     }
+    answer = {"seconds": seconds, "memory": memory}
+    (folder / "answer.json").write_text(json.dumps(answer))
 
 
 def compile_exported(

@@ -8,10 +8,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax import export
@@ -88,7 +86,6 @@ def compile_loop(
     """Returns a loop compiled for a topology; `None` if it cannot fit into memory."""
     target = topology.target
     assert target is not None
-    folder = find_wheels(target.platform, wheels)
     request = {
         "platform": target.platform,
         "topology": topology.xla_name,
@@ -98,28 +95,8 @@ def compile_loop(
         "mesh_axes": list(loop.mesh.axis_names),
         "compiler_options": loop.compiler_options,
     }
-    with tempfile.TemporaryDirectory(prefix="armillary-plan-") as name:
-        work = Path(name)
-        (work / "request.json").write_text(json.dumps(request))
-        (work / "program.bin").write_bytes(export_loop(loop, target.platform))
-        answer = _ask(work, folder)
-        if "error" not in answer:
-            module = parse_module((work / "hlo.txt").read_text())
-            return Compiled(answer["memory"], answer["compile_seconds"], module)
-    message = answer["message"]
-    if answer["error"] == "topology":
-        raise PlanError(
-            f"`topology` is {topology.text!r}, but the compiler for {target.platform} "
-            f"does not take it: {message.strip()}"
-        )
-    if any(words in message for words in _OUT_OF_MEMORY):
-        return None
-    raise PlanError(f"The compiler for {target.platform} failed: {message.strip()}")
-
-
-def _ask(work: Path, wheels: str | None) -> Mapping[str, Any]:
     folders = [
-        wheels,
+        find_wheels(target.platform, wheels),
         *(entry for entry in sys.path if entry.endswith("-packages")),
         os.environ.get("PYTHONPATH"),
     ]
@@ -131,18 +108,27 @@ def _ask(work: Path, wheels: str | None) -> Mapping[str, Any]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
     environment.pop("XLA_FLAGS", None)
-    process = subprocess.run(
-        [sys.executable, str(_WORKER), str(work)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    answer = work / "answer.json"
-    if process.returncode != 0 or not answer.exists():
-        raise PlanError(
-            f"The process that compiles ended with {process.returncode}. Its last "
-            f"words were:\n{process.stderr[-2000:].strip()}"
+    with tempfile.TemporaryDirectory(prefix="armillary-plan-") as name:
+        work = Path(name)
+        (work / "request.json").write_text(json.dumps(request))
+        (work / "program.bin").write_bytes(export_loop(loop, target.platform))
+        process = subprocess.run(
+            [sys.executable, str(_WORKER), name],
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
         )
-    return json.loads(answer.read_text())
+        if process.returncode == 0:
+            answer = json.loads((work / "answer.json").read_text())
+            return Compiled(
+                **answer, module=parse_module((work / "hlo.txt").read_text())
+            )
+    if any(words in process.stderr for words in _OUT_OF_MEMORY):
+        return None
+    raise PlanError(
+        f"`topology` is {topology.text!r}, but the compiler for {target.platform} "
+        f"failed ({process.returncode}). Its last words were:\n"
+        f"{process.stderr[-2000:].strip()}"
+    )

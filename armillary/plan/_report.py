@@ -236,23 +236,19 @@ class Plan:
         estimate, target = self.estimate, self.topology.target
         if estimate is None or target is None:
             return []
-        low, high, products, memory, sent = (
-            format_scaled(seconds, "s")
-            for seconds in (
-                estimate.overlapped,
-                estimate.sequential,
-                estimate.compute,
-                estimate.memory,
-                estimate.communication,
-            )
-        )
+        low, high = _seconds(estimate.overlapped), _seconds(estimate.sequential)
+        moved = format_bytes(self.step_bytes)
         rows = [
             ("step, estimate", f"{low} if all overlaps, {high} if not"),
-            ("  products", products),
-            ("  memory", f"{memory} for {format_bytes(self.step_bytes)}"),
-            ("  collectives", sent),
+            ("  products", _seconds(estimate.compute)),
+            ("  memory", f"{_seconds(estimate.memory)} for {moved}"),
+            ("  collectives", _seconds(estimate.communication)),
             ("  from figures of", target.source),
         ]
         if self.compile_seconds is not None:
             rows.append(("compiled in", f"{self.compile_seconds:.1f} s here"))
         return rows
+
+
+def _seconds(number: float) -> str:
+    return format_scaled(number, "s")
