@@ -101,11 +101,8 @@ class Output:
             thread.start()
         return tail
 
-    async def drain(
-        self, labels: Collection[str] | None = None, *, seconds: float = _DRAIN_SECONDS
-    ) -> bool:
-        """Waits until the streams of some processes, or of all, are written."""
-        # A process that left its worker's group may hold a stream open for longer.
+    async def wait(self, seconds: float, labels: Collection[str] | None = None) -> bool:
+        """Waits until streams, of some processes or all, are written; says if so."""
         end = time.monotonic() + seconds
         while is_late := not self._is_written(labels):
             if time.monotonic() > end:
@@ -113,12 +110,26 @@ class Output:
             await asyncio.sleep(_POLL_SECONDS)
         return not is_late
 
+    async def drain(
+        self, labels: Collection[str] | None = None, *, seconds: float = _DRAIN_SECONDS
+    ) -> bool:
+        """Waits for streams of processes that have ended; returns whether it need not.
+
+        A process that left its worker's group may hold a stream open for longer.
+        """
+        is_written = await self.wait(seconds, labels)
+        if not is_written and not self._lock.locked():
+            late = [t for t in self._threads if labels is None or t.name in labels]
+            self._threads = [t for t in self._threads if t not in late]
+        return is_written
+
     async def finish(self) -> None:
         """Drains all streams, and closes the log files."""
         # The last lines say what went wrong: a reader that pauses still gets them.
         while not await self.drain() and self._lock.locked():
             pass
-        for log in self._logs.values():
+        logs, self._logs = self._logs, {}
+        for log in logs.values():
             log.close()
 
     def _is_written(self, labels: Collection[str] | None) -> bool:

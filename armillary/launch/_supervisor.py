@@ -330,7 +330,7 @@ class _Group:
                     (_TERMINATE_SECONDS, signal.SIGKILL),
                 )
                 # What a worker said before it ended comes first.
-                await self._output.drain([failure.label], seconds=_LAST_WORDS_SECONDS)
+                await self._output.wait(_LAST_WORDS_SECONDS, [failure.label])
                 self._say(
                     f"{failure.label}: {failure.ended.result()}. "
                     f"{len(pending)} of {len(self.children)} still run, and have "

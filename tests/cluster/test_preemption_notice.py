@@ -1,6 +1,7 @@
 """What hears SIGTERM, and what SIGTERM is before and after."""
 
 import gc
+import math
 import os
 import signal
 import subprocess
@@ -11,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from armillary.cluster import _preemption
+from armillary.cluster import TerminationConfig, _preemption
 from armillary.cluster._preemption import PreemptionNotice
+from armillary.launch._environment import find_addresses
 from tests.launch.conftest import wait_for
-from tests.multiprocess.conftest import find_port
 
 
 @pytest.fixture
@@ -165,7 +166,7 @@ os._exit(0)
 
 @pytest.mark.slow
 def test_a_signal_that_jax_took_is_taken_back():
-    address = f"127.0.0.1:{find_port()}"
+    (address,) = find_addresses(1)
     environment = {**os.environ, "JAX_COORDINATOR_BIND_ADDRESS": address}
     result = subprocess.run(
         [sys.executable, "-c", JOINED_BY_HAND, address],
@@ -240,3 +241,20 @@ def test_a_watcher_that_fails_is_logged_once_and_asked_again(
     assert record.levelname == "WARNING"
     assert "`watcher` of `TerminationConfig` failed" in record.getMessage()
     assert "no route to the metadata server" in record.getMessage()
+
+
+def test_says_nothing_by_default():
+    config = TerminationConfig()
+    assert (config.grace_period, config.exit_fn, config.watcher) == (None, None, None)
+
+
+@pytest.mark.parametrize("seconds", [-1, math.nan, math.inf])
+def test_a_grace_period_that_is_no_time_is_an_error(seconds):
+    with pytest.raises(ValueError, match=f"`grace_period` is {seconds}, but it must"):
+        TerminationConfig(grace_period=seconds)
+
+
+@pytest.mark.parametrize("name", ["exit_fn", "watcher"])
+def test_what_is_to_be_called_must_be_callable(name):
+    with pytest.raises(TypeError, match=f"`{name}` is 77 of type int, but it must be"):
+        TerminationConfig(**{name: 77})

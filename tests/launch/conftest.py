@@ -56,6 +56,18 @@ class Launcher:
                 os.rename(name + ".new", name)
             name = index if role == "worker" else role
             mark(f"pid_{name}_{restarts}", os.getpid())
+            def wait_for_mark(name):
+                while not os.path.exists(name):
+                    time.sleep(0.01)
+            def wait_for_end_of(name, restarts=0):
+                wait_for_mark(f"pid_{name}_{restarts}")
+                pid = open(f"pid_{name}_{restarts}").read()
+                while os.path.exists(f"/proc/{pid}"):
+                    time.sleep(0.01)
+            def wait_for_end_of_training(restarts=0):
+                for index in range(os.environ["TF_CONFIG"].count("127.0.0.1:")):
+                    wait_for_end_of(index, restarts)
+                time.sleep(0.5)
         """
         path = self.folder / "script.py"
         path.write_text(textwrap.dedent(prelude) + textwrap.dedent(script))

@@ -5,30 +5,14 @@ import signal
 import pytest
 
 from armillary.launch import ExitCode
-from tests.launch.conftest import is_running, wait_for
 
 # Each starts a launcher, which imports the library.
 pytestmark = pytest.mark.slow
 
-COMMON = """
-    def wait_for_mark(name):
-        while not os.path.exists(name):
-            time.sleep(0.01)
-    def wait_for_end_of(pid):
-        while os.path.exists(f"/proc/{pid}"):
-            time.sleep(0.01)
-    def wait_for_end_of_training(restarts=0):
-        for index in range(os.environ["TF_CONFIG"].count("127.0.0.1:")):
-            wait_for_mark(f"pid_{index}_{restarts}")
-            wait_for_end_of(open(f"pid_{index}_{restarts}").read())
-        time.sleep(0.5)
-"""
-
 
 def test_an_evaluator_has_its_time_when_the_workers_have_ended(launcher):
     code, stdout, stderr = launcher.run(
-        COMMON
-        + """
+        """
     if role == "evaluator":
         mark("ready")
         wait_for_end_of_training()
@@ -56,8 +40,7 @@ def test_an_evaluator_has_its_time_when_the_workers_have_ended(launcher):
 
 def test_an_evaluator_that_fails_is_restarted_alone(launcher):
     code, stdout, stderr = launcher.run(
-        COMMON
-        + """
+        """
     if role == "evaluator":
         if restarts == 0:
             sys.exit("no data")
@@ -94,13 +77,11 @@ def test_an_evaluator_that_fails_is_restarted_alone(launcher):
 def test_an_evaluator_that_goes_on_failing_ends_no_worker(launcher, options, code):
     last = 1 if options else 0
     found, stdout, stderr = launcher.run(
-        COMMON
-        + f"""
+        f"""
     if role == "evaluator":
         time.sleep(0.1)
         sys.exit(3)
-    wait_for_mark("pid_evaluator_{last}")
-    wait_for_end_of(open("pid_evaluator_{last}").read())
+    wait_for_end_of("evaluator", {last})
     time.sleep(0.2)
     print("trained")
     """,
@@ -115,8 +96,7 @@ def test_an_evaluator_that_goes_on_failing_ends_no_worker(launcher, options, cod
 
 def test_an_evaluator_goes_on_while_the_workers_are_restarted(launcher):
     code, stdout, stderr = launcher.run(
-        COMMON
-        + """
+        """
     if role == "evaluator":
         wait_for_mark("restarted")
         print("still there", restarts)
@@ -140,12 +120,10 @@ def test_an_evaluator_goes_on_while_the_workers_are_restarted(launcher):
 
 def test_an_evaluator_may_end_before_the_workers(launcher):
     code, stdout, stderr = launcher.run(
-        COMMON
-        + """
+        """
     if role == "evaluator":
         sys.exit()
-    wait_for_mark("pid_evaluator_0")
-    wait_for_end_of(open("pid_evaluator_0").read())
+    wait_for_end_of("evaluator")
     time.sleep(0.2)
     print("trained")
     """,
@@ -159,8 +137,7 @@ def test_an_evaluator_may_end_before_the_workers(launcher):
 
 def test_an_evaluator_ends_with_a_job_that_failed(launcher):
     code, _, stderr = launcher.run(
-        COMMON
-        + """
+        """
     if role == "evaluator":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to end"))
         mark("ready")
@@ -176,8 +153,7 @@ def test_an_evaluator_ends_with_a_job_that_failed(launcher):
 
 def test_a_signal_stops_the_evaluator_too_and_the_workers_say_how_it_ended(launcher):
     launcher.start(
-        COMMON
-        + """
+        """
     if role == "worker":
         def save(number, frame):
             print("saved")
@@ -198,9 +174,7 @@ def test_a_signal_stops_the_evaluator_too_and_the_workers_say_how_it_ended(launc
     assert "restart" not in stderr
 
 
-LAST_EVALUATION = (
-    COMMON
-    + """
+LAST_EVALUATION = """
     if role == "evaluator":
         HANDLER
         mark("ready")
@@ -210,7 +184,6 @@ LAST_EVALUATION = (
     else:
         wait_for_mark("ready")
 """
-)
 
 
 @pytest.mark.parametrize(
@@ -244,14 +217,3 @@ def test_a_signal_ends_the_last_evaluation(launcher, handler, number, code):
     is_killed = "SIGKILL: sent to the evaluator, which still ran." in stderr
     assert is_killed == ("SIG_IGN" in handler)
     assert "restart" not in stderr
-
-
-def test_killing_the_launcher_kills_the_evaluator(launcher):
-    launcher.start("mark(f'ready_{name}')\ntime.sleep(300)\n", "--evaluator")
-    for name in (0, "evaluator"):
-        launcher.wait_for_mark(f"ready_{name}")
-    pid = int(launcher.wait_for_mark("pid_evaluator_0"))
-    assert is_running(pid)
-    launcher.process.kill()
-    wait_for(lambda: not is_running(pid), "the evaluator's end")
-    launcher.finish()

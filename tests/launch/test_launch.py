@@ -254,15 +254,15 @@ def test_user_signals_are_passed_on_and_end_nothing(launcher):
     assert "SIGUSR1: passed on to worker 0." in stderr
 
 
-def test_killing_the_launcher_kills_the_workers(launcher):
-    launcher.start(STUBBORN + READY, "--workers 2")
+def test_killing_the_launcher_kills_all_processes(launcher):
+    launcher.start(STUBBORN + READY.replace("index", "name"), "--workers 2 --evaluator")
     pids = []
-    for index in range(2):
-        launcher.wait_for_mark(f"ready_{index}")
-        pids.append(int(launcher.wait_for_mark(f"pid_{index}_0")))
+    for name in (0, 1, "evaluator"):
+        launcher.wait_for_mark(f"ready_{name}")
+        pids.append(int(launcher.wait_for_mark(f"pid_{name}_0")))
     assert all(is_running(pid) for pid in pids)
     launcher.process.kill()
-    wait_for(lambda: not any(is_running(pid) for pid in pids), "the workers' end")
+    wait_for(lambda: not any(is_running(pid) for pid in pids), "the processes' end")
     launcher.finish()
 
 

@@ -1,11 +1,7 @@
 """Real jobs in which a process dies or gets stuck: the others say so, and end."""
 
-import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from armillary._process import ExitCode
-from armillary.launch._environment import DevicePlan, make_environment
-from tests.conftest import REPOSITORY
+from armillary.launch import ExitCode
 from tests.launch.conftest import wait_for
-from tests.multiprocess.conftest import find_port
+from tests.multiprocess.conftest import Job
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -28,76 +22,37 @@ PROMISED_SECONDS = 15.0
 STARTED_SECONDS = 60.0
 
 
-class Job:
-    """Processes that run a scenario of the program."""
-
-    def __init__(self, folder: Path, scenario: str, count: int, **options: Any) -> None:
-        self.folder = folder
-        self._addresses = [f"127.0.0.1:{find_port()}" for _ in range(count)]
-        self._arguments = [str(PROGRAM), scenario, str(folder / "result")]
-        self.processes = [
-            self.start(index, f"output_{index}", **options) for index in range(count)
-        ]
-
-    def start(self, index: int, name: str, **options: Any) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-        if len(self._addresses) > 1:
-            environment = make_environment(
-                environment,
-                addresses=self._addresses,
-                index=index,
-                devices=DevicePlan(virtual_cpus=1),
-                num_restarts=0,
-            )
-        with (self.folder / name).open("w") as output:
-            return subprocess.Popen(
-                [sys.executable, *self._arguments, json.dumps(options)],
-                env=environment,
-                stdout=output,
-                stderr=output,
-                cwd=self.folder,
-            )
-
-    def output(self, index: int) -> str:
-        return (self.folder / f"output_{index}").read_text()
-
-    def step(self, index: int) -> int:
-        path = self.folder / f"at_{index}"
-        return int((path.exists() and path.read_text()) or 0)
+class Watched(Job):
+    """A job whose processes say how far they have come."""
 
     def wait_for_step(self, step: int) -> None:
-        end = time.monotonic() + STARTED_SECONDS
-        while self.step(0) < step:
+        end, path = time.monotonic() + STARTED_SECONDS, self.folder / "at_0"
+        while not path.exists() or int(path.read_text() or 0) < step:
             has_ended = any(process.poll() is not None for process in self.processes)
             assert not has_ended and time.monotonic() < end, self.output(0)
             time.sleep(0.05)
 
-    def wait_for_ends(self, indices: list[int], seconds: float) -> list[int]:
+    def wait_for_ends(self, indices: list[int], seconds: float) -> list[int | None]:
         """Returns the exit codes of some processes, which must have ended in time."""
-        end = time.monotonic() + seconds
-        codes = []
-        for index in indices:
-            try:
-                code = self.processes[index].wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pytest.fail(f"process {index} still runs:\n{self.output(index)}")
-            codes.append(code)
+        codes = self.wait(seconds, *indices)
+        for index, code in zip(indices, codes, strict=True):
+            assert code is not None, f"process {index}:\n{self.output(index)}"
         return codes
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
+def start(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
+    jobs: list[Watched] = []
 
-    def start(scenario: str, count: int = 2, **options: Any) -> Job:
-        jobs.append(Job(tmp_path, scenario, count, **options))
-        return jobs[-1]
+    def start(scenario: str, count: int = 2, **options: Any) -> Watched:
+        devices = 1 if count > 1 else None
+        job = Watched(tmp_path, PROGRAM, scenario, count, devices, **options)
+        jobs.append(job)
+        return job
 
     yield start
     for job in jobs:
-        for process in job.processes:
-            process.kill()
-            process.wait()
+        job.end()
 
 
 @pytest.mark.parametrize(("count", "dead"), [(2, 0), (2, 1), (4, 2)])
@@ -116,7 +71,7 @@ def test_a_process_that_is_killed_is_named_by_the_others_in_time(start, count, d
 def test_a_replacement_that_joins_at_once_ends_the_old_job_as_a_death_does(start):
     job = start("kill")
     job.wait_for_step(20)
-    job.processes.append(job.start(1, "output_2"))
+    job.start(1)
     wait_for(lambda: "different incarnation" in job.output(0), "the replacement", 60.0)
     time.sleep(1.0)  # By then JAX aborts the chief.
     job.processes[1].kill()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,14 +11,79 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from armillary.launch._environment import DevicePlan, make_environment
+from armillary.launch._environment import DevicePlan, find_addresses, make_environment
 from tests.conftest import REPOSITORY
 
 DEADLINE = 120.0
 
 
+class Job:
+    """Processes that run a function of a program, with some devices each.
+
+    The program gets the name of the function, a file for its result, and options.
+    Without `devices` it is alone, in no cluster.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        program: Path,
+        scenario: str,
+        count: int,
+        devices: int | None = 1,
+        **options: Any,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._program = folder, program
+        self._scenario, self._options = scenario, json.dumps(options)
+        self._addresses, self._devices = find_addresses(count), devices
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for index in range(count):
+            self.start(index)
+
+    def start(self, index: int) -> None:
+        """Starts a process, or one more in its place."""
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        if self._devices is not None:
+            environment = make_environment(
+                environment,
+                addresses=self._addresses,
+                index=index,
+                devices=DevicePlan(virtual_cpus=self._devices),
+                num_restarts=0,
+            )
+        result = self.folder / f"result_{index}.json"
+        result.unlink(missing_ok=True)
+        arguments = [str(self._program), self._scenario, str(result), self._options]
+        with (self.folder / f"output_{len(self.processes)}").open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                env=environment,
+                stdout=output,
+                stderr=output,
+                cwd=self.folder,
+            )
+        self.processes.append(process)
+
+    def output(self, index: int) -> str:
+        return (self.folder / f"output_{index}").read_text()
+
+    def wait(self, seconds: float, *indices: int) -> list[int | None]:
+        """Returns the exit codes of some processes, or of all; `None` if one runs."""
+        end = time.monotonic() + seconds
+        chosen = [self.processes[i] for i in indices or range(len(self.processes))]
+        while any(p.poll() is None for p in chosen) and time.monotonic() < end:
+            time.sleep(0.05)
+        return [process.poll() for process in chosen]
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
 class Outcome(NamedTuple):
-    """How a job ended: for each process its exit code, its result and its stderr."""
+    """How a job ended: for each process its exit code, its result and its output."""
 
     codes: list[int]
     results: list[Any]
@@ -30,58 +94,18 @@ def run_job(
     folder: Path, scenario: str, *, processes: int, devices: int, **options: Any
 ) -> Outcome:
     """Runs a function of `program.py` in some processes with some devices each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    addresses = [f"127.0.0.1:{find_port()}" for _ in range(processes)]
-    running, logs = [], []
-    for index in range(processes):
-        log = (folder / f"stderr_{index}").open("w+")
-        logs.append(log)
-        environment = make_environment(
-            {**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            addresses=addresses,
-            index=index,
-            devices=DevicePlan(virtual_cpus=devices),
-            num_restarts=0,
-        )
-        result = folder / f"result_{index}.json"
-        result.unlink(missing_ok=True)
-        program = Path(__file__).with_name("program.py")
-        arguments = [str(program), scenario, str(result), json.dumps(options)]
-        running.append(
-            subprocess.Popen(
-                [sys.executable, *arguments],
-                env=environment,
-                stdout=log,
-                stderr=log,
-                cwd=folder,
-            )
-        )
-    end = time.monotonic() + DEADLINE
+    program = Path(__file__).with_name("program.py")
+    job = Job(folder, program, scenario, processes, devices, **options)
     try:
-        for process in running:
-            process.wait(max(0.0, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        pass
+        job.wait(DEADLINE)
     finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    errors = []
-    for log in logs:
-        log.seek(0)
-        errors.append(log.read())
-        log.close()
-    results = [
-        json.loads(path.read_text()) if path.exists() else None
-        for path in (folder / f"result_{index}.json" for index in range(processes))
-    ]
-    return Outcome([process.returncode for process in running], results, errors)
-
-
-def find_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        job.end()
+    paths = [folder / f"result_{index}.json" for index in range(processes)]
+    return Outcome(
+        [process.returncode for process in job.processes],
+        [json.loads(p.read_text()) if p.exists() else None for p in paths],
+        [job.output(index) for index in range(processes)],
+    )
 
 
 @pytest.fixture

@@ -376,12 +376,6 @@ def mismatches(strategy: Any) -> dict[str, Any]:
         "reduced": catch(lambda: strategy.reduce("mean", 1.0 + index)),
         "data": catch(lambda: shorter.train(20)),
         "peeked": catch(lambda: peeked.train(2)),
-        "arrays": catch(lambda: make_adder(numbers[index::2])),
-        "order": catch(
-            lambda: strategy.distribute_dataset(
-                from_arrays({"x": numbers}, batch_size=8, shuffle_seed=index)
-            )
-        ),
         "again": catch(
             lambda: armillary.MultiWorkerMirroredStrategy(
                 communication_options=armillary.cluster.CommunicationOptions(

@@ -216,14 +216,13 @@ def check_mismatches(results: list[Any]) -> None:
     for result in results:
         assert result["seed"].startswith("PeerError: ")
         assert "model/first/kernel: process 0 has float32 (64, 8) #" in result["seed"]
-        assert "Use the same random seed" in result["seed"]
+        assert "use the same random seed" in result["seed"]
         assert "`train_step` is traced to different programs" in result["program"]
         assert f"{last}, from line" in result["program"]
-        place = r"used at .*program\.py:\d+ \(.*<lambda>\)"
         values = rf"process 0 has float32 \(2,\) #.*, process {count - 1} has float32"
         for part, name in (("captured", "train_step"), ("run", "<lambda>")):
             assert f"`{name}` computes with other values in each" in result[part]
-            assert re.search(f"  `own`, {place}: {values}", result[part]), result[part]
+            assert re.search(f"  `own`: {values}", result[part]), result[part]
         assert re.search(r"  `args\[0\]`: process 0 has float32", result["argument"])
         assert "  value['own']: process 0 has float32 (2,) #" in result["gathered"]
         assert "  value: process 0 has float64 () #" in result["reduced"]
@@ -235,9 +234,6 @@ def check_mismatches(results: list[Any]) -> None:
         assert f"; {place.format(0)}\n  process 1" in result["peeked"]
         assert f"; {place.format(1)}\nA data set that is" in result["peeked"]
         assert "no process may take batches of it alone" in result["peeked"]
-        assert "array x: process 0 has float32 (32,) #" in result["arrays"]
-        assert "shuffle_seed: process 0 has 0" in result["order"]
-        assert f"{last.partition(' of ')[0]} has 1" in result["order"]
         assert "this process has joined its job with" in result["again"]
         assert result["equal"] == ""
 
