@@ -5,24 +5,18 @@ The outer ring (`Controller`) saves, evaluates, logs and recovers. The inner rin
 centre is the user's own step, which a `Strategy` spreads over devices without changing
 it::
 
-    strategy = armillary.MirroredStrategy()
-    dataset = armillary.make_distributed_dataset(strategy, make_data)
-
     class Trainer(armillary.StandardTrainer):
         def __init__(self):
             super().__init__(dataset)
-            self.strategy, self.model, self.optimizer = strategy, model, optimizer
+            self.model, self.optimizer = model, optimizer
 
         def train_step(self, iterator):
             def step_fn(batch):
-                def loss_fn(model):
-                    return jnp.mean(losses(model, batch))
-
-                grads = nnx.grad(loss_fn)(self.model)  # this replica's
+                grads = nnx.grad(loss_fn)(self.model, batch)  # this replica's
                 grads = armillary.all_reduce("mean", grads)  # of all replicas
                 self.optimizer.update(self.model, grads)
 
-            self.strategy.run(step_fn, args=(next(iterator),))
+            strategy.run(step_fn, args=(next(iterator),))
 
     controller = armillary.Controller(
         trainer=Trainer(), global_step=optimizer.step, steps_per_loop=100

@@ -2,13 +2,7 @@
 
 A subcommand is two functions of a module `_command`. `add_<name>` adds its arguments to
 a parser. `prepare_<name>` checks the values, raises `ValueError` for a wrong one, and
-returns what to run::
-
-    def prepare_show(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
-        found = read(namespace.path)
-        if namespace.json:
-            return lambda: print_json(describe(found))
-        return lambda: print_out(make_table(["name", "bytes"], rows_of(found)))
+returns what to run.
 """
 
 import argparse
@@ -49,14 +43,7 @@ def make_table(
     numbers: Collection[str] = (),
     title: str | None = None,
 ) -> "Table":
-    """Returns a table for `print_out` or `as_text`, with a line between its sections.
-
-    Args:
-        head: The names of the columns.
-        sections: Rows of cells. What a terminal would act on is shown as an escape.
-        numbers: The columns that stand to the right.
-        title: What stands above.
-    """
+    """Returns a table, with lines between sections, and some columns to the right."""
     from rich.table import Table
     from rich.text import Text
 

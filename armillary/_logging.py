@@ -65,11 +65,8 @@ logger.addFilter(_keep)
 
 
 def _is_root_configured() -> bool:
-    """Returns whether the program, rather than a library, set up the root logger.
-
-    absl, which Orbax and Grain log with, calls `logging.basicConfig()` when it finds
-    no handler. A root logger that looks like that counts as not configured.
-    """
+    """Returns whether the program, rather than a library, set up the root logger."""
+    # absl, which Orbax and Grain log with, calls `logging.basicConfig()`.
     root = logging.root
     is_default = root.level == logging.WARNING and all(
         type(handler) is logging.StreamHandler

@@ -37,6 +37,7 @@ ANSWERS = {
     "makes one data set for each process.",
     "MultiWorkerMirroredStrategy.communication": "Write `communication_options="
     "armillary.cluster.CommunicationOptions(implementation=...)`.",
+    "cross_device_ops": "Leave it out: XLA chooses how values are reduced.",
     "tpu_cluster_resolver": "It is called `resolver` here.",
     "device_assignment": _ONE_DEVICE,
     "experimental_device_assignment": _ONE_DEVICE,

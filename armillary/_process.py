@@ -69,11 +69,8 @@ def set_process(process: Process) -> None:
 
 
 def is_first() -> bool:
-    """Returns whether this is the first process of those that JAX has joined.
-
-    For files, as the program may have called `jax.distributed.initialize` itself. Only
-    then are devices started here.
-    """
+    """Returns whether this is the first process of those that JAX has joined."""
+    # The program may have joined them itself. Only then are devices started here.
     import jax
 
     return not jax.distributed.is_initialized() or jax.process_index() == 0

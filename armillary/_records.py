@@ -89,18 +89,13 @@ def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         for name, item in value.items():
             yield from _flatten(item, f"{path}/{name}" if path else name)
     else:
-        is_plain = isinstance(value, bool | int | float | str)
-        yield path, value if is_plain else str(value)
+        yield path, value if isinstance(value, int | float | str) else str(value)
 
 
 class LinesFile:
     """A local file that the first process of a job appends lines to.
 
-    A failure is logged once and ends the recording, not the training.
-
-    Args:
-        path: The file; `None` writes nothing.
-        what: What is lost if it cannot be written: "metrics are".
+    A failure is logged once and ends the recording, not the training: `what` are lost.
     """
 
     def __init__(self, path: Path | None, what: str) -> None:
@@ -139,13 +134,7 @@ def _append(path: Path, lines: bytes) -> None:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields the number and the value of each line of a `LinesFile` that is not empty.
-
-    The value of what a crash or a full disk left of a line is `...`.
-
-    Raises:
-        ValueError: If the file cannot be read.
-    """
+    """Yields the number and value of each line; of what a crash left of one, `...`."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -164,10 +153,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def write_whole(path: epath.Path, data: bytes | bytearray, temporary: str) -> None:
-    """Writes a file that has its name only when all of it is on the disk.
-
-    Until then it has a temporary name, in the same directory.
-    """
+    """Writes a file that has its name, and no temporary one, when it is on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.parent / temporary
     try:

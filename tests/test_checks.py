@@ -29,6 +29,7 @@ OLD = {
     cluster.TerminationConfig: ["termination_watcher_fn", "save_fn"],
     armillary.CheckpointManager: ["checkpoint_name"],
     summary.SummaryManager: ["summary_fn", "global_step"],
+    armillary.MirroredStrategy: ["cross_device_ops"],
     armillary.MultiWorkerMirroredStrategy: ["communication"],
     armillary.TPUStrategy: ["tpu_cluster_resolver", "device_assignment"],
     armillary.Controller: ["enable_async_checkpointing", "hang_timeout", "eval_steps"],
