@@ -3,7 +3,6 @@
 This file imports Flax NNX: it is loaded when the class is first used.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from armillary._checks import check_instance, check_one_of, list_lines
+from armillary._checks import check_instance, list_lines
 from armillary._traceback import hides_frames
 
 _OTHER_MODELS = (
@@ -47,10 +46,9 @@ class ExponentialMovingAverage(nnx.Module):
         model: The model. The average begins with its parameters.
         decay: How much of the average stays in an update, above 0 and below 1, or a
             function from the number of earlier updates to that. Common are 0.99 for
-            thousands of steps and 0.9999 for millions.
-        debias: Whether the first parameters count for nothing once there is an update,
-            as with `optax.ema`, and not for the long time that `decay` takes to forget
-            them. Needs a number as `decay`.
+            thousands of steps and 0.9999 for millions. With `lambda n: 1 - (1 - d) /
+            (1 - d ** (n + 1))` the first parameters count for nothing once there is an
+            update, as in `optax.ema(d, debias=True)`.
 
     Attributes:
         model: The copy.
@@ -58,17 +56,13 @@ class ExponentialMovingAverage(nnx.Module):
 
     Raises:
         TypeError: If `model` is no NNX module.
-        ValueError: If `decay` is out of range, `debias` is given with a function, or a
-            model to update from has other parameters.
+        ValueError: If `decay` is out of range, or a model to update from has other
+            parameters.
     """
 
     @hides_frames
     def __init__(
-        self,
-        model: nnx.Module,
-        decay: float | Callable[[jax.Array], Any],
-        *,
-        debias: bool = False,
+        self, model: nnx.Module, decay: float | Callable[[jax.Array], Any]
     ) -> None:
         check_instance("model", model, nnx.Module, _OTHER_MODELS)
         is_number = isinstance(decay, int | float | np.floating | jax.Array)
@@ -78,13 +72,7 @@ class ExponentialMovingAverage(nnx.Module):
                 f"`decay` is {decay!r}, but it must be above 0 and below 1: the part "
                 "of the average that stays in an update. Use `decay=0.999`."
             )
-        check_one_of("debias", debias, (True, False))
-        if debias and callable(decay):
-            raise ValueError(
-                "`debias` is True, but `decay` is a function, which can itself begin "
-                "with small values. Leave `debias` out, or use a number as `decay`."
-            )
-        self.decay, self.debias = decay, debias
+        self.decay = decay
         self.model = nnx.clone(model)
         # Buffers of its own, since a program may take those of the model over.
         nnx.update(self.model, jax.tree.map(_copy, nnx.state(model, nnx.Param)))
@@ -105,27 +93,18 @@ class ExponentialMovingAverage(nnx.Module):
                 "`model` is the model of the average itself, which would never move. "
                 "Pass the model that is trained: `self.ema.update(self.model)`."
             )
-        filters = nnx.Param, nnx.RngState, ...
+        filters, decay = (nnx.Param, nnx.RngState, ...), self.decay
         new, _, others = nnx.state(model, *filters)
         old, _, _ = nnx.state(self.model, *filters)
         _check_same(new, old)
         averages: Any = optax.incremental_update(
             jax.tree.map(jnp.asarray, nnx.to_pure_dict(new)),
             nnx.to_pure_dict(old),
-            self._step_size(),
+            1.0 - (decay(self.num_updates[...]) if callable(decay) else decay),
         )
         nnx.replace_by_pure_dict(old, averages)
         nnx.update(self.model, old, others)
         self.num_updates[...] += 1
-
-    def _step_size(self) -> Any:
-        if callable(self.decay):
-            return 1.0 - self.decay(self.num_updates[...])
-        if not self.debias:
-            return 1.0 - self.decay
-        # With this size, the average is `m / (1 - decay ** n)`, where `m` began with 0.
-        count = (self.num_updates[...] + 1).astype(jnp.float32)
-        return (1.0 - self.decay) / -jnp.expm1(count * math.log(self.decay))
 
 
 def _copy(value: jax.Array) -> jax.Array:
