@@ -265,14 +265,15 @@ class Writer:
             if self._raise_errors
             else "This run goes on, and the next save that is due tries again."
         )
-        disk_error = _as_disk_error(error)
-        said = disk_error or error
+        # An error of the disk is one of Python's, or is told by TensorStore.
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        said = OSError(int(code[1]), os.strerror(int(code[1]))) if code else error
         failure = CheckpointError(
             f"Saving `{path}` failed: {type(said).__name__}: {said}. It is not "
             f"complete, and earlier checkpoints are as they were.{space} {advice}"
         )
         # What the disk says, the message repeats.
-        failure.__cause__ = None if disk_error else error
+        failure.__cause__ = None if isinstance(said, OSError) else error
         if not self._raise_errors:
             logger.warning("%s", failure)
         return failure
@@ -306,11 +307,3 @@ def _finish_before_exit() -> None:
     threading._register_atexit(finish)  # pyright: ignore[reportAttributeAccessIssue]
     # The save also completes if the process ends because another one is gone.
     finish_first(lambda: bool(find_running()))
-
-
-def _as_disk_error(error: Exception) -> OSError | None:
-    """Returns the error of the operating system that an error is, or repeats."""
-    if isinstance(error, OSError):
-        return error
-    code = re.search(r"os_error_code='(\d+)'", str(error))  # Of TensorStore.
-    return OSError(int(code[1]), os.strerror(int(code[1]))) if code else None

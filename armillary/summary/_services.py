@@ -246,17 +246,15 @@ class MlflowWriter(_Service):
         self._metrics.append(metric)
 
     def _image(self, name: str, pixels: np.ndarray, step: int) -> None:
-        self._write_file(f"images/{name}/{step}.png", as_png(pixels))
+        with tempfile.TemporaryDirectory() as temporary:
+            path = Path(temporary) / f"{step}.png"
+            path.write_bytes(as_png(pixels))
+            folder = f"images/{_as_name(name)}"
+            self._client.log_artifact(self._run_id, str(path), folder)
 
     def _text(self, name: str, text: str, step: int) -> None:
-        self._write_file(f"texts/{name}/{step}.md", text.encode())
-
-    def _write_file(self, name: str, data: bytes) -> None:
-        folder, _, file = _as_name(name).rpartition("/")
-        with tempfile.TemporaryDirectory() as temporary:
-            path = Path(temporary) / file
-            path.write_bytes(data)
-            self._client.log_artifact(self._run_id, str(path), folder)
+        file = f"texts/{_as_name(name)}/{step}.md"
+        self._client.log_text(self._run_id, text, file)
 
     def _configure(self, values: Mapping[str, Any]) -> None:
         known = self._client.get_run(self._run_id).data.params

@@ -172,15 +172,3 @@ def test_mistakes_are_explained(words, message, run_dir, monkeypatch, capsys):
 
     assert raised.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_changed_file_is_named(tmp_path, capsys):
-    manager = CheckpointManager(Checkpoint(a={"b": jnp.zeros(())}), tmp_path)
-    path = manager.save(1)
-    manager.close()
-    file = tmp_path / "checkpoint_1" / "arrays" / "manifest.ocdbt"
-    file.write_bytes(file.read_bytes()[::-1])
-    with pytest.raises(SystemExit):
-        _cli.main(["checkpoint", "show", path])
-    message = " ".join(capsys.readouterr().err.split())
-    assert "read: the content of `arrays/manifest.ocdbt` has changed" in message
