@@ -11,6 +11,7 @@ step reads, and `_Watch` stops it before it does anything else.
 import contextlib
 import dis
 import functools
+import gc
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -146,11 +147,19 @@ class _Watch:
         """Watches all calls of this thread."""
         if sys.getprofile() is not None:
             raise _NeedsPython("a profiler watches their calls")
+        # Callbacks of the garbage collector are calls of this thread, and not the hooks'.
+        collects = gc.isenabled()
+        gc.disable()
         sys.setprofile(self._see)
         try:
             yield
+            # Python drops what raises where nobody can catch it, as in a `__del__`.
+            if sys.getprofile() is None:
+                raise _NeedsPython("they were not watched to their end")
         finally:
             sys.setprofile(None)
+            if collects:
+                gc.enable()
 
     def _see(self, frame: types.FrameType, event: str, argument: Any) -> None:
         if event == "call" and _is_of_user(frame.f_globals.get("__name__")):

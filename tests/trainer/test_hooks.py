@@ -1,5 +1,6 @@
 """Tests of loops whose begin and end are part of the compiled program."""
 
+import gc
 import logging
 import queue
 import re
@@ -462,6 +463,23 @@ def test_hooks_stay_in_python_under_a_profiler():
     finally:
         sys.setprofile(None)
     assert not needs_python(Regression)
+
+
+def test_a_callback_of_the_garbage_collector_is_no_call_of_a_hook():
+    heard = []
+
+    def callback(phase, info):
+        heard.append(phase)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(callback)
+    gc.set_threshold(1)
+    try:
+        assert not needs_python(Regression)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(callback)
+    assert heard
 
 
 def test_a_trainer_without_its_base_class_is_named_by_a_controller():
