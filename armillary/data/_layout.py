@@ -65,20 +65,12 @@ class InputContext:
         size = check_positive_int("global_batch_size", global_batch_size)
         num_replicas = self.num_replicas_in_sync
         if size % num_replicas:
-            sizes = name_fitting_sizes(size, num_replicas, "global_batch_size=")
             raise BatchSizeError(
                 f"`global_batch_size` is {size}, which {num_replicas} replicas cannot "
                 f"share equally ({size} % {num_replicas} = {size % num_replicas}). "
-                f"Use a multiple of {num_replicas}, such as {sizes}."
+                f"Use a multiple of {num_replicas}."
             )
         return size // num_replicas
-
-
-def name_fitting_sizes(size: int, num_replicas: int, prefix: str = "") -> str:
-    """Returns the multiples of `num_replicas` next to `size`, as text to paste."""
-    below = size - size % num_replicas
-    fitting = [below, below + num_replicas] if below else [num_replicas]
-    return " or ".join(f"`{prefix}{candidate}`" for candidate in fitting)
 
 
 Remainder: TypeAlias = Literal["exact", "drop", "pad"] | None

@@ -22,11 +22,7 @@ import jax
 import numpy as np
 
 from armillary._logging import logger
-from armillary.data._layout import (
-    Active,
-    hosted_replicas,
-    name_fitting_sizes,
-)
+from armillary.data._layout import Active, hosted_replicas
 from armillary.data.feed._position import Position
 from armillary.data.sources._batch import get_signature
 from armillary.errors import BatchSizeError
@@ -211,9 +207,8 @@ class Splitter:
             raise BatchSizeError(
                 f"A batch has {num_rows} examples, which {count} replicas cannot share "
                 f"equally ({num_rows} % {count} = {num_left}). Use a batch size that "
-                f"is a multiple of {count}, such as "
-                f"{name_fitting_sizes(num_rows, count)}, with `drop_remainder=True` if "
-                f"this is the last batch, or {_FIXES}."
+                f"is a multiple of {count}, with `drop_remainder=True` if this is the "
+                f"last batch, or {_FIXES}."
             )
         pieces: list[tuple[PyTree, int]] = []
         whole = num_rows - num_left

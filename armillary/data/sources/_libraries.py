@@ -222,8 +222,7 @@ def from_huggingface(
         drop_remainder: Whether to leave out a last batch that is not full.
 
     Returns:
-        A data set. Each pass over it is the next epoch. Positions count examples, so
-        that one can be restored with another batch size.
+        A data set with the order, the passes and the positions of `from_arrays`.
 
     Raises:
         TypeError: If `dataset` is no `datasets.Dataset`, or columns hold something else

@@ -61,8 +61,7 @@ def from_tfrecords(
         drop_remainder: Whether to leave out a last batch that is not full.
 
     Returns:
-        A data set. Each pass over it is the next epoch. Positions count examples, so
-        that one can be restored with another batch size.
+        A data set with the order, the passes and the positions of `from_arrays`.
 
     Raises:
         FileNotFoundError: If there is no such file.
