@@ -147,7 +147,7 @@ class _Watch:
         """Watches all calls of this thread."""
         if sys.getprofile() is not None:
             raise _NeedsPython("a profiler watches their calls")
-        # Callbacks of the garbage collector are calls of this thread, and not the hooks'.
+        # Callbacks of the garbage collector are calls of this thread, not of the hooks.
         collects = gc.isenabled()
         gc.disable()
         sys.setprofile(self._see)
