@@ -215,6 +215,14 @@ def test_what_cannot_be_right_is_an_error():
         ("armillary.all_reduce", lambda: armillary.all_reduce("sum", jnp.ones(()))),
         ("weighted_mean", lambda: armillary.weighted_mean(jnp.ones(2), jnp.ones(2))),
         ("over_replicas", lambda: armillary.over_replicas(jnp.sum)(jnp.ones(2))),
+        (
+            "compute_average_loss",
+            lambda: armillary.compute_average_loss(jnp.ones(2)),
+        ),
+        (
+            "scale_regularization_loss",
+            lambda: armillary.scale_regularization_loss(jnp.ones(2)),
+        ),
     ],
 )
 def test_outside_a_step_it_says_so(name, call, strategy):

@@ -9,7 +9,6 @@ from flax import nnx
 
 import armillary
 from armillary.state._lift import State
-from tests.mistakes import mistakes
 from tests.problems import MLP, Classifier
 
 
@@ -35,25 +34,6 @@ def state_arrays(trainer):
     return [
         leaf for leaf in State([(trainer, "")]).read() if isinstance(leaf, jax.Array)
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"steps_per_chunk": 1}, {"compile_loop": False}, {"on_non_finite": "skip"}],
-)
-def test_a_trainer_gets_the_numbers_of_mirrored_state(options):
-    expected = make_trainer(armillary.MirroredStrategy(jax.devices()[1:5]))
-    trainer = make_trainer(make_central(), check_replicas_every=1, **options)
-    for _ in range(2):
-        expected.train(3)
-        trainer.train(3)
-        for one, other in zip(
-            state_arrays(trainer), state_arrays(expected), strict=True
-        ):
-            if jnp.issubdtype(one.dtype, jnp.floating):
-                np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
-            assert one.devices() == {jax.devices()[0]}
 
 
 @pytest.mark.slow
@@ -140,20 +120,3 @@ def test_the_parameter_device_is_a_choice():
     assert variable[...].devices() == {jax.devices()[3]}
     assert strategy.parameter_device == jax.devices()[3]
     assert repr(strategy) == "CentralStorageStrategy(2 x cpu, state on cpu:3)"
-
-
-@mistakes(
-    {
-        ValueError: {
-            "`parameter_device` is 'gpu:7', but this process has no such device": (
-                lambda: armillary.CentralStorageStrategy(None, "gpu:7")
-            ),
-            "`compute_devices` is .*, which repeats a device": (
-                lambda: armillary.CentralStorageStrategy(["cpu:1", "cpu:1"])
-            ),
-        }
-    }
-)
-def test_wrong_devices_are_errors(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
