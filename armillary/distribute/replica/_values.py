@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from armillary.data._layout import Active
 
@@ -172,7 +172,9 @@ def _copies(array: jax.Array, num_replicas: int) -> dict[int, jax.Array]:
     """
     if not isinstance(array.sharding, NamedSharding):
         return {}
-    devices = list(array.sharding.mesh.devices.flat)
+    mesh = array.sharding.mesh
+    assert isinstance(mesh, Mesh)
+    devices = list(mesh.devices.flat)
     copies: dict[int, jax.Array] = {}
     for shard in array.addressable_shards:
         replica = devices.index(shard.device) * num_replicas // len(devices)
