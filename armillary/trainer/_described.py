@@ -15,7 +15,6 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
 from armillary.data._dataset import DistributedDataset
-from armillary.data._layout import BatchLayout
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._gather import Gather
 from armillary.distribute._global_arrays import everywhere
@@ -62,13 +61,6 @@ class DescribedLoop(NamedTuple):
     split: Split | None
 
 
-class _Dataset(NamedTuple):
-    """What of a dataset the programs of its steps are made from."""
-
-    layout: BatchLayout
-    gather: Gather
-
-
 @contextmanager
 def described_loop(
     method: StepMethod,
@@ -90,18 +82,15 @@ def described_loop(
     num_shares = strategy.layout.num_shares
     shares = [_share(data, num_shares, per_replica_batch) for data in datasets]
     with strategy.described(num_devices, platform) as mesh:
-        layout = strategy.layout
-        described = [
-            _Dataset(layout, replace(each.gather, layout=layout)) for each in datasets
-        ]
-        programs = StepPrograms(method, described, structure, LoopGuard(method))
-        yield _describe(method, programs, described, shares, num_steps, mesh)
+        gathers = [replace(each.gather, layout=strategy.layout) for each in datasets]
+        programs = StepPrograms(method, gathers, structure, LoopGuard(method))
+        yield _describe(method, programs, gathers, shares, num_steps, mesh)
 
 
 def _describe(
     method: StepMethod,
     programs: StepPrograms,
-    datasets: list[_Dataset],
+    gathers: list[Gather],
     shares: list[PyTree],
     num_steps: int,
     mesh: AbstractMesh,
@@ -117,8 +106,8 @@ def _describe(
         steps_per_chunk=options.steps_per_chunk or choose_chunk_size(num_steps),
         max_chunk_bytes=options.max_chunk_bytes,
     )
-    pairs = zip(datasets, shares, strict=True)
-    sent, resident = zip(*(d.gather.describe(s) for d, s in pairs), strict=True)
+    pairs = zip(gathers, shares, strict=True)
+    sent, resident = zip(*(each.describe(share) for each, share in pairs), strict=True)
     capacity = builder.count_steps([layout.describe(each) for each in sent])
     chunk = Chunk(
         arrays=[

@@ -56,9 +56,8 @@ class Loop:
         self._steps_per_chunk = method.options.steps_per_chunk
         self.feed = self._open_feed(begins_anew=method.exact)
         self._guard = LoopGuard(method)
-        self._programs = StepPrograms(
-            method, self.datasets, self._structure, self._guard
-        )
+        gathers = [data.gather for data in self.datasets]
+        self._programs = StepPrograms(method, gathers, self._structure, self._guard)
         self.is_cut_off, self.num_iterated = False, 0
 
     def serves(self, method: StepMethod, nest: PyTree) -> bool:

@@ -10,13 +10,14 @@ after the other. A loop that is cut, by the end of a chunk or of the data, runs 
 them, and Python runs them around it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from armillary.data.feed._gather import Gather
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep
 from armillary.trainer._guard import Health, StepGuard
@@ -24,9 +25,6 @@ from armillary.trainer._hooks import Hooks
 from armillary.trainer._step_checks import StepMethod
 from armillary.typing import PyTree
 from armillary.xla._compile import compile_step
-
-Gather = Callable[[PyTree, PyTree], PyTree]
-"""`armillary.data.feed._gather.Gather.on_device`."""
 
 # Room for the outputs of loops that are one program.
 _MOST_OUTPUT_BYTES = 2**20
@@ -271,7 +269,7 @@ def take_batches(
     def take(index: Any) -> list[Any]:
         triples = zip(inputs, batches_per_step, gathers, strict=True)
         batches = [
-            gather(resident, _take_row(arrays, index * count + offset))
+            gather.on_device(resident, _take_row(arrays, index * count + offset))
             for (arrays, resident), count, gather in triples
             for offset in range(count)
         ]

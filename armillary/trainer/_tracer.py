@@ -13,6 +13,7 @@ import jax
 from armillary._logging import logger
 from armillary.data._layout import Active
 from armillary.data.feed._chunks import Chunk
+from armillary.data.feed._gather import Gather
 from armillary.distribute.program._compare import check_same_program
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._hardly_meant import MetricWarnings, warn_of_draws
@@ -62,10 +63,9 @@ class Trace(NamedTuple):
 
 
 class StepPrograms:
-    """The programs of one step, which takes a nest of iterators over datasets.
+    """The programs of one step, which takes a nest of iterators of this structure.
 
-    Of the datasets, whose nest has this structure, only `layout` and `gather` are
-    looked at.
+    `gathers` are what makes the batches of each.
 
     Attributes:
         flat: The state on its devices; `None` before `find_state`.
@@ -76,11 +76,11 @@ class StepPrograms:
     def __init__(
         self,
         method: StepMethod,
-        datasets: Sequence[Any],
+        gathers: Sequence[Gather],
         structure: Any,
         guard: LoopGuard,
     ) -> None:
-        self._method, self._datasets, self._structure = method, datasets, structure
+        self._method, self._gathers, self._structure = method, gathers, structure
         self._guard = guard
         self._traces: dict[Any, Trace] = {}
         self._programs: dict[Any, Program] = {}
@@ -202,10 +202,12 @@ class StepPrograms:
         taken = [0] * len(batches)
 
         def fn(*arguments: Any) -> PyTree:
-            triples = zip(self._datasets, arguments, active, strict=True)
+            triples = zip(self._gathers, arguments, active, strict=True)
             iterators = [
-                StepIterator(i, (data.layout.wrap(batch, each) for batch in offered))
-                for i, (data, offered, each) in enumerate(triples)
+                StepIterator(
+                    i, map(gather.layout.wrap, offered, [count] * len(offered))
+                )
+                for i, (gather, offered, count) in enumerate(triples)
             ]
             result = method(self._structure.unflatten(iterators))
             taken[:] = [iterator.num_taken for iterator in iterators]
@@ -268,7 +270,7 @@ class StepPrograms:
         return Program(
             step,
             self.batches_per_step,
-            [dataset.gather.on_device for dataset in self._datasets],
+            self._gathers,
             chunk.capacity,
             flat,
             method,
