@@ -217,14 +217,7 @@ class Estimator:
         return str(saved[-1].path) if saved else None
 
     def eval_dir(self, name: str | None = None) -> str:
-        """Returns where summaries of evaluations go.
-
-        Args:
-            name: As in `evaluate`.
-
-        Raises:
-            TypeError: If it is no string.
-        """
+        """Returns where summaries of evaluations of a name go; see `evaluate`."""
         check_instance("name", name, str | None, 'Write `name="test"`.')
         return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 

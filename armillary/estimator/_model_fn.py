@@ -110,17 +110,12 @@ class ModuleStore(nnx.Module):
 
 
 class Modules:
-    """The modules of a model function, each of which is made once.
-
-    Args:
-        store: Where they are.
-        make: Makes one that is not there, from its name and a function. By default, as
-            in a step that is traced, there is an error.
-    """
+    """The modules of a model function, each of which is made once."""
 
     def __init__(
         self, store: ModuleStore, make: Callable[..., Any] | None = None
     ) -> None:
+        # Without `make`, as in a step that is traced, all of them must be there.
         self._store, self._make = store, make
 
     def make(self, name: str, make_fn: Callable[[nnx.Rngs], Any]) -> Any:

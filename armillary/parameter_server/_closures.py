@@ -133,6 +133,11 @@ class Closure:
         """The results that it takes."""
         return [value for value in self.inputs if isinstance(value, RemoteValue)]
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether all of them are there."""
+        return all(value.is_ready for value in self.awaited)
+
     def arguments(self) -> list[Any]:
         """Returns its inputs for Ray, which fetches references on the worker."""
         return [
@@ -149,6 +154,22 @@ class Closure:
         """Ends it before it has run."""
         message = f"This call of `{self.task.name}` did not run, because {why}."
         self.fail(ClosureCancelledError(message))
+
+
+@dataclass
+class Statistics:
+    """What has been counted since the last `take_statistics`."""
+
+    num_calls: int = 0
+    total_staleness: int = 0
+    max_staleness: int = 0
+    num_lost: int = 0
+
+    def count(self, staleness: int) -> None:
+        """Counts a call."""
+        self.num_calls += 1
+        self.total_staleness += staleness
+        self.max_staleness = max(self.max_staleness, staleness)
 
 
 def is_dynamic(leaf: Any) -> bool:

@@ -15,11 +15,12 @@ from armillary.distribute.program._function import code_of, identity_of, kind_of
 from armillary.parameter_server._closures import (
     RemoteValue,
     ScheduledTask,
+    Statistics,
     is_dynamic,
 )
 from armillary.parameter_server._data import PerWorkerDataset
 from armillary.parameter_server._node import start_ray
-from armillary.parameter_server._scheduler import Scheduler, Statistics
+from armillary.parameter_server._scheduler import Scheduler
 from armillary.parameter_server._shipping import ship
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.parameter_server._variables import Variables

@@ -7,6 +7,7 @@ need not wait for its thread in between, and short calls share a message.
 
 import collections
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from armillary.parameter_server._closures import (
     Closure,
     RemoteValue,
     ScheduledTask,
+    Statistics,
 )
 from armillary.parameter_server._server import ParameterServer
 from armillary.parameter_server._strategy import ParameterServerStrategy
@@ -33,22 +35,6 @@ _MESSAGE_SECONDS = 0.02
 # After so many lost workers in a row, it is the call that ends them.
 _MOST_LOSSES = 5
 _RETRY_SECONDS = 0.2
-
-
-@dataclass
-class Statistics:
-    """What has been counted since the last `take_statistics`."""
-
-    num_calls: int = 0
-    total_staleness: int = 0
-    max_staleness: int = 0
-    num_lost: int = 0
-
-    def count(self, staleness: int) -> None:
-        """Counts a call."""
-        self.num_calls += 1
-        self.total_staleness += staleness
-        self.max_staleness = max(self.max_staleness, staleness)
 
 
 @dataclass(eq=False)
@@ -68,6 +54,7 @@ class _Worker:
     actor: Any
     label: str
     pid: int = 0
+    down_since: float = field(default_factory=time.monotonic)
     known: set[int] = field(default_factory=set)
     servers: Any = None
     num_datasets: int = 0
@@ -199,11 +186,11 @@ class Scheduler:
         while not self.is_stopped:
             try:
                 self._go_on(worker)
-            except _WorkerLostError as error:
+            except (_WorkerLostError, import_ray().exceptions.RayError) as error:
                 if worker.pid and not self.is_stopped:
                     self._lose(worker, error)
                 else:
-                    time.sleep(_RETRY_SECONDS)
+                    self._wait_for(worker, error)
 
     def _go_on(self, worker: _Worker) -> None:
         """Greets a new worker, sends calls, or waits for how some have ended."""
@@ -257,7 +244,7 @@ class Scheduler:
             oldest = min((c.begun_at for c in running), default=self._num_applied)
             if self._num_applied - oldest + len(running) > bound:
                 return None
-        return next((c for c in self._queue if _is_ready(c)), None)
+        return next((call for call in self._queue if call.is_ready), None)
 
     def _take_more(self, worker: _Worker, first: Closure) -> list[Closure]:
         """Returns the next short calls of a function, to go in one message."""
@@ -268,7 +255,7 @@ class Scheduler:
         share = len(self._queue) // (_DEPTH * len(self.workers))
         count = min(share, int(_MESSAGE_SECONDS / max(task.seconds, 1e-6)) - 1)
         while len(taken) < count:
-            if self._queue[0].task is not task or not _is_ready(self._queue[0]):
+            if self._queue[0].task is not task or not self._queue[0].is_ready:
                 break
             taken.append(self._queue.popleft())
         return taken
@@ -331,12 +318,21 @@ class Scheduler:
                     closure.value.future.set_result(message.values[i])
             self._changed.notify_all()
 
-    def _lose(self, worker: _Worker, error: _WorkerLostError) -> None:
+    def _wait_for(self, worker: _Worker, error: Exception) -> None:
+        """Waits before a worker is greeted again; says once that it is not up."""
+        seconds = time.monotonic() - worker.down_since
+        if seconds > self._strategy.report_seconds:
+            message = "%s is not up after %.0f s (%s)."
+            logger.warning(message, worker.label, seconds, _first_line(error))
+            worker.down_since = math.inf
+        time.sleep(_RETRY_SECONDS)
+
+    def _lose(self, worker: _Worker, error: Exception) -> None:
         """Has the calls of a lost worker run again, before all others."""
         with self._changed:
             lost = [closure for each in worker.messages for closure in each.closures]
             worker.messages.clear()
-            worker.pid = 0
+            worker.pid, worker.down_since = 0, time.monotonic()
             self._queue.extendleft(reversed(lost))
             self.statistics.num_lost += 1
             for first in lost[:1]:  # The others have waited for it.
@@ -394,10 +390,6 @@ class Scheduler:
             # Ray has started it anew, while it had nothing to do.
             raise _WorkerLostError("its process has ended")
         return answer
-
-
-def _is_ready(closure: Closure) -> bool:
-    return all(value.is_ready for value in closure.awaited)
 
 
 def _first_line(error: BaseException) -> str:

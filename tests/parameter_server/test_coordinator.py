@@ -244,6 +244,14 @@ def test_a_slow_worker_is_reported_by_name(coordinator, caplog):
     assert "worker " in line and "(process " in line and "`sleep`" in line
 
 
+def test_a_worker_that_does_not_start_is_reported_once(coordinator, caplog):
+    worker = _scheduler._Worker(9, None, "worker 9", down_since=0.0)
+    for _ in range(2):
+        coordinator._scheduler._wait_for(worker, RuntimeError("no such module"))
+    (line,) = [r.getMessage() for r in caplog.records if "not up" in r.getMessage()]
+    assert "worker 9 is not up after" in line and "no such module" in line
+
+
 def test_mistakes_are_errors_before_anything_is_sent(coordinator, problem):
     with pytest.raises(TypeError, match=r"`fn` is 3"):
         coordinator.schedule(3)
