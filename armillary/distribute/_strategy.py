@@ -28,6 +28,7 @@ from armillary.distribute.replica._collectives import is_argument
 from armillary.distribute.replica._context import (
     Scope,
     get_running_context,
+    is_in_default_step,
     lifted_state,
     require_cross_replica_context,
     require_scope,
@@ -39,6 +40,7 @@ from armillary.distribute.replica._values import (
     is_per_replica,
     other_count,
 )
+from armillary.errors import ReplicaContextError
 from armillary.state._keras import follow_keras
 from armillary.state._lift import State
 from armillary.typing import PyTree
@@ -265,6 +267,8 @@ class Strategy:
         if kwargs is not None:
             check_instance("kwargs", kwargs, dict, "Write `kwargs={...}`.")
         require_cross_replica_context("strategy.run", "call `fn` directly", self)
+        if self._num_replicas > 1 and is_in_default_step():
+            _check_divided(self, (args, kwargs))
         return self._run(lifted_state(), fn, *args, **(kwargs or {}))
 
     @hides_frames
@@ -476,6 +480,19 @@ _OLD_NAMES = {
     "experimental_replicate_to_logical_devices": _LOGICAL,
     "experimental_split_to_logical_devices": _LOGICAL,
 }
+
+
+def _check_divided(strategy: Strategy, arguments: PyTree) -> None:
+    """Raises if arguments of `run`, in a step under no strategy, are a whole batch."""
+    leaves = jax.tree.leaves(arguments, is_leaf=is_per_replica)
+    has_arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)
+    if has_arrays and not any(map(is_per_replica, leaves)):
+        raise ReplicaContextError(
+            f"`run` of {strategy!r} was called in a step that runs under no strategy, "
+            "so each replica would get the whole batch. Pass `strategy=strategy` "
+            "to the `Controller`, assign it to an attribute of the trainer "
+            "(`self.strategy = strategy`), or call the step in `strategy.scope()`."
+        )
 
 
 def _check_options(options: Any) -> None:

@@ -46,7 +46,7 @@ def run_eagerly(
         iterators = [StepIterator(i, _place(*pair)) for i, pair in enumerate(pairs)]
         try:
             with (
-                lifted(state),
+                lifted(state, method.strategy),
                 explained(method.fn, state, method.owner_name),
             ):
                 result = method(jax.tree.unflatten(structure, iterators))

@@ -215,7 +215,7 @@ class _Tracing(NamedTuple):
         results: list[Any] = []
 
         def pure(slots: list[Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-            with state.swapped(slots), lifted(state):
+            with state.swapped(slots), lifted(state, self.flat.strategy):
                 result = self.fn(*arguments)
                 walk = state.look()
                 new = state.find_new_places(walk)

@@ -27,6 +27,7 @@ class _Frame(NamedTuple):
 class _Step(NamedTuple):
     state: State
     trace_state: Any
+    strategy: "Strategy"
 
 
 class _Ambient(threading.local):
@@ -102,9 +103,9 @@ def without_strategy() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lifted(state: State) -> Iterator[None]:
-    """Marks the state of a step as what `Strategy.run` lifts."""
-    _ambient.steps.append(_Step(state, get_trace_state()))
+def lifted(state: State, strategy: "Strategy") -> Iterator[None]:
+    """Marks `state`, of a step under `strategy`, as what `Strategy.run` lifts."""
+    _ambient.steps.append(_Step(state, get_trace_state(), strategy))
     try:
         yield
     finally:
@@ -114,6 +115,11 @@ def lifted(state: State) -> Iterator[None]:
 def lifted_state() -> State | None:
     """Returns the state of the step that is running, if one is."""
     return _ambient.steps[-1].state if _ambient.steps else None
+
+
+def is_in_default_step() -> bool:
+    default = _default_frame[0].strategy
+    return bool(_ambient.steps) and _ambient.steps[-1].strategy is default
 
 
 def is_in_inner_trace() -> bool:
