@@ -3,7 +3,6 @@
 import asyncio
 import io
 import os
-import re
 import signal
 import socket
 import sys
@@ -34,12 +33,6 @@ class _TooLateError(BaseException):
 def connect(address: str) -> Any:
     """Connects to a cluster and returns the package `ray`."""
     host, _, port = address.rpartition(":")
-    if not re.fullmatch(r"[^/]+:[0-9]{1,5}", address):
-        raise ValueError(
-            f"`--ray` is {address!r}, but it must be HOST:PORT of the head of a Ray "
-            "cluster, as `ray start --head` prints it. Use, for example, "
-            "`--ray 10.0.0.1:6379`, on a machine of the cluster."
-        )
 
     def end(*_: Any) -> None:
         raise _TooLateError(f"Nothing speaks as Ray does in {_CONNECT_SECONDS:g} s.")
@@ -55,8 +48,8 @@ def connect(address: str) -> Any:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"`--ray` is {address!r}, but the launcher cannot join a cluster there: "
-            f"{reason or type(error).__name__} Use the address that `ray start --head` "
-            "printed, not of its dashboard, on a machine of the cluster, with its "
+            f"{reason or type(error).__name__} Use HOST:PORT as `ray start --head` "
+            "printed it, not of its dashboard, on a machine of the cluster, with its "
             "versions of Ray and Python, and its token (`RAY_AUTH_TOKEN`)."
         ) from error
     finally:

@@ -123,10 +123,6 @@ WORKER = r'`TF_CONFIG\["cluster"\]\["worker"\]'
         ),
         (make_config("evaluator", 1), f"{INDEX} is 1, .* There is one evaluator"),
         (
-            make_config(rpc_layer="grpc+verbs"),
-            r"`TF_CONFIG\[\"rpc_layer\"\]` is 'grpc\+verbs', but JAX",
-        ),
-        (
             {**make_config(), "cluster": {**CLUSTER, "chief": ["a:1", "b:1"]}},
             "a cluster that cannot train: `chief` has 2 tasks",
         ),

@@ -90,15 +90,10 @@ def test_all_options_arrive(jobs, folder, monkeypatch):
             "--ray x:1 --evaluator train.py",
             "`--evaluator` is given with `--ray`, which",
         ),
-        (
-            "--ray auto train.py",
-            "`--ray` is 'auto', but it must be HOST:PORT of the he",
-        ),
-        (
-            "--ray ray://x:1 train.py",
-            "`--ray` is 'ray://x:1', but it must be HOST:PORT",
-        ),
-        ("--ray 127.0.0.1:1 train.py", "`--ray` is '127.0.0.1:1', but the launcher ca"),
+        *[
+            (f"--ray {address} train.py", f"`--ray` is '{address}', but the launcher c")
+            for address in ("auto", "ray://x:1", "127.0.0.1:1")
+        ],
         (f"--workers {10**20} train.py", f"`--workers` is '{10**20}', but it must be"),
         (
             "--workers 65537 train.py",

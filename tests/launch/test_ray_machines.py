@@ -149,6 +149,6 @@ def test_a_server_that_is_not_ray_is_an_error(monkeypatch, is_slow):
     reason = "Nothing speaks as Ray does in 0.1 s" if is_slow else "Version mism"
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        message = f"cannot join a cluster there: {reason}.* Use the address that "
+        message = f"cannot join a cluster there: {reason}.* Use HOST:PORT as "
         with pytest.raises(ValueError, match=message):
             connect(address)
