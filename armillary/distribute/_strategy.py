@@ -135,6 +135,7 @@ class Strategy:
             self._described_platform = platform
             yield self._mesh
         finally:
+            vars(self).clear()
             vars(self).update(before)
 
     def _describe(self, num_devices: int) -> None:

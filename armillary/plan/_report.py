@@ -134,21 +134,25 @@ class Plan:
 
     def as_json(self) -> str:
         """Returns the plan as a text of JSON, with bytes, seconds and operations."""
-        record = asdict(self)
-        for name, longer in _LONGER_NAMES.items():
-            record[longer] = record.pop(name)
         target, memory, estimate = self.topology.target, self.memory, self.estimate
-        record |= {"topology": self.topology.text, "device": None, "source": None}
-        record |= {"num_replicas": self.num_replicas, "fits": self.fits}
-        if target is not None:
-            record |= {"device": target.name, "source": target.source}
-        record["memory_bytes"] = None if target is None else target.memory_bytes
-        if memory is not None:
-            record["memory"]["total"] = memory.total
-        for each in record["collectives"]:
-            each["overlaps"] = dict(each["overlaps"])
-        for name in ("overlapped", "sequential", "bound") if estimate else ():
-            record["estimated_step_seconds"][name] = getattr(estimate, name)
+        record = {_LONGER_NAMES.get(name, name): x for name, x in vars(self).items()}
+        record |= {
+            "topology": self.topology.text,
+            "device": None if target is None else target.name,
+            "source": None if target is None else target.source,
+            "memory_bytes": None if target is None else target.memory_bytes,
+            "num_replicas": self.num_replicas,
+            "fits": self.fits,
+            "memory": memory and {**asdict(memory), "total": memory.total},
+            "collectives": [
+                {**asdict(each), "overlaps": dict(each.overlaps)}
+                for each in self.collectives
+            ],
+        }
+        if estimate is not None:
+            names = ("overlapped", "sequential", "bound")
+            derived = {name: getattr(estimate, name) for name in names}
+            record["estimated_step_seconds"] = {**asdict(estimate), **derived}
         return json.dumps(record, indent=2)
 
     def __rich__(self) -> "Table":

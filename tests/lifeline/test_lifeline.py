@@ -163,17 +163,6 @@ def test_process_0_decides_while_it_answers(start):
     assert job.reasons == [None] * 3
 
 
-def test_a_job_that_goes_on_is_left_alone(start):
-    job = start(2)
-    moves = iter(range(10**9))
-    with contextlib.ExitStack() as stack:
-        for lifeline in job.lifelines:
-            lifeline_place = lambda: Place("step", next(moves))  # noqa: E731
-            stack.enter_context(lifeline.watching(0.5, lifeline_place))
-        time.sleep(1.5)
-    assert job.reasons == [None, None]
-
-
 def test_a_program_alone_is_watched_too(start):
     job = start(1)
     with job.lifelines[0].watching(0.3, lambda: Place("action", 1)):
