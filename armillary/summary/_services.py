@@ -6,7 +6,6 @@ run, so that a program that resumes goes on with it.
 
 import abc
 import atexit
-import functools
 import html
 import io
 import os
@@ -14,9 +13,8 @@ import re
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,10 +31,23 @@ _BATCH = 1000  # Most metrics of one request to MLflow.
 _PAUSE_SECONDS = 600.0
 
 
+class _Directory:
+    """The writer of one directory, which is in the names of what it hands on."""
+
+    def __init__(self, service: "_Service", prefix: str) -> None:
+        self._service, self._prefix = service, prefix
+        self.flush, self.close = service._flush, service._close
+        self.hyperparameters = service._configure
+
+    def __getattr__(self, kind: str) -> Callable[..., None]:
+        write = getattr(self._service, f"_write_{kind}")
+        return lambda tag, *arguments: write(self._prefix + tag, *arguments)
+
+
 class _Service(abc.ABC):
     """Makes writers to one run of a service, which ends with the last of them.
 
-    A subclass has `_scalar`, and of `_histogram`, `_image` and `_text` what it can.
+    A subclass has a method such as `_write_scalar` for each kind of value it takes.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], id_file: str) -> None:
@@ -44,7 +55,7 @@ class _Service(abc.ABC):
         self._id_file = self._run_dir / id_file
         self._num_writers = 0
 
-    def __call__(self, directory: str) -> Any:
+    def __call__(self, directory: str) -> _Directory:
         """Returns the writer of one directory."""
         own = Path(os.path.abspath(directory))
         if not own.is_relative_to(self._run_dir):
@@ -57,33 +68,16 @@ class _Service(abc.ABC):
             self._begin()
         self._num_writers += 1
         below = own.relative_to(self._run_dir).as_posix()
-        prefix = "" if below == "." else f"{below}/"
-        kinds = ("scalar", "histogram", "image", "text")
-        methods = {
-            kind: functools.partial(self._write, kind, prefix)
-            for kind in kinds
-            if hasattr(self, f"_{kind}")
-        }
-        return SimpleNamespace(
-            flush=self.flush,
-            close=self.close,
-            hyperparameters=self._configure,
-            **methods,
-        )
+        return _Directory(self, "" if below == "." else f"{below}/")
 
-    def _write(self, kind: str, prefix: str, tag: str, *arguments: Any) -> None:
-        getattr(self, f"_{kind}")(prefix + tag, *arguments)
-
-    def close(self) -> None:
-        """Ends the run with the last of its writers."""
-        self.flush()
+    def _close(self) -> None:
+        self._flush()
         self._num_writers -= 1
         if not self._num_writers:
             self._end()
 
     @abc.abstractmethod
-    def flush(self) -> None:
-        """Sends the values."""
+    def _flush(self) -> None: ...
 
     @abc.abstractmethod
     def _configure(self, values: Mapping[str, Any]) -> None: ...
@@ -143,35 +137,34 @@ class WandbWriter(_Service):
         self._values: dict[str, Any] = {}
         self._step = 0
 
-    def flush(self) -> None:
-        """Sends the values."""
+    def _flush(self) -> None:
         if self._values:
             self._run.log({**self._values, _STEP: self._step})
             self._values = {}
 
-    def _scalar(self, name: str, value: Any, step: int) -> None:
+    def _write_scalar(self, name: str, value: Any, step: int) -> None:
         if step != self._step:
-            self.flush()
+            self._flush()
         self._step = step
         self._values[name] = value
 
-    def _histogram(
+    def _write_histogram(
         self, name: str, edges: np.ndarray, counts: np.ndarray, step: int
     ) -> None:
         width = -(-len(counts) // _MOST_BINS)
         starts = np.arange(0, len(counts), width)
         bins = np.add.reduceat(counts, starts), [*edges[starts], edges[-1]]
-        self._scalar(name, self._wandb.Histogram(np_histogram=bins), step)
+        self._write_scalar(name, self._wandb.Histogram(np_histogram=bins), step)
 
-    def _image(self, name: str, pixels: np.ndarray, step: int) -> None:
+    def _write_image(self, name: str, pixels: np.ndarray, step: int) -> None:
         # Of an array, it would guess how bright it is.
         pillow = import_optional("PIL.Image", "Pillow", "wandb")
         image = pillow.open(io.BytesIO(as_png(pixels)))
-        self._scalar(name, self._wandb.Image(image), step)
+        self._write_scalar(name, self._wandb.Image(image), step)
 
-    def _text(self, name: str, text: str, step: int) -> None:
+    def _write_text(self, name: str, text: str, step: int) -> None:
         shown = f"<pre>{html.escape(text)}</pre>"
-        self._scalar(name, self._wandb.Html(shown), step)
+        self._write_scalar(name, self._wandb.Html(shown), step)
 
     def _configure(self, values: Mapping[str, Any]) -> None:
         self._run.config.update(dict(values), allow_val_change=True)
@@ -234,25 +227,24 @@ class MlflowWriter(_Service):
         self._metrics: list[Any] = []
         self._next_try = 0.0
 
-    def flush(self) -> None:
-        """Sends the numbers; what cannot be sent now waits."""
-        # MLflow's own retries take minutes, in which nothing trains.
+    def _flush(self) -> None:
+        # What is not sent waits: MLflow's own retries take minutes of training.
         if time.monotonic() >= self._next_try:
             self._send()
 
-    def _scalar(self, name: str, value: float, step: int) -> None:
+    def _write_scalar(self, name: str, value: float, step: int) -> None:
         milliseconds = int(time.time() * 1000)
         metric = self._entities.Metric(_as_name(name), value, milliseconds, step)
         self._metrics.append(metric)
 
-    def _image(self, name: str, pixels: np.ndarray, step: int) -> None:
+    def _write_image(self, name: str, pixels: np.ndarray, step: int) -> None:
         with tempfile.TemporaryDirectory() as temporary:
             path = Path(temporary) / f"{step}.png"
             path.write_bytes(as_png(pixels))
             folder = f"images/{_as_name(name)}"
             self._client.log_artifact(self._run_id, str(path), folder)
 
-    def _text(self, name: str, text: str, step: int) -> None:
+    def _write_text(self, name: str, text: str, step: int) -> None:
         file = f"texts/{_as_name(name)}/{step}.md"
         self._client.log_text(self._run_id, text, file)
 
