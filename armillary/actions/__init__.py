@@ -35,7 +35,7 @@ from armillary.actions._export_model import ExportFileManager as ExportFileManag
 from armillary.actions._export_model import ExportModel as ExportModel
 from armillary.actions._periodic import ConditionalAction as ConditionalAction
 from armillary.actions._periodic import PeriodicAction as PeriodicAction
-from armillary.actions._profile import Profile as Profile
+from armillary.actions._periodic import Profile as Profile
 from armillary.actions._save_if_preempted import (
     SaveCheckpointIfPreempted as SaveCheckpointIfPreempted,
 )

@@ -186,7 +186,7 @@ class Checkpoint:
             )
         return leaves
 
-    def write(
+    def write_content(
         self,
         leaves: Mapping[str, Any],
         states: Mapping[str, Any],

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from etils import epath
@@ -28,6 +28,7 @@ from armillary.checkpoint._folder import (
 )
 from armillary.checkpoint._selection import RestoreReport, Selection, is_inside, match
 from armillary.checkpoint._store import (
+    LeafSpec,
     as_restored,
     describe_leaves,
     read_arrays,
@@ -42,7 +43,6 @@ from armillary.errors import CheckpointDamageError, CheckpointError
 if TYPE_CHECKING:
     from armillary.checkpoint._checkpoint import Checkpoint
 
-_STATE = "saved state"
 _Restored = tuple[RestoreReport, Any]
 """What was done, and what the checkpoint says of an evaluation."""
 
@@ -132,14 +132,8 @@ def _restore_intact(
         leaves = checkpoint.read_leaves()
         with _reading(folder):
             saved, states, evaluation = read_description(folder)
-        program = {
-            **dict.fromkeys(checkpoint.state_names, _STATE),
-            **{path: str(spec) for path, spec in describe_leaves(leaves).items()},
-        }
-        all_saved = {
-            **dict.fromkeys(states, _STATE),
-            **{path: str(spec) for path, spec in saved.items()},
-        }
+        program = _describe(describe_leaves(leaves), checkpoint.state_names)
+        all_saved = _describe(saved, states)
         may_differ = (*selection.may_differ, *checkpoint.passing)
         selection = selection._replace(may_differ=may_differ)
         taken, differences = match(
@@ -152,26 +146,29 @@ def _restore_intact(
         restored = {name: as_restored(stored[name], leaves[name]) for name in full}
         new_states = {name: states[name] for name in taken if name in states}
         may_refuse = [n for n in new_states if is_inside(n, selection.may_differ)]
-        refused = checkpoint.write({**leaves, **restored}, new_states, may_refuse)
+        refused = checkpoint.write_content(
+            {**leaves, **restored}, new_states, may_refuse
+        )
     done = tuple(name for name in taken if name not in refused)
+    # The last line of a long message is what to do about it: nothing, here.
+    said = {name: text.rpartition("\n")[0] or text for name, text in refused.items()}
+    refusals = [f"~ {name}: {said[name]}" for name in sorted(said)]
     report = RestoreReport(
         path=str(folder),
         restored=done,
         kept=tuple(sorted(program.keys() - done)),
         unused=tuple(sorted(all_saved.keys() - done)),
-        # The last line of a long message is what to do about it: nothing, here.
-        differences=(
-            *differences,
-            *(
-                f"~ {name}: {text.rpartition(chr(10))[0] or text}"
-                for name, text in sorted(refused.items())
-            ),
-        ),
+        differences=(*differences, *refusals),
     )
     if report.kept or report.unused:
         is_new = selection.only is None and report.kept
         logger.log(logging.WARNING if is_new else logging.INFO, "%s", report)
     return report, evaluation
+
+
+def _describe(specs: Mapping[str, LeafSpec], states: Iterable[str]) -> dict[str, str]:
+    leaves = {path: str(spec) for path, spec in specs.items()}
+    return {**dict.fromkeys(states, "saved state"), **leaves}
 
 
 @contextlib.contextmanager

@@ -111,7 +111,7 @@ def test_arrays_are_written_before_states() -> None:
             seen.append(float(holder.array[0]))
 
     checkpoint = Checkpoint(data=Watcher(), holder=holder)
-    checkpoint.write({"holder/array": jnp.ones(1)}, {"data": 1})
+    checkpoint.write_content({"holder/array": jnp.ones(1)}, {"data": 1})
 
     assert seen == [1.0]
 
@@ -123,7 +123,7 @@ def test_a_refused_state_puts_everything_back() -> None:
     before = holder.array
 
     with pytest.raises(DatasetStateError, match="does not fit"):
-        checkpoint.write(
+        checkpoint.write_content(
             {"holder/array": jnp.ones(1)}, {"first": 9, "second": "refused"}
         )
 

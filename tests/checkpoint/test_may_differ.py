@@ -213,7 +213,9 @@ def test_a_process_whose_data_fit_puts_them_back(monkeypatch):
         local.peers = peers
         data, weights = Shifted(accepts=peers.index == 0), {"w": jnp.zeros(1)}
         checkpoint = armillary.Checkpoint(weights=weights, data=data)
-        refused = checkpoint.write({"weights/w": jnp.ones(1)}, {"data": 7}, {"data"})
+        refused = checkpoint.write_content(
+            {"weights/w": jnp.ones(1)}, {"data": 7}, {"data"}
+        )
         return data.index, refused, float(weights["w"][0])
 
     local = threading.local()

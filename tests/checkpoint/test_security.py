@@ -126,14 +126,21 @@ def test_the_library_neither_unpickles_nor_evaluates() -> None:
         "_shipping.py",
         "_worker.py",
     }
-    assert _runs_what_it_reads(ast.parse("import pickle").body[0])
+    assert _runs_what_it_reads(ast.parse("import marshal").body[0])
+    assert _runs_what_it_reads(ast.parse("pickle.load", mode="eval").body)
+    assert not _runs_what_it_reads(ast.parse("pickle.dumps", mode="eval").body)
     assert _runs_what_it_reads(ast.parse("eval(x)", mode="eval").body)
 
 
 def _runs_what_it_reads(node: ast.AST) -> bool:
     modules = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
     if isinstance(node, ast.Import):
-        return any(alias.name.partition(".")[0] in modules for alias in node.names)
+        # `import pickle` may be for `pickle.dumps`, which reads nothing.
+        names = {alias.name.partition(".")[0] for alias in node.names if alias.asname}
+        names |= {alias.name for alias in node.names} - {"pickle"}
+        return not modules.isdisjoint(names)
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return node.value.id in modules and node.attr != "dumps"
     if isinstance(node, ast.ImportFrom):
         return (node.module or "").partition(".")[0] in modules
     if isinstance(node, ast.Call):
