@@ -228,8 +228,8 @@ def check_mismatches(results: list[Any]) -> None:
         assert "  value: process 0 has float64 () #" in result["reduced"]
         assert "different data for `train_step`" in result["data"]
         shape = f"x: float32 ({count}, {8 // count})"
-        assert f"process 0 of {count}: 8 steps of {shape}" in result["data"]
-        assert f"{last}: 7 steps of {shape}" in result["data"]
+        assert f"process 0: 8 steps of {shape}" in result["data"]
+        assert f"process {count - 1}: 7 steps of {shape}" in result["data"]
         place = "epoch {0}, {{'epoch': {0}, 'index': 8, 'num_examples': 64}}"
         assert f"; {place.format(0)}\n  process 1" in result["peeked"]
         assert f"; {place.format(1)}\nA data set that is" in result["peeked"]
