@@ -50,7 +50,8 @@ class Prefetcher(Generic[T]):
     def __next__(self) -> T:
         item = self.head()
         self.pop()
-        self.read_on()
+        if self._size:
+            self.read_on()
         return item
 
     def head(self) -> T:
@@ -59,20 +60,24 @@ class Prefetcher(Generic[T]):
         A thread that wakes up takes the interpreter from the one that has just got its
         item. So the next item is read when `read_on` is called, or one is missing.
         """
-        if not self._size and not self._ready:
+        if not self._ready and not self._size:
             self._read()
-        elif self._size and not self._is_closed:
+        elif not self._ready:
+            self._wait()
+        if self._ready:
+            self.current = self._ready[0]
+            return self.current
+        if self._error is not None:
+            raise self._error
+        raise StopIteration
+
+    def _wait(self) -> None:
+        if not self._is_closed:
             self._start()
         with self._changed:
             while not (self._ready or self._has_read_all or self._is_closed):
                 self._changed.notify_all()
                 self._changed.wait()
-            if self._ready:
-                self.current = self._ready[0]
-                return self.current
-            if self._error is not None:
-                raise self._error
-            raise StopIteration
 
     def pop(self) -> None:
         """Lets go of what `head` returned."""
