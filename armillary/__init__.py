@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         make_distributed_dataset,
         over_replicas,
         scale_regularization_loss,
+        set_strategy,
         value_and_grad,
         weighted_mean,
     )
@@ -146,6 +147,7 @@ __all__ = [
     "plan",
     "predict",
     "scale_regularization_loss",
+    "set_strategy",
     "summarize",
     "summary",
     "testing",

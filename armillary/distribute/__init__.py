@@ -30,6 +30,7 @@ from armillary.distribute.replica._context import (
     get_strategy,
     has_strategy,
     in_cross_replica_context,
+    set_strategy,
 )
 from armillary.distribute.replica._gradient import value_and_grad
 from armillary.distribute.replica._loss import (
@@ -96,6 +97,7 @@ __all__ = [
     "over_replicas",
     "partitioners",
     "scale_regularization_loss",
+    "set_strategy",
     "value_and_grad",
     "weighted_mean",
 ]
@@ -113,4 +115,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"armillary.distribute.{name}")
     if name == "ParameterServerStrategy":
         return importlib.import_module("armillary.parameter_server").__dict__[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    problem = f"module {__name__!r} has no attribute {name!r}"
+    if name.endswith(("AllReduce", "CrossDeviceOps", "ReductionToOneDevice")):
+        problem += ". Leave `cross_device_ops` out: XLA chooses how values are reduced."
+    raise AttributeError(problem)

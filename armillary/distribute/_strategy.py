@@ -21,6 +21,7 @@ from armillary.cluster._peers import Peers
 from armillary.cluster.resolvers._resolver import ClusterResolver
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
+from armillary.data.sources._arrays import ArrayDataset, from_arrays
 from armillary.distribute._dispatch import Dispatch
 from armillary.distribute._global_arrays import is_array
 from armillary.distribute._reduce import gather_values, list_values, reduce_values
@@ -268,6 +269,9 @@ class Strategy:
         if kwargs is not None:
             check_instance("kwargs", kwargs, dict, "Write `kwargs={...}`.")
         require_cross_replica_context("strategy.run", "call `fn` directly", self)
+        replica = get_running_context(self)
+        if replica is not None:  # in its `merge_call`
+            return replica.run_merged(fn, tuple(args), kwargs or {})
         if self._num_replicas > 1 and is_in_default_step():
             _check_divided(self, (args, kwargs))
         return self._run(lifted_state(), fn, *args, **(kwargs or {}))
@@ -413,6 +417,10 @@ class Strategy:
         stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *values)
         return layout.wrap(layout.place(stacked), count)
 
+    def make_numpy_dataset(self, arrays: PyTree, **options: Any) -> ArrayDataset:
+        """Returns a dataset of arrays in memory; see `armillary.data.from_arrays`."""
+        return from_arrays(arrays, **options)
+
     def _collect(self, value: PyTree) -> PyTree:
         """Returns values of all processes as arrays of this one: by default as is."""
         return value
@@ -440,6 +448,7 @@ class Strategy:
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
     experimental_distribute_values_from_function = distribute_values_from_function
     experimental_local_results = local_results
+    experimental_make_numpy_dataset = make_numpy_dataset
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -460,7 +469,6 @@ class Strategy:
 
 
 _PLACED = "Leave it out: XLA places operations, and variables live with the strategy."
-_NUMPY = "Write `armillary.data.from_arrays(arrays, batch_size=...)`."
 _LOGICAL = (
     "Use `jax.lax.with_sharding_constraint` under `armillary.ShardedStrategy`, whose "
     "devices along `tensor` are logical devices."
@@ -471,12 +479,11 @@ _OLD_NAMES = {
     "call it again to begin anew.",
     "make_input_fn_iterator": "Write `iter(strategy.distribute_datasets_from_function("
     "input_fn))`, and call it again to begin anew.",
-    "extended": "Use `armillary.all_reduce` in a step.",
+    "extended": "Use `armillary.all_reduce` in a step, or `merge_call`.",
     "group": "Leave it out: what `strategy.run` does is done without a session.",
     **dict.fromkeys(
         ["colocate_vars_with", "configure", "update_config_proto"], _PLACED
     ),
-    **dict.fromkeys(["make_numpy_dataset", "experimental_make_numpy_dataset"], _NUMPY),
     "experimental_assign_to_logical_device": _LOGICAL,
     "experimental_replicate_to_logical_devices": _LOGICAL,
     "experimental_split_to_logical_devices": _LOGICAL,

@@ -308,6 +308,85 @@ def test_all_gather_of_shared_values(strategy):
     assert first.shape == (2 * strategy.num_replicas_in_sync,)
 
 
+def test_merge_call_gets_the_objects_themselves(strategy):
+    model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+
+    def merge_fn(merged_strategy, given, kernel, values):
+        assert given["model"] is model and kernel is model.kernel
+        kernel.set_value(merged_strategy.reduce("mean", values)["w"][...])
+
+    def fn():
+        values = nnx.State({"w": nnx.Param(jnp.full((1, 1), 5.0))})
+        get_replica_context().merge_call(
+            merge_fn, args=({"model": model}, model.kernel, values)
+        )
+
+    strategy.run(fn)
+    assert float(model.kernel[...][0, 0]) == 5
+
+
+def test_merge_call(strategy, ids):
+    def merge_fn(merged_strategy, x, label, *, y):
+        assert merged_strategy is strategy and label == "label"
+        assert in_cross_replica_context() and get_strategy() is strategy
+        total = merged_strategy.reduce(ReduceOp.SUM, x)
+        return total, merged_strategy.gather(y, axis=0)
+
+    def fn(x):
+        total, joined = get_replica_context().merge_call(
+            merge_fn, args=(x, "label"), kwargs={"y": x}
+        )
+        assert not in_cross_replica_context()
+        return x + total, joined
+
+    n = strategy.num_replicas_in_sync
+    results = strategy.local_results(strategy.run(fn, args=(ids,)))
+    for replica, (value, joined) in enumerate(results):
+        np.testing.assert_array_equal(value, [replica + sum(range(n))] * 2)
+        np.testing.assert_array_equal(joined, np.repeat(np.arange(n), 2))
+
+
+def test_run_inside_merge_call(strategy, ids):
+    count = nnx.Variable(jnp.zeros(()), aggregation=armillary.VariableAggregation.SUM)
+
+    def inner(x, shared, *, scale):
+        assert not in_cross_replica_context()
+        assert get_replica_context().strategy is strategy
+        count[...] = count[...] + 1
+        return {"x": x * scale + shared, "tag": "text"}
+
+    def merge_fn(merged_strategy, x):
+        with merged_strategy.scope():
+            result = merged_strategy.run(inner, (x, jnp.ones(2)), {"scale": 10.0})
+        again = merged_strategy.run(inner, (result["x"], 0.0), {"scale": 1.0})
+        assert again["tag"] == "text"
+        return merged_strategy.reduce("sum", again["x"]), again
+
+    def fn(x):
+        total, again = get_replica_context().merge_call(merge_fn, args=(x,))
+        return total, again["x"]
+
+    n = strategy.num_replicas_in_sync
+    results = strategy.local_results(strategy.run(fn, args=(ids,)))
+    for replica, (total, own) in enumerate(results):
+        np.testing.assert_array_equal(own, [replica * 10 + 1] * 2)
+        np.testing.assert_array_equal(total, [10 * sum(range(n)) + n] * 2)
+    assert float(count[...]) == 2 * n
+
+
+def test_set_strategy_lasts_until_it_is_undone(strategy):
+    armillary.set_strategy(strategy)
+    try:
+        is_default = strategy is DefaultStrategy()
+        assert get_strategy() is strategy
+        assert in_cross_replica_context() != is_default
+        with strategy.scope():
+            assert get_strategy() is strategy
+    finally:
+        armillary.set_strategy(None)
+    assert get_strategy() is DefaultStrategy() and not in_cross_replica_context()
+
+
 class CountedLinear(nnx.Module):
     def __init__(self):
         self.linear = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -346,7 +425,7 @@ def test_a_global_batch_is_split(strategy):
     n = strategy.num_replicas_in_sync
     arrays = {"x": np.arange(16 * 2, dtype=np.float32).reshape(16, 2)}
     dataset = strategy.distribute_dataset(
-        armillary.data.from_arrays(arrays, batch_size=8)
+        strategy.make_numpy_dataset(arrays, batch_size=8)
     )
     batches = list(dataset)
     assert len(batches) == 2
@@ -401,6 +480,7 @@ def test_values_from_a_function_are_nests(strategy):
             "distribute_values_from_function",
         ),
         ("experimental_local_results", "local_results"),
+        ("experimental_make_numpy_dataset", "make_numpy_dataset"),
         ("experimental_run_v2", "run"),
         ("unwrap", "local_results"),
     ],

@@ -23,6 +23,7 @@ def test_without_a_strategy_code_is_in_the_default_replica_context():
     value = {"x": jnp.ones(2)}
     assert context.all_reduce("sum", value) is value
     assert context.all_gather(value, 0) is value
+    assert context.merge_call(lambda s, x: x, args=(value,))["x"] is value["x"]
 
 
 def test_the_default_strategy_changes_nothing():

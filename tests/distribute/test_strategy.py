@@ -39,6 +39,11 @@ def all_reduce(op, value):
             "`fn` is 3 of type int, but it must be call": lambda s, _: s.run(3),
             "with the comma": lambda s, _: s.run(lambda x: x, args=jnp.ones(2)),
         },
+        ReplicaContextError: {
+            "`set_strategy` was called inside": (
+                lambda s, _: s.run(lambda: armillary.set_strategy(None))
+            ),
+        },
         DoubleReductionError: {
             r"no argument of `strategy\.run` is": lambda s, _: s.reduce(
                 "sum", s.run(lambda x: jnp.sum(x), args=(jnp.ones(4),))

@@ -421,6 +421,8 @@ def find_problem(name: str, parameter: inspect.Parameter, value: Any) -> str | N
         ):
             return None
         return f"{type(error).__name__}: {error!s:.200}"
+    finally:
+        armillary.set_strategy(None)
     return None if may_be_taken else "taken"
 
 

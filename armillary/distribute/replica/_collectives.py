@@ -1,6 +1,7 @@
 """What a replica can do with the others, inside `Strategy.run`."""
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 from jax.dtypes import float0
 
 from armillary.data._layout import Active
+from armillary.distribute.replica._context import Scope, lifted_state
 from armillary.distribute.replica._values import (
     PerReplica,
     ReduceOp,
@@ -19,6 +21,7 @@ from armillary.distribute.replica._values import (
 )
 from armillary.errors import ReplicaContextError
 from armillary.state._holders import is_claimed
+from armillary.state._nnx import is_variable
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
@@ -147,6 +150,64 @@ class ReplicaContext:
             return join(PerReplica(rows, self.active), axis)
 
         return jax.tree.map(gather, value)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., PyTree],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> PyTree:
+        """Runs `merge_fn(strategy, *args)` once, in cross-replica context.
+
+        In it the arguments' arrays are `PerReplica` values, for `strategy.reduce`,
+        `gather`, `local_results` and `run`. Arrays that it returns reach every replica;
+        of a `PerReplica`, each replica gets its part.
+
+        Args:
+            merge_fn: The function. It gets the strategy first.
+            args: Positional arguments, pytrees.
+            kwargs: Keyword arguments, pytrees.
+
+        Returns:
+            What `merge_fn` returned.
+        """
+        given = self._share((args, kwargs or {}))
+        with Scope(self.strategy):
+            result = merge_fn(self.strategy, *given[0], **given[1])
+        return self._own(result)
+
+    def run_merged(self, fn: Callable[..., PyTree], args: Any, kwargs: Any) -> PyTree:
+        """Runs `fn` in this replica again, as `strategy.run` does in `merge_call`."""
+        args, kwargs = self._own((args, kwargs))
+        with Scope(self.strategy, self):
+            return self._share(fn(*args, **kwargs))
+
+    def _own(self, tree: PyTree) -> PyTree:
+        def own(leaf: Any) -> Any:
+            if not is_per_replica(leaf):
+                return leaf
+            row = self.replica_id_in_sync_group
+            return leaf.array if leaf.is_shared else leaf.array[row]
+
+        return jax.tree.map(own, tree, is_leaf=is_argument)
+
+    def _share(self, tree: PyTree) -> PyTree:
+        if self.axis_name is None:
+            return tree
+        state = lifted_state()
+        lifted = set() if state is None else {slot.key for slot in state.slots}
+
+        def is_object(part: Any) -> bool:
+            # A copy of it would lose what is written. Variables that are not lifted
+            # are values, such as those of gradients.
+            return is_claimed(part) and (id(part) in lifted or not is_variable(part))
+
+        def share(leaf: Any) -> Any:
+            if not isinstance(leaf, jax.Array):
+                return leaf
+            return PerReplica(jax.lax.all_gather(leaf, self.axis_name), self.active)
+
+        return jax.tree.map(share, tree, is_leaf=is_object)
 
     def is_active(self) -> jax.Array:
         """Returns whether this replica holds data; traced where there are several."""

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from armillary._checks import check_methods
 from armillary._jax_compat import get_trace_state
 from armillary.errors import ReplicaContextError
 from armillary.state._lift import State
@@ -33,6 +34,7 @@ class _Step(NamedTuple):
 class _Ambient(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
+        self.chosen: Strategy | None = None
         self.steps: list[_Step] = []
 
 
@@ -45,7 +47,10 @@ def set_default(strategy: "Strategy", replica_context: "ReplicaContext") -> None
 
 
 def _frame() -> _Frame:
-    return _ambient.frames[-1] if _ambient.frames else _default_frame[0]
+    if _ambient.frames:
+        return _ambient.frames[-1]
+    chosen = _ambient.chosen
+    return _default_frame[0] if chosen is None else _Frame(chosen, None)
 
 
 def get_strategy() -> "Strategy":
@@ -76,6 +81,29 @@ def in_cross_replica_context() -> bool:
     return _frame().replica_context is None
 
 
+def set_strategy(strategy: "Strategy | None") -> None:
+    """Puts a strategy in effect for the rest of this thread's program.
+
+    It is `with strategy.scope():` without the indentation, as for notebooks.
+
+    Args:
+        strategy: The strategy, or `None` to return to the default one.
+
+    Raises:
+        ReplicaContextError: If called inside a `scope` or inside `run`.
+        TypeError: If it is no strategy.
+    """
+    if strategy is not None:
+        fix = "Use a strategy such as `armillary.MirroredStrategy()`."
+        check_methods("strategy", strategy, ["scope", "run"], fix)
+    if _ambient.frames:
+        raise ReplicaContextError(
+            "`set_strategy` was called inside `strategy.scope()` or `strategy.run`, "
+            "which already decide the strategy. Call it at the top of the program."
+        )
+    _ambient.chosen = None if strategy is _default_frame[0].strategy else strategy
+
+
 class Scope:
     """A strategy, and a replica of it or none, in effect; it may be entered again."""
 
@@ -95,11 +123,12 @@ class Scope:
 @contextlib.contextmanager
 def without_strategy() -> Iterator[None]:
     """Puts the default strategy in effect for a while, as if no other ever was."""
-    before, _ambient.frames = _ambient.frames, []
+    before = _ambient.frames, _ambient.chosen
+    _ambient.frames, _ambient.chosen = [], None
     try:
         yield
     finally:
-        _ambient.frames = before
+        _ambient.frames, _ambient.chosen = before
 
 
 @contextlib.contextmanager
