@@ -15,6 +15,7 @@ from armillary.plan._costs import count_flops, estimate_step, find_traced
 from armillary.plan._report import Memory, Plan
 from armillary.plan._targets import Target, parse_topology
 from armillary.plan._traffic import find_traffic
+from armillary.trainer._described import described
 from armillary.trainer._standard_trainer import StandardTrainer
 
 _FINE_ENOUGH = 1 / 8  # of the largest batch
@@ -86,7 +87,8 @@ def plan(
     platform = "tpu" if devices.target is None else devices.target.platform
 
     def make(batch: int | None) -> Plan:
-        with trainer.described(
+        with described(
+            trainer,
             devices.num_devices,
             platform,
             steps_per_loop=steps_per_loop,

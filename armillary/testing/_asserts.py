@@ -31,6 +31,7 @@ from armillary.plan._costs import Collective, count_rounds
 from armillary.plan._traffic import find_traffic, parse_module
 from armillary.state._lift import State
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
+from armillary.trainer._described import described
 from armillary.trainer._standard_trainer import StandardTrainer
 
 _PLATFORM = "cpu"
@@ -278,7 +279,7 @@ def find_collectives(
             "CPU devices. It takes two replicas to send anything, and a device for "
             'each: begin the tests with `jax.config.update("jax_num_cpu_devices", 8)`.'
         )
-    with trainer.described(count, _PLATFORM) as loop:
+    with described(trainer, count, _PLATFORM) as loop:
         program = export_loop(loop, _PLATFORM)
     axis_types = (AxisType.Auto,) * len(loop.mesh.axis_names)
     shape = np.asarray(devices[:count]).reshape(loop.mesh.axis_sizes)

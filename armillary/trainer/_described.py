@@ -20,7 +20,8 @@ from armillary.data.feed._gather import Gather
 from armillary.distribute._global_arrays import everywhere
 from armillary.trainer._datasets import distribute, flatten_datasets
 from armillary.trainer._guard import Health, LoopGuard
-from armillary.trainer._loop import choose_chunk_size
+from armillary.trainer._loop import FEW_STEPS, choose_chunk_size
+from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.trainer._step_checks import StepMethod
 from armillary.trainer._tracer import StepPrograms
 from armillary.typing import PyTree
@@ -62,29 +63,37 @@ class DescribedLoop(NamedTuple):
 
 
 @contextmanager
-def described_loop(
-    method: StepMethod,
-    nest: PyTree,
-    *,
-    num_steps: int,
+def described(
+    trainer: StandardTrainer,
     num_devices: int,
     platform: str,
+    *,
+    steps_per_loop: int | None = None,
     per_replica_batch: int | None = None,
 ) -> Iterator[DescribedLoop]:
     """Traces the loop of a trainer for devices that are not there, to be lowered.
 
-    One batch of each dataset of the nest is looked at, and not used. Each share of it
-    keeps its number of examples, unless `per_replica_batch` is another one.
+    One batch of each dataset is looked at, and not used. Each share of it keeps its
+    number of examples, unless `per_replica_batch` is another one.
     """
-    strategy = method.strategy
-    leaves, structure = flatten_datasets(nest)
-    datasets = [distribute(data, strategy) for data in leaves]
-    num_shares = strategy.layout.num_shares
-    shares = [_share(data, num_shares, per_replica_batch) for data in datasets]
-    with strategy.described(num_devices, platform) as mesh:
-        gathers = [replace(each.gather, layout=strategy.layout) for each in datasets]
-        programs = StepPrograms(method, gathers, structure, LoopGuard(method))
-        yield _describe(method, programs, gathers, shares, num_steps, mesh)
+    if trainer._has_own_train():
+        raise ValueError(
+            f"{type(trainer).__name__} has a `train` of its own, so there is no loop "
+            "of this library to plan. Write its step as `train_step`."
+        )
+    with trainer._in_strategy() as strategy:
+        run = trainer._get_train()
+        method = trainer._get_method(run, strategy, "train_step")
+        num_steps = steps_per_loop or run.steps_per_loop or FEW_STEPS
+        leaves, structure = flatten_datasets(run.datasets)
+        datasets = [distribute(data, strategy) for data in leaves]
+        num_shares = strategy.layout.num_shares
+        shares = [_share(data, num_shares, per_replica_batch) for data in datasets]
+        with strategy.described(num_devices, platform) as mesh:
+            layout = strategy.layout
+            gathers = [replace(each.gather, layout=layout) for each in datasets]
+            programs = StepPrograms(method, gathers, structure, LoopGuard(method))
+            yield _describe(method, programs, gathers, shares, num_steps, mesh)
 
 
 def _describe(

@@ -5,8 +5,7 @@ times in one device program.
 """
 
 import abc
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +16,8 @@ from armillary.distribute._strategy import Strategy
 from armillary.parameter_server._strategy import ParameterServerStrategy
 from armillary.trainer._asynchronous import AsynchronousLoop
 from armillary.trainer._contract import AbstractTrainer, PendingLoops
-from armillary.trainer._described import DescribedLoop, described_loop
 from armillary.trainer._guard import LoopCheck
-from armillary.trainer._loop import FEW_STEPS, Loop
+from armillary.trainer._loop import Loop
 from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._runner import Run, Runner, make_run
 from armillary.typing import Output, PyTree
@@ -149,49 +147,6 @@ class StandardTrainer(Runner, AbstractTrainer):
         if self._has_own_train():
             return super().start(num_steps, num_loops)
         return self._start(num_steps, num_loops)
-
-    @contextlib.contextmanager
-    def described(
-        self,
-        num_devices: int,
-        platform: str,
-        *,
-        steps_per_loop: int | None = None,
-        per_replica_batch: int | None = None,
-    ) -> Iterator[DescribedLoop]:
-        """Traces the loop for devices that are not there; see `armillary.plan`.
-
-        Args:
-            num_devices: How many there are.
-            platform: What kind they are, such as `"tpu"`.
-            steps_per_loop: By default those of the last loop, or 20.
-            per_replica_batch: By default what each replica has now.
-
-        Yields:
-            The loop, which can be lowered inside.
-
-        Raises:
-            ValueError: If the trainer has a `train` of its own, or its strategy is for
-                one device.
-        """
-        if self._has_own_train():
-            raise ValueError(
-                f"{type(self).__name__} has a `train` of its own, so there is no "
-                "loop of this library to plan. Write its step as `train_step`."
-            )
-        run = self._get_train()
-        with (
-            self._in_strategy() as strategy,
-            described_loop(
-                self._get_method(run, strategy, "train_step"),
-                run.datasets,
-                num_steps=steps_per_loop or run.steps_per_loop or FEW_STEPS,
-                num_devices=num_devices,
-                platform=platform,
-                per_replica_batch=per_replica_batch,
-            ) as loop,
-        ):
-            yield loop
 
     def _get_train(self) -> Run:
         return self._get_run("_train", "train_dataset")

@@ -20,6 +20,7 @@ from armillary.plan._compiler import compile_loop, find_wheels
 from armillary.plan._costs import count_rounds
 from armillary.plan._plan import plan
 from armillary.plan._targets import parse_topology
+from armillary.trainer._described import described
 from tests.plan.digits_mlp import NUM_PARAMETERS, cross_entropy, make_trainer
 
 LARGE = [
@@ -81,7 +82,7 @@ def test_it_fits_and_has_an_estimate(topology):
 def test_temporaries_are_no_larger_than_those_of_a_loop_written_by_hand(topology):
     devices = parse_topology(topology)
     trainer = make_trainer()
-    with trainer.described(devices.num_devices, devices.target.platform) as loop:
+    with described(trainer, devices.num_devices, devices.target.platform) as loop:
         ours = compile_loop(loop, devices)
     by_hand = compile_loop(write_by_hand(loop), devices)
     # For 512 chips ours takes 0.23 MB more, of 1.8; on others none.

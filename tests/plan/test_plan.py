@@ -20,6 +20,7 @@ from armillary.plan import Memory, Plan, plan
 from armillary.plan._compiler import export_loop
 from armillary.plan._plan import find_largest
 from armillary.plan._targets import parse_topology
+from armillary.trainer._described import described
 from tests.plan.digits_mlp import (
     BATCH_SIZE,
     NUM_PARAMETERS,
@@ -157,7 +158,7 @@ class InParts(Trainer):
 @pytest.mark.parametrize("parts", [1, 4])
 def test_a_step_in_parts_is_planned_in_parts(parts):
     trainer = make_trainer(kind=InParts, accumulate_steps=parts)
-    with trainer.described(8, "cpu", per_replica_batch=32) as loop:
+    with described(trainer, 8, "cpu", per_replica_batch=32) as loop:
         program = str(loop.step)
     assert ("f32[32,128]" in program) == (parts == 1)
     assert ("f32[8,128]" in program) == (parts == 4)
@@ -337,7 +338,7 @@ def test_convolutions_of_a_plan_are_divided_as_those_that_run():
             )
             self.optimizer.update(self.conv, gradients)
 
-    with Images().described(16, "cpu") as loop:
+    with described(Images(), 16, "cpu") as loop:
         text = export.deserialize(bytearray(export_loop(loop, "cpu"))).mlir_module()
     # Of each convolution both operands and the result; one sums over examples.
     lines = text.splitlines()
