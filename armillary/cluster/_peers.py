@@ -1,27 +1,15 @@
 """How the processes of a job agree on something, without their devices.
 
-Values travel as text through the key-value store of JAX's coordination service, which
-runs in process 0. All processes exchange values at the same points of the program, in
-*rounds* that are counted: whoever is at another point, or has failed, is found out and
-named, where a collective operation between devices would wait for ever.
+Values travel as text through the key-value store of JAX's coordination service. All
+processes exchange them at the same points of the program, in *rounds* that are counted:
+whoever is at another point, or has failed, is found out and named, where a collective
+operation between devices would wait for ever.
 
-What the processes tell each other between two loops, in one exchange.
-
-There, several parts of the library must hear of the other processes: whether to stop,
-whether a machine is going to be taken, whether all have the same data next. Each time
-that one of them causes an exchange, all of them say something; the others find their
-answers when they look for them::
-
-    SaveCheckpointIfPreempted    exchange              before training goes on
-    StopRequest                  take, or exchange     before the next loop
-    Feed, Lockstep               take, or a round      before the next data
-
-What was said before a loop, an evaluation or an action is out of date after it.
-
-Two things have rounds of their own. Data that is not read when a loop ends, or that a
-loop takes in its middle (a chunk; ten batches that each process reads for itself): to
-wait for it would put off a stop. A save: what process 0 has done is known when it is
-done.
+Between two loops one exchange serves all that must hear of the others (a stop, a
+preemption, the next data): each time that one of them causes it, all of them say
+something, and the others find their answers when they look. What was said is out of
+date after a loop, an evaluation or an action. Data that is taken in the middle of a
+loop, and saves, have rounds of their own, since waiting for them would put off a stop.
 """
 
 import contextlib

@@ -221,21 +221,22 @@ class _Group:
 
     def end_after(self, *plan: tuple[float, signal.Signals]) -> None:
         """Sends signals to those that still run, each after a pause in seconds."""
+
+        async def follow() -> None:
+            for seconds, number in plan:
+                await asyncio.sleep(seconds)
+                if self.running:
+                    self._say(f"{number.name}: sent to {self}, which still ran.")
+                    self.send(number)
+
         if self._ender is not None:
             self._ender.cancel()
-        self._ender = asyncio.create_task(self._follow(plan))
+        self._ender = asyncio.create_task(follow())
 
     def kill(self) -> None:
         """Ends those that run at once."""
         for child in self.children:
             child.kill()
-
-    async def _follow(self, plan: Sequence[tuple[float, signal.Signals]]) -> None:
-        for seconds, number in plan:
-            await asyncio.sleep(seconds)
-            if self.running:
-                self._say(f"{number.name}: sent to {self}, which still ran.")
-                self.send(number)
 
     def __str__(self) -> str:
         numbers = [child.label.rpartition(" ")[2] for child in self.running]
@@ -271,6 +272,8 @@ class _Group:
 
     async def _start(self) -> None:
         supervisor, machines = self._supervisor, self._job.machines
+        if supervisor.is_ending.is_set():
+            return
         if self._is_evaluator:
             self._say("starts the evaluator.")
             self._start_process(EVALUATOR, None)

@@ -31,6 +31,9 @@ class Place(NamedTuple):
     moves: int  # It changes whenever the program goes on.
 
 
+_OUTSIDE = Place("outside of loops", 0)
+
+
 class Report(NamedTuple):
     """The report that a process sends every second."""
 
@@ -122,8 +125,8 @@ class Lifeline:
         self._sightings = dict.fromkeys(known, see_start(time.monotonic()))
         self._failures: dict[int, tuple[str, float]] = {}
         self._limit: float | None = None
-        self._find_place: Callable[[], Place] = _outside
-        self._place, self._moved_at = _outside(), time.monotonic()
+        self._find_place: Callable[[], Place] = lambda: _OUTSIDE
+        self._place, self._moved_at = _OUTSIDE, time.monotonic()
         self._has_ended = self._has_failed = False
         self._has_verdict, self._is_open = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -308,7 +311,3 @@ def set_lifeline(lifeline: Lifeline) -> None:
     """Makes a lifeline that of this process."""
     global _current
     _current = lifeline
-
-
-def _outside() -> Place:
-    return Place("outside of loops", 0)
