@@ -185,7 +185,7 @@ def check_exports(first: Any, second: Any) -> None:
     assert first["names"] == ["export-4", "export-6"]
     np.testing.assert_array_equal(first["restored"], first["trained"])
     restored, kept = first["report"]
-    assert {"trainer/model/first/kernel", "run/model/norm/mean"} <= set(restored)
+    assert {"trainer/model/first/kernel", "trainer/model/norm/mean"} <= set(restored)
     assert all(path.startswith("trainer/model/") for path in restored)
     assert "trainer/optimizer/step" in kept
 
