@@ -15,19 +15,12 @@ from armillary.actions import (
     SaveCheckpointIfPreempted,
 )
 from armillary.checkpoint import Checkpoint, CheckpointManager
-from armillary.cluster import SimpleClusterResolver, TerminationConfig
+from armillary.cluster import TerminationConfig
 from tests.mistakes import mistakes
 
 best = functools.partial(NewBestMetric, higher_is_better=True)
-stop = functools.partial(EarlyStopping, higher_is_better=False)
 NESTED = {"loss": 1.0, "validation": {"l1": 2.0}}
 KEEPS = "`keep_running_after_save` is True.* has grace_period"
-
-
-def save(directory, *arguments, **options):
-    holder = {"x": jnp.zeros(1)}
-    manager = CheckpointManager(Checkpoint(holder=holder), directory)
-    return SaveCheckpointIfPreempted(manager, *arguments, **options)
 
 
 def profile(directory, **options):
@@ -35,8 +28,9 @@ def profile(directory, **options):
 
 
 def keep(directory, **ending):
+    manager = CheckpointManager(Checkpoint(holder={"x": jnp.zeros(1)}), directory)
     config = TerminationConfig(**ending)
-    return save(directory, config, keep_running_after_save=True)
+    return SaveCheckpointIfPreempted(manager, config, keep_running_after_save=True)
 
 
 @mistakes(
@@ -49,28 +43,12 @@ def keep(directory, **ending):
             "`loss` is None of type NoneType.*one number": lambda _: best("loss")(
                 {"loss": None}
             ),
-            "`request_stop` is None.*callable": lambda _: stop(None, "loss", 1),
-            "`metric` is 3 of type int": lambda _: stop(print, 3, 1),
-            "`condition` is True of type bool.*callable": (
-                lambda _: ConditionalAction(True, print)
-            ),
-            "`action` is 3 of type int.*callable": lambda _: ConditionalAction(bool, 3),
             r"`action\[1\]` is 3 of type int.*callable": (
                 lambda _: ConditionalAction(bool, [print, 3])
-            ),
-            "of type SimpleClusterResolver, but it must be a `CheckpointManager`": (
-                lambda _: SaveCheckpointIfPreempted(SimpleClusterResolver({}))
-            ),
-            "`action` is None of type NoneType.*callable": (
-                lambda _: PeriodicAction(None, 10)
             ),
             r"`loss` is array\(.*one number": lambda _: best("loss")(
                 {"loss": np.zeros(2)}
             ),
-            "`options` is 3 of type int.*`ProfileOptions`": lambda d: profile(
-                d, options=3
-            ),
-            "`termination_config` is 120 of type int, but": lambda d: save(d, 120),
         },
         ValueError: {
             "the function <lambda>.*defined with `def`": (
@@ -86,19 +64,7 @@ def keep(directory, **ending):
             "`interval` is 3 and `interval_seconds` is 4, .*not both": (
                 lambda _: PeriodicAction(print, 3, interval_seconds=4)
             ),
-            "`interval` is 0, but it must be a positive integer": (
-                lambda _: PeriodicAction(print, 0)
-            ),
-            "`interval_seconds` is 0, but .* number of seconds": (
-                lambda _: PeriodicAction(print, interval_seconds=0)
-            ),
-            "`at` is -1, but it must be an integer": lambda d: profile(d, at=-1),
-            "`steps` is 0, but it must be a positive": lambda d: profile(d, steps=0),
             "`directory` is 'gs://a/b', but traces": lambda _: profile("gs://a/b"),
-            "`patience` is 0.*positive integer": lambda _: stop(print, "loss", 0),
-            "`min_delta` is -1.*not negative": (
-                lambda _: stop(print, "loss", 1, min_delta=-1)
-            ),
             f"{KEEPS}=5 and exit_fn=": lambda d: keep(d, grace_period=5),
             f"{KEEPS}=None and exit_fn=": lambda d: keep(d, exit_fn=print),
         },

@@ -300,35 +300,19 @@ def test_a_run_that_went_back_keeps_what_it_writes(tmp_path):
     assert kept == [["export-100"], ["export-200"], ["export-50"], ["export-200"]]
 
 
-def files(directory):
-    return ExportFileManager(directory / "export")
-
-
 @mistakes(
     {
         TypeError: {
-            "`model` is 3 of type int.*callable": (
-                lambda d: ExportModel(3, files(d), args=())
-            ),
             "`file_manager` is 'export' of type str.*`next_name`, `clean_up`.*Use": (
                 lambda d: ExportModel(print, "export", args=())
             ),
-            "`args` is .* must be a `tuple`. Use": (
-                lambda d: ExportModel(print, files(d), args=[1])
-            ),
-            "`next_id_fn` is 3 of type int": (
-                lambda d: ExportFileManager(d / "export", next_id_fn=3)
-            ),
+            "`args` is .* must be a `tuple`. Use": lambda d: make(d, print, [1]),
         },
         ValueError: {
-            "`polymorphic_batch_size` is 'yes'": (
-                lambda d: make(d, print, polymorphic_batch_size="yes")
-            ),
             "`platforms` is 'gpu', but it must be one of 'cpu', 'cuda'": (
                 lambda d: make(d, print, platforms=("cpu", "gpu"))
             ),
             "`platforms` is 'gpu'": lambda d: make(d, print, platforms="gpu"),
-            "`max_to_keep` is 0": lambda d: ExportFileManager(d / "x", max_to_keep=0),
         },
     }
 )
