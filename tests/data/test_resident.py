@@ -14,7 +14,6 @@ import pytest
 import armillary
 from armillary.data import (
     DistributedDataset,
-    InputContext,
     InputOptions,
     from_arrays,
 )
@@ -96,23 +95,6 @@ def test_remainders_are_those_of_the_host(strategy, remainder):
     assert resident.element_spec == host.element_spec
     for expected, actual in zip(host, resident, strict=True):
         assert ("mask" in actual) == (remainder == "pad")
-        assert_same(actual, expected)
-
-
-@pytest.mark.parametrize("remainder", [None, "pad"])
-def test_per_replica_batches_are_those_of_the_host(strategy, remainder):
-    def make_data(context):
-        size = context.get_per_replica_batch_size(8)
-        return from_arrays(make_arrays(48), batch_size=size, shuffle_seed=2)
-
-    host, resident = (
-        strategy.distribute_datasets_from_function(
-            make_data, InputOptions(remainder=remainder, place_on_device=is_resident)
-        )
-        for is_resident in (False, True)
-    )
-    assert isinstance(make_data(InputContext()), armillary.data.ArrayDataset)
-    for expected, actual in zip(host, resident, strict=True):
         assert_same(actual, expected)
 
 

@@ -114,31 +114,25 @@ def test_long_lists_come_back_as_they_were_written(tmp_path, count):
     np.testing.assert_array_equal(batch["f"], [floats])
 
 
-@pytest.mark.parametrize(
-    "dtype", [bool, np.int8, np.uint8, np.int32, np.uint64, "int16"]
-)
-def test_integers_take_the_dtype_that_is_asked_for(tmp_path, dtype):
-    path = write(tmp_path, {"x": [0, 1, 1, 0]})
-    array = read_one(path, x=FixedLenFeature((2, 2), dtype))["x"]
+BYTES = np.arange(6).reshape(2, 3)
+INTEGERS = [bool, np.int8, np.uint8, np.int32, np.uint64, "int16"]
+FLOATS = [np.float16, np.float64, ml_dtypes.bfloat16]
+TYPED = [
+    *(([0, 1, 1, 0], [[0, 1], [1, 0]], dtype) for dtype in INTEGERS),
+    *(([0.5, -2.0], [0.5, -2.0], dtype) for dtype in FLOATS),
+    *(
+        (BYTES.astype(dtype).tobytes(), BYTES.tolist(), dtype)
+        for dtype in (np.uint8, np.uint64, np.float32, ml_dtypes.bfloat16)
+    ),
+]
+
+
+@pytest.mark.parametrize(("written", "read", "dtype"), TYPED)
+def test_values_take_the_dtype_that_is_asked_for(tmp_path, written, read, dtype):
+    path = write(tmp_path, {"x": written})
+    array = read_one(path, x=FixedLenFeature(np.shape(read), dtype))["x"]
     assert array.dtype == dtype
-    assert array.tolist() == [[[0, 1], [1, 0]]]
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float64, ml_dtypes.bfloat16])
-def test_floats_take_the_dtype_that_is_asked_for(tmp_path, dtype):
-    path = write(tmp_path, {"x": [0.5, -2.0]})
-    array = read_one(path, x=FixedLenFeature((2,), dtype))["x"]
-    assert array.dtype == dtype
-    assert array.tolist() == [[0.5, -2.0]]
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint64, np.float32, ml_dtypes.bfloat16])
-def test_bytes_of_arrays_are_read_as_arrays(tmp_path, dtype):
-    array = np.arange(6).reshape(2, 3).astype(dtype)
-    path = write(tmp_path, {"x": array.tobytes()})
-    read = read_one(path, x=FixedLenFeature((2, 3), dtype))["x"]
-    assert read.dtype == dtype
-    np.testing.assert_array_equal(read, [array])
+    assert array.tolist() == [read]
 
 
 @pytest.mark.parametrize(

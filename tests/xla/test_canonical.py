@@ -63,10 +63,6 @@ def train_in_scan(kernels: Any, chunk: jax.Array) -> Any:
     return lax.scan(lambda carry, x: (train(carry, x), None), kernels, chunk)[0]
 
 
-def train_in_fori_loop(kernels: Any, chunk: jax.Array) -> Any:
-    return lax.fori_loop(0, 3, lambda i, carry: train(carry, chunk[i]), kernels)
-
-
 def train_in_vmap(kernels: Any, chunk: jax.Array) -> Any:
     many = jax.vmap(jax.grad(network), in_axes=(None, 0))(kernels, chunk)
     return jax.tree.map(lambda all_: all_.mean(0), many)
@@ -101,21 +97,11 @@ def train_in_scan_of_means(kernels: Any, chunk: jax.Array) -> Any:
     return lax.scan(body, kernels, chunk)[0]
 
 
-def train_in_sharded_batches(kernels: Any, chunk: jax.Array) -> Any:
-    mesh = jax.make_mesh(
-        (2,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
-    )
-    sharding = jax.sharding.NamedSharding(mesh, P(None, "data"))
-    return train_in_scan(kernels, lax.with_sharding_constraint(chunk, sharding))
-
-
 WAYS = [
     train_in_scan,
-    train_in_fori_loop,
     train_in_vmap,
     train_in_models,
     train_in_shard_map,
-    train_in_sharded_batches,
 ]
 
 

@@ -53,15 +53,6 @@ class _Offer(NamedTuple):
     shapes: str  # For messages.
 
 
-class _Turn(NamedTuple):
-    """One step that all processes take; `processes` are those that have data."""
-
-    num_rows: int
-    processes: list[int]
-    active: Active
-    is_last: bool
-
-
 class Lockstep:
     """Makes one sequence of batches out of what each process reads for itself.
 
@@ -95,16 +86,16 @@ class Lockstep:
             )
         while turns := list(_find_turns(offers, self._exact)):
             self._num_turns = len(turns)
-            for turn in turns:
+            for num_rows, processes, active, is_last in turns:
                 self._num_turns -= 1
-                if self._peers.index in turn.processes:
+                if self._peers.index in processes:
                     last = self._waiting.popleft()
                     position, arrays = last.position, last.arrays
                 else:
                     known = last or self._waiting[0]
-                    arrays = _copy_rows(known.arrays, turn.num_rows)
+                    arrays = _copy_rows(known.arrays, num_rows)
                 count = self._layout.num_replicas
-                yield Piece(arrays, turn.active, count, position, turn.is_last)
+                yield Piece(arrays, active, count, position, is_last)
             offers = self._ask()
 
     def _ask(self) -> list[list[_Offer]]:
@@ -142,8 +133,14 @@ class Lockstep:
         )
 
 
-def _find_turns(offers: list[list[_Offer]], exact: bool) -> Iterator[_Turn]:
-    """Yields the steps that follow from the offers; all processes find the same."""
+def _find_turns(
+    offers: list[list[_Offer]], exact: bool
+) -> Iterator[tuple[int, list[int], Active, bool]]:
+    """Yields the steps that follow from the offers; all processes find the same.
+
+    Of each: its examples, the processes and the replicas with data, and whether no
+    piece of its batches follows.
+    """
     has_more = [len(own) == MOST_OFFERS for own in offers]
     queues = [deque(own) for own in offers]
     while any(queues):
@@ -167,12 +164,8 @@ def _find_turns(offers: list[list[_Offer]], exact: bool) -> Iterator[_Turn]:
         taken = [queues[index].popleft() for index in processes]
         active = [replica for offer in taken for replica in offer.active]
         is_first = active == list(range(len(active)))
-        yield _Turn(
-            most,
-            processes,
-            len(active) if is_first else tuple(active),
-            all(offer.is_last for offer in taken),
-        )
+        count = len(active) if is_first else tuple(active)
+        yield most, processes, count, all(offer.is_last for offer in taken)
 
 
 def _copy_rows(arrays: PyTree, num_rows: int) -> PyTree:
