@@ -15,11 +15,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from armillary._checks import list_lines
-from armillary.data.feed._lockstep import describe_chunk
 from armillary.data.feed._position import Position
 from armillary.data.feed._prefetch import Prefetcher
 from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import Piece
+from armillary.data.sources._arrays import IndexedDataset
 from armillary.errors import DatasetStateError, PeerError
 
 if TYPE_CHECKING:
@@ -143,12 +143,25 @@ class Feed(Generic[T]):
             chunk = self._read()
         if self._peers is not None and not self._is_alike:
             texts = self._peers.boundary.take(self._say) or self._peers.gather(
-                f"the data of {self._name}", describe_chunk(chunk, self._datasets)
+                f"the data of {self._name}", self._describe(chunk)
             )
             self._check_alike(texts)
             # Batches that are agreed on make equal chunks, if the first ones are equal.
             self._is_alike = all(dataset.is_agreed for dataset in self._datasets)
         return chunk
+
+    def _describe(self, chunk: T | None) -> str:
+        """Returns a text that is equal for chunks that processes may run together."""
+        if chunk is None:
+            return "no more data"
+        places = []
+        for dataset, position in zip(self._datasets, chunk.positions[0], strict=True):
+            if not dataset.is_agreed:
+                places.append(f"epoch {position.epoch}")
+            # What a library has made may hold what differs between processes.
+            if not dataset.is_agreed and isinstance(dataset.source, IndexedDataset):
+                places.append(str(position.source))
+        return "; ".join([str(chunk), *places])
 
     def _check_alike(self, texts: list[str]) -> None:
         if len(set(texts)) > 1:
@@ -168,7 +181,7 @@ class Feed(Generic[T]):
         ahead = queue.ahead
         if ahead is None and not queue.has_ended:
             return None
-        return describe_chunk(ahead, self._datasets)
+        return self._describe(ahead)
 
     def _read(self) -> T | None:
         self._recover()

@@ -23,7 +23,7 @@ import hashlib
 import itertools
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +34,6 @@ from armillary.data._layout import Active, BatchLayout
 from armillary.data.feed._position import Position
 from armillary.data.feed._prefetch import Prefetcher
 from armillary.data.feed._split import Piece
-from armillary.data.sources._arrays import IndexedDataset
 from armillary.data.sources._batch import canonical_dtype, describe_shapes
 from armillary.errors import BatchSizeError
 from armillary.typing import PyTree
@@ -176,19 +175,3 @@ def _copy_rows(arrays: PyTree, num_rows: int) -> PyTree:
         return np.take(leaf, rows, axis=1)
 
     return jax.tree.map(copy, arrays)
-
-
-def describe_chunk(chunk: Any, datasets: Sequence[Any]) -> str:
-    """Returns a text that is equal for chunks of these data sets that may run together.
-
-    Positions that a library has made may hold what differs between processes.
-    """
-    if chunk is None:
-        return "no more data"
-    places = [
-        f"epoch {position.epoch}"
-        + (f", {position.source}" if isinstance(dataset.source, IndexedDataset) else "")
-        for position, dataset in zip(chunk.positions[0], datasets, strict=True)
-        if not dataset.is_agreed
-    ]
-    return "; ".join([str(chunk), *places])

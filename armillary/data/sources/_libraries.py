@@ -114,16 +114,14 @@ def _from_torch(loader: Any) -> IterableSource:
     name = f"torch {type(loader).__name__}"
     # Without a batch size, a loader gives what the data set gives, perhaps a buffer.
     copies = loader.batch_size is None and loader.batch_sampler is None
-    if not has_state_dict(loader):
-        return IterableSource(
-            lambda epoch: map(_as_arrays_of_torch, loader), name, copies=copies
-        )
-    return IterableSource(
-        lambda epoch: _TorchIterator(loader, _as_arrays_of_torch),
-        name,
-        copies=copies,
-        is_repositionable=True,
-    )
+    has_position = has_state_dict(loader)
+
+    def make(epoch: int) -> Any:
+        if has_position:
+            return _TorchIterator(loader, _as_arrays_of_torch)
+        return map(_as_arrays_of_torch, loader)
+
+    return IterableSource(make, name, copies=copies, is_repositionable=has_position)
 
 
 class _TorchIterator(LoaderIterator):
@@ -163,15 +161,13 @@ def _from_huggingface_stream(dataset: Any) -> IterableSource:
         dataset.set_epoch(epoch)
         dataset.load_state_dict(start)  # Not the position of an earlier pass.
 
-    return IterableSource(
-        lambda epoch: LoaderIterator(
-            dataset, _as_columns, functools.partial(begin, epoch)
-        ),
-        "Hugging Face IterableDataset"
-        + (" with a shuffle buffer" if has_buffer else ""),
-        copies=False,
-        is_repositionable=not has_buffer,
-    )
+    def make(epoch: int) -> LoaderIterator:
+        return LoaderIterator(dataset, _as_columns, functools.partial(begin, epoch))
+
+    name = "Hugging Face IterableDataset"
+    name += " with a shuffle buffer" if has_buffer else ""
+    can_go_back = not has_buffer
+    return IterableSource(make, name, copies=False, is_repositionable=can_go_back)
 
 
 def _has_buffer(examples: Any) -> bool:
