@@ -180,10 +180,8 @@ class AUC(LabeledMetric):
     def compute(self) -> float:
         """Returns the area; NaN without a positive or without a negative example.
 
-        Raises:
-            ValueError: If a label was neither 0 nor 1, or a score was NaN or no
-                probability.
-            TypeError: If called while JAX traces.
+        Raises what `ConfusionMatrix.compute` does, also for a score that is no
+        probability.
         """
         self._check()
         # From the highest score to the lowest.
@@ -243,9 +241,7 @@ class TopKAccuracy(LabeledMetric):
     def compute(self) -> float:
         """Returns the share; NaN if there was no example.
 
-        Raises:
-            ValueError: If a label was the number of no class, or a score was NaN.
-            TypeError: If called while JAX traces.
+        Raises what `ConfusionMatrix.compute` does.
         """
         self._check()
         right, total = map(int, self.counts.read())
