@@ -65,23 +65,6 @@ def test_globals_and_class_attributes_are_constants_of_a_trainer(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("name", ["config", "array", "table"])
-def test_what_hangs_on_a_trainer_is_read_anew_in_each_loop(name, caplog):
-    trainer = Trainer(make_strategy(1))
-    trainer.train(2)
-    if name == "config":
-        trainer.config.rate = 3.0
-    elif name == "array":
-        trainer.array[0] = 3.0
-    else:
-        trainer.table["rate"][0] = 3.0
-
-    trainer.train(2)
-
-    assert float(trainer.total) == 2 + 2 * 3
-    assert "is compiled again" in caplog.text
-
-
 def test_globals_are_constants_of_a_function_too(change_globals, caplog):
     fn = armillary.function(lambda x: x * helper() * Trainer.factor)
     assert fn(jnp.ones(())) == 1

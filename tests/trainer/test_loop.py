@@ -203,60 +203,6 @@ def test_a_metric_that_the_user_replaces_is_used(no_retrace):
     assert int(trainer.accuracy.count[...]) == 3 * 16
 
 
-class Tally(armillary.StandardTrainer):
-    """Adds up ones in a dictionary, and counts each loop's steps in place."""
-
-    def __init__(self):
-        ones = from_arrays({"x": np.ones(2, np.float32)}, batch_size=2, repeat=True)
-        super().__init__(ones)
-        self.values = {"total": jnp.zeros(()), "parts": [jnp.zeros(()), 1.0]}
-
-    def train_loop_begin(self):
-        self.values["parts"][0] = jnp.zeros(())
-
-    def train_step(self, iterator):
-        count, unit = self.values["parts"]
-        total = self.values["total"] + unit * next(iterator)["x"].mean()
-        self.values = {**self.values, "total": total, "parts": [count + 1, unit]}
-
-
-def test_arrays_may_be_put_into_a_container_between_loops():
-    tally = Tally()
-    tally.train(5)
-
-    tally.values["total"] = jnp.full((), 100.0)
-    tally.train(3)
-
-    assert float(tally.values["total"]) == 103
-    assert float(tally.values["parts"][0]) == 3
-
-
-def test_a_container_may_get_other_entries_between_loops():
-    tally = Tally()
-    tally.train(1)
-
-    tally.values["extra"] = jnp.ones(3)
-    tally.train(2)
-    np.testing.assert_array_equal(tally.values["extra"], np.ones(3))
-    del tally.values["extra"]
-    tally.train(1)
-
-    assert tally.values.keys() == {"total", "parts"}
-    assert float(tally.values["total"]) == 4
-
-
-def test_a_number_beside_arrays_may_change_between_loops():
-    tally = Tally()
-    tally.train(1)
-
-    tally.values["parts"][1] = 10.0
-    tally.train(2)
-    tally.values = {**tally.values, "parts": [jnp.zeros(()), 0.5]}
-    tally.train(1)
-
-    assert float(tally.values["total"]) == 1 + 20 + 0.5
-
-
 @pytest.mark.slow
 def test_attributes_may_be_added_between_loops():
     trainer = make_classifier()

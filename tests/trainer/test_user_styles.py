@@ -101,27 +101,6 @@ def test_an_equinox_model_trains():
     np.testing.assert_allclose(trainer.model(jnp.float32(0.5)), 2.5, atol=0.1)
 
 
-def test_a_pytree_in_a_dictionary_attribute_trains():
-    class Held(armillary.StandardTrainer):
-        def __init__(self):
-            data = from_arrays({"x": np.ones(4, np.float32)}, batch_size=4, repeat=True)
-            super().__init__(data)
-            self.state = {"params": {"w": jnp.zeros(2)}, "count": jnp.zeros((), int)}
-
-        def train_step(self, iterator):
-            x = next(iterator)["x"]
-            params = jax.tree.map(lambda w: w + x.mean(), self.state["params"])
-            self.state = {"params": params, "count": self.state["count"] + 1}
-
-    held = Held()
-
-    held.train(3)
-    held.train(4)
-
-    np.testing.assert_array_equal(held.state["params"]["w"], [7, 7])
-    assert int(held.state["count"]) == 7
-
-
 class Gan(armillary.StandardTrainer):
     """Two models that share an embedding, two optimizers, two batches of one set."""
 
