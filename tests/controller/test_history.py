@@ -10,35 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import armillary
 from armillary.controller._outputs import History, add_record
+from tests.controller.loops import make_controller
 
 
-class Loops(armillary.AbstractTrainer, armillary.AbstractEvaluator):
-    """Trains and evaluates nothing."""
-
-    def __init__(self):
-        self.step = 0
-
-    def train(self, num_steps):
-        self.step += num_steps
-        return {
-            "loss": jnp.float32(1 / self.step),
-            "half": {"a": jnp.bfloat16(0.5), "n": 3, "text": "x"},
-            "counts": np.arange(3),
-            **({"late": 7.0} if self.step == 4 else {}),
-        }
-
-    def evaluate(self, num_steps):
-        return {"accuracy": np.float32(self.step / 8), "nan": math.nan}
+def train(step):
+    return {
+        "loss": jnp.float32(1 / step),
+        "half": {"a": jnp.bfloat16(0.5), "n": 3, "text": "x"},
+        "counts": np.arange(3),
+        **({"late": 7.0} if step == 4 else {}),
+    }
 
 
 @pytest.fixture
 def controller():
-    loops = Loops()
-    return armillary.Controller(
-        trainer=loops, evaluator=loops, global_step=lambda: loops.step, steps_per_loop=2
-    )
+    def evaluate(step):
+        return {"accuracy": np.float32(step / 8), "nan": math.nan}
+
+    return make_controller(train, evaluate, steps_per_loop=2)
 
 
 def test_train_returns_the_scalars_of_its_loops(controller):

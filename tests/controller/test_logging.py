@@ -18,34 +18,15 @@ from armillary.controller._controller import Controller
 from armillary.controller._loops import StartedLoops
 from armillary.controller._outputs import format_output
 from armillary.data import from_arrays
-from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._standard_trainer import StandardTrainer
-
-
-class Loops(AbstractTrainer, AbstractEvaluator):
-    """Trains and evaluates nothing."""
-
-    def __init__(self):
-        self.step = 0
-
-    def train(self, num_steps):
-        self.step += num_steps
-        return {"loss": jnp.float32(0.123456)}
-
-    def evaluate(self, num_steps):
-        return {"accuracy": 0.5}
+from tests.controller.loops import make_controller
 
 
 def test_lines_of_a_run(caplog):
     caplog.set_level("INFO", "armillary")
-    loops = Loops()
-    controller = Controller(
-        trainer=loops,
-        evaluator=loops,
-        global_step=lambda: loops.step,
-        steps_per_loop=100,
-    )
+    outputs = (lambda _: {"loss": jnp.float32(0.123456)}, lambda _: {"accuracy": 0.5})
+    controller = make_controller(*outputs, steps_per_loop=100)
 
     controller.train_and_evaluate(100)
     controller.evaluate(5)
@@ -122,15 +103,7 @@ def test_arrays_reach_log_lines_actions_and_summaries(caplog, tmp_path):
 
 
 def train_with_output(output, **options):
-    class Fixed(Loops):
-        def train(self, num_steps):
-            super().train(num_steps)
-            return output
-
-    loops = Fixed()
-    Controller(
-        trainer=loops, global_step=lambda: loops.step, steps_per_loop=4, **options
-    ).train(12)
+    make_controller(lambda step: output, steps_per_loop=4, **options).train(12)
 
 
 @pytest.mark.parametrize(
@@ -288,23 +261,15 @@ def test_a_terminal_gets_lines_that_are_not_wrapped():
     assert "\x1b[" in text
 
 
-class Counting(Loops):
-    def train(self, num_steps):
-        self.step += num_steps
-        if self.step % 3:
-            time.sleep(0.05)
-        return {"step": self.step, "value": float("inf") if self.step == 3 else 1.0}
+def count(step):
+    if step % 3:
+        time.sleep(0.05)
+    return {"step": step, "value": float("inf") if step == 3 else 1.0}
 
 
 def train_counting(caplog, steps, **options):
     caplog.set_level("INFO", "armillary")
-    loops = Counting()
-    controller = Controller(
-        trainer=loops,
-        global_step=lambda: loops.step,
-        **{"steps_per_loop": 1, **options},
-    )
-    history = controller.train(steps)
+    history = make_controller(count, **{"steps_per_loop": 1, **options}).train(steps)
     found = [
         re.search(r"steps/sec: +([\d.]+) .*'step': (\d+)", message)
         for message in caplog.messages
@@ -329,21 +294,17 @@ def test_log_interval_thins_lines_out(caplog):
 
 
 def test_the_first_speed_does_not_count_compilation(caplog):
-    class Compiling(Loops):
-        def train(self, num_steps):
-            if not self.step:
-                jax.jit(self.trace)(1.0)
-            self.step += num_steps
-            time.sleep(0.05)
-            return {}
+    def trace(x):
+        time.sleep(0.5)
+        return jnp.sin(x)
 
-        def trace(self, x):
-            time.sleep(0.5)
-            return jnp.sin(x)
+    def train(step):
+        jax.jit(trace)(1.0)
+        time.sleep(0.05)
+        return {}
 
     caplog.set_level("INFO", "armillary")
-    loops = Compiling()
-    Controller(trainer=loops, global_step=lambda: loops.step, steps_per_loop=1).train(1)
+    make_controller(train, steps_per_loop=1).train(1)
 
     speed = float(re.search(r"steps/sec: +([\d.]+)", caplog.messages[-1])[1])
     assert 2 < speed < 21  # Less than 2 with compilation.

@@ -14,39 +14,13 @@ import armillary
 from armillary.controller import _start
 from armillary.controller._start import read_git
 from armillary.summary import NoopSummaryManager, read_metrics
+from tests.controller.loops import make_controller
 
 
-class Loops(armillary.AbstractTrainer, armillary.AbstractEvaluator):
-    """Counts, and fails at a step."""
-
-    def __init__(self, fail_at=None):
-        self.step, self.fail_at = 0, fail_at
-
-    def train(self, num_steps):
-        self.step += num_steps
-        if self.step == self.fail_at:
-            raise RuntimeError("no more memory")
-        return {"loss": 1 / self.step, "nested": {"step": self.step}}
-
-    def evaluate(self, num_steps):
-        return {"accuracy": self.step / 100}
-
-    def get_state(self):
-        return {"step": self.step}
-
-    def set_state(self, state):
-        self.step = state["step"]
-
-
-def make_controller(loops, directory=None, **options):
-    if directory is not None:
-        options["checkpoint_manager"] = armillary.CheckpointManager(
-            armillary.Checkpoint(loops=loops), directory, checkpoint_interval=10
-        )
-    options = {"trainer": loops, "steps_per_loop": 10, **options}
-    return armillary.Controller(
-        evaluator=loops, global_step=lambda: loops.step, **options
-    )
+def fail(step):
+    if step == 40:
+        raise RuntimeError("no more memory")
+    return {"loss": 1 / step}
 
 
 def read_steps(directory):
@@ -55,7 +29,9 @@ def read_steps(directory):
 
 def test_loops_and_evaluations_are_records(tmp_path):
     controller = make_controller(
-        Loops(), summary_dir=tmp_path / "train", summary_interval=20
+        lambda step: {"loss": 1 / step, "nested": {"step": step}},
+        summary_dir=tmp_path / "train",
+        summary_interval=20,
     )
 
     controller.train_and_evaluate(40, eval_interval=20)
@@ -87,7 +63,7 @@ def test_loops_and_evaluations_are_records(tmp_path):
 
 def test_evaluations_are_recorded_beside_their_summaries(tmp_path):
     controller = make_controller(
-        Loops(), summary_dir=tmp_path / "train", eval_summary_dir=tmp_path / "eval"
+        summary_dir=tmp_path / "train", eval_summary_dir=tmp_path / "eval"
     )
     controller.train_and_evaluate(20)
 
@@ -103,27 +79,27 @@ def test_evaluations_are_recorded_beside_their_summaries(tmp_path):
 def test_one_directory_in_two_spellings_is_one(tmp_path, as_path):
     folder = tmp_path / "run"
     controller = make_controller(
-        Loops(), summary_dir=str(folder), eval_summary_dir=as_path(folder)
+        summary_dir=str(folder), eval_summary_dir=as_path(folder)
     )
     assert controller.eval_summary_manager is controller.summary_manager
 
 
 def test_without_summaries_the_record_is_beside_the_checkpoints(tmp_path):
     controller = make_controller(
-        Loops(), tmp_path / "run", summary_manager=NoopSummaryManager()
+        directory=tmp_path / "run", summary_manager=NoopSummaryManager()
     )
     controller.train_and_evaluate(10)
     assert read_steps(tmp_path / "run") == [("start", 0), ("train", 10), ("eval", 10)]
 
 
 def test_a_job_that_only_evaluates_leaves_the_checkpoints_directory_alone(tmp_path):
-    make_controller(Loops(), tmp_path).train(20)
+    make_controller(directory=tmp_path).train(20)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     options = {"trainer": None, "steps_per_loop": None}
 
-    make_controller(Loops(), tmp_path, **options).evaluate()
+    make_controller(directory=tmp_path, **options).evaluate()
     make_controller(
-        Loops(), tmp_path, eval_summary_dir=tmp_path / "test", **options
+        directory=tmp_path, eval_summary_dir=tmp_path / "test", **options
     ).evaluate()
 
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
@@ -132,18 +108,18 @@ def test_a_job_that_only_evaluates_leaves_the_checkpoints_directory_alone(tmp_pa
 
 def test_nothing_is_recorded_without_a_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    make_controller(Loops()).train_and_evaluate(10)
+    make_controller().train_and_evaluate(10)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_is_resumed_has_one_curve(tmp_path):
     with pytest.raises(RuntimeError, match="no more memory"):
         make_controller(
-            Loops(fail_at=40),
-            tmp_path / "checkpoints",
+            fail,
+            directory=tmp_path / "checkpoints",
             summary_dir=tmp_path,
         ).train(60)
-    restored = make_controller(Loops(), tmp_path / "checkpoints", summary_dir=tmp_path)
+    restored = make_controller(directory=tmp_path / "checkpoints", summary_dir=tmp_path)
     restored.train(40)
     restored.train(60)  # It goes on, so there is no new start.
     assert read_steps(tmp_path) == [
@@ -169,7 +145,6 @@ def test_a_run_that_is_resumed_has_one_curve(tmp_path):
 def test_the_first_record_says_what_runs(tmp_path):
     config = {"rate": 0.1, "optimizer": {"name": "adam"}, "limit": float("inf")}
     controller = make_controller(
-        Loops(),
         summary_dir=tmp_path,
         strategy=armillary.MirroredStrategy(jax.devices()[:4]),
         hyperparameters=config,
@@ -197,9 +172,9 @@ def test_the_first_record_says_what_runs(tmp_path):
 
 
 def test_the_first_record_counts_the_parameters(tmp_path):
-    loops = Loops()
-    loops.model = {"kernel": np.ones((3, 2), np.float32), "bias": np.ones(2)}
-    make_controller(loops, summary_dir=tmp_path).train(10)
+    controller = make_controller(summary_dir=tmp_path)
+    controller.trainer.model = {"kernel": np.ones((3, 2), "f"), "bias": np.ones(2)}
+    controller.train(10)
 
     assert read_metrics(tmp_path)[0]["parameters"] == {
         "count": 8,
@@ -214,7 +189,7 @@ def test_the_first_record_counts_the_parameters(tmp_path):
 def test_hyperparameters_are_a_dictionary():
     message = r"`hyperparameters` is 3 of type int.*Mapping.*dataclasses\.asdict"
     with pytest.raises(TypeError, match=message):
-        make_controller(Loops(), hyperparameters=3)
+        make_controller(hyperparameters=3)
 
 
 @pytest.fixture
@@ -269,5 +244,5 @@ def test_the_program_is_where_its_main_file_is(monkeypatch, tmp_path):
     monkeypatch.setattr(_start, "read_git", str)
     for file, folder in ((str(tmp_path / "a.py"), str(tmp_path)), (None, os.getcwd())):
         monkeypatch.setattr(sys.modules["__main__"], "__file__", file, raising=False)
-        make_controller(Loops(), summary_dir=tmp_path / str(file)).train(10)
+        make_controller(summary_dir=tmp_path / str(file)).train(10)
         assert read_metrics(tmp_path / str(file))[0]["git"] == folder
