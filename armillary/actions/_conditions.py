@@ -204,12 +204,10 @@ class EarlyStopping(_BestValue):
 
     Args:
         request_stop: A controller, or a function that takes the reason to stop.
-        metric: Key in the output, a path such as `"validation/loss"` into a nested one,
-            or a function from the output to a number. NaN is no improvement.
+        metric: As in `NewBestMetric`. NaN is no improvement.
         patience: Outputs in a row without improvement after which to stop, at least 1.
         min_delta: By how much a value must be better than the best to count.
-        higher_is_better: Whether a larger value is better: true for an accuracy, false
-            for a loss.
+        higher_is_better: Whether a larger value is better, as in `NewBestMetric`.
 
     Attributes:
         best_value: The best value so far, or `None` before the first one.

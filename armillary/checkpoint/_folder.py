@@ -93,18 +93,14 @@ def check_is_writable(directory: epath.Path) -> None:
     )
 
 
-def check_is_checkpoint(folder: epath.Path, directory: epath.Path) -> None:
+def check_is_checkpoint(folder: epath.Path) -> None:
     """Raises if `folder` is not a complete checkpoint."""
-    if read_saved(folder) is not None:
-        return
-    found = find_checkpoints(folder) or find_checkpoints(directory)
-    newest = [repr(str(entry.path)) for entry in reversed(found[-3:])]
-    what = "is no complete checkpoint" if folder.exists() else "does not exist"
-    raise CheckpointError(
-        f"`path` is {str(folder)!r}, which {what}, but it must be the folder "
-        "`checkpoint_<number>` of one. Use "
-        f"{', '.join(newest) or 'one of `manager.checkpoints`'}."
-    )
+    if read_saved(folder) is None:
+        what = "is no complete checkpoint" if folder.exists() else "does not exist"
+        raise CheckpointError(
+            f"`path` is {str(folder)!r}, which {what}, but it must be the folder "
+            "`checkpoint_<number>` of one. Use one of `manager.checkpoints`."
+        )
 
 
 def read_saved(path: epath.Path) -> Saved | None:

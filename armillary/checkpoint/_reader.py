@@ -56,13 +56,13 @@ def restore(
     """Puts values of a folder into the objects of `checkpoint`.
 
     By default that is the newest checkpoint of a directory without damage, if it has
-    one at all. An error about another folder names checkpoints of the directory.
+    one at all.
     """
     peers = get_peers()
     damaged: dict[epath.Path, str] = {}
     if chosen is not None:
         folder = chosen
-        decide("a checkpoint", lambda: check_is_checkpoint(folder, directory), peers)
+        decide("a checkpoint", lambda: check_is_checkpoint(folder), peers)
         damage = verify(folder, folder.parent, peers)
         if damage is not None:
             raise CheckpointDamageError(

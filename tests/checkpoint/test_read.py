@@ -322,7 +322,7 @@ def test_a_damaged_or_missing_checkpoint_is_an_error(saved, tmp_path):
     checkpoint = Checkpoint(model=Net(1, 10))
     with pytest.raises(CheckpointError, match="nowhere', which does not exist"):
         checkpoint.read(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"no complete.*checkpoint_5'"):
+    with pytest.raises(CheckpointError, match=r"no complete .*checkpoint_<number>"):
         checkpoint.read(tmp_path / "pretraining")
     (tmp_path / "pretraining" / "checkpoint_5" / "manifest" / "manifest.json").unlink()
     with pytest.raises(CheckpointDamageError, match=r"manifest\.json"):
