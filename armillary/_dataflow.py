@@ -19,8 +19,7 @@ class Dataflow(Generic[Fact]):
     """Follows facts about values through a program and all that is nested in it.
 
     Facts may only grow by `join`, so that loops come to an end. `nothing` is what is
-    known of a constant, `within` the equations that the current one is in, and `times`
-    how often it runs.
+    known of a constant, and `within` the equations that the current one is in.
     """
 
     nothing: Fact
@@ -28,7 +27,6 @@ class Dataflow(Generic[Fact]):
     def __init__(self) -> None:
         self.jaxpr: Any = None
         self.within: list[Any] = []
-        self.times = 1
         # What references hold: any operation may write to any of them.
         self._written = self.nothing
 
@@ -109,17 +107,12 @@ class Dataflow(Generic[Fact]):
         lines = map(source_line, (equation, *reversed(self.within)))
         return next(filter(None, lines), "")
 
-    def _enter(
-        self, equation: Any, program: Any, inputs: Sequence[Fact], times: int = 1
-    ) -> list[Fact]:
-        before = self.times
+    def _enter(self, equation: Any, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
         self.within.append(equation)
-        self.times *= times
         try:
             return self._run(program, inputs)
         finally:
             self.within.pop()
-            self.times = before
 
     def _follow_branches(self, equation: Any, operands: list[Fact]) -> list[Fact]:
         decides, *rest = operands
@@ -154,13 +147,13 @@ class Dataflow(Generic[Fact]):
 
     def _follow_scan(self, equation: Any, operands: list[Fact]) -> list[Fact]:
         params = equation.params
-        body, times = params["jaxpr"], params["length"]
+        body = params["jaxpr"]
         first = params["num_consts"]
         last = first + params["num_carry"]
         carry = operands[first:last]
         while True:
             inputs = [*operands[:first], *carry, *operands[last:]]
-            made = self._enter(equation, body, inputs, times)
+            made = self._enter(equation, body, inputs)
             now = [self.join(pair) for pair in zip(carry, made, strict=False)]
             if now == carry:
                 return [*carry, *made[len(carry) :]]
@@ -177,30 +170,6 @@ def _is_call(equation: Any, program: Any) -> bool:
 
 def _is_reference(atom: Any) -> bool:
     return hasattr(atom.aval, "inner_aval")
-
-
-class Walk(Dataflow[None]):
-    """Visits every operation once, with how often it runs, and knows nothing else."""
-
-    nothing = None
-
-    def __init__(self, program: Any) -> None:
-        super().__init__()
-        jaxpr = getattr(program, "jaxpr", program)
-        self.run(program, [None] * len(jaxpr.invars))
-
-    def join(self, facts: Iterable[None]) -> None:
-        """Returns nothing."""
-        del facts
-
-    def transfer(self, equation: Any, operands: list[None]) -> list[None] | None:
-        """Visits an equation, and what is in it unless it is done with that."""
-        del operands
-        return [None] * len(equation.outvars) if self.visit(equation) else None
-
-    def visit(self, equation: Any) -> bool:
-        """Looks at an equation; returns whether its programs are to be left out."""
-        raise NotImplementedError
 
 
 class _Dependencies(Dataflow[frozenset[int]]):

@@ -227,7 +227,8 @@ def _apply(options: CommunicationOptions) -> None:
             "`cuda`, or leave `communication_options` out."
         )
     words = os.environ.get("XLA_FLAGS", "").split()
-    present = dict(word.lstrip("-").partition("=")[::2] for word in words)
+    parts = (word.lstrip("-").partition("=") for word in words)
+    present = {name: value for name, _, value in parts}
     for name, value in options.xla_flags(platform).items():
         if present.get(name, value) != value:
             raise ValueError(

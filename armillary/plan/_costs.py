@@ -9,13 +9,11 @@ step of yours.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend import core
-
-from armillary._dataflow import Walk
+from armillary._jaxpr import programs_in
 from armillary.plan._targets import Topology
 
 KINDS = (
@@ -82,25 +80,18 @@ def count_rounds(collectives: Iterable[Collective], kind: str) -> int:
 
 def count_flops(program: Any) -> dict[str, float]:
     """Returns operations of one step on one replica, by the dtype of the operands."""
-    return dict(_Flops(program).total)
-
-
-class _Flops(Walk):
-    def __init__(self, program: Any) -> None:
-        self.total: defaultdict[str, float] = defaultdict(float)
-        super().__init__(program)
-
-    def visit(self, equation: Any) -> bool:
-        found: dict[str, float] = {}
-        is_branch = equation.primitive.name == "cond"
-        if is_branch:
-            branches = map(count_flops, equation.params["branches"])
-            found = max(branches, key=lambda counts: sum(counts.values()))
+    # A loop of unknown length counts as one round, a branch as the larger one.
+    total: defaultdict[str, float] = defaultdict(float)
+    for equation in getattr(program, "jaxpr", program).eqns:
+        parts = [count_flops(inner) for inner in _programs_in(equation)]
+        if equation.primitive.name == "cond":
+            parts = [max(parts, key=lambda counts: sum(counts.values()))]
         elif equation.primitive.name in _PRODUCTS:
-            found = {str(equation.invars[0].aval.dtype): _count_product(equation)}
-        for dtype, count in found.items():
-            self.total[dtype] += self.times * count
-        return is_branch
+            parts = [{str(equation.invars[0].aval.dtype): _count_product(equation)}]
+        for part in parts:
+            for dtype, count in part.items():
+                total[dtype] += _count_runs(equation) * count
+    return dict(total)
 
 
 def _count_product(equation: Any) -> float:
@@ -120,33 +111,31 @@ def _count_product(equation: Any) -> float:
     return 2.0 * out.size * math.prod(contracted)
 
 
-def find_traced(program: core.ClosedJaxpr, num_devices: int) -> list[Collective]:
-    """Returns the collectives of a traced step that so many devices run."""
-    if num_devices == 1:
-        return []
-    return _Collectives(program, num_devices).found
-
-
-class _Collectives(Walk):
-    def __init__(self, program: core.ClosedJaxpr, num_devices: int) -> None:
-        self.found: list[Collective] = []
-        self._num_devices = num_devices
-        super().__init__(program)
-
-    def visit(self, equation: Any) -> bool:
+def find_traced(
+    program: Any, num_devices: int, times: int = 1, is_conditional: bool = False
+) -> Iterator[Collective]:
+    """Yields the collectives of a traced step, one for each array, as JAX has them."""
+    for equation in getattr(program, "jaxpr", program).eqns:
         kind = _KIND_OF.get(equation.primitive.name)
-        if kind is None:
-            return False
-        is_conditional = any(each.primitive.name == "cond" for each in self.within)
-        variables = equation.outvars if kind == "all-gather" else equation.invars
-        for variable in variables:
-            size = variable.aval.size * variable.aval.dtype.itemsize
-            self.found.append(
-                Collective(
-                    kind, size, "step", self.times, is_conditional, self._num_devices
-                )
-            )
-        return False
+        if kind is not None and num_devices > 1:
+            variables = equation.outvars if kind == "all-gather" else equation.invars
+            for variable in variables:
+                size = variable.aval.size * variable.aval.dtype.itemsize
+                yield Collective(kind, size, "step", times, is_conditional, num_devices)
+        runs = times * _count_runs(equation)
+        is_branch = is_conditional or equation.primitive.name == "cond"
+        for inner in _programs_in(equation):
+            yield from find_traced(inner, num_devices, runs, is_branch)
+
+
+def _programs_in(equation: Any) -> list[Any]:
+    if equation.primitive.name == "custom_linear_solve":
+        return [equation.params["jaxprs"].solve]  # The others are for derivatives.
+    return list(programs_in(equation))
+
+
+def _count_runs(equation: Any) -> int:
+    return equation.params["length"] if equation.primitive.name == "scan" else 1
 
 
 @dataclass(frozen=True)
