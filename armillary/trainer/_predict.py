@@ -100,29 +100,26 @@ def _predict(
     step = _compile(fn, strategy, has_mask=dataset.options.remainder == "pad")
     feed: Feed[Piece] = Feed([dataset], exact=True)
     feed.start(place_pieces, dataset.prefetch)
-    pieces: list[PyTree] = []
-    last: Piece | None = None
-    arrays: PyTree = None
+
+    def start() -> Iterator[tuple[Piece, PyTree]]:
+        while (piece := feed.next_chunk()) is not None:
+            # Not around `yield`: the scope is the caller's there.
+            with strategy.scope():
+                arrays = step(dataset.layout.wrap(piece.arrays, piece.num_active))
+            feed.read_on()
+            feed.commit(1)
+            yield piece, arrays
+
+    started, pieces = start(), []
     try:
-        while True:
-            # The device is given the next piece before anybody looks at the last one.
-            batch, next_arrays = feed.next_chunk(), None
-            if batch is not None:
-                # Not around `yield`: the scope is the caller's there.
-                with strategy.scope():
-                    next_arrays = step(
-                        dataset.layout.wrap(batch.arrays, batch.num_active)
-                    )
-                feed.read_on()
-                feed.commit(1)
-            if last is not None:
-                pieces.append(_fetch(arrays, strategy))
-                if last.is_last:
-                    yield jax.tree.map(lambda *leaves: np.concatenate(leaves), *pieces)
-                    pieces = []
-            if batch is None:
-                break
-            last, arrays = batch, next_arrays
+        following = next(started, None)
+        while following is not None:
+            # The device is given the next piece before anybody looks at this one.
+            (piece, arrays), following = following, next(started, None)
+            pieces.append(_fetch(arrays, strategy))
+            if piece.is_last:
+                yield jax.tree.map(lambda *leaves: np.concatenate(leaves), *pieces)
+                pieces = []
     except Exception:
         feed.close()
         raise
