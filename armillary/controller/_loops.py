@@ -111,18 +111,14 @@ class Loops:
         if not is_positive_int(num_steps):
             raise ValueError(
                 f"The function `steps_per_loop` returned {num_steps!r} at global step "
-                f"{step}, but it must return how many steps the next loop has, a "
-                "positive integer. Return at least 1 at every step, such as "
-                "`max(1, int(num_steps))`."
+                f"{step}, but it must return a positive integer, the steps of the next "
+                "loop. Return `max(1, int(num_steps))`."
             )
         return int(num_steps)
 
     def _num_loops_at(self, step: int, num_steps: int, target: int) -> int:
-        """Returns how many loops of as many steps have nothing to do between them.
-
-        All processes would have to know as much of the time, and an action may look at
-        the state.
-        """
+        """Returns how many loops of as many steps have nothing to do between them."""
+        # All processes would have to agree, and an action may look at the state.
         is_alone = not self._run.train_actions and get_peers() is None
         if callable(self._run.steps_per_loop) or not is_alone:
             return 1
@@ -252,11 +248,7 @@ class StartedLoops:
     def fetch(
         self, last_end: float
     ) -> tuple[list[tuple[int, int, dict[str, Any]]], float, float]:
-        """Waits for the loops, and raises what went wrong in them.
-
-        Returns the steps before and after each loop with its output, the seconds that
-        they took in all, and when they ended.
-        """
+        """Waits for the loops; returns steps and outputs, seconds, and their end."""
         outputs, reached, end = self._outcome.result()
         self._started.check(self.step)
         self._check_step(reached, self._num_steps * len(outputs))

@@ -60,9 +60,8 @@ def begin_training(directory: str | None) -> None:
         if path.is_file():
             path.unlink()
     except OSError as error:
-        logger.warning(
-            "`%s` cannot be removed (%s): an evaluator may end too early.", path, error
-        )
+        problem = "cannot be removed (%s): an evaluator may end too early."
+        logger.warning(f"`%s` {problem}", path, error)
 
 
 def end_training(directory: str | None, step: int) -> None:
@@ -81,9 +80,8 @@ def announce_ends() -> None:
             if path.parent.is_dir():
                 path.write_text(text)
         except OSError as error:
-            logger.warning(
-                "`%s` cannot be written (%s): an evaluator may wait on.", path, error
-            )
+            problem = "cannot be written (%s): an evaluator may wait on."
+            logger.warning(f"`%s` {problem}", path, error)
 
 
 def read_end(directory: str | None) -> str | None:
@@ -256,10 +254,10 @@ class Saving:
         if not self.manager.has_saved_step(self._run.read_step()):
             # What the evaluation has taken the memory of, it makes anew.
             now = self.manager.checkpoint.read_leaves()
-            leaves = {
-                path: now[path] if _is_deleted(leaf) else leaf
-                for path, leaf in before.leaves.items()
-            }
+            leaves = dict(before.leaves)
+            for path, leaf in before.leaves.items():
+                if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                    leaves[path] = now[path]
             self.save(dataclasses.replace(before, leaves=leaves))
 
     def save(self, content: Content | None = None) -> str | None:
@@ -341,10 +339,6 @@ def _differs(before: Content, now: Content) -> bool:
     return any(now.leaves[path] is not leaf for path, leaf in before.leaves.items())
 
 
-def _is_deleted(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
-
-
 def _warn_of_missing(
     trainer: Any, objects: Mapping[str, Any], restored: str, step: int
 ) -> None:
@@ -354,8 +348,7 @@ def _warn_of_missing(
     if step == 0 and not restored.rstrip("/").endswith("checkpoint_0"):
         logger.warning(
             "%s was restored, but the global step is still 0: what counts the steps is "
-            "not in the checkpoint, so all of them are trained again. Save it as well: "
-            "`Checkpoint(model=model, optimizer=optimizer)`.",
+            "not in it. Save it: `Checkpoint(model=model, optimizer=optimizer)`.",
             restored,
         )
     # What saves the position for it, as an estimator does, has it as `dataset`.
@@ -365,9 +358,8 @@ def _warn_of_missing(
         if is_ours and dataset.is_repositionable and id(dataset) not in map(id, saved):
             logger.warning(
                 "%s was restored, but the position of the training data is not in it, "
-                "so the first batches are read again. Save it as well: "
-                "`dataset = strategy.distribute_dataset(source)`, give that to the "
-                "trainer, and `train_dataset=dataset` to the `Checkpoint`.",
+                "so the first batches are read again. Give the trainer and the "
+                "`Checkpoint` one `dataset = strategy.distribute_dataset(source)`.",
                 restored,
             )
             return
