@@ -112,10 +112,6 @@ class ReplicaContext:
                 leaves[i] = leaves[i] / count_active(self.active)
         return treedef.unflatten(leaves)
 
-    def sum(self, value: jax.Array) -> jax.Array:
-        """Returns the sum over all replicas."""
-        return jax.lax.psum(_widened(ReduceOp.SUM, value), self.axis_name)
-
     def _counted(self, op: ReduceOp, value: jax.Array) -> jax.Array:
         """Returns a value that changes no result, where a replica holds no data."""
         if count_active(self.active) == self._num_replicas:

@@ -208,14 +208,12 @@ def leave(
     if policy is Policy.RANDOM:
         return _key_of_first(after)
     if policy is Policy.FIRST_REPLICA:
-        return _sum(_masked(context.is_first(), after), context)
+        return _sum(_masked(context.is_first(), after))
     if context.num_active < context.num_replicas_in_sync:
         # A replica without data adds nothing to what it began with.
         idle = entered if policy is Policy.SUM else None
         after = _masked(context.is_active(), after, idle)
-    if policy is Policy.SUM:
-        return _sum(after, context)
-    return _mean(after, context.num_active, context)
+    return _sum(after) if policy is Policy.SUM else _mean(after, context.num_active)
 
 
 def _masked(
@@ -224,20 +222,21 @@ def _masked(
     return jnp.where(holds, value, jnp.zeros_like(value) if other is None else other)
 
 
-def _sum(value: jax.Array, context: ReplicaContext) -> jax.Array:
-    return context.sum(value).astype(value.dtype)
+def _sum(value: jax.Array) -> jax.Array:
+    wide = value.astype(int) if value.dtype == bool else value
+    return jax.lax.psum(wide, AXIS_NAME).astype(value.dtype)
 
 
-def _mean(value: jax.Array, count: int, context: ReplicaContext) -> jax.Array:
+def _mean(value: jax.Array, count: int) -> jax.Array:
     if not jnp.issubdtype(value.dtype, jnp.integer):
         # In half precision the sum may overflow.
         wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
-        return (_sum(wide, context) / count).astype(value.dtype)
+        return (_sum(wide) / count).astype(value.dtype)
     # The sum of integers may overflow, and floats may not hold them.
     wide = value if value.dtype.itemsize >= 4 else value.astype(jnp.int32)
     quotient = wide // count
-    rest = _sum(wide - quotient * count, context) // count
-    return (_sum(quotient, context) + rest).astype(value.dtype)
+    rest = _sum(wide - quotient * count) // count
+    return (_sum(quotient) + rest).astype(value.dtype)
 
 
 def _fold_replica_in(value: jax.Array) -> jax.Array:
@@ -259,11 +258,10 @@ def _key_of_first(value: jax.Array) -> jax.Array:
 
     A key that the step split and assigned differs between replicas.
     """
-
-    def share(data: jax.Array) -> jax.Array:
-        return jax.lax.psum(_masked(_replica_id() == 0, data), AXIS_NAME)
-
-    return as_before(on_data(share, as_keys(value)), value)
+    first = on_data(
+        lambda data: _sum(_masked(_replica_id() == 0, data)), as_keys(value)
+    )
+    return as_before(first, value)
 
 
 def as_keys(value: jax.Array) -> jax.Array:
