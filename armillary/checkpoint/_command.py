@@ -70,20 +70,12 @@ def _describe(path: epath.Path) -> dict[str, Any]:
         )
     checkpoints, problems = [], {str(each): why for each, why in broken.items()}
     superseded = find_superseded(saved)
+    checkpoints, problems = [], {str(each): why for each, why in broken.items()}
     for entry in (each for each in saved if each not in superseded):
         try:
-            described = _describe_one(entry, has_values=False)
+            checkpoints.append(_describe_one(entry, is_short=True))
         except ValueError as error:
             problems[str(entry.path)] = str(error)
-            continue
-        states = described.pop("states").items()
-        described["best_values"] = {
-            name: state["best_value"]
-            for name, state in states
-            if isinstance(state, dict) and state.get("best_value") is not None
-        }
-        del described["leaves"]
-        checkpoints.append(described)
     return {
         "directory": str(path),
         "checkpoints": checkpoints,
@@ -92,17 +84,25 @@ def _describe(path: epath.Path) -> dict[str, Any]:
     }
 
 
-def _describe_one(saved: Saved, *, has_values: bool = True) -> dict[str, Any]:
+def _describe_one(saved: Saved, *, is_short: bool = False) -> dict[str, Any]:
     path = saved.path
     try:
         # All files must be there; what is in them is not looked at.
         sizes = {name: size for name, (size, _) in read_checksums(path).items()}
         if any((path / name).stat().length != size for name, size in sizes.items()):
             raise ValueError("a file has another size")
+        described = {
+            "path": str(path),
+            "number": saved.number,
+            "saved_at": saved.saved_at,
+            "bytes_on_disk": sum(sizes.values()),
+        }
+        if is_short:
+            return described
         leaves, states, _ = read_description(path)
         # Numbers alone, such as counts of steps, come with their values.
         numbers = [n for n, spec in leaves.items() if not (spec.shape or spec.is_key)]
-        values = read_arrays(path, dict.fromkeys(numbers if has_values else ()))
+        values = read_arrays(path, dict.fromkeys(numbers))
     except Exception as error:
         reason = find_damage(path) or f"{type(error).__name__}: {error}"
         raise ValueError(
@@ -118,14 +118,7 @@ def _describe_one(saved: Saved, *, has_values: bool = True) -> dict[str, Any]:
         }
         for name, spec in leaves.items()
     }
-    return {
-        "path": str(path),
-        "number": saved.number,
-        "saved_at": saved.saved_at,
-        "bytes_on_disk": sum(sizes.values()),
-        "leaves": shown,
-        "states": states,
-    }
+    return {**described, "leaves": shown, "states": states}
 
 
 def _item_bytes(spec: LeafSpec) -> int:
@@ -165,14 +158,16 @@ def _print_checkpoint(contents: dict[str, Any]) -> ExitCode:
 
 
 def _print_directory(contents: dict[str, Any]) -> ExitCode:
-    rows = []
-    for entry in contents["checkpoints"]:
-        best = (f"{name} {value:.6g}" for name, value in entry["best_values"].items())
-        name = entry["path"].rpartition("/")[2]
-        size = f"{entry['bytes_on_disk']:,}"
-        row = (name, str(entry["number"]), _when(entry), size, ", ".join(best))
-        rows.append(row)
-    head = ["checkpoint", "step", "saved", "bytes", "best"]
+    rows = [
+        (
+            each["path"].rpartition("/")[2],
+            str(each["number"]),
+            _when(each),
+            f"{each['bytes_on_disk']:,}",
+        )
+        for each in contents["checkpoints"]
+    ]
+    head = ["checkpoint", "step", "saved", "bytes"]
     problem = "is not complete: a save was interrupted, or goes on"
     return print_out(
         contents["directory"],

@@ -106,8 +106,8 @@ def test_a_directory(run_dir, capsys):
     assert _cli.main(["checkpoint", "show", str(run_dir)]) == 0
 
     printed = capsys.readouterr().out
-    shown = [[row[0], row[1], row[4]] for row in rows_of(printed)]
-    assert shown == [["checkpoint_5", "5", ""], ["checkpoint_7", "7", "best 0.75"]]
+    shown = [row[:2] for row in rows_of(printed)]
+    assert shown == [["checkpoint_5", "5"], ["checkpoint_7", "7"]]
     assert all(row[2].endswith(" UTC") for row in rows_of(printed))
     assert f"{run_dir}/checkpoint_9: `header/header.json` is missing\n" in printed
     assert (
@@ -123,14 +123,11 @@ def test_json(run_dir, capsys):
     last = listed["checkpoints"][-1]
     files = [p for p in run_dir.glob("checkpoint_7/*/**/*") if p.is_file()]
     assert last["bytes_on_disk"] == sum(file.stat().st_size for file in files)
-    assert last["best_values"] == {"best": 0.75}
     assert (listed["broken"], listed["unfinished"]) == ({}, [])
 
     assert _cli.main(["checkpoint", "show", "--json", last["path"]]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert {key: shown[key] for key in last if key != "best_values"} == {
-        key: last[key] for key in last if key != "best_values"
-    }
+    assert {key: shown[key] for key in last} == last
     assert shown["leaves"]["model/kernel"] == {
         "dtype": "bfloat16",
         "shape": [8, 3],
