@@ -17,7 +17,6 @@ from jax import export
 from armillary._jaxpr import source_line, walk_programs
 from armillary.errors import PlanError
 from armillary.plan._targets import Topology
-from armillary.plan._traffic import Module, parse_module
 from armillary.trainer._described import DescribedLoop
 from armillary.xla._lowerings import partitioned
 
@@ -33,7 +32,7 @@ class Compiled:
 
     memory: dict[str, int]
     seconds: float
-    module: Module
+    text: str
 
 
 def find_wheels(platform: str, wheels: str | os.PathLike[str] | None) -> str | None:
@@ -122,9 +121,7 @@ def compile_loop(
         )
         if process.returncode == 0:
             answer = json.loads((work / "answer.json").read_text())
-            return Compiled(
-                **answer, module=parse_module((work / "hlo.txt").read_text())
-            )
+            return Compiled(**answer, text=(work / "hlo.txt").read_text())
     if any(words in process.stderr for words in _OUT_OF_MEMORY):
         return None
     raise PlanError(

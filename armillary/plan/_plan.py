@@ -115,7 +115,7 @@ def plan(
         if abstract:
             made.collectives = tuple(find_traced(loop.step, devices.num_devices))
         if compiled is not None:
-            traffic = find_traffic(compiled.module, loop.depth, devices.num_devices)
+            traffic = find_traffic(compiled.text, loop.depth, devices.num_devices)
             made.collectives = traffic.collectives
             made.host_transfers = traffic.host_transfers
             made.step_bytes = traffic.step_bytes

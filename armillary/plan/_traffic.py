@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from armillary.plan._costs import KINDS, Collective
 
@@ -91,16 +92,8 @@ class Instruction:
         return is_copy or is_feed or "is_host_transfer=true" in self.attributes
 
 
-@dataclass(frozen=True)
-class Module:
-    """A program."""
-
-    computations: dict[str, list[Instruction]]
-    entry: str
-
-
-def parse_module(text: str) -> Module:
-    """Returns the program that a text holds."""
+def _parse_module(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """Returns the instructions of each computation, and which one runs first."""
     computations: dict[str, list[Instruction]] = {}
     entry, current = None, None
     for line in text.splitlines():
@@ -113,7 +106,7 @@ def parse_module(text: str) -> Module:
         raise ValueError(
             "The text of the program has no ENTRY computation, so it is no HLO module."
         )
-    return Module(computations, entry)
+    return computations, entry
 
 
 def _parse(name: str, rest: str, is_root: bool) -> Instruction:
@@ -159,10 +152,11 @@ class Traffic:
         return [each for each in self.collectives if each.is_of_step]
 
 
-def find_traffic(module: Module, depth: int, num_devices: int) -> Traffic:
-    """Returns what a compiled loop sends and moves."""
-    walk = _Walk(module, depth, num_devices)
-    walk.enter(module.entry, _Place(), Counter())
+def find_traffic(text: str, depth: int, num_devices: int) -> Traffic:
+    """Returns what a compiled loop sends and moves; `depth` loops are around a step."""
+    computations, entry = _parse_module(text)
+    walk = _Walk(computations, depth, num_devices)
+    walk.enter(entry, _Place(), Counter())
     return Traffic(tuple(walk.found), tuple(walk.host), walk.num_bytes)
 
 
@@ -184,8 +178,10 @@ The union of two has the larger number of each.
 
 
 class _Walk:
-    def __init__(self, module: Module, depth: int, num_devices: int) -> None:
-        self._computations = module.computations
+    def __init__(
+        self, computations: dict[str, Any], depth: int, num_devices: int
+    ) -> None:
+        self._computations = computations
         self._depth, self._num_devices = depth, num_devices
         self.found: list[Collective] = []
         self.host: list[str] = []

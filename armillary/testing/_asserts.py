@@ -28,7 +28,7 @@ from armillary.distribute._strategy import Strategy
 from armillary.plan._compile_worker import compile_exported
 from armillary.plan._compiler import export_loop
 from armillary.plan._costs import Collective, count_rounds
-from armillary.plan._traffic import find_traffic, parse_module
+from armillary.plan._traffic import find_traffic
 from armillary.state._lift import State
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 from armillary.trainer._described import described
@@ -285,5 +285,4 @@ def find_collectives(
     shape = np.asarray(devices[:count]).reshape(loop.mesh.axis_sizes)
     mesh = Mesh(shape, loop.mesh.axis_names, axis_types=axis_types)
     compiled = compile_exported(program, mesh, _PLATFORM, loop.compiler_options)
-    module = parse_module(compiled.as_text())
-    return find_traffic(module, loop.depth, count).of_step()
+    return find_traffic(compiled.as_text(), loop.depth, count).of_step()

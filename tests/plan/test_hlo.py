@@ -3,7 +3,7 @@
 import pytest
 
 from armillary.plan._costs import Collective, count_rounds
-from armillary.plan._traffic import count_bytes, find_traffic, parse_module
+from armillary.plan._traffic import count_bytes, find_traffic
 
 # A loop over four rows: a slice, a product, a sum that runs beside another product, and
 # a second sum that needs the first one. `S(1)` is on-chip memory.
@@ -85,7 +85,7 @@ def test_arrays_in_a_memory_space_can_be_left_out():
 
 
 def test_collectives_of_a_loop_have_sizes_groups_rounds_and_what_they_overlap():
-    traffic = find_traffic(parse_module(LOOP), depth=1, num_devices=8)
+    traffic = find_traffic(LOOP, depth=1, num_devices=8)
     assert traffic.collectives == (
         Collective(
             "all-reduce",
@@ -105,7 +105,7 @@ def test_collectives_of_a_loop_have_sizes_groups_rounds_and_what_they_overlap():
 
 def test_a_start_that_waits_is_not_asynchronous():
     text = LOOP.replace("{4,5,6,7}}", '{4,5,6,7}}, backend_config={"is_sync":true}')
-    first = find_traffic(parse_module(text), 1, 8).collectives[0]
+    first = find_traffic(text, 1, 8).collectives[0]
     assert not first.is_asynchronous
     assert first.overlaps == ()
 
@@ -116,13 +116,13 @@ def test_collectives_under_a_condition_or_in_a_loop_of_known_length():
         "while(%begin), condition=%goes_on, body=%body, backend_config={"
         '"known_trip_count":{"n":"4"}}',
     )
-    within_step = find_traffic(parse_module(text), depth=0, num_devices=8)
+    within_step = find_traffic(text, depth=0, num_devices=8)
     assert [each.times for each in within_step.collectives] == [4, 4, 1]
     text = LOOP.replace(
         "while(%begin), condition=%goes_on, body=%body",
         "conditional(%zero.1, %begin), branch_computations={%body, %goes_on}",
     )
-    branch = find_traffic(parse_module(text), depth=0, num_devices=8).collectives
+    branch = find_traffic(text, depth=0, num_devices=8).collectives
     assert [each.is_conditional for each in branch] == [True, True, False]
 
 
@@ -133,7 +133,7 @@ def test_what_reaches_the_host_inside_a_loop_is_named():
         "send(%x), is_host_transfer=true",
     ):
         text = LOOP.replace('custom-call(%x), custom_call_target="other"', operation)
-        assert len(find_traffic(parse_module(text), 1, 8).host_transfers) == 1
+        assert len(find_traffic(text, 1, 8).host_transfers) == 1
 
 
 def test_bytes_of_a_step_are_those_of_slices_operands_and_results():
@@ -142,9 +142,9 @@ def test_bytes_of_a_step_are_those_of_slices_operands_and_results():
     sums = (256 + 256) + 2 * 256  # started and ended; in and out
     rest = 64 + 3 * 256 + (4 + 4 + 4)  # `other` is written on the chip; `new`; `next`
     expected = fusion + product + sums + rest
-    assert find_traffic(parse_module(LOOP), 1, 8).step_bytes == expected
+    assert find_traffic(LOOP, 1, 8).step_bytes == expected
 
 
 def test_a_text_that_is_no_program_is_an_error():
     with pytest.raises(ValueError, match="has no ENTRY computation"):
-        parse_module("HloModule nothing")
+        find_traffic("HloModule nothing", 1, 8)
