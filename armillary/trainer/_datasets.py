@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from armillary.data._dataset import DistributedDataset
-from armillary.data.feed._feed import Feed
+from armillary.data.feed._prefetch import Prefetcher
 from armillary.data.sources._source import Source
 from armillary.distribute._strategy import Strategy
 from armillary.goodput._stopwatch import Category, get_stopwatch
@@ -61,8 +61,10 @@ def distribute(dataset: Any, strategy: Strategy) -> DistributedDataset:
 
 
 @contextlib.contextmanager
-def waiting_for_data(feed: Feed[Any], strategy: Strategy) -> Iterator[None]:
-    """Counts a block that reads the first batches or the next chunk from a feed.
+def waiting_for_data(
+    queue: Prefetcher[Any] | None, strategy: Strategy
+) -> Iterator[None]:
+    """Counts a block that reads the first batches or the next chunk of a queue.
 
     Python reads ahead of the device: while that still runs steps, waiting costs
     nothing. Where this thread reads, the whole block counts if the device has ended.
@@ -70,11 +72,12 @@ def waiting_for_data(feed: Feed[Any], strategy: Strategy) -> Iterator[None]:
     stopwatch, dispatch = get_stopwatch(), strategy.dispatch
     if stopwatch is not None:
         stopwatch.moves += 1
-    if stopwatch is None or feed.is_ready:
+    if stopwatch is None or (queue is not None and queue.is_ready):
         yield
         return
-    while dispatch.in_flight() and feed.is_coming(_POLL_SECONDS):
-        pass
+    while queue is not None and dispatch.in_flight():
+        if not queue.is_coming(_POLL_SECONDS):
+            break
     category = stopwatch.category
     with stopwatch.phase(Category.DATA):
         yield

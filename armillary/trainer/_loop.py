@@ -113,7 +113,7 @@ class Loop:
         """Returns whether another step can run; waits for the data if it must."""
         if self.feed.is_started:
             return self._next_chunk() is not None
-        with waiting_for_data(self.feed, self._strategy):
+        with waiting_for_data(self.feed.queue, self._strategy):
             return None not in self.feed.peek()
 
     def _next_chunk(self) -> Chunk | None:
@@ -125,7 +125,7 @@ class Loop:
             self._start_feed()
         if feed.chunk is not None:
             return feed.chunk
-        with waiting_for_data(feed, self._strategy):
+        with waiting_for_data(feed.queue, self._strategy):
             chunk = feed.next_chunk()
         if self._strategy.dispatch.in_flight():
             feed.read_on()

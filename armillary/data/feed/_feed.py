@@ -59,6 +59,7 @@ class Feed(Generic[T]):
 
     Attributes:
         readers: What reads each of them; not for use while a thread reads.
+        queue: Where chunks come from; None where none was asked for.
         offset: How many steps of the current chunk were used.
     """
 
@@ -86,7 +87,7 @@ class Feed(Generic[T]):
         weakref.finalize(self, _close, tuple(self.readers), 0.0)
         self._build: Callable[[Sequence[BatchReader]], Iterator[T]] | None = None
         self._prefetch = 0
-        self._queue: Prefetcher[T] | None = None
+        self.queue: Prefetcher[T] | None = None
         self._is_cut_off = False
         self.offset = 0
         self.is_started = self.is_closed = False
@@ -110,17 +111,7 @@ class Feed(Generic[T]):
     @property
     def chunk(self) -> T | None:
         """The current chunk; None if `next_chunk` has to read one."""
-        return None if self._queue is None else self._queue.current
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `next_chunk` would return at once."""
-        return self.is_closed or (self._queue is not None and self._queue.is_ready)
-
-    def is_coming(self, seconds: float) -> bool:
-        """Waits that long for the next chunk; returns whether a thread reads on."""
-        queue = self._queue
-        return not self.is_closed and queue is not None and queue.is_coming(seconds)
+        return None if self.queue is None else self.queue.current
 
     def peek(self) -> list[Piece | None]:
         """Returns the next batch of each dataset, None at the end; before `start`."""
@@ -175,7 +166,7 @@ class Feed(Generic[T]):
 
     def _say(self) -> str | None:
         """Describes the next chunk for the other processes, if it has been read."""
-        queue = self._queue
+        queue = self.queue
         if queue is None or queue.current is not None:
             return None
         ahead = queue.ahead
@@ -185,25 +176,25 @@ class Feed(Generic[T]):
 
     def _read(self) -> T | None:
         self._recover()
-        if self._queue is None:
+        if self.queue is None:
             assert self._build is not None
-            self._queue = Prefetcher(self._build(self.readers), self._prefetch, self)
+            self.queue = Prefetcher(self._build(self.readers), self._prefetch, self)
         # A thread of its own is out of reach of Ctrl-C, and loses nothing.
         with contextlib.nullcontext() if self._prefetch else self.reading():
             try:
-                return self._queue.head()
+                return self.queue.head()
             except StopIteration:
                 self._note_ends()
                 return None
 
     def read_on(self) -> None:
         """Reads the next chunk ahead, in the background."""
-        if self._queue is not None:
-            self._queue.read_on()
+        if self.queue is not None:
+            self.queue.read_on()
 
     def commit(self, num_steps: int) -> None:
         """Marks the next steps of the current chunk as used."""
-        queue, chunk, stop = self._queue, self.chunk, self.offset + num_steps
+        queue, chunk, stop = self.queue, self.chunk, self.offset + num_steps
         assert queue is not None and chunk is not None
         used = chunk.positions[stop - 1]
         for reader, position in zip(self.readers, used, strict=True):
@@ -226,9 +217,9 @@ class Feed(Generic[T]):
         # Data that cannot go back stays as broken as it is.
         is_broken = self._is_cut_off and not self.is_repositionable
         self._is_cut_off = True
-        if self._queue is not None:
-            self._queue.close()
-        self._queue, self.offset = None, 0
+        if self.queue is not None:
+            self.queue.close()
+        self.queue, self.offset = None, 0
         if self._peers is not None:
             self._peers.boundary.take(self._say)  # What was said was of another chunk.
         try:
@@ -250,9 +241,9 @@ class Feed(Generic[T]):
     def close(self) -> None:
         """Lets go of the data; the positions reached stay."""
         self.is_closed = True
-        if self._queue is not None:
-            self._queue.close(_CLOSE_TIMEOUT_SECONDS)
-        self._queue = None
+        if self.queue is not None:
+            self.queue.close(_CLOSE_TIMEOUT_SECONDS)
+        self.queue = None
         _close(self.readers, _CLOSE_TIMEOUT_SECONDS)
 
     @contextlib.contextmanager
