@@ -16,7 +16,6 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import json
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -111,9 +110,7 @@ def _wrap(
 
 
 def _make_model(method: Any, kind: Any, args: Any, kwargs: Any) -> Any:
-    model = method(kind, *args, **kwargs)
-    _remember(model)
-    return model
+    return _remember(method(kind, *args, **kwargs))
 
 
 def _compile(method: Any, model: Any, args: Any, kwargs: Any) -> None:
@@ -121,10 +118,11 @@ def _compile(method: Any, model: Any, args: Any, kwargs: Any) -> None:
     _remember(model)
 
 
-def _remember(model: Any) -> None:
+def _remember(model: Any) -> Any:
     if has_strategy():
         _keras.check_backend()
         _strategies[model] = get_strategy()
+    return model
 
 
 def _run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> Any:
@@ -240,13 +238,10 @@ def _copy_to(value: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 def _check_same(peers: Peers, model: Any, name: str) -> None:
     """Raises if processes would train different models, or in different orders."""
-    values = [np.asarray(as_whole(_keras.value_of(v))) for v in model.variables]
-    random_state = repr(np.random.get_state())
-    own = [
-        hashlib.blake2b(b"".join(map(np.ndarray.tobytes, values))).hexdigest(),
-        hashlib.blake2b(random_state.encode()).hexdigest(),
-    ]
-    if len(set(peers.gather(f"model.{name}", json.dumps(own)))) > 1:
+    own = hashlib.blake2b(repr(np.random.get_state()).encode())
+    for variable in model.variables:
+        own.update(np.asarray(as_whole(_keras.value_of(variable))).tobytes())
+    if len(set(peers.gather(f"model.{name}", own.hexdigest()))) > 1:
         raise PeerError(
             f"`model.{name}` was called on processes that differ in the weights of the "
             "model, or in the random numbers by which Keras shuffles. Begin all "
