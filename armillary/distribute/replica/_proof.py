@@ -14,23 +14,20 @@ from armillary.distribute.replica._differences import Differences, Facts, Kind, 
 from armillary.errors import DoubleReductionError, ReplicaMismatchError
 
 
-class Proof:
-    """What was proved of a replica's program: for each result, whether it is equal.
+class Proof(Differences):
+    """A program that leaves no replica waiting, and reduces nothing wrongly.
 
     The first of `counts` is the number of replicas that run it.
     """
 
     def __init__(
-        self,
-        program: core.ClosedJaxpr,
-        inputs: Sequence[Facts],
-        counts: Sequence[int],
+        self, program: core.ClosedJaxpr, inputs: Sequence[Facts], counts: Sequence[int]
     ) -> None:
-        self._jaxpr = program.jaxpr
-        found = Differences(program, inputs, counts)
+        super().__init__(program, inputs, counts)
+        self._made = program.jaxpr
         is_alone = counts[0] == 1
-        if found.conflicts and not is_alone:
-            conflict = found.conflicts[0]
+        if self.conflicts and not is_alone:
+            conflict = self.conflicts[0]
             raise ReplicaMismatchError(
                 f"`{conflict.kind}` at {conflict.where} is decided by a value that "
                 f"differs between replicas ({_computed_from(conflict.reasons)}), and "
@@ -38,26 +35,25 @@ class Proof:
                 "Reduce the value that decides first (`armillary.all_reduce`), reduce "
                 "outside, or choose with `jnp.where`."
             )
-        if found.problems and not is_alone:
-            kind, origin, where = found.problems[0]
+        if self.problems and not is_alone:
+            kind, origin, where = self.problems[0]
             error = ValueError if kind is Kind.KEY else DoubleReductionError
             message = _MESSAGES[kind]
             raise error(message.format(origin=origin, where=where, count=counts[0]))
-        self._found = found
-        self.sums_gradients = found.sums_gradients
-        self.is_equal = [is_alone or not facts.reasons for facts in found.results]
+        self.is_equal = [is_alone or not facts.reasons for facts in self.results]
 
     def require_equal(self, names: Mapping[int, str], num_slots: int) -> None:
+        """Raises if named results are not equal on all replicas."""
         differing = [i for i in names if not self.is_equal[i]]
         if not differing:
             return
-        makers = {made: each for each in self._jaxpr.eqns for made in each.outvars}
+        makers = {made: each for each in self._made.eqns for made in each.outvars}
         lines = []
         for i in differing:
-            maker = makers.get(self._jaxpr.outvars[i])
+            maker = makers.get(self._made.outvars[i])
             where = "" if maker is None else f", written at {source_line(maker)}"
             lines.append(names[i] + where)
-        facts = self._found.join(self._found.results[i] for i in differing)
+        facts = self.join(self.results[i] for i in differing)
         raise ReplicaMismatchError(
             f"{len(lines)} of {num_slots} slots are mirrored, so they must be equal "
             "on all replicas, but `strategy.run` left values in them that differ:\n"
