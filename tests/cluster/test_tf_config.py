@@ -121,6 +121,7 @@ WORKER = r'`TF_CONFIG\["cluster"\]\["worker"\]'
             make_config("ps"),
             rf"{TYPE} is 'ps', but it must be one of 'chief', 'worker'\.",
         ),
+        (make_config(rpc_layer="grpc+verbs"), "rpc_layer.*is 'grpc.verbs', but JAX"),
         (make_config("evaluator", 1), f"{INDEX} is 1, .* There is one evaluator"),
         (
             {**make_config(), "cluster": {**CLUSTER, "chief": ["a:1", "b:1"]}},

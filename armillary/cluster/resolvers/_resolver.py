@@ -173,6 +173,11 @@ def _read_config(environ: Environ, task_type: Any, task_id: Any) -> tuple[Any, .
             f"`TF_CONFIG` is not valid JSON: {error}, near {near!r}."
         ) from (error)
     check_instance("TF_CONFIG", config, dict, "Use a JSON object, in braces.")
+    if (layer := config.get("rpc_layer")) not in (None, "", "grpc"):
+        raise ValueError(
+            f'`TF_CONFIG["rpc_layer"]` is {layer!r}, but JAX speaks gRPC only. Leave '
+            "the key out."
+        )
     tasks = read_tasks('TF_CONFIG["cluster"]', config.get("cluster", {}))
     if tasks or "task" in config:
         name, task = 'TF_CONFIG["task"]', config.get("task")
