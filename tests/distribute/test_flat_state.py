@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import armillary
 from armillary.data import from_arrays
-from armillary.distribute.program._flat_state import FlatState, make_picker
+from armillary.distribute.program._flat_state import FlatState
 from armillary.state._lift import State
 from armillary.trainer._program import Program
 
@@ -84,16 +84,6 @@ def test_slots_hold_what_programs_put_out_and_give_it_to_the_next(data):
         assert are_same(flat.arrays, expected)
 
 
-def test_what_is_no_array_stays_beside_what_was_written():
-    root = make_root()
-    flat = make_flat(root)
-    changed = tuple(flat.state.paths.index(path) for path in ("params/w", "point/x"))
-    run(flat, changed, [jnp.zeros(2), jnp.zeros(2)])
-    assert root.params["scale"] == 2.0 and root.params["nested"][1] is None
-    assert root.point.name == "origin"
-    np.testing.assert_array_equal(root.params["w"], [0, 0])
-
-
 def test_only_what_was_put_into_a_container_is_taken_anew():
     root = make_root()
     flat = make_flat(root)
@@ -120,11 +110,6 @@ def test_another_structure_in_a_place_does_not_fit(place):
     else:
         setattr(root, place, changed)
     assert not flat.fits()
-
-
-def test_picks_values_in_order():
-    for positions in ([], [1], [2, 0], [0, 0, 1]):
-        assert list(make_picker(positions)("abc")) == ["abc"[i] for i in positions]
 
 
 class Trainer(armillary.StandardTrainer):

@@ -118,21 +118,6 @@ def test_arrays_are_put_back_when_a_step_raises(run_lifted):
     model.kernel[...] = model.kernel[...] + 1  # its trace state is the outer one again
 
 
-def test_a_float_times_an_integer_is_an_error(run_lifted):
-    root = Holder(step=jnp.asarray(0))
-
-    def step():
-        root.step = root.step * 1.0
-
-    with pytest.raises(StateStructureError) as caught:
-        run_lifted(step, root, "trainer")
-    message = str(caught.value)
-    assert message.startswith("`step` changed 1 of 1 slots, and a compiled loop needs")
-    assert "  trainer/step: int32 () became float32 ()\n" in message
-    assert "cast before assigning (`value.astype(jnp.float32)`)" in message
-    assert int(root.step) == 0
-
-
 def test_all_changes_are_reported_at_once(run_lifted):
     root = Holder(
         model=linear(),

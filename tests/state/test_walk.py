@@ -141,13 +141,6 @@ def test_shared_parameters_are_one_slot():
     ]  # fmt: skip
 
 
-def test_a_module_on_two_paths_is_found_once():
-    module = linear()
-    root = Holder(first=module, second=Holder(inner=module), items=[module])
-    assert all(path.startswith("first/") for path in find_paths(root))
-    assert len(find_slots(root)) == 2
-
-
 def test_an_optimizer_and_its_model_share_slots():
     model = linear()
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
@@ -177,12 +170,6 @@ def test_an_optimizer_and_its_model_share_slots():
 def test_nothing_is_found_in(value):
     assert find_slots(Holder(place=value)) == []
     assert not find_slots(value)
-
-
-def test_opaque_objects_are_not_walked():
-    strategy = armillary.MirroredStrategy()
-    strategy.hidden = linear()
-    assert find_slots(Holder(strategy=strategy)) == []
 
 
 def in_closure(model, other):
@@ -304,12 +291,6 @@ def test_roles_follow_the_variable_type():
     assert roles["loss/total"] is Role.METRIC
     assert roles["loss/count"] is Role.METRIC
     assert roles["w"] is Role.PLAIN
-
-
-def test_annotations_are_the_metadata_of_the_variable():
-    variable = nnx.Variable(jnp.ones(()), aggregation="anything")
-    (slot,) = find_slots(Holder(v=variable))
-    assert slot.annotations["aggregation"] == "anything"
 
 
 class Slotted:
