@@ -5,6 +5,7 @@ them, and waits for the answer. A worker has up to two messages at a time, so th
 need not wait for its thread in between, and short calls share a message.
 """
 
+import atexit
 import collections
 import contextlib
 import math
@@ -91,6 +92,8 @@ class Scheduler:
         ]
         for thread in self._threads:
             thread.start()
+        # Before Ray ends, in which a thread may wait for a worker that never came up.
+        atexit.register(self.stop)
 
     def _make_server(self, index: int) -> Any:
         actor = import_ray().remote(ParameterServer)
@@ -178,7 +181,8 @@ class Scheduler:
             for actor in (*self.servers, *(w.actor for w in self.workers)):
                 ray.kill(actor)
         for thread in self._threads:
-            thread.join()
+            thread.join(timeout=10.0)
+        atexit.unregister(self.stop)
 
     # What the thread of a worker does.
 

@@ -86,7 +86,7 @@ def test_chief_workers_and_servers_run_one_program(tmp_path):
     # One worker can do all the work before the other one is there.
     assert "0 | has joined the cluster of" in "".join(others)
     assert all("0 | the chief" in each or "1 | the chief" in each for each in others)
-    assert [process.returncode for process in processes] == [0, 0, 0, 0]
+    assert [process.returncode for process in processes] == [0, 0, 0, 0], chief
 
 
 def resolve(task_type, cluster=CLUSTER):
