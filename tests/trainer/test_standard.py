@@ -11,7 +11,7 @@ import armillary
 from armillary import StandardTrainer as Base
 from armillary import StandardTrainerOptions as Options
 from armillary.data import InputOptions, from_arrays
-from armillary.errors import BatchSizeError
+from armillary.errors import BatchSizeError, ReplicaContextError
 from tests.mistakes import mistakes
 from tests.problems import make_strategy
 
@@ -409,6 +409,19 @@ def test_a_dataset_of_another_strategy_is_an_error(other):
 
 
 # Which strategy is in effect
+
+
+def test_a_strategy_that_the_trainer_does_not_know_is_an_error():
+    strategy = make_strategy(2)
+
+    class Forgetful(Base):
+        def train_step(self, iterator):
+            strategy.run(lambda batch: None, args=(next(iterator),))
+
+    with pytest.raises(ReplicaContextError, match=r"so each replica would get the wh"):
+        Forgetful(make_rows(8, 4)).train(1)
+    with strategy.scope():
+        Forgetful(make_rows(8, 4)).train(1)
 
 
 def test_the_strategy_in_effect_comes_before_the_one_of_the_trainer():
