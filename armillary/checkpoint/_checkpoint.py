@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -77,6 +77,18 @@ class Checkpoint:
             if _has_method(value, "check_repositionable"):
                 value.check_repositionable()
         describe_leaves(self.read_leaves())
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            problem = f"`Checkpoint` has no attribute `{name}`"
+            if name in ("save", "restore", "write"):  # as in `tf.train`
+                problem += (
+                    ". A manager saves and restores: write `manager = "
+                    "armillary.CheckpointManager(checkpoint, directory)`, and then "
+                    "`manager.save()` or `manager.restore(path)`."
+                )
+            raise AttributeError(problem, name=name, obj=None)
 
     @property
     def objects(self) -> Mapping[str, Any]:

@@ -130,3 +130,11 @@ def test_a_refused_state_puts_everything_back() -> None:
     assert holder.array is before
     assert (first.state, second.state) == ("one", "two")
     assert second.log == ["refused", "two"]
+
+
+@pytest.mark.parametrize("name", ["save", "restore", "write"])
+def test_what_a_checkpoint_of_tensorflow_does_itself_a_manager_does(name):
+    checkpoint = Checkpoint(model=Delegate())
+    with pytest.raises(AttributeError, match=r"CheckpointManager\(checkpoint, dir"):
+        getattr(checkpoint, name)
+    assert not hasattr(checkpoint, "model")
