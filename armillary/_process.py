@@ -19,7 +19,7 @@ class ExitCode(IntEnum):
     OK = 0
     """Every process ended with 0."""
     FAILED = 1
-    """A process failed, and restarts were not asked for."""
+    """A process failed, and was not restarted."""
     USAGE = 2
     """The command line is wrong, of the launcher or of the script."""
     RESTART_REQUESTED = 75

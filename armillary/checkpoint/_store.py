@@ -236,7 +236,7 @@ class Store:
 
         def finalize_durably(directory: epath.Path) -> None:
             finalize(directory)
-            # ORDER: after everything is written, and before the folder is renamed.
+            # ORDER: after all items are written, and before the folder is renamed.
             write_checksums(directory)
             sync_tree(directory)
             for thread in self._earlier:
