@@ -47,7 +47,7 @@ def make_table(
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", show_header=any(head))
     for name in head:
         side = "right" if name in numbers else "left"
         table.add_column(Text(name), justify=side, overflow="fold")

@@ -211,8 +211,7 @@ class Plan:
                     beside = sum(each.is_asynchronous for each in found)
                     rounds = count_rounds(found, kind)
                     how = f"{rounds} after each other; {beside} asynchronous"
-                comma = "" if self.is_abstract else ","
-                rows.append((kind, f"{size} a step in {count}{comma} {how}"))
+                rows.append((kind, f"{size} a step in {count}, {how}"))
         for each in self.of_step():
             if each.is_asynchronous:
                 name, count = max(each.overlaps, key=lambda pair: pair[1])
