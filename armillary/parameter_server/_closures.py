@@ -1,8 +1,9 @@
 """Functions that calls are scheduled of, the calls, and their results."""
 
+import contextlib
 import math
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +32,7 @@ class RemoteValue:
     """
 
     def __init__(self) -> None:
-        # Of the reference by which Ray finds the result.
-        self.future: Future[Any] = Future()
+        self.future: Future[Any] = Future()  # Of Ray's reference to the result.
 
     def get(self) -> PyTree:
         """Returns what the function returned, with JAX arrays; waits for it.
@@ -147,7 +147,7 @@ class Closure:
 
     def fail(self, error: BaseException) -> None:
         """Tells that there will be no result, if there is none yet."""
-        if not self.value.has_ended:
+        with contextlib.suppress(InvalidStateError):
             self.value.future.set_exception(error)
 
     def cancel(self, why: str = _WHY) -> None:

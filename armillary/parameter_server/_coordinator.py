@@ -37,7 +37,7 @@ class ClusterCoordinator:
     As `tf.distribute.coordinator.ClusterCoordinator`::
 
         strategy = armillary.distribute.ParameterServerStrategy()
-        coordinator = armillary.distribute.ClusterCoordinator(strategy)
+        coordinator = armillary.distribute.coordinator.ClusterCoordinator(strategy)
         dataset = coordinator.create_per_worker_dataset(make_dataset)
         iterator = iter(dataset)
 

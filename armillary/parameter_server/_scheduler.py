@@ -1,8 +1,7 @@
 """Gives scheduled calls to workers, and learns how they end.
 
-There is one queue of calls, and one thread for each worker, which takes calls, sends
-them, and waits for the answer. A worker has up to two messages at a time, so that it
-need not wait for its thread in between, and short calls share a message.
+There is one queue of calls, and a thread for each worker, which sends calls and waits
+for answers. A worker has up to two messages at a time; short calls share a message.
 """
 
 import atexit
@@ -155,8 +154,7 @@ class Scheduler:
                 ray.get(server.greet.remote(), timeout=10)
             except ray.exceptions.RayError:
                 servers[index] = self._make_server(index)
-        self._is_broken = False
-        self.servers = servers
+        self._is_broken, self.servers = False, servers
         self._variables.put_all(servers)
 
     @contextlib.contextmanager
@@ -193,8 +191,15 @@ class Scheduler:
             except (_WorkerLostError, import_ray().exceptions.RayError) as error:
                 if worker.pid and not self.is_stopped:
                     self._lose(worker, error)
-                else:
+                elif not self.is_stopped:
                     self._wait_for(worker, error)
+            except Exception as error:  # Whatever it is, nobody shall wait for ever.
+                with self._changed:
+                    for each in [*worker.messages]:
+                        self._end(worker, each, [Failed(error)] * len(each.closures))
+                    self._error = self._error or error
+                    self._cancel_queue()
+                    self._changed.notify_all()
 
     def _go_on(self, worker: _Worker) -> None:
         """Greets a new worker, sends calls, or waits for how some have ended."""
@@ -242,8 +247,7 @@ class Scheduler:
         if ahead and len(self._queue) <= len(idle):
             return None
         if bound is not None:
-            # Each call that runs will see the updates since it began, and at most one
-            # more of each other one that runs.
+            # It will see the updates since it began, and at most one of each that runs.
             running = [c for w in self.workers for m in w.messages for c in m.closures]
             oldest = min((c.begun_at for c in running), default=self._num_applied)
             if self._num_applied - oldest + len(running) > bound:
@@ -266,7 +270,6 @@ class Scheduler:
 
     def _send(self, worker: _Worker, message: _Message) -> None:
         closures, task = message.closures, message.closures[0].task
-        # Whatever was done before these calls were scheduled.
         if worker.servers is not self.servers:
             worker.servers = self.servers
             worker.actor.connect.remote(worker.servers)
@@ -277,9 +280,8 @@ class Scheduler:
         # Not in a list, where Ray would not fetch results of other calls.
         arguments = [array for closure in closures for array in closure.arguments()]
         if task.number not in worker.known:
-            asked = worker.actor.prepare.remote(
-                worker.pid, task.number, task.reference, *arguments
-            )
+            what = worker.pid, task.number, task.reference
+            asked = worker.actor.prepare.remote(*what, *arguments)
             spec = self._get(worker, asked, f"traces `{task.name}`")
             if isinstance(spec, Failed):
                 raise spec.error
@@ -291,9 +293,8 @@ class Scheduler:
         numbers = [closure.number for closure in closures]
         with self._changed:
             oldest = next(iter(self._open), numbers[0])
-        message.statuses, *message.values = run.remote(
-            worker.pid, task.number, numbers, oldest, *arguments
-        )
+        results = run.remote(worker.pid, task.number, numbers, oldest, *arguments)
+        message.statuses, *message.values = results
 
     def _finish(self, worker: _Worker, message: _Message) -> None:
         first = message.closures[0]
@@ -305,7 +306,6 @@ class Scheduler:
         with self._changed:
             if self.is_stopped:
                 return
-            worker.messages.remove(message)
             for i, closure in enumerate(message.closures):
                 self._open.pop(closure.number, None)
                 if i >= len(statuses):  # An earlier one of them has failed.
@@ -320,6 +320,7 @@ class Scheduler:
                     self.statistics.count(status.staleness)
                     closure.task.seconds = status.seconds
                     closure.value.future.set_result(message.values[i])
+            worker.messages.remove(message)  # Not before: an error may end this.
             self._changed.notify_all()
 
     def _wait_for(self, worker: _Worker, error: Exception) -> None:
@@ -390,8 +391,7 @@ class Scheduler:
                 answer = ray.get(reference)
         except ray.exceptions.RayActorError as error:
             raise _WorkerLostError(_first_line(error)) from error
-        if isinstance(answer, NotKnown):
-            # Ray has started it anew, while it had nothing to do.
+        if isinstance(answer, NotKnown):  # Ray has started it anew, while idle.
             raise _WorkerLostError("its process has ended")
         return answer
 

@@ -1,8 +1,8 @@
 """The same steps without a compiler, for finding a mistake.
 
-Every operation runs when Python reaches it: a debugger stops in the step, `print` shows
-values (on several replicas: one line, with the values of all). Slow, and equal to the
-compiled loop up to rounding only.
+On one device it runs line by line: a debugger stops in the step, `print` shows values.
+What `run` of several replicas is given is traced and proved as in a compiled step.
+Slow, and equal to the compiled loop up to rounding only.
 """
 
 from collections.abc import Iterator

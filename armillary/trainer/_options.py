@@ -59,9 +59,9 @@ class StandardTrainerOptions(LoopOptions):
         compile_loop: Whether many steps run as one device program. Off, the same
             compiled step runs from a Python loop, with bit-identical results.
         compile_step: Whether the step is compiled at all. Off, every operation runs
-            when Python reaches it, for debugging: slow, equal up to rounding. There is
-            no program to prove anything of: what several replicas leave is compared,
-            but no reduction is checked.
+            when Python reaches it, for debugging: slow, equal up to rounding. What
+            `run` of several replicas is given is traced and proved as in a compiled
+            step; on one device it runs line by line, and `print` shows values.
         steps_per_chunk: Most steps in one device program, and most batches that are
             stacked for it. Results do not depend on it. More save time between
             programs, but delay the first step and need more memory. `None` takes as

@@ -49,6 +49,23 @@ def test_wrong_devices_are_errors(devices, message):
         MirroredStrategy(devices)
 
 
+def test_platforms_cannot_be_mixed(monkeypatch):
+    class Other:
+        platform, id = "gpu", 0
+
+    from armillary.distribute.strategies import _layouts
+
+    def as_device(name, device):
+        return Other() if device == "gpu:0" else jax.devices()[0]
+
+    monkeypatch.setattr(_layouts, "as_device", as_device)
+    with pytest.raises(ValueError) as caught:
+        MirroredStrategy(["cpu:0", "gpu:0"])
+    assert str(caught.value) == (
+        "`devices` is ['cpu:0', 'gpu:0'], which mixes platforms: use one."
+    )
+
+
 def test_results_of_different_shape_are_stacked(make_mirrored):
     result = make_mirrored(2).run(lambda: (jnp.ones(3), jnp.int32(1)))
     assert result[0].stacked.shape == (2, 3) and result[1].stacked.shape == (2,)

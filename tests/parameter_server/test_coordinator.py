@@ -7,6 +7,7 @@ The cases of losses are those of TensorFlow's tests of fault tolerance
 import os
 import threading
 import time
+from concurrent.futures import InvalidStateError
 
 import jax.numpy as jnp
 import numpy as np
@@ -455,6 +456,21 @@ def test_a_server_that_is_lost_while_idle_is_an_error_of_its_own(
     coordinator.schedule(step, args=(iterator,))
     coordinator.join()
     assert problem.num_steps == 2
+
+
+def test_a_cancelled_future_ends_its_call(alone):
+    def sleep():
+        time.sleep(1)
+        return 1
+
+    alone.schedule(sleep).future.cancel()
+    deadline = time.monotonic() + 30
+    while alone._scheduler._open:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    with pytest.raises(InvalidStateError):
+        alone.join()
+    assert alone.schedule(lambda: 2).fetch() == 2
 
 
 def test_nothing_waits_for_a_coordinator_that_was_shut_down(make_coordinator):

@@ -1,7 +1,6 @@
 """Where batches go: a device, a mesh, or a row for each replica of a mesh.
 
-The layouts are what `armillary.data._layout.BatchLayout` says. Devices are objects or
-names, checked before anything is built on them.
+They are what `armillary.data._layout.BatchLayout` says. Devices are checked first.
 """
 
 import math
@@ -25,8 +24,7 @@ from armillary.distribute.replica._values import AXIS_NAME, PerReplica
 from armillary.typing import PyTree
 
 if TYPE_CHECKING:
-    # jax.Device is a class made by the extension module, which type checkers cannot
-    # see.
+    # Type checkers cannot see jax.Device, a class of the extension module.
     Device: TypeAlias = Any
 else:
     Device = jax.Device
@@ -66,6 +64,8 @@ def as_devices(name: str, devices: Any) -> list[Device]:
         raise ValueError(
             f"`{name}` is {names}, which repeats a device. Name each device once."
         )
+    if len({device.platform for device in found}) > 1:
+        raise ValueError(f"`{name}` is {names}, which mixes platforms: use one.")
     return found
 
 
