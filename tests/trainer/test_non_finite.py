@@ -151,6 +151,22 @@ def test_a_skipped_step_changes_counters_only(num_replicas, way):
 
 
 @pytest.mark.slow
+def test_a_step_of_its_own_program_is_skipped_too():
+    trainer = make_trainer(
+        2, CNN, data={"bad_steps": [1], "num_steps": 4}, on_non_finite="skip"
+    )
+    expected = make_trainer(2, CNN, data={"left_out": [1], "num_steps": 4})
+
+    trainer.train(4)
+    expected.train(3)
+
+    actual, good = read_state(trainer), read_state(expected)
+    for state in (actual, good):
+        del state["optimizer/step"], state["losses"]
+    assert_identical(actual, good)
+
+
+@pytest.mark.slow
 def test_random_keys_of_a_skipped_step_are_used_up():
     trainer = make_trainer(
         2, MLP, data={"bad_steps": [1]}, on_non_finite="skip", compile_loop=False
