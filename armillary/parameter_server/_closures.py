@@ -135,8 +135,8 @@ class Closure:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all of them are there."""
-        return all(value.is_ready for value in self.awaited)
+        """Whether all have ended; `arguments` raises what one of them raised."""
+        return all(value.has_ended for value in self.awaited)
 
     def arguments(self) -> list[Any]:
         """Returns its inputs for Ray, which fetches references on the worker."""

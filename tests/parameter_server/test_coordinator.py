@@ -473,6 +473,27 @@ def test_a_cancelled_future_ends_its_call(alone):
     assert alone.schedule(lambda: 2).fetch() == 2
 
 
+def test_results_of_another_coordinator_are_waited_for(coordinator, alone):
+    def sleep(x):
+        time.sleep(1)
+        return x + 1
+
+    def fail(x):
+        time.sleep(1)
+        raise ValueError("no result")
+
+    one = jnp.ones(())
+    later = alone.schedule(jnp.add, (coordinator.schedule(sleep, (one,)), 1))
+    assert later.future.result(timeout=30) is not None
+    assert later.fetch() == 3
+    later = alone.schedule(jnp.add, (coordinator.schedule(fail, (one,)), 1))
+    with pytest.raises(ValueError, match="no result"):
+        later.future.result(timeout=30)
+    for each in (coordinator, alone):
+        with pytest.raises(ValueError, match="no result"):
+            each.join()
+
+
 def test_nothing_waits_for_a_coordinator_that_was_shut_down(make_coordinator):
     coordinator = make_coordinator(
         num_workers=1, num_ps=1, worker_options={"num_gpus": 1}
