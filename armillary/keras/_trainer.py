@@ -20,6 +20,7 @@ from armillary.distribute.replica._context import get_strategy, require_replica_
 from armillary.distribute.replica._gradient import value_and_grad
 from armillary.distribute.replica._reductions import all_reduce
 from armillary.state._keras import check_backend
+from armillary.trainer._hooks import without_python
 from armillary.trainer._options import StandardEvaluatorOptions, StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_trainer import StandardTrainer
@@ -204,6 +205,7 @@ class KerasTrainer(StandardTrainer):
         build(model, dataset)
         self.model = model
 
+    @without_python
     def train_loop_begin(self) -> None:
         """Resets the metrics of the model."""
         self.model.reset_metrics()
@@ -212,6 +214,7 @@ class KerasTrainer(StandardTrainer):
         """Makes one update of the model."""
         get_strategy().run(self._update, args=(next(iterator),))
 
+    @without_python
     def train_loop_end(self) -> Output:
         """Returns the loss and the metrics of the model."""
         return dict(self.model.get_metrics_result())

@@ -260,7 +260,6 @@ def take_tracers(roots: Sequence[tuple[Any, str]]) -> list[Slot]:
     left = [
         slot
         for slot in Walk(roots).slots.values()
-        if slot.variable is None
         if any(isinstance(leaf, Tracer) for leaf in slot.read())
     ]
     for slot in left:

@@ -118,7 +118,9 @@ def find_facts(walk: Walk, names: Collection[str] | None) -> dict[tuple[str, Any
                 place = part.kind.join(path, name)
                 slot = walk.slots.get((id(part.source), name))
                 if slot is None:
-                    facts[place, name] = walk.fact(value)
+                    # A dictionary may have an attribute and an item of one name.
+                    key = (name, part.kind) if (place, name) in facts else name
+                    facts[place, key] = walk.fact(value)
                     continue
                 facts[place, name] = Found(value, (slot.treedef, slot.is_dynamic), "")
                 for leaf_path, leaf in slot.others:

@@ -43,7 +43,7 @@ class StandardEvaluator(Runner, AbstractEvaluator):
         self, eval_dataset: PyTree, options: StandardEvaluatorOptions | None = None
     ) -> None:
         kind = StandardEvaluatorOptions
-        self._eval = make_run("eval_dataset", eval_dataset, options, kind)
+        self._eval_run = make_run("eval_dataset", eval_dataset, options, kind)
 
     @property
     def eval_dataset(self) -> PyTree:
@@ -55,7 +55,7 @@ class StandardEvaluator(Runner, AbstractEvaluator):
         self._get_eval().datasets = eval_dataset
 
     def _get_eval(self) -> Run:
-        return self._get_run("_eval", "eval_dataset")
+        return self._get_run("_eval_run", "eval_dataset")
 
     def eval_begin(self) -> Any:
         """Returns the state to reduce step outputs into; override as needed.

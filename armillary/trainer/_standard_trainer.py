@@ -54,7 +54,7 @@ class StandardTrainer(Runner, AbstractTrainer):
         self, train_dataset: PyTree, options: StandardTrainerOptions | None = None
     ) -> None:
         kind = StandardTrainerOptions
-        self._train = make_run("train_dataset", train_dataset, options, kind)
+        self._train_run = make_run("train_dataset", train_dataset, options, kind)
 
     @property
     def train_dataset(self) -> PyTree:
@@ -149,7 +149,7 @@ class StandardTrainer(Runner, AbstractTrainer):
         return self._start(num_steps, num_loops)
 
     def _get_train(self) -> Run:
-        return self._get_run("_train", "train_dataset")
+        return self._get_run("_train_run", "train_dataset")
 
     def _has_own_train(self) -> bool:
         return type(self).train is not StandardTrainer.train or "train" in vars(self)

@@ -27,7 +27,7 @@ from armillary.distribute.program._trace import (
 from armillary.errors import RetraceError
 from armillary.state._lift import State
 from armillary.trainer._guard import LoopGuard
-from armillary.trainer._hooks import Hooks, trace_hooks
+from armillary.trainer._hooks import Hooks, need_python, trace_hooks
 from armillary.trainer._program import Program
 from armillary.trainer._step_checks import (
     StepMethod,
@@ -134,7 +134,7 @@ class StepPrograms:
             )
         except BaseException:
             # The next loop must not run what was traced before.
-            self.flat, self._traces = None, {}
+            self.flat, self._traces, self._has_traced_hooks = None, {}, False
             raise
         if is_same:
             self._traces = old
@@ -172,8 +172,10 @@ class StepPrograms:
         owner, flat = self._method.owner, self.flat
         assert flat is not None
         is_asked = self._method.options.hooks_in_program is True
-        with recorded_reads(owner, flat.state.note_read):
-            hooks = trace_hooks(owner, flat, is_asked=is_asked)
+        hooks = None
+        if is_asked or not need_python(owner):
+            with recorded_reads(owner, flat.state.note_read):
+                hooks = trace_hooks(owner, flat, is_asked=is_asked)
         flat.state.watch()
         if hooks is None:
             # What Python does where a loop begins may put state where there was none.

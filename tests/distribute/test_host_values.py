@@ -39,7 +39,7 @@ def helper():
 @pytest.mark.parametrize(
     ("use", "name"),
     [
-        (lambda _, x: x + np.random.normal(size=len(x)), "np"),
+        (lambda _, x: x + np.random.normal(size=len(x)), "np.random"),
         (lambda _, x: x * random.random(), "random"),
         (lambda trainer, x: trainer.generator.normal(), "generator"),
         (lambda _, x: helper(), "global_generator"),
@@ -61,7 +61,9 @@ def test_a_step_that_is_not_compiled_may_draw():
     class Eager(Trainer):
         def __init__(self):
             super().__init__(lambda _, x: x + np.random.normal())
-            self._train.options = armillary.StandardTrainerOptions(compile_step=False)
+            self._train_run.options = armillary.StandardTrainerOptions(
+                compile_step=False
+            )
 
     Eager().train(2)
 

@@ -394,9 +394,9 @@ def test_a_chunk_has_the_steps_of_the_first_loop_within_bounds(
     trainer = Trainer(dataset, steps_per_chunk=steps_per_chunk)
     for num_steps in (first, 120):
         trainer.train(num_steps)
-        if trainer._train.loop.feed.chunk is not None:
-            assert trainer._train.loop.feed.chunk.capacity == capacity
-    assert len(trainer._train.loop._programs._programs) == 1
+        if trainer._train_run.loop.feed.chunk is not None:
+            assert trainer._train_run.loop.feed.chunk.capacity == capacity
+    assert len(trainer._train_run.loop._programs._programs) == 1
 
 
 def test_a_loop_that_is_shortened_leaves_chunks_as_they_are():
@@ -406,7 +406,7 @@ def test_a_loop_that_is_shortened_leaves_chunks_as_they_are():
         trainer=trainer, global_step=trainer.num_steps, steps_per_loop=50
     )
     controller.train(30)
-    assert trainer._train.loop.feed.chunk.capacity == 50
+    assert trainer._train_run.loop.feed.chunk.capacity == 50
 
 
 def test_the_next_chunk_is_read_once_the_device_has_work(monkeypatch):
@@ -432,7 +432,7 @@ def test_the_next_chunk_is_read_once_the_device_has_work(monkeypatch):
 def test_a_chunk_that_is_used_up_is_let_go():
     trainer = Trainer(make_dataset(), steps_per_chunk=2)
     trainer.train(3)
-    loop = trainer._train.loop
+    loop = trainer._train_run.loop
     chunk = weakref.ref(loop.feed.chunk)
     trainer.train(1)
     deadline = time.monotonic() + 10

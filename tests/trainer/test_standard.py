@@ -515,3 +515,14 @@ def test_a_global_model_used_by_another_method_is_named():
 
 
 global_model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+
+
+def test_a_subclass_may_call_a_method_as_the_library_might():
+    class Own(Base):
+        def _train(self, batch):
+            return batch
+
+        def train_step(self, iterator):
+            self._train(next(iterator))
+
+    Own(make_rows(8, 4)).train(1)

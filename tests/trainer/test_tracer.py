@@ -384,7 +384,7 @@ def test_what_no_step_reads_is_not_looked_at():
     trainer = Trainer()
     trainer.vocabulary = Untouchable({str(i): i for i in range(1000)})
     trainer.train(1)
-    flat = trainer._train.loop._programs.flat
+    flat = trainer._train_run.loop._programs.flat
     state = flat.state
 
     trainer.vocabulary["new"] = 1

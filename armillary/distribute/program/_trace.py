@@ -313,21 +313,20 @@ def check_no_trace(fn: Callable[..., Any], state: State) -> None:
 
 
 def _find_generators(*walks: Walk) -> dict[str, Any]:
-    """Returns the generators that a step knows by name."""
+    """Returns the generators that a step knows by name, and those of the modules."""
     kinds = (np.random.Generator, np.random.RandomState, random.Random)
-    return {
+    return {"np.random": np.random, "random": random} | {
         part.kind.join(node.path, name): value
         for walk in walks
         for node in walk.nodes.values()
         for part in node.parts
         for name, value in part.pairs
-        if isinstance(value, kinds) or any(value is m for m in (random, np, np.random))
+        if isinstance(value, kinds)
     }
 
 
 def _state_of(generator: Any) -> bytes:
-    source: Any = np.random if generator is np else generator
     for name in ("getstate", "get_state"):
-        if hasattr(source, name):
-            return pickle.dumps(getattr(source, name)())
-    return pickle.dumps(source.bit_generator.state)
+        if hasattr(generator, name):
+            return pickle.dumps(getattr(generator, name)())
+    return pickle.dumps(generator.bit_generator.state)
