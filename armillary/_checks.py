@@ -37,7 +37,7 @@ def _is_real(value: Any) -> bool:
 
 def check_positive_int(name: str, value: Any, most: int | None = None) -> int:
     """Returns `value` as an `int`, or raises if it is not positive, or above `most`."""
-    if not is_positive_int(value) or value > (most or value):
+    if not is_positive_int(value) or (most is not None and value > most):
         limit = "" if most is None else f" of at most {most:,}"
         fix = f"Use `{name}=1` or more{_as_int(name, value)}."
         _refuse(name, value, f"a positive integer{limit}. {fix}")
@@ -46,7 +46,8 @@ def check_positive_int(name: str, value: Any, most: int | None = None) -> int:
 
 def check_not_negative_int(name: str, value: Any, most: int | None = None) -> int:
     """Returns `value` as an `int`, or raises if it is below 0, or above `most`."""
-    if not _is_int(value) or not 0 <= value <= (most or value):
+    is_fine = _is_int(value) and value >= 0
+    if not is_fine or (most is not None and value > most):
         limit = "" if most is None else f" and at most {most:,}"
         rule = f"an integer that is not negative{limit}. Use `{name}=0` or more."
         _refuse(name, value, rule)

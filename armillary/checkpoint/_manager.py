@@ -113,8 +113,7 @@ class CheckpointManager:
         self._may_differ = as_paths("may_differ", may_differ)
         self._step_counter: Any = None
         self._read_step: Callable[[], int] | None = None
-        if step_counter is not None:
-            self.step_counter = step_counter
+        self.step_counter = step_counter
         # The others only read. They hear of the error, or they would wait for this one.
         with announcing_errors():
             if get_process().is_chief and not self.checkpoints:
@@ -173,7 +172,11 @@ class CheckpointManager:
 
     @step_counter.setter
     def step_counter(self, step_counter: Any) -> None:
-        self._read_step = as_step_counter(step_counter, "step_counter")
+        self._read_step = (
+            None
+            if step_counter is None
+            else as_step_counter(step_counter, "step_counter")
+        )
         self._step_counter = step_counter
 
     def bind_step_counter(self, step_counter: Any) -> None:

@@ -112,11 +112,7 @@ class Writer:
     def start(self, number: int, content: Content) -> str | None:
         """Starts a save. The last one must be over: call `sync` first."""
         # On all processes: computations on shared arrays must be made by all.
-        arrays = {
-            name: as_stored(leaf, self._peers)
-            for name, leaf in content.leaves.items()
-            if 0 not in content.specs[name].shape
-        }
+        arrays = None if self._peers is None else self._as_arrays(content)
         path = self._share("a save", lambda: self._start(number, content, arrays))
         self._is_saving = path is not None
         return path
@@ -150,10 +146,23 @@ class Writer:
                 raise
             return None
 
-    def _start(self, number: int, content: Content, arrays: dict[str, Any]) -> str:
+    def _as_arrays(self, content: Content) -> dict[str, Any]:
+        return {
+            name: as_stored(leaf, self._peers)
+            for name, leaf in content.leaves.items()
+            if 0 not in content.specs[name].shape
+        }
+
+    def _start(
+        self, number: int, content: Content, arrays: dict[str, Any] | None
+    ) -> str:
         path = self._directory / f"checkpoint_{number}"
-        num_bytes = sum(array.nbytes for array in arrays.values())
+        num_bytes = None
         try:
+            if arrays is None:
+                # Of one process. There may be no memory for them.
+                arrays = self._as_arrays(content)
+            num_bytes = sum(array.nbytes for array in arrays.values())
             self._directory.mkdir(parents=True, exist_ok=True)
             # Not in the constructor: a manager that only reads must not remove the
             # folder that another process is writing.
@@ -224,7 +233,7 @@ class Writer:
         for entry in (*superseded, *expired) if is_first() else ():
             try:
                 _folder.remove(entry.path)
-            except OSError as error:
+            except Exception as error:
                 logger.warning(
                     "`%s` is complete, but `%s` cannot be removed: %s. Look at its "
                     "rights, or keep all (`max_to_keep=None`).",
@@ -242,12 +251,12 @@ class Writer:
             raise failure
 
     def _fail(
-        self, path: epath.Path, error: Exception, num_bytes: int
+        self, path: epath.Path, error: Exception, num_bytes: int | None
     ) -> CheckpointError:
         """Gives back the space of a save that failed, and returns what to say."""
         self._store.abandon()
         space, place = "", path.parent
-        if place.is_dir() and "://" not in str(place):
+        if num_bytes is not None and place.is_dir() and "://" not in str(place):
             free = format_bytes(shutil.disk_usage(place).free)
             need = f" Its arrays need about {format_bytes(num_bytes)}"
             space = f"{need}, and `{place}` has {free} free."

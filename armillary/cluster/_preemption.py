@@ -28,8 +28,8 @@ class TerminationConfig:
     Args:
         grace_period: Seconds from the notice to the end of the machine. With `None` or
             0 the job saves after the loop that is running, and ends. With more, it
-            saves, trains on while there is certainly time for another save, saves
-            again, and ends: worth it if the period is many times as long as a save.
+            saves, trains on in the first half of the period, saves again, and ends:
+            worth it if the period is many times as long as a save.
         exit_fn: Called without arguments in all processes once they have saved. If it
             returns, training goes on. `None` ends the program with exit code 77,
             `armillary.cluster.ExitCode.PREEMPTED`.

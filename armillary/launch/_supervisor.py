@@ -349,7 +349,7 @@ class _Group:
             who += f" of {count}"
         if count > 1:
             who += " failed first" if is_failure else " ended first"
-        tail = self._tails[child.label] if is_failure else ()
+        tail = list(self._tails[child.label]) if is_failure else ()
         lines = [f"  | {line}" for line in tail if line.strip()]
         before = [f"{who}: {ending}.{' Its stderr ended with:' if lines else ''}"]
         self._say("\n".join(before + lines))

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from armillary._checks import (
     check_callable,
@@ -188,6 +189,8 @@ def _find_values(
 
 
 def _find_problem(value: Any) -> str | None:
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
+        return "a value that JAX traces; return it from `train_loop_end`"
     if isinstance(value, int | float | Summary):
         return None
     if isinstance(value, PerReplica):

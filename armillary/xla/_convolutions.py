@@ -25,8 +25,21 @@ from jax import lax
 MOST_TERMS = 64
 """Most products that one convolution is written out as: an 8 by 8 window's."""
 
-NUM_PARAMETERS = 10
-"""How many a convolution has: with others, it would have to heed them."""
+PARAMETERS = frozenset(
+    {
+        "batch_group_count",
+        "dimension_numbers",
+        "feature_group_count",
+        "lhs_dilation",
+        "out_sharding",
+        "padding",
+        "precision",
+        "preferred_element_type",
+        "rhs_dilation",
+        "window_strides",
+    }
+)
+"""Those that a convolution has: with others, it would have to heed them."""
 
 
 class Form(enum.Enum):
@@ -40,7 +53,7 @@ class Form(enum.Enum):
 
 def choose_form(parameters: Mapping[str, Any], lhs: Any, rhs: Any, out: Any) -> Form:
     """Returns the form for a convolution of values with these abstract values."""
-    if len(parameters) != NUM_PARAMETERS:
+    if parameters.keys() != PARAMETERS:
         return Form.UNCHANGED
     numbers, is_in_order = parameters["dimension_numbers"], is_ordered(parameters)
     has_batch_groups = parameters["batch_group_count"] != 1

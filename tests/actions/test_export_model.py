@@ -157,6 +157,18 @@ def test_a_model_in_training_mode_is_an_error_that_names_what_it_changes(tmp_pat
     model(IMAGES)  # No tracer was left behind.
 
 
+def test_an_error_in_the_function_leaves_the_model_as_it_was(tmp_path):
+    model = Net()
+
+    def predict(images):
+        model.eval()
+        raise KeyError("label")
+
+    with pytest.raises(KeyError, match="label"):
+        make(tmp_path, predict)()
+    assert not model.dropout.deterministic
+
+
 def test_keys_and_other_dtypes_are_constants(tmp_path):
     class Noise:
         def __init__(self):

@@ -215,6 +215,23 @@ def test_with_warn_a_program_goes_on_over_refused_writes(tmp_path: Path) -> None
     np.testing.assert_array_equal(other.array, expected_array(6))
 
 
+def test_with_warn_a_copy_without_memory_is_a_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object) -> None:
+        raise MemoryError("no room")
+
+    run = Run(lambda step: None)
+    manager = make_manager(run, tmp_path, on_write_error="warn")
+    with monkeypatch.context() as patch:
+        patch.setattr("armillary.checkpoint._writer.as_stored", fail)
+        assert manager.save() is None
+    assert "MemoryError: no room" in caplog.text
+    assert isinstance(manager.last_error, CheckpointError)
+    assert manager.save() is not None
+    manager.close()
+
+
 @pytest.mark.parametrize("on_write_error", ["raise", "warn"])
 def test_saving_a_checkpoint_now_raises_with_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_write_error: str

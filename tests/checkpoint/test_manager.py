@@ -190,6 +190,8 @@ def test_binding_a_step_counter_keeps_the_users(make_manager: MakeManager) -> No
 
     assert manager.step_counter is first
     assert Path(str(manager.save())).name == "checkpoint_3"
+    manager.step_counter = None
+    assert manager.step_counter is None
 
 
 def test_init_fn_runs_only_if_there_is_no_checkpoint(

@@ -50,6 +50,7 @@ def share(size, num_replicas):
             "`input_pipeline_id` is -1, but it must be an": lambda: InputContext(1, -1),
             "`input_pipeline_id` is 1.5": lambda: InputContext(1, 1.5),
             "`input_pipeline_id` is 2, .* and at most 1": lambda: InputContext(2, 2),
+            "`input_pipeline_id` is 1, .* and at most 0": lambda: InputContext(1, 1),
             "`global_batch_size` is 0": lambda: share(0, 1),
         },
         BatchSizeError: {

@@ -139,6 +139,14 @@ def test_unbatched_arrays_point_to_from_arrays(make_layout):
         as_source(dataset)
 
 
+def test_a_source_may_have_any_attribute_of_its_own():
+    class Batches(list):
+        element_spec = None
+
+    batch = next(as_source(Batches([{"x": np.zeros(3)}])).make_iterator(0))
+    assert batch["x"].shape == (3,)
+
+
 @pytest.mark.parametrize("value", [3, None, "data.csv", b"x"])
 def test_other_types_are_errors(value):
     with pytest.raises(

@@ -40,9 +40,10 @@ class Prefetcher(Generic[T]):
         self._has_read_all = self._is_closed = False
         self._error: BaseException | None = None
         self.current: T | None = None
-        if owner is not None:
-            # Collection may happen anywhere: it asks the thread to end, and goes on.
-            weakref.finalize(owner, self._request_stop)
+        # Collection may happen anywhere: it asks the thread to end, and goes on.
+        self._finalizer: weakref.finalize[..., Any] | None = (
+            None if owner is None else weakref.finalize(owner, self._request_stop)
+        )
 
     def __iter__(self) -> "Prefetcher[T]":
         return self
@@ -119,6 +120,8 @@ class Prefetcher(Generic[T]):
     def close(self, timeout_seconds: float | None = None) -> None:
         """Ends the thread and waits for it; what was read ahead is lost."""
         self._request_stop()
+        if self._finalizer is not None:
+            self._finalizer.detach()  # It holds this object.
         if self._thread not in (None, threading.current_thread()):
             self._thread.join(timeout_seconds)
 

@@ -85,7 +85,7 @@ def as_source(source: Any) -> Source:
             f"The data set is a {type(source).__name__} of arrays, but it must give "
             "batches. Use `armillary.data.from_arrays(arrays, batch_size=...)`."
         )
-    if hasattr(source, "element_spec"):
+    if hasattr(source, "open_reader"):
         raise TypeError(
             "The data set is a distributed dataset already. Pass the data set that it "
             "was made from, or use it as it is."
