@@ -87,7 +87,7 @@ if TYPE_CHECKING:
         StandardTrainerOptions,
         predict,
     )
-    from armillary.trainer._epoch_helper import EpochHelper
+    from armillary.trainer._contract import EpochHelper
     from armillary.trainer._moving_average import ExponentialMovingAverage
     from armillary.typing import Action, Output
 
@@ -166,7 +166,7 @@ _HOMES = [
     "parameter_server",
     "checkpoint",
     "trainer",
-    "trainer._epoch_helper",
+    "trainer._contract",
     "controller",
     "trainer._moving_average",
 ]

@@ -34,7 +34,7 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data.sources._arrays import IndexedDataset
 from armillary.errors import CheckpointDamageError, CheckpointError
 from armillary.goodput._stopwatch import Category
-from armillary.trainer._datasets import flatten_datasets
+from armillary.trainer._runner import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.typing import Action
 

@@ -27,7 +27,7 @@ from armillary.distribute._strategy import Strategy
 from armillary.distribute.strategies._single import DefaultStrategy
 from armillary.errors import ClusterError
 from armillary.state._summarize import ModelSummary, summarize
-from armillary.trainer._datasets import flatten_datasets
+from armillary.trainer._runner import flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
 
 _MOST_MODULES = 3

@@ -18,11 +18,10 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data.feed._chunks import Chunk, ChunkBuilder
 from armillary.data.feed._gather import Gather
 from armillary.distribute._global_arrays import everywhere
-from armillary.trainer._datasets import distribute, flatten_datasets
 from armillary.trainer._guard import Health, LoopGuard
 from armillary.trainer._loop import FEW_STEPS, choose_chunk_size
+from armillary.trainer._runner import StepMethod, distribute, flatten_datasets
 from armillary.trainer._standard_trainer import StandardTrainer
-from armillary.trainer._step_checks import StepMethod
 from armillary.trainer._tracer import StepPrograms
 from armillary.typing import PyTree
 from armillary.xla._lowerings import Split

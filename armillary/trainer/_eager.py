@@ -21,7 +21,7 @@ from armillary.distribute.program._trace import (
 from armillary.distribute.replica._context import lifted
 from armillary.state._lift import State, as_array
 from armillary.trainer._guard import LoopGuard
-from armillary.trainer._step_checks import StepMethod
+from armillary.trainer._runner import StepMethod
 from armillary.typing import PyTree
 
 

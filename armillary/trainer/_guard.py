@@ -33,7 +33,7 @@ from armillary.distribute.program._compare import (
 from armillary.errors import NonFiniteError
 from armillary.state._lift import State
 from armillary.state._slots import Role, Slot
-from armillary.trainer._step_checks import StepMethod
+from armillary.trainer._runner import StepMethod
 
 _HOW_TO_FIND = (
     "To find the operation, begin the program with "

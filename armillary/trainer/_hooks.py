@@ -3,22 +3,41 @@
 `train_loop_begin` and `train_loop_end` are Python. Where they are part of the program,
 many loops are one program, and Python's time between two loops is gone. They may be if
 Python need not run: if all they do is to reset metrics, set arrays, and compute numbers
-from them. Either the user says so (`compile_hooks=True`), or their code shows it
-(`_pure_code.py`).
+from them. Either the user says so (`compile_hooks=True`), or their code shows it. What
+is not known to compute only has Python, so the list of what is known is short.
 """
 
+import ast
+import inspect
+import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
 
 from armillary._logging import logger
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep, trace_step
-from armillary.trainer._pure_code import find_effect
 from armillary.typing import Output
 
 BEGIN, END = "train_loop_begin", "train_loop_end"
 _MARK = "needs_no_python"
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+# Code that computes if its parts do.
+_NODES = (
+    *(ast.Expr, ast.Return, ast.Pass, ast.Constant, ast.Dict, ast.List, ast.Tuple),
+    *(ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.expr_context, ast.keyword),
+)
+_FUNCTIONS = (
+    *("abs", "array", "asarray", "exp", "float32", "full", "log", "max", "maximum"),
+    *("mean", "min", "minimum", "ones", "ones_like", "prod", "sqrt", "square", "std"),
+    *("sum", "var", "where", "zeros", "zeros_like"),
+)
+_UNKNOWN = object()
+_PLAIN = (bool, int, float, str, type(None), jax.Array, np.ndarray, np.generic)
 
 
 class Hooks(NamedTuple):
@@ -135,3 +154,95 @@ def _rebuild(shape: Any, leaves: Sequence[Any]) -> Any:
     if isinstance(shape, dict):
         return {name: _rebuild(part, leaves) for name, part in shape.items()}
     return None if shape is None else leaves[shape]
+
+
+def find_effect(owner: Any, name: str) -> str | None:
+    """Returns why Python must run a method of a trainer in every loop, if it must."""
+    kind, method = type(owner), getattr(type(owner), name)
+    try:
+        [definition] = ast.parse(textwrap.dedent(inspect.getsource(method))).body
+    except (OSError, SyntaxError, TypeError, ValueError):
+        return "its code cannot be read"
+    is_plain = inspect.isfunction(method) and name not in vars(owner)
+    is_function = isinstance(definition, ast.FunctionDef)
+    if not (is_plain and is_function) or definition.decorator_list:
+        return "it is no plain method"
+    if kind.__setattr__ is not object.__setattr__:
+        return f"`{kind.__name__}` defines `__setattr__`"
+    reader = _Reader(owner, definition.args.args[0].arg, method.__globals__)
+    for statement in definition.body:
+        if not reader.computes(statement):
+            return f"`{ast.unparse(statement)}` is not known to be part of a program"
+    return None
+
+
+class _Reader:
+    """Tells code that only computes, and knows which names are local by now."""
+
+    def __init__(self, owner: Any, self_name: str, names: dict[str, Any]) -> None:
+        self._owner, self._self, self._globals = owner, self_name, names
+        self._locals: set[str] = set()
+
+    def computes(self, node: ast.AST) -> bool:
+        """Returns whether code is known to do no more than compute."""
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                return self.computes(value) and all(map(self._may_set, targets))
+            case ast.AugAssign() | ast.AnnAssign():
+                is_known = node.value is None or self.computes(node.value)
+                return is_known and self._may_set(node.target)
+            case ast.Call(func=ast.Attribute(value=holder, attr=name)):
+                arguments = [*node.args, *node.keywords]
+                if self._is_jax_numpy(holder):
+                    return name in _FUNCTIONS and all(map(self.computes, arguments))
+                is_known = name in ("compute", "reset") and not arguments
+                return is_known and _is_metric(self._find(holder))
+            case ast.Subscript(value=holder, slice=ast.Constant(value=index)):
+                return index is ... and _is_nnx(self._find(holder), "Variable")
+            case ast.Attribute():
+                return isinstance(self._find(node), _PLAIN)
+            case ast.Name(id=name):  # a global may change
+                return name in self._locals
+        parts = ast.iter_child_nodes(node)
+        return isinstance(node, _NODES) and all(map(self.computes, parts))
+
+    def _may_set(self, target: ast.expr) -> bool:
+        if isinstance(target, ast.Name):
+            self._locals.add(target.id)
+            return target.id != self._self
+        if isinstance(target, ast.Subscript):
+            return self.computes(target)
+        is_own = isinstance(target, ast.Attribute) and isinstance(
+            target.value, ast.Name
+        )
+        return is_own and isinstance(self._find(target), jax.Array)
+
+    def _is_jax_numpy(self, node: ast.expr) -> bool:
+        if not isinstance(node, ast.Name) or node.id in self._locals:
+            return False
+        return self._globals.get(node.id) is jax.numpy
+
+    def _find(self, node: ast.AST) -> Any:
+        """Returns what `self.a.b` holds, unless code of the user's would run."""
+        if isinstance(node, ast.Name):
+            return self._owner if node.id == self._self else _UNKNOWN
+        if not isinstance(node, ast.Attribute):
+            return _UNKNOWN
+        holder = self._find(node.value)
+        if isinstance(getattr(type(holder), node.attr, None), property):
+            return _UNKNOWN
+        return getattr(holder, "__dict__", {}).get(node.attr, _UNKNOWN)
+
+
+def _is_nnx(value: Any, kind: str) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, getattr(nnx, kind))
+
+
+def _is_metric(value: Any) -> bool:
+    """Returns whether a value is a metric of Flax, and made of such alone."""
+    is_of_flax = type(value).__module__.startswith("flax.")
+    if not (is_of_flax and _is_nnx(value, "Metric")):
+        return False
+    parts = [part for part in vars(value).values() if _is_nnx(part, "Metric")]
+    return all(map(_is_metric, parts))

@@ -19,11 +19,16 @@ from armillary.data.feed._position import Position
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute.program._flat_state import FlatState
 from armillary.state._lift import State
-from armillary.trainer._datasets import distribute, flatten_datasets, waiting_for_data
 from armillary.trainer._eager import run_eagerly
 from armillary.trainer._guard import LoopCheck, LoopGuard
 from armillary.trainer._origin import find_origin
-from armillary.trainer._step_checks import StepMethod
+from armillary.trainer._runner import (
+    Run,
+    StepMethod,
+    distribute,
+    flatten_datasets,
+    waiting_for_data,
+)
 from armillary.trainer._tracer import StepPrograms
 from armillary.typing import PyTree
 
@@ -69,8 +74,6 @@ class Loop:
             and method.options is self._method.options
             and method.keep_results == self._method.keep_results
         )
-
-    # The data
 
     def _open_feed(self, *, begins_anew: bool) -> Feed[Chunk]:
         exact, name = self._method.exact, self._method.name
@@ -341,3 +344,13 @@ def _count(ends: Sequence[bool], most: int, remaining: int) -> tuple[int, int]:
         count += 1
         full += is_end
     return count, full
+
+
+def find_loop(run: Run, method: StepMethod) -> Loop:
+    """Returns the loop that ran last, or a new one if its use has changed."""
+    if isinstance(run.loop, Loop):
+        if run.loop.serves(method, run.datasets):
+            return run.loop
+        run.loop.feed.close()
+    run.loop = Loop(method, run.datasets)
+    return run.loop

@@ -19,7 +19,7 @@ from armillary.distribute._global_arrays import as_whole
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import Function
 from armillary.distribute.replica._context import get_strategy
-from armillary.trainer._datasets import distribute
+from armillary.trainer._runner import distribute
 from armillary.trainer._step_checks import check_evaluation
 from armillary.typing import Batch, PyTree
 

@@ -11,6 +11,7 @@ from armillary._checks import check_num_steps
 from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary.trainer._contract import AbstractEvaluator
+from armillary.trainer._loop import find_loop
 from armillary.trainer._options import StandardEvaluatorOptions
 from armillary.trainer._runner import Run, Runner, make_run
 from armillary.typing import Output, PyTree
@@ -126,7 +127,7 @@ class StandardEvaluator(Runner, AbstractEvaluator):
             state = self.eval_begin()
             modes, last = (True, state is not None), run.loop
             method = self._get_method(run, strategy, "eval_step", *modes)
-            loop = self._get_loop(run, method)
+            loop = find_loop(run, method)
             if num_steps == -1 and all(data.is_endless for data in loop.datasets):
                 raise ValueError(
                     "`num_steps` is -1, for all of the data, but `eval_dataset` "

@@ -1,66 +1,24 @@
-"""The step that a loop runs, and what is checked of it when it is traced.
+"""What is checked of a step when it is traced.
 
 Its batches must have the shapes that it was traced for. An evaluation leaves the model
-as it is, and training that advances an optimizer changes what is trained. And which
-attributes of its trainer it looks at is recorded: those are part of the compiled
-program, others may change between loops without a thought.
+as it is, and training that advances an optimizer changes what is trained.
 """
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
 from armillary._checks import counted, list_lines
 from armillary._logging import logger
-from armillary.distribute._strategy import Strategy
-from armillary.distribute.replica._gradient import accumulating
 from armillary.errors import RetraceError, StateStructureError
 from armillary.state._keras import KerasSlot
 from armillary.state._lift import State
 from armillary.state._nnx import NnxSlot
 from armillary.state._slots import Role, Slot, describe
-from armillary.trainer._options import LoopOptions
+from armillary.trainer._runner import StepMethod
 from armillary.typing import PyTree
-
-
-class StepMethod(NamedTuple):
-    """A step of the user's.
-
-    Attributes:
-        owner: The trainer or evaluator, from which state is reached.
-        fn: The step, a function of a nest of iterators.
-        name: How messages call it.
-        strategy: The strategy in effect while it runs.
-        options: How to run it.
-        exact: Whether every example is used, in smaller steps where needed.
-        keep_results: Whether what it returns is needed.
-    """
-
-    owner: Any
-    fn: Callable[[Any], PyTree]
-    name: str
-    strategy: Strategy
-    options: LoopOptions
-    exact: bool = False
-    keep_results: bool = False
-
-    def __call__(self, iterators: Any) -> PyTree:
-        """Runs the step."""
-        with accumulating(self.options.accumulate_steps, self.name):
-            return self.fn(iterators)
-
-    @property
-    def is_evaluation(self) -> bool:
-        """Whether it is to leave the model as it is."""
-        return self.name.startswith("eval")
-
-    @property
-    def owner_name(self) -> str:
-        """What messages call the owner."""
-        return "the evaluator" if self.is_evaluation else "the trainer"
 
 
 def check_shapes(
@@ -118,35 +76,6 @@ def _compare(first: PyTree, batches: PyTree, axis: int) -> list[str]:
             now = describe(leaf)
             changes.append(f"  {name or 'the batch'}: {describe(was)} became {now}")
     return changes
-
-
-_recorders: dict[int, Callable[[str], None]] = {}
-
-
-class RecordsReads:
-    """An object that tells which of its attributes are looked at, if someone asks."""
-
-    if not TYPE_CHECKING:  # as a type checker would take every attribute to exist
-
-        def __getattribute__(self, name: str) -> Any:
-            if _recorders and (record := _recorders.get(id(self))) is not None:
-                record(name)
-            return super().__getattribute__(name)
-
-
-@contextlib.contextmanager
-def recorded_reads(owner: Any, record: Callable[[str], None]) -> Iterator[None]:
-    """Calls `record` with the name of each attribute that is read from `owner`.
-
-    An owner that does not tell counts as one of which everything is read.
-    """
-    if not isinstance(owner, RecordsReads):
-        record("__dict__")
-    _recorders[id(owner)] = record
-    try:
-        yield
-    finally:
-        del _recorders[id(owner)]
 
 
 def check_evaluation(name: str, state: State, changed: Sequence[int]) -> None:

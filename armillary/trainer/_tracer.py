@@ -29,12 +29,11 @@ from armillary.state._lift import State
 from armillary.trainer._guard import LoopGuard
 from armillary.trainer._hooks import Hooks, need_python, trace_hooks
 from armillary.trainer._program import Program
+from armillary.trainer._runner import StepMethod, recorded_reads
 from armillary.trainer._step_checks import (
-    StepMethod,
     check_evaluation,
     check_shapes,
     check_training,
-    recorded_reads,
 )
 from armillary.typing import PyTree
 from armillary.xla._compile import has_slow_loop

@@ -12,10 +12,9 @@ from armillary.data.feed._prefetch import Prefetcher
 from armillary.distribute import DefaultStrategy
 from armillary.goodput import Category
 from armillary.goodput._stopwatch import Stopwatch
-from armillary.trainer._datasets import waiting_for_data
 from armillary.trainer._loop import Loop
 from armillary.trainer._options import LoopOptions
-from armillary.trainer._step_checks import StepMethod
+from armillary.trainer._runner import StepMethod, waiting_for_data
 
 
 class Owner:
