@@ -16,8 +16,8 @@ from armillary.trainer._options import (
 from armillary.trainer._options import (
     StandardTrainerOptions as StandardTrainerOptions,
 )
-from armillary.trainer._predict import predict as predict
 from armillary.trainer._standard_evaluator import StandardEvaluator as StandardEvaluator
+from armillary.trainer._standard_evaluator import predict as predict
 from armillary.trainer._standard_trainer import StandardTrainer as StandardTrainer
 
 __all__ = [

@@ -28,35 +28,20 @@ from armillary.xla._lowerings import Split
 
 
 class DescribedLoop(NamedTuple):
-    """The program of a loop, to be lowered under `partitioned(split)`.
+    """The program of a loop, to be lowered under `partitioned(split)`."""
 
-    Attributes:
-        fn: A compiled function; see `Program.describe`.
-        types: Types of its arguments, with shardings over `mesh`.
-        step: One step of it, as a traced program.
-        depth: How many loops of the program are around a step: 2 if it runs the hooks
-            of the trainer too, 0 if it runs a single step, else 1.
-        capacity: Steps for which the program has room.
-        num_shares: How many parts a batch has, one for each replica if there are any.
-        share_size: Examples of each in a step, of the first dataset.
-        num_parts: How many parts a step takes them in.
-        chunk_bytes: Bytes of the batches that it takes, on each device.
-        state_bytes: Bytes of the state.
-        held_bytes: How many of them each device holds.
-    """
-
-    fn: Any
-    types: tuple[list[Any], list[Any]]
+    fn: Any  # as of `Program.describe`
+    types: tuple[list[Any], list[Any]]  # with shardings over `mesh`
     mesh: AbstractMesh
-    step: Any
-    depth: int
-    capacity: int
-    num_shares: int
-    share_size: int
-    num_parts: int
-    chunk_bytes: int
+    step: Any  # one of its steps, as a traced program
+    depth: int  # how many loops of the program are around a step
+    capacity: int  # steps for which it has room
+    num_shares: int  # parts of a batch, one for each replica if there are any
+    share_size: int  # examples of each in a step, of the first dataset
+    num_parts: int  # in which a step takes them
+    chunk_bytes: int  # of batches, on each device
     state_bytes: int
-    held_bytes: int
+    held_bytes: int  # of the state, on each device
     compiler_options: dict[str, Any]
     split: Split | None
 

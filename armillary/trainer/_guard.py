@@ -43,21 +43,13 @@ _HOW_TO_FIND = (
 
 
 class Health(NamedTuple):
-    """What is known of the steps of one loop.
+    """What is known of the steps of one loop."""
 
-    Attributes:
-        is_halted: Whether no further step may have an effect.
-        num_steps: Steps that ran, with the one that stopped the loop.
-        num_bad: How many of them were undone.
-        first_bad: Which of them was the first.
-        counts: For each array of the state, how many values that one made bad.
-    """
-
-    is_halted: Any
-    num_steps: Any
-    num_bad: Any
-    first_bad: Any
-    counts: Any
+    is_halted: Any  # whether no further step may have an effect
+    num_steps: Any  # that ran, with the one that stopped the loop
+    num_bad: Any  # how many of them were undone
+    first_bad: Any  # which of them was the first
+    counts: Any  # for each array of the state, how many values that one made bad
 
     @classmethod
     def start(cls, num_arrays: int) -> "Health":

@@ -41,17 +41,11 @@ _PLAIN = (bool, int, float, str, type(None), jax.Array, np.ndarray, np.generic)
 
 
 class Hooks(NamedTuple):
-    """The traced hooks of a trainer.
-
-    Attributes:
-        begin: What runs before the first step of a loop.
-        end: What runs after the last one; its results are the leaves of the output.
-        shape: The output, with the number of its leaf in the place of each.
-    """
+    """The traced hooks of a trainer."""
 
     begin: TracedStep
-    end: TracedStep
-    shape: Any
+    end: TracedStep  # its results are the leaves of the output
+    shape: Any  # the output, with the number of its leaf in the place of each
 
     def is_same(self, other: "Hooks") -> bool:
         """Returns whether two traces are the same program."""

@@ -19,7 +19,6 @@ from armillary.data.feed._position import Position
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute.program._flat_state import FlatState
 from armillary.state._lift import State
-from armillary.trainer._eager import run_eagerly
 from armillary.trainer._guard import LoopCheck, LoopGuard
 from armillary.trainer._origin import find_origin
 from armillary.trainer._runner import (
@@ -29,7 +28,7 @@ from armillary.trainer._runner import (
     flatten_datasets,
     waiting_for_data,
 )
-from armillary.trainer._tracer import StepPrograms
+from armillary.trainer._tracer import StepPrograms, run_eagerly
 from armillary.typing import PyTree
 
 # Programs shorter than this cost more to start than to run, where steps are small.
@@ -308,20 +307,19 @@ class Loop:
 
     def _find_origin(self, bad: Sequence[int]) -> str | None:
         """Returns where the next step gets its bad values from, if that can be told."""
-        if not self.feed.is_repositionable or self._strategy.peers:
+        flat = self._programs.flat
+        if flat is None or not self.feed.is_repositionable or self._strategy.peers:
             return None
         try:
-            return self._repeat_step(bad)
+            return self._repeat_step(flat, bad)
         except Exception as error:
             # It helps with an error that must not be lost to another one.
             logger.warning("The bad step could not be repeated: %r", error)
             return None
 
-    def _repeat_step(self, bad: Sequence[int]) -> str | None:
-        flat = self._programs.flat
-        chunk = None if flat is None else self._next_chunk()
-        if flat is None or chunk is None:
-            return None
+    def _repeat_step(self, flat: FlatState, bad: Sequence[int]) -> str | None:
+        chunk = self._next_chunk()
+        assert chunk is not None
         program = self._programs.get(chunk)
         arrays = flat.join(program.changed, *flat.take(program.changed))
         batches = program.batches(chunk.inputs, self.feed.offset)

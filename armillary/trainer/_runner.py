@@ -27,16 +27,12 @@ _POLL_SECONDS = 0.002
 
 @dataclass
 class Run:
-    """The data of a step, and what runs it: apart from the user's attributes.
-
-    Attributes:
-        loop: What ran last, a `Loop` or one on the workers of a strategy.
-    """
+    """The data of a step, and what runs it: apart from the user's attributes."""
 
     datasets: PyTree
     options: Any
     steps_per_loop: int | None = None
-    loop: Any = None
+    loop: Any = None  # what ran last, a `Loop` or an `AsynchronousLoop`
 
 
 def make_run(
@@ -51,24 +47,14 @@ def make_run(
 
 
 class StepMethod(NamedTuple):
-    """A step of the user's.
+    """A step of the user's, a function of a nest of iterators."""
 
-    Attributes:
-        owner: The trainer or evaluator, from which state is reached.
-        fn: The step, a function of a nest of iterators.
-        name: How messages call it.
-        strategy: The strategy in effect while it runs.
-        options: How to run it.
-        exact: Whether every example is used, in smaller steps where needed.
-        keep_results: Whether what it returns is needed.
-    """
-
-    owner: Any
+    owner: Any  # from which state is reached
     fn: Callable[[Any], PyTree]
-    name: str
+    name: str  # for messages
     strategy: Strategy
     options: LoopOptions
-    exact: bool = False
+    exact: bool = False  # whether every example is used, in smaller steps if it must
     keep_results: bool = False
 
     def __call__(self, iterators: Any) -> PyTree:

@@ -1,20 +1,38 @@
-"""The evaluation most programs need: compiled steps over all of the data.
+"""Steps over all of the data, each example once: an evaluation, or predictions.
 
-After Orbit's `StandardEvaluator`: the user writes one step, and what to make of its
-results.
+The evaluation is after Orbit's `StandardEvaluator`: the user writes one step, and what
+to make of its results.
 """
 
 import abc
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from armillary._checks import check_num_steps
+import jax
+import numpy as np
+
+from armillary._checks import check_callable, check_instance, check_num_steps
 from armillary._logging import logger
 from armillary._traceback import hides_frames
+from armillary.data._dataset import DistributedDataset
+from armillary.data.feed._feed import Feed
+from armillary.data.feed._reader import place_pieces
+from armillary.data.feed._split import Piece, get_mask
+from armillary.distribute._global_arrays import as_whole
+from armillary.distribute._strategy import Strategy
+from armillary.distribute.program._function import Function
+from armillary.distribute.replica._context import get_strategy
 from armillary.trainer._contract import AbstractEvaluator
 from armillary.trainer._loop import find_loop
 from armillary.trainer._options import StandardEvaluatorOptions
-from armillary.trainer._runner import Run, Runner, make_run
-from armillary.typing import Output, PyTree
+from armillary.trainer._runner import Run, Runner, distribute, make_run
+from armillary.trainer._step_checks import check_evaluation
+from armillary.typing import Batch, Output, PyTree
+
+_PROGRAMS = "armillary_predict"
 
 
 class StandardEvaluator(Runner, AbstractEvaluator):
@@ -154,3 +172,156 @@ class StandardEvaluator(Runner, AbstractEvaluator):
                 )
             output = self.eval_end() if state is None else self.eval_end(state)
             return loop.detach(output)
+
+
+@hides_frames
+def predict(
+    fn: Callable[[Batch], PyTree], dataset: Any, *, strategy: Strategy | None = None
+) -> Iterator[PyTree]:
+    """Yields the outputs of a function for each batch of a data set, in order.
+
+    Each example is used exactly once, whatever the batch size and the number of
+    replicas and processes, also where the data set was distributed with another
+    `remainder`. Nothing but the batches under way is held::
+
+        def predict_fn(batch):                      # once per replica, on its share
+            return {"class": model(batch["image"]).argmax(-1), "id": batch["id"]}
+
+        for outputs in armillary.predict(predict_fn, dataset, strategy=strategy):
+            write(outputs["id"], outputs["class"])  # NumPy arrays
+
+    It reads the data from its beginning, and leaves the position of `dataset` alone. In
+    a shuffled data set, the order is that of its first pass. Of several processes, all
+    must go through it, and each gets all outputs.
+
+    Args:
+        fn: Takes a batch, or a replica's share of one, and returns a pytree of arrays
+            that have the examples on their first axis. A model will do if batches are
+            what it takes. It is compiled once for each shape of batch, and the programs
+            are kept with the function for the next call.
+        dataset: A distributed dataset, or anything `armillary.data.as_source` takes,
+            with global batches.
+        strategy: Has the replicas; by default the one in effect.
+
+    Returns:
+        An iterator with one pytree of NumPy arrays for each batch of the data set.
+
+    Raises:
+        TypeError: If `fn` is not callable, or returns what is no array.
+        StateStructureError: If `fn` changes parameters or batch statistics of a model,
+            as one in training mode does.
+        ValueError: If the data repeats itself for ever, or gives each replica batches
+            of its own, or belongs to another strategy, or if an output of `fn` does not
+            have one row for each example.
+    """
+    check_callable("fn", fn)
+    strategy = get_strategy() if strategy is None else strategy
+    fix = "Leave it out for the one in effect."
+    check_instance("strategy", strategy, Strategy, fix)
+    return _predict(fn, _begin_anew(dataset, strategy), strategy)
+
+
+def _begin_anew(dataset: Any, strategy: Strategy) -> DistributedDataset:
+    """Returns a dataset like this one at its beginning, of which all is used."""
+    data = distribute(dataset, strategy)
+    if data.per_replica_batches:
+        raise ValueError(
+            "`dataset` gives batches of its own to each replica, so there is no one "
+            "order of its examples. Distribute one data set over all replicas: "
+            "`strategy.distribute_dataset(dataset)`, or a function without "
+            "`input_context`."
+        )
+    if data.is_endless:
+        raise ValueError(
+            "`dataset` repeats its data for ever, but `predict` goes through all of it "
+            "once. Make it without `repeat=True`."
+        )
+    remainder = "pad" if data.options.remainder == "pad" else None
+    options = dataclasses.replace(data.options, remainder=remainder)
+    return DistributedDataset(data.source, data.layout, options=options)
+
+
+@hides_frames
+def _predict(
+    fn: Callable[[Batch], PyTree], dataset: DistributedDataset, strategy: Strategy
+) -> Iterator[PyTree]:
+    step = _compile(fn, strategy, has_mask=dataset.options.remainder == "pad")
+    feed: Feed[Piece] = Feed([dataset], exact=True)
+    feed.start(place_pieces, dataset.prefetch)
+
+    def start() -> Iterator[tuple[Piece, PyTree]]:
+        while (piece := feed.next_chunk()) is not None:
+            # Not around `yield`: the scope is the caller's there.
+            with strategy.scope():
+                arrays = step(dataset.layout.wrap(piece.arrays, piece.num_active))
+            feed.read_on()
+            feed.commit(1)
+            yield piece, arrays
+
+    started, pieces = start(), []
+    try:
+        following = next(started, None)
+        while following is not None:
+            # The device is given the next piece before anybody looks at this one.
+            (piece, arrays), following = following, next(started, None)
+            pieces.append(_fetch(arrays, strategy))
+            if piece.is_last:
+                yield jax.tree.map(lambda *leaves: np.concatenate(leaves), *pieces)
+                pieces = []
+    except Exception:
+        feed.close()
+        raise
+    # Not in a `finally`: where nobody takes the rest, Python may have ended by then.
+    # The feed ends with this iterator.
+    feed.close()
+
+
+def _compile(
+    fn: Callable[[Batch], PyTree], strategy: Strategy, *, has_mask: bool
+) -> Function:
+    """Returns the compiled step, which is kept with `fn` if that is a function."""
+    is_function = isinstance(fn, types.FunctionType)
+    kept = vars(fn).setdefault(_PROGRAMS, {}) if is_function else {}
+    # `functools.wraps` gives a function what another one keeps.
+    key = id(fn), strategy, has_mask
+    name = getattr(fn, "__name__", type(fn).__name__)
+
+    def in_replica(batch: Batch) -> tuple[PyTree, Any]:
+        outputs = fn(batch)
+        _check_rows(name, outputs, len(jax.tree.leaves(batch)[0]))
+        return outputs, get_mask(batch) if has_mask else None
+
+    def body(batch: PyTree) -> PyTree:
+        return strategy.gather(strategy.run(in_replica, args=(batch,)), axis=0)
+
+    if key not in kept:
+        check = functools.partial(check_evaluation, name)
+        kept[key] = Function(fn, strategy, body, check=check)
+    return kept[key]
+
+
+def _check_rows(fn_name: str, outputs: PyTree, num_rows: int) -> None:
+    """Raises unless there are outputs, and each has a row for each example."""
+    leaves = jax.tree_util.tree_leaves_with_path(outputs) or [((), outputs)]
+    for path, leaf in leaves:
+        key = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = f"{f'`{key}` of what' if key else 'What'} `{fn_name}` returned"
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            raise TypeError(
+                f"{name} is {leaf!r:.80} of type {type(leaf).__name__}, but it must be "
+                "an array with the examples on its first axis. Leave it out, or end "
+                "the function with `return`."
+            )
+        if leaf.shape[:1] != (num_rows,):
+            raise ValueError(
+                f"{name} has shape {leaf.shape}, but its first axis must have the "
+                f"{num_rows} examples that it was given. Return a value for each "
+                "example; for one of all of them, write a `StandardEvaluator`."
+            )
+
+
+def _fetch(arrays: PyTree, strategy: Strategy) -> PyTree:
+    """Returns outputs as NumPy arrays, without the rows that only fill up."""
+    with strategy.scope():
+        outputs, mask = jax.tree.map(lambda leaf: np.asarray(as_whole(leaf)), arrays)
+    return outputs if mask is None else jax.tree.map(lambda leaf: leaf[mask], outputs)

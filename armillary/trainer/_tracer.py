@@ -3,9 +3,12 @@
 A traced step depends on three things: the places its state is in, the shapes of its
 batches, and the plain Python values (flags, rates, names) that were read on the way.
 New places or values are noticed between loops, and what is out of date is dropped.
+
+`run_eagerly` runs the same steps without a compiler, for finding a mistake: on one
+device line by line, where a debugger stops and `print` shows values.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +16,7 @@ import jax
 from armillary._logging import logger
 from armillary.data._layout import Active
 from armillary.data.feed._chunks import Chunk
+from armillary.data.feed._feed import Feed
 from armillary.data.feed._gather import Gather
 from armillary.distribute.program._compare import check_same_program
 from armillary.distribute.program._flat_state import FlatState
@@ -22,10 +26,12 @@ from armillary.distribute.program._trace import (
     StepIterator,
     TracedStep,
     check_taken,
+    explained,
     trace_step,
 )
+from armillary.distribute.replica._context import lifted
 from armillary.errors import RetraceError
-from armillary.state._lift import State
+from armillary.state._lift import State, as_array
 from armillary.trainer._guard import LoopGuard
 from armillary.trainer._hooks import Hooks, need_python, trace_hooks
 from armillary.trainer._program import Program
@@ -39,12 +45,6 @@ from armillary.typing import PyTree
 from armillary.xla._compile import has_slow_loop
 
 _MAX_BATCHES_PER_STEP = 64
-_MANY_IN_VAIN = 5
-_TRACED_IN_VAIN = (
-    "`%s` was traced %d times to find that it is the same program, because plain "
-    "values changed beside others that it reads (%s). Hold what changes in an "
-    "attribute of its own, which the step does not look at."
-)
 
 
 class Trace(NamedTuple):
@@ -89,7 +89,7 @@ class StepPrograms:
         self._reads: set[str] = set()
         replicas = method.strategy.num_replicas_in_sync
         self._warnings = MetricWarnings(method.name, replicas)
-        self._has_traced_hooks, self._num_in_vain = False, 0
+        self._has_traced_hooks = False
         self.hooks: Hooks | None = None
         self.flat: FlatState | None = None
         self.batches_per_step: tuple[int, ...] = ()
@@ -137,9 +137,7 @@ class StepPrograms:
             raise
         if is_same:
             self._traces = old
-            self._num_in_vain += 1
-            if self._num_in_vain == _MANY_IN_VAIN:
-                logger.warning(_TRACED_IN_VAIN, self._method.name, _MANY_IN_VAIN, shown)
+            logger.debug("%s changed, but no program.", shown)
             return
         self._programs.clear()
         logger.warning(
@@ -294,3 +292,60 @@ class StepPrograms:
                 "loop on the device: its steps run one by one.",
                 method.name,
             )
+
+
+def run_eagerly(
+    method: StepMethod, feed: Feed[Any], structure: Any, guard: LoopGuard
+) -> Iterator[tuple[PyTree, bool]]:
+    """Yields what each step returned, and whether it ended its batch, until data ends.
+
+    What `run` of several replicas is given is traced and proved as in a compiled step.
+    It also ends when `guard` finds a step that ends training. A step for which the data
+    ends in the middle is not counted, but what it did before stays done.
+    """
+    while all(reader.peek() is not None for reader in feed.readers):
+        if guard.health is not None and guard.health.is_halted:
+            return
+        state = State([(method.owner, "")])
+        flat = FlatState(state, method.strategy)
+        every = tuple(range(len(state.paths)))
+        before = flat.join(every, *flat.take(every))
+        state.write(before)
+        taken: list[list[Any]] = [[] for _ in feed.readers]
+        pairs = zip(feed.readers, taken, strict=True)
+        iterators = [StepIterator(i, _place(*pair)) for i, pair in enumerate(pairs)]
+        try:
+            with (
+                lifted(state, method.strategy),
+                explained(method.fn, state, method.owner_name),
+            ):
+                result = method(jax.tree.unflatten(structure, iterators))
+        except MoreBatches:
+            return
+        check_taken(method.name, list(map(len, taken)))
+        _undo_if_bad(guard, state, before)
+        FlatState(state, method.strategy).settle(())
+        feed.commit_taken()
+        guard.add([feed.positions])
+        yield result, all(batches[-1].is_last for batches in taken)
+
+
+def _place(reader: Any, taken: list[Any]) -> Iterator[PyTree]:
+    """Yields the batches of a reader on their devices, and notes which were taken."""
+    for batch in reader:
+        taken.append(batch)
+        gather = reader.gather
+        yield gather.layout.wrap(gather.place(batch), batch.num_active)
+
+
+def _undo_if_bad(guard: LoopGuard, state: State, before: list[jax.Array]) -> None:
+    after = [as_array(leaf) for leaf in state.read()]
+    changed = [i for i, old in enumerate(before) if after[i] is not old]
+    step_guard = guard.for_step(state, after, changed)
+    if step_guard is None or guard.health is None:
+        return
+    old, new = [before[i] for i in changed], [after[i] for i in changed]
+    kept, guard.health = step_guard.look_closely(old, new, guard.health)
+    for i, array in zip(changed, kept, strict=True):
+        after[i] = array
+    state.write(after, set(changed))

@@ -104,18 +104,16 @@ def expected():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_replicas", "options"),
-    [(4, {}), (0, {}), (1, {}), (4, {"compile_loop": False})],
+    [
+        (4, {}),
+        (0, {}),
+        (1, {}),
+        (4, {"compile_loop": False}),
+        (0, {"compile_step": False}),
+    ],
 )
 def test_an_update_is_that_of_the_whole_batch(num_replicas, options, expected):
     trainer = Trainer(make_strategy(num_replicas), accumulate_steps=4, **options)
-    trainer.train(3)
-    for one, other in zip(trainer.results(), expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_step_without_a_compiler_accumulates(expected):
-    trainer = Trainer(make_strategy(0), accumulate_steps=4, compile_step=False)
     trainer.train(3)
     for one, other in zip(trainer.results(), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

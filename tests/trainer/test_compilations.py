@@ -99,16 +99,6 @@ def test_each_program_is_compiled_once(
     assert compiled == Counter()
 
 
-def test_batches_of_one_size_need_one_program(compiled: Counter[str]) -> None:
-    evaluator = Evaluator(make_trainer(MLP, 4), num_examples=48)
-    compiled.clear()
-
-    for _ in range(3):
-        evaluator.evaluate(-1)
-
-    assert count_programs(compiled) == 1
-
-
 @pytest.mark.slow
 def test_a_controller_compiles_each_program_once(compiled: Counter[str]) -> None:
     trainer = make_trainer(MLP, 4)

@@ -81,13 +81,6 @@ def test_an_evaluation_that_finds_fewer_steps_says_so(caplog):
     )
 
 
-def test_an_iterator_made_anew_each_time_has_fewer_steps_for_no_other_reason(caplog):
-    evaluator = Evaluator(make_batches(4))
-    seen = [evaluator.evaluate(num_steps)["seen"] for num_steps in (3, 3, 5)]
-    assert seen == [[1, 2, 3], [1, 2, 3], [1, 2, 3, 4]]
-    assert not caplog.records
-
-
 def test_all_of_a_data_set_without_an_end_is_an_error():
     data = from_arrays({"x": np.arange(4.0)}, batch_size=1, repeat=True)
     evaluator = Evaluator(data)

@@ -121,7 +121,7 @@ def assert_equal_runs(first, second):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps_per_loop", [1, 3, 10, 47])
+@pytest.mark.parametrize("steps_per_loop", [1, 3, 47])
 @pytest.mark.parametrize("num_replicas", [1, 4])
 def test_loops_in_one_program_equal_loops_with_python_between(
     num_replicas, steps_per_loop, calls
@@ -160,7 +160,7 @@ def test_any_division_gives_the_same_state_and_outputs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps_per_loop", [4, 5, 15, 16, 100])
+@pytest.mark.parametrize("steps_per_loop", [4, 15, 100])
 def test_a_loop_that_the_data_cuts_short_has_its_end(steps_per_loop):
     runs = []
     for compile_hooks in (False, None):
@@ -439,22 +439,6 @@ def test_a_hook_of_one_object_needs_python():
     trainer.train_loop_end = dict
 
     assert find_effect(trainer, "train_loop_end") == "it is no plain method"
-
-
-def test_a_trainer_without_its_base_class_is_named_by_a_controller():
-    class Bare(armillary.StandardTrainer):
-        def __init__(self):
-            self.step = jnp.zeros((), jnp.int32)
-
-        def train_step(self, iterator):
-            raise AssertionError("there is no data")
-
-    trainer = Bare()
-    controller = armillary.Controller(
-        trainer=trainer, global_step=lambda: trainer.step, steps_per_loop=1
-    )
-    with pytest.raises(TypeError, match=r"`super\(\).__init__\(train_dataset\)`"):
-        controller.train(1)
 
 
 def test_a_trainer_that_is_written_by_hand_starts_loops_of_its_own():

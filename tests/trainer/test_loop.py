@@ -4,7 +4,6 @@ import gc
 import time
 import weakref
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -17,9 +16,7 @@ from armillary.data import InputOptions, from_arrays
 from armillary.data.feed._feed import Feed
 from armillary.errors import DatasetStateError
 from armillary.trainer._program import Program
-from armillary.xla import _compile
 from tests.problems import (
-    CNN,
     MLP,
     Classifier,
     Snapshot,
@@ -127,22 +124,6 @@ def test_prefetch_zero_reads_no_further_than_the_chunk():
 # Programs
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "is_slow"), [(CNN, True), (MLP, False)])
-def test_convolutions_on_a_cpu_run_step_by_step_and_say_so(
-    model, is_slow, caplog, monkeypatch
-):
-    # As with a version of JAX whose convolutions cannot be lowered in another form.
-    monkeypatch.setattr(_compile, "has_rules", lambda: False)
-    caplog.set_level("INFO", "armillary")
-    trainer = Classifier(make_strategy(1), model(nnx.Rngs(0)), optax.sgd(0.1))
-
-    trainer.train(2)
-    trainer.train(2)
-
-    assert caplog.text.count("`train_step` has convolutions") == int(is_slow)
-
-
 # State between loops
 
 
@@ -201,19 +182,6 @@ def test_a_metric_that_the_user_replaces_is_used(no_retrace):
 
     assert int(old.count[...]) == 2 * 16
     assert int(trainer.accuracy.count[...]) == 3 * 16
-
-
-@pytest.mark.slow
-def test_attributes_may_be_added_between_loops():
-    trainer = make_classifier()
-    trainer.train(2)
-
-    trainer.extra = jnp.ones(3)
-    trainer.note = "later"
-    trainer.train(1)
-
-    np.testing.assert_array_equal(trainer.extra, np.ones(3))
-    assert int(trainer.optimizer.step[...]) == 3
 
 
 def test_a_copy_of_what_is_trained_may_be_read_by_the_step():
@@ -350,36 +318,6 @@ def test_arrays_that_a_loop_replaced_are_let_go():
     trainer.train(2)
 
     assert old() is None
-
-
-@pytest.mark.each_case
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        armillary.DefaultStrategy(),
-        armillary.OneDeviceStrategy("cpu:0"),
-        make_strategy(1),
-        make_strategy(2),
-    ],
-    ids=repr,
-)
-def test_a_second_loop_compiles_nothing(strategy):
-    compiled = []
-
-    def listen(event, _, **details):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(details.get("fun_name"))
-
-    trainer = Classifier(strategy, MLP(nnx.Rngs(0)), optax.adam(1e-2))
-    with strategy.scope():
-        trainer.train(2)
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        try:
-            trainer.train(2)
-        finally:
-            jax.monitoring.unregister_event_duration_listener(listen)
-    assert not compiled
 
 
 @pytest.mark.slow

@@ -128,19 +128,6 @@ def test_debiased_the_average_is_that_of_optax_ema(num_steps):
     assert_close(read(trainer.averages.model, nnx.Param), expected)
 
 
-def test_a_decay_may_depend_on_the_number_of_updates():
-    # That of `tf.train.ExponentialMovingAverage` with `num_updates`.
-    def decay(count):
-        return jnp.minimum(0.5, (1 + count) / (10 + count))
-
-    trainer = make(make_linear, decay=decay)
-    expected, *rest = follow(trainer, 9)
-    for count, params in enumerate(rest):
-        size = 1 - min(0.5, (1 + count) / (10 + count))
-        expected = optax.incremental_update(params, expected, size)
-    assert_close(read(trainer.averages.model, nnx.Param), expected)
-
-
 @pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mirrored", "sharded"])

@@ -481,6 +481,3 @@ def test_a_loop_written_by_hand_is_guarded(tmp_path):
 
     assert int(trainer.optimizer.step[...]) == 5
     assert is_finite(trainer)
-
-
-# Options

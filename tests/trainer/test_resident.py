@@ -116,14 +116,6 @@ def test_a_stopped_run_may_continue_with_or_without_it(
     )
 
 
-@pytest.mark.slow
-def test_loops_after_the_first_trace_nothing(no_retrace):
-    trainer = make_trainer(make_strategy(4), True)
-    trainer.train(9)
-    with no_retrace():
-        trainer.train(9)
-
-
 @pytest.mark.parametrize("is_resident", [True, False])
 def test_taking_batches_needs_no_collective_and_no_copy_of_the_arrays(is_resident):
     dataset = make_data(make_strategy(4), is_resident, num_examples=4096)

@@ -495,34 +495,3 @@ def test_a_wrong_number_of_steps_is_an_error(num_steps):
 def test_what_a_trainer_cannot_use_is_an_error(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_a_global_model_used_by_another_method_is_named():
-    class Trainer(armillary.StandardTrainer):
-        def train_step(self, iterator):
-            self.update(next(iterator))
-
-        def update(self, batch):
-            armillary.all_reduce(
-                "sum", nnx.grad(lambda model: model(batch["x"]).sum())(global_model)
-            )
-
-    data = armillary.data.from_arrays({"x": np.ones((4, 1), "f")}, batch_size=2)
-    with pytest.raises(
-        armillary.errors.CapturedStateError, match=r"global_model/kernel(.|\n)*self\."
-    ):
-        Trainer(data).train(1)
-
-
-global_model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
-
-
-def test_a_subclass_may_call_a_method_as_the_library_might():
-    class Own(Base):
-        def _train(self, batch):
-            return batch
-
-        def train_step(self, iterator):
-            self._train(next(iterator))
-
-    Own(make_rows(8, 4)).train(1)

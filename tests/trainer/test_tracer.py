@@ -1,6 +1,5 @@
 """Tests of what makes a step be traced again, and of what may not change."""
 
-import collections
 import queue
 import types
 
@@ -171,25 +170,6 @@ def test_a_step_that_fails_when_it_is_traced_again_fails_in_the_next_loop_too():
     assert float(trainer.total) == 2 + 20
 
 
-def test_a_class_that_knows_its_subclasses_gets_no_other_ones():
-    known = []
-
-    class Registry(Trainer):
-        def __init_subclass__(cls, *, title):
-            known.append(title)
-
-    class Registered(Registry, title="mine"):
-        def __setattr__(self, name, value):
-            assert name != "__class__"
-            super().__setattr__(name, value)
-
-    trainer = Registered()
-    trainer.train(1)
-
-    assert known == ["mine"]
-    assert type(trainer) is Registered
-
-
 def test_a_trainer_may_be_an_nnx_object_that_is_differentiated():
     class Node(armillary.StandardTrainer, nnx.Pytree):
         def __init__(self):
@@ -253,27 +233,6 @@ def test_an_evaluator_is_named_in_messages():
 
     with pytest.raises(CapturedStateError, match="that the evaluator does not reach"):
         Evaluator(as_batches(np.ones(2))).evaluate(-1)
-
-
-def test_sizes_are_compared_behind_the_replica_axis():
-    class Rows(Trainer):
-        def __init__(self, strategy):
-            super().__init__(
-                as_batches(np.ones((8, 3)), np.ones((4, 3)), np.ones((4, 5)))
-            )
-            self.strategy = strategy
-
-        def train_step(self, iterator):
-            out = self.strategy.run(lambda batch: batch["x"].sum(), (next(iterator),))
-            self.total = self.total + self.strategy.reduce("sum", out)
-
-    trainer = Rows(make_strategy(4))
-
-    with pytest.raises(
-        RetraceError, match=r"x: float32 \(4, 2, 3\) became float32 \(4, 1, 5\)"
-    ):
-        trainer.train(3)
-    assert float(trainer.total) == 36
 
 
 @pytest.mark.slow
@@ -354,44 +313,6 @@ def test_a_metric_made_anew_for_every_loop_is_the_same_to_a_program(no_retrace):
 
     assert losses == [3, 7, 11, 15]
     assert trainer.traces.qsize() == 1
-
-
-@pytest.mark.slow
-def test_values_that_change_beside_others_that_are_read_are_named_once(caplog):
-    class Crowded(Trainer):
-        def __init__(self):
-            super().__init__()
-            self.config = {"scale": 1.0, "epoch": 0}
-
-        def train_loop_begin(self):
-            self.config["epoch"] += 1
-
-        def train_step(self, iterator):
-            self.total = self.total + self.config["scale"] * next(iterator)["x"].sum()
-
-    trainer = Crowded()
-    for _ in range(12):
-        trainer.train(1)
-
-    assert caplog.text.count("`train_step` was traced 5 times to find that it is") == 1
-    assert "(config/epoch). Hold what changes in an attribute of its own" in caplog.text
-
-
-def test_what_no_step_reads_is_not_looked_at():
-    class Untouchable(collections.UserDict):
-        pass
-
-    trainer = Trainer()
-    trainer.vocabulary = Untouchable({str(i): i for i in range(1000)})
-    trainer.train(1)
-    flat = trainer._train_run.loop._programs.flat
-    state = flat.state
-
-    trainer.vocabulary["new"] = 1
-    trainer.history.append(1)
-    assert state.is_current()
-    trainer.scale = 2.0
-    assert not state.is_current()
 
 
 def test_a_step_that_looks_at_all_attributes_sees_all_changes():
