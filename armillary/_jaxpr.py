@@ -29,6 +29,12 @@ def walk_programs(program: core.ClosedJaxpr) -> Iterator[tuple[Any, list[Any]]]:
             pending.extend(programs_in(equation))
 
 
+def walk_equations(program: core.ClosedJaxpr) -> Iterator[core.JaxprEqn]:
+    """Yields the equations of a program and of each one nested in it."""
+    for jaxpr, _ in walk_programs(program):
+        yield from jaxpr.eqns
+
+
 def programs_in(equation: Any) -> Iterator[Any]:
     """Yields the programs of one equation: bodies, branches, what it calls."""
     for parameter in equation.params.values():

@@ -33,11 +33,6 @@ from armillary.distribute.replica._context import (
     set_strategy,
 )
 from armillary.distribute.replica._gradient import value_and_grad
-from armillary.distribute.replica._loss import (
-    compute_average_loss,
-    scale_regularization_loss,
-    weighted_mean,
-)
 from armillary.distribute.replica._policy import (
     VariableAggregation,
     VariableSynchronization,
@@ -46,7 +41,10 @@ from armillary.distribute.replica._policy import (
 from armillary.distribute.replica._reductions import (
     all_reduce,
     all_reduce_gradients,
+    compute_average_loss,
     over_replicas,
+    scale_regularization_loss,
+    weighted_mean,
 )
 from armillary.distribute.replica._values import PerReplica, ReduceOp, is_per_replica
 from armillary.distribute.strategies._make_dataset import make_distributed_dataset

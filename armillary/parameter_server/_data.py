@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import InputContext
 from armillary.distribute.program._trace import StepIterator
-from armillary.distribute.replica._alone import run_alone
+from armillary.distribute.replica._run import run_alone
 from armillary.distribute.strategies._single import SingleStrategy
 from armillary.errors import OutOfRangeError
 from armillary.state._lift import State

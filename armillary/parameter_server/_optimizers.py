@@ -21,7 +21,7 @@ import optax
 from jax.extend import core
 
 from armillary._dataflow import find_dependencies
-from armillary._jaxpr import programs_in, walk_programs
+from armillary._jaxpr import programs_in, walk_equations
 from armillary._optional import import_ray
 from armillary.distribute.replica._context import lifted_state
 from armillary.parameter_server._server import ArrayType, Part
@@ -229,8 +229,7 @@ def _operations(program: core.ClosedJaxpr) -> list[Any]:
             [str(atom) for atom in equation.invars if isinstance(atom, core.Literal)],
             [variable.aval.shape for variable in equation.outvars],
         )
-        for inner, _ in walk_programs(program)
-        for equation in inner.eqns
+        for equation in walk_equations(program)
         if equation.primitive.name != "broadcast_in_dim"
     ]
 

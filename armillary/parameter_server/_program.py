@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from armillary._jaxpr import walk_programs
+from armillary._jaxpr import walk_equations
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._trace import TracedStep, trace_step
 from armillary.distribute.replica._policy import (
@@ -238,13 +238,11 @@ class _Origins:
 
 
 def _check_updates_unused(program: core.ClosedJaxpr, name: str) -> None:
-    for inner, _ in walk_programs(program):
-        if any(eqn.primitive is server_update_p for eqn in inner.eqns):
-            raise StateStructureError(
-                f"`{name}` uses the updates that an optimizer returned. They are "
-                "computed on the parameter servers, after the function: use the "
-                "gradients instead."
-            )
+    if any(eqn.primitive is server_update_p for eqn in walk_equations(program)):
+        raise StateStructureError(
+            f"`{name}` uses the updates that an optimizer returned. They are computed "
+            "on the parameter servers, after the function: use the gradients instead."
+        )
 
 
 def _prune(

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 from jax import export
 
-from armillary._jaxpr import source_line, walk_programs
+from armillary._jaxpr import source_line, walk_equations
 from armillary.errors import PlanError
 from armillary.plan._targets import Topology
 from armillary.trainer._described import DescribedLoop
@@ -62,15 +62,14 @@ def find_wheels(platform: str, wheels: str | os.PathLike[str] | None) -> str | N
 
 def export_loop(loop: DescribedLoop, platform: str) -> bytes:
     """Lowers a loop; needs no compiler for the platform."""
-    for jaxpr, _ in walk_programs(loop.step):
-        for equation in jaxpr.eqns:
-            name = equation.primitive.name
-            if "callback" in name or name == "debug_print":
-                raise PlanError(
-                    f"`train_step` calls Python from the device ({name}, at "
-                    f"{source_line(equation)}), which ties it to this machine. Leave "
-                    "it out of the step to plan it, as for a fast run."
-                )
+    for equation in walk_equations(loop.step):
+        name = equation.primitive.name
+        if "callback" in name or name == "debug_print":
+            raise PlanError(
+                f"`train_step` calls Python from the device ({name}, at "
+                f"{source_line(equation)}), which ties it to this machine. Leave "
+                "it out of the step to plan it, as for a fast run."
+            )
     split = loop.split
     with contextlib.nullcontext() if split is None else partitioned(split):
         exported = export.export(loop.fn, platforms=(platform,))(*loop.types)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend import core
 
 from armillary._checks import counted, list_lines
-from armillary._jaxpr import walk_programs
+from armillary._jaxpr import walk_equations, walk_programs
 from armillary.errors import CapturedStateError, StateStructureError
 from armillary.state import _keras, _nnx
 from armillary.state._lift import State
@@ -67,8 +67,7 @@ def find_constants(program: core.ClosedJaxpr) -> Iterator[Any]:
 def _find_callbacks(program: core.ClosedJaxpr) -> list[Any]:
     return [
         equation.params.get("callback", equation)
-        for jaxpr, _ in walk_programs(program)
-        for equation in jaxpr.eqns
+        for equation in walk_equations(program)
         if "callback" in equation.primitive.name
     ]
 

@@ -20,7 +20,7 @@ from armillary.data.feed._feed import Feed
 from armillary.data.feed._gather import Gather
 from armillary.distribute.program._compare import check_same_program
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._hardly_meant import MetricWarnings, warn_of_draws
+from armillary.distribute.program._notes import MetricWarnings, warn_of_draws
 from armillary.distribute.program._trace import (
     MoreBatches,
     StepIterator,

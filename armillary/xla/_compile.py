@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import core
 
 from armillary._checks import check_path
-from armillary._jaxpr import walk_programs
+from armillary._jaxpr import walk_equations
 from armillary._logging import logger
 from armillary.xla._convolutions import Form, choose_form, is_ordered
 from armillary.xla._lowerings import (
@@ -174,7 +174,6 @@ def _knows(**options: str) -> bool:
 
 
 def _find(program: core.ClosedJaxpr, name: str) -> Iterator[core.JaxprEqn]:
-    for jaxpr, _ in walk_programs(program):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == name:
-                yield equation
+    for equation in walk_equations(program):
+        if equation.primitive.name == name:
+            yield equation

@@ -473,7 +473,7 @@ CASES: list[Case] = [
         lambda: optax.chain(optax.monitor({"norm": optax.tree.norm}), adam()),
         refusal=Refusal(
             StateStructureError,
-            "held none before",
+            "made by the step",
             "its state has no measurements before the first update: use "
             "`optax.snapshot`",
             (0, 1, 2, 4),

@@ -21,7 +21,7 @@ from armillary.distribute._global_arrays import is_array
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._compare import check_same_program
 from armillary.distribute.program._flat_state import FlatState
-from armillary.distribute.program._hardly_meant import MetricWarnings
+from armillary.distribute.program._notes import MetricWarnings
 from armillary.distribute.program._trace import TracedStep, check_no_trace, trace_step
 from armillary.distribute.replica._context import get_strategy, lifted_state
 from armillary.distribute.replica._values import is_per_replica

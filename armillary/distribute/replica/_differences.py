@@ -30,7 +30,7 @@ from jax.dtypes import issubdtype, prng_key
 from jax.extend import core
 
 from armillary._dataflow import Dataflow
-from armillary._jaxpr import is_made_by, named_axes, programs_in, walk_programs
+from armillary._jaxpr import is_made_by, named_axes, programs_in, walk_equations
 from armillary.distribute.replica._values import AXIS_NAME
 
 Reasons = frozenset[str]
@@ -346,6 +346,5 @@ def _is_over_all(equation: Any) -> bool:
 def _has_collective(program: Any) -> bool:
     return any(
         equation.primitive.name.startswith((*_REDUCTIONS, *_EXCHANGES))
-        for jaxpr, _ in walk_programs(program)
-        for equation in jaxpr.eqns
+        for equation in walk_equations(program)
     )

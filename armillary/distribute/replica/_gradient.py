@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend import core
 
 from armillary._checks import check_callable, check_one_of, check_positive_int
-from armillary._jaxpr import walk_programs
+from armillary._jaxpr import walk_equations
 from armillary._traceback import hides_frames
 from armillary.distribute.replica._context import lifted_state, require_replica_context
 from armillary.distribute.replica._differences import DIVISOR
@@ -304,9 +304,7 @@ def _accumulate(
 
 def _check_op(program: core.ClosedJaxpr, count: int, op: str | None) -> None:
     is_scaled = any(
-        equation.params.get("name") == DIVISOR
-        for jaxpr, _ in walk_programs(program)
-        for equation in jaxpr.eqns
+        equation.params.get("name") == DIVISOR for equation in walk_equations(program)
     )
     if not is_scaled and op is None:
         raise ValueError(

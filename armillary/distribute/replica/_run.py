@@ -1,5 +1,8 @@
 """Runs a function once per replica: `jax.shard_map` with the state's policies around.
 
+The only replica has the axis of replicas too, of length 1, so that a step which names
+it (`jax.lax.pmean(gradients, "replica")`) is the same text under every strategy.
+
 The function gets the lifted slots as their policies say, split batches, and everything
 else as it is. All that it computes is the replica's own, and nothing is reduced that it
 does not reduce. So its program is traced, looked at, and then bound as one call: state
@@ -7,8 +10,8 @@ that would differ between replicas is refused where it is written.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,7 +20,13 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
-from armillary._jaxpr import call_program, is_in_trace
+from armillary._jaxpr import (
+    call_program,
+    is_in_trace,
+    named_axes,
+    source_line,
+    walk_equations,
+)
 from armillary.data._layout import Active
 from armillary.distribute._global_arrays import is_array, is_key, narrow_mesh
 from armillary.distribute.replica._collectives import ReplicaContext, is_argument
@@ -33,7 +42,13 @@ from armillary.distribute.replica._values import (
     is_per_replica,
     other_count,
 )
-from armillary.errors import BatchSizeError, CapturedStateError, ReplicaContextError
+from armillary.errors import (
+    BatchSizeError,
+    CapturedStateError,
+    ReplicaContextError,
+    StateStructureError,
+)
+from armillary.state._holders import is_claimed
 from armillary.state._lift import State, as_array
 from armillary.state._slots import Role
 from armillary.typing import PyTree
@@ -177,7 +192,7 @@ class _MappedCall(Call):
         self.arrays = list(map(array_of, given))
         # What is equal on all replicas stays so when it comes back in.
         self.is_split = [is_per_replica(leaf) and not leaf.is_shared for leaf in given]
-        batches = list(compress(given, self.is_split))
+        batches = list(itertools.compress(given, self.is_split))
         active, self.num_replicas = _find_active(batches, strategy)
         self._context = ReplicaContext(strategy, AXIS_NAME, active, self.num_replicas)
         # Which of the arrays that the function returned are equal.
@@ -207,8 +222,8 @@ class _MappedCall(Call):
             for row in zip(policies, start, after, is_same, strict=True)
         ]
         is_own = [not is_equal for is_equal in self._is_equal]
-        own = [value[None] for value in compress(values, is_own)]
-        return final, own, list(compress(values, self._is_equal))
+        own = [value[None] for value in itertools.compress(values, is_own)]
+        return final, own, list(itertools.compress(values, self._is_equal))
 
     def _prove(self, program: core.ClosedJaxpr) -> Sequence[bool]:
         facts = [
@@ -252,11 +267,10 @@ class _MappedCall(Call):
     def _facts_of_slots(self) -> list[Facts]:
         """Returns that arrays which may be keys of `jax.random.PRNGKey` are such."""
         facts = [EQUAL] * len(self.before)
-        for slot, first, stop in self._state.ranges:
+        for slot, first, _ in self._state.ranges:
             if slot.role is not Role.PLAIN or slot.annotations.get("aggregation"):
                 continue
-            of_optimizer = slot.is_of_optimizer()
-            for i, is_out in zip(range(first, stop), of_optimizer, strict=True):
+            for i, is_out in enumerate(slot.is_of_optimizer(), start=first):
                 if self.before[i].dtype == jnp.uint32 and not is_out:
                     label = Label(Kind.RAW_KEY, self._state.paths[i])
                     facts[i] = Facts(labels=frozenset({label}))
@@ -264,11 +278,7 @@ class _MappedCall(Call):
 
 
 def take_first_copy(mesh: Mesh, values: PyTree) -> PyTree:
-    """Returns what the first of the devices that run this replica has computed.
-
-    Devices may round differently where they do the same work, such as where a GPU adds
-    in the order of arrival. What they keep must not differ.
-    """
+    """Returns what the first device of this replica has computed; others may round."""
     copies = mesh.axis_names[1:]
 
     def take(value: Any) -> Any:
@@ -298,3 +308,93 @@ def _find_active(
             '`InputOptions(remainder="drop")` on each.'
         )
     return counts.pop() if counts else (num_replicas, num_replicas)
+
+
+def run_alone(
+    strategy: "Strategy",
+    fn: Callable[..., PyTree],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: State | None = None,
+) -> PyTree:
+    """Calls `fn`: as one call of the program of the step that has `state`, or here."""
+    context = ReplicaContext(strategy, None, active=1)
+    if state is None or not is_in_trace():
+        return _run_in_place(context, fn, args, kwargs)
+    call = Call(fn, state)
+    program = jax.make_jaxpr(
+        lambda slots: call.run(context, slots, args, kwargs), axis_env=[(AXIS_NAME, 1)]
+    )(call.before)
+    if _names_axis(program):
+        outputs = jax.vmap(
+            lambda _: call_program(program, call.before, call.name), axis_name=AXIS_NAME
+        )(jnp.zeros(1))
+        outputs = [output[0] for output in outputs]
+    else:
+        outputs = call_program(program, call.before, call.name)
+    _, after, values = call.split(outputs)
+    call.write(after)
+    return call.returned(values)
+
+
+def _names_axis(program: core.ClosedJaxpr) -> bool:
+    is_named = False
+    for equation in walk_equations(program):
+        if AXIS_NAME not in named_axes(equation):
+            continue
+        is_named, name = True, equation.primitive.name
+        if name.endswith("all_to_all"):  # Its result has another shape here.
+            raise ReplicaContextError(
+                f"`{name}` at {source_line(equation)} exchanges parts of one "
+                "replica, which JAX cannot do. Leave it out where "
+                "`strategy.num_replicas_in_sync` is 1."
+            )
+    return is_named
+
+
+def _run_in_place(
+    context: ReplicaContext,
+    fn: Callable[..., PyTree],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> PyTree:
+    """Calls `fn` where it stands: its values stay what they are, concrete or not."""
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_argument)
+    roots = [(root, "") for root in (fn, *filter(is_claimed, leaves))]
+    state = State(roots)
+    result: list[Any] = []
+
+    def run(_: Any) -> list[Any]:
+        move()
+        with Scope(context.strategy, context):
+            result[:] = jax.tree.flatten(fn(*args, **kwargs), is_leaf=is_claimed)
+        # Only what asks for the number of the replica has the axis, of length 1.
+        held = itertools.chain(result[0], *map(_read_slot, state.slots))
+        return list(filter(_has_axis, held))
+
+    with state.moved() as move:
+        outputs = iter(jax.vmap(run, axis_name=AXIS_NAME)(jnp.zeros(1)))
+
+    def without_axis(leaf: Any) -> Any:
+        return next(outputs)[0] if _has_axis(leaf) else leaf
+
+    values = list(map(without_axis, result[0]))
+    for slot in state.slots:
+        held = _read_slot(slot)
+        if any(map(_has_axis, held)):
+            slot.write(list(map(without_axis, held)))
+    if any(map(is_claimed, values)):  # that may have been made here
+        State([*roots, (values, "")]).move_new(state)
+    return result[1].unflatten(values)
+
+
+def _read_slot(slot: Any) -> list[Any]:
+    # Where no step goes on with it, it may have become something else.
+    try:
+        return slot.read()
+    except StateStructureError:
+        return []
+
+
+def _has_axis(leaf: Any) -> bool:
+    return isinstance(leaf, Tracer) and hasattr(leaf, "batch_dim")

@@ -23,8 +23,8 @@ from armillary.data._dataset import DistributedDataset
 from armillary.data._layout import BatchLayout, InputContext, InputOptions
 from armillary.distribute._global_arrays import is_key
 from armillary.distribute.program._function import Functions
-from armillary.distribute.replica._alone import run_alone
 from armillary.distribute.replica._policy import check_annotations
+from armillary.distribute.replica._run import run_alone
 from armillary.distribute.strategies._layouts import MeshLayout, as_devices
 from armillary.distribute.strategies._multi_worker import JoinedStrategy, order_devices
 from armillary.distribute.strategies._rules import ShardingRules, axes_of

@@ -13,11 +13,10 @@ from armillary.distribute._global_arrays import everywhere
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import Functions
 from armillary.distribute.program._notes import add_trace_note
-from armillary.distribute.replica._alone import run_alone
 from armillary.distribute.replica._collectives import ReplicaContext
 from armillary.distribute.replica._context import require_scope, set_default
 from armillary.distribute.replica._policy import check_annotations
-from armillary.distribute.replica._run import run_in_replicas
+from armillary.distribute.replica._run import run_alone, run_in_replicas
 from armillary.distribute.replica._values import AXIS_NAME
 from armillary.distribute.strategies._layouts import (
     Device,
