@@ -29,7 +29,7 @@ def walk_programs(program: core.ClosedJaxpr) -> Iterator[tuple[Any, list[Any]]]:
             pending.extend(programs_in(equation))
 
 
-def walk_equations(program: core.ClosedJaxpr) -> Iterator[core.JaxprEqn]:
+def walk_equations(program: core.ClosedJaxpr) -> Iterator[Any]:
     """Yields the equations of a program and of each one nested in it."""
     for jaxpr, _ in walk_programs(program):
         yield from jaxpr.eqns

@@ -49,17 +49,6 @@ def test_a_metric_that_is_not_written_stays(strategy, ids):
     assert int(metric.count[...]) == 2
 
 
-def test_integer_metrics_stay_integers(strategy):
-    class Count(nnx.Module):
-        def __init__(self):
-            self.value = nnx.metrics.MetricState(jnp.asarray(5, jnp.int32))
-
-    count = Count()
-    strategy.run(lambda: add(count.value, 2))
-    assert count.value[...].dtype == jnp.int32
-    assert int(count.value[...]) == 5 + 4 * 2
-
-
 def test_batch_statistics_are_averaged(strategy):
     norm = nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0))
     rows = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
@@ -216,7 +205,7 @@ def test_what_cannot_be_added_is_an_error(strategy, value, what, instead, name):
 def test_a_flag_of_a_metric_must_be_equal_on_all_replicas(strategy):
     class Count(nnx.Module):
         def __init__(self):
-            self.value = nnx.metrics.MetricState(jnp.asarray(5))
+            self.value = nnx.metrics.MetricState(jnp.asarray(5, jnp.int32))
             self.is_used = nnx.metrics.MetricState(jnp.asarray(False))
 
     count = Count()
@@ -226,15 +215,8 @@ def test_a_flag_of_a_metric_must_be_equal_on_all_replicas(strategy):
         count.is_used[...] = jnp.asarray(True)
 
     strategy.run(step_fn)
+    assert count.value[...].dtype == jnp.int32
     assert int(count.value[...]) == 5 + 4 * 2 and bool(count.is_used[...])
-
-
-def on_write(name, value=100.0):
-    return nnx.Variable(
-        jnp.asarray(value),
-        synchronization=VariableSynchronization.ON_WRITE,
-        aggregation=VariableAggregation[name],
-    )
 
 
 def test_on_write_without_aggregation_is_mirrored(strategy, ids):
