@@ -45,8 +45,8 @@ class Dataflow(Generic[Fact]):
 
     def decide(self, equation: Any, decides: Fact) -> Fact:
         """Returns what results of a branch or loop gain from what decides it."""
-        del equation, decides
-        return self.nothing
+        del equation
+        return decides
 
     def run(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
         """Returns the facts of the program's results, given those of its inputs."""
@@ -177,10 +177,6 @@ class _Dependencies(Dataflow[frozenset[int]]):
 
     def join(self, facts: Iterable[frozenset[int]]) -> frozenset[int]:
         return frozenset().union(*facts)
-
-    def decide(self, equation: Any, decides: frozenset[int]) -> frozenset[int]:
-        del equation
-        return decides
 
 
 def find_dependencies(program: core.ClosedJaxpr) -> list[frozenset[int]]:

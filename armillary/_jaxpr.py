@@ -38,9 +38,7 @@ def walk_equations(program: core.ClosedJaxpr) -> Iterator[Any]:
 def programs_in(equation: Any) -> Iterator[Any]:
     """Yields the programs of one equation: bodies, branches, what it calls."""
     for parameter in equation.params.values():
-        for leaf in jax.tree.leaves(parameter, is_leaf=_is_program):
-            if _is_program(leaf):
-                yield leaf
+        yield from filter(_is_program, jax.tree.leaves(parameter, is_leaf=_is_program))
 
 
 def named_axes(equation: Any) -> tuple[Any, ...]:

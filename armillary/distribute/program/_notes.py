@@ -205,10 +205,6 @@ class _Draws(Dataflow[bool]):
     def join(self, facts: Iterable[bool]) -> bool:
         return any(facts)
 
-    def decide(self, equation: Any, decides: bool) -> bool:
-        del equation
-        return decides
-
     def mix(self, equation: Any, operands: list[bool]) -> bool:
         if equation.primitive.name in _DRAWS and not operands[0]:
             self.lines.append(self.line(equation))
@@ -222,6 +218,10 @@ class _Additions(Dataflow[frozenset[_Fact]]):
 
     def join(self, facts: Iterable[frozenset[_Fact]]) -> frozenset[_Fact]:
         return frozenset().union(*facts)
+
+    def decide(self, equation: Any, decides: frozenset[_Fact]) -> frozenset[_Fact]:
+        del equation, decides
+        return self.nothing
 
     def mix(self, equation: Any, operands: list[frozenset[_Fact]]) -> frozenset[_Fact]:
         facts, name = self.join(operands), equation.primitive.name
