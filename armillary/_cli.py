@@ -1,7 +1,8 @@
 """The command `armillary`: one subcommand for each thing done around a run.
 
-`_commands` says what a subcommand is. A wrong argument is a `ValueError` of what
-prepares it, which ends as one line on stderr and as `ExitCode.USAGE`.
+A subcommand is two functions of a module `_command`. `add_<name>` adds its arguments to
+a parser. `prepare_<name>` checks the values and returns what to run; its `ValueError`
+ends as one line on stderr and as `ExitCode.USAGE`.
 """
 
 import argparse

@@ -6,7 +6,7 @@ import pytest
 
 import armillary
 from armillary import actions, cluster, estimator, summary
-from armillary._old_names import ANSWERS
+from armillary._traceback import ANSWERS
 
 # Where each of these keywords stood.
 OLD = {

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from armillary._checks import counted
-from armillary._commands import add_json, make_table, print_json, print_out
+from armillary._format import add_json, make_table, print_json, print_out
 from armillary._process import ExitCode
 from armillary.checkpoint._disk import find_damage, read_checksums
 from armillary.checkpoint._folder import (

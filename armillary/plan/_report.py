@@ -5,8 +5,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from armillary._commands import as_text, make_table
-from armillary._format import format_bytes, format_scaled
+from armillary._format import as_text, format_bytes, format_scaled, make_table
 from armillary.distribute.replica._values import AXIS_NAME
 from armillary.plan._costs import KINDS, Collective, Estimate, count_rounds
 from armillary.plan._targets import Topology

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary._checks import counted
-from armillary._commands import add_json, make_table, print_json, print_out
-from armillary._format import format_time
+from armillary._format import add_json, format_time, make_table, print_json, print_out
 from armillary._process import ExitCode
 from armillary.goodput._goodput import Goodput, read_goodput
 from armillary.report._page import goodput_cells, make_page, number

@@ -17,8 +17,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from armillary._commands import as_text, make_table
-from armillary._format import format_bytes
+from armillary._format import as_text, format_bytes, make_table
 from armillary._traceback import hides_frames
 from armillary.state import _keras, _nnx
 from armillary.state._slots import Role, join_keys
