@@ -1,9 +1,9 @@
 """Puts a pretrained BERT into the model of `bert.model`.
 
-Two kinds of files are read: safetensors with the names of Hugging Face, and checkpoints
-of TensorFlow with those of google-research/bert. Here every array has a name of the
-second kind, without `bert/`, such as `encoder/layer_0/attention/self/query/kernel`. A
-kernel has the shape `(inputs, outputs)`.
+Files of safetensors are read, with the names of Hugging Face. Here every array has the
+name that google-research/bert gave it, such as
+`encoder/layer_0/attention/self/query/kernel`. A kernel has the shape
+`(inputs, outputs)`.
 """
 
 import re
@@ -17,13 +17,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from bert.model import PRESETS, BertClassifier
-from bert.tensor_bundle import read_tensor_bundle
 
 # What the file may lack: training begins with its own.
 HEADS = ("pooler/", "classifier/")
-# What the file may have beside what the model has: statistics of an optimizer, and a
-# list of the positions from 0 to 511.
-IGNORED = ("/adam_m", "/adam_v", "/position_ids")
+# What the file may have beside what the model has: the positions from 0 to 511.
+IGNORED = "/position_ids"
 
 # Of the modules of the model.
 NAMES = {
@@ -48,9 +46,7 @@ def load_pretrained(path: Path, model: BertClassifier) -> str:
     """Puts the arrays of a file into a model; nothing changes if they do not fit.
 
     Args:
-        path: A file of safetensors, a checkpoint of TensorFlow (such as
-            `bert_model.ckpt`, of which there are several files), or a folder with one
-            of either.
+        path: A file of safetensors, or a folder with one.
         model: Its embeddings and encoder must have the arrays of the file, all of them
             and no others. Its pooler and classifier may have more than the file.
 
@@ -102,45 +98,18 @@ def load_pretrained(path: Path, model: BertClassifier) -> str:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of a file by name, whichever kind of file it is."""
-    candidates = [path]
-    if path.is_dir():
-        candidates = sorted([*path.glob("*.safetensors"), *path.glob("*.index")])
-        if len(candidates) != 1:
-            raise FileNotFoundError(
-                f"{path} has {len(candidates)} files with a model, of the kinds "
-                "*.safetensors and *.index. Name one of them."
-            )
-    (file,) = candidates
-    prefix = file.with_suffix("") if file.suffix == ".index" else file
-    if Path(f"{prefix}.index").is_file():
-        tensors, rename = read_tensor_bundle(prefix), from_tensorflow
-    elif file.suffix == ".safetensors" and file.is_file():
-        tensors, rename = read_safetensors(file), from_hugging_face
-    else:
+    """Returns the arrays of a file by name."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if len(files) != 1 or not files[0].is_file() or files[0].suffix != ".safetensors":
         raise FileNotFoundError(
-            f"{path} is no file *.safetensors, and there is no checkpoint of "
-            f"TensorFlow: it would have the file {prefix}.index."
+            f"{path} is no file *.safetensors, and no folder with one such file. "
+            "Hugging Face has one of each BERT: `model.safetensors`."
         )
-    return dict(rename(name, array) for name, array in tensors.items())
-
-
-def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of a file by the names that they have there."""
     try:
-        return load_file(path)
+        tensors = load_file(files[0])
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged: {error}. Download it again.") from error
-
-
-def from_tensorflow(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
-    """Returns name and array for those of google-research/bert."""
-    match name:
-        case "output_weights":
-            return "classifier/kernel", array.T
-        case "output_bias":
-            return "classifier/bias", array
-    return name.removeprefix("bert/"), array
+    return dict(from_hugging_face(name, array) for name, array in tensors.items())
 
 
 def from_hugging_face(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:

@@ -9,10 +9,8 @@ import pytest
 
 from benchmarks import checkpoint_cost, host_work, memory, sources, start_time
 from benchmarks.cases import Case
-from benchmarks.contestants import make_contestant
 from benchmarks.measure import Settings
 from benchmarks.processes import REPOSITORY, WorkerProcess
-from benchmarks.protocol import Options
 from benchmarks.tasks import make_task
 
 
@@ -77,18 +75,6 @@ def test_the_cost_of_checkpoints_is_a_ratio_over_bursts_of_one_interval():
     assert measurement["burst_steps"] == 100
     assert len(measurement["contestants"]["armillary-saving"]["seconds"]) == 2
     assert 0.2 < measurement["ratio"]["median"] < 0.9
-
-
-@pytest.mark.slow
-def test_saving_saves_every_hundred_steps_from_its_first_loop():
-    contestant = make_contestant("armillary-saving")
-    contestant.setup(make_task("mlp", "small"), Options(steps_per_loop=10))
-    contestant.run(10)
-    contestant.run(200)
-    manager = contestant.controller.checkpoint_manager
-    manager.sync()
-    names = [Path(path).name for path in manager.checkpoints]
-    assert names == ["checkpoint_110", "checkpoint_210"]
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The benchmark of parameter servers: its arithmetic, and one tiny run of it."""
 
-import argparse
 import json
 import sys
 
@@ -10,7 +9,6 @@ from rich.console import Console
 
 from benchmarks import parameter_server
 from benchmarks.closures import STEP, check_calls, make_shapes
-from benchmarks.contestants.copies import Copies
 from benchmarks.processes import WorkerProcess
 
 FAKE = """
@@ -41,21 +39,6 @@ def render(rows, names):
     return captured.get()
 
 
-@pytest.mark.parametrize(
-    ("text", "num_bytes", "shown"),
-    [("1KB", 1024, "1 KB"), ("100mb", 100 << 20, "100 MB"), ("48", 48, "48 B")],
-)
-def test_sizes_are_read_and_shown(text, num_bytes, shown):
-    assert parameter_server.parse_size(text) == num_bytes
-    assert parameter_server.format_size(num_bytes) == shown
-
-
-@pytest.mark.parametrize("text", ["", "MB", "1.5MB", "0", "4GB"])
-def test_other_sizes_are_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="a size is a whole number"):
-        parameter_server.parse_size(text)
-
-
 def test_the_variables_are_four_equal_arrays():
     assert make_shapes(1024) == [(64,)] * 4
     with pytest.raises(ValueError, match=r"`num_bytes` is 1000, but .* Use 992\."):
@@ -69,12 +52,6 @@ def test_calls_that_were_lost_or_made_twice_are_noticed():
     wrong[1] -= STEP
     with pytest.raises(RuntimeError, match=r"After 7 calls, .* had 7 to 8 updates"):
         check_calls([right, wrong], 7)
-
-
-def test_the_bound_shares_calls_between_threads():
-    copies = Copies()
-    copies.setup(make_shapes(64), 2)
-    assert copies.run(5) == 5
 
 
 def test_ratios_are_those_of_speeds_in_the_same_round():

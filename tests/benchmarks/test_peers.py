@@ -8,7 +8,6 @@ from flax import nnx
 from benchmarks.__main__ import find_peer_pythons
 from benchmarks.contestants import PEERS
 from benchmarks.models import make_model
-from benchmarks.peers._case import cut_batches
 from benchmarks.peers.keras import KerasContestant
 from benchmarks.peers.lightning import LightningContestant
 from benchmarks.peers.orbit import OrbitContestant
@@ -59,11 +58,6 @@ def test_peers_train_the_same_model(peer, task):
 
 
 @pytest.mark.slow
-def test_keras_trains_many_small_layers():
-    assert_trains("keras", "many-leaves")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("peer", ["keras", "orbit"])
 def test_peers_train_on_several_devices(peer):
     assert_trains(peer, "mlp", "--devices", "2")
@@ -92,11 +86,3 @@ def test_peers_train_on_several_devices(peer):
 def test_what_is_no_fair_comparison_is_refused(contestant, task, options, message):
     with pytest.raises(UnsupportedError, match=message):
         contestant().setup(make_task(task), Options(**options))
-
-
-def test_batches_are_cut_from_the_tasks_arrays_in_order():
-    task = make_task("mlp", "small")
-    arrays, cut = task.make_arrays(), cut_batches(task)
-    assert cut["image"].shape == (12, 16, 784)
-    np.testing.assert_array_equal(cut["label"][1], arrays["label"][16:32])
-    np.testing.assert_array_equal(cut["image"][11], arrays["image"][176:192])

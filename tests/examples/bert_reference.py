@@ -1,8 +1,10 @@
 """BERT in NumPy, with arrays that have the names of google-research/bert."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 from scipy.special import erf
 
 Arrays = dict[str, np.ndarray]
@@ -40,6 +42,32 @@ def make_arrays(config: Any, seed: int = 0) -> Arrays:
     for name, shape in {"output_weights": (2, size), "output_bias": (2,)}.items():
         arrays[name] = rng.normal(size=shape).astype("float32")
     return arrays
+
+
+def write_model(
+    path: Path, arrays: Arrays, prefix: str = "bert.", *, old: bool = False
+) -> Path:
+    """Writes parameters as PyTorch has them, under the names of Hugging Face."""
+    new_names = {} if old else {"gamma": "weight", "beta": "bias"}
+    positions = len(arrays["bert/embeddings/position_embeddings"])
+    tensors = {
+        "classifier.weight": arrays["output_weights"],
+        "classifier.bias": arrays["output_bias"],
+        "cls.predictions.bias": np.zeros(2, "float32"),
+        f"{prefix}embeddings.position_ids": np.arange(positions)[None],
+    }
+    for name, array in arrays.items():
+        if name.startswith("output_"):
+            continue
+        parts = name.removeprefix("bert/").replace("layer_", "layer/").split("/")
+        *module, leaf = parts
+        if leaf.endswith("_embeddings"):
+            module, leaf = [*module, leaf], "weight"
+        elif leaf == "kernel":
+            leaf, array = "weight", np.ascontiguousarray(array.T)
+        tensors[prefix + ".".join([*module, new_names.get(leaf, leaf)])] = array
+    save_file(tensors, path)
+    return path
 
 
 def classify(

@@ -1,23 +1,38 @@
-"""The model of the BERT example, against its equations in NumPy."""
+"""The model of the BERT example: against its equations, and read from files."""
+
+import dataclasses
+import re
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
-from tests.examples.bert_reference import classify, make_arrays
-from tests.examples.bundle_writer import write_bundle
+from tests.examples.bert_reference import classify, make_arrays, write_model
 from tests.examples.loading import load_example
 
-model_module = load_example("bert.model")
+bert = load_example("bert.model")
 pretrained = load_example("bert.pretrained")
-
-SMALL = model_module.BertConfig(
+SMALL = bert.BertConfig(
     num_layers=2, hidden_size=32, num_heads=4, vocabulary_size=50, num_positions=12
 )
+ARRAYS = make_arrays(SMALL)
 
 
-def make_batch(length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def make_model(**changes):
+    """Returns a model of zeros, without the time that random numbers take."""
+    config = dataclasses.replace(SMALL, **changes)
+    model = nnx.eval_shape(lambda: bert.BertClassifier(config, nnx.Rngs(0)))
+    state = nnx.state(model, nnx.Param)
+    nnx.update(model, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state))
+    return model
+
+
+def read_parameters(model):
+    return [np.asarray(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
+
+
+def make_batch(length):
     rng = np.random.default_rng(1)
     lengths = np.array([length, 5, 1])[:, None]
     mask = (np.arange(length) < lengths).astype("int32")
@@ -27,28 +42,77 @@ def make_batch(length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @pytest.mark.slow
-def test_logits_are_those_of_the_equations(tmp_path):
-    arrays = make_arrays(SMALL)
-    model = nnx.eval_shape(lambda: model_module.BertClassifier(SMALL, nnx.Rngs(0)))
-    pretrained.load_pretrained(write_bundle(tmp_path / "bert", arrays), model)
+def test_logits_are_those_of_the_equations_from_each_kind_of_file(tmp_path):
+    model = make_model()
+    for number, names in enumerate([("bert.", False), ("", False), ("bert.", True)]):
+        path = tmp_path / f"{number}.safetensors"
+        other = make_model()
+        report = pretrained.load_pretrained(
+            write_model(path, ARRAYS, names[0], old=names[1]), other
+        )
+        assert report.startswith(f"Read {len(ARRAYS)} arrays of {path}.")
+        assert "Not in the file, left as they were: none." in report
+        assert "not used: cls/predictions/bias, embeddings/position_ids." in report
+        for one, another in zip(
+            read_parameters(model), read_parameters(other), strict=True
+        ):
+            assert number == 0 or np.array_equal(one, another)
+        model = other
+
     evaluated = nnx.view(model, deterministic=True)
     definition, parameters, others = nnx.split(evaluated, nnx.Param, ...)
     batch = make_batch(length=9)
     logits = jax.jit(lambda p: nnx.merge(definition, p, others)(*batch))(parameters)
-    expected = classify(arrays, SMALL, *batch)
+    expected = classify(ARRAYS, SMALL, *batch)
     assert np.abs(expected).max() > 1.0
     np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 
-@pytest.mark.each_case
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "expected"),
     # Those that are published, with the classifier.
     [("tiny", 4_386_178), ("mini", 11_171_074), ("base", 109_483_778)],
 )
 def test_presets_have_the_size_of_the_published_models(preset, expected):
-    config = model_module.PRESETS[preset]
-    model = nnx.eval_shape(lambda: model_module.BertClassifier(config, nnx.Rngs(0)))
+    config = bert.PRESETS[preset]
+    model = nnx.eval_shape(lambda: bert.BertClassifier(config, nnx.Rngs(0)))
     parameters = jax.tree.leaves(nnx.state(model, nnx.Param))
     assert sum(leaf.size for leaf in parameters) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        (
+            {"num_positions": 4, "num_classes": 3},
+            [
+                "does not fit the model; 3 arrays differ:\n",
+                "  ~ classifier/bias: (2,) in the file, (3,) in the model\n",
+                "The file has 2 layers of size 32, which is none of the presets.",
+            ],
+        ),
+        (
+            {"num_layers": 3},
+            ["16 arrays differ:\n", "- layers/2/attention/key/bias: not in the file,"],
+        ),
+        (
+            {"num_layers": 1},
+            ["16 arrays differ:\n", "+ encoder/layer_1/", "  ... and 8 more\n"],
+        ),
+    ],
+)
+def test_what_does_not_fit_is_listed_and_nothing_is_read(tmp_path, changes, parts):
+    path = write_model(tmp_path / "model.safetensors", ARRAYS)
+    model = make_model(**changes)
+    pattern = r"(?s)" + ".*".join(map(re.escape, parts))
+    with pytest.raises(ValueError, match=pattern):
+        pretrained.load_pretrained(tmp_path, model)
+    assert not any(array.any() for array in read_parameters(model))
+
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"is damaged: .* Download it again"):
+        pretrained.load_pretrained(path, model)
+    path.unlink()
+    for missing in (path, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"is no file \*\.safetensors"):
+            pretrained.load_pretrained(missing, model)

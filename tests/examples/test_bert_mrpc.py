@@ -11,8 +11,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from tests.examples.bert_reference import classify, make_arrays
-from tests.examples.bundle_writer import write_bundle
+from tests.examples.bert_reference import classify, make_arrays, write_model
 from tests.examples.loading import load_example
 from tests.examples.test_examples import run_well
 from tests.records import make_record, write_records
@@ -37,7 +36,7 @@ SMALL = bert.BertConfig(
 
 def write_corpus(folder: Path, num_train: int = 96, num_test: int = 30) -> Path:
     """Writes pairs that say the same if both are about one animal, and a model."""
-    write_bundle(folder / "bert_model.ckpt", make_arrays(SMALL))
+    write_model(folder / "model.safetensors", make_arrays(SMALL))
     rng = np.random.default_rng(0)
     (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
     for split, num_pairs in {"train": num_train, "test": num_test}.items():
@@ -53,7 +52,7 @@ def write_corpus(folder: Path, num_train: int = 96, num_test: int = 30) -> Path:
 
 def parse(folder: Path):
     arguments = ["--data-dir", folder, "--vocabulary", folder / "vocab.txt"]
-    arguments += ["--pretrained", folder / "bert_model.ckpt", "--max-length", 14]
+    arguments += ["--pretrained", folder / "model.safetensors", "--max-length", 14]
     # The same for all tests, which then share their compiled programs.
     arguments += ["--batch-size", 16, "--learning-rate", 1e-3, "--steps-per-loop", 2]
     return bert_mrpc.parse_arguments([str(argument) for argument in arguments])
@@ -126,15 +125,6 @@ def test_wrong_corpus_shows_the_line(tmp_path, content, parts):
         mrpc.read_pairs(path)
 
 
-def test_missing_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"train\.txt is missing"):
-        bert_mrpc.load_data(parse(tmp_path))
-    write_corpus(tmp_path)
-    (tmp_path / "vocab.txt").unlink()
-    with pytest.raises(FileNotFoundError, match=r"vocab\.txt is missing. It is the"):
-        bert_mrpc.load_data(parse(tmp_path))
-
-
 def test_learning_rate_rises_and_falls_and_only_matrices_decay():
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     model.kernel[...], model.bias[...] = jnp.ones((2, 2)), jnp.ones(2)
@@ -163,7 +153,7 @@ def test_evaluation_counts_every_pair_once(tmp_path):
     shift = np.median(np.unique((logits[:, 1] - logits[:, 0]).round(6)))
     logits[:, 1] -= shift
     arrays["output_bias"][1] -= shift
-    write_bundle(options.pretrained, arrays)
+    write_model(options.pretrained, arrays)
 
     output = make_controller(options, tmp_path / "run", 2).evaluate(-1)
     predicted = logits.argmax(-1)
@@ -174,27 +164,6 @@ def test_evaluation_counts_every_pair_once(tmp_path):
     assert float(output["accuracy"]) == pytest.approx((predicted == labels).mean())
     losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(labels)), labels]
     assert float(output["loss"]) == pytest.approx(losses.mean(), rel=1e-5)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_run_is_that_of_one_replica_and_resumes_bit_for_bit(tmp_path, capsys):
-    options = parse(write_corpus(tmp_path))
-
-    def train(steps: int, run_dir: str, num_replicas: int = 2) -> list[np.ndarray]:
-        controller = make_controller(options, tmp_path / run_dir, num_replicas)
-        controller.train(steps)
-        return read_model(controller)
-
-    expected = train(4, "whole")
-    train(2, "stopped")
-    # Only a run that begins reads the pretrained model.
-    assert capsys.readouterr().out.count(f"arrays of {options.pretrained}.") == 2
-    for found, same in zip(train(4, "stopped"), expected, strict=True):
-        np.testing.assert_array_equal(found, same)
-    assert capsys.readouterr().out == ""
-    for found, same in zip(train(4, "alone", 1), expected, strict=True):
-        np.testing.assert_allclose(found, same, atol=2e-5)
 
 
 @pytest.mark.parametrize("other_names", [{}, OTHER_NAMES])
@@ -216,13 +185,6 @@ def test_tfrecords_give_the_batches_of_the_text(tmp_path, other_names):
             for key, array in wanted.items():
                 same_array = batch[other_names.get(key, key)]
                 np.testing.assert_array_equal(same_array, array, strict=True)
-
-
-def test_folder_without_records_names_what_it_needs(tmp_path):
-    options = parse(tmp_path)
-    options.tfrecords = tmp_path
-    with pytest.raises(FileNotFoundError, match=r"no file such as MRPC_train\.tf_rec"):
-        bert_mrpc.load_data(options)
 
 
 @pytest.mark.slow

@@ -147,27 +147,6 @@ def test_mnist_keras_fit_learns_from_the_shared_files(shared_data):
 
 
 @pytest.mark.slow
-def test_fashion_mnist_without_its_files_says_what_is_missing(tmp_path):
-    result = run_example("fashion_mnist.py", "--data-dir", tmp_path)
-    assert result.returncode == 1
-    assert "`--data-dir` cannot be read" in result.stderr
-    assert "train-images-idx3-ubyte.gz is missing" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("option", "value"), [("--batch-size", "0"), ("--epochs", "1.5")]
-)
-def test_fashion_mnist_refuses_what_is_not_a_positive_integer(tmp_path, option, value):
-    setting = f"{option}={value}"
-    result = run_example("fashion_mnist.py", "--data-dir", tmp_path, setting)
-    assert result.returncode == 2
-    assert f"argument {option}: '{value}' is not a positive integer" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.slow
 def test_gan_comes_closer_to_the_real_images(tmp_path):
     result = run_well(
         "gan.py",
@@ -196,13 +175,6 @@ def test_reinforcement_learns_to_balance_the_pole():
     before, after = map(float, re.findall(r"last (\d+) .* training, (\d+)", output)[0])
     assert before < 30
     assert after > 150
-
-
-@pytest.mark.slow
-def test_reinforcement_refuses_episodes_that_do_not_divide():
-    result = run_example("reinforcement.py", "--devices", 2, "--episodes", 3)
-    assert result.returncode == 2
-    assert "--episodes must be a multiple of --devices" in result.stderr
 
 
 @pytest.mark.thorough

@@ -28,12 +28,6 @@ def write_folder(folder: Path, images: bytes, labels: bytes) -> Path:
     return folder
 
 
-def refuses(folder: Path, error: type[Exception], *parts: str) -> None:
-    pattern = ".*".join(re.escape(part) for part in parts)
-    with pytest.raises(error, match=pattern):
-        idx.read_split(folder, "train")
-
-
 def test_split_is_read_as_scaled_images_and_integer_labels(tmp_path):
     write_folder(tmp_path, gzip.compress(encode(IMAGES)), gzip.compress(encode(LABELS)))
     split = idx.read_split(tmp_path, "train")
@@ -43,64 +37,37 @@ def test_split_is_read_as_scaled_images_and_integer_labels(tmp_path):
     np.testing.assert_array_equal(split["label"], LABELS)
 
 
-def test_missing_file_is_named(tmp_path):
-    refuses(
-        tmp_path,
-        FileNotFoundError,
-        "train-images-idx3-ubyte.gz is missing",
-        "needs the four standard IDX files",
-    )
-
-
-@pytest.mark.parametrize("keep", [1, 12, -9])
-def test_truncated_gzip_file_is_named(tmp_path, keep):
-    images = gzip.compress(encode(IMAGES))[:keep]
-    write_folder(tmp_path, images, gzip.compress(encode(LABELS)))
-    refuses(
-        tmp_path,
-        ValueError,
-        "train-images-idx3-ubyte.gz is not a complete gzip file",
-        "Download it again.",
-    )
-
-
-def test_file_that_is_not_gzip_is_named(tmp_path):
-    write_folder(tmp_path, b"<html>not found</html>", gzip.compress(encode(LABELS)))
-    refuses(
-        tmp_path,
-        ValueError,
-        "train-images-idx3-ubyte.gz is not a complete gzip file",
-        "Not a gzipped file",
-    )
-
-
-def test_wrong_magic_number_shows_both(tmp_path):
-    labels = gzip.compress(encode(LABELS))
-    write_folder(tmp_path, labels, labels)
-    refuses(
-        tmp_path,
-        ValueError,
-        "train-images-idx3-ubyte.gz begins with the bytes '00000801'",
-        "3 axes begins with '00000803'",
-    )
+IMAGE_FILE, LABEL_FILE = gzip.compress(encode(IMAGES)), gzip.compress(encode(LABELS))
 
 
 @pytest.mark.parametrize(
-    ("keep", "announced"), [(6, 16), (20, 40)], ids=["header", "values"]
+    ("images", "labels", "parts"),
+    [
+        (IMAGE_FILE[:12], LABEL_FILE, ["is not a complete gzip file", "Download it"]),
+        (b"<html>", LABEL_FILE, ["is not a complete gzip file", "Not a gzipped file"]),
+        (
+            LABEL_FILE,
+            LABEL_FILE,
+            ["begins with the bytes '00000801'", "3 axes begins with '00000803'"],
+        ),
+        (
+            gzip.compress(encode(IMAGES)[:20]),
+            LABEL_FILE,
+            ["holds 20 bytes", "announces 40, for shape ("],
+        ),
+        (
+            IMAGE_FILE,
+            gzip.compress(encode(LABELS[:1])),
+            ["holds 2 images but 1 labels for 'train'"],
+        ),
+    ],
 )
-def test_shortened_content_shows_both_sizes(tmp_path, keep, announced):
-    images = gzip.compress(encode(IMAGES)[:keep])
-    write_folder(tmp_path, images, gzip.compress(encode(LABELS)))
-    refuses(
-        tmp_path,
-        ValueError,
-        f"train-images-idx3-ubyte.gz holds {keep} bytes",
-        f"announces {announced}, for shape (",
-    )
+def test_files_that_are_wrong_are_named(tmp_path, images, labels, parts):
+    write_folder(tmp_path, images, labels)
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, parts))):
+        idx.read_split(tmp_path, "train")
 
 
-def test_images_and_labels_of_different_sets_are_refused(tmp_path):
-    write_folder(
-        tmp_path, gzip.compress(encode(IMAGES)), gzip.compress(encode(LABELS[:1]))
-    )
-    refuses(tmp_path, ValueError, "holds 2 images but 1 labels for 'train'")
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"train-images-idx3-ubyte\.gz is miss"):
+        idx.read_split(tmp_path, "train")
