@@ -18,8 +18,7 @@ from flax import nnx
 from armillary._checks import check_callable, check_positive_int, is_positive_int
 from armillary.errors import EstimatorError
 from armillary.estimator._model_fn import EstimatorSpec, ModeKeys
-from armillary.metrics._confusion import Precision, Recall
-from armillary.metrics._labeled import AUC
+from armillary.metrics._labeled import AUC, Precision, Recall
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""State of metrics: integers of 63 bits, and sums of floats made of them.
+"""What metrics are made of: integers of 63 bits, sums of floats, and masks.
 
 JAX has integers of 32 bits only, unless told otherwise, and floats of 32 bits stop
 counting at 16,777,216. An epoch of images has more pixels than either can count. So an
@@ -6,7 +6,7 @@ integer is held in three parts, of 16 bits each but the last. Parts are sums, so
 copies of replicas add up part by part, whatever was carried from one to the next.
 """
 
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,8 @@ class Counts(nnx.metrics.MetricState):
         self[...] = jnp.zeros(self[...].shape, jnp.int32)
 
     def add(self, numbers: jax.Array) -> None:
-        """Adds an array of `int32` of the same shape, none of them negative."""
+        """Adds an array of the same shape, of numbers from 0 to 2**31 - 1."""
+        numbers = numbers.astype(jnp.int32)
         # The parts of up to 2**15 replicas have been added up, and fit in 32 bits.
         low, middle, high = self[...]
         low = low + (numbers & _LOW)
@@ -72,3 +73,33 @@ class FloatSum(Counts):
             return float("nan")
         powers = np.maximum(np.arange(256), 1) - 150
         return float(np.ldexp(integers.astype(np.float64), powers).sum())
+
+
+class CountingMetric(nnx.metrics.Metric):
+    """A metric whose state is `Counts`."""
+
+    def reset(self) -> None:
+        """Forgets all examples."""
+        for value in vars(self).values():
+            if isinstance(value, Counts):
+                value.reset()
+
+
+def as_mask(name: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Returns which elements of `shape` count, in a row."""
+    if mask is None:
+        return jnp.ones(shape, bool).reshape(-1)
+    mask = jnp.asarray(mask)
+    if mask.dtype != bool:
+        raise TypeError(
+            f"`mask` of `{name}` has the dtype {mask.dtype}, but an example counts "
+            "once or not at all. Pass booleans: `mask > 0`."
+        )
+    if mask.shape != shape[: mask.ndim]:
+        raise ValueError(
+            f"`mask` of `{name}` has the shape {mask.shape}, but it must be that of "
+            f"what it is for, {shape}, or the beginning of it. Use "
+            f"`mask.reshape({shape[:1]})`."
+        )
+    mask = mask.reshape(*mask.shape, *(1,) * (len(shape) - mask.ndim))
+    return jnp.broadcast_to(mask, shape).reshape(-1)

@@ -5,39 +5,32 @@ only, where nothing can be raised: examples that cannot be judged are counted th
 `compute` raises.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import jax.scipy.special
 import numpy as np
-from flax import nnx
 
-from armillary._checks import check_one_of, check_positive_int
+from armillary._checks import check_one_of, check_positive_int, is_positive_int
 from armillary._logging import logger
-from armillary.metrics._counts import Counts
+from armillary.metrics._counts import Counts, CountingMetric, as_mask
 
 _HIGHEST = 20.0  # Probabilities in 32 bits are no nearer to 1 than a logit of 17.
 _MOST_TIED = 0.01
+_MOST_CLASSES = 2**15
 
 
-class CountingMetric(nnx.metrics.Metric):
-    """A metric whose state is `Counts`."""
-
-    def reset(self) -> None:
-        """Forgets all examples."""
-        for value in vars(self).values():
-            if isinstance(value, Counts):
-                value.reset()
-
-
-class LabeledMetric(CountingMetric):
+class _LabeledMetric(CountingMetric):
     """A metric of scores and labels, which counts what it refuses."""
 
-    _has_classes = True
+    # How many classes there may be scores of; `None` if an example has one score.
+    _sizes: Sequence[int] | None = None
 
-    def __init__(self) -> None:
-        self.refused = Counts.zeros(2)
+    def __init__(self, *shape: int) -> None:
+        self.counts, self.refused = Counts.zeros(*shape), Counts.zeros(2)
 
     def update(self, *, logits: Any, labels: Any, mask: Any = None, **_: Any) -> None:
         """Counts the examples of a batch.
@@ -52,35 +45,37 @@ class LabeledMetric(CountingMetric):
 
         Raises:
             TypeError: If labels are no integers, or the mask is not boolean.
-            ValueError: If shapes do not belong together, or there are too few classes.
+            ValueError: If shapes do not belong together.
         """
         scores, labels = self._as_scores(logits), jnp.asarray(labels)
-        name, has_classes = f"{type(self).__name__}.update", self._has_classes
+        name, sizes = f"{type(self).__name__}.update", self._sizes
         if not jnp.issubdtype(labels.dtype, jnp.integer) and labels.dtype != bool:
             raise TypeError(
                 f"`labels` of `{name}` has the dtype {labels.dtype}, but labels are "
-                "numbers of classes. Pass integers: `labels.astype('int32')`, or "
+                "numbers of classes. Use `labels.astype('int32')`, or "
                 "`labels.argmax(-1)` of labels that are one-hot."
             )
-        if scores.shape[: -1 if has_classes else None] != labels.shape or (
-            has_classes and not scores.ndim
-        ):
-            wanted = "shape of `labels`" + (", and then classes" if has_classes else "")
+        axes = scores.shape[labels.ndim :]
+        is_fine = not axes if sizes is None else len(axes) == 1 and axes[0] in sizes
+        if scores.shape[: labels.ndim] != labels.shape or not is_fine:
+            rule = "the shape of `labels`"
+            if sizes is not None:
+                more = " or more" if len(sizes) > 1 else ""
+                rule += f", and then {sizes[0]}{more} classes"
             raise ValueError(
                 f"`logits` of `{name}` has the shape {scores.shape}, and `labels` "
-                f"{labels.shape}, but `logits` has the {wanted}. Index or reshape "
-                "one of them, such as `logits[..., 1]` for the scores of class 1."
+                f"{labels.shape}, but `logits` must have {rule}. Index or reshape one "
+                "of them, such as `logits[..., 1]` for the scores of class 1."
             )
         counted = as_mask(name, mask, labels.shape)
-        num_classes = scores.shape[-1] if has_classes else 2
-        scores = scores.reshape((-1, num_classes) if has_classes else (-1,))
-        labels = labels.reshape(-1)
+        num_classes = axes[0] if axes else 2
+        scores, labels = scores.reshape(-1, *axes), labels.reshape(-1)
         if labels.dtype.itemsize <= 4:
             labels = labels.astype(jnp.int32)
         is_class = (labels >= 0) & (labels < num_classes)
-        is_score = ~(jnp.isnan(scores).any(-1) if has_classes else jnp.isnan(scores))
-        bad = [count(counted & ~is_class), count(counted & ~is_score)]
-        self.refused.add(jnp.stack(bad))
+        is_score = ~(jnp.isnan(scores).any(-1) if axes else jnp.isnan(scores))
+        bad = jnp.stack([counted & ~is_class, counted & ~is_score])
+        self.refused.add(bad.sum(1))
         labels = jnp.where(is_class, labels, 0).astype(jnp.int32)
         self._count(scores, labels, counted & is_class & is_score)
 
@@ -91,8 +86,17 @@ class LabeledMetric(CountingMetric):
         """Counts examples in a row, of which scores may have an axis of classes."""
         raise NotImplementedError
 
-    def _check(self) -> None:
-        """Raises if an example had no meaning."""
+    def _compute(self, counts: np.ndarray) -> Any:
+        raise NotImplementedError
+
+    def compute(self) -> Any:
+        """Returns the value; waits for the device.
+
+        Raises:
+            ValueError: If a label was the number of no class, or a score was NaN, or
+                no probability where it must be one.
+            TypeError: If called while JAX traces.
+        """
         num_labels, num_scores = self.refused.read()
         if num_labels or num_scores:
             raise ValueError(
@@ -101,36 +105,13 @@ class LabeledMetric(CountingMetric):
                 f"{num_scores} examples with a score that is NaN or no probability. "
                 "Leave such examples out, as in `update(..., mask=labels >= 0)`."
             )
+        return self._compute(self.counts.read())
 
 
-def as_mask(name: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Returns which elements of `shape` count, in a row."""
-    if mask is None:
-        return jnp.ones(shape, bool).reshape(-1)
-    mask = jnp.asarray(mask)
-    if mask.dtype != bool:
-        raise TypeError(
-            f"`mask` of `{name}` has the dtype {mask.dtype}, but an example counts "
-            "once or not at all. Pass booleans: `mask > 0`."
-        )
-    if mask.shape != shape[: mask.ndim]:
-        raise ValueError(
-            f"`mask` of `{name}` has the shape {mask.shape}, but it must be that of "
-            f"what it is for, {shape}, or the beginning of it. Reshape it, such as "
-            f"`mask.reshape({shape[:1]})`."
-        )
-    mask = mask.reshape(*mask.shape, *(1,) * (len(shape) - mask.ndim))
-    return jnp.broadcast_to(mask, shape).reshape(-1)
-
-
-def count(flags: jax.Array) -> jax.Array:
-    """Returns how many are true, in 32 bits."""
-    return flags.sum(dtype=jnp.int32)
-
-
-class AUC(LabeledMetric):
+class AUC(_LabeledMetric):
     """The area under the ROC curve, or under that of precision and recall.
 
+    It is NaN without a positive or without a negative example.
     Scores are counted in buckets of equal width between logits of -20 and 20, and those
     of one bucket count as equal. So the area under the ROC curve is off by at most half
     the share of pairs, of a positive and a negative example, that fall into one bucket.
@@ -147,8 +128,6 @@ class AUC(LabeledMetric):
         ValueError: If `curve` is neither, or `num_buckets` is not positive.
     """
 
-    _has_classes = False
-
     def __init__(
         self,
         curve: Literal["ROC", "PR"] = "ROC",
@@ -158,10 +137,10 @@ class AUC(LabeledMetric):
     ) -> None:
         check_one_of("curve", curve, ("ROC", "PR"))
         check_one_of("from_logits", from_logits, (True, False))
-        super().__init__()
+        num_buckets = check_positive_int("num_buckets", num_buckets, 2**24)
+        super().__init__(2, num_buckets)
         self.curve, self.from_logits = curve, from_logits
-        self.num_buckets = check_positive_int("num_buckets", num_buckets, 2**24)
-        self.counts = Counts.zeros(2, self.num_buckets)
+        self.num_buckets = num_buckets
 
     def _as_scores(self, logits: Any) -> jax.Array:
         if self.from_logits:
@@ -177,15 +156,9 @@ class AUC(LabeledMetric):
         counts = jnp.zeros(2 * self.num_buckets + 1, jnp.int32).at[places].add(1)
         self.counts.add(counts[:-1].reshape(2, -1))
 
-    def compute(self) -> float:
-        """Returns the area; NaN without a positive or without a negative example.
-
-        Raises what `ConfusionMatrix.compute` does, also for a score that is no
-        probability.
-        """
-        self._check()
+    def _compute(self, counts: np.ndarray) -> float:
         # From the highest score to the lowest.
-        negative, positive = self.counts.read()[:, ::-1].astype(np.float64)
+        negative, positive = counts[:, ::-1].astype(np.float64)
         num_pairs = negative.sum() * positive.sum()
         if not num_pairs:
             return float("nan")
@@ -193,9 +166,8 @@ class AUC(LabeledMetric):
         if tied > _MOST_TIED:
             logger.warning(
                 "AUC: %.1f %% of the pairs of a positive and a negative example have "
-                "scores in one bucket, and count as ties, so that the area under the "
-                "ROC curve is off by up to %.2g. Use more buckets: "
-                "`AUC(num_buckets=%d)`.",
+                "scores in one bucket, so that the area under the ROC curve is off by "
+                "up to %.2g. Use `AUC(num_buckets=%d)`.",
                 100 * tied,
                 tied / 2,
                 10 * self.num_buckets,
@@ -207,11 +179,12 @@ class AUC(LabeledMetric):
         return float(positive @ precision / found[-1])
 
 
-class TopKAccuracy(LabeledMetric):
+class TopKAccuracy(_LabeledMetric):
     """The share of examples whose label is among the `k` highest scores.
 
     Of equal scores the one of the lower class is higher, as for `argmax`: so `k=1` is
-    the accuracy, and a model that gives all classes the same score is not right.
+    the accuracy, and a model that gives all classes the same score is not right. It is
+    NaN if there was no example.
 
     Args:
         k: How many of the highest scores.
@@ -221,28 +194,131 @@ class TopKAccuracy(LabeledMetric):
     """
 
     def __init__(self, k: int) -> None:
-        super().__init__()
+        super().__init__(2)
         self.k = check_positive_int("k", k)
-        self.counts = Counts.zeros(2)
+
+    @property
+    def _sizes(self) -> Sequence[int]:
+        return range(self.k, 2**31)
 
     def _count(self, scores: jax.Array, labels: jax.Array, counted: jax.Array) -> None:
-        if scores.shape[1] < self.k:
-            raise ValueError(
-                f"`logits` of `TopKAccuracy.update` has {scores.shape[1]} classes, but "
-                f"`k` is {self.k}, so every label would be among them. Use "
-                "`TopKAccuracy(k=1)` or another number below that of classes."
-            )
         own = jnp.take_along_axis(scores, labels[:, None], axis=1)
         is_before = jnp.arange(scores.shape[1])[None] < labels[:, None]
         is_higher = (scores > own) | ((scores == own) & is_before)
         is_right = is_higher.sum(1) < self.k
-        self.counts.add(jnp.stack([count(is_right & counted), count(counted)]))
+        self.counts.add(jnp.stack([is_right & counted, counted]).sum(1))
 
-    def compute(self) -> float:
-        """Returns the share; NaN if there was no example.
-
-        Raises what `ConfusionMatrix.compute` does.
-        """
-        self._check()
-        right, total = map(int, self.counts.read())
+    def _compute(self, counts: np.ndarray) -> float:
+        right, total = map(int, counts)
         return right / total if total else float("nan")
+
+
+class ConfusionMatrix(_LabeledMetric):
+    """Counts how often each class was taken for each other.
+
+    In the array of `int64` that `compute` returns, `[i, j]` examples of class `i` were
+    taken for `j`. Exactly one of the arguments is given.
+
+    Args:
+        num_classes: The number of classes, at least 2. The class predicted is the one
+            with the highest score.
+        threshold: For two classes with one score: class 1 is predicted for a score of
+            at least this much, such as 0.0 for logits and 0.5 for probabilities.
+
+    Raises:
+        ValueError: If both or none of the arguments are given, `num_classes` is not an
+            integer of at least 2, or `threshold` is not a finite number.
+    """
+
+    def __init__(
+        self, num_classes: int | None = None, *, threshold: float | None = None
+    ) -> None:
+        size = 2 if num_classes is None else num_classes
+        is_size = is_positive_int(size) and 2 <= size <= _MOST_CLASSES
+        is_number = threshold is None or (
+            type(threshold) in (int, float, np.float64) and math.isfinite(threshold)
+        )
+        if (num_classes is None) == (threshold is None) or not (is_size and is_number):
+            raise ValueError(
+                f"`num_classes` is {num_classes!r} and `threshold` is {threshold!r}, "
+                f"but one of them must be given, 2 to {_MOST_CLASSES:,} classes or a "
+                "finite number. Use `num_classes=10` for scores of classes, or "
+                "`threshold=0.0` for one logit."
+            )
+        super().__init__(size, size)
+        self.num_classes, self.threshold = size, threshold
+
+    @property
+    def _sizes(self) -> Sequence[int] | None:
+        return (self.num_classes,) if self.threshold is None else None
+
+    def _count(self, scores: jax.Array, labels: jax.Array, counted: jax.Array) -> None:
+        size, threshold = self.num_classes, self.threshold
+        predicted = scores.argmax(-1) if threshold is None else scores >= threshold
+        cells = jnp.where(counted, labels * size + predicted.astype(jnp.int32), size**2)
+        matrix = jnp.zeros(size**2 + 1, jnp.int32).at[cells].add(1)
+        self.counts.add(matrix[:-1].reshape(size, size))
+
+    def _compute(self, counts: np.ndarray) -> Any:
+        return counts
+
+
+class _Score(ConfusionMatrix):
+    """A number between 0 and 1 for each class, or their mean."""
+
+    # What the right predictions are a share of: predictions, labels, or their mean.
+    _share_of_predictions = 0.5
+
+    def __init__(
+        self,
+        num_classes: int | None = None,
+        *,
+        threshold: float | None = None,
+        average: Literal["macro", "weighted"] | None = "macro",
+    ) -> None:
+        check_one_of("average", average, ("macro", "weighted", None))
+        super().__init__(num_classes, threshold=threshold)
+        self.average = average
+
+    def _compute(self, counts: np.ndarray) -> Any:
+        right, predicted, labeled = counts.diagonal(), counts.sum(0), counts.sum(1)
+        share = self._share_of_predictions
+        whole = share * predicted + (1 - share) * labeled
+        scores = np.where(counts.any(), right / np.maximum(whole, 1), np.nan)
+        if self.threshold is not None:
+            return scores[1]
+        if self.average is None:
+            return scores
+        present = (predicted + labeled > 0).astype(np.int64)
+        weights = present if self.average == "macro" else labeled
+        return scores @ weights / max(weights.sum(), 1)
+
+
+class Precision(_Score):
+    """The share of the predictions of a class that are right; made as `F1Score` is."""
+
+    _share_of_predictions = 1.0
+
+
+class Recall(_Score):
+    """The share of the examples of a class that were found; made as `F1Score` is."""
+
+    _share_of_predictions = 0.0
+
+
+class F1Score(_Score):
+    """The harmonic mean of precision and recall, for each class or on average.
+
+    It is 0 for a class for which it would be 0 / 0, as in scikit-learn, and NaN if there
+    was no example.
+
+    Args:
+        num_classes: As in `ConfusionMatrix`.
+        threshold: As in `ConfusionMatrix`. The score is then that of class 1.
+        average: `"macro"` is the mean over the classes that are among labels or
+            predictions, `"weighted"` weighs each by its labels, and `None` gives an
+            array of all classes. The other average, `"micro"`, is the accuracy.
+
+    Raises:
+        ValueError: As in `ConfusionMatrix`, or if `average` is none of its values.
+    """

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from armillary.metrics._counts import Counts, FloatSum
-from armillary.metrics._labeled import CountingMetric, as_mask, count
+from armillary.metrics._counts import Counts, CountingMetric, FloatSum, as_mask
 from armillary.summary._kinds import NUM_BUCKETS, Histogram, as_arrays, count_values
 from armillary.typing import PyTree
 
@@ -50,7 +49,7 @@ class _MeanError(CountingMetric):
         difference = predictions.astype(jnp.float32) - targets.astype(jnp.float32)
         errors = jnp.where(counted, self._error(difference.reshape(-1)), 0)
         self.total.add_float(errors.sum())
-        self.count.add(count(counted))
+        self.count.add(counted.sum())
 
     def compute(self) -> float:
         """Returns the mean; NaN without elements, or if one was infinite or NaN.

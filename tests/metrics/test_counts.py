@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +13,6 @@ from armillary.metrics._counts import Counts, FloatSum
 from tests.problems import make_strategy
 
 BOUNDED = settings(deadline=None, derandomize=True)
-LARGE = [2**24 - 1, 2**24 + 1, 2**31 - 1]
 
 
 @settings(BOUNDED, max_examples=25)
@@ -29,8 +27,8 @@ def test_counts_add_up(numbers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [0, *LARGE, 2**32 - 1, 2**62 + 12345])
-@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+@pytest.mark.parametrize("start", [2**24 - 1, 2**31 - 1, 2**62 + 12345])
+@pytest.mark.parametrize("num_replicas", [1, 4])
 def test_replicas_count_on_beyond_what_floats_and_integers_hold(num_replicas, start):
     strategy = make_strategy(num_replicas)
     parts = [start % 2**16, (start >> 16) % 2**16, start >> 32]
@@ -47,20 +45,6 @@ def test_replicas_count_on_beyond_what_floats_and_integers_hold(num_replicas, st
 
     added = sum(65_535 + replica for replica in range(num_replicas))
     assert int(counts.read()) == start + 3 * added
-
-
-def test_the_average_of_flax_stops_counting_where_these_do_not():
-    average, counts = nnx.metrics.Average(), Counts.zeros()
-    average.total[...] = jnp.float32(2**24)
-    average.count[...] = jnp.int32(2**31 - 1)
-    counts.add(jnp.int32(2**31 - 1))
-
-    average.update(values=jnp.ones(1))
-    counts.add(jnp.int32(1))
-
-    assert int(average.total[...]) == 2**24
-    assert int(average.count[...]) == -(2**31)
-    assert int(counts.read()) == 2**31
 
 
 floats = st.floats(0, 2.0**120, width=32)

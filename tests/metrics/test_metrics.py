@@ -37,16 +37,6 @@ def test_what_saw_no_example_has_no_value(metric, empty):
     np.testing.assert_array_equal(metric.compute(), empty)
 
 
-@pytest.mark.slow
-def test_reset_forgets_examples_and_what_was_refused():
-    metric = metrics.Precision(3)
-    metric.update(logits=LOGITS, labels=LABELS + 9)
-    metric.reset()
-    metric.update(logits=LOGITS, labels=LABELS)
-
-    assert metric.compute() == pytest.approx((1 + 1 + 0) / 3)
-
-
 def test_a_mask_of_examples_holds_for_all_their_elements():
     metric = metrics.MeanSquaredError()
     targets = jnp.arange(6.0).reshape(3, 2)
@@ -58,25 +48,6 @@ def test_a_mask_of_examples_holds_for_all_their_elements():
     )
 
     assert metric.compute() == 4.0
-
-
-@pytest.mark.slow
-def test_top_k_ranks_equal_scores_as_argmax_does():
-    same = metrics.TopKAccuracy(2)
-    same.update(logits=jnp.zeros((4, 4)), labels=jnp.arange(4))
-    assert same.compute() == 0.5
-
-
-@pytest.mark.slow
-def test_labels_may_have_several_axes():
-    flat, nested = metrics.ConfusionMatrix(3), metrics.ConfusionMatrix(3)
-    logits = np.random.default_rng(0).normal(size=(2, 5, 3))
-    labels = np.random.default_rng(1).integers(0, 3, (2, 5))
-
-    flat.update(logits=logits.reshape(10, 3), labels=labels.reshape(10))
-    nested.update(logits=logits, labels=labels)
-
-    np.testing.assert_array_equal(flat.compute(), nested.compute())
 
 
 @pytest.mark.parametrize(
@@ -121,21 +92,19 @@ def update(metric, **changes):
     metric.update(**({"logits": LOGITS, "labels": LABELS} | changes))
 
 
-def compare(metric, predictions, targets, **more):
-    metric.update(predictions=predictions, targets=targets, **more)
-
-
 @mistakes(
     {
         ValueError: {
             "`num_classes` is None and `threshold` is None": lambda: (
                 metrics.Precision()
             ),
-            "`num_classes` is 3 and `threshold`": (
+            r"`num_classes` is 3 and `threshold` is 0\.5": (
                 lambda: metrics.Precision(num_classes=3, threshold=0.5)
             ),
-            "`num_classes` is 1, but there must be 2": lambda: metrics.Precision(1),
-            r"`num_classes` is 2\.5": lambda: metrics.Precision(2.5),
+            "`num_classes` is 1 .* 2 to 32,768 classes": lambda: metrics.Precision(1),
+            "`threshold` is True, .* finite number": (
+                lambda: metrics.ConfusionMatrix(threshold=True)
+            ),
             "`average` is 'micro'.*'macro'": (
                 lambda: metrics.Precision(3, average="micro")
             ),
@@ -145,43 +114,29 @@ def compare(metric, predictions, targets, **more):
             r"`logits` of `Precision.update` has the shape \(3, 3\), and `labels` \(": (
                 lambda: update(metrics.Precision(3), labels=LABELS[:2])
             ),
-            r"shape \(3, 3\), but its last axis must be the 4 classes": (
+            r"must have the shape of `labels`, and then 4 classes\.": (
                 lambda: update(metrics.Precision(4))
             ),
-            r"has the shape of `labels`\. Index.*`logits\[\.\.\., 1\]`": (
+            r"must have the shape of `labels`\. Index.*`logits\[\.\.\., 1\]`": (
                 lambda: update(metrics.AUC(), logits=LOGITS[:, :2])
             ),
-            "has 3 classes, but `k` is 4": lambda: update(metrics.TopKAccuracy(4)),
+            "and then 4 or more classes": lambda: update(metrics.TopKAccuracy(4)),
             r"`mask` of `Recall.update` has the shape \(2,\).* \(3,\)": (
                 lambda: update(metrics.Recall(3), mask=jnp.ones(2, bool))
             ),
             r"`predictions` of `MeanSquaredError.update` has the shape \(3, 1\), and "
             r"`targets` \(3,\)": (
-                lambda: compare(
-                    metrics.MeanSquaredError(), jnp.ones((3, 1)), jnp.ones(3)
+                lambda: metrics.MeanSquaredError().update(
+                    predictions=jnp.ones((3, 1)), targets=jnp.ones(3)
                 )
-            ),
-            "has no elements": (
-                lambda: metrics.Distribution().update(values=jnp.zeros(0))
             ),
         },
         TypeError: {
-            "`threshold` is True of type bool": (
-                lambda: metrics.ConfusionMatrix(threshold=True)
-            ),
             "`labels` of `Precision.update` has the dtype float32.*argmax": (
                 lambda: update(metrics.Precision(3), labels=LABELS.astype("float32"))
             ),
             "`mask` of `Recall.update` has the dtype float32.*`mask > 0`": (
                 lambda: update(metrics.Recall(3), mask=jnp.ones(3))
-            ),
-            "`mask` of `MeanAbsoluteError.update` has the dtype int32": (
-                lambda: compare(
-                    metrics.MeanAbsoluteError(), LABELS, LABELS, mask=LABELS
-                )
-            ),
-            "`values` holds 1.0 of type float": (
-                lambda: metrics.Distribution().update(values={"a": [1.0]})
             ),
         },
     }
@@ -209,20 +164,13 @@ def test_the_area_of_continuous_scores_is_within_its_buckets(curve, caplog):
     assert not caplog.records
 
 
-@pytest.mark.slow
 def test_scores_in_few_buckets_are_told(caplog):
-    labels = np.arange(100) % 2
-    logits = (np.arange(100) / 1e4).astype(np.float32)
-    coarse, fine = metrics.AUC(num_buckets=1000), metrics.AUC(num_buckets=100_000)
-
+    metric = metrics.AUC(num_buckets=1000)
+    metric.update(logits=np.arange(100) / 1e4, labels=np.arange(100) % 2)
     with caplog.at_level(logging.WARNING, "armillary"):
-        for metric in (coarse, fine):
-            metric.update(logits=logits, labels=labels)
-        coarse.compute()
+        assert metric.compute() == 0.5
     assert "100.0 % of the pairs" in caplog.text
     assert "`AUC(num_buckets=10000)`" in caplog.text
-    assert abs(coarse.compute() - roc_auc_score(labels, logits)) <= 0.5
-    assert fine.compute() == pytest.approx(roc_auc_score(labels, logits), abs=0.03)
 
 
 class Trainer(armillary.StandardTrainer):
@@ -279,8 +227,3 @@ def test_state_is_nothing_but_small_integers():
     assert {leaf.dtype for slot in slots for leaf in slot.read()} == {
         jnp.dtype("int32")
     }
-
-
-def test_other_names_of_the_package_do_not_exist():
-    with pytest.raises(AttributeError, match="'armillary' has no attribute 'metric'"):
-        _ = armillary.metric
