@@ -51,7 +51,7 @@ from armillary.controller._start import Start
 from armillary.goodput._journal import make_recorder
 from armillary.lifeline._lifeline import get_lifeline
 from armillary.state._summarize import as_step_counter
-from armillary.summary._summary_manager import NoopSummaryManager, SummaryManager
+from armillary.summary._summary_manager import SummaryManager
 from armillary.trainer._contract import AbstractEvaluator, AbstractTrainer
 from armillary.typing import Action, Output
 
@@ -144,8 +144,8 @@ class Controller:
         log_interval: int | None = None,
         summary_dir: str | os.PathLike[str] | None = None,
         eval_summary_dir: str | os.PathLike[str] | None = None,
-        summary_manager: SummaryManager | NoopSummaryManager | None = None,
-        eval_summary_manager: SummaryManager | NoopSummaryManager | None = None,
+        summary_manager: SummaryManager | None = None,
+        eval_summary_manager: SummaryManager | None = None,
         hyperparameters: Mapping[str, Any] | None = None,
         hang_timeout_seconds: float | None = None,
         progress: bool | None = None,
@@ -492,9 +492,7 @@ class Controller:
     def _actions(self) -> tuple[Action, ...]:
         return *self.train_actions, *self.eval_actions
 
-    def _make_manager(self, directory: Any) -> SummaryManager | NoopSummaryManager:
-        if directory is None:
-            return NoopSummaryManager()
+    def _make_manager(self, directory: Any) -> SummaryManager:
         manager = SummaryManager(directory)
         # Its files stay open between calls, and nobody else closes them.
         weakref.finalize(self, manager.close)

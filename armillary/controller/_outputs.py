@@ -23,7 +23,7 @@ from armillary.cluster._join import expire_boundary
 from armillary.goodput._stopwatch import Category
 from armillary.state._walk import Walk
 from armillary.summary._metrics_file import MetricsFile
-from armillary.summary._summary_manager import NoopSummaryManager, SummaryManager
+from armillary.summary._summary_manager import SummaryManager
 from armillary.typing import Action, Output
 
 if TYPE_CHECKING:
@@ -132,9 +132,7 @@ class RunOutput(dict[str, Any]):
 class Curves:
     """Where outputs go: to summaries, and to the file of metrics beside them."""
 
-    def __init__(
-        self, summary_manager: SummaryManager | NoopSummaryManager, directory: Any
-    ) -> None:
+    def __init__(self, summary_manager: SummaryManager, directory: Any) -> None:
         self.summary_manager = summary_manager
         self.summary_dir = getattr(summary_manager, "summary_dir", None)
         # A job that evaluates another one's checkpoints writes nothing beside them.

@@ -17,11 +17,11 @@ when `armillary.metrics` is first used.
 """
 
 from armillary._traceback import mark_public as _mark_public
+from armillary.metrics._labeled import AUC as AUC
 from armillary.metrics._labeled import ConfusionMatrix as ConfusionMatrix
 from armillary.metrics._labeled import F1Score as F1Score
 from armillary.metrics._labeled import Precision as Precision
 from armillary.metrics._labeled import Recall as Recall
-from armillary.metrics._labeled import AUC as AUC
 from armillary.metrics._labeled import TopKAccuracy as TopKAccuracy
 from armillary.metrics._values import Distribution as Distribution
 from armillary.metrics._values import MeanAbsoluteError as MeanAbsoluteError

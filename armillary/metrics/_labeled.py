@@ -16,7 +16,7 @@ import numpy as np
 
 from armillary._checks import check_one_of, check_positive_int, is_positive_int
 from armillary._logging import logger
-from armillary.metrics._counts import Counts, CountingMetric, as_mask
+from armillary.metrics._counts import CountingMetric, Counts, as_mask
 
 _HIGHEST = 20.0  # Probabilities in 32 bits are no nearer to 1 than a logit of 17.
 _MOST_TIED = 0.01
@@ -26,11 +26,13 @@ _MOST_CLASSES = 2**15
 class _LabeledMetric(CountingMetric):
     """A metric of scores and labels, which counts what it refuses."""
 
-    # How many classes there may be scores of; `None` if an example has one score.
-    _sizes: Sequence[int] | None = None
-
     def __init__(self, *shape: int) -> None:
         self.counts, self.refused = Counts.zeros(*shape), Counts.zeros(2)
+
+    @property
+    def _sizes(self) -> Sequence[int] | None:
+        """How many classes there may be scores of; `None` for one score."""
+        return None
 
     def update(self, *, logits: Any, labels: Any, mask: Any = None, **_: Any) -> None:
         """Counts the examples of a batch.

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from armillary.metrics._counts import Counts, CountingMetric, FloatSum, as_mask
+from armillary.metrics._counts import CountingMetric, Counts, FloatSum, as_mask
 from armillary.summary._kinds import NUM_BUCKETS, Histogram, as_arrays, count_values
 from armillary.typing import PyTree
 

@@ -34,16 +34,14 @@ from armillary.summary._kinds import Text as Text
 from armillary.summary._metrics_file import read_metrics as read_metrics
 from armillary.summary._services import MlflowWriter as MlflowWriter
 from armillary.summary._services import WandbWriter as WandbWriter
-from armillary.summary._summary_manager import NoopSummaryManager as NoopSummaryManager
 from armillary.summary._summary_manager import SummaryManager as SummaryManager
-from armillary.summary._tensorboard import SummaryWriter as SummaryWriter
-from armillary.summary._tensorboard import TensorBoardWriter as TensorBoardWriter
+from armillary.summary._summary_manager import SummaryWriter as SummaryWriter
+from armillary.summary._summary_manager import TensorBoardWriter as TensorBoardWriter
 
 __all__ = [
     "Histogram",
     "Image",
     "MlflowWriter",
-    "NoopSummaryManager",
     "SummaryManager",
     "SummaryWriter",
     "TensorBoardWriter",

@@ -6,7 +6,7 @@ are kept and fetched as all others are::
     {"loss": 0.7, "kernel": Histogram(kernel), "first": Image(images[:4])}
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -38,11 +38,10 @@ def count_values(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 class Summary:
-    """A value that a method of a `SummaryWriter` writes, once its arrays are known."""
+    """A value that has a method of a `SummaryWriter` for itself."""
 
-    def write(self, writer: Any, tag: str, step: int) -> None:
-        """Writes the value."""
-        raise NotImplementedError
+    # Takes the writer, the tag and the step, once the arrays are known.
+    write: Callable[[Any, str, int], None]
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         """Returns the arrays, and the names of their attributes."""
@@ -114,25 +113,23 @@ class Image(Summary):
             written as `tag/0`.
 
     Raises:
-        TypeError: If `pixels` is no array of floats or of `uint8`.
-        ValueError: If its shape is another.
+        TypeError: If `pixels` is no array of numbers.
+        ValueError: If its dtype or shape is another.
     """
 
     def __init__(self, pixels: Any) -> None:
-        pixels = _as_array("pixels", pixels)
-        shape = tuple(pixels.shape)
-        if not jnp.issubdtype(pixels.dtype, jnp.floating) and pixels.dtype != np.uint8:
-            raise TypeError(
-                f"`pixels` has the dtype {pixels.dtype}, but images are floats from 0 "
-                "to 1, or `uint8` from 0 to 255. Use `pixels.astype('uint8')`."
-            )
-        if len(shape) not in (2, 3, 4) or 0 in shape or shape[2:][-1:] not in _CHANNELS:
+        self.pixels = _as_array("pixels", pixels)
+        dtype, shape = self.pixels.dtype, tuple(self.pixels.shape)
+        is_kind = jnp.issubdtype(dtype, jnp.floating) or dtype == np.uint8
+        has_axes = 2 <= len(shape) <= 4 and 0 not in shape
+        if not (is_kind and has_axes and shape[2:][-1:] in ((), (1,), (3,), (4,))):
             raise ValueError(
-                f"`pixels` has the shape {shape}, but images have (height, width), "
-                "(height, width, channels) or (images, height, width, channels), with "
-                "1, 3 or 4 channels. Use `pixels[..., None]` for several gray images."
+                f"`pixels` is of dtype {dtype} and shape {shape}, but images are "
+                "floats from 0 to 1, or `uint8`, of shape (height, width), (height, "
+                "width, channels) or (images, height, width, channels), with 1, 3 or 4 "
+                "channels. Use `pixels.astype('uint8')`, or `pixels[..., None]` for "
+                "several gray images."
             )
-        self.pixels = pixels
 
     def write(self, writer: Any, tag: str, step: int) -> None:
         """Writes each image under its own tag."""
@@ -140,13 +137,10 @@ class Image(Summary):
         if pixels.dtype != np.uint8:
             pixels = pixels.astype(np.float32)
             if not ((pixels >= 0) & (pixels <= 1)).all():
-                ends = (np.fmin.reduce(pixels, None), np.fmax.reduce(pixels, None))
-                text = (
-                    "%s | step: %d | Pixels from %.4g to %.4g are cut off at 0 and 1."
-                )
-                logger.warning(text, tag, step, *ends)
-            pixels = (np.clip(np.nan_to_num(pixels), 0, 1) * 255).round()
-            pixels = pixels.astype(np.uint8)
+                text = "%s | step: %d | Pixels are cut off at 0 and 1."
+                logger.warning(text, tag, step)
+            pixels = np.clip(np.nan_to_num(pixels), 0, 1) * 255
+            pixels = pixels.round().astype(np.uint8)
         if pixels.ndim < 4:
             writer.image(tag, pixels.reshape(*pixels.shape[:2], -1), step)
             return
@@ -155,9 +149,6 @@ class Image(Summary):
 
     def __repr__(self) -> str:
         return f"Image({tuple(getattr(self.pixels, 'shape', ()))})"
-
-
-_CHANNELS = ((), (1,), (3,), (4,))
 
 
 @jax.tree_util.register_static
@@ -183,7 +174,7 @@ class Text(Summary):
 
 
 def as_arrays(name: str, values: PyTree) -> list[Any]:
-    """Returns the arrays of a pytree of arrays, or of variables that hold them."""
+    """Returns the leaves of a pytree, of which some must have elements."""
     leaves = jax.tree.leaves(values, is_leaf=lambda leaf: isinstance(leaf, PerReplica))
     arrays = [_as_array(name, leaf) for leaf in leaves]
     if not any(array.size for array in arrays):

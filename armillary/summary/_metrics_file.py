@@ -14,30 +14,23 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from armillary._checks import check_path
-from armillary._logging import logger
 from armillary._records import LinesFile, as_json, from_json, read_lines
 
 FILE_NAME = "metrics.jsonl"
-_LAST_TIME = 2.0**37  # in the year 6325; Python knows none after 9999
 _encode = json.JSONEncoder(allow_nan=False).encode
 
 
 class MetricsFile:
     """Appends the records of one controller, in the first process of a job.
 
-    A failure is logged once and ends the recording, not the training.
-
-    Args:
-        directory: Where the file goes. With `None`, or a directory that is not on a
-            local file system, nothing is written.
-        is_of_training: Whether nothing is written before a record `"start"`.
-
-    Attributes:
-        last_step: The highest step of a record, or -1 before the first.
+    Without a directory, or one that is local, nothing is written; if it
+    `is_of_training`, nothing before a record `"start"`. `last_step` is the highest step
+    of a record, or -1 before the first.
     """
 
     def __init__(
@@ -55,7 +48,6 @@ class MetricsFile:
 
     @property
     def is_on(self) -> bool:
-        """Whether records of this process are written."""
         return self._file.is_on
 
     def write(self, record: str, step: int, **fields: Any) -> None:
@@ -78,8 +70,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Returns the records of a run that count, in the order of time.
 
     Where a run was resumed, records of an earlier attempt about later steps are left
-    out, since the later attempt did these steps again. So is a line that was cut short,
-    and, with a warning, one that is no record.
+    out, since the later attempt did these steps again. So is a line that was cut short.
 
     Args:
         run_dir: A directory with a `metrics.jsonl`, or the one above such directories,
@@ -133,73 +124,15 @@ def _find_files(run_dir: Path) -> list[Path]:
     if not found:
         raise ValueError(
             f"`run_dir` is {str(run_dir)!r}, but there is no `{FILE_NAME}` in it or in "
-            "a directory below. Use the `summary_dir` of a `Controller` that has "
-            "trained or evaluated, its checkpoints' directory if it had none, or the "
-            "directory above."
+            "a directory below. Use the `summary_dir` of a `Controller`, or the "
+            "directory of its checkpoints if it had none."
         )
     return found
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    records, unknown = [], []
-    for number, record in read_lines(path):
-        if record is ...:
-            continue
-        if _is_record(record):
-            values = record.get("values")
-            if values is not None:
-                values = {name: from_json(value) for name, value in values.items()}
-                record = {**record, "values": values}
-            records.append(record)
-        else:
-            unknown.append(str(number))
-    if unknown:
-        logger.warning(
-            "%s has lines that no `Controller` wrote, which are left out: %s%s",
-            path,
-            ", ".join(unknown[:10]),
-            " and more" * (len(unknown) > 10),
-        )
-    return records
-
-
-def _is_record(record: Any) -> TypeGuard[dict[str, Any]]:
-    """Returns whether an object of JSON has the kinds of values that are read of it."""
-    if not isinstance(record, dict) or not _is_flat(record):
-        return False
-    when: Any = record.get("time")
-    step, values = record.get("step"), record.get("values")
-    sizes = record.get("parameters", {"count": 0, "bytes": 0})
-    modules = sizes.get("modules", []) if isinstance(sizes, dict) else None
-    return (
-        isinstance(record.get("record"), str)
-        and isinstance(record.get("name", ""), str)
-        and isinstance(record.get("config", {}), dict)
-        and _is_number(record.get("steps_per_second", 0))
-        and isinstance(modules, list)
-        and all(map(_has_sizes, [sizes, *modules]))
-        and all(isinstance(each.get("name"), str) for each in modules)
-        and _is_number(when)
-        and 0 <= when < _LAST_TIME
-        and type(step) is int
-        and 0 <= step < 2**63
-        and isinstance(values, dict | None)
-        and all(_is_number(from_json(value)) for value in (values or {}).values())
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) < 2**63)
-
-
-def _has_sizes(each: Any) -> bool:
-    names = ("count", "bytes")
-    return isinstance(each, dict) and all(type(each.get(n)) is int for n in names)
-
-
-def _is_flat(value: Any, levels: int = 32) -> bool:
-    """Returns whether a value is nested no deeper than a record of ours."""
-    if not isinstance(value, dict | list):
-        return True
-    parts = value.values() if isinstance(value, dict) else value
-    return levels > 0 and all(_is_flat(each, levels - 1) for each in parts)
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    for _, record in read_lines(path):
+        if isinstance(record, dict) and record.keys() >= {"record", "time", "step"}:
+            for name, value in record.get("values", {}).items():
+                record["values"][name] = from_json(value)
+            yield record

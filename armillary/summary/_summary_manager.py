@@ -1,90 +1,195 @@
-"""Writes nested outputs: one directory, and one writer, for each level of nesting."""
+"""Writes nested outputs: one directory, and one event file, for each level of nesting.
 
-import functools
+tensorboardX provides the record format and the protocol buffers. Its own writer class
+is not used: it hands events to a thread whose queue `flush` does not drain, and it
+names files by the second, so a quick restart would overwrite the file of the run that
+it resumes.
+"""
+
+import importlib
+import itertools
 import os
+import struct
+import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from armillary._checks import (
-    check_callable,
-    check_instance,
-    check_path,
-    list_lines,
-)
+from armillary._checks import check_callable, check_instance, check_path, list_lines
 from armillary._process import get_process
 from armillary._records import flatten
 from armillary.distribute._global_arrays import as_local
 from armillary.distribute.replica._values import PerReplica
 from armillary.summary._kinds import Histogram, Summary
-from armillary.summary._tensorboard import SummaryWriter, TensorBoardWriter, WriterGroup
 from armillary.typing import Output
 
 _NUMBERS = (np.bool_, np.integer, np.floating)
+_file_numbers = itertools.count()
+
+
+@runtime_checkable
+class SummaryWriter(Protocol):
+    """Writes the summaries of one directory.
+
+    A `SummaryManager` makes one writer for each directory, on its first value. A writer
+    that is to write a `Histogram`, an `Image`, a `Text` or hyperparameters has
+    `histogram`, `image`, `text` or `hyperparameters` too, as `TensorBoardWriter` does.
+    """
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        """Writes one value, which may be infinite or not a number."""
+
+    def flush(self) -> None:
+        """Brings everything written so far onto the disk."""
+
+    def close(self) -> None:
+        """Flushes and closes; no other method is called afterwards."""
+
+
+class TensorBoardWriter:
+    """Writes one new event file, which TensorBoard reads while it grows.
+
+    It joins the files of a directory, so a resumed run continues its curves.
+
+    Args:
+        directory: Where the file goes. It is made if it does not exist.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+
+        folder = Path(check_path("directory", directory))
+        folder.mkdir(parents=True, exist_ok=True)
+        # Two writers of one second, one host and one process still differ.
+        suffix = f".{os.getpid()}.{time.time_ns()}.{next(_file_numbers)}"
+        self._events = EventsWriter(str(folder / "events"), suffix)
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        """Writes one value, which may be infinite or not a number."""
+        self._write(tag, step, simple_value=value)
+
+    def histogram(
+        self, tag: str, edges: np.ndarray, counts: np.ndarray, step: int
+    ) -> None:
+        """Writes how many values lie between each two neighbors of `edges`.
+
+        There is one edge more than counts, in ascending order, and the first and the
+        last count are not 0.
+        """
+        # Of buckets that are empty, one in a row is enough.
+        kept = (counts > 0) | np.append(counts[1:] > 0, True)
+        middles = (edges[:-1] + edges[1:]) / 2
+        histogram = _proto("summary").HistogramProto(
+            min=edges[0],
+            max=edges[-1],
+            num=counts.sum(),
+            sum=counts @ middles,
+            sum_squares=counts @ middles**2,
+            bucket_limit=edges[1:][kept],
+            bucket=counts[kept],
+        )
+        self._write(tag, step, histo=histogram)
+
+    def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
+        """Writes an image: `uint8`, of shape `(height, width, channels)`."""
+        height, width, channels = pixels.shape
+        image = _proto("summary").Summary.Image(
+            height=height,
+            width=width,
+            colorspace=channels,
+            encoded_image_string=as_png(pixels),
+        )
+        self._write(tag, step, image=image)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Writes text, which TensorBoard shows as Markdown."""
+        metadata = _proto("summary").SummaryMetadata(
+            plugin_data={"plugin_name": "text"}
+        )
+        tensor = _proto("tensor").TensorProto(
+            dtype="DT_STRING", string_val=[text.encode()]
+        )
+        self._write(tag, step, metadata=metadata, tensor=tensor)
+
+    def hyperparameters(self, values: Mapping[str, bool | int | float | str]) -> None:
+        """Writes what the page of hyperparameters shows for the directory."""
+        from tensorboardX.summary import hparams
+
+        _, start, _ = hparams(dict(values), {})
+        # TensorBoard's reader looks at values only.
+        tensor = _proto("tensor").TensorProto(dtype="DT_FLOAT", float_val=[0.0])
+        start.value[0].tensor.CopyFrom(tensor)
+        self._write_summary(start, 0)
+
+    def _write(self, tag: str, step: int, **content: Any) -> None:
+        summaries = _proto("summary")
+        value = summaries.Summary.Value(tag=tag, **content)
+        self._write_summary(summaries.Summary(value=[value]), step)
+
+    def _write_summary(self, summary: Any, step: int) -> None:
+        event = _proto("event").Event(wall_time=time.time(), step=step, summary=summary)
+        self._events.write_event(event)
+
+    def flush(self) -> None:
+        """Brings everything written so far onto the disk."""
+        self._events.flush()
+
+    def close(self) -> None:
+        """Flushes and closes the file."""
+        self._events.close()
 
 
 class SummaryManager:
     """Writes summaries below one directory.
 
     Args:
-        summary_dir: The directory of the outermost values. Nothing is made before the
-            first value is written.
+        summary_dir: The directory of the outermost values, which is made when the first
+            value is written. `None` writes nothing.
         writer_fn: Function from a directory to a `SummaryWriter`, called on the first
             value of each directory, or a sequence of such functions, to write to
             several places at once. TensorBoard event files by default.
 
     Raises:
-        ValueError: If `summary_dir` is a file, or is not local without a `writer_fn`.
+        ValueError: If `summary_dir` is not local, without a `writer_fn`.
         TypeError: If `writer_fn`, or one of several, is not callable.
     """
 
     def __init__(
         self,
-        summary_dir: str | os.PathLike[str],
+        summary_dir: str | os.PathLike[str] | None,
         *,
         writer_fn: Callable[[str], SummaryWriter]
-        | Sequence[Callable[[str], SummaryWriter]]
-        | None = None,
+        | Sequence[Callable[[str], SummaryWriter]] = TensorBoardWriter,
     ) -> None:
-        self._summary_dir = check_path("summary_dir", summary_dir)
-        if Path(self._summary_dir).is_file():
-            raise ValueError(
-                f"`summary_dir` is {self._summary_dir!r}, which is a file, but "
-                "summaries need a directory. Use another name."
-            )
-        make: Any = writer_fn
-        if isinstance(writer_fn, list | tuple):
-            for index, each in enumerate(writer_fn):
-                check_callable(f"writer_fn[{index}]", each)
-            make = functools.partial(WriterGroup, tuple(writer_fn))
-        elif writer_fn is not None:
-            check_callable("writer_fn", writer_fn)
-        if writer_fn is None and "://" in self._summary_dir:
-            raise ValueError(
-                f"`summary_dir` is {self._summary_dir!r}, but event files are local. "
-                "Use a local directory, or a `writer_fn` that reaches that place."
-            )
-        self._make: Any = TensorBoardWriter if writer_fn is None else make
-        self._writers: dict[str, Any] = {}
-
-    @property
-    def summary_dir(self) -> str:
+        is_one = not isinstance(writer_fn, list | tuple)
+        makers: Any = [writer_fn] if is_one else writer_fn
+        for index, make in enumerate(makers):
+            check_callable("writer_fn" if is_one else f"writer_fn[{index}]", make)
+        if summary_dir is not None:
+            summary_dir = check_path("summary_dir", summary_dir)
+            if "://" in summary_dir and TensorBoardWriter in makers:
+                raise ValueError(
+                    f"`summary_dir` is {summary_dir!r}, but event files are local. Use "
+                    "a local directory, or a `writer_fn` that reaches that place."
+                )
+        self.summary_dir = summary_dir
         """The directory of the outermost values."""
-        return self._summary_dir
+        self._makers = makers
+        self._writers: dict[str, Any] = {}
 
     def write_summaries(self, values: Output, *, step: int) -> None:
         """Writes all of `values`; of several processes, the chief does.
 
         Args:
             values: Values by tag; `None` for nothing. A number or an array of shape
-                `()` is a scalar, any other array is written as its `Histogram`, and a
-                `Histogram`, an `Image` or a `Text` as itself. A nested dictionary goes
-                to the subdirectory of its name. Scalars that are infinite or NaN are
-                written too.
+                `()` is a scalar, which may be infinite or NaN, any other array is
+                written as its `Histogram`, and a `Histogram`, an `Image` or a `Text` as
+                itself. A nested dictionary goes to the subdirectory of its name.
             step: The step that the values belong to.
 
         Raises:
@@ -92,17 +197,18 @@ class SummaryManager:
                 not numeric or has no elements. All are listed, and none is written.
             AttributeError: If a writer has no method for a kind of value.
         """
+        if self.summary_dir is None:
+            return
         fix = 'Use a dictionary, such as `{"loss": loss}`.'
         check_instance("values", values, Mapping | None, fix)
         problems: list[str] = []
         entries = list(_find_values(values or {}, (), problems))
         if problems:
             raise TypeError(
-                f"{len(problems)} values cannot be written as summaries. Keys must be "
-                "names, and values numbers, arrays of numbers that are not empty, or "
-                f"each a `Histogram`, an `Image` or a `Text`:\n{list_lines(problems)}\n"
-                "Convert the value, reduce per-replica values (`strategy.reduce`), or "
-                "leave the entry out."
+                f"`values` has {len(problems)} that cannot be written: keys are names, "
+                "and values numbers, arrays that are not empty, or each a `Histogram`, "
+                f"an `Image` or a `Text`:\n{list_lines(problems)}\n"
+                "Reduce per-replica values (`strategy.reduce`), or leave an entry out."
             )
         # On all processes: each may have a part of an array.
         known = jax.tree.map(as_local, [value for *_, value in entries])
@@ -121,14 +227,12 @@ class SummaryManager:
     def write_hyperparameters(self, values: Mapping[str, Any]) -> None:
         """Writes what makes this run another than the next one.
 
-        Nested values are written by path, such as `"optimizer/rate"`, and what is
-        neither a number nor a truth value as a string. A writer without a method
-        `hyperparameters` is passed over.
-
         Args:
-            values: Values by name.
+            values: Values by name. Nested ones are written by path, such as
+                `"optimizer/rate"`, and what is neither a number nor a truth value as a
+                string. A writer without a method `hyperparameters` is passed over.
         """
-        if values and get_process().is_chief:
+        if values and self.summary_dir is not None and get_process().is_chief:
             write = getattr(self._writer(()), "hyperparameters", None)
             if write is not None:
                 write(flatten(values))
@@ -145,28 +249,31 @@ class SummaryManager:
             writer.close()
 
     def _writer(self, parents: tuple[str, ...]) -> Any:
-        directory = os.path.join(self._summary_dir, *parents)
+        directory = os.path.join(str(self.summary_dir), *parents)
         if directory not in self._writers:
-            self._writers[directory] = self._make(directory)
+            writers = [make(directory) for make in self._makers]
+            self._writers[directory] = _Group(writers)
         return self._writers[directory]
 
 
-class NoopSummaryManager:
-    """Has the methods of `SummaryManager` and writes nothing."""
+class _Group:
+    """Hands everything to each of several writers that has a method for it."""
 
-    @property
-    def summary_dir(self) -> None:
-        """`None`: there is no directory."""
-        return None
+    def __init__(self, writers: Sequence[Any]) -> None:
+        self._writers = writers
 
-    def write_summaries(self, values: Output, *, step: int) -> None:
-        """Writes nothing."""
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        methods = [
+            getattr(writer, name) for writer in self._writers if hasattr(writer, name)
+        ]
+        if not methods:
+            raise AttributeError(f"none of the writers has a method {name!r}")
 
-    def flush(self) -> None:
-        """Returns at once."""
+        def write(*arguments: Any) -> None:
+            for method in methods:
+                method(*arguments)
 
-    def close(self) -> None:
-        """Returns at once."""
+        return write
 
 
 def _find_values(
@@ -202,3 +309,27 @@ def _find_problem(value: Any) -> str | None:
     is_number = any(jax.dtypes.issubdtype(value.dtype, kind) for kind in _NUMBERS)
     is_fine = is_number and 0 not in value.shape
     return None if is_fine else f"{value.dtype} {tuple(value.shape)}"
+
+
+def as_png(pixels: np.ndarray) -> bytes:
+    height, width, channels = pixels.shape
+    color_type = {1: 0, 3: 2, 4: 6}[channels]
+    # Each row begins with the number of its filter: 0 for none.
+    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))
+    chunks = {
+        b"IHDR": struct.pack(">2I5B", width, height, 8, color_type, 0, 0, 0),
+        b"IDAT": zlib.compress(rows.tobytes()),
+        b"IEND": b"",
+    }
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data))
+        + kind
+        + data
+        + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks.items()
+    )
+
+
+def _proto(name: str) -> Any:
+    # No type checker sees the names of a generated module.
+    return importlib.import_module(f"tensorboardX.proto.{name}_pb2")

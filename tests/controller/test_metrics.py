@@ -13,7 +13,7 @@ import pytest
 import armillary
 from armillary.controller import _start
 from armillary.controller._start import read_git
-from armillary.summary import NoopSummaryManager, read_metrics
+from armillary.summary import SummaryManager, read_metrics
 from tests.controller.loops import make_controller
 
 
@@ -86,7 +86,7 @@ def test_one_directory_in_two_spellings_is_one(tmp_path, as_path):
 
 def test_without_summaries_the_record_is_beside_the_checkpoints(tmp_path):
     controller = make_controller(
-        directory=tmp_path / "run", summary_manager=NoopSummaryManager()
+        directory=tmp_path / "run", summary_manager=SummaryManager(None)
     )
     controller.train_and_evaluate(10)
     assert read_steps(tmp_path / "run") == [("start", 0), ("train", 10), ("eval", 10)]

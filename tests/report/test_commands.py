@@ -1,7 +1,6 @@
 """`armillary report` and `armillary runs`: what they write, and what mistakes say."""
 
 import json
-import math
 import re
 import shutil
 import subprocess
@@ -147,58 +146,6 @@ def test_names_of_runs_are_text(crashed, tmp_path):
 
 
 DEEP = "[" * 5000 + "]" * 5000
-NO_RECORDS = {
-    "a list": "[1, 2]",
-    "a number": "3",
-    "deep": DEEP,
-    "deep values": f'{{"record": "train", "time": 1, "step": 1, "values": {DEEP}}}',
-    "less deep": json.dumps(make_train(1.0, 1, 0.5) | {"git": []}).replace(
-        "[]", "[" * 400 + "]" * 400
-    ),
-    **{
-        f"{name}={value!r:.20}": json.dumps(make_start(1.0, 1) | {name: value})
-        for name, value in [
-            ("record", 3),
-            ("record", ["train"]),
-            ("time", "noon"),
-            ("time", None),
-            ("time", math.nan),
-            ("time", 1e300),
-            ("step", "1"),
-            ("step", 1.5),
-            ("step", -1),
-            ("step", 10**30),
-            ("name", {"a": 1}),
-            ("values", [1]),
-            ("values", {"loss": "high"}),
-            ("values", {"loss": [1]}),
-            ("values", {"loss": 10**400}),
-            ("steps_per_second", "fast"),
-            ("config", [1]),
-            ("parameters", 3),
-            ("parameters", {"count": "many", "bytes": 1}),
-            ("parameters", {"count": 1, "bytes": 1, "modules": [3]}),
-            ("parameters", {"count": 1, "bytes": 1, "modules": [{"name": 1}]}),
-        ]
-    },
-}
-
-
-@pytest.mark.parametrize("line", NO_RECORDS.values(), ids=NO_RECORDS)
-def test_a_line_that_no_controller_wrote_is_left_out(line, short, caplog, capsys):
-    before = read_run(short)
-    with open(short / "metrics.jsonl", "a") as file:
-        file.write(f"{line}\n")
-
-    assert _cli.main(["runs", "--json", str(short)]) == 0
-    [run] = json.loads(capsys.readouterr().out)
-    assert run["values"]["train/loss"] == pytest.approx(1 / 3)
-    [record] = caplog.records
-    assert record.getMessage() == (
-        f"{short}/metrics.jsonl has lines that no `Controller` wrote, which are left "
-        "out: 5"
-    )
-    assert read_run(short) == before
 
 
 def test_a_line_that_no_controller_wrote_into_a_journal_is_left_out(crashed):

@@ -133,22 +133,13 @@ def test_files_of_one_run_are_read_together(tmp_path):
     write_run(train, ("start", 10))
 
     found = [(each["folder"], each["step"]) for each in read_metrics(tmp_path)]
-
     assert found == [("train", 0), ("train", 10), ("eval", 10), ("train", 10)]
-    assert read_metrics(tmp_path / "eval")[0]["folder"] == ""
 
 
 @pytest.mark.parametrize("directory", [None, "gs://bucket/run"])
 def test_without_a_local_directory_nothing_is_written(directory, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(MetricsFile(directory), ("train", 1))
-    assert not list(tmp_path.iterdir())
-
-
-def test_only_the_first_process_of_a_job_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    write_run(MetricsFile(tmp_path), ("train", 1))
     assert not list(tmp_path.iterdir())
 
 
@@ -165,15 +156,4 @@ def test_a_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 
 def test_what_cannot_be_read_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"`run_dir` is .*no `metrics\.jsonl` in it"):
-        read_metrics(tmp_path)
-
-
-def test_a_file_without_rights_is_an_error(tmp_path, monkeypatch):
-    write_run(MetricsFile(tmp_path), ("train", 1))
-
-    def read_bytes(self):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("pathlib.Path.read_bytes", read_bytes)
-    with pytest.raises(ValueError, match=r"metrics.*cannot be read \(Permission"):
         read_metrics(tmp_path)

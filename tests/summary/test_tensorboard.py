@@ -78,17 +78,6 @@ def test_resuming_appends_files_and_keeps_the_old_ones(tmp_path: Path) -> None:
     assert [file.read_bytes() for file in files] == contents
 
 
-def test_two_managers_share_a_directory(tmp_path: Path) -> None:
-    first, second = SummaryManager(tmp_path), SummaryManager(tmp_path)
-    first.write_summaries({"a": 1.0}, step=1)
-    second.write_summaries({"b": 2.0}, step=1)
-    first.close()
-    second.close()
-
-    points = [read_scalars(file) for file in tmp_path.iterdir()]
-    assert {tag for scalars in points for tag in scalars} == {"a", "b"}
-
-
 @pytest.mark.slow
 def test_flushed_values_survive_a_kill(tmp_path: Path) -> None:
     code = (
@@ -105,12 +94,6 @@ def test_flushed_values_survive_a_kill(tmp_path: Path) -> None:
 
     assert child.returncode == -9
     assert len(read_scalars(tmp_path)["x"]) == 50
-
-
-@pytest.mark.slow
-def test_importing_summaries_does_not_import_tensorboardx() -> None:
-    code = "import sys, armillary.summary; assert 'tensorboardX' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @dataclasses.dataclass

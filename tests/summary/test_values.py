@@ -78,16 +78,6 @@ def test_every_finite_value_lies_in_its_bucket(values):
     assert np.cumsum(counts)[:-1].tolist() == [part.sum() for part in expected]
 
 
-def test_buckets_are_an_eighth_of_a_power_of_two_wide():
-    writer = Recorder()
-    Histogram(np.array([1.0, -3.0])).write(writer, "x", 0)
-
-    _, edges, counts, _ = writer.written[0]
-    assert (edges[0], edges[1]) == (-3.25, -3.0)
-    assert (edges[-2], edges[-1]) == (1.0, 1.125)
-    assert counts.sum() == counts[0] + counts[-1] == 2
-
-
 def test_tensorboard_reads_histograms(tmp_path: Path) -> None:
     kernel = nnx.Linear(30, 40, rngs=nnx.Rngs(0)).kernel
     events = write_and_read(tmp_path, kernel=Histogram(kernel))
@@ -147,7 +137,7 @@ def test_floats_are_pixels_from_0_to_1(caplog):
 
     assert writer.written[0][1][..., 0].tolist() == [[0, 128], [64, 255]]
     assert writer.written[1][1][..., 0].tolist() == [[0, 255], [0, 0]]
-    assert "y | step: 3 | Pixels from -1 to 2 are cut off" in caplog.text
+    assert "y | step: 3 | Pixels are cut off" in caplog.text
 
 
 def test_tensorboard_reads_text(tmp_path: Path) -> None:
@@ -159,40 +149,27 @@ def test_tensorboard_reads_text(tmp_path: Path) -> None:
     assert events.SummaryMetadata("notes").plugin_data.plugin_name == "text"
 
 
-def test_values_print_in_short():
-    output = {"h": Histogram(jnp.ones(3)), "i": Image(np.ones((2, 2))), "t": Text("a")}
-    fetched = jax.tree.map(np.asarray, output)
-    assert (
-        repr(fetched)
-        == "{'h': Histogram(3 values), 'i': Image((2, 2)), 't': Text(text='a')}"
-    )
-    assert repr(jax.tree.map(lambda _: None, output["h"])) == "Histogram(...)"
-
-
 @mistakes(
     {
         TypeError: {
             "`values` holds 'a' of type str.*`jnp.asarray": lambda: Histogram(["a"]),
-            r"`values` holds array\(\['a'\]": lambda: Histogram(np.array(["a"])),
             "`values` holds Array": lambda: Histogram(jax.random.key(0)),
             "array of real numbers": lambda: Histogram(np.array([1j])),
             r"strategy\.reduce": lambda: Histogram(REPLICAS),
-            r"dtype int32, but.*`pixels.astype": (
-                lambda: Image(np.zeros((2, 2), np.int32))
-            ),
-            "dtype bool": lambda: Image(np.zeros((2, 2), bool)),
             r"`pixels` holds \[\[0.0\]\] of type list": lambda: Image([[0.0]]),
             r"strategy\.gather": lambda: Image(REPLICAS),
             r"`text` is 3 of type int.*`Text\(str": lambda: Text(3),
         },
         ValueError: {
             "`values` is array.*has no elements": lambda: Histogram(np.zeros((0, 3))),
-            r"`values` is \{\}, which has no elements": lambda: Histogram({}),
-            r"shape \(4,\), but images have": lambda: Image(np.zeros(4)),
+            r"dtype int32 and .*`pixels.astype": (
+                lambda: Image(np.zeros((2, 2), np.int32))
+            ),
+            r"shape \(4,\), but images are": lambda: Image(np.zeros(4)),
             r"\(4, 28, 28\).*`pixels\[\.\.\., None\]`": (
                 lambda: Image(np.zeros((4, 28, 28)))
             ),
-            r"\(0, 2, 2, 1\), but images have": lambda: Image(np.zeros((0, 2, 2, 1))),
+            r"\(0, 2, 2, 1\), but images are": lambda: Image(np.zeros((0, 2, 2, 1))),
         },
     }
 )
