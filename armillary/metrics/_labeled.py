@@ -311,8 +311,8 @@ class Recall(_Score):
 class F1Score(_Score):
     """The harmonic mean of precision and recall, for each class or on average.
 
-    It is 0 for a class for which it would be 0 / 0, as in scikit-learn, and NaN if there
-    was no example.
+    As in scikit-learn, it is 0 for a class for which it would be 0 / 0. It is NaN if
+    there was no example.
 
     Args:
         num_classes: As in `ConfusionMatrix`.

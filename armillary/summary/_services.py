@@ -146,7 +146,9 @@ class WandbWriter(_Service):
 
 
 class MlflowWriter(_Service):
-    """Makes writers to one run of MLflow, as `WandbWriter` does for its service::
+    """Makes writers to one run of MLflow, and is used like `WandbWriter`.
+
+    For example::
 
         mlflow_writer = armillary.summary.MlflowWriter(
             run_dir, "digits", tracking_uri="http://mlflow.example:5000")
