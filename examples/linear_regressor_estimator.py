@@ -1,8 +1,7 @@
-"""Linear regression by an estimator: the Estimator example of TensorFlow's guide.
+"""Linear regression by an estimator, on the diabetes data of scikit-learn.
 
-First as the guide has it, on one example that is repeated. Then on the 442 patients of
-the diabetes data that come with scikit-learn: training and evaluation take turns, and a
-second run with the same `--run-dir` goes on where the first one ended.
+Training and evaluation take turns on 442 patients, and a second run with the same
+`--run-dir` goes on where the first one ended.
 
     python examples/linear_regressor_estimator.py --devices 2 --run-dir runs/regressor
 """
@@ -12,32 +11,33 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
+from flax import nnx
 from sklearn.datasets import load_diabetes
 from sklearn.model_selection import train_test_split
 
 import armillary
 from armillary import estimator
 
-NAMES = ["age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6"]
 BATCH_SIZE = 16
 
 
-def run_guide(config: estimator.RunConfig) -> dict:
-    """Returns what the example of the guide returns."""
-    regressor = estimator.LinearRegressor(
-        feature_columns=[estimator.numeric_column("feats")],
-        optimizer="SGD",
-        config=config,
+def model_fn(features, labels, mode, modules):
+    """Describes a linear model, which begins at zero."""
+    zeros = nnx.initializers.zeros_init()
+    linear = modules.make(
+        "linear", lambda rngs: nnx.Linear(10, 1, kernel_init=zeros, rngs=rngs)
     )
-
-    def input_fn():
-        # With tf.data: Dataset.from_tensors(({"feats": [1.0]}, [1.0]))
-        #               .repeat(1000).batch(10)
-        batch = {"feats": np.ones((10, 1), "float32")}, np.ones((10, 1), "float32")
-        return [batch] * 100
-
-    regressor.train(input_fn=input_fn, steps=10)
-    return regressor.evaluate(input_fn=input_fn, steps=10)
+    predictions = linear(features["x"])[:, 0]
+    if mode == estimator.ModeKeys.PREDICT:
+        return estimator.EstimatorSpec(mode, predictions={"y": predictions})
+    losses = (predictions - labels) ** 2
+    return estimator.EstimatorSpec(
+        mode,
+        loss=losses.mean(),
+        train_op=optax.sgd(0.02),
+        eval_metric_ops={"average_loss": losses},
+    )
 
 
 def load_data() -> tuple[tuple, tuple]:
@@ -45,12 +45,9 @@ def load_data() -> tuple[tuple, tuple]:
     x, y = (np.asarray(part) for part in load_diabetes(return_X_y=True))
     # The data come with a mean of 0, and sums of squares of 1.
     x = (x * np.sqrt(len(x))).astype("float32")
-    y = (y[:, None] / 100).astype("float32")
+    y = (y / 100).astype("float32")
     x, test_x, y, test_y = train_test_split(x, y, test_size=0.2, random_state=0)
-    features, test_features = (
-        dict(zip(NAMES, np.transpose(part), strict=True)) for part in (x, test_x)
-    )
-    return (features, y), (test_features, test_y)
+    return ({"x": x}, y), ({"x": test_x}, test_y)
 
 
 def main() -> None:
@@ -67,15 +64,8 @@ def main() -> None:
         eval_distribute=mirrored_strategy,
         save_checkpoints_steps=100,
     )
-    result = run_guide(config)
-    print(f"The guide: average loss {result['average_loss']:.2e}")
-
     train, test = load_data()
-    regressor = estimator.LinearRegressor(
-        feature_columns=[estimator.numeric_column(name) for name in NAMES],
-        model_dir=options.run_dir,
-        config=config,
-    )
+    regressor = estimator.Estimator(model_fn, options.run_dir, config)
     result, _ = estimator.train_and_evaluate(
         regressor,
         estimator.TrainSpec(
@@ -96,8 +86,8 @@ def main() -> None:
     predictions = regressor.predict(
         lambda: armillary.data.from_arrays(test, batch_size=BATCH_SIZE)
     )
-    first = next(predictions)["predictions"][0]
-    print(f"The first patient: {first:.2f} predicted, {test[1][0, 0]:.2f} measured")
+    first = next(predictions)["y"]
+    print(f"The first patient: {first:.2f} predicted, {test[1][0]:.2f} measured")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ OLD = {
     armillary.Controller: ["enable_async_checkpointing", "hang_timeout", "eval_steps"],
     estimator.RunConfig: ["session_config", "save_checkpoints_secs"],
     estimator.Estimator.train: ["hooks", "saving_listeners"],
-    estimator.LinearRegressor: ["weight_column", "label_vocabulary"],
 }
 
 

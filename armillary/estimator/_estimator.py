@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,22 +17,27 @@ from armillary.checkpoint._folder import as_absolute, find_checkpoints
 from armillary.checkpoint._manager import CheckpointManager
 from armillary.cluster._join import get_peers
 from armillary.controller._controller import Controller
-from armillary.data._dataset import DistributedDataset
-from armillary.data._layout import InputOptions
+from armillary.data._layout import InputContext
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.replica._context import get_strategy
 from armillary.errors import CapturedStateError, EstimatorError
-from armillary.estimator._model_fn import ModeKeys, Model, ModelFn
-from armillary.estimator._run_config import RunConfig, check_call, choose_directory
+from armillary.estimator._model_fn import ModeKeys, Model
+from armillary.estimator._run_config import (
+    EvalSpec,
+    RunConfig,
+    TrainSpec,
+    check_call,
+    choose_directory,
+)
 from armillary.estimator._runners import (
     EstimatorEvaluator,
     EstimatorTrainer,
     InputPosition,
-    bind_input,
-    find_specs,
+    distribute,
+    make_input,
     predict,
 )
-from armillary.typing import Output, PyTree
+from armillary.typing import Output
 
 StrPath = str | os.PathLike[str]
 
@@ -57,12 +63,6 @@ class Estimator:
             cannot be called.
     """
 
-    # What is added to errors.
-    _notes: dict[type[Exception], str] = {  # noqa: RUF012
-        CapturedStateError: "`model_fn` is part of the step: it makes its modules by "
-        "`modules.make(name, make_fn)`, and uses no other."
-    }
-
     def __init__(
         self,
         model_fn: Callable[..., Any],
@@ -77,11 +77,12 @@ class Estimator:
             self.params = copy.deepcopy(params)
         except TypeError as error:
             raise EstimatorError(
-                f"`params` is {params!r}, but it must be copied: {error}. Put numbers, "
-                "strings and what holds those in it, and make the rest in `model_fn`."
+                f"`params` is {params!r}, but it must be copied: {error}. Put numbers "
+                "and strings in it, and make the rest in `model_fn`."
             ) from error
-        self._model_fn = ModelFn(model_fn, self.params, config)
-        self._model = Model(self._model_fn, config.tf_random_seed or 0)
+        seed = config.tf_random_seed or 0
+        self._model = Model(model_fn, seed, params=self.params, config=config)
+        # What `evaluate` and `predict` read in place of the latest checkpoint.
         self._path: str | None = None
         self.model_dir = choose_directory(model_dir, config)
 
@@ -118,7 +119,7 @@ class Estimator:
             )
         check_call(input_fn, steps=steps, max_steps=max_steps)
         resumes = max_steps is not None
-        with self.make_controller(input_fn, resumes=resumes) as controller:
+        with self._make_controller(input_fn, resumes=resumes) as controller:
             start = self.global_step
             if max_steps is not None and start >= max_steps:
                 logger.info("train | step %d: `max_steps` is reached already.", start)
@@ -157,8 +158,8 @@ class Estimator:
         check_call(input_fn, name, steps=steps)
         made = self._at(checkpoint_path)
         inputs = {"eval_input_fn": input_fn, "eval_name": name}
-        with made.make_controller(None, **inputs) as controller:
-            return made.describe(controller.evaluate(-1 if steps is None else steps))
+        with made._make_controller(None, **inputs) as controller:
+            return made._describe(controller.evaluate(-1 if steps is None else steps))
 
     @hides_frames
     def predict(
@@ -189,7 +190,7 @@ class Estimator:
             TypeError: If `input_fn` cannot be called, or `checkpoint_path` is no path.
             ValueError: If `yield_single_examples` is neither True nor False.
         """
-        check_call(input_fn)
+        make_data = self._bind(input_fn, ModeKeys.PREDICT)
         check_one_of("yield_single_examples", yield_single_examples, (True, False))
         if get_peers() is not None:
             raise EstimatorError(
@@ -199,7 +200,7 @@ class Estimator:
         made = self._at(checkpoint_path)
         return predict(
             made._model,
-            bind_input(input_fn, ModeKeys.PREDICT, self.params, self.config),
+            make_data,
             lambda: made._path or made.latest_checkpoint(),
             yields_examples=yield_single_examples,
         )
@@ -207,9 +208,8 @@ class Estimator:
     @property
     def global_step(self) -> int:
         """The step of the model in memory: 0 before the first call of a method."""
-        if not self._model.is_built:
-            return 0
-        return int(np.asarray(self._model.optimizer.step.get_value()))
+        optimizer = self._model.optimizer
+        return 0 if optimizer is None else int(np.asarray(optimizer.step.get_value()))
 
     def latest_checkpoint(self) -> str | None:
         """Returns the path of the latest checkpoint in `model_dir`, or `None`."""
@@ -222,7 +222,7 @@ class Estimator:
         return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
     @contextlib.contextmanager
-    def make_controller(
+    def _make_controller(
         self,
         train_input_fn: Callable[..., Any] | None,
         *,
@@ -230,28 +230,10 @@ class Estimator:
         eval_name: str | None = None,
         resumes: bool = False,
     ) -> Iterator[Controller]:
-        """Makes what runs the loops, once it has restored the latest checkpoint.
-
-        `train`, `evaluate` and `train_and_evaluate` call methods of the controller; use
-        it for what they lack, such as `request_stop`.
-
-        Args:
-            train_input_fn: The input function of training; `None` for no trainer.
-            eval_input_fn: That of evaluations; `None` for no evaluator.
-            eval_name: As in `evaluate`.
-            resumes: Whether training goes on in the data where the checkpoint is.
-
-        Yields:
-            The controller.
-
-        Raises:
-            EstimatorError: If a function cannot work, or this process does not train.
-            CapturedStateError: If `model_fn` uses a module from elsewhere.
-            TypeError: If `eval_name` is no string.
-        """
+        """Makes what runs the loops, once it has restored the latest checkpoint."""
         eval_summary_dir = self.eval_dir(eval_name)
         config, position = self.config, InputPosition()
-        trainer = evaluator = None
+        trainer = evaluator = manager = None
         if train_input_fn is not None:
             if not config.plan.is_training:
                 raise EstimatorError(
@@ -260,22 +242,24 @@ class Estimator:
                     "`armillary.estimator.train_and_evaluate` in all processes."
                 )
             strategy = config.train_distribute or get_strategy()
-            dataset, specs = self._distribute(train_input_fn, ModeKeys.TRAIN, strategy)
+            make_data = self._bind(train_input_fn, ModeKeys.TRAIN)
+            dataset, specs = distribute(make_data, strategy, is_training=True)
             self._model.build_training(*specs)
             position = InputPosition(dataset, resumes=resumes)
             trainer = EstimatorTrainer(dataset, strategy, self._model)
         if eval_input_fn is not None:
             strategy = self._eval_strategy
-            dataset, specs = self._distribute(eval_input_fn, ModeKeys.EVAL, strategy)
+            make_data = self._bind(eval_input_fn, ModeKeys.EVAL)
+            dataset, specs = distribute(make_data, strategy, is_training=False)
             # The checkpoint holds what training needs.
             self._model.build_training(*specs)
             ops = self._model.build(*specs, ModeKeys.EVAL).eval_metric_ops
             evaluator = EstimatorEvaluator(dataset, strategy, self._model, ops)
-        has_summaries = config.save_summary_steps is not None
+        optimizer = self._model.optimizer
+        assert optimizer is not None  # One of the two has built it.
         checkpoint = Checkpoint(
-            model=self._model.store, optimizer=self._model.optimizer, input=position
+            model=self._model.modules, optimizer=optimizer, input=position
         )
-        manager = None
         if self._path is not None:
             checkpoint.read(self._path, only=("model", "optimizer/step"))
         else:
@@ -285,21 +269,26 @@ class Estimator:
                 max_to_keep=config.keep_checkpoint_max or None,
                 keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,
                 checkpoint_interval=config.save_checkpoints_steps,
+                may_differ="input",
             )
+        summary_interval = config.save_summary_steps if trainer else None
         controller = Controller(
             trainer=trainer,
             evaluator=evaluator,
-            global_step=self._model.optimizer.step,
-            steps_per_loop=None if trainer is None else config.steps_per_loop,
-            summary_interval=config.save_summary_steps if trainer else None,
-            summary_dir=self.model_dir if trainer and has_summaries else None,
+            global_step=optimizer.step,
+            steps_per_loop=config.steps_per_loop if trainer else None,
+            summary_interval=summary_interval,
+            summary_dir=None if summary_interval is None else self.model_dir,
             eval_summary_dir=eval_summary_dir,
             checkpoint_manager=manager,
         )
         try:
             yield controller
-        except tuple(self._notes) as error:
-            error.add_note(self._notes[type(error)])
+        except CapturedStateError as error:
+            error.add_note(
+                "`model_fn` is part of the step: it makes its modules by "
+                "`modules.make(name, make_fn)`, and uses no other."
+            )
             raise
         finally:
             if manager is not None:
@@ -307,7 +296,7 @@ class Estimator:
             controller.summary_manager.close()
             controller.eval_summary_manager.close()
 
-    def describe(self, output: Output) -> dict[str, Any]:
+    def _describe(self, output: Output) -> dict[str, Any]:
         """Returns the output of an evaluation as numbers, with the `global_step`."""
         values = {name: np.asarray(value) for name, value in (output or {}).items()}
         numbers = {n: each if each.ndim else each.item() for n, each in values.items()}
@@ -320,27 +309,72 @@ class Estimator:
         found = self.config.eval_distribute or (training if is_joint else None)
         return found or get_strategy()
 
-    def _distribute(
-        self, input_fn: Callable[..., Any], mode: ModeKeys, strategy: Strategy
-    ) -> tuple[DistributedDataset, tuple[PyTree, PyTree]]:
-        """Returns the data of a strategy, and what features and labels look like."""
+    def _bind(
+        self, input_fn: Callable[..., Any], mode: ModeKeys
+    ) -> Callable[[InputContext], Any]:
+        """Returns what makes the data set of this process."""
         check_call(input_fn)
-        make_data = bind_input(input_fn, mode, self.params, self.config)
-        # A step of training needs a batch for each replica; an evaluation counts every
-        # example once in any case. Rows that some replicas lack cannot travel between
-        # processes.
-        remainder = "exact" if strategy.peers is None else "drop"
-        is_training = mode is ModeKeys.TRAIN
-        options = InputOptions(remainder=remainder if is_training else None)
-        dataset = strategy.distribute_datasets_from_function(make_data, options)
-        return dataset, find_specs(dataset)
+        values = {"mode": mode, "params": self.params, "config": self.config}
+        return functools.partial(make_input, input_fn, values)
 
     def _at(self, checkpoint_path: StrPath | None) -> "Estimator":
         """Returns this estimator, or one like it that is at a checkpoint."""
         if checkpoint_path is None:
             return self
         # What this one holds in memory stays what it is.
-        made = copy.copy(self)
+        made = Estimator(self._model.fn, self.model_dir, self.config, self.params)
         made._path = str(as_absolute("checkpoint_path", checkpoint_path))
-        made._model = Model(self._model_fn, self.config.tf_random_seed or 0)
         return made
+
+
+@hides_frames
+def train_and_evaluate(
+    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
+) -> tuple[dict[str, Any] | None, list[Any]]:
+    """Trains up to a step, evaluating whenever a checkpoint is due, and at the end.
+
+    In one process the two take turns. In a cluster (`TF_CONFIG`), processes that train
+    together train alone, as in TensorFlow: a process whose task is `evaluator`
+    evaluates each checkpoint that appears in `model_dir`, until training has ended.
+    Without one, call `Estimator.evaluate` in all processes when they have trained.
+
+    Args:
+        estimator: What to train.
+        train_spec: How to train.
+        eval_spec: How to evaluate.
+
+    Returns:
+        What the last evaluation of this process returned, `None` if there was none, and
+        an empty list: TensorFlow's second value is what exporters returned.
+
+    Raises:
+        TypeError: If an argument is of another type.
+        EstimatorError: As in `Estimator.train`.
+    """
+    for name, value, kind in (
+        ("estimator", estimator, Estimator),
+        ("train_spec", train_spec, TrainSpec),
+        ("eval_spec", eval_spec, EvalSpec),
+    ):
+        fix = f"Make one, `armillary.estimator.{kind.__name__}(...)`."
+        check_instance(name, value, kind, fix)
+    config, max_steps = estimator.config, train_spec.max_steps
+    eval_steps = -1 if eval_spec.steps is None else eval_spec.steps
+    evaluates = {"eval_input_fn": eval_spec.input_fn, "eval_name": eval_spec.name}
+    if config.plan.task_type == "evaluator":
+        with estimator._make_controller(None, **evaluates) as controller:
+            output = controller.evaluate_continuously(eval_steps, until_step=max_steps)
+        return (None if output is None else estimator._describe(output)), []
+    if config.plan.is_distributed:
+        estimator.train(train_spec.input_fn, max_steps=max_steps)
+        return None, []
+    resumes = max_steps is not None
+    with estimator._make_controller(
+        train_spec.input_fn, resumes=resumes, **evaluates
+    ) as controller:
+        # At a step that was reached already, what is left is to evaluate.
+        target = -1 if max_steps is None else max(max_steps, estimator.global_step)
+        output = controller.train_and_evaluate(
+            target, eval_steps, eval_interval=config.save_checkpoints_steps
+        )
+    return estimator._describe(output), []

@@ -41,13 +41,16 @@ class EstimatorSpec:
         mode: The mode that the function was called with.
         predictions: A dictionary of arrays with an entry for each example. Needed to
             predict.
-        loss: A scalar: the mean over the examples of this batch. Needed to train and to
-            evaluate.
-        train_op: An Optax transformation, which turns gradients into updates. Needed to
-            train.
+        loss: A scalar: the mean over the examples of this replica's batch. The mean
+            over replicas is taken of it, so do not divide by the global batch size.
+            Needed to train and to evaluate.
+        train_op: An Optax transformation, through which the gradients of `loss` with
+            respect to all `nnx.Param` of the modules go. That of the first call in a
+            process counts. Needed to train.
         eval_metric_ops: What an evaluation reports besides the loss, by name: an array
-            with an entry for each example, or a pair of a function that makes a metric
-            and the keyword arguments of its `update`.
+            with an entry for each example, of which the mean is reported, or a pair of
+            a function that makes a metric of `nnx.metrics` or `armillary.metrics`, and
+            the keyword arguments of its `update`.
     """
 
     mode: ModeKeys
@@ -59,14 +62,9 @@ class EstimatorSpec:
 
 # What each mode needs of it, and how to write that.
 _NEEDED = {
-    ModeKeys.TRAIN: ("loss", "train_op"),
-    ModeKeys.EVAL: ("loss",),
-    ModeKeys.PREDICT: ("predictions",),
-}
-_FIXES = {
-    "loss": "loss=losses.mean()",
-    "train_op": "train_op=optax.sgd(0.1)",
-    "predictions": "predictions={'logits': logits}",
+    ModeKeys.TRAIN: {"loss": "losses.mean()", "train_op": "optax.sgd(0.1)"},
+    ModeKeys.EVAL: {"loss": "losses.mean()"},
+    ModeKeys.PREDICT: {"predictions": "{'logits': logits}"},
 }
 
 
@@ -78,24 +76,20 @@ def _check_spec(spec: Any, mode: ModeKeys) -> EstimatorSpec:
             "must return an `EstimatorSpec`. Write `return EstimatorSpec(mode, ...)` "
             "on every path."
         )
-    if spec.mode != mode:
-        raise EstimatorError(
-            f"`mode` of the `EstimatorSpec` is {str(spec.mode)!r}, but `model_fn` was "
-            f"called with {str(mode)!r}. Write `EstimatorSpec(mode, ...)`."
-        )
-    for name in _NEEDED[mode]:
+    for name, fix in _NEEDED[mode].items():
         value = getattr(spec, name)
+        is_optax = isinstance(value, optax.GradientTransformation)
         if value is None:
             problem = f"is None, but the mode {str(mode)!r} needs it"
         elif name == "loss" and jnp.shape(value):
             problem = f"has the shape {jnp.shape(value)}, but it must be a scalar"
-        elif name == "train_op" and not isinstance(value, optax.GradientTransformation):
-            kind = type(value).__name__
-            problem = f"is {value!r:.80} of type {kind}, which is none of Optax"
+        elif name == "train_op" and not is_optax:
+            problem = f"is {value!r:.80}, but it must be a transformation of Optax"
         else:
             continue
-        fix = f"Write `{_FIXES[name]}`"
-        raise EstimatorError(f"`{name}` of the `EstimatorSpec` {problem}. {fix}.")
+        raise EstimatorError(
+            f"`{name}` of the `EstimatorSpec` {problem}. Write `{name}={fix}`."
+        )
     return spec
 
 
@@ -105,18 +99,12 @@ def call_with(fn: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     return fn(**{name: values[name] for name in names if name in values})
 
 
-class ModuleStore(nnx.Module):
-    """Holds the modules of a model function as attributes, by their names."""
+class Modules(nnx.Module):
+    """The modules of a model function, as attributes, each of which is made once."""
 
-
-class Modules:
-    """The modules of a model function, each of which is made once."""
-
-    def __init__(
-        self, store: ModuleStore, make: Callable[..., Any] | None = None
-    ) -> None:
-        # Without `make`, as in a step that is traced, all of them must be there.
-        self._store, self._make = store, make
+    def __init__(self) -> None:
+        # None in a step that is traced, where all of them must be there.
+        self._maker: Callable[..., Any] | None = None
 
     def make(self, name: str, make_fn: Callable[[nnx.Rngs], Any]) -> Any:
         """Returns the module of a name.
@@ -130,96 +118,75 @@ class Modules:
             EstimatorError: If the name is none, `make_fn` makes no module, or the
                 module cannot be made any more.
         """
-        if not isinstance(name, str) or not name.isidentifier() or name[0] == "_":
+        is_name = isinstance(name, str) and name.isidentifier() and name[0] != "_"
+        if not is_name or name == "make":
             raise EstimatorError(
                 f"`modules.make` was given the name {name!r}, but it must be a Python "
                 'identifier that does not begin with "_". Use `"model"`.'
             )
-        if (found := vars(self._store).get(name)) is not None:
+        if (found := vars(self).get(name)) is not None:
             return found
-        if self._make is None:
+        if self._maker is None:
             raise EstimatorError(
-                f"`modules.make({name!r}, ...)` was called in a step that is traced, "
-                "but not in the call of `model_fn` that made the modules. Make every "
-                "module in every call, whatever the features and the mode are."
+                f"`modules.make({name!r}, ...)` was not called when `model_fn` was "
+                "called to make the modules, and a checkpoint holds those of all "
+                "modes. Make every module in every call, before looking at the mode."
             )
-        return self._make(name, make_fn)
-
-
-class ModelFn:
-    """A model function of the user's, and what it is called with."""
-
-    def __init__(self, fn: Callable[..., Any], params: Any, config: Any) -> None:
-        check_callable("model_fn", fn)
-        self._fn, self._values = fn, {"params": params, "config": config}
-
-    def __call__(
-        self, modules: Modules, features: PyTree, labels: PyTree, mode: ModeKeys
-    ) -> EstimatorSpec:
-        """Calls the function."""
-        values = {"features": features, "labels": labels, "mode": mode}
-        values |= {"modules": modules, **self._values}
-        return _check_spec(call_with(self._fn, values), mode)
+        return self._maker(name, make_fn)
 
 
 class Model:
-    """The modules of a model function, and the optimizer that trains them."""
+    """A model function, its modules, and the optimizer that trains them."""
 
-    def __init__(self, model_fn: ModelFn, seed: int) -> None:
-        self.model_fn, self._seed = model_fn, seed
-        self.store = ModuleStore()
-        self._optimizer: nnx.Optimizer[Any] | None = None
+    def __init__(self, fn: Callable[..., Any], seed: int, **values: Any) -> None:
+        check_callable("model_fn", fn)
+        self.fn, self._seed, self._values = fn, seed, values
+        self.modules = Modules()
+        self.optimizer: nnx.Optimizer[Any] | None = None
         # What slots of modules held before the function was called in Python.
         self._before: list[tuple[Any, list[Any]]] = []
 
-    @property
-    def is_built(self) -> bool:
-        """Whether the model was built for training."""
-        return self._optimizer is not None
+    def call(
+        self, modules: Modules, features: PyTree, labels: PyTree, mode: ModeKeys
+    ) -> EstimatorSpec:
+        """Calls the function."""
+        given = {"features": features, "labels": labels, "mode": mode}
+        values = {**given, "modules": modules, **self._values}
+        return _check_spec(call_with(self.fn, values), mode)
 
-    @property
-    def optimizer(self) -> nnx.Optimizer[Any]:
-        """The optimizer, once the model was built for training."""
-        assert self._optimizer is not None
-        return self._optimizer
-
-    def build_training(self, features: PyTree, labels: PyTree) -> None:
+    def build_training(self, features: PyTree, labels: PyTree) -> nnx.Optimizer[Any]:
         """Makes the modules and the optimizer, unless they are there."""
-        if self._optimizer is not None:
-            return
-        spec = self.build(features, labels, ModeKeys.TRAIN)
-        if not jax.tree.leaves(nnx.state(self.store, nnx.Param)):
-            raise EstimatorError(
-                "`model_fn` made no module that has an `nnx.Param`, so there is "
-                "nothing to train. Make each module by `modules.make(name, make_fn)`."
-            )
-        assert spec.train_op is not None  # It was checked.
-        self._optimizer = nnx.Optimizer(self.store, spec.train_op, wrt=nnx.Param)
+        if self.optimizer is None:
+            spec = self.build(features, labels, ModeKeys.TRAIN)
+            if not jax.tree.leaves(nnx.state(self.modules, nnx.Param)):
+                raise EstimatorError(
+                    "`model_fn` made no module that has an `nnx.Param`, so there is "
+                    "nothing to train. Make each by `modules.make(name, make_fn)`."
+                )
+            assert spec.train_op is not None  # It was checked.
+            self.optimizer = nnx.Optimizer(self.modules, spec.train_op, wrt=nnx.Param)
+        return self.optimizer
 
     def build(self, features: PyTree, labels: PyTree, mode: ModeKeys) -> EstimatorSpec:
         """Calls the function once in Python, on zeros, and undoes what it writes."""
         features, labels = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (features, labels)
         )
-        self._before = _read(self.store)
+        self._before = _read(self.modules)
+        if self.optimizer is None:
+            self.modules._maker = self._make
         # One replica, whatever strategy is in effect.
         strategy = DefaultStrategy()
         try:
             with Scope(strategy, ReplicaContext(strategy, None, active=1)):
-                modules = Modules(self.store, self._make)
-                return self.model_fn(modules, features, labels, mode)
+                return self.call(self.modules, features, labels, mode)
         finally:
+            self.modules._maker = None
             for slot, leaves in self._before:
                 slot.write(leaves)
             self._before = []
 
     def _make(self, name: str, make_fn: Callable[..., Any]) -> Any:
-        if self._optimizer is not None:
-            raise EstimatorError(
-                f"`modules.make({name!r}, ...)` was not called when the model was "
-                "built for training, and a checkpoint holds the modules of all modes. "
-                "Make every module in every mode, before looking at `mode`."
-            )
         key = jax.random.key(self._seed)
         module = make_fn(nnx.Rngs(jax.random.fold_in(key, zlib.crc32(name.encode()))))
         if not isinstance(module, nnx.Module):
@@ -228,7 +195,7 @@ class Model:
                 f"{type(module).__name__}, but it must be an `nnx.Module`. Write "
                 f"`modules.make({name!r}, lambda rngs: nnx.Linear(4, 3, rngs=rngs))`."
             )
-        setattr(self.store, name, module)
+        setattr(self.modules, name, module)
         self._before += _read(module)
         return module
 

@@ -143,6 +143,48 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
 }
 
 
+@dataclass(frozen=True)
+class TrainSpec:
+    """How `train_and_evaluate` trains.
+
+    Args:
+        input_fn: The input function.
+        max_steps: The global step to train up to; `None` trains until the data ends.
+
+    Raises:
+        TypeError: If `input_fn` cannot be called.
+        ValueError: If `max_steps` is not positive.
+    """
+
+    input_fn: Callable[..., Any]
+    max_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        check_call(self.input_fn, max_steps=self.max_steps)
+
+
+@dataclass(frozen=True)
+class EvalSpec:
+    """How `train_and_evaluate` evaluates.
+
+    Args:
+        input_fn: The input function.
+        steps: Steps of each evaluation; `None` evaluates all of the data.
+        name: As in `Estimator.evaluate`.
+
+    Raises:
+        TypeError: If `input_fn` cannot be called, or `name` is no string.
+        ValueError: If `steps` is not positive.
+    """
+
+    input_fn: Callable[..., Any]
+    steps: int | None = 100
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        check_call(self.input_fn, self.name, steps=self.steps)
+
+
 def check_call(input_fn: Any, name: Any = None, **numbers: int | None) -> None:
     """Raises if an input function, the name of an evaluation or a number is wrong."""
     check_callable("input_fn", input_fn)
@@ -177,14 +219,14 @@ def choose_directory(
             f"`model_dir` is {given!r}, but that of `config` is {other!r}. Give one of "
             "them."
         )
-    if (directory := given or other) is not None:
-        return directory
-    if plan.is_distributed:
+    directory = given or other
+    if directory is None and plan.is_distributed:
         raise EstimatorError(
             f"`model_dir` is {model_dir!r}, but all processes of a job need the same "
             'directory. Write `model_dir="runs/model"`.'
         )
-    ensure_visible()
-    directory = tempfile.mkdtemp()
-    logger.warning("`model_dir` is %r: checkpoints go to %s.", model_dir, directory)
+    if directory is None:
+        ensure_visible()
+        directory = tempfile.mkdtemp()
+        logger.warning("`model_dir` is %r: checkpoints go to %s.", model_dir, directory)
     return directory

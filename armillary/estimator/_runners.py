@@ -1,37 +1,29 @@
 """Input functions, and a model function as training, evaluation and predictions."""
 
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from armillary._logging import ensure_visible, logger
 from armillary._traceback import hides_frames
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.data._dataset import DistributedDataset
-from armillary.data._layout import InputContext
+from armillary.data._layout import InputContext, InputOptions
 from armillary.data.feed._position import Position, decode_position, encode_position
 from armillary.distribute._strategy import Strategy
-from armillary.distribute.program._function import function
 from armillary.distribute.replica._context import get_replica_context
 from armillary.distribute.replica._reductions import all_reduce
 from armillary.distribute.strategies._single import DefaultStrategy
-from armillary.errors import DatasetStateError, EstimatorError
-from armillary.estimator._model_fn import (
-    EstimatorSpec,
-    ModeKeys,
-    Model,
-    Modules,
-    ModuleStore,
-    call_with,
-)
-from armillary.estimator._run_config import RunConfig
+from armillary.errors import EstimatorError
+from armillary.estimator._model_fn import ModeKeys, Model, call_with
 from armillary.trainer._options import StandardTrainerOptions
 from armillary.trainer._standard_evaluator import StandardEvaluator
+from armillary.trainer._standard_evaluator import predict as predict_batches
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.typing import Output, PyTree
 
@@ -41,57 +33,44 @@ _BATCHES = (
 )
 
 
-def bind_input(
-    input_fn: Callable[..., Any], mode: ModeKeys, params: Any, config: RunConfig
-) -> Callable[[InputContext], Any]:
-    """Returns what makes the data set of this process, by a user's function.
-
-    Any of `input_context`, `mode`, `params` and `config` may be among its arguments.
-    """
-
-    def make(context: InputContext) -> Any:
-        values = {"mode": mode, "params": params, "config": config}
-        values |= {"input_context": context}
-        made = call_with(input_fn, values)
-        if made is None or isinstance(made, tuple | Mapping):
-            raise EstimatorError(
-                f"`input_fn` returned {made!r:.80} of type {type(made).__name__}, but "
-                f"it must return a data set that gives batches. {_BATCHES}"
-            )
-        if inspect.isgenerator(made):
-            # A generator function can begin again; the generator it made cannot.
-            return lambda: call_with(input_fn, values)
-        return made
-
-    return make
+def make_input(
+    input_fn: Callable[..., Any], values: dict[str, Any], input_context: InputContext
+) -> Any:
+    """Returns the data set of this process, from a user's function."""
+    values = {**values, "input_context": input_context}
+    made = call_with(input_fn, values)
+    if made is None or isinstance(made, tuple | dict):
+        raise EstimatorError(
+            f"`input_fn` returned {made!r:.80} of type {type(made).__name__}, but it "
+            f"must return a data set that gives batches. {_BATCHES}"
+        )
+    # A generator function can begin again; the generator it made cannot.
+    is_generator = inspect.isgenerator(made)
+    return functools.partial(call_with, input_fn, values) if is_generator else made
 
 
-def find_specs(dataset: DistributedDataset) -> tuple[PyTree, PyTree]:
-    """Returns what the features and the labels of one replica's batch look like."""
-    spec = find_batch_spec(dataset)
+def distribute(
+    make_data: Callable[[InputContext], Any], strategy: Strategy, *, is_training: bool
+) -> tuple[DistributedDataset, tuple[PyTree, PyTree]]:
+    """Returns data, and what features and labels of one replica's batch look like."""
+    # A step of training needs a batch for each replica; an evaluation counts every
+    # example once in any case. Rows that some replicas lack cannot travel between
+    # processes.
+    remainder = "exact" if strategy.peers is None else "drop"
+    options = InputOptions(remainder=remainder if is_training else None)
+    dataset = strategy.distribute_datasets_from_function(make_data, options)
+    spec, count = dataset.element_spec, dataset.layout.num_replicas
     if type(spec) not in (tuple, list) or len(spec) != 2:
         raise EstimatorError(
             f"The batches of `input_fn` are of type {type(spec).__name__}, but they "
             f"must be pairs. {_BATCHES}"
         )
-    return spec[0], spec[1]
-
-
-def find_batch_spec(dataset: DistributedDataset) -> PyTree:
-    """Returns what one replica's batch looks like."""
-    try:
-        spec = dataset.element_spec
-    except ValueError as error:
-        raise EstimatorError(
-            f"`input_fn` returned a data set that cannot be used: {error}"
-        ) from error
-    count = dataset.layout.num_replicas
 
     def divide(leaf: Any) -> Any:
         shape = leaf.shape[0] // count, *leaf.shape[1:]
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
-    return jax.tree.map(divide, spec)
+    return dataset, jax.tree.map(divide, tuple(spec))
 
 
 class InputPosition:
@@ -103,28 +82,21 @@ class InputPosition:
     def __init__(
         self, dataset: DistributedDataset | None = None, *, resumes: bool = False
     ) -> None:
-        self.dataset, self._resumes = dataset, resumes
+        self._dataset, self._resumes = dataset, resumes
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position; none, if the data has no positions."""
-        if self.dataset is None or not self.dataset.is_repositionable:
+        dataset = self._dataset
+        if dataset is None or not dataset.is_repositionable:
             return {"position": None}
-        return {"position": self.dataset.get_state()}
+        return {"position": dataset.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a position; warns if that is none of this data."""
-        dataset, position = self.dataset, state["position"]
-        if not self._resumes or dataset is None or position is None:
-            return
-        try:
+        """Goes to a position; the manager begins anew if that is none of this data."""
+        dataset, position = self._dataset, state["position"]
+        if self._resumes and dataset is not None and position is not None:
             dataset.check_repositionable()
             dataset.set_state(_begin_next_pass(dataset, position))
-        except DatasetStateError as error:
-            logger.warning(
-                "The data of `input_fn` begins anew, because the position in the "
-                "checkpoint is not one of it: %s",
-                error,
-            )
 
 
 def _begin_next_pass(dataset: DistributedDataset, state: dict[str, Any]) -> Any:
@@ -145,39 +117,29 @@ def predict(
     find_checkpoint: Callable[[], str | None],
     *,
     yields_examples: bool,
-) -> Iterator[Any]:
+) -> Iterator[PyTree]:
     """Yields the predictions of a checkpoint, of which it reads the modules alone."""
     strategy = DefaultStrategy()
     dataset = strategy.distribute_dataset(make_data(InputContext()))
-    features = _features_of(find_batch_spec(dataset))
-    model.build(features, None, ModeKeys.PREDICT)
+    model.build(_features_of(dataset.element_spec), None, ModeKeys.PREDICT)
     ensure_visible()
     path = find_checkpoint()
     if path is None:
         logger.info("found no checkpoint; predicting as it is.")
     else:
-        Checkpoint(model=model.store).read(path)
+        Checkpoint(model=model.modules).read(path)
 
-    @function(strategy=strategy)
-    def predict_batch(store: ModuleStore, features: PyTree) -> PyTree:
-        mode = ModeKeys.PREDICT
-        return model.model_fn(Modules(store), features, None, mode).predictions
+    def model_fn(modules: Any, batch: Any) -> PyTree:
+        features = _features_of(batch)
+        return model.call(modules, features, None, ModeKeys.PREDICT).predictions
 
-    for batch in dataset:
-        predictions = jax.device_get(predict_batch(model.store, _features_of(batch)))
-        if not yields_examples:
+    fn = functools.update_wrapper(functools.partial(model_fn, model.modules), model_fn)
+    for predictions in predict_batches(fn, dataset, strategy=strategy):
+        if yields_examples:
+            leaves, treedef = jax.tree.flatten(predictions)
+            yield from map(treedef.unflatten, zip(*leaves, strict=True))
+        else:
             yield predictions
-            continue
-        leaves, treedef = jax.tree.flatten(predictions)
-        num_rows = len(jax.tree.leaves(batch)[0])
-        shapes = [np.shape(leaf) for leaf in leaves]
-        if not leaves or any(shape[:1] != (num_rows,) for shape in shapes):
-            raise EstimatorError(
-                f"`predictions` of the `EstimatorSpec` have the shapes {shapes}, but "
-                f"the batch has {num_rows} examples. Give arrays with an entry for "
-                "each, or call `predict(..., yield_single_examples=False)`."
-            )
-        yield from map(treedef.unflatten, zip(*leaves, strict=True))
 
 
 def _features_of(batch: Any) -> Any:
@@ -192,8 +154,8 @@ class EstimatorTrainer(StandardTrainer):
     ) -> None:
         # As TensorFlow's estimators, which end when a loss is not a number.
         super().__init__(dataset, StandardTrainerOptions(on_non_finite="raise"))
-        self.strategy, self.model_fn = strategy, model.model_fn
-        self.modules, self.optimizer = model.store, model.optimizer
+        self.strategy, self._model = strategy, model
+        self.modules, self.optimizer = model.modules, model.optimizer
         self.loss = nnx.metrics.Average("loss")
 
     def train_loop_begin(self) -> None:
@@ -201,30 +163,26 @@ class EstimatorTrainer(StandardTrainer):
 
     def train_step(self, iterator: Any) -> None:
         def step_fn(batch: Any) -> None:
-            features, labels = batch
-
-            def loss_fn(modules: Any) -> Any:
-                return self._call(Modules(modules), features, labels).loss
-
-            loss, gradients = nnx.value_and_grad(loss_fn)(self.modules)
+            loss, gradients = nnx.value_and_grad(self._loss)(self.modules, *batch)
+            assert self.optimizer is not None  # The model was built for training.
             self.optimizer.update(self.modules, all_reduce("mean", gradients))
             self.loss.update(loss=loss)
 
         self.strategy.run(step_fn, args=(next(iterator),))
 
-    def _call(self, modules: Modules, features: Any, labels: Any) -> EstimatorSpec:
-        """Calls the model function; its loss is no part of a sum over replicas."""
+    def _loss(self, modules: Any, features: Any, labels: Any) -> Any:
+        """Returns the loss of a model function, which is no part of a sum."""
         context = get_replica_context()
         assert context is not None  # This is a step.
         context.was_asked = False
-        spec = self.model_fn(modules, features, labels, ModeKeys.TRAIN)
+        spec = self._model.call(modules, features, labels, ModeKeys.TRAIN)
         if context.was_asked:
             raise EstimatorError(
                 "`model_fn` uses the number of replicas, as `compute_average_loss` "
                 "does, but its loss is the mean over one replica's batch. Write "
                 "`loss=losses.mean()`: the mean over replicas is taken of that."
             )
-        return spec
+        return spec.loss
 
     def train_loop_end(self) -> Output:
         return {"loss": self.loss.compute()}
@@ -237,8 +195,7 @@ class EstimatorEvaluator(StandardEvaluator):
         self, dataset: DistributedDataset, strategy: Strategy, model: Model, ops: Any
     ) -> None:
         super().__init__(dataset)
-        self.strategy, self.model_fn = strategy, model.model_fn
-        self.modules = model.store
+        self.strategy, self._model, self.modules = strategy, model, model.modules
         metrics = {name: _make_metric(name, op) for name, op in ops.items()}
         self.metrics = {"loss": nnx.metrics.Average(), **metrics}
 
@@ -249,8 +206,7 @@ class EstimatorEvaluator(StandardEvaluator):
     def eval_step(self, iterator: Any) -> None:
         def step_fn(batch: Any) -> None:
             features, labels = batch
-            modules = Modules(self.modules)
-            spec = self.model_fn(modules, features, labels, ModeKeys.EVAL)
+            spec = self._model.call(self.modules, features, labels, ModeKeys.EVAL)
             self.metrics["loss"].update(values=spec.loss)
             for name, op in spec.eval_metric_ops.items():
                 arguments = op[1] if isinstance(op, tuple) else {"values": op}
@@ -263,26 +219,20 @@ class EstimatorEvaluator(StandardEvaluator):
         return {name: metric.compute() for name, metric in self.metrics.items()}
 
 
-def _make_metric(name: str, op: Any) -> nnx.metrics.Metric:
+def _make_metric(name: str, op: Any) -> Any:
     """Returns the metric of an entry of `eval_metric_ops`."""
     if name == "loss":
         raise EstimatorError(
             '`eval_metric_ops` has the entry "loss", which an evaluation reports in '
             'any case, as the mean over batches. Call it "average_loss".'
         )
-    if not isinstance(op, tuple):
-        if jnp.ndim(op) == 0:
-            raise EstimatorError(
-                f"`eval_metric_ops[{name!r}]` is a scalar, of which no mean over "
-                "examples can be taken. Give an array with an entry for each example, "
-                "or a pair `(metric_fn, arguments)`."
-            )
-        return nnx.metrics.Average()
-    metric = op[0]() if len(op) == 2 and callable(op[0]) else None
-    if not isinstance(metric, nnx.metrics.Metric):
+    if isinstance(op, tuple):
+        metric_fn, _ = op
+        return metric_fn()
+    if jnp.ndim(op) == 0:
         raise EstimatorError(
-            f"`eval_metric_ops[{name!r}]` is {op!r:.80}, but a pair must begin with a "
-            "function that makes a metric, and end with the arguments of its `update`. "
-            "Write `(armillary.metrics.AUC, {'logits': logits, 'labels': labels})`."
+            f"`eval_metric_ops[{name!r}]` is a scalar, of which no mean over examples "
+            "can be taken. Give an array with an entry for each example, or a pair "
+            "`(metric_fn, arguments)`."
         )
-    return metric
+    return nnx.metrics.Average()

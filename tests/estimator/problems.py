@@ -1,10 +1,11 @@
-"""Data, strategies and plain NumPy loops that estimators are compared with."""
+"""Data, model functions and a plain NumPy loop that estimators are compared with."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -16,11 +17,14 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(72, 3)).astype("float32")
 Y = (X @ np.array([1.0, -2.0, 0.5], "float32") + 0.3).astype("float32")
 BATCH_SIZE = 4
-COLUMNS = [estimator.numeric_column("a"), estimator.numeric_column("b", shape=(2,))]
 
 
 def features_of(x: np.ndarray) -> dict[str, np.ndarray]:
     return {"a": x[:, 0], "b": x[:, 1:]}
+
+
+def join_features(features: dict[str, Any]) -> jax.Array:
+    return jnp.concatenate([features["a"][:, None], features["b"]], axis=1)
 
 
 def make_input_fn(
@@ -48,13 +52,27 @@ def make_config(replicas: int = 1, **options: Any) -> estimator.RunConfig:
     )
 
 
-def make_regressor(folder: Path, replicas: int = 1, **options: Any) -> Any:
-    return estimator.LinearRegressor(
-        COLUMNS,
-        folder,
-        optimizer=options.pop("optimizer", "SGD"),
-        config=make_config(replicas, **options),
+def linear_model_fn(features, labels, mode, params, modules):
+    """Linear regression that begins at zero."""
+    zeros = nnx.initializers.zeros_init()
+    layer = modules.make(
+        "layer", lambda rngs: nnx.Linear(3, 1, kernel_init=zeros, rngs=rngs)
     )
+    predictions = layer(join_features(features))[:, 0]
+    if mode == estimator.ModeKeys.PREDICT:
+        return estimator.EstimatorSpec(mode, {"y": predictions})
+    errors = (predictions - labels) ** 2
+    optimizer = params or optax.sgd(0.2)
+    return estimator.EstimatorSpec(
+        mode, None, errors.mean(), optimizer, {"average_loss": errors}
+    )
+
+
+def make_regressor(
+    folder: Path | None, replicas: int = 1, optimizer: Any = None, **options: Any
+) -> estimator.Estimator:
+    config = make_config(replicas, **options)
+    return estimator.Estimator(linear_model_fn, folder, config, optimizer)
 
 
 def batches_of(
@@ -64,24 +82,21 @@ def batches_of(
         yield x[start : start + size], y[start : start + size]
 
 
-def train_plainly(
-    batches: Sequence[tuple[np.ndarray, np.ndarray]], rate: float = 0.2
-) -> tuple[np.ndarray, float]:
-    """Returns weights and bias after linear regression by gradient descent."""
+def check_linear(
+    made: estimator.Estimator, batches: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> None:
+    """Asserts that an estimator predicts as gradient descent on batches does."""
     weights, bias = np.zeros(3), 0.0
     for x, y in batches:
         error = x @ weights + bias - y
-        weights -= rate * 2 * x.T @ error / len(x)
-        bias -= rate * 2 * error.mean()
-    return weights, bias
+        weights -= 0.2 * 2 * x.T @ error / len(x)
+        bias -= 0.2 * 2 * error.mean()
+    expected = X @ weights + bias
+    np.testing.assert_allclose(predict(made), expected, rtol=1e-5, atol=1e-6)
 
 
-def read_linear(made: Any) -> tuple[np.ndarray, float]:
-    """Returns weights and bias of a trained linear estimator, from its predictions."""
-    probe = np.concatenate([np.zeros((1, 3)), np.eye(3)]).astype("float32")
-    rows = made.predict(make_input_fn(probe, np.zeros(4, "float32")))
-    bias, *sums = [float(row["predictions"][0]) for row in rows]
-    return np.array(sums) - bias, bias
+def predict(made: estimator.Estimator, **options: Any) -> np.ndarray:
+    return np.array([row["y"] for row in made.predict(make_input_fn(), **options)])
 
 
 class FailingData:
@@ -132,8 +147,8 @@ class Net(nnx.Module):
 
 def net_model_fn(features, labels, mode, params, modules):
     net = modules.make("net", Net)
-    x = jax.numpy.concatenate([features["a"][:, None], features["b"]], axis=1)
-    predictions = net(x, training=mode == estimator.ModeKeys.TRAIN)
+    is_training = mode == estimator.ModeKeys.TRAIN
+    predictions = net(join_features(features), training=is_training)
     if mode == estimator.ModeKeys.PREDICT:
         return estimator.EstimatorSpec(mode, predictions={"y": predictions})
     errors = (predictions - labels) ** 2

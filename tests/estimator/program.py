@@ -9,11 +9,11 @@ import armillary
 from armillary import estimator
 from tests.estimator.problems import (
     BATCH_SIZE,
-    COLUMNS,
     X,
     Y,
     batches_of,
     features_of,
+    linear_model_fn,
 )
 
 MAX_STEPS = 8
@@ -36,9 +36,7 @@ def run(
         log_step_count_steps=4,
         save_summary_steps=None,
     )
-    made = estimator.LinearRegressor(
-        COLUMNS, folder / "model", optimizer="SGD", config=config
-    )
+    made = estimator.Estimator(linear_model_fn, folder / "model", config)
     result, _ = estimator.train_and_evaluate(
         made,
         estimator.TrainSpec(input_fn, max_steps=MAX_STEPS),

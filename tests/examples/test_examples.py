@@ -87,9 +87,6 @@ def test_custom_loop_learns(tmp_path):
 def test_linear_regressor_estimator_learns(tmp_path):
     arguments = ("--run-dir", tmp_path, "--steps", 200)
     output = run_well("linear_regressor_estimator.py", *arguments).stdout
-    guide = re.search(r"The guide: average loss (\S+)", output)
-    assert guide is not None, output
-    assert float(guide[1]) < 1e-10
     pattern = r"Diabetes: average loss (\S+) at step 200, variance (\S+)"
     found = re.search(pattern, output)
     assert found is not None, output

@@ -46,8 +46,6 @@ NOT_TESTED = {
     "armillary.distribute.ReplicaContext": LIBRARY_MAKES_IT,
     "armillary.distribute.Strategy": "a base class",
     "armillary.estimator.EstimatorSpec": "checked when a model function returns it",
-    "armillary.estimator.Modules": LIBRARY_MAKES_IT,
-    "armillary.estimator.NumericColumn": "`numeric_column` makes it",
     "armillary.goodput.Goodput": LIBRARY_MAKES_IT,
     "armillary.plan.Collective": LIBRARY_MAKES_IT,
     "armillary.plan.Estimate": LIBRARY_MAKES_IT,
@@ -123,9 +121,9 @@ METHODS = [
     "MirroredStrategy.distribute_values_from_function",
     "StandardEvaluator.evaluate",
     "StandardTrainer.train",
-    "estimator.LinearRegressor.evaluate",
-    "estimator.LinearRegressor.predict",
-    "estimator.LinearRegressor.train",
+    "estimator.Estimator.evaluate",
+    "estimator.Estimator.predict",
+    "estimator.Estimator.train",
 ]
 CALLABLES = find_callables()
 for path in METHODS:
@@ -178,7 +176,6 @@ VALUES: dict[str, Any] = {
 ROWS = {"x": np.ones((4, 2), np.float32)}
 TF_CONFIG = {"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}
 PAIR = np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)
-COLUMN = estimator.numeric_column("x")
 
 
 DERIVED = {armillary.StandardTrainer: Trainer, armillary.StandardEvaluator: Evaluator}
@@ -217,17 +214,15 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "environ": lambda: {"TF_CONFIG": json.dumps(TF_CONFIG)},
     "dtype": lambda: np.float32,
     "epoch_steps": lambda: 3,
-    "estimator": lambda: estimator.LinearRegressor(COLUMN, "estimator"),
+    "estimator": lambda: estimator.Estimator(model_fn, "estimator"),
     "eval_dataset": lambda: [ROWS],
     "eval_steps": lambda: 1,
     "eval_spec": lambda: estimator.EvalSpec(function_of_one),
-    "feature_columns": lambda: COLUMN,
     "features": lambda: {"x": data.FixedLenFeature([], np.float32)},
     "file_manager": lambda: armillary.actions.ExportFileManager("exports/model"),
     "evaluator": lambda: Evaluator([ROWS]),
     "fn": lambda: function_of_one,
     "global_step": lambda: lambda: 0,
-    "hidden_units": lambda: [2],
     "higher_is_better": lambda: True,
     "input_fn": lambda: function_of_one,
     "interval": lambda: 2,
