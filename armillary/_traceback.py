@@ -84,10 +84,6 @@ ANSWERS = {
     "protocol": _XLA,
     "throttle_secs": "Use `save_checkpoints_steps`: each checkpoint is evaluated.",
     "start_delay_secs": "Use `save_checkpoints_steps`: each checkpoint is evaluated.",
-    "weight_column": "Use an `Estimator` whose `model_fn` weights its losses.",
-    "label_vocabulary": "Return numbers of classes from `input_fn`.",
-    "loss_reduction": "Leave it out: the loss is the mean over the batch.",
-    "batch_norm": "Use an `Estimator` whose `model_fn` has `nnx.BatchNorm`.",
 }
 
 
