@@ -10,13 +10,13 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from armillary._checks import list_lines
 from armillary.checkpoint._folder import as_absolute
-from armillary.checkpoint._reader import merge_refusals, restore
+from armillary.checkpoint._reader import restore
 from armillary.checkpoint._selection import (
     Paths,
     RestoreReport,
@@ -67,33 +67,18 @@ class Checkpoint:
                 "`Checkpoint()` names no objects, but it must hold at least one. Use "
                 "`Checkpoint(model=model, optimizer=optimizer)`."
             )
-        self._objects = dict(objects)
-        self._states = {
+        self.objects = MappingProxyType(objects)
+        """The objects by name."""
+        self.states = {
             name: value for name, value in objects.items() if has_position(value)
         }
+        """The objects with `get_state` and `set_state`, by name."""
         for name, value in objects.items():
-            _check_holds_state(name, value, name in self._states)
-        for value in self._states.values():
+            _check_holds_state(name, value, name in self.states)
+        for value in self.states.values():
             if _has_method(value, "check_repositionable"):
                 value.check_repositionable()
         describe_leaves(self.read_leaves())
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            problem = f"`Checkpoint` has no attribute `{name}`"
-            if name in ("save", "restore", "write"):  # as in `tf.train`
-                problem += (
-                    ". A manager saves and restores: write `manager = "
-                    "armillary.CheckpointManager(checkpoint, directory)`, and then "
-                    "`manager.save()` or `manager.restore(path)`."
-                )
-            raise AttributeError(problem, name=name, obj=None)
-
-    @property
-    def objects(self) -> Mapping[str, Any]:
-        """The objects by name."""
-        return MappingProxyType(self._objects)
 
     def read(
         self,
@@ -131,25 +116,21 @@ class Checkpoint:
             What was restored, and what was not. It is logged as well.
 
         Raises:
-            TypeError: If `path` is no path, or another argument is not of strings.
-            ValueError: If one of the paths is empty.
+            TypeError: If `path` is no path.
+            ValueError: If another argument is no path, or one of its paths is empty.
             CheckpointError: If `path` is not a complete checkpoint, cannot be read, or
                 is not the same one for processes that train together.
             CheckpointDamageError: If a file of it is not as it was saved.
             CheckpointMismatchError: If it does not fit the program, a part is missing,
                 or nothing would be restored. The objects are as they were in each case.
         """
-        skip = as_paths("skip", skip)
+        skip, may_differ = as_paths("skip", skip), as_paths("may_differ", may_differ)
         if only is None:
             # All that an object holds may be another's: of a model, its optimizer.
-            found = [*self.read_leaves(), *self._states]
+            found = [*self.read_leaves(), *self.states]
             found = [path for path in found if not is_inside(path, skip)]
-            only = [n for n in self._objects if any(is_inside(p, [n]) for p in found)]
-        selection = Selection(
-            only=as_paths("only", only),
-            skip=skip,
-            may_differ=as_paths("may_differ", may_differ),
-        )
+            only = [n for n in self.objects if any(is_inside(p, [n]) for p in found)]
+        selection = Selection(as_paths("only", only), skip, may_differ)
         folder = as_absolute("path", path)
         restored = restore(self, folder.parent, selection, folder)
         assert restored is not None  # or there is an error
@@ -174,7 +155,7 @@ class Checkpoint:
                 "Assign the results of a step before saving; after a step that failed, "
                 "restore a checkpoint (`manager.restore_or_initialize()`)."
             )
-        states = {name: _read_state(name, obj) for name, obj in self._states.items()}
+        states = {name: _read_state(name, obj) for name, obj in self.states.items()}
         return Content(leaves, describe_leaves(leaves), states)
 
     def read_leaves(self) -> dict[str, Any]:
@@ -218,47 +199,42 @@ class Checkpoint:
             for slot in slots:
                 slot.write([leaves[path] for path in slot.paths])
             for name, state in states.items():
-                undo[name] = _read_state(name, self._states[name])
+                undo[name] = _read_state(name, self.states[name])
                 try:
-                    self._states[name].set_state(state)
+                    self.states[name].set_state(state)
                 except ValueError as error:
                     if name not in may_refuse:
                         error.add_note(
-                            f"That is `{name}`, which refused its part of the "
-                            "checkpoint, so nothing was restored. If it changed on "
-                            "purpose, it can stay as the program makes it: "
+                            f"That is `{name}`, so nothing was restored. If it changed "
+                            "on purpose, it can stay as the program makes it: "
                             f"`CheckpointManager(..., may_differ={name!r})`."
                         )
                         raise
                     refused[name] = str(error)
-            if may_refuse:
-                refused = merge_refusals(refused, get_peers())
+            peers = get_peers()
+            if may_refuse and peers is not None:
+                said = peers.gather("states that do not fit", json.dumps(refused))
+                refused = {
+                    name: why for one in said for name, why in json.loads(one).items()
+                }
             for name in refused:
-                self._states[name].set_state(undo[name])
+                self.states[name].set_state(undo[name])
         except BaseException:
             for slot, old in zip(slots, before, strict=True):
                 slot.write(old)
             for name, state in reversed(undo.items()):
-                self._states[name].set_state(state)
+                self.states[name].set_state(state)
             raise
         return refused
 
     @property
     def passing(self) -> list[str]:
-        """Paths of what comes and goes in a run: states of a compiled model's metrics.
-
-        Keras makes them at the first batch, and resets them at each epoch.
-        """
-        nodes = Walk([(value, name) for name, value in self._objects.items()]).nodes
+        """Paths of what comes and goes in a run: metrics of a compiled Keras model."""
+        nodes = Walk([(value, name) for name, value in self.objects.items()]).nodes
         return [n.path for n in nodes.values() if _keras.is_compiled_metrics(n.value)]
 
-    @property
-    def state_names(self) -> list[str]:
-        """Names of the objects with `get_state` and `set_state`."""
-        return list(self._states)
-
     def _find_slots(self) -> Sequence[Slot]:
-        return State([(value, name) for name, value in self._objects.items()]).slots
+        return State([(value, name) for name, value in self.objects.items()]).slots
 
 
 def has_position(value: Any) -> bool:
@@ -289,13 +265,12 @@ def _read_state(name: str, value: Any) -> Any:
 def _check_holds_state(name: str, value: Any, has_state: bool) -> None:
     slots = find_slots(value, name)
     if not has_state and not slots:
-        is_class = isinstance(value, type)
-        shown = value.__name__ if is_class else type(value).__name__
+        shown = value if isinstance(value, type) else type(value)
         raise TypeError(
-            f"`{name}` is of {'class' if is_class else 'type'} {shown}, in which there "
-            "is nothing to save: it must hold arrays in places that can be assigned, "
-            "or have `get_state()` and `set_state(state)`. Hold a bare array or pytree "
-            f"in a dictionary, as in `Checkpoint({name}={{'value': value}})`."
+            f"`{name}` is of type {shown.__name__}, in which there is nothing to save: "
+            "it must be an object with arrays in places that can be assigned, or with "
+            "`get_state()` and `set_state(state)`. Hold a bare array or pytree in a "
+            f"dictionary, as in `Checkpoint({name}={{'value': value}})`."
         )
     if is_frozen(value) and any(slot.holder == id(value) for slot in slots):
         raise TypeError(

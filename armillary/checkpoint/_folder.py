@@ -1,4 +1,4 @@
-"""The folders of a directory: which are checkpoints, in which order, and which go.
+"""The folders of a directory, on a disk: which are checkpoints, and which of them go.
 
 A checkpoint is a folder `checkpoint_<number>` with a header. Numbers need not rise (a
 run may go back to an older checkpoint), so the order is that of saving, by the serial
@@ -6,38 +6,48 @@ number in the header. Saving a number again makes `checkpoint_<number>.<revision
 the older one goes only then: there is a complete one at every moment, no folder is ever
 overwritten, and a path never gets another content while it exists. Everything else in
 the directory belongs to others and is not touched.
+
+A file outlasts a power cut once its content is on the disk, its name in the folder
+above is, and so on up to the root. Writing, closing and renaming promise none of that,
+only `fsync` does. An object store has on its disks what it has taken.
+
+The arrays that TensorStore stores have no checksums, so that a flipped bit would be
+loaded as another weight. So the last file of a checkpoint lists the sizes and CRC-32
+sums of the others, has a sum of its own, and is compared before anything is decoded. It
+finds what disks and copies do to a file, and is no protection from someone who means
+it.
 """
 
 import contextlib
 import dataclasses
-import math
+import errno
+import json
 import os
 import re
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from etils import epath
 
 from armillary._checks import check_path
-from armillary.checkpoint._disk import (
-    CHECKSUM_FILE,
-    compare,
-    read_checksums,
-    read_json,
-)
-from armillary.errors import CheckpointError
 
 FORMAT = "armillary-checkpoint"
 VERSION = 3
 _READABLE = (2, VERSION)
 HEADER_FILE = "header.json"
+CHECKSUM_FILE = "checksums.json"
 _HEADER = f"header/{HEADER_FILE}"
 _NAME = re.compile(r"checkpoint_(\d+)(?:\.(\d+))?")
 _REMOVED_SUFFIX = ".armillary-removed"
-_UNFINISHED = re.compile(rf"{_NAME.pattern}\.orbax-checkpoint-tmp.*")
 _LEFTOVER = re.compile(
-    rf"{_UNFINISHED.pattern}|{_NAME.pattern}{re.escape(_REMOVED_SUFFIX)}"
+    rf"{_NAME.pattern}(\.orbax-checkpoint-tmp.*|{re.escape(_REMOVED_SUFFIX)})"
 )
+_BLOCK_BYTES = 1 << 20
+# Several files at a time, because disks and network file systems answer slowly.
+_NUM_THREADS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,57 +83,24 @@ def as_absolute(name: str, path: str | os.PathLike[str]) -> epath.Path:
     return epath.Path(text if "://" in text else os.path.abspath(text))
 
 
-def check_is_writable(directory: epath.Path) -> None:
-    """Raises if a local directory can neither be made nor written."""
-    if "://" in str(directory):
-        return
-    place = directory
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir():
-        problem = f"{str(place)!r} is a file"
-    elif not os.access(place, os.W_OK | os.X_OK):
-        problem = f"this user may not write to {str(place)!r}"
-    else:
-        return
-    raise ValueError(
-        f"`directory` is {str(directory)!r}, and {problem}, but checkpoints need a "
-        "directory that can be made and written. Use another one, or change its rights "
-        f"(`chmod u+rwx {place}`)."
-    )
-
-
-def check_is_checkpoint(folder: epath.Path) -> None:
-    """Raises if `folder` is not a complete checkpoint."""
-    if read_saved(folder) is None:
-        what = "is no complete checkpoint" if folder.exists() else "does not exist"
-        raise CheckpointError(
-            f"`path` is {str(folder)!r}, which {what}, but it must be the folder "
-            "`checkpoint_<number>` of one. Use one of `manager.checkpoints`."
-        )
-
-
-def read_saved(path: epath.Path) -> Saved | None:
-    """Returns what a complete checkpoint says of itself, or `None` if there is none."""
-    saved = _read_header(path)
-    return saved if isinstance(saved, Saved) else None
-
-
-def _read_header(path: epath.Path) -> Saved | str:
+def read_header(path: epath.Path) -> Saved | str:
     """Returns a checkpoint, or why there is no complete one."""
     try:
-        value = read_json(path / _HEADER)
+        # The order of checkpoints depends on it. Unusable sums are damage too, which a
+        # restore finds and names.
+        with contextlib.suppress(ValueError, KeyError):
+            damage = _compare(path, _HEADER, read_checksums(path)[_HEADER])
+            if damage is not None:
+                return damage
+        value = json.loads((path / _HEADER).read_bytes())
         if value.pop("format") != FORMAT or value.pop("version") not in _READABLE:
             return f"`{_HEADER}` is of another version of Armillary, or another library"
         saved = Saved(path, **value)
-        numbers = (saved.number, saved.serial, saved.saved_at, saved.preserved_at)
-        if not all(map(math.isfinite, numbers)):
-            raise ValueError
     except FileNotFoundError:
         return f"`{_HEADER}` is missing"
     except OSError as error:
         return f"`{_HEADER}` cannot be read ({type(error).__name__}: {error})"
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return f"`{_HEADER}` is not what was written"
     for item in ("manifest", "arrays") if saved.has_arrays else ("manifest",):
         if not (path / item).is_dir():
@@ -131,65 +108,46 @@ def _read_header(path: epath.Path) -> Saved | str:
     return saved
 
 
-def _find_mismatch(saved: Saved, number: int) -> str | None:
-    """Returns why a header cannot be believed in a folder of this number, or `None`.
-
-    The order of checkpoints depends on it.
-    """
-    # Unusable sums are damage too, which a restore finds and names.
-    with contextlib.suppress(ValueError, KeyError):
-        damage = compare(saved.path, _HEADER, read_checksums(saved.path)[_HEADER])
-        if damage is not None:
-            return damage
-    if saved.number != number:
-        return f"`{_HEADER}` is that of checkpoint {saved.number}, copied or renamed"
-    return None
-
-
-def find_checkpoints(directory: epath.Path) -> list[Saved]:
-    """Returns the complete checkpoints below `directory`, in the order of saving."""
-    return list_directory(directory)[0]
-
-
 def list_directory(
     directory: epath.Path,
-) -> tuple[list[Saved], dict[epath.Path, str], list[epath.Path]]:
-    """Returns what belongs to checkpoints in a directory, which need not exist.
+) -> tuple[list[Saved], dict[epath.Path, str]]:
+    """Returns the checkpoints of a directory, which need not exist.
 
-    These are the complete ones, in the order of saving; what looks like one and is not
-    complete, with reasons; and what interrupted saves left, or another process writes.
+    These are the complete ones, in the order of saving, and what looks like one and is
+    not complete, with reasons.
     """
     saved: list[Saved] = []
     broken: dict[epath.Path, str] = {}
-    unfinished: list[epath.Path] = []
     for path in directory.iterdir() if directory.is_dir() else ():
-        if _UNFINISHED.fullmatch(path.name):
-            unfinished.append(path)
-        elif name := _NAME.fullmatch(path.name):
-            found = _read_header(path)
-            if isinstance(found, Saved):
-                found = _find_mismatch(found, int(name[1])) or found
-            if isinstance(found, Saved):
-                saved.append(found)
-            elif _is_ours(path):
-                broken[path] = found
+        if not (name := _NAME.fullmatch(path.name)):
+            continue
+        found = read_header(path)
+        if isinstance(found, Saved) and found.number != int(name[1]):
+            found = f"`{_HEADER}` is that of checkpoint {found.number}"
+        if isinstance(found, Saved):
+            saved.append(found)
+        elif _is_ours(path):
+            broken[path] = found
     saved.sort(key=lambda entry: entry.serial)
-    return saved, broken, unfinished
+    return saved, broken
 
 
 def _is_ours(path: epath.Path) -> bool:
     try:
-        if not path.is_dir():
-            return False
         names = {entry.name for entry in path.iterdir()}
-    except FileNotFoundError:
-        # Removed meanwhile, by the job that trains.
-        return False
+    except (FileNotFoundError, NotADirectoryError):
+        return False  # It is removed meanwhile, by the job that trains, or is a file.
     except OSError:
-        # Nobody can tell, and overlooking a checkpoint would be worse.
-        return True
+        return True  # Nobody can tell, and overlooking a checkpoint would be worse.
     ours = {"header", "manifest", "arrays", CHECKSUM_FILE}
     return not names or not names.isdisjoint(ours)
+
+
+def find_checkpoints(directory: epath.Path) -> list[Saved]:
+    """Returns the complete checkpoints, in the order of saving, one of each number."""
+    saved = list_directory(directory)[0]
+    newest = {entry.number: entry for entry in saved}
+    return [entry for entry in saved if newest[entry.number] is entry]
 
 
 def choose_path(
@@ -207,12 +165,6 @@ def choose_path(
         revision += 1  # Something that is no complete checkpoint has this name.
 
 
-def find_superseded(saved: Sequence[Saved]) -> list[Saved]:
-    """Returns checkpoints whose number was saved again."""
-    newest = {entry.number: entry for entry in saved}
-    return [entry for entry in saved if newest[entry.number] is not entry]
-
-
 def find_expired(
     saved: Sequence[Saved],
     *,
@@ -220,12 +172,16 @@ def find_expired(
     keep_every_hours: float | None,
     preserved_at: float,
 ) -> tuple[list[Saved], float]:
-    """Returns the checkpoints to remove, and the new `preserved_at`."""
-    if max_to_keep is None:
-        return [], preserved_at
-    active = [entry for entry in saved if entry.saved_at > preserved_at]
-    expired = []
-    for entry in active[: max(0, len(active) - max_to_keep)]:
+    """Returns the checkpoints to remove, and the new `preserved_at`.
+
+    Those whose number was saved again are among them.
+    """
+    newest = {entry.number: entry for entry in saved}
+    expired = [entry for entry in saved if newest[entry.number] is not entry]
+    active = [entry for entry in saved if entry not in expired]
+    active = [entry for entry in active if entry.saved_at > preserved_at]
+    excess = 0 if max_to_keep is None else max(0, len(active) - max_to_keep)
+    for entry in active[:excess]:
         age = entry.saved_at - preserved_at
         if keep_every_hours is not None and age >= 3600 * keep_every_hours:
             preserved_at = entry.saved_at
@@ -247,3 +203,124 @@ def remove_leftovers(directory: epath.Path, of: str = "checkpoint_") -> None:
         is_ours = path.name.startswith(of) and _LEFTOVER.fullmatch(path.name)
         if is_ours and path.is_dir():
             path.rmtree()
+
+
+def sync_tree(folder: epath.Path) -> None:
+    """Waits until a folder and everything in it are on the disk."""
+    if "://" not in str(folder):
+        walk = os.walk(folder)
+        _sync_all(Path(top, name) for top, _, names in walk for name in ("", *names))
+
+
+def sync_name(folder: epath.Path) -> None:
+    """Waits until a new name is on the disk, and the files directly in the folder."""
+    if "://" in str(folder):
+        return
+    path = Path(folder)
+    _sync_all([*(file for file in path.iterdir() if file.is_file()), path, path.parent])
+    for above in path.parent.parents:
+        # They may be new as well, or be others', who let nobody read them.
+        with contextlib.suppress(OSError):
+            _sync(above)
+
+
+def _sync_all(paths: Iterable[Path]) -> None:
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        list(pool.map(_sync, paths))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # So says a file system that has no such thing for folders.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_checksums(folder: epath.Path) -> None:
+    """Writes the size and checksum of every file of the items into one more file.
+
+    Files beside the items are left out: Orbax still changes them, and nobody reads
+    them.
+    """
+    items = [path for path in folder.iterdir() if path.is_dir()]
+    files = [file for item in items for file in _find_files(item)]
+    sums = {file.relative_to(folder).as_posix(): _measure(file) for file in files}
+    content = {"crc": _sum_up(sums), "files": sums}
+    (folder / CHECKSUM_FILE).write_text(json.dumps(content))
+
+
+def read_checksums(folder: epath.Path) -> dict[str, tuple[int, int]]:
+    """Returns the size and CRC-32 of each file; a `ValueError` says what is wrong."""
+    try:
+        sums = json.loads((folder / CHECKSUM_FILE).read_bytes())
+        if sums.keys() == {"crc", "files"}:
+            crc, sums = sums["crc"], sums["files"]
+            if crc != _sum_up(sums):
+                raise ValueError("its own checksum differs")
+        # Version 2 of the format had the sums of the files alone.
+        return {name: (int(size), int(crc)) for name, (size, crc) in sums.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"`{CHECKSUM_FILE}` cannot be used ({reason})") from error
+
+
+def _sum_up(sums: object) -> int:
+    return zlib.crc32(json.dumps(sums).encode())
+
+
+def find_damage(folder: epath.Path) -> str | None:
+    """Returns which file of a checkpoint is not as it was saved, or `None` if all are.
+
+    A file that was added among the arrays counts too: Orbax would read one of the name
+    that an older format of its own had. Hidden ones do not: file systems make them.
+    """
+    try:
+        expected = read_checksums(folder)
+        for file in _find_files(folder / "arrays"):
+            name = file.relative_to(folder).as_posix()
+            if name not in expected and not file.name.startswith("."):
+                return f"`{name}` was added after it was saved"
+    except (ValueError, OSError) as error:
+        return str(error)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        problems = pool.map(lambda item: _compare(folder, *item), expected.items())
+        return next((problem for problem in problems if problem is not None), None)
+
+
+def _compare(folder: epath.Path, name: str, saved: tuple[int, int]) -> str | None:
+    """Returns what is wrong with a file of this size and CRC-32, or `None`."""
+    try:
+        size, crc = _measure(folder / name)
+    except FileNotFoundError:
+        return f"`{name}` is missing"
+    except OSError as error:
+        return f"`{name}` cannot be read ({type(error).__name__}: {error})"
+    if size != saved[0]:
+        return f"`{name}` has {size} bytes instead of {saved[0]}"
+    if crc != saved[1]:
+        return f"the content of `{name}` has changed (its checksum differs)"
+    return None
+
+
+def _measure(file: epath.Path) -> tuple[int, int]:
+    """Returns the size of a file and its CRC-32."""
+    size = crc = 0
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            size += len(block)
+            crc = zlib.crc32(block, crc)
+    return size, crc
+
+
+def _find_files(folder: epath.Path) -> Iterator[epath.Path]:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        # A link to a folder is none of ours, and might lead in a circle.
+        if path.is_dir() and not os.path.islink(path):
+            yield from _find_files(path)
+        else:
+            yield path

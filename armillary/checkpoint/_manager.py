@@ -19,14 +19,8 @@ from armillary._checks import (
     check_positive_int,
 )
 from armillary._logging import logger
-from armillary._process import get_process
 from armillary.checkpoint._checkpoint import Checkpoint
-from armillary.checkpoint._folder import (
-    as_absolute,
-    check_is_writable,
-    find_checkpoints,
-    find_superseded,
-)
+from armillary.checkpoint._folder import as_absolute, find_checkpoints
 from armillary.checkpoint._reader import restore
 from armillary.checkpoint._selection import Paths, Selection, as_paths
 from armillary.checkpoint._store import Content
@@ -76,9 +70,8 @@ class CheckpointManager:
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If a number is out of range, a path of `may_differ` is empty,
-            `on_write_error` is neither of the two, or `directory` is in a place where
-            it cannot be made or written and holds no checkpoint to read.
+        ValueError: If a number is out of range, a path of `may_differ` is empty, or
+            `on_write_error` is neither of the two.
     """
 
     def __init__(
@@ -106,18 +99,18 @@ class CheckpointManager:
         if init_fn is not None:
             check_callable("init_fn", init_fn)
         check_one_of("on_write_error", on_write_error, ("raise", "warn"))
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
+        """The `Checkpoint` that is saved."""
+        self.checkpoint_interval = interval
+        """Steps between saves that ask for `check_interval`."""
         self._directory = as_absolute("directory", directory)
-        self._interval = interval
+        self.directory = str(self._directory)
+        """The absolute path of the directory."""
         self._init_fn = init_fn
         self._may_differ = as_paths("may_differ", may_differ)
         self._step_counter: Any = None
         self._read_step: Callable[[], int] | None = None
         self.step_counter = step_counter
-        # The others only read. They hear of the error, or they would wait for this one.
-        with announcing_errors():
-            if get_process().is_chief and not self.checkpoints:
-                check_is_writable(self._directory)
         # Of the last save or restore. There is no number if an older one was restored.
         self._last_step: int | None = None
         self._last_number: int | None = None
@@ -130,30 +123,13 @@ class CheckpointManager:
         )
 
     @property
-    def checkpoint(self) -> Checkpoint:
-        """The `Checkpoint` that is saved."""
-        return self._checkpoint
-
-    @property
-    def directory(self) -> str:
-        """The absolute path of the directory."""
-        return str(self._directory)
-
-    @property
-    def checkpoint_interval(self) -> int | None:
-        """Steps between saves that ask for `check_interval`."""
-        return self._interval
-
-    @property
     def checkpoints(self) -> list[str]:
         """Paths of all complete checkpoints in the directory, oldest first.
 
         Old ones that `keep_checkpoint_every_n_hours` keeps are among them; one that is
         still being written is not.
         """
-        saved = find_checkpoints(self._directory)
-        superseded = find_superseded(saved)
-        return [str(entry.path) for entry in saved if entry not in superseded]
+        return [str(entry.path) for entry in find_checkpoints(self._directory)]
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -172,11 +148,9 @@ class CheckpointManager:
 
     @step_counter.setter
     def step_counter(self, step_counter: Any) -> None:
-        self._read_step = (
-            None
-            if step_counter is None
-            else as_step_counter(step_counter, "step_counter")
-        )
+        self._read_step = None
+        if step_counter is not None:
+            self._read_step = as_step_counter(step_counter, "step_counter")
         self._step_counter = step_counter
 
     def bind_step_counter(self, step_counter: Any) -> None:
@@ -229,7 +203,7 @@ class CheckpointManager:
     def read_content(self) -> Content:
         """Returns what a save would write now; a `Controller` keeps it for later."""
         with announcing_errors():
-            content = self._checkpoint.read_content()
+            content = self.checkpoint.read_content()
             if self._evaluation is None:
                 return content
             return dataclasses.replace(content, evaluation=self._evaluation.get_state())
@@ -241,14 +215,11 @@ class CheckpointManager:
         return path
 
     def is_due(self, step: int | None) -> bool:
-        """Returns whether `save(check_interval=True)` would save at a step.
-
-        After a save that failed in the background, the answer is yes at any step, so
-        that training stops at the next chance, and not an interval later.
-        """
-        if self._interval is None or self._last_step is None or step is None:
+        """Returns whether `save(check_interval=True)` would save at a step."""
+        interval = self.checkpoint_interval
+        if interval is None or self._last_step is None or step is None:
             return True
-        return self._writer.has_failed or step - self._last_step >= self._interval
+        return step - self._last_step >= interval
 
     def has_saved_step(self, checkpoint_number: int | None = None) -> bool:
         """Returns whether the latest checkpoint is that of the current step.
@@ -320,7 +291,7 @@ class CheckpointManager:
 
     def _restore(self, folder: epath.Path | None) -> str | None:
         selection = Selection(may_differ=self._may_differ)
-        restored = restore(self._checkpoint, self._directory, selection, folder)
+        restored = restore(self.checkpoint, self._directory, selection, folder)
         if restored is None:
             return None
         report, evaluation = restored
@@ -351,9 +322,9 @@ class CheckpointManager:
         self._writer.close()
 
     def _step(self) -> int | None:
-        if self._read_step is None and self._interval is not None:
+        if self._read_step is None and self.checkpoint_interval is not None:
             raise ValueError(
-                f"`checkpoint_interval` is {self._interval}, but there is no "
+                f"`checkpoint_interval` is {self.checkpoint_interval}, but there is no "
                 "`step_counter` to measure it with. Use "
                 "`CheckpointManager(..., step_counter=optimizer.step)`."
             )

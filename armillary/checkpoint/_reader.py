@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 from etils import epath
 
 from armillary._logging import logger
-from armillary.checkpoint._disk import CHECKSUM_FILE, find_damage
 from armillary.checkpoint._folder import (
-    check_is_checkpoint,
+    CHECKSUM_FILE,
+    Saved,
     find_checkpoints,
+    find_damage,
     list_directory,
-    read_saved,
+    read_header,
 )
 from armillary.checkpoint._selection import RestoreReport, Selection, is_inside, match
 from armillary.checkpoint._store import (
@@ -59,26 +60,40 @@ def restore(
     one at all.
     """
     peers = get_peers()
-    damaged: dict[epath.Path, str] = {}
-    if chosen is not None:
-        folder = chosen
-        decide("a checkpoint", lambda: check_is_checkpoint(folder), peers)
-        damage = verify(folder, folder.parent, peers)
-        if damage is not None:
-            raise CheckpointDamageError(
-                f"`path` is {str(folder)!r}, a damaged checkpoint: {damage}. Nothing "
-                "was restored. Use another of `manager.checkpoints`.",
-                damage=damage,
-            )
+    if chosen is None:
+        folder = _find_latest(directory, peers)
+        if folder is None:
+            return None
         return _restore_intact(checkpoint, folder, selection)
+    decide("a checkpoint", lambda: _check_is_checkpoint(chosen), peers)
+    damage = verify(chosen, chosen.parent, peers)
+    if damage is not None:
+        raise CheckpointDamageError(
+            f"`path` is {str(chosen)!r}, a damaged checkpoint: {damage}. Nothing was "
+            "restored. Use another of `manager.checkpoints`.",
+            damage=damage,
+        )
+    return _restore_intact(checkpoint, chosen, selection)
+
+
+def _check_is_checkpoint(folder: epath.Path) -> None:
+    problem = read_header(folder)
+    if not isinstance(problem, Saved):
+        raise CheckpointError(
+            f"`path` is {str(folder)!r}, which is no complete checkpoint: {problem}. "
+            "Use one of `manager.checkpoints`."
+        )
+
+
+def _find_latest(directory: epath.Path, peers: Peers | None) -> epath.Path | None:
+    """Returns the newest checkpoint without damage; `None` if there are none at all."""
+    damaged: dict[epath.Path, str] = {}
     while True:
         topic = "the latest checkpoint"
         name = decide(topic, lambda: _find_next(directory, damaged), peers)
         folder = None if name is None else directory / name
         damage = verify(folder, directory, peers)
-        if folder is None:
-            return None
-        if damage is None:
+        if folder is None or damage is None:
             break
         damaged[folder] = damage
     for path, problem in damaged.items() if peers is None or not peers.index else ():
@@ -89,13 +104,7 @@ def restore(
             problem,
             folder,
         )
-    try:
-        return _restore_intact(checkpoint, folder, selection)
-    except CheckpointError:
-        if peers is not None or folder.exists():
-            raise
-        # The job that trains has removed it meanwhile, so there are newer ones.
-        return restore(checkpoint, directory, selection)
+    return folder
 
 
 def _find_next(directory: epath.Path, damaged: dict[epath.Path, str]) -> str | None:
@@ -103,13 +112,7 @@ def _find_next(directory: epath.Path, damaged: dict[epath.Path, str]) -> str | N
 
     The job that trains may remove some meanwhile.
     """
-    saved, broken, unfinished = list_directory(directory)
-    for path in () if damaged else unfinished:
-        logger.warning(
-            "`%s` is not used: it is what an interrupted save left, or a save that "
-            "another process is writing.",
-            path,
-        )
+    saved, broken = list_directory(directory)
     for path in [path for path in damaged if not path.exists()]:
         del damaged[path]
     damaged.update(broken)
@@ -132,7 +135,7 @@ def _restore_intact(
         leaves = checkpoint.read_leaves()
         with _reading(folder):
             saved, states, evaluation = read_description(folder)
-        program = _describe(describe_leaves(leaves), checkpoint.state_names)
+        program = _describe(describe_leaves(leaves), checkpoint.states)
         all_saved = _describe(saved, states)
         may_differ = (*selection.may_differ, *checkpoint.passing)
         selection = selection._replace(may_differ=may_differ)
@@ -183,14 +186,6 @@ def _reading(folder: epath.Path) -> Iterator[None]:
         ) from error
 
 
-def merge_refusals(refused: dict[str, str], peers: Peers | None) -> dict[str, str]:
-    """Returns what any process says, by name. All processes must call it."""
-    if peers is None:
-        return refused
-    said = peers.gather("states that do not fit", json.dumps(refused))
-    return {name: text for each in said for name, text in json.loads(each).items()}
-
-
 def verify(
     chosen: epath.Path | None, directory: epath.Path, peers: Peers | None
 ) -> str | None:
@@ -230,7 +225,7 @@ def _look(chosen: epath.Path | None, directory: epath.Path) -> tuple[str, bool]:
         damage = find_damage(chosen)
     if damage is not None:
         return damage, True
-    if read_saved(chosen) is None:
+    if not isinstance(read_header(chosen), Saved):
         return "nothing", False
     # All files are as they are listed there: the same list means the same content.
     sums = hashlib.sha256((chosen / CHECKSUM_FILE).read_bytes()).hexdigest()[:12]

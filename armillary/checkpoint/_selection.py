@@ -8,20 +8,16 @@ whole as the program made it.
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple, Self
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from armillary._checks import list_lines
 from armillary.errors import CheckpointMismatchError
 
-Paths = str | Iterable[str]
+Paths = str | list[str] | tuple[str, ...] | set[str]
 """One path, or several."""
 
 Specs = Mapping[str, str]
 """What is at each path: dtype and shape of a leaf, or the state of an object."""
-
-_MOST_PARTS = 8
 
 
 class RestoreReport(NamedTuple):
@@ -57,30 +53,6 @@ class RestoreReport(NamedTuple):
             lines += ["These may differ, and do:", list_lines(self.differences)]
         return "\n".join(lines)
 
-    def expect_partial(self) -> Self:
-        """Returns this report: what was left was not asked for, or may differ."""
-        return self
-
-    def assert_existing_objects_matched(self) -> Self:
-        """Returns this report, if everything in the program was restored.
-
-        Raises:
-            CheckpointMismatchError: If something was not.
-        """
-        if self.kept:
-            raise CheckpointMismatchError(str(self))
-        return self
-
-    def assert_consumed(self) -> Self:
-        """Returns this report, if all of the checkpoint is in all of the program.
-
-        Raises:
-            CheckpointMismatchError: If something in either was left.
-        """
-        if self.unused:
-            raise CheckpointMismatchError(str(self))
-        return self.assert_existing_objects_matched()
-
 
 class Selection(NamedTuple):
     """What of a checkpoint to restore: the arguments of `Checkpoint.read`."""
@@ -97,16 +69,13 @@ class Selection(NamedTuple):
 
 def as_paths(argument: str, paths: Any) -> tuple[str, ...]:
     """Returns paths without slashes at their ends."""
-    names: list[Any] = [paths]
-    if np.iterable(paths) and not isinstance(paths, str | bytes | Mapping):
-        names = list(paths)
-    for name in names:
-        if not isinstance(name, str) or not name.strip("/ "):
-            raise (ValueError if isinstance(name, str) else TypeError)(
-                f"`{argument}` is {paths!r} of type {type(paths).__name__}, but it "
-                "must be a path or several, none of them empty. Use "
-                f'`{argument}="model/backbone"` or `["model", "optimizer"]`.'
-            )
+    is_list = isinstance(paths, list | tuple | set)
+    names = tuple(paths) if is_list else (paths,)
+    if not all(isinstance(name, str) and name.strip("/ ") for name in names):
+        raise ValueError(
+            f"`{argument}` is {paths!r}, but it must be a path, or a list of paths, "
+            f'none of them empty. Use `{argument}="model/backbone"`.'
+        )
     return tuple(name.strip("/") for name in names)
 
 
@@ -161,14 +130,14 @@ def _find_differences(saved: Specs, program: Specs) -> dict[str, str]:
 def _find_parts(differing: Iterable[str], matching: Collection[str]) -> Any:
     """Returns the largest parts that have some of `differing` and none of `matching`.
 
-    Of many, the first few; and one alone as it is.
+    Of many, these are the first few, and one alone is as it is.
     """
     above = {part for name in matching for part in _parts_with(name)}
     parts = {
         next((part for part in _parts_with(name) if part not in above), name)
         for name in differing
     }
-    names = sorted(parts)[:_MOST_PARTS]
+    names = sorted(parts)[:8]
     return names[0] if len(names) == 1 else names
 
 

@@ -4,7 +4,7 @@ Three items make a folder: `arrays` (a flat dictionary from path to array), `man
 and `header` (JSON). Orbax writes them under a temporary name, we add their checksums,
 and Orbax renames the folder when all of it is on the disk. Before `write` returns,
 Orbax has copied device memory, or, for CPU devices, holds a reference that keeps XLA
-from reusing the buffer of a donated array; the tests of the manager pin that.
+from reusing the buffer of a donated array; tests pin that.
 
 Orbax stores plain arrays. A typed random key is stored as its data, and unsigned
 integers of less than a byte as bytes. An array goes back to where the program's own
@@ -13,8 +13,8 @@ array is: its sharding and memory kind, and whether it is bound to its devices a
 
 import dataclasses
 import functools
+import json
 import logging
-import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,7 @@ from etils import epath
 
 from armillary._checks import list_lines
 from armillary._process import get_process
-from armillary.checkpoint._disk import read_json, sync_tree, write_checksums
-from armillary.checkpoint._folder import HEADER_FILE
+from armillary.checkpoint._folder import HEADER_FILE, sync_tree, write_checksums
 from armillary.cluster._peers import Peers
 from armillary.distribute._global_arrays import as_global, as_whole, is_key
 
@@ -37,17 +36,12 @@ _MANIFEST_FILE = "manifest.json"
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """What is known of a leaf without its values.
+    """What is known of a leaf without its values."""
 
-    Attributes:
-        dtype: Name of the dtype, such as `bfloat16`, or `key<threefry2x32>`.
-        shape: The shape; without the axis of the data for a random key.
-        is_host: Whether it is a NumPy array or number, which becomes an array of JAX's
-            default width once a step has used it.
-    """
-
+    # Such as `bfloat16`, or `key<threefry2x32>`: its shape lacks the axis of the data.
     dtype: str
     shape: tuple[int, ...]
+    # A NumPy array or number has JAX's default width once a step has used it.
     is_host: bool = False
 
     def __str__(self) -> str:
@@ -56,26 +50,16 @@ class LeafSpec:
             return f"{self.dtype} {self.shape}"
         return f"{jax.dtypes.canonicalize_dtype(self.dtype).name} {self.shape}"
 
-    @property
-    def is_key(self) -> bool:
-        """Whether it is a typed random key."""
-        return self.dtype.startswith("key<")
-
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """The values of a checkpoint at one moment.
-
-    Attributes:
-        leaves: The arrays by path, as the slots hold them.
-        specs: The description of each.
-        states: What each object's `get_state` returned, in the types of JSON.
-        evaluation: How far the evaluation of this moment is, for a controller.
-    """
+    """The values of a checkpoint at one moment."""
 
     leaves: dict[str, Any]
     specs: dict[str, LeafSpec]
+    # What each object's `get_state` returned, in the types of JSON.
     states: dict[str, Any]
+    # How far the evaluation of this moment is, for a controller.
     evaluation: Any = None
 
 
@@ -104,7 +88,7 @@ def describe_leaves(leaves: Mapping[str, Any]) -> dict[str, LeafSpec]:
 
 
 def _is_widened(leaf: Any) -> bool:
-    """Returns whether a leaf is stored as bytes: TensorStore lacks its dtype."""
+    # It is stored as bytes: TensorStore lacks its dtype.
     return hasattr(leaf, "dtype") and leaf.dtype.name in ("uint2", "uint4")
 
 
@@ -210,10 +194,6 @@ class Store:
             writer, self._writer = self._writer, None
             writer.close()
 
-    def abandon(self) -> None:
-        """Forgets a writer that failed. Its threads end by themselves."""
-        self._writer = None
-
     def _make_writer(self) -> Any:
         import orbax.checkpoint as ocp
 
@@ -255,7 +235,7 @@ def read_description(
     path: epath.Path,
 ) -> tuple[dict[str, LeafSpec], dict[str, Any], Any]:
     """Returns the descriptions of leaves, the states, and how far an evaluation was."""
-    manifest = read_json(path / "manifest" / _MANIFEST_FILE)
+    manifest = json.loads((path / "manifest" / _MANIFEST_FILE).read_bytes())
     specs = {
         name: LeafSpec(spec["dtype"], tuple(spec["shape"]), spec["is_host"])
         for name, spec in manifest["leaves"].items()
@@ -301,10 +281,9 @@ def _alone() -> Any:
 
 @functools.cache
 def _quiet_failures() -> None:
-    """Drops what Orbax's threads and asyncio print, at any later time, of failed saves.
+    """Drops a hundred lines that Orbax's threads print of a save that failed.
 
-    `Store.wait` raises that error. A hundred lines of it on stderr would hide the one
-    sentence that says what to do.
+    They would hide the error that `Store.wait` raises.
     """
 
     def is_news(record: logging.LogRecord) -> bool:
@@ -313,11 +292,3 @@ def _quiet_failures() -> None:
 
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(is_news)
-    show = sys.unraisablehook
-
-    def show_others(unraisable: Any) -> None:
-        # Orbax closes its event loop at the first array that fails.
-        if str(unraisable.exc_value) != "Event loop is closed":
-            show(unraisable)
-
-    sys.unraisablehook = show_others

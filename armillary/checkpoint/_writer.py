@@ -14,9 +14,6 @@ program that handles it can go on.
 import contextlib
 import functools
 import json
-import os
-import re
-import shutil
 import threading
 import weakref
 from collections.abc import Callable
@@ -25,12 +22,10 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from armillary._format import format_bytes
 from armillary._logging import logger
 from armillary._process import is_first
 from armillary.checkpoint import _folder
-from armillary.checkpoint._disk import sync_name
-from armillary.checkpoint._folder import Saved
+from armillary.checkpoint._folder import Saved, sync_name
 from armillary.checkpoint._store import Content, Store, as_stored
 from armillary.cluster._join import get_peers
 from armillary.cluster._peers import Peers
@@ -72,12 +67,7 @@ def decide(topic: str, function: Callable[[], T], peers: Peers | None) -> T:
 class Writer:
     """Writes the checkpoints of one directory, one at a time. All processes call it.
 
-    Args:
-        directory: Where to. It is made by the first save.
-        max_to_keep: How many of the newest stay, or `None` for all.
-        keep_every_hours: See `find_expired`.
-        raise_errors: Whether `start` and `sync` raise what kept a save from being
-            written, or only log it.
+    It makes the directory. If it does not `raise_errors` of saves, it logs them.
     """
 
     def __init__(
@@ -102,12 +92,6 @@ class Writer:
         self._failure: CheckpointError | None = None
         self.last_error: CheckpointError | None = None
         """The error of the last save, as `sync` has found it; the same for all."""
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether `sync` has an error to raise; of several processes, none knows."""
-        is_alone = self._peers is None and self._raise_errors
-        return is_alone and self._failure is not None
 
     def start(self, number: int, content: Content) -> str | None:
         """Starts a save. The last one must be over: call `sync` first."""
@@ -157,19 +141,17 @@ class Writer:
         self, number: int, content: Content, arrays: dict[str, Any] | None
     ) -> str:
         path = self._directory / f"checkpoint_{number}"
-        num_bytes = None
         try:
             if arrays is None:
                 # Of one process. There may be no memory for them.
                 arrays = self._as_arrays(content)
-            num_bytes = sum(array.nbytes for array in arrays.values())
             self._directory.mkdir(parents=True, exist_ok=True)
             # Not in the constructor: a manager that only reads must not remove the
             # folder that another process is writing.
             if not self._has_cleaned and is_first():
                 _folder.remove_leftovers(self._directory)
             self._has_cleaned = True
-            saved = _folder.find_checkpoints(self._directory)
+            saved = _folder.list_directory(self._directory)[0]
             path = _folder.choose_path(self._directory, number, saved)
             saved.append(self._describe(path, number, saved, bool(arrays)))
             self._store.write(
@@ -185,14 +167,11 @@ class Writer:
                 earlier=find_running(),
             )
         except Exception as error:
-            failure = self._fail(path, error, num_bytes)
-            raise failure from failure.__cause__
+            raise self._fail(path, error) from error
         _finish_before_exit()
         _writers.add(self)
         self.thread = threading.Thread(
-            target=self._finish,
-            args=(path, num_bytes, saved),
-            name="armillary-checkpoint",
+            target=self._finish, args=(path, saved), name="armillary-checkpoint"
         )
         self.thread.start()
         return str(path)
@@ -215,22 +194,21 @@ class Writer:
             has_arrays=has_arrays,
         )
 
-    def _finish(self, path: epath.Path, num_bytes: int, saved: list[Saved]) -> None:
+    def _finish(self, path: epath.Path, saved: list[Saved]) -> None:
         try:
             self._store.wait()
             # ORDER: before an older checkpoint goes.
             sync_name(path)
         except Exception as error:
-            self._failure = self._fail(path, error, num_bytes)
+            self._failure = self._fail(path, error)
             return
-        superseded = _folder.find_superseded(saved)
         expired, self._preserved_at = _folder.find_expired(
-            [entry for entry in saved if entry not in superseded],
+            saved,
             max_to_keep=self._max_to_keep,
             keep_every_hours=self._keep_every_hours,
             preserved_at=self._preserved_at,
         )
-        for entry in (*superseded, *expired) if is_first() else ():
+        for entry in expired if is_first() else ():
             try:
                 _folder.remove(entry.path)
             except Exception as error:
@@ -250,16 +228,9 @@ class Writer:
         if failure is not None:
             raise failure
 
-    def _fail(
-        self, path: epath.Path, error: Exception, num_bytes: int | None
-    ) -> CheckpointError:
+    def _fail(self, path: epath.Path, error: Exception) -> CheckpointError:
         """Gives back the space of a save that failed, and returns what to say."""
-        self._store.abandon()
-        space, place = "", path.parent
-        if num_bytes is not None and place.is_dir() and "://" not in str(place):
-            free = format_bytes(shutil.disk_usage(place).free)
-            need = f" Its arrays need about {format_bytes(num_bytes)}"
-            space = f"{need}, and `{place}` has {free} free."
+        self._store = Store()  # The threads of one that failed end by themselves.
         # Orbax reports the first of its threads that fails. What another one still
         # writes is removed by the next try, or before the next save.
         self._has_cleaned = False
@@ -274,15 +245,11 @@ class Writer:
             if self._raise_errors
             else "This run goes on, and the next save that is due tries again."
         )
-        # An error of the disk is one of Python's, or is told by TensorStore.
-        code = re.search(r"os_error_code='(\d+)'", str(error))
-        said = OSError(int(code[1]), os.strerror(int(code[1]))) if code else error
         failure = CheckpointError(
-            f"Saving `{path}` failed: {type(said).__name__}: {said}. It is not "
-            f"complete, and earlier checkpoints are as they were.{space} {advice}"
+            f"Saving `{path}` failed: {type(error).__name__}: {error}. It is not "
+            f"complete, and earlier checkpoints are as they were. {advice}"
         )
-        # What the disk says, the message repeats.
-        failure.__cause__ = None if isinstance(said, OSError) else error
+        failure.__cause__ = error
         if not self._raise_errors:
             logger.warning("%s", failure)
         return failure
@@ -299,11 +266,10 @@ def _finish_before_exit() -> None:
     """Has saves that are running completed when the program ends, however it does.
 
     `atexit` runs too late: by then no executor takes work any more, and the save would
-    be lost (python/cpython#148280). Executors are closed by a hook of this same kind.
-    Hooks run last in, first out, and theirs is older: a save that has started has
-    imported them. In Python 3.12.0 to 3.12.2 no hook can wait for a save, because no
-    thread starts once the main one has ended (python/cpython#113964), so
-    `pyproject.toml` excludes them.
+    be lost (python/cpython#148280). Executors are closed by a hook of this same kind,
+    which is older and runs later, since a save has imported them. In Python 3.12.0 to
+    3.12.2 no hook can wait for a save, because no thread starts once the main one has
+    ended (python/cpython#113964), so `pyproject.toml` excludes them.
     """
 
     def finish() -> None:

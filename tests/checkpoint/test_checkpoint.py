@@ -68,19 +68,14 @@ def test_a_shared_place_is_saved_once_under_its_first_path() -> None:
     assert set(checkpoint.read_content().leaves) == {"model/kernel", "model/bias"}
 
 
-def test_places_made_later_are_found() -> None:
-    holder = SimpleNamespace(first=jnp.zeros(1))
-    checkpoint = Checkpoint(holder=holder)
+def test_places_made_later_are_found_and_states_are_copies() -> None:
+    holder, position = SimpleNamespace(first=jnp.zeros(1)), Position({"epoch": 1})
+    checkpoint = Checkpoint(holder=holder, data=position)
     holder.second = jnp.zeros(1)
-
-    assert set(checkpoint.read_content().leaves) == {"holder/first", "holder/second"}
-
-
-def test_states_are_read_as_copies() -> None:
-    position = Position({"epoch": 1})
-    content = Checkpoint(data=position).read_content()
+    content = checkpoint.read_content()
     position.state["epoch"] = 2
 
+    assert set(content.leaves) == {"holder/first", "holder/second"}
     assert content.states == {"data": {"epoch": 1}}
 
 
@@ -98,7 +93,7 @@ def test_objects_that_answer_to_every_name_have_no_state() -> None:
 
     checkpoint = Checkpoint(rngs=rngs, delegate=Delegate())
 
-    assert checkpoint.state_names == []
+    assert checkpoint.states == {}
     assert "delegate/array" in checkpoint.read_content().leaves
 
 
@@ -130,11 +125,3 @@ def test_a_refused_state_puts_everything_back() -> None:
     assert holder.array is before
     assert (first.state, second.state) == ("one", "two")
     assert second.log == ["refused", "two"]
-
-
-@pytest.mark.parametrize("name", ["save", "restore", "write"])
-def test_what_a_checkpoint_of_tensorflow_does_itself_a_manager_does(name):
-    checkpoint = Checkpoint(model=Delegate())
-    with pytest.raises(AttributeError, match=r"CheckpointManager\(checkpoint, dir"):
-        getattr(checkpoint, name)
-    assert not hasattr(checkpoint, "model")

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -80,7 +79,7 @@ def make_controller(run: Run, manager: CheckpointManager) -> armillary.Controlle
     )
 
 
-def test_a_full_disk_is_an_error_with_figures_and_costs_no_checkpoint(
+def test_a_full_disk_is_an_error_and_costs_no_checkpoint(
     small_disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = Run()
@@ -90,8 +89,7 @@ def test_a_full_disk_is_an_error_with_figures_and_costs_no_checkpoint(
     with pytest.raises(
         CheckpointError,
         match=r"(?s)Saving `.*/run/checkpoint_3` failed: .*No space left on device.*"
-        r"earlier checkpoints are as they were\. Its arrays need about 400 kB, and "
-        r"`.*/run` has [\d.]+ kB free\. .*on_write_error='warn'",
+        r"earlier checkpoints are as they were\. .*on_write_error='warn'",
     ):
         controller.train(9)
 
@@ -125,14 +123,8 @@ def fail_in_background(patch: pytest.MonkeyPatch, times: int = 100) -> None:
     patch.setattr(Store, "wait", fail)
 
 
-class Evaluations(armillary.AbstractEvaluator):
-    def evaluate(self, num_steps: int) -> dict[str, float]:
-        return {}
-
-
-@pytest.mark.parametrize("method", ["train", "train_and_evaluate"])
 def test_with_warn_a_failed_save_of_the_last_step_is_tried_again_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def break_disk(step: int) -> None:
         manager.sync()
@@ -141,14 +133,7 @@ def test_with_warn_a_failed_save_of_the_last_step_is_tried_again_at_the_end(
 
     run = Run(break_disk)
     manager = make_manager(run, tmp_path, checkpoint_interval=1, on_write_error="warn")
-    controller = armillary.Controller(
-        trainer=run,
-        evaluator=Evaluations(),
-        global_step=lambda: run.step,
-        steps_per_loop=1,
-        checkpoint_manager=manager,
-    )
-    getattr(controller, method)(2)
+    make_controller(run, manager).train(2)
 
     assert manager.last_error is None
     assert Path(str(manager.latest_checkpoint)).name == "checkpoint_2.1"
@@ -188,18 +173,6 @@ def run_program(directory: Path, on_write_error: str) -> subprocess.CompletedPro
         cwd=repository,
         env={**os.environ, "PYTHONPATH": repository},
     )
-
-
-@pytest.mark.slow
-def test_a_refused_write_stops_a_program_with_the_error(tmp_path: Path) -> None:
-    child = run_program(tmp_path, "raise")
-
-    assert child.returncode == 1
-    last = child.stderr.strip().splitlines()[-1]
-    assert last.startswith("armillary.errors.CheckpointError: Saving `")
-    assert "checkpoint_2` failed" in last
-    assert "File too large" in last
-    assert list_saved(tmp_path) == ["checkpoint_1"]
 
 
 @pytest.mark.slow
@@ -247,23 +220,6 @@ def test_saving_a_checkpoint_now_raises_with_both(
     assert controller.save_checkpoint() in manager.checkpoints
     assert manager.last_error is None
     manager.close()
-
-
-def test_a_failed_save_stops_training_before_the_next_one_is_due(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wait_for_error(step: int) -> None:
-        deadline = time.monotonic() + 20
-        while step == 2 and not manager.is_due(2) and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    run = Run(wait_for_error)
-    manager = make_manager(run, tmp_path, checkpoint_interval=100)
-    fail_in_background(monkeypatch)
-    with pytest.raises(CheckpointError, match="checkpoint_1` failed: OSError: No sp"):
-        make_controller(run, manager).train(9)
-
-    assert run.step == 2
 
 
 def test_old_checkpoints_that_cannot_be_removed_are_no_failed_save(

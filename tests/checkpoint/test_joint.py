@@ -12,11 +12,10 @@ from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary._process import Process, get_process, set_process
 from armillary.checkpoint import Checkpoint, CheckpointManager, _writer
-from armillary.checkpoint._disk import read_checksums, write_checksums
+from armillary.checkpoint._folder import read_checksums, write_checksums
 from armillary.checkpoint._reader import verify
-from armillary.checkpoint._writer import Writer, decide
+from armillary.checkpoint._writer import Writer
 from armillary.cluster._peers import Peers
 from armillary.errors import CheckpointError, PeerError
 from tests.peers import Store, run_together
@@ -58,12 +57,12 @@ def run(fn, **options):
 def save(writer, peers):
     path = writer.start(7, CONTENT)
     writer.sync()
-    return path, str(writer.last_error), writer.has_failed
+    return path, str(writer.last_error)
 
 
 def test_the_first_process_writes_and_all_know_the_path():
     outcomes, logs = run(save)
-    assert outcomes == [("/runs/checkpoint_7", "None", False)] * 2
+    assert outcomes == [("/runs/checkpoint_7", "None")] * 2
     assert logs == [["start 7 ['x/y']", "wait"], []]
 
 
@@ -99,7 +98,7 @@ def test_all_know_of_a_save_that_failed_where_training_goes_on(when):
     error = CheckpointError("no space")
     outcomes, _ = run(save, raise_errors=False, **{when: error})
     path = None if when == "at_start" else "/runs/checkpoint_7"
-    assert outcomes == [(path, "no space", False)] * 2
+    assert outcomes == [(path, "no space")] * 2
 
 
 def test_after_a_failure_the_first_process_still_finishes_its_save():
@@ -111,28 +110,6 @@ def test_after_a_failure_the_first_process_still_finishes_its_save():
     outcomes, logs = run(save_and_fail)
     assert outcomes == [None, None]
     assert logs == [["start 7 ['x/y']", "wait"], []]
-
-
-def test_only_the_one_that_writes_needs_a_directory_it_can_write(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    store, before = Store(), get_process()
-
-    def make(index):
-        peers = Peers(store, index, 2, 10.0)
-        monkeypatch.setattr(_writer, "get_peers", lambda: peers)
-        set_process(Process(index, 2))
-        CheckpointManager(Checkpoint(x={"y": jnp.zeros(1)}), tmp_path / "file" / "run")
-        return peers
-
-    try:
-        other = make(1)
-        with pytest.raises(ValueError, match="is a file, but checkpoints need"):
-            make(0)
-    finally:
-        set_process(before)
-    # It does not wait for the one that has failed, but repeats what that one says.
-    with pytest.raises(PeerError, match="process 0 of 2: ValueError: `directory` is"):
-        other.gather("anything", "")
 
 
 class Lost:
@@ -165,32 +142,6 @@ def save_steps(directory: Path, *steps: int) -> epath.Path:
         manager.save(step)
     manager.close()
     return epath.Path(directory)
-
-
-def test_process_0_decides_for_all_and_the_others_are_not_asked():
-    asked = []
-
-    def run(peers):
-        def choose():
-            asked.append(peers.index)
-            return ["good", 3]
-
-        return decide("which", choose, peers)
-
-    assert run_together(run, 3) == [["good", 3]] * 3
-    assert asked == [0]
-
-
-def test_a_decision_that_fails_is_an_error_of_all_after_which_they_go_on():
-    def run(peers):
-        def fail():
-            raise CheckpointError("all are damaged")
-
-        with pytest.raises(CheckpointError, match=r"^all are damaged$"):
-            decide("which", fail, peers)
-        return decide("which", lambda: "another", peers)
-
-    assert run_together(run) == ["another"] * 2
 
 
 @pytest.mark.parametrize("has_chosen", [True, False])
@@ -275,13 +226,3 @@ def test_another_content_with_sums_of_its_own_is_another_checkpoint(saved):
             raise outcome
         sums = re.findall(r"process \d of 2: .*json` (#\w+)\), in", str(caught.value))
         assert len(set(sums)) == 2
-
-
-def test_all_may_see_one_directory_or_none(tmp_path):
-    folder = save_steps(tmp_path / "run", 1, 2)
-
-    def run(peers):
-        verify(folder / "checkpoint_2", folder, peers)
-        verify(None, epath.Path(tmp_path / "new"), peers)
-
-    assert run_together(run) == [None, None]

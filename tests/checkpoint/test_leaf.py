@@ -5,13 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from armillary.checkpoint import Checkpoint, CheckpointManager
 from armillary.checkpoint._store import (
     LeafSpec,
     as_restored,
-    as_stored,
     describe_leaves,
     stored_sharding,
 )
@@ -58,35 +56,10 @@ def test_free_arrays_stay_free_and_on_a_device_that_is_not_the_default() -> None
     assert not restored.committed
 
 
-def test_random_keys_come_back_typed_and_sharded() -> None:
-    mesh = jax.make_mesh((4,), ("r",))
-    sharding = NamedSharding(mesh, PartitionSpec("r"))
-    keys = jax.device_put(jax.random.split(jax.random.key(5), 4), sharding)
-
-    restored = as_restored(jax.device_put(as_stored(keys), sharding), keys)
-
-    assert restored.dtype == keys.dtype
-    assert restored.sharding == keys.sharding
-    np.testing.assert_array_equal(
-        jax.random.key_data(restored), jax.random.key_data(keys)
-    )
-
-
-def test_host_arrays_are_stored_as_copies_and_come_back_as_host_arrays() -> None:
-    leaf = np.zeros(3)
-    stored = as_stored(leaf)
-    leaf += 1
-
-    np.testing.assert_array_equal(stored, np.zeros(3))
-    assert isinstance(as_restored(stored, leaf), np.ndarray)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["int2", "uint2", "int4", "uint4"])
-@pytest.mark.parametrize("is_host", [False, True])
-def test_narrow_integers_are_saved_and_restored(tmp_path, dtype, is_host) -> None:
-    values = {"x": jnp.array([1, 0, 1], dtype), "y": jnp.ones((2, 2), dtype)}
-    values = jax.tree.map(np.asarray, values) if is_host else values
+@pytest.mark.parametrize("dtype", ["uint2", "int4"])
+def test_narrow_integers_are_saved_and_restored(tmp_path, dtype) -> None:
+    values = {"x": jnp.array([1, 0, 1], dtype), "y": np.ones((2, 2), jnp.dtype(dtype))}
     state = {"values": nnx.Variable(values)}
     manager = CheckpointManager(Checkpoint(state=state), tmp_path)
     path = manager.save(1)

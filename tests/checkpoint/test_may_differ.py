@@ -12,7 +12,6 @@ from flax import nnx
 
 import armillary
 from armillary.checkpoint import _checkpoint
-from armillary.checkpoint._reader import merge_refusals
 from armillary.errors import CheckpointMismatchError, DatasetStateError
 from tests.peers import run_together
 
@@ -180,16 +179,6 @@ def test_a_restore_by_hand_has_the_allowance_of_the_manager(make):
     with pytest.raises(CheckpointMismatchError, match="`only` names 'ema'"):
         other.checkpoint.read(path)
     assert other.checkpoint.read(path, skip="ema").kept == ("ema/kernel",)
-
-
-def test_what_one_process_refuses_stays_in_all():
-    said = [{}, {"data": "of another size"}]
-
-    def run(peers):
-        return merge_refusals(said[peers.index], peers)
-
-    assert run_together(run) == [said[1], said[1]]
-    assert merge_refusals(said[1], None) == said[1]
 
 
 class Shifted:

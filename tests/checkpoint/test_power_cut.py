@@ -24,8 +24,7 @@ import pytest
 from etils import epath
 
 from armillary.checkpoint import Checkpoint, CheckpointManager
-from armillary.checkpoint._disk import find_damage
-from armillary.checkpoint._folder import find_checkpoints
+from armillary.checkpoint._folder import find_checkpoints, find_damage
 
 NUM_CUTS = 1000
 Image = tuple[tuple[str, bytes | None], ...]

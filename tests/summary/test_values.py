@@ -179,12 +179,9 @@ def test_values_of_another_form_are_an_error(call, error, message):
 
 
 def test_nothing_is_written_in_a_traced_function(tmp_path: Path) -> None:
-    manager = SummaryManager(tmp_path)
-
     def step(x):
-        for value in (x, Histogram(x), Image(x[None])):
-            with pytest.raises(TypeError, match=r"x: .*JAX traces.*`train_loop_end`"):
-                manager.write_summaries({"x": value}, step=0)
+        with pytest.raises(TypeError, match=r"x: .*JAX traces.*`train_loop_end`"):
+            SummaryManager(tmp_path).write_summaries({"x": Histogram(x)}, step=0)
 
     jax.jit(step)(jnp.ones(2))
     assert not list(tmp_path.iterdir())
